@@ -1,0 +1,40 @@
+"""Quire, an LLM inference engine. `from quire import LLM, SamplingParams`.
+May know: where each public name lives.
+Must not know: anything at import time; names resolve on first use, so that `import quire` takes milliseconds."""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "frontend.llm",
+    "LLMEngine": "frontend.llm_engine",
+    "AsyncLLM": "frontend.async_llm",
+    "EngineArgs": "frontend.engine_args",
+    "RequestOutput": "frontend.outputs",
+    "CompletionOutput": "frontend.outputs",
+    "Logprob": "frontend.outputs",
+    "SamplingParams": "ipc.params",
+    "PoolingParams": "ipc.params",
+    "RequestOutputKind": "ipc.params",
+    "EngineConfig": "ipc.config",
+    "QuireError": "ipc.errors",
+    "InvalidParameterError": "ipc.errors",
+    "ModelLoadError": "ipc.errors",
+    "EngineStartError": "ipc.errors",
+    "EngineDeadError": "ipc.errors",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    value = getattr(import_module("." + _HOME[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,63 @@
+"""The one interface between the frontend and an engine, and the function that chooses its form.
+May know: messages, the configuration.
+Must not know: text, tokenizers, torch; who schedules or computes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from ..ipc.config import EngineConfig
+from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, Ready
+
+
+class EngineClient(ABC):
+    """An engine as the frontend sees it. All forms give the same outputs, order, errors and utilities.
+
+    One client is used either from blocking code (get_output, call_utility) or from one asyncio loop (the `_async` pair), by one thread.
+    The other methods never block and serve both. When the engine is gone every method, and every waiter inside one,
+    raises EngineDeadError with the cause; `shutdown` never raises and may be called twice.
+    """
+
+    ready: Ready  # the engine's word on itself: resolved configuration, number of KV-cache blocks
+
+    @abstractmethod
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Hands over a request. Its tokens, or its refusal as a FinishReason.ERROR row, come through get_output."""
+
+    @abstractmethod
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """Ends requests. Each one still alive is answered by a row with FinishReason.ABORT."""
+
+    @abstractmethod
+    def get_output(self) -> EngineCoreOutputs:
+        """Blocks for the next outputs. To be called only while a request of this client is unfinished."""
+
+    @abstractmethod
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """As get_output; waits as long as there is nothing to tell, so that one task can loop over it for ever."""
+
+    @abstractmethod
+    def call_utility(self, method: str, *args: Any) -> Any:
+        """Calls one of EngineCore.UTILITIES between two steps and returns its result, or raises its exception."""
+
+    @abstractmethod
+    async def call_utility_async(self, method: str, *args: Any) -> Any: ...
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Leaves: a child engine exits, a daemon stays and drops this client's requests."""
+
+
+def make_client(config: EngineConfig, engine: str = "process", *, asyncio_mode: bool = False) -> EngineClient:
+    """`engine`: "inproc" (in this process), "process" (a child of this one) or the address of a daemon, "ipc://...".
+
+    `config` is resolved; with an address it is not used, the daemon's own is in `client.ready.config`.
+    """
+    if engine == "inproc":
+        from .inproc_client import InprocClient
+
+        return InprocClient(config)
+    from .mp_client import MPClient
+
+    return MPClient(config, engine, asyncio_mode=asyncio_mode)

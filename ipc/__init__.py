@@ -1,0 +1,3 @@
+"""The wire: configuration, parameters, messages, codec, sockets and processes.
+May know: the standard library, msgspec, pyzmq, psutil.
+Must not know: torch, numpy, or any other package of quire (ipc is a leaf that all may import)."""

@@ -1,0 +1,99 @@
+"""The configuration: one frozen tree, the only source of EngineArgs, of the command line's flags and of --help.
+May know: names, types, ranges and defaults.
+Must not know: files on disk, torch, or how a value is used. frontend/engine_args.py fills every "auto" before anything is spawned."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the tree's sections. Field names are unique across sections: together they are the flat names of EngineArgs."""
+
+
+class ModelConfig(Section):
+    model: Annotated[str, Meta(description="Directory of the model, or its name on the hub. Default: the model bundled with Quire.")] = "bundled"
+    tokenizer: Annotated[str | None, Meta(description="Directory of the tokenizer. Default: the model's own.")] = None
+    served_model_name: Annotated[str | None, Meta(description="Name under which the model is served. Default: the model argument.")] = None
+    revision: Annotated[str | None, Meta(description="Branch, tag or commit on the hub.")] = None
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32", "float16"],
+        Meta(description="Type of weights and activations. auto: bfloat16 where the hardware multiplies it natively, else float32."),
+    ] = "auto"
+    max_model_len: Annotated[PositiveInt | None, Meta(description="Longest prompt plus output, in tokens. Default: the model's context.")] = None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1, description="Seed from which requests without a seed of their own draw theirs.")] = 0
+    hf_overrides: Annotated[dict[str, Any], Meta(description="Keys that replace those of the model's config.json.")] = {}
+    skip_tokenizer_init: Annotated[bool, Meta(description="Do not load a tokenizer: prompts are token ids and outputs have no text.")] = False
+    hf_config: dict[str, Any] = {}  # config.json with hf_overrides applied; filled when resolved, not a flag
+
+
+class LoadConfig(Section):
+    load_format: Annotated[
+        Literal["auto", "safetensors", "dummy"], Meta(description="auto and safetensors read the model's weights; dummy makes random ones.")
+    ] = "auto"
+
+
+class CacheConfig(Section):
+    block_size: Annotated[Literal[8, 16, 32, 64, 128], Meta(description="Tokens per KV-cache block.")] = 16
+    gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0, description="Fraction of the GPU's memory the engine may use (not used on a CPU).")] = 0.9
+    kv_cache_memory_bytes: Annotated[PositiveInt | None, Meta(description="Size of the KV cache in bytes. Default: from the free memory.")] = None
+    num_gpu_blocks_override: Annotated[PositiveInt | None, Meta(description="Number of KV-cache blocks, whatever the memory (for tests).")] = None
+    enable_prefix_caching: Annotated[bool, Meta(description="Keep the KV cache of finished requests for prompts that begin alike.")] = True
+
+
+class SchedulerConfig(Section):
+    max_num_seqs: Annotated[PositiveInt, Meta(description="Most requests that run in one step.")] = 256
+    max_num_batched_tokens: Annotated[PositiveInt | None, Meta(description="Most tokens computed in one step. Default: 2048.")] = None
+    enable_chunked_prefill: Annotated[bool, Meta(description="Split long prompts over several steps.")] = True
+    long_prefill_token_threshold: Annotated[NonNegativeInt, Meta(description="Most tokens of one prompt in one step; 0: no limit.")] = 0
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"], Meta(description="fcfs: first come, first served. priority: lower `priority` first, then by arrival.")
+    ] = "fcfs"
+
+
+class DeviceConfig(Section):
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = "auto"
+    num_threads: Annotated[PositiveInt | None, Meta(description="CPU threads of the model. Default: every core this process may use.")] = None
+    tensor_parallel_size: Annotated[PositiveInt, Meta(description="Ranks that share each layer.")] = 1
+    pipeline_parallel_size: Annotated[PositiveInt, Meta(description="Ranks that share the stack of layers.")] = 1
+    enforce_eager: Annotated[bool, Meta(description="Never capture CUDA graphs.")] = False
+    kernels: Annotated[
+        dict[str, str], Meta(description='Implementation by operation, e.g. {"rms_norm": "reference"}; the rest is chosen when the model is loaded.')
+    ] = {}
+
+
+class ServiceConfig(Section):
+    startup_timeout_s: Annotated[float, Meta(gt=0, description="Deadline for the engine to come up, in seconds.")] = 600.0
+    shutdown_timeout_s: Annotated[float, Meta(gt=0, description="How long the engine may take to leave before it is killed, in seconds.")] = 10.0
+    max_message_bytes: Annotated[PositiveInt, Meta(description="Largest message between the processes, in bytes.")] = 256 * 2**20
+    disable_log_stats: Annotated[bool, Meta(description="Do not collect statistics.")] = False
+
+
+class EngineConfig(Section):
+    """The whole tree. `resolved` is what the engine receives: no "auto" and no None that means "default" is left in it."""
+
+    model_config: ModelConfig = ModelConfig()
+    load_config: LoadConfig = LoadConfig()
+    cache_config: CacheConfig = CacheConfig()
+    scheduler_config: SchedulerConfig = SchedulerConfig()
+    device_config: DeviceConfig = DeviceConfig()
+    service_config: ServiceConfig = ServiceConfig()
+
+
+INTERNAL_FIELDS = frozenset({"hf_config"})  # filled when the tree is resolved; not arguments
+
+
+def config_fields() -> dict[str, tuple[str, msgspec.structs.FieldInfo]]:
+    """Every user-facing argument: flat name -> (section's name in EngineConfig, msgspec field)."""
+    return {
+        field.name: (section.name, field)
+        for section in msgspec.structs.fields(EngineConfig)
+        for field in msgspec.structs.fields(section.type)
+        if field.name not in INTERNAL_FIELDS
+    }

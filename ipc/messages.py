@@ -1,0 +1,248 @@
+"""Every message: frontend <-> engine core, and engine core <-> executor (the rank broadcast carries the same ones).
+May know: SamplingParams, PoolingParams, EngineConfig, plain lists, numbers and buffers.
+Must not know: sockets, torch, or who handles what. A receiver never changes a message."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from .config import EngineConfig
+from .params import PoolingParams, SamplingParams
+
+
+class Message(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
+    """Base of all messages. Subclasses that cross a socket on their own carry a tag."""
+
+
+class FinishReason(IntEnum):
+    STOP = 0  # end-of-sequence token, stop token id or stop string
+    LENGTH = 1  # max_tokens or max_model_len
+    ABORT = 2  # the client asked for it
+    ERROR = 3  # a failure inside the engine, of this request alone
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Array(Message):
+    """A dense array on the wire, C order. `data` is any buffer; large ones travel as frames of their own, without a copy.
+
+    `dtype` is numpy's short name, little endian: "i4", "i8", "f4". numpy.frombuffer(a.data, a.dtype).reshape(a.shape) reads it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Any  # bytes | memoryview; codec.py frames it
+
+
+# ---------------------------------------------------------------- frontend -> engine core
+
+
+class EngineCoreRequest(Message, tag="add"):
+    """One request. Exactly one of the two params is given; `sampling_params.seed` and `max_tokens` are resolved (not None)."""
+
+    request_id: str  # unique over all clients of the engine
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams | None = None
+    pooling_params: PoolingParams | None = None
+    eos_token_ids: list[int] = []  # empty when ignore_eos
+    arrival_time: float = 0.0  # time.time() in the frontend, seconds
+    priority: int = 0  # lower runs first
+    cache_salt: str | None = None  # prefix-cache blocks are shared only between equal salts
+    resume_tokens: list[int] = []  # output tokens already emitted by an engine that died; they are not emitted again
+
+
+class AbortRequests(Message, tag="abort"):
+    """Ends these requests; unknown ids (already finished) are ignored, others' requests too. Each live one is answered with ABORT."""
+
+    request_ids: list[str]
+
+
+class UtilityCall(Message, tag="call"):
+    """Calls one of EngineCore.UTILITIES. `args` are plain msgpack values."""
+
+    call_id: int
+    method: str
+    args: list[Any] = []
+
+
+class Detach(Message, tag="detach"):
+    """This client leaves; its requests are aborted, a daemon lives on."""
+
+
+class Shutdown(Message, tag="shutdown"):
+    """The engine finishes (`drain`) or aborts what runs, and exits. From a child's own parent only."""
+
+    drain: bool = False
+
+
+class Config(Message, tag="config"):
+    """The answer to HELLO of a spawned engine: what to run."""
+
+    config: EngineConfig
+    epoch: int = 0
+
+
+class Attach(Message, tag="attach"):
+    """A program asks a daemon to serve it: the daemon connects to these addresses and answers HELLO, READY."""
+
+    protocol: int
+    pid: int
+    input_address: str  # the client's ROUTER
+    output_address: str  # the client's PULL
+
+
+ClientMessage = EngineCoreRequest | AbortRequests | UtilityCall | Detach | Shutdown | Config | Attach
+
+
+# ---------------------------------------------------------------- engine core -> frontend
+
+PROTOCOL = 1
+
+
+class Hello(Message, tag="hello"):
+    protocol: int
+    pid: int
+
+
+class Progress(Message, tag="progress"):
+    stage: str  # "import", "load weights", "profile", "kv cache"
+    fraction: float  # of the stage, 0..1
+
+
+class Ready(Message, tag="ready"):
+    """The engine serves. `config` is what it runs with: an attaching client learns its model from here."""
+
+    config: EngineConfig
+    num_blocks: int
+    kv_cache_bytes: int
+    epoch: int = 0
+
+
+class Failed(Message, tag="failed"):
+    """Start-up failed: the child's own exception, to be raised again in the caller."""
+
+    error_type: str  # name of the exception class
+    message: str
+    traceback: str
+    parameter: str | None = None  # of an InvalidParameterError
+
+
+class SchedulerStats(Message):
+    """Taken after a step. Counters count from the engine's start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    num_preemptions: int = 0  # counter
+    num_prompt_tokens: int = 0  # counter: prompt tokens computed, recomputed ones included
+    num_generation_tokens: int = 0  # counter
+    num_recomputed_tokens: int = 0  # counter: tokens computed again after a preemption
+    prefix_cache_queries: int = 0  # counter, in tokens
+    prefix_cache_hits: int = 0  # counter, in tokens
+
+
+class Finished(Message):
+    row: int  # index into EngineCoreOutputs.request_ids
+    reason: FinishReason
+    stop_reason: int | None = None  # the stop token id that was hit
+    error: str | None = None
+
+
+class TokenLogprobs(Message):
+    """Log-probabilities of the new tokens of one row, before temperature and truncation. k = the request's `logprobs`.
+
+    token_ids i4 [num_tokens, k + 1] with the sampled token first; logprobs f4, same shape; ranks i4 [num_tokens] of the sampled one, from 1.
+    """
+
+    row: int
+    token_ids: Array
+    logprobs: Array
+    ranks: Array
+
+
+class EngineCoreOutputs(Message, tag="outputs"):
+    """What one step gave one client, in columns; row i is request_ids[i]. A row may have no tokens (an abort, an error)."""
+
+    epoch: int
+    request_ids: list[str]
+    first_indices: list[int]  # index of the row's first new token among the request's output tokens
+    num_tokens: list[int]
+    token_ids: list[int]  # all rows' new tokens, one after the other
+    finished: list[Finished] = []
+    logprobs: list[TokenLogprobs] = []
+    num_cached_tokens: list[tuple[int, int]] = []  # (row, prompt tokens found in the prefix cache), once, with the first token
+    stats: SchedulerStats | None = None
+    timestamp: float = 0.0  # time.monotonic() of the engine, seconds
+
+
+class UtilityResult(Message, tag="result"):
+    call_id: int
+    result: Any = None
+    failure: Failed | None = None
+
+
+class EngineDead(Message, tag="dead"):
+    """The engine's last words before it exits because of an error that was not one request's."""
+
+    cause: str
+
+
+EngineMessage = EngineCoreOutputs | UtilityResult | EngineDead | Hello | Progress | Ready | Failed
+
+
+# ---------------------------------------------------------------- engine core -> executor, and back
+
+
+class NewRequestData(Message):
+    """A request enters a slot: for the first time, or again after a preemption (then token_ids holds its output too)."""
+
+    slot: int  # in [0, max_num_seqs); free until it appears in freed_slots
+    request_id: str
+    token_ids: list[int]  # prompt + output so far
+    num_prompt_tokens: int
+    sampling_params: SamplingParams | None = None
+    pooling_params: PoolingParams | None = None
+
+
+class SchedulerOutput(Message):
+    """One step's work, as differences. Columns are parallel with `slots`, in the order in which requests were scheduled.
+
+    The runner applies `freed_slots`, then `new_requests`, then appends `new_block_ids[i]` to the block table of slots[i], and computes
+    tokens [num_computed_tokens[i], num_computed_tokens[i] + num_scheduled_tokens[i]) of each. A row whose last known token is among
+    them is sampled, and the runner appends the sampled token to the slot's tokens itself.
+    """
+
+    step: int
+    slots: list[int]
+    num_scheduled_tokens: list[int]
+    num_computed_tokens: list[int]  # before this step
+    new_block_ids: list[list[int]]  # a new request's row holds its whole block table
+    new_requests: list[NewRequestData] = []
+    freed_slots: list[int] = []  # finished, aborted or preempted since the last step
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens)
+
+
+class SlotLogprobs(Message):
+    """One sampled row's log-probabilities: token_ids i4 [num_tokens, k + 1], logprobs f4 the same, ranks i4 [num_tokens]."""
+
+    slot: int
+    token_ids: Array
+    logprobs: Array
+    ranks: Array
+
+
+class ModelRunnerOutput(Message):
+    """Parallel with SchedulerOutput.slots. num_sampled[i] is 0 for a prompt that is not yet complete, or for a row in `errors`."""
+
+    num_sampled: list[int]
+    token_ids: list[int]  # sampled tokens of all rows, one after the other
+    logprobs: list[SlotLogprobs] = []
+    errors: dict[int, str] = {}  # slot -> what went wrong with this request alone

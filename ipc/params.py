@@ -1,0 +1,123 @@
+"""What a request may ask for: SamplingParams and PoolingParams, under vLLM's names, meanings and defaults.
+May know: names, types and ranges.
+Must not know: the model, the tokenizer, or what the engine can do yet (frontend/input_processor.py checks those)."""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+
+import msgspec
+
+from .errors import InvalidParameterError
+
+MAX_LOGPROBS = 20
+MAX_STOPS = 64
+
+
+class RequestOutputKind(IntEnum):
+    CUMULATIVE = 0  # every output carries all text and tokens so far
+    DELTA = 1  # every output carries only what is new
+    FINAL_ONLY = 2  # one output, when the request is finished
+
+
+def _require(holds: bool, parameter: str, problem: str) -> None:
+    if not holds:
+        raise InvalidParameterError(parameter, problem)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True):
+    """How the tokens of one request are chosen and when it ends. Immutable; `msgspec.structs.replace` makes a changed copy.
+
+    Raises InvalidParameterError, naming the parameter and its range, on construction and on decoding.
+    """
+
+    n: int = 1
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = 16  # None: to the end of the context
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            _require(is_number and math.isfinite(value), name, f"must be a finite number, got {value!r}")
+        for name in ("n", "top_k", "min_tokens"):
+            _require(_is_int(getattr(self, name)), name, f"must be an integer, got {getattr(self, name)!r}")
+        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or _is_int(value), name, f"must be an integer or None, got {value!r}")
+        self._check_ranges()
+        self._check_lists()
+
+    def _check_ranges(self) -> None:
+        _require(self.n >= 1, "n", f"must be at least 1, got {self.n}")
+        _require(self.temperature >= 0.0, "temperature", f"must be 0 (greedy) or greater, got {self.temperature}")
+        _require(0.0 < self.top_p <= 1.0, "top_p", f"must be greater than 0 and at most 1, got {self.top_p}")
+        _require(self.top_k >= -1, "top_k", f"must be 0 or -1 (all tokens) or at least 1, got {self.top_k}")
+        _require(0.0 <= self.min_p <= 1.0, "min_p", f"must be between 0 and 1, got {self.min_p}")
+        _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", f"must be between -2 and 2, got {self.presence_penalty}")
+        _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", f"must be between -2 and 2, got {self.frequency_penalty}")
+        _require(self.repetition_penalty > 0.0, "repetition_penalty", f"must be greater than 0, got {self.repetition_penalty}")
+        _require(self.seed is None or 0 <= self.seed < 2**63, "seed", f"must be between 0 and 2**63 - 1, got {self.seed}")
+        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", f"must be at least 1 or None (to the end of the context), got {self.max_tokens}")
+        _require(self.min_tokens >= 0, "min_tokens", f"must be at least 0, got {self.min_tokens}")
+        _require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens", f"must be at most max_tokens={self.max_tokens}, got {self.min_tokens}",
+        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS} or None, got {value}")
+
+    def _check_lists(self) -> None:
+        stops = self.stop_list
+        _require(isinstance(stops, list) and all(isinstance(s, str) for s in stops), "stop", "must be a string or a list of strings")
+        _require(all(stops), "stop", "must not hold an empty string")
+        _require(len(stops) <= MAX_STOPS, "stop", f"must hold at most {MAX_STOPS} strings, got {len(stops)}")
+        _require(not stops or self.detokenize, "stop", "needs detokenize=True: stop strings are found in the text")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            _require(ids is None or isinstance(ids, list) and all(_is_int(i) for i in ids), name, "must be a list of token ids")
+
+    @property
+    def stop_list(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+class PoolingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True):
+    """What a pooling request wants in place of tokens. The engine refuses it until it can pool."""
+
+    task: str = "embed"
+    dimensions: int | None = None
+    normalize: bool = True

@@ -1,0 +1,167 @@
+"""The blocks of the KV cache: which are free, how many requests hold each, and which can be found again by the hash of their content.
+May know: block ids, reference counts, block hashes.
+Must not know: requests, tokens, or the memory behind a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+
+class KVCacheBlock:
+    """A block's bookkeeping. In the free list exactly while ref_cnt is 0; with a hash exactly while the cache map names it."""
+
+    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_cnt")
+
+    def __init__(self, block_id: int):
+        self.block_id = block_id
+        self.ref_cnt = 0
+        self.block_hash: bytes | None = None  # set when full and computed
+        self.prev_free: KVCacheBlock | None = None
+        self.next_free: KVCacheBlock | None = None
+
+    def __repr__(self) -> str:
+        cached = "" if self.block_hash is None else f", cached as {self.block_hash.hex()[:8]}"
+        return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}{cached})"
+
+
+class FreeBlockQueue:
+    """A doubly linked list through the blocks themselves: O(1) at both ends, and O(1) removal in the middle, which a deque cannot.
+
+    The front is taken first. Two sentinels spare every operation its special cases.
+    """
+
+    def __init__(self, blocks: Iterable[KVCacheBlock]):
+        self._head, self._tail = KVCacheBlock(-1), KVCacheBlock(-1)
+        self._head.next_free, self._tail.prev_free = self._tail, self._head
+        self.num_free_blocks = 0
+        self.append_n(blocks)
+
+    def popleft(self) -> KVCacheBlock:
+        block = self._head.next_free
+        if block is self._tail:
+            raise IndexError("no free block")
+        self.remove(block)
+        return block
+
+    def remove(self, block: KVCacheBlock) -> None:
+        block.prev_free.next_free, block.next_free.prev_free = block.next_free, block.prev_free
+        block.prev_free = block.next_free = None
+        self.num_free_blocks -= 1
+
+    def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """To the back, in the order given."""
+        for block in blocks:
+            self._insert(self._tail.prev_free, block)
+
+    def prepend_n(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """To the front, in the order given: the first of `blocks` is the next to be taken."""
+        before = self._head
+        for block in blocks:
+            self._insert(before, block)
+            before = block
+
+    def _insert(self, before: KVCacheBlock, block: KVCacheBlock) -> None:
+        after = before.next_free
+        block.prev_free, block.next_free = before, after
+        before.next_free = after.prev_free = block
+        self.num_free_blocks += 1
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        block = self._head.next_free
+        while block is not self._tail:
+            yield block
+            block = block.next_free
+
+
+class BlockPool:
+    """Blocks 1 … num_blocks - 1 to give away; block 0 is the null block, which pads tables and is never given.
+
+    A freed block keeps its content and its hash until somebody needs the space (lazy eviction). The order of the free list is the
+    eviction order: blocks nobody could find again first, then the least recently freed, and of one request its tail before its head,
+    because a prefix is useful without what follows it and not the other way round.
+    """
+
+    def __init__(self, num_blocks: int):
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks: must be at least 2 (one is the null block), got {num_blocks}")
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        self.null_block = self.blocks[0]
+        self.free_queue = FreeBlockQueue(self.blocks[1:])
+        self._cached: dict[bytes, KVCacheBlock] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.free_queue.num_free_blocks
+
+    @property
+    def num_used_blocks(self) -> int:
+        return len(self.blocks) - 1 - self.num_free_blocks
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return len(self._cached)
+
+    def get_cached_block(self, block_hash: bytes) -> KVCacheBlock | None:
+        return self._cached.get(block_hash)
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Takes blocks from the front of the free list, evicting what they cached. Raises ValueError when there are too few."""
+        if num_blocks > self.num_free_blocks:
+            raise ValueError(f"{num_blocks} blocks wanted, {self.num_free_blocks} are free")
+        blocks = [self.free_queue.popleft() for _ in range(num_blocks)]
+        for block in blocks:
+            self.uncache(block)
+            block.ref_cnt = 1
+        return blocks
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """One more request holds these cached blocks; those that were free leave the free list, so that nothing evicts them."""
+        for block in blocks:
+            if block.ref_cnt == 0:
+                self.free_queue.remove(block)
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """One request lets go of these, given tail first."""
+        findable, useless = [], []
+        for block in blocks:
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                (useless if block.block_hash is None else findable).append(block)
+        self.free_queue.prepend_n(useless)
+        self.free_queue.append_n(findable)
+
+    def cache(self, block: KVCacheBlock, block_hash: bytes) -> None:
+        """Makes a full, computed block findable. A second block of the same content stays anonymous: tables are append-only, so it
+        cannot be swapped for its twin, and being useless to the cache it is the first to be reused."""
+        if block.block_hash is None and block_hash not in self._cached:
+            self._cached[block_hash] = block
+            block.block_hash = block_hash
+
+    def uncache(self, block: KVCacheBlock) -> None:
+        if block.block_hash is not None:
+            del self._cached[block.block_hash]
+            block.block_hash = None
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every hash, if no request holds a block; returns whether it did."""
+        if self.num_used_blocks:
+            return False
+        for block in list(self._cached.values()):
+            self.uncache(block)
+        return True
+
+    def check_integrity(self) -> None:
+        """Free + used == total, every free block is unreferenced and listed once, map and hashes agree. Raises AssertionError."""
+        free_ids = [block.block_id for block in self.free_queue]
+        free, cached = set(free_ids), self._cached
+        if not len(free_ids) == len(free) == self.num_free_blocks:
+            raise AssertionError(f"the free list counts {self.num_free_blocks} and holds {free_ids}")
+        if self.null_block.ref_cnt or self.null_block.block_hash or 0 in free:
+            raise AssertionError(f"the null block was given away: {self.null_block}")
+        lost = [block for block in self.blocks[1:] if block.ref_cnt < 0 or (block.ref_cnt == 0) != (block.block_id in free)]
+        if lost:
+            raise AssertionError(f"neither free nor used, or both: {lost}")
+        named = {block.block_hash: block for block in self.blocks if block.block_hash is not None}
+        if named != cached:
+            raise AssertionError(f"the cache map does not name the blocks that have a hash: {named.keys() ^ cached.keys()}")

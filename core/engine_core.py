@@ -1,0 +1,245 @@
+"""The engine without its process: takes requests, steps them through the model, and hands each client its rows.
+May know: the scheduler, the executor's interface, the messages, the configuration.
+Must not know: torch (the executor is imported when one has to be made), sockets, threads, text.
+
+    step_fn:   _schedule ──▶ _execute_model ──▶ _process_model_outputs ──▶ rows by client          post_step"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ..ipc.config import EngineConfig
+from ..ipc.errors import InvalidParameterError
+from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, ModelRunnerOutput, Ready
+from ..ipc.params import SamplingParams
+from .output_rows import OutputRows
+from .scheduler import ScheduledStep, Scheduler
+
+Report = Callable[[str, float], None]
+
+# Parameters that nothing in the engine applies. Better a refusal than an answer that ignores them.
+NOT_SUPPORTED = {
+    "n": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "prompt_logprobs": None,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": None,
+}
+
+
+class EngineCore:
+    """One model, one scheduler, any number of clients, each known by an index. Used by one thread; nothing here waits but the model.
+
+    Raises in the constructor whatever keeps the engine from starting: ModelLoadError, InvalidParameterError, …
+    """
+
+    UTILITIES = frozenset({"ping", "reset_prefix_cache", "scheduler_state", "get_metrics", "check_integrity", "execute_dummy_batch"})
+
+    def __init__(self, config: EngineConfig, executor: Any = None, report: Report | None = None, *, epoch: int = 0):
+        """Loads the model and sizes the KV cache, calling `report(stage, fraction)` on the way. `executor` has Executor's methods."""
+        check_config(config)
+        report = report or _report_nothing
+        if executor is None:
+            from ..executor.executor import Executor
+
+            executor = Executor(config)
+        self.config = config
+        self.executor = executor
+        try:
+            executor.load_model(report)
+            report("kv cache", 0.0)
+            num_blocks = executor.determine_num_blocks()
+            check_num_blocks(config, num_blocks)
+            kv_cache_bytes = executor.initialize_kv_cache(num_blocks)
+            report("kv cache", 1.0)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                executor.shutdown()
+            raise
+        self.scheduler = Scheduler(config, num_blocks)
+        self.ready = Ready(config, num_blocks, kv_cache_bytes, epoch)
+        self.log_stats = not config.service_config.disable_log_stats
+        self.check_every_step = False  # for tests: post_step runs check_integrity
+        self._rows = OutputRows(epoch)
+
+    # ------------------------------------------------------------ requests
+
+    def add_request(self, request: EngineCoreRequest, client_index: int = 0) -> None:
+        """Queues a request. One that cannot be served is answered by an ERROR row in the next outputs; nothing is raised."""
+        try:
+            check_request(request, self.config)
+            if request.request_id in self.scheduler.requests:
+                raise InvalidParameterError("request_id", f"{request.request_id!r} is already in use")
+        except InvalidParameterError as refusal:
+            rows = self._rows.of(client_index)
+            rows.add(str(request.request_id), 0, [])
+            rows.finish(FinishReason.ERROR, error=str(refusal))
+            return
+        self.scheduler.add_request(request, client_index)
+
+    def abort_requests(self, request_ids: list[str], client_index: int = 0) -> None:
+        """Ends those that this client owns and that still live; each is answered by an ABORT row. Others' and unknown ids are ignored."""
+        for request in self.scheduler.abort_requests(request_ids, client_index):
+            rows = self._rows.of(client_index)
+            rows.add(request.request_id, request.num_output_tokens, [])
+            rows.finish(FinishReason.ABORT)
+
+    def drop_client(self, client_index: int) -> None:
+        """The client has left or died: its requests end, and what it was owed is thrown away."""
+        mine = [request_id for request_id, request in self.scheduler.requests.items() if request.client_index == client_index]
+        self.scheduler.abort_requests(mine, client_index)
+        self._rows.drop(client_index)
+
+    def has_work(self) -> bool:
+        """True while a step would compute something or deliver a row."""
+        return self.scheduler.has_unfinished_requests() or bool(self._rows)
+
+    # ------------------------------------------------------------ the step
+
+    def step_fn(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
+        """One step: (rows by client or None when nobody is owed any, whether the model ran).
+
+        An exception means that the engine is beyond help; what goes wrong with one request alone becomes that request's ERROR row.
+        """
+        step = self._schedule()
+        if step is not None:
+            self._process_model_outputs(step, self._execute_model(step))
+        stats = self.scheduler.stats() if self._rows and self.log_stats else None
+        return self._rows.take(stats), step is not None
+
+    def _schedule(self) -> ScheduledStep | None:
+        return self.scheduler.schedule()
+
+    def _execute_model(self, step: ScheduledStep) -> ModelRunnerOutput:
+        return self.executor.execute_model(step.output)
+
+    def _process_model_outputs(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
+        self.scheduler.update_from_output(step, output, self._rows)
+
+    def post_step(self, model_executed: bool) -> None:
+        """Called after each step when its outputs are on their way: what must not delay them."""
+        if model_executed and self.check_every_step:
+            self.scheduler.check_integrity()
+
+    def execute_dummy_batch(self) -> None:
+        """Runs the model on nothing, so that ranks which have no work keep step with those that have."""
+        self.executor.execute_dummy_batch()
+
+    # ------------------------------------------------------------ utilities
+
+    def call_utility(self, method: str, args: list[Any]) -> Any:
+        """Calls one of UTILITIES between two steps. Raises InvalidParameterError for any other name, or for arguments it does not take."""
+        if method not in self.UTILITIES:
+            raise InvalidParameterError("method", f"must be one of {', '.join(sorted(self.UTILITIES))}, got {method!r}")
+        function = getattr(self, method)
+        try:
+            inspect.signature(function).bind(*args)
+        except TypeError as error:
+            raise InvalidParameterError("args", f"{method} does not take {args!r}: {error}") from None
+        return function(*args)
+
+    def ping(self) -> str:
+        return "pong"
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached blocks, if no request holds one; returns whether it did."""
+        return self.scheduler.reset_prefix_cache()
+
+    def scheduler_state(self) -> dict[str, Any]:
+        return self.scheduler.state()
+
+    def get_metrics(self) -> dict[str, int]:
+        return msgspec.structs.asdict(self.scheduler.stats())
+
+    def check_integrity(self) -> bool:
+        """True, or AssertionError naming what does not hold."""
+        self.scheduler.check_integrity()
+        return True
+
+    def shutdown(self) -> None:
+        """Lets go of the model. May be called twice; requests still in the scheduler get no answer."""
+        self.executor.shutdown()
+
+
+def check_config(config: EngineConfig) -> None:
+    """What the frontend's resolved configuration promises, and without which a request could wait for ever."""
+    _require("vocab_size" in config.model_config.hf_config, "hf_config", "must hold the model's vocab_size")
+    scheduling, max_model_len = config.scheduler_config, config.model_config.max_model_len
+    _require(max_model_len is not None, "max_model_len", "must be resolved by the frontend, got None")
+    budget = scheduling.max_num_batched_tokens
+    _require(budget is not None, "max_num_batched_tokens", "must be resolved by the frontend, got None")
+    _require(
+        scheduling.enable_chunked_prefill or budget >= max_model_len, "max_num_batched_tokens",
+        f"must be at least max_model_len={max_model_len} without enable_chunked_prefill, got {budget}",
+    )  # fmt: skip
+
+
+def check_num_blocks(config: EngineConfig, num_blocks: int) -> None:
+    """One sequence of max_model_len must fit the cache alone: the scheduler's promise that everybody finishes rests on it."""
+    block_size, max_model_len = config.cache_config.block_size, config.model_config.max_model_len
+    capacity = (num_blocks - 1) * block_size
+    if capacity < max_model_len:
+        raise InvalidParameterError(
+            "max_model_len",
+            f"must be at most {max(capacity, 0)}, the tokens that fit a KV cache of {num_blocks} blocks of {block_size} (one is reserved), "
+            f"got {max_model_len}; a larger kv_cache_memory_bytes or gpu_memory_utilization makes room for more",
+        )
+
+
+def check_request(request: EngineCoreRequest, config: EngineConfig) -> None:
+    """Refuses what the engine could not serve. The frontend checks the same, in the user's words; this is for clients that did not.
+
+    Raises InvalidParameterError, naming the parameter and its range.
+    """
+    _require(isinstance(request.request_id, str), "request_id", f"must be a string, got {request.request_id!r}")
+    _require(request.pooling_params is None, "pooling_params", "not supported: the engine generates text")
+    _require(isinstance(request.sampling_params, SamplingParams), "sampling_params", "must be given")
+    _check_params(request.sampling_params, config)
+    _check_token_ids(request, config)
+    _require(type(request.priority) is int, "priority", f"must be an integer, got {request.priority!r}")
+    _require(request.cache_salt is None or isinstance(request.cache_salt, str), "cache_salt", "must be a string or None")
+
+
+def _check_params(params: SamplingParams, config: EngineConfig) -> None:
+    for name, default in NOT_SUPPORTED.items():
+        value = getattr(params, name)
+        _require(value == default or value in ([], {}), name, f"not supported by the engine, must be {default!r}, got {value!r}")
+    _require(params.seed is not None, "seed", "must be resolved by the frontend, got None")
+    _require(params.max_tokens is not None, "max_tokens", "must be resolved by the frontend, got None")
+    vocab_size = config.model_config.hf_config["vocab_size"]
+    _require(params.logprobs is None or params.logprobs < vocab_size, "logprobs", f"must be less than the vocabulary's {vocab_size} tokens")
+
+
+def _check_token_ids(request: EngineCoreRequest, config: EngineConfig) -> None:
+    vocab_size, max_model_len = config.model_config.hf_config["vocab_size"], config.model_config.max_model_len
+    for name in ("prompt_token_ids", "resume_tokens", "eos_token_ids"):
+        token_ids = getattr(request, name)
+        _require(isinstance(token_ids, list) and set(map(type, token_ids)) <= {int}, name, "must be a list of token ids")
+        for extreme in (min(token_ids, default=0), max(token_ids, default=0)):
+            in_vocabulary = 0 <= extreme < vocab_size or name == "eos_token_ids"  # an id that no token has ends nothing
+            _require(in_vocabulary, name, f"token ids must be between 0 and {vocab_size - 1}, got {extreme}")
+    num_prompt_tokens, num_resumed_tokens = len(request.prompt_token_ids), len(request.resume_tokens)
+    _require(num_prompt_tokens > 0, "prompt_token_ids", "must not be empty")
+    _require(
+        num_prompt_tokens + num_resumed_tokens < max_model_len, "prompt_token_ids",
+        f"must leave room for an output token in max_model_len={max_model_len}, got {num_prompt_tokens + num_resumed_tokens} tokens",
+    )  # fmt: skip
+    max_tokens = request.sampling_params.max_tokens
+    _require(num_resumed_tokens < max_tokens, "resume_tokens", f"must be fewer than max_tokens={max_tokens}, got {num_resumed_tokens}")
+
+
+def _require(holds: bool, parameter: str, problem: str) -> None:
+    if not holds:
+        raise InvalidParameterError(parameter, problem)
+
+
+def _report_nothing(stage: str, fraction: float) -> None:
+    pass

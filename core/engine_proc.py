@@ -1,0 +1,285 @@
+"""EngineCoreProc: an EngineCore in a process of its own, a child of one program or a daemon for several. `python -m quire.core.engine_proc`
+May know: EngineCore, the input and output threads, messages, sockets.
+Must not know: torch, text, or what a step does.
+
+    input thread ──events, aborts──▶ main thread: take events, step, hand out rows ──messages──▶ output thread"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import queue
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..ipc import engine_input as events
+from ..ipc.config import EngineConfig, ServiceConfig
+from ..ipc.engine_input import EngineInput
+from ..ipc.engine_output import EngineOutput
+from ..ipc.errors import EngineDeadError, InvalidParameterError, QuireError
+from ..ipc.failures import pack_exception
+from ..ipc.messages import (
+    AbortRequests,
+    Config,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDead,
+    EngineMessage,
+    Finished,
+    FinishReason,
+    Progress,
+    Shutdown,
+    UtilityCall,
+    UtilityResult,
+)
+from ..ipc.process import PARENT_DEATH_SIGNAL, SignalPipe, die_with_parent
+from ..ipc.sockets import bind_listener, make_context
+from .engine_core import EngineCore
+
+FLUSH_TIMEOUT_S = 2.0  # how long a leaving engine lets its clients read what they are owed
+
+logger = logging.getLogger("quire.engine")
+
+
+class LeaveEarly(Exception):
+    """Asked to leave while the model was being loaded."""
+
+
+class EngineCoreProc:
+    """The main thread. It owns the core, the list of clients, and the decision to leave."""
+
+    def __init__(self, input_: EngineInput, output: EngineOutput, make_executor: Callable[[EngineConfig], Any] | None = None):
+        self.input = input_
+        self.output = output
+        self.make_executor = make_executor
+        self.config: EngineConfig | None = None
+        self.epoch = 0
+        self.core: EngineCore | None = None
+        self.clients: set[int] = set()
+        self.is_draining = False  # nothing new is taken; we leave when everybody has what they are owed
+        self.must_leave = False
+        put = input_.events.put
+        output.on_drained = lambda: put(events.Wake())
+        output.on_fatal = lambda error: put(events.Fatal(error))
+        output.on_lost = lambda client_index, request_ids: put(events.FromClient(client_index, AbortRequests(request_ids)))
+
+    def run(self, config: EngineConfig | None = None) -> int:
+        """Serves until asked to leave; returns the exit code. `config` is a daemon's own; a child waits for its parent's.
+
+        Raises what kept the engine from starting (the clients have been told); later errors end in EngineDead and exit code 1.
+        """
+        self.config = config
+        self.output.start()
+        self.input.start()
+        try:
+            self._start()
+            self._loop()
+        except LeaveEarly:
+            pass
+        except Exception as error:
+            if self.core is None:
+                self._tell_all(pack_exception(error))
+                raise
+            logger.error("the engine failed\n%s", traceback.format_exc())
+            self._tell_all(EngineDead(f"the engine failed: {type(error).__name__}: {error}"))
+            return 1
+        finally:
+            self.input.close()
+            self.output.close(0 if self.must_leave else FLUSH_TIMEOUT_S)
+            if self.core is not None:
+                self.core.shutdown()
+        return 0
+
+    def _start(self) -> None:
+        while self.config is None:
+            self._take_events(block=True)
+            self._check_early()
+        executor = self.make_executor(self.config) if self.make_executor is not None else None
+        core = EngineCore(self.config, executor, self._report, epoch=self.epoch)
+        self._take_events(block=False)
+        self.core = core
+        self._tell_all(core.ready)
+
+    def _report(self, stage: str, fraction: float) -> None:
+        self._take_events(block=False)
+        self._check_early()
+        self._tell_all(Progress(stage, fraction))
+
+    def _check_early(self) -> None:
+        if self.must_leave or self.is_draining:
+            raise LeaveEarly
+
+    # ------------------------------------------------------------ the loop
+
+    def _loop(self) -> None:
+        while not self.must_leave and not (self.is_draining and not self.core.has_work()):
+            self._take_events(block=not self._can_step())
+            if self._can_step():
+                self._step()
+        if not self.must_leave:
+            self._tell_all(EngineDead("the engine was asked to leave"))
+
+    def _can_step(self) -> bool:
+        return self.core.has_work() and not self.output.is_full and not self.must_leave
+
+    def _step(self) -> None:
+        outputs, model_executed = self.core.step_fn()
+        for client_index, rows in (outputs or {}).items():
+            self.output.send(client_index, rows)
+        self.core.post_step(model_executed)
+
+    def _take_events(self, block: bool) -> None:
+        """Applies everything that has come; aborts first. `block`: waits until something has."""
+        while True:
+            while self.input.aborts:
+                client_index, request_ids = self.input.aborts.popleft()
+                if self.core is not None:
+                    self.core.abort_requests(request_ids, client_index)
+            try:
+                event = self.input.events.get(block)
+            except queue.Empty:
+                return
+            self._on_event(event)
+            block = False
+
+    def _on_event(self, event: events.Event) -> None:
+        if isinstance(event, events.FromClient):
+            if event.client_index in self.clients:
+                self._on_message(event.client_index, event.message)
+        elif isinstance(event, events.Refused):
+            self._refuse(event.client_index, event.identity, event.error)
+        elif isinstance(event, events.ClientJoined):
+            self.clients.add(event.client_index)
+            self.output.connect(event.client_index, event.output_address)
+            if self.core is not None:
+                self.output.send(event.client_index, self.core.ready)
+        elif isinstance(event, (events.ClientLeft, events.ClientOverflowed)):
+            self.clients.discard(event.client_index)
+            if self.core is not None:
+                self.core.drop_client(event.client_index)
+            if isinstance(event, events.ClientLeft):
+                self.output.disconnect(event.client_index)
+        elif isinstance(event, events.LeaveSignal):
+            self.is_draining = True
+        elif isinstance(event, events.Fatal):
+            raise EngineDeadError(f"an IO thread failed: {event.error}") from event.error
+
+    # ------------------------------------------------------------ messages
+
+    def _on_message(self, client_index: int, message: Any) -> None:
+        if isinstance(message, EngineCoreRequest):
+            if self.core is None or self.is_draining:
+                self._refuse(client_index, message.request_id, "the engine is leaving" if self.is_draining else "the engine is not ready")
+            else:
+                self.core.add_request(message, client_index)
+        elif isinstance(message, AbortRequests):
+            if self.core is not None:
+                self.core.abort_requests(message.request_ids, client_index)
+        elif isinstance(message, UtilityCall):
+            self.output.send(client_index, self._call_utility(message))
+        elif isinstance(message, Shutdown):
+            self.is_draining = True
+            self.must_leave = not message.drain
+        elif isinstance(message, Config) and self.config is None:
+            self.config, self.epoch = message.config, message.epoch
+
+    def _call_utility(self, call: UtilityCall) -> UtilityResult:
+        try:
+            if self.core is None:
+                raise QuireError("the engine is not ready")
+            result = self.core.call_utility(call.method, call.args)
+        except Exception as error:
+            return UtilityResult(call.call_id, failure=pack_exception(error))
+        if call.method == "get_metrics":
+            result["num_bad_frames"] = self.input.num_bad_frames
+        return UtilityResult(call.call_id, result)
+
+    def _refuse(self, client_index: int, identity: str | int, error: str) -> None:
+        """Answers a request (its id is a string) or a utility call (an integer) that never reached the core."""
+        if isinstance(identity, int):
+            answer = UtilityResult(identity, failure=pack_exception(InvalidParameterError("args", error)))
+        else:
+            finished = [Finished(0, FinishReason.ERROR, error=error)]
+            answer = EngineCoreOutputs(self.epoch, [identity], [0], [0], [], finished)
+        self.output.send(client_index, answer)
+
+    def _tell_all(self, message: EngineMessage) -> None:
+        for client_index in self.clients:
+            self.output.send(client_index, message)
+
+
+# ---------------------------------------------------------------- the program
+
+
+def run_child(sockets_path: Path, parent_pid: int, parent_fd: int, max_message_bytes: int, make_executor=None) -> int:
+    """Serves the parent that started us, through the sockets in its directory."""
+    signals = SignalPipe(signal.SIGTERM, signal.SIGINT, PARENT_DEATH_SIGNAL)
+    die_with_parent(parent_pid)
+    context = make_context()
+    input_ = EngineInput(context, max_message_bytes, signals)
+    input_.serve_parent(sockets_path, parent_pid, parent_fd)
+    try:
+        return EngineCoreProc(input_, EngineOutput(context, max_message_bytes), make_executor).run()
+    except Exception as error:  # the parent has it, and raises it
+        logger.debug("start-up failed", exc_info=error)
+        return 1
+    finally:
+        context.term()
+
+
+def run_daemon(address: str, config: EngineConfig, make_executor=None) -> int:
+    """Serves programs that attach at `address` ("ipc://PATH"), until SIGTERM and the end of what runs then. Main thread only.
+
+    Returns the exit code: 0 asked to leave, 1 failed (traceback on stderr), 2 bad address or configuration (a sentence on stderr).
+    Programs of the frontend, which do not import core, get here through ipc.process.exec_daemon.
+    """
+    signals = SignalPipe(signal.SIGTERM, signal.SIGINT)
+    context = make_context()
+    max_message_bytes = config.service_config.max_message_bytes
+    try:
+        listener = bind_listener(context, address)
+        input_, output = EngineInput(context, max_message_bytes, signals), EngineOutput(context, max_message_bytes)
+        input_.serve_listener(listener, address)
+        output.on_overflow = lambda client_index: input_.events.put(events.ClientOverflowed(client_index))
+        return EngineCoreProc(input_, output, make_executor).run(config)
+    except QuireError as error:
+        print(f"quire engine: {error}", file=sys.stderr)
+        return 2
+    except Exception:
+        traceback.print_exc()
+        return 1
+    finally:
+        context.term()
+
+
+def main(argv: list[str] | None = None, *, make_executor: Callable[[EngineConfig], Any] | None = None) -> int:
+    """The program. `make_executor(config)` replaces the real executor: a program that calls main with one is an engine of its own kind,
+    which MPClient(command=[...]) starts like this module; tests run the fake executor so."""
+    parser = argparse.ArgumentParser(prog="quire.core.engine_proc", description="Runs an engine. Started by MPClient, or by `quire engine`.")
+    parser.add_argument("--listen", metavar="ipc://PATH", help="serve programs that attach here; the configuration comes as JSON on stdin")
+    parser.add_argument("--connect", type=Path, metavar="DIRECTORY", help="serve the parent whose sockets lie here")
+    parser.add_argument("--parent-pid", type=int)
+    parser.add_argument("--parent-fd", type=int, help="reaches end-of-file when the parent is gone")
+    parser.add_argument("--max-message-bytes", type=int, default=ServiceConfig().max_message_bytes)
+    parser.add_argument("--log-level", type=int, default=logging.WARNING)
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if args.connect is not None:
+        return run_child(args.connect, args.parent_pid, args.parent_fd, args.max_message_bytes, make_executor)
+    if args.listen is None:
+        parser.error("one of --listen and --connect is needed")
+    try:
+        config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    except msgspec.MsgspecError as error:
+        parser.error(f"stdin must hold the configuration as JSON: {error}")
+    return run_daemon(args.listen, config, make_executor)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

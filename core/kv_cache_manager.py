@@ -1,0 +1,117 @@
+"""Gives requests their KV-cache blocks, and finds blocks that already hold the beginning of a prompt.
+May know: requests (their tokens and hashes), the block pool.
+Must not know: who is scheduled when, the memory behind a block, torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from .block_pool import BlockPool, KVCacheBlock
+from .request import Request
+
+
+class KVCacheManager:
+    """The owner of block tables. A table only grows: position i of a request lives in entry i // block_size for as long as it runs."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True):
+        self.block_size = block_size
+        self.enable_caching = enable_caching
+        self.block_pool = BlockPool(num_blocks)
+        self._tables: dict[str, list[KVCacheBlock]] = {}
+        self._num_cached: dict[str, int] = {}  # entries of the table that were offered to the cache; absent: none
+        self.prefix_cache_queries = 0  # tokens
+        self.prefix_cache_hits = 0  # tokens
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.block_pool.num_free_blocks
+
+    @property
+    def usage(self) -> float:
+        """Fraction of the blocks that requests hold, 0 … 1."""
+        return self.block_pool.num_used_blocks / (len(self.block_pool.blocks) - 1)
+
+    def get_block_ids(self, request_id: str) -> list[int]:
+        return [block.block_id for block in self._tables.get(request_id, ())]
+
+    def get_computed_blocks(self, request: Request) -> list[KVCacheBlock]:
+        """The longest run of cached blocks that begins the request's tokens: a look, nothing is taken or counted.
+
+        At least one token is left to compute, since its logits are needed; so a prompt cached to its end recomputes its last block.
+        """
+        if not self.enable_caching:
+            return []
+        blocks: list[KVCacheBlock] = []
+        max_blocks = (request.num_tokens - 1) // self.block_size
+        for block_hash in request.extend_block_hashes(self.block_size)[:max_blocks]:
+            block = self.block_pool.get_cached_block(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def allocate_slots(self, request: Request, num_new_tokens: int, computed_blocks: Sequence[KVCacheBlock] = ()) -> list[int] | None:
+        """Makes room for `num_new_tokens` after the computed ones; returns the ids that the table gains, or None (and no change) if full.
+
+        `computed_blocks` come from get_computed_blocks, at admission, when the request holds nothing yet; they start its table.
+        """
+        table = self._tables.get(request.request_id, ())
+        num_tokens = request.num_computed_tokens + len(computed_blocks) * self.block_size + num_new_tokens
+        num_new_blocks = -(-num_tokens // self.block_size) - len(table) - len(computed_blocks)
+        if num_new_blocks <= 0 and table:
+            return []
+        # A hit on a block that nobody holds takes it out of the free list too.
+        num_free_hits = sum(block.ref_cnt == 0 for block in computed_blocks)
+        if num_new_blocks + num_free_hits > self.block_pool.num_free_blocks:
+            return None
+        self.block_pool.touch(computed_blocks)
+        gained = [*computed_blocks, *self.block_pool.get_new_blocks(num_new_blocks)]
+        self._tables.setdefault(request.request_id, []).extend(gained)
+        if computed_blocks:
+            self._num_cached[request.request_id] = len(computed_blocks)
+        return [block.block_id for block in gained]
+
+    def record_prefix_query(self, num_query_tokens: int, num_hit_tokens: int) -> None:
+        self.prefix_cache_queries += num_query_tokens
+        self.prefix_cache_hits += num_hit_tokens
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Offers the request's full blocks to the cache, once their tokens have really been computed (not when they are scheduled)."""
+        num_full_blocks = num_computed_tokens // self.block_size
+        num_cached = self._num_cached.get(request.request_id, 0)
+        if not self.enable_caching or num_full_blocks <= num_cached:
+            return
+        table, hashes = self._tables[request.request_id], request.extend_block_hashes(self.block_size)
+        for index in range(num_cached, num_full_blocks):
+            self.block_pool.cache(table[index], hashes[index])
+        self._num_cached[request.request_id] = num_full_blocks
+
+    def free(self, request: Request) -> None:
+        """Takes the request's table away, tail first. What is cached stays findable until the space is needed."""
+        self._num_cached.pop(request.request_id, None)
+        self.block_pool.free_blocks(reversed(self._tables.pop(request.request_id, [])))
+
+    def discard(self, request: Request) -> None:
+        """As `free`, for a request that failed: what it held is not to be trusted, so nobody shall find it again."""
+        for block in self._tables.get(request.request_id, ()):
+            self.block_pool.uncache(block)
+        self.free(request)
+
+    def reset_prefix_cache(self) -> bool:
+        return self.block_pool.reset_prefix_cache()
+
+    def check_integrity(self, running: Sequence[Request]) -> None:
+        """Running requests have tables that cover their tokens; a block counts the tables it is in. Raises AssertionError."""
+        self.block_pool.check_integrity()
+        if sorted(self._tables) != sorted(request.request_id for request in running):
+            raise AssertionError(f"tables of {list(self._tables)}, but {running} run")
+        held = Counter(block.block_id for table in self._tables.values() for block in table)
+        miscounted = {block: held[block.block_id] for block in self.block_pool.blocks if block.ref_cnt != held.get(block.block_id, 0)}
+        if miscounted:
+            raise AssertionError(f"blocks and the number of tables they are in: {miscounted}")
+        for request in running:
+            if len(self._tables[request.request_id]) != -(-request.num_computed_tokens // self.block_size):
+                raise AssertionError(f"{request} has a table of {len(self._tables[request.request_id])} blocks")
+        if not self._num_cached.keys() <= self._tables.keys():
+            raise AssertionError("cache marks of requests that hold nothing")

@@ -1,0 +1,125 @@
+"""One request as the engine core sees it: its tokens, how far they are computed, when it ends, and the hashes of its full blocks.
+May know: the messages and parameters, token ids.
+Must not know: text, which blocks hold its KV cache, or who runs beside it."""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from hashlib import sha256
+
+from ..ipc.messages import EngineCoreRequest, FinishReason
+
+
+class RequestStatus(IntEnum):
+    """WAITING → RUNNING ⇄ PREEMPTED, and from each of them to one of the FINISHED states, for good."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2  # waits again; its blocks were taken and its tokens will be recomputed
+    FINISHED_STOPPED = 3
+    FINISHED_LENGTH = 4
+    FINISHED_ABORTED = 5
+    FINISHED_ERROR = 6
+
+
+_FINISHED_STATUS = {
+    FinishReason.STOP: RequestStatus.FINISHED_STOPPED,
+    FinishReason.LENGTH: RequestStatus.FINISHED_LENGTH,
+    FinishReason.ABORT: RequestStatus.FINISHED_ABORTED,
+    FinishReason.ERROR: RequestStatus.FINISHED_ERROR,
+}
+
+
+def hash_root(cache_salt: str | None) -> bytes:
+    """Parent of a sequence's first block. What else must be equal for blocks to be shared goes in here, and so into the whole chain."""
+    return sha256(b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")).digest()
+
+
+def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
+    """32 bytes that name a full block and everything before it: the same in every process and on every machine.
+
+    A cryptographic hash, since the clients of a daemon share one cache: nobody can craft a prompt that hits somebody else's blocks.
+    """
+    return sha256(parent + struct.pack(f"<{len(token_ids)}I", *token_ids)).digest()
+
+
+class Request:
+    """The only owner of a request's token ids. `token_ids` = prompt + output; the last ones may not be computed yet.
+
+    The scheduler moves `num_computed_tokens` (tokens whose KV entries exist or are being made by the step in flight) and `status`.
+    """
+
+    __slots__ = (
+        "_hash_root", "block_hashes", "client_index", "eos_token_ids", "key", "max_output_tokens", "min_tokens", "num_cached_tokens",
+        "num_computed_before_preemption", "num_computed_tokens", "num_prompt_tokens", "num_resumed_tokens", "request_id",
+        "sampling_params", "slot", "status", "stop_reason", "stop_token_ids", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, message: EngineCoreRequest, *, max_model_len: int, client_index: int = 0, key: tuple[int, int] = (0, 0)):
+        """`message` has been validated. `key` orders requests: the smallest is scheduled first, the largest preempted first."""
+        params = message.sampling_params
+        self.request_id = message.request_id
+        self.client_index = client_index
+        self.key = key
+        self.sampling_params = params
+        self.token_ids = message.prompt_token_ids + message.resume_tokens
+        self.num_prompt_tokens = len(message.prompt_token_ids)
+        self.num_resumed_tokens = len(message.resume_tokens)
+        self.status = RequestStatus.WAITING
+        self.num_computed_tokens = 0
+        self.num_computed_before_preemption = 0  # tokens below this index are computed a second time
+        self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at first admission; None: not admitted yet
+        self.slot: int | None = None  # in the model runner, while RUNNING
+        self.eos_token_ids = frozenset(message.eos_token_ids)
+        self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        self.min_tokens = params.min_tokens
+        self.max_output_tokens = min(params.max_tokens, max_model_len - self.num_prompt_tokens)
+        self.stop_reason: int | None = None
+        self.block_hashes: list[bytes] = []
+        self._hash_root = hash_root(message.cache_salt)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status >= RequestStatus.FINISHED_STOPPED
+
+    def append_output_token(self, token_id: int) -> FinishReason | None:
+        """Takes a sampled token; returns why the request ends with it, or None. The request is not finished yet: its owner does that.
+
+        An end-of-sequence token leaves stop_reason None, a stop token id is its own stop_reason; the length counts resumed tokens.
+        """
+        self.token_ids.append(token_id)
+        num_output_tokens = len(self.token_ids) - self.num_prompt_tokens
+        if num_output_tokens >= self.min_tokens:
+            if token_id in self.eos_token_ids:
+                return FinishReason.STOP
+            if token_id in self.stop_token_ids:
+                self.stop_reason = token_id
+                return FinishReason.STOP
+        return FinishReason.LENGTH if num_output_tokens >= self.max_output_tokens else None
+
+    def finish(self, reason: FinishReason) -> None:
+        self.status = _FINISHED_STATUS[reason]
+
+    def extend_block_hashes(self, block_size: int) -> list[bytes]:
+        """Hashes the blocks that became full since the last call; returns the chain, one digest per full block of token_ids."""
+        hashes, token_ids = self.block_hashes, self.token_ids
+        for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
+            parent = hashes[-1] if hashes else self._hash_root
+            hashes.append(hash_block(parent, token_ids[start : start + block_size]))
+        return hashes
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id!r}, {self.status.name}, tokens={self.num_tokens}, computed={self.num_computed_tokens})"

@@ -1,0 +1,73 @@
+"""An engine core over the fake executor, and the loop that drives it and writes down what each client is told.
+May know: the engine core, the messages, the fake executor.
+Must not know: what a test expects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.core.engine_core import EngineCore
+from quire.ipc.messages import EngineCoreOutputs, FinishReason
+from quire.tests.fakes import FakeExecutor, make_config
+
+
+def make_core(**arguments) -> EngineCore:
+    config = make_config(**arguments)
+    core = EngineCore(config, FakeExecutor(config))
+    core.check_every_step = True
+    return core
+
+
+def step(core: EngineCore) -> dict[int, EngineCoreOutputs]:
+    outputs, model_executed = core.step_fn()
+    core.post_step(model_executed)
+    return outputs or {}
+
+
+@dataclass
+class Answer:
+    """All that a client was told of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    num_cached_tokens: int | None = None
+
+
+def collect(outputs: EngineCoreOutputs, answers: dict[str, Answer]) -> None:
+    """Adds one message to the answers; a gap, a duplicate or a row after the end is an error."""
+    cursor = 0
+    for request_id, first_index, num_tokens in zip(outputs.request_ids, outputs.first_indices, outputs.num_tokens, strict=True):
+        answer = answers.setdefault(request_id, Answer())
+        assert answer.reason is None, f"{request_id}: a row after its end"
+        assert first_index == len(answer.tokens), f"{request_id}: a gap or a duplicate"
+        answer.tokens += outputs.token_ids[cursor : cursor + num_tokens]
+        cursor += num_tokens
+    assert cursor == len(outputs.token_ids)
+    for row, num_cached_tokens in outputs.num_cached_tokens:
+        assert answers[outputs.request_ids[row]].num_cached_tokens is None
+        answers[outputs.request_ids[row]].num_cached_tokens = num_cached_tokens
+    for finished in outputs.finished:
+        answer = answers[outputs.request_ids[finished.row]]
+        answer.reason, answer.stop_reason, answer.error = finished.reason, finished.stop_reason, finished.error
+
+
+def run(core: EngineCore, answers: dict[int, dict[str, Answer]] | None = None) -> dict[int, dict[str, Answer]]:
+    """Steps until there is no work; returns the answers by client, adding to those given."""
+    answers = {} if answers is None else answers
+    for _ in range(5000):
+        if not core.has_work():
+            return answers
+        for client_index, outputs in step(core).items():
+            collect(outputs, answers.setdefault(client_index, {}))
+    raise AssertionError(f"not finished: {core.scheduler_state()}")
+
+
+def assert_nothing_left(core: EngineCore) -> None:
+    core.check_integrity()
+    state = core.scheduler_state()
+    assert not core.has_work() and core.scheduler.requests == {}
+    assert state["running"] == state["waiting"] == []
+    assert state["num_free_slots"] == core.config.scheduler_config.max_num_seqs
+    assert state["num_free_blocks"] == core.ready.num_blocks - 1

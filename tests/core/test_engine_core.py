@@ -1,0 +1,291 @@
+"""The engine core: refusals, clients, utilities, failures, start-up (random workloads are in test_random_workloads.py).
+May know: the engine core, the messages, the fake executor and its oracle.
+Must not know: processes, sockets, real models."""
+
+import pytest
+from quire.core.engine_core import EngineCore
+from quire.ipc.errors import InvalidParameterError
+from quire.ipc.messages import EngineCoreRequest, FinishReason
+from quire.ipc.params import PoolingParams, SamplingParams
+from quire.tests.core.engine_loop import assert_nothing_left, collect, make_core, run, step
+from quire.tests.fakes import FakeExecutor, expected_output, make_config
+
+
+def greedy(**fields) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "seed": 0, "max_tokens": 5, **fields})
+
+
+def make_request(request_id="r", prompt=None, params: SamplingParams | None = None, **fields) -> EngineCoreRequest:
+    return EngineCoreRequest(request_id, [1, 2, 3] if prompt is None else prompt, params or greedy(), **fields)
+
+
+# ------------------------------------------------------------ requests and refusals
+
+
+def test_a_request_is_answered():
+    core = make_core()
+    core.add_request(make_request("r", params=greedy(max_tokens=6)))
+    answer = run(core)[0]["r"]
+    assert (answer.tokens, answer.reason, answer.stop_reason) == expected_output([1, 2, 3], greedy(max_tokens=6), [], core.config)
+    assert answer.num_cached_tokens == 0
+    assert_nothing_left(core)
+
+
+REFUSED = [
+    ("prompt_token_ids", make_request(prompt=[])),
+    ("prompt_token_ids", make_request(prompt=[97])),
+    ("prompt_token_ids", make_request(prompt=[-1])),
+    ("prompt_token_ids", make_request(prompt=[1] * 256)),
+    ("prompt_token_ids", make_request(prompt=["a"])),
+    ("prompt_token_ids", make_request(prompt=[1.0])),
+    ("prompt_token_ids", make_request(prompt="abc")),
+    ("prompt_token_ids", make_request(prompt=[1] * 200, resume_tokens=[1] * 56, params=greedy(max_tokens=100))),
+    ("resume_tokens", make_request(resume_tokens=[500])),
+    ("resume_tokens", make_request(resume_tokens=[1] * 5)),
+    ("eos_token_ids", make_request(eos_token_ids=[None])),
+    ("sampling_params", EngineCoreRequest("r", [1])),
+    ("pooling_params", EngineCoreRequest("r", [1], pooling_params=PoolingParams())),
+    ("seed", make_request(params=greedy(seed=None))),
+    ("max_tokens", make_request(params=greedy(max_tokens=None))),
+    ("n", make_request(params=greedy(n=2))),
+    ("presence_penalty", make_request(params=greedy(presence_penalty=-0.5))),
+    ("repetition_penalty", make_request(params=greedy(repetition_penalty=1.1))),
+    ("prompt_logprobs", make_request(params=greedy(prompt_logprobs=0))),
+    ("logit_bias", make_request(params=greedy(logit_bias={1: 2.0}))),
+    ("bad_words", make_request(params=greedy(bad_words=["no"]))),
+    ("priority", make_request(priority="high")),
+    ("cache_salt", make_request(cache_salt=5)),
+    ("request_id", make_request(request_id=["r"])),
+]
+
+
+@pytest.mark.parametrize(("parameter", "bad"), REFUSED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(REFUSED)])
+def test_a_bad_request_is_refused_by_name_and_its_neighbour_is_not_harmed(parameter, bad):
+    core = make_core()
+    core.add_request(make_request("good"), client_index=1)
+    core.add_request(bad, client_index=2)
+    answers = run(core)
+    ((refused_id, refusal),) = answers[2].items()
+    assert refused_id == str(bad.request_id) and refusal.tokens == []
+    assert refusal.reason is FinishReason.ERROR and refusal.error.startswith(f"{parameter}: "), refusal.error
+    assert answers[1]["good"].tokens == expected_output([1, 2, 3], greedy(), [], core.config)[0]
+    assert_nothing_left(core)
+
+
+def test_the_longest_prompt_gets_its_one_token():
+    core = make_core()
+    core.add_request(make_request(prompt=[1] * 255, params=greedy(max_tokens=50)))
+    answer = run(core)[0]["r"]
+    assert len(answer.tokens) == 1 and answer.reason is FinishReason.LENGTH
+
+
+def test_more_logprobs_than_tokens_are_refused():
+    core = make_core(vocab_size=10)
+    core.add_request(make_request(params=greedy(logprobs=10)))
+    assert run(core)[0]["r"].error.startswith("logprobs: ")
+
+
+def test_a_request_id_in_use_is_refused_and_free_again_afterwards():
+    core = make_core()
+    core.add_request(make_request("r"), client_index=0)
+    core.add_request(make_request("r"), client_index=1)
+    answers = run(core)
+    assert answers[1]["r"].error == "request_id: 'r' is already in use"
+    assert answers[0]["r"].reason is FinishReason.LENGTH
+    core.add_request(make_request("r"), client_index=1)
+    assert run(core)[1]["r"].reason is FinishReason.LENGTH
+
+
+def test_a_refusal_is_delivered_though_nothing_runs():
+    core = make_core()
+    assert not core.has_work() and core.step_fn() == (None, False)
+    core.add_request(make_request(prompt=[]))
+    assert core.has_work()
+    outputs, model_executed = core.step_fn()
+    assert outputs[0].finished[0].reason is FinishReason.ERROR and not model_executed
+    assert core.executor.steps == [] and not core.has_work()
+
+
+def test_logprobs_travel_with_their_row():
+    core = make_core()
+    core.add_request(make_request("without"))
+    core.add_request(make_request("with", params=greedy(logprobs=2)))
+    outputs = step(core)[0]
+    (logprobs,) = outputs.logprobs
+    assert outputs.request_ids[logprobs.row] == "with" and logprobs.token_ids.shape == (1, 3)
+    assert int.from_bytes(logprobs.token_ids.data[:4], "little") == outputs.token_ids[logprobs.row]
+
+
+# ------------------------------------------------------------ clients and aborts
+
+
+def test_each_client_sees_its_own_rows_only():
+    core = make_core()
+    for i in range(6):
+        core.add_request(make_request(f"r{i}", prompt=[i + 1] * 10), client_index=i % 3)
+    answers = run(core)
+    assert {client: sorted(rows) for client, rows in answers.items()} == {0: ["r0", "r3"], 1: ["r1", "r4"], 2: ["r2", "r5"]}
+
+
+def test_an_abort_is_answered_once_and_only_to_the_owner():
+    core = make_core(max_num_seqs=1)
+    core.add_request(make_request("runs", params=greedy(max_tokens=50)), client_index=0)
+    core.add_request(make_request("waits"), client_index=0)
+    answers = {}
+    for _ in range(3):
+        collect(step(core)[0], answers)
+    core.abort_requests(["runs", "waits"], client_index=1)  # not the owner
+    collect(step(core)[0], answers)
+    core.abort_requests(["runs", "waits", "runs", "nobody"], client_index=0)
+    assert core.has_work()
+    outputs, model_executed = core.step_fn()
+    collect(outputs[0], answers)
+    assert list(outputs) == [0] and not model_executed
+    assert len(answers["runs"].tokens) == 4 and answers["waits"].tokens == []
+    assert {answer.reason for answer in answers.values()} == {FinishReason.ABORT}
+    core.abort_requests(["runs"])
+    assert not core.has_work()
+    assert_nothing_left(core)
+
+
+def test_a_client_that_leaves_takes_its_requests_and_rows_along():
+    core = make_core()
+    core.add_request(make_request("stays"), client_index=0)
+    core.add_request(make_request("goes", params=greedy(max_tokens=50)), client_index=1)
+    told = {}
+    collect(step(core)[0], told)
+    core.add_request(make_request("refused", prompt=[]), client_index=1)
+    core.drop_client(1)
+    core.drop_client(1)
+    assert core.scheduler_state()["running"] == ["stays"]
+    assert list(run(core, {0: told})) == [0] and len(told["stays"].tokens) == 5
+    assert_nothing_left(core)
+
+
+# ------------------------------------------------------------ failures
+
+
+def test_a_row_that_fails_ends_alone():
+    core = make_core()
+    for name in ("a", "b", "c"):
+        core.add_request(make_request(name, prompt=[ord(name) % 97] * 20), client_index=ord(name))
+    core.executor.errors["b", 1] = "scripted"
+    answers = run(core)
+    failed = answers[ord("b")]["b"]
+    assert failed.reason is FinishReason.ERROR and failed.error == "scripted" and len(failed.tokens) == 1
+    assert [len(answers[ord(name)][name].tokens) for name in ("a", "c")] == [5, 5]
+    assert_nothing_left(core)
+
+
+def test_a_failure_of_the_model_leaves_the_engine():
+    core = make_core()
+    core.add_request(make_request())
+    step(core)
+    core.executor.raise_at_step = 1
+    with pytest.raises(RuntimeError, match="scripted failure at step 1"):
+        core.step_fn()
+
+
+def test_post_step_checks_only_when_asked(monkeypatch):
+    core = make_core()
+    checks = []
+    monkeypatch.setattr(core.scheduler, "check_integrity", lambda: checks.append(1))
+    core.post_step(True)
+    core.post_step(False)
+    core.check_every_step = False
+    core.post_step(True)
+    assert len(checks) == 1
+
+
+# ------------------------------------------------------------ start-up, statistics, utilities
+
+
+def test_start_up_reports_and_says_what_it_runs():
+    config, reports = make_config(num_gpu_blocks_override=20), []
+    core = EngineCore(config, FakeExecutor(config), lambda *report: reports.append(report), epoch=4)
+    assert reports == [("load weights", 1.0), ("kv cache", 0.0), ("kv cache", 1.0)]
+    assert (core.ready.config, core.ready.num_blocks, core.ready.kv_cache_bytes, core.ready.epoch) == (config, 20, 20 * 16 * 8, 4)
+    core.add_request(make_request())
+    assert step(core)[0].epoch == 4
+
+
+@pytest.mark.parametrize(
+    ("parameter", "arguments"),
+    [
+        ("max_model_len", {"num_gpu_blocks_override": 16}),  # 15 blocks of 16 for 256 tokens
+        ("max_model_len", {"max_model_len": None, "num_gpu_blocks_override": 16}),
+        ("max_num_batched_tokens", {"max_num_batched_tokens": None}),
+        ("max_num_batched_tokens", {"max_num_batched_tokens": 255, "enable_chunked_prefill": False}),
+    ],
+)
+def test_what_could_wait_for_ever_does_not_start(parameter, arguments):
+    config = make_config(**arguments)
+    with pytest.raises(InvalidParameterError) as error:
+        EngineCore(config, FakeExecutor(config))
+    assert error.value.parameter == parameter
+
+
+def test_a_start_that_fails_lets_the_model_go():
+    config = make_config(num_gpu_blocks_override=2)
+    executor = FakeExecutor(config)
+    with pytest.raises(InvalidParameterError, match="max_model_len: must be at most 16, the tokens that fit a KV cache of 2 blocks"):
+        EngineCore(config, executor)
+    assert executor.is_shut_down
+
+
+def test_one_sequence_fits_exactly():
+    core = make_core(num_gpu_blocks_override=17)
+    for i in range(2):
+        core.add_request(make_request(f"r{i}", prompt=[i] * 100, params=greedy(max_tokens=200)))
+    assert [len(answer.tokens) for answer in run(core)[0].values()] == [156, 156]
+    assert core.get_metrics()["num_preemptions"] > 0
+
+
+def test_statistics_come_with_rows_unless_disabled():
+    core = make_core()
+    core.add_request(make_request())
+    assert step(core)[0].stats.num_running == 1
+    core = make_core(disable_log_stats=True)
+    core.add_request(make_request())
+    assert step(core)[0].stats is None
+
+
+def test_utilities():
+    core = make_core()
+    assert core.call_utility("ping", []) == "pong"
+    core.add_request(make_request(prompt=[1] * 40))
+    told = {}
+    collect(step(core)[0], told)
+    assert core.call_utility("reset_prefix_cache", []) is False
+    assert core.call_utility("scheduler_state", [])["running"] == ["r"]
+    assert core.call_utility("get_metrics", [])["num_prompt_tokens"] == 40
+    assert core.call_utility("check_integrity", []) is True
+    run(core, {0: told})
+    assert core.call_utility("scheduler_state", [])["num_cached_blocks"] == 2
+    assert core.call_utility("reset_prefix_cache", []) is True
+    assert core.call_utility("scheduler_state", [])["num_cached_blocks"] == 0
+    core.call_utility("execute_dummy_batch", [])
+    assert core.executor.num_dummy_batches == 1
+
+
+@pytest.mark.parametrize("method", ["shutdown", "step_fn", "__init__", "_schedule", "drop_client", "no_such_thing", "", 5])
+def test_only_the_listed_utilities_can_be_called(method):
+    with pytest.raises(InvalidParameterError, match="method: must be one of check_integrity, .* got"):
+        make_core().call_utility(method, [])
+
+
+def test_a_utility_with_wrong_arguments_is_refused():
+    with pytest.raises(InvalidParameterError, match=r"args: ping does not take \[1\]"):
+        make_core().call_utility("ping", [1])
+
+
+def test_every_utility_exists():
+    core = make_core()
+    assert all(callable(getattr(core, name)) for name in EngineCore.UTILITIES)
+
+
+def test_shutdown_reaches_the_executor():
+    core = make_core()
+    core.shutdown()
+    core.shutdown()
+    assert core.executor.is_shut_down

@@ -1,0 +1,166 @@
+"""Random workloads through the engine core: no setting changes an output, integrity holds after every step, nothing is left.
+May know: the engine core, the fake executor and its oracle.
+Must not know: processes, sockets, real models."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quire.core.engine_core import EngineCore
+from quire.ipc.messages import EngineCoreRequest, FinishReason
+from quire.ipc.params import SamplingParams
+from quire.tests.core.engine_loop import Answer, assert_nothing_left, collect, make_core, step
+from quire.tests.fakes import expected_output
+
+
+@dataclass(frozen=True)
+class Job:
+    request: EngineCoreRequest
+    client_index: int
+    arrives_at_step: int
+    abort_at_step: int | None
+
+
+def random_jobs(seed: int, num_jobs: int, max_prompt: int = 200, max_output: int = 40) -> list[Job]:
+    """Lengths, priorities, seeds, stops and aborts at random; half of the prompts begin as an earlier one does."""
+    rng, jobs = random.Random(seed), []
+    for i in range(num_jobs):
+        prompt = [rng.randrange(97) for _ in range(int(max_prompt ** rng.random()))]
+        if jobs and rng.random() < 0.5:
+            earlier = rng.choice(jobs).request.prompt_token_ids
+            prompt = (earlier[: rng.randint(1, len(earlier))] + prompt)[:max_prompt]
+        max_tokens = rng.randint(1, max_output)
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 1.0]),
+            seed=rng.randrange(2**40),
+            max_tokens=max_tokens,
+            min_tokens=rng.choice([0, max_tokens // 2]),
+            stop_token_ids=rng.sample(range(97), 3) if rng.random() < 0.4 else None,
+        )
+        request = EngineCoreRequest(
+            f"job-{i}", prompt, params, eos_token_ids=rng.choice([[], [13], [13, 14]]), priority=rng.randint(-2, 2),
+            cache_salt=rng.choice([None, None, None, "salt"]),
+        )  # fmt: skip
+        abort_at_step = rng.randrange(60) if rng.random() < 0.15 else None
+        jobs.append(Job(request, rng.randrange(3), rng.randrange(30), abort_at_step))
+    return jobs
+
+
+def drive(core: EngineCore, jobs: list[Job], aborts: bool = True) -> dict[str, Answer]:
+    """Feeds the jobs in by their steps until all are answered; integrity is checked after every step."""
+    answers: dict[int, dict[str, Answer]] = {}
+    owners = {job.request.request_id: job.client_index for job in jobs}
+    last_arrival = max(job.arrives_at_step for job in jobs)
+    step_index = 0
+    while core.has_work() or step_index <= last_arrival:
+        for job in jobs:
+            if job.arrives_at_step == step_index:
+                core.add_request(job.request, job.client_index)
+            if aborts and job.abort_at_step == step_index:
+                core.abort_requests([job.request.request_id], job.client_index)
+        for client_index, outputs in step(core).items():
+            collect(outputs, answers.setdefault(client_index, {}))
+        step_index += 1
+        assert step_index < 20000, core.scheduler_state()
+    assert all(owners[request_id] == client for client, rows in answers.items() for request_id in rows)
+    return {request_id: answer for rows in answers.values() for request_id, answer in rows.items()}
+
+
+def assert_as_expected(core: EngineCore, jobs: list[Job], answers: dict[str, Answer]) -> None:
+    """Each answer is the oracle's; an aborted one is a beginning of it."""
+    assert answers.keys() == {job.request.request_id for job in jobs}
+    for job in jobs:
+        answer = answers[job.request.request_id]
+        expected = expected_output(job.request.prompt_token_ids, job.request.sampling_params, job.request.eos_token_ids, core.config)
+        if answer.reason is FinishReason.ABORT:
+            assert job.abort_at_step is not None and answer.tokens == expected[0][: len(answer.tokens)]
+        else:
+            assert (answer.tokens, answer.reason, answer.stop_reason) == expected, job
+
+
+SETTINGS = st.fixed_dictionaries(
+    {
+        "max_num_batched_tokens": st.sampled_from([16, 64, 2048]),
+        "num_gpu_blocks_override": st.sampled_from([17, 24, 40, 1000]),
+        "max_num_seqs": st.sampled_from([1, 3, 8, 64]),
+        "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+        "enable_prefix_caching": st.booleans(),
+        "long_prefill_token_threshold": st.sampled_from([0, 0, 5, 37]),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32), num_jobs=st.integers(1, 30), arguments=SETTINGS)
+def test_no_setting_changes_an_output_and_nothing_is_left(seed, num_jobs, arguments):
+    core, jobs = make_core(**arguments), random_jobs(seed, num_jobs)
+    assert_as_expected(core, jobs, drive(core, jobs))
+    assert_nothing_left(core)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32), num_blocks=st.sampled_from([17, 30, 1000]), policy=st.sampled_from(["fcfs", "priority"]))
+def test_whole_prompts_give_the_same(seed, num_blocks, policy):
+    core = make_core(enable_chunked_prefill=False, max_num_batched_tokens=256, num_gpu_blocks_override=num_blocks, scheduling_policy=policy)
+    jobs = random_jobs(seed, 15)
+    assert_as_expected(core, jobs, drive(core, jobs))
+    assert_nothing_left(core)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_num_batched_tokens": 16},
+        {"max_num_batched_tokens": 64, "enable_prefix_caching": False},
+        {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "num_gpu_blocks_override": 2000},
+        {"num_gpu_blocks_override": 17, "max_num_seqs": 16},
+        {"num_gpu_blocks_override": 20, "enable_prefix_caching": False, "scheduling_policy": "priority", "max_num_batched_tokens": 64},
+    ],
+    ids=str,
+)
+def test_two_hundred_requests(arguments):
+    core, jobs = make_core(**arguments), random_jobs(seed=7, num_jobs=200)
+    assert_as_expected(core, jobs, drive(core, jobs))
+    assert_nothing_left(core)
+    if arguments.get("num_gpu_blocks_override", 2000) < 100:
+        assert core.get_metrics()["num_preemptions"] > 20  # else few blocks would show nothing
+
+
+def test_a_warm_cache_gives_the_same():
+    core, jobs = make_core(num_gpu_blocks_override=1000), random_jobs(seed=3, num_jobs=60)
+    cold = drive(core, jobs, aborts=False)
+    warm = drive(core, jobs, aborts=False)
+    assert_as_expected(core, jobs, cold)
+    assert_as_expected(core, jobs, warm)
+    assert sum(a.num_cached_tokens for a in warm.values()) > 1.5 * sum(a.num_cached_tokens for a in cold.values())
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32), cut=st.integers(1, 60))
+def test_a_second_engine_continues_where_the_first_one_died(seed, cut):
+    jobs = [Job(job.request, 0, 0, None) for job in random_jobs(seed, 12)]
+    first, answers = make_core(max_num_batched_tokens=64), {}
+    for job in jobs:
+        first.add_request(job.request)
+    for _ in range(cut):
+        for outputs in step(first).values():
+            collect(outputs, answers)
+    second = make_core(num_gpu_blocks_override=20)
+    for job in jobs:
+        answer = answers.setdefault(job.request.request_id, Answer())
+        answer.num_cached_tokens = None  # the second engine reports its own
+        if answer.reason is None:
+            old = job.request
+            second.add_request(
+                EngineCoreRequest(
+                    old.request_id, old.prompt_token_ids, old.sampling_params,
+                    eos_token_ids=old.eos_token_ids, resume_tokens=list(answer.tokens),
+                )
+            )
+    while second.has_work():
+        for outputs in step(second).values():
+            collect(outputs, answers)
+    assert_as_expected(second, jobs, answers)
+    assert_nothing_left(second)

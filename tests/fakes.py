@@ -1,0 +1,235 @@
+"""A fake executor and its oracle: tokens from arithmetic, and an exact mirror of slots, block tables and KV cache that asserts.
+May know: the executor's interface, the messages, the configuration.
+Must not know: torch, the scheduler, or how blocks are chosen."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+from quire.ipc.config import EngineConfig, config_fields
+from quire.ipc.messages import Array, FinishReason, ModelRunnerOutput, NewRequestData, SchedulerOutput, SlotLogprobs
+from quire.ipc.params import SamplingParams
+
+_MASK = 2**64 - 1
+
+
+def make_config(*, vocab_size: int = 97, **arguments) -> EngineConfig:
+    """A small resolved configuration. `arguments`: flat names of EngineArgs (max_model_len, num_gpu_blocks_override, …)."""
+    defaults = {
+        "max_model_len": 256, "dtype": "float32", "device": "cpu", "num_threads": 1, "load_format": "dummy", "skip_tokenizer_init": True,
+        "max_num_seqs": 8, "max_num_batched_tokens": 2048, "num_gpu_blocks_override": 257,
+    }  # fmt: skip
+    sections: dict[str, dict] = {"model_config": {"hf_config": {"vocab_size": vocab_size}}}
+    fields = config_fields()
+    for name, value in {**defaults, **arguments}.items():
+        sections.setdefault(fields[name][0], {})[name] = value
+    return msgspec.convert(sections, EngineConfig)
+
+
+def extend_digest(digest: int, token_id: int) -> int:
+    """The fake KV entry of one token: it depends on the token and on every token before it, as a real one does (64 bits)."""
+    digest = ((digest ^ (token_id + 1)) * 0x9E3779B97F4A7C15) & _MASK
+    return digest ^ (digest >> 29)
+
+
+def token_from_digest(digest: int, params: SamplingParams | None, vocab_size: int) -> int:
+    """The fake sampler: greedy requests follow the digest alone, random ones their seed as well."""
+    if params is not None and not params.is_greedy:
+        digest = extend_digest(digest, params.seed or 0)
+    return (digest >> 11) % vocab_size
+
+
+def digest_of(token_ids: list[int]) -> int:
+    digest = 0
+    for token_id in token_ids:
+        digest = extend_digest(digest, token_id)
+    return digest
+
+
+def expected_output(
+    prompt_token_ids: list[int], params: SamplingParams, eos_token_ids: list[int], config: EngineConfig
+) -> tuple[list[int], FinishReason, int | None]:
+    """What an unscripted engine must answer, whatever the batching: (output tokens, finish reason, stop reason)."""
+    digest, output = digest_of(prompt_token_ids), []
+    while True:
+        token_id = token_from_digest(digest, params, config.model_config.hf_config["vocab_size"])
+        output.append(token_id)
+        digest = extend_digest(digest, token_id)
+        if len(output) >= params.min_tokens:
+            if token_id in eos_token_ids:
+                return output, FinishReason.STOP, None
+            if token_id in (params.stop_token_ids or ()):
+                return output, FinishReason.STOP, token_id
+        if len(output) >= params.max_tokens or len(prompt_token_ids) + len(output) >= config.model_config.max_model_len:
+            return output, FinishReason.LENGTH, None
+
+
+@dataclass
+class FakeSlot:
+    """The mirror of one request, as a model runner would keep it."""
+
+    request: NewRequestData
+    token_ids: list[int]
+    block_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+
+class FakeExecutor:
+    """Has the Executor's interface. Its KV cache holds digests, so a wrong block, table or order gives wrong tokens or an AssertionError.
+
+    Scripts are keyed by (request_id, index of the output token): `tokens` forces a token (an EOS, say), `errors` fails that row alone,
+    `nan_rows` does so with the error of a NaN. `raise_at_step` raises from execute_model; `delay_s` sleeps in every step.
+    """
+
+    NAN_ERROR = "the model's logits are not finite"
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+        self.block_size = config.cache_config.block_size
+        self.vocab_size = config.model_config.hf_config["vocab_size"]
+        self.tokens: dict[tuple[str, int], int] = {}
+        self.errors: dict[tuple[str, int], str] = {}
+        self.nan_rows: set[tuple[str, int]] = set()
+        self.raise_at_step: int | None = None
+        self.delay_s = 0.0
+        self.steps: list[SchedulerOutput] = []  # everything executed
+        self.slots: dict[int, FakeSlot] = {}
+        self.kv_cache: list[list[int | None]] = []  # [num_blocks][block_size] digests
+        self.holders: Counter[int] = Counter()  # block id -> number of slots whose table has it
+        self.num_dummy_batches = 0
+        self.is_shut_down = False
+
+    # ------------------------------------------------------------ the interface
+
+    def load_model(self, report: Callable[[str, float], None]) -> None:
+        report("load weights", 1.0)
+
+    def determine_num_blocks(self) -> int:
+        blocks_per_sequence = -(-self.config.model_config.max_model_len // self.block_size)
+        return self.config.cache_config.num_gpu_blocks_override or 1 + 4 * blocks_per_sequence
+
+    def initialize_kv_cache(self, num_blocks: int) -> int:
+        self.kv_cache = [[None] * self.block_size for _ in range(num_blocks)]
+        return num_blocks * self.block_size * 8
+
+    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        if self.raise_at_step is not None and step.step >= self.raise_at_step:
+            raise RuntimeError(f"scripted failure at step {step.step}")
+        self._check_columns(step)
+        for slot in step.freed_slots:
+            self._free(slot)
+        entered = [self._enter(new) for new in step.new_requests]
+        for row, slot in enumerate(step.slots):
+            self._extend_table(slot, step.new_block_ids[row], step.num_computed_tokens[row], slot in entered)
+        self.steps.append(step)
+        return self._compute(step)
+
+    def execute_dummy_batch(self) -> None:
+        self.num_dummy_batches += 1
+
+    def collective_rpc(self, method: str, *args) -> list:
+        return [getattr(self, method)(*args)]
+
+    def check_health(self) -> None:
+        assert not self.is_shut_down
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+    # ------------------------------------------------------------ the mirror and its checks
+
+    def _check_columns(self, step: SchedulerOutput) -> None:
+        rows = len(step.slots)
+        assert rows == len(step.num_scheduled_tokens) == len(step.num_computed_tokens) == len(step.new_block_ids), step
+        assert rows == len(set(step.slots)) > 0, f"empty step, or a slot twice: {step.slots}"
+        assert min(step.num_scheduled_tokens) >= 1, step.num_scheduled_tokens
+        assert step.total_num_scheduled_tokens <= self.config.scheduler_config.max_num_batched_tokens, step.num_scheduled_tokens
+        assert {new.slot for new in step.new_requests} <= set(step.slots), "a new request without a row"
+        assert not self.steps or step.step > self.steps[-1].step, "steps must be numbered upwards"
+
+    def _free(self, slot: int) -> None:
+        assert slot in self.slots, f"slot {slot} freed while free"
+        self.holders.subtract(self.slots.pop(slot).block_ids)
+
+    def _enter(self, new: NewRequestData) -> int:
+        assert 0 <= new.slot < self.config.scheduler_config.max_num_seqs, new.slot
+        assert new.slot not in self.slots, f"slot {new.slot} taken while held by {self.slots[new.slot].request.request_id}"
+        assert all(held.request.request_id != new.request_id for held in self.slots.values()), f"{new.request_id} is in two slots"
+        self.slots[new.slot] = FakeSlot(new, list(new.token_ids))
+        return new.slot
+
+    def _extend_table(self, slot: int, new_block_ids: list[int], num_computed_tokens: int, is_new: bool) -> None:
+        state = self.slots[slot]
+        assert all(1 <= block_id < len(self.kv_cache) for block_id in new_block_ids), f"bad block in {new_block_ids}"
+        state.block_ids += new_block_ids
+        assert len(set(state.block_ids)) == len(state.block_ids), f"a block twice in {state.block_ids}"
+        self.holders.update(new_block_ids)
+        if not is_new:
+            assert num_computed_tokens == state.num_computed_tokens, f"slot {slot}: computed tokens are not continuous"
+            return
+        assert num_computed_tokens % self.block_size == 0, "a cache hit is made of whole blocks"
+        assert num_computed_tokens < len(state.token_ids), "at least one token must be left to compute"
+        digest = 0
+        for position in range(num_computed_tokens):
+            digest = extend_digest(digest, state.token_ids[position])
+            assert self._read(state, position) == digest, f"{state.request.request_id}: cached block does not hold its tokens"
+        state.num_computed_tokens = num_computed_tokens
+
+    def _read(self, state: FakeSlot, position: int) -> int | None:
+        return self.kv_cache[state.block_ids[position // self.block_size]][position % self.block_size]
+
+    def _compute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        num_sampled, token_ids, logprobs, errors = [], [], [], {}
+        for slot, num_tokens in zip(step.slots, step.num_scheduled_tokens, strict=True):
+            state = self.slots[slot]
+            digest = self._write(state, num_tokens)
+            num_sampled.append(0)
+            if state.num_computed_tokens < len(state.token_ids):
+                continue
+            key = (state.request.request_id, state.num_output_tokens)
+            error = self.NAN_ERROR if key in self.nan_rows else self.errors.get(key)
+            if error is not None:
+                errors[slot] = error
+                continue
+            token_id = self.tokens.get(key, token_from_digest(digest, state.request.sampling_params, self.vocab_size))
+            state.token_ids.append(token_id)
+            token_ids.append(token_id)
+            num_sampled[-1] = 1
+            if (params := state.request.sampling_params) is not None and params.logprobs is not None:
+                logprobs.append(self._logprobs(slot, token_id, params.logprobs))
+        return ModelRunnerOutput(num_sampled, token_ids, logprobs, errors)
+
+    def _write(self, state: FakeSlot, num_tokens: int) -> int:
+        """Computes `num_tokens` tokens into the slot's blocks; returns the last digest."""
+        start, end = state.num_computed_tokens, state.num_computed_tokens + num_tokens
+        assert end <= len(state.token_ids), f"{state.request.request_id}: scheduled beyond its tokens"
+        assert end <= len(state.block_ids) * self.block_size, f"{state.request.request_id}: table does not cover {end} tokens"
+        for block_id in state.block_ids[start // self.block_size : -(-end // self.block_size)]:
+            assert self.holders[block_id] == 1, f"{state.request.request_id} writes into block {block_id}, which others hold"
+        digest = self._read(state, start - 1) if start else 0
+        for position in range(start, end):
+            digest = extend_digest(digest, state.token_ids[position])
+            self.kv_cache[state.block_ids[position // self.block_size]][position % self.block_size] = digest
+        state.num_computed_tokens = end
+        return digest
+
+    def _logprobs(self, slot: int, token_id: int, k: int) -> SlotLogprobs:
+        ids = [token_id, *((token_id + 1 + i) % self.vocab_size for i in range(k))]
+        values = [-0.5 * (i + 1) for i in range(k + 1)]
+        return SlotLogprobs(
+            slot,
+            Array("i4", (1, k + 1), array("i", ids).tobytes()),
+            Array("f4", (1, k + 1), array("f", values).tobytes()),
+            Array("i4", (1,), array("i", [1]).tobytes()),
+        )

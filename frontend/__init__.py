@@ -1,0 +1,3 @@
+"""The frontend: text in, text out. Tokenizes, validates, hands requests to a client, and turns tokens back into text.
+May know: text, tokenizers, messages, the client interface.
+Must not know: torch, blocks, schedules; engine internals are reached through the client only."""

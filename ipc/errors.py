@@ -23,12 +23,12 @@ class ModelLoadError(QuireError, RuntimeError):
     """The model's files are missing, corrupt, or of an architecture that Quire does not run."""
 
 
-class EngineStartError(QuireError, RuntimeError):
-    """The engine process did not come up: it died, or missed its deadline. The text carries the child's own words."""
-
-
 class EngineDeadError(QuireError, RuntimeError):
     """The engine process is gone. Every waiter gets this, with the cause (exit code or signal, last words on stderr)."""
+
+
+class EngineStartError(EngineDeadError):
+    """The engine process did not come up: it died, or missed its deadline. The text carries the child's own words."""
 
 
 class RemoteTraceback(Exception):

@@ -27,15 +27,29 @@ class FinishReason(IntEnum):
         return self.name.lower()
 
 
-class Array(Message):
+class Array:
     """A dense array on the wire, C order. `data` is any buffer; large ones travel as frames of their own, without a copy.
 
     `dtype` is numpy's short name, little endian: "i4", "i8", "f4". numpy.frombuffer(a.data, a.dtype).reshape(a.shape) reads it.
+    Not a Struct: msgspec then hands the whole array to codec.py, which decides how its data travels. A received `data` is a memoryview.
     """
 
-    dtype: str
-    shape: tuple[int, ...]
-    data: Any  # bytes | memoryview; codec.py frames it
+    __slots__ = ("dtype", "shape", "data")
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], data: Any):
+        self.dtype = dtype
+        self.shape = shape
+        self.data = data
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Array):
+            return NotImplemented
+        return (self.dtype, tuple(self.shape)) == (other.dtype, tuple(other.shape)) and bytes(self.data) == bytes(other.data)
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return f"Array({self.dtype!r}, {self.shape!r}, <{memoryview(self.data).nbytes} bytes>)"
 
 
 # ---------------------------------------------------------------- frontend -> engine core

@@ -1,0 +1,5 @@
+"""The specification: every operation in plain torch, as plainly as it can be written, on any device.
+May know: torch, the contracts.
+Must not know: speed. Loops are welcome here."""
+
+from . import activation, attention, norm, rotary, sampling  # noqa: F401

@@ -416,6 +416,20 @@ def _question_segments(rng: Random, pending: list[str], fact: Fact, in_chat: boo
     return [(start + context, CONTEXT), *_reply_segments(" " + exchange.reply, exchange.answer)]
 
 
+def _drill_document(rng: Random, max_tokens: int) -> list[Segment]:
+    """Recall and copying with nothing between: every second token can be looked up, so looking up is learned first."""
+    if rng.random() < 0.4:
+        return _lines_document(rng, lambda rng: copy_prompt(rng, max_words=12), 4, "\n\n")
+    facts = [fact for fact, _ in zip(_facts(rng), range(rng.randint(1, 6)))]
+    in_chat = rng.random() < 0.3
+    segments: list[Segment] = []
+    pending = [fact.sentence(rng) for fact in facts]
+    for fact in rng.sample(facts, len(facts)):
+        segments += _question_segments(rng, pending, fact, in_chat, not segments)
+        pending.clear()
+    return segments
+
+
 def _story_document(rng: Random, max_tokens: int) -> list[Segment]:
     return [(story(rng), TEXT)]
 
@@ -441,11 +455,11 @@ DOCUMENT_KINDS = [(_story_document, 5), (_chinese_document, 1), (_sums_document,
                   (_chat_document, 6), (_recall_document, 3)]
 
 
-def training_document(rng: Random, max_tokens: int, recall: bool = False) -> list[Segment]:
-    """One document as weighted segments, its end marked; with `recall` one about `max_tokens` long, else any, mostly short."""
-    if recall:
-        segments = _recall_document(rng, max_tokens)
-    else:
+def training_document(rng: Random, max_tokens: int, kind: str = "any") -> list[Segment]:
+    """One document as weighted segments, its end marked: a `recall` of about `max_tokens`, a short `drill`, or `any`, mostly short."""
+    if kind == "any":
         makers, weights = zip(*DOCUMENT_KINDS)
         segments = rng.choices(makers, weights)[0](rng, rng.randint(40, 250))
+    else:
+        segments = {"recall": _recall_document, "drill": _drill_document}[kind](rng, max_tokens)
     return [*segments, (END_OF_TEXT, TEXT)]

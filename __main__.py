@@ -1,0 +1,96 @@
+"""The `quire` command: chooses the sub-command and turns every exception into one sentence and an exit code.
+May know: the names of the sub-commands and the exceptions of ipc/errors.py.
+Must not know: what a sub-command does; its module is imported only when it is the one asked for, so that --version costs nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from importlib import import_module
+
+from . import __version__
+
+COMMANDS = {
+    "generate": "complete one or many prompts, streaming to the terminal",
+    "chat": "talk with the model",
+    "engine": "load a model once and serve it to other programs through a socket file",
+}
+EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
+
+HELP = "\n".join(
+    [
+        "usage: quire COMMAND ...",
+        "",
+        "Quire, an LLM inference engine.",
+        "",
+        *(f"  quire {name:<10} {what}" for name, what in COMMANDS.items()),
+        "",
+        "  quire --version    print the version",
+        "  quire COMMAND --help, --help-all    the most used flags; all of them",
+        "",
+        'Try: quire generate "Once upon a time"',
+    ]
+)
+
+
+def fail(sentence: str, code: int) -> int:
+    print(f"quire: {sentence}", file=sys.stderr)
+    return code
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command line (default: the process's own). Returns 0, or 1 failure, 2 bad input, 130 interrupted, 141 broken pipe."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return run(argv)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader left (`quire generate ... | head`). What is still buffered goes nowhere, so that the last flush is quiet too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+def run(argv: list[str]) -> int:
+    command = argv[0] if argv else ""
+    if command in ("--version", "-V"):
+        print(f"quire {__version__}")
+        return 0
+    if command in ("--help", "-h", "--help-all", "help"):
+        print(HELP)
+        return 0
+    if not command:
+        print(HELP, file=sys.stderr)
+        return EXIT_USAGE
+    if command not in COMMANDS:
+        return fail(unknown_command(command), EXIT_USAGE)
+    return run_command(command, argv[1:])
+
+
+def run_command(command: str, argv: list[str]) -> int:
+    from .ipc.errors import InvalidParameterError, ModelLoadError, QuireError
+
+    try:
+        return import_module(f".frontend.cli.{command}", __package__).main(argv)
+    except (InvalidParameterError, ModelLoadError) as error:
+        return fail(str(error), EXIT_USAGE)
+    except QuireError as error:
+        return fail(str(error), EXIT_FAILURE)
+    except (BrokenPipeError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # a defect of ours: the cause in one line, the rest for whoever sets QUIRE_TRACEBACK=1
+        if os.environ.get("QUIRE_TRACEBACK"):
+            raise
+        return fail(f"internal error: {type(error).__name__}: {error} (QUIRE_TRACEBACK=1 shows where)", EXIT_FAILURE)
+
+
+def unknown_command(command: str) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(command, COMMANDS, n=1)
+    return f"unknown command {command!r}; " + (f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""The executor: all ranks of a model as one. Today there is one rank, in this process.
+May know: its workers and what they can be asked.
+Must not know: the scheduler, requests, what a worker does inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..ipc.config import EngineConfig
+from ..ipc.errors import InvalidParameterError
+from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
+from .worker import Worker
+
+
+class Executor:
+    """Runs a model that sits on one rank, in the engine's own process.
+
+    Life: load_model, determine_num_blocks, initialize_kv_cache, then steps, then shutdown.
+    """
+
+    def __init__(self, config: EngineConfig):
+        """`config` is resolved. Raises InvalidParameterError for what one rank on this device cannot do."""
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            size = getattr(config.device_config, name)
+            if size > 1:
+                raise InvalidParameterError(name, f"must be 1: more ranks than one are not supported yet, got {size}")
+        self.worker = Worker(config)
+
+    def load_model(self, report: Callable[[str, float], None]) -> None:
+        """Loads the weights; calls report(stage, fraction) as it goes. Raises ModelLoadError."""
+        self.worker.load_model(report)
+
+    def determine_num_blocks(self) -> int:
+        """KV-cache blocks that memory and configuration allow, the null block included. Raises InvalidParameterError when too few."""
+        return self.worker.determine_num_blocks()
+
+    def initialize_kv_cache(self, num_blocks: int) -> int:
+        """Allocates the cache; returns its size in bytes."""
+        return self.worker.initialize_kv_cache(num_blocks)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """One step. A failure of one request is a row in `errors`; an exception is the whole engine's."""
+        return self.worker.execute_model(scheduler_output)
+
+    def execute_dummy_batch(self) -> None:
+        """A forward pass that changes nothing: to warm up, and to keep step with other engines."""
+        self.worker.execute_dummy_batch()
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Calls a worker's method on every rank; the results in rank order."""
+        return [getattr(self.worker, method)(*args)]
+
+    def check_health(self) -> None:
+        """Raises RuntimeError when a rank can no longer run steps. The one rank lives in this process: it is well until shut down."""
+        if self.worker.model is None:
+            raise RuntimeError("the worker has no model: it was not loaded, or it was shut down")
+
+    def shutdown(self) -> None:
+        """Frees model and cache. May be called twice."""
+        self.worker.shutdown()

@@ -1,0 +1,76 @@
+"""What the runner keeps of every request: fixed slots, one row each in a few tables, from the request's entry to its end.
+May know: slots, token ids, block ids, sampling parameters.
+Must not know: request ids, scheduling, the model. The scheduler owns slots and blocks; these tables are its copy, kept by differences."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..ipc.messages import NewRequestData
+from ..ipc.params import SamplingParams
+
+NO_LOGPROBS = -1
+
+
+class InputBatch:
+    """Tables indexed by slot. Rows of freed slots keep their old values; nobody reads them."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int):
+        max_blocks = -(-max_model_len // block_size)
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)  # prompt + output
+        self.num_tokens = np.zeros(max_num_seqs, np.int64)
+        self.block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, np.int64)
+        self.temperature = np.zeros(max_num_seqs, np.float32)
+        self.top_k = np.zeros(max_num_seqs, np.int32)  # 0: all
+        self.top_p = np.ones(max_num_seqs, np.float32)
+        self.min_p = np.zeros(max_num_seqs, np.float32)
+        self.seeds = np.zeros(max_num_seqs, np.int64)
+        self.num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
+        self.refusals: dict[int, str] = {}  # slot -> why this request cannot be served
+
+    def add(self, request: NewRequestData) -> None:
+        slot, count = request.slot, len(request.token_ids)
+        self.token_ids[slot, :count] = request.token_ids
+        self.num_tokens[slot] = count
+        self.num_blocks[slot] = 0
+        params = request.sampling_params
+        refusal = find_unsupported(params)
+        if refusal is not None:
+            self.refusals[slot] = refusal
+            params = SamplingParams(temperature=0.0, seed=0)
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = max(0, min(params.top_k, 2**31 - 1))
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.seeds[slot] = params.seed or 0
+        self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+
+    def remove(self, slot: int) -> None:
+        self.num_tokens[slot] = self.num_blocks[slot] = 0
+        self.refusals.pop(slot, None)
+
+    def append_blocks(self, slot: int, block_ids: list[int]) -> None:
+        start = self.num_blocks[slot]
+        self.block_tables[slot, start : start + len(block_ids)] = block_ids
+        self.num_blocks[slot] = start + len(block_ids)
+
+    def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
+        """One new token for each of `slots` [R], all different."""
+        self.token_ids[slots, self.num_tokens[slots]] = token_ids
+        self.num_tokens[slots] += 1
+
+
+def find_unsupported(params: SamplingParams | None) -> str | None:
+    """Why the runner cannot serve these params, or None. The frontend refuses them first; another client might not."""
+    if params is None:
+        return "pooling_params: pooling is not supported"
+    if params.seed is None:
+        return "seed: must be resolved before the engine sees the request"
+    neutral = SamplingParams()
+    for name in (
+        "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs",
+    ):  # fmt: skip
+        if getattr(params, name) != getattr(neutral, name):
+            return f"{name}: is not supported yet"
+    return None

@@ -1,0 +1,177 @@
+"""The blocks that models are made of, and the factory that makes every layer with weights.
+May know: the table of operations (kernels), shapes, which checkpoint names fill which rows.
+Must not know: architectures, files, requests. Tensor parallelism, quantization and LoRA are other factories, never branches in a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..kernels.ops import AttentionMetadata
+from .decoder_config import DecoderConfig
+from .device import pack_linear
+from .rope import make_cos_sin_cache
+
+# (name in the checkpoint, the tensor it fills: a whole parameter, or a view of a merged one's rows)
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+class Linear:
+    """y = x W^T + b, for one or several projections of the same x laid one below the other (q, k and v; gate and up)."""
+
+    def __init__(self, shards: dict[str, int], weight: torch.Tensor, bias: torch.Tensor | None):
+        self.shards = shards  # name in the checkpoint -> rows, in order
+        self.weight = weight  # [sum of rows, in_features]; given up once packed
+        self.bias = bias
+        self._multiply: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in_features] -> [T, sum of rows]"""
+        return self._multiply(x)
+
+    def pack(self) -> None:
+        """To be called once, when the weight is filled: lays it out as the device multiplies it best."""
+        self._multiply = pack_linear(self.weight, self.bias)
+        self.weight = None
+
+    def weights(self, prefix: str) -> Weights:
+        start = 0
+        for name, rows in self.shards.items():
+            yield f"{prefix}{name}.weight", self.weight[start : start + rows]
+            if self.bias is not None:
+                yield f"{prefix}{name}.bias", self.bias[start : start + rows]
+            start += rows
+
+
+class Embedding:
+    def __init__(self, name: str, weight: torch.Tensor):
+        self.name = name
+        self.weight = weight  # [vocab_size, hidden_size]
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, hidden_size]"""
+        return F.embedding(token_ids, self.weight)
+
+    def weights(self, prefix: str) -> Weights:
+        yield f"{prefix}{self.name}.weight", self.weight
+
+
+class RMSNorm:
+    def __init__(self, name: str, weight: torch.Tensor, eps: float, ops: Any):
+        self.name = name
+        self.weight = weight  # [size]
+        self.eps = eps
+        self.rms_norm = ops.rms_norm
+        self.fused_add_rms_norm = ops.fused_add_rms_norm
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] -> the same shape, normalised over the last dimension"""
+        return self.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        """In place: residual += x, then x = norm(residual); both [T, size]."""
+        self.fused_add_rms_norm(x, residual, self.weight, self.eps)
+
+    def weights(self, prefix: str) -> Weights:
+        yield f"{prefix}{self.name}.weight", self.weight
+
+
+class LayerFactory:
+    """Allocates every parameter, unfilled, on one device in one dtype. A model asks it for layers and knows no other way to get one."""
+
+    def __init__(self, ops: Any, dtype: torch.dtype, device: torch.device):
+        self.ops = ops  # kernels' table, selected once
+        self.dtype = dtype
+        self.device = device
+        self._linears: list[Linear] = []
+
+    def finish(self) -> None:
+        """To be called once, when all weights are filled and before the model runs."""
+        for linear in self._linears:
+            linear.pack()
+
+    def parameter(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def linear(self, in_features: int, shards: dict[str, int], bias: bool = False) -> Linear:
+        """Projections of one input, merged into one multiplication. Under tensor parallelism each rank keeps a part of every shard's rows."""
+        rows = sum(shards.values())
+        return self._register(Linear(shards, self.parameter(rows, in_features), self.parameter(rows) if bias else None))
+
+    def row_linear(self, name: str, in_features: int, out_features: int, bias: bool = False) -> Linear:
+        """A projection back to the residual stream. Under tensor parallelism each rank keeps a part of the input's columns, and the sums are added."""
+        return self.linear(in_features, {name: out_features}, bias)
+
+    def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
+        return Embedding(name, self.parameter(vocab_size, hidden_size))
+
+    def tied_head(self, name: str, embedding: Embedding) -> Linear:
+        """An output head that is the embedding's own table."""
+        return self._register(Linear({name: embedding.weight.shape[0]}, embedding.weight, None))
+
+    def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
+        return RMSNorm(name, self.parameter(size), eps, self.ops)
+
+    def rope(self, config: DecoderConfig, num_positions: int) -> torch.Tensor:
+        """[num_positions, head_dim] f32, shared by all layers: see rope.make_cos_sin_cache"""
+        return make_cos_sin_cache(config.rope, config.head_dim, num_positions, config.max_position_embeddings).to(self.device)
+
+    def _register(self, linear: Linear) -> Linear:
+        self._linears.append(linear)
+        return linear
+
+
+class Attention:
+    """Causal grouped-query attention over the paged cache, with rotary positions and, where given, norms on each head's q and k."""
+
+    def __init__(self, make: LayerFactory, config: DecoderConfig, cos_sin_cache: torch.Tensor, qkv_bias: bool, o_bias: bool, qk_norm: bool):
+        """cos_sin_cache [positions, head_dim] f32: from make.rope"""
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv_proj = make.linear(config.hidden_size, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, qkv_bias)
+        self.o_proj = make.row_linear("o_proj", q_rows, config.hidden_size, o_bias)
+        self.q_norm = make.rms_norm("q_norm", self.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = make.rms_norm("k_norm", self.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.cos_sin_cache = cos_sin_cache
+        self.scale = self.head_dim**-0.5
+        self.ops = make.ops
+        self.key_cache = self.value_cache = None  # [num_blocks, block_size, num_kv_heads, head_dim], bound when the cache is made
+        self._heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        self._q_rows = q_rows
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """x [T, hidden_size], positions [T] i64 -> [T, hidden_size]; writes the T tokens' keys and values into the cache."""
+        ops = self.ops
+        query, key, value = self.qkv_proj(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        ops.rotary_embedding(positions, query, key, self.cos_sin_cache)
+        ops.reshape_and_cache(key, value, self.key_cache, self.value_cache, metadata.slot_mapping)
+        attended = ops.paged_attention(query, self.key_cache, self.value_cache, metadata, self.scale)
+        return self.o_proj(attended.view(len(x), self._q_rows))
+
+    def weights(self, prefix: str) -> Weights:
+        for layer in (self.qkv_proj, self.o_proj, self.q_norm, self.k_norm):
+            if layer is not None:
+                yield from layer.weights(prefix)
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x))"""
+
+    def __init__(self, make: LayerFactory, config: DecoderConfig, bias: bool):
+        size = config.intermediate_size
+        self.gate_up_proj = make.linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias)
+        self.down_proj = make.row_linear("down_proj", size, config.hidden_size, bias)
+        self.silu_and_mul = make.ops.silu_and_mul
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] -> [T, hidden_size]"""
+        return self.down_proj(self.silu_and_mul(self.gate_up_proj(x)))
+
+    def weights(self, prefix: str) -> Weights:
+        yield from self.gate_up_proj.weights(prefix)
+        yield from self.down_proj.weights(prefix)

@@ -1,0 +1,105 @@
+"""Fills a model's parameters from safetensors files, or at random.
+May know: the directory's layout (one file, or an index with shards), the model's weight-name table.
+Must not know: architectures, what a parameter is for, requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..ipc.errors import ModelLoadError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_STAGE = "load weights"
+
+Report = Callable[[str, float], None]
+
+
+def load_weights(model: Any, directory: Path, report: Report) -> None:
+    """Fills every tensor of model.weights() from `directory`, cast to the parameter's dtype.
+
+    Raises ModelLoadError, naming file and tensor, for a name that is missing, that nobody asked for, or that comes twice, for a wrong
+    shape, for a type that is not a float, and for a file that cannot be read.
+    """
+    expected = dict(model.weights())
+    tied = dict(model.tied_weights())
+    origin: dict[str, str] = {}  # tensor -> the file it came from
+    files = find_weight_files(directory)
+    for i, path in enumerate(files):
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
+                for j, name in enumerate(names):
+                    if name.endswith("rotary_emb.inv_freq"):
+                        continue  # a buffer that old checkpoints saved; it follows from the config
+                    _check(file.get_slice(name), name, path, expected, tied, origin)
+                    if name in expected:
+                        expected[name].copy_(file.get_tensor(name))
+                    origin[name] = path.name
+                    report(_STAGE, (i + (j + 1) / len(names)) / len(files))
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{path}: not a readable safetensors file: {error}") from error
+    if missing := [name for name in expected if name not in origin]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelLoadError(f"{directory}: no file has the tensor {missing[0]}{more}; read: {', '.join(path.name for path in files)}")
+    _check_tied(tied, origin, directory)
+
+
+def _check(tensor: Any, name: str, path: Path, expected: dict[str, torch.Tensor], tied: dict[str, torch.Tensor], origin: dict[str, str]) -> None:
+    destination = expected.get(name, tied.get(name))
+    if destination is None:
+        raise ModelLoadError(f"{path}: the model has no place for tensor {name}")
+    if name in origin:
+        raise ModelLoadError(f"{path}: tensor {name} is also in {origin[name]}")
+    if tuple(tensor.get_shape()) != tuple(destination.shape):
+        raise ModelLoadError(f"{path}: tensor {name} has shape {list(tensor.get_shape())}, the model needs {list(destination.shape)}")
+    if tensor.get_dtype() not in _FLOATS:
+        raise ModelLoadError(f"{path}: tensor {name} is of type {tensor.get_dtype()}; supported: {', '.join(_FLOATS)} (no quantized weights)")
+
+
+def _check_tied(tied: dict[str, torch.Tensor], origin: dict[str, str], directory: Path) -> None:
+    """A tied head that a checkpoint stores all the same must be the embedding: to ignore another would be silent."""
+    for name, tensor in tied.items():
+        if name not in origin:
+            continue
+        with safe_open(directory / origin[name], framework="pt") as file:
+            if not torch.equal(file.get_tensor(name).to(tensor.dtype), tensor):
+                raise ModelLoadError(f"{directory / origin[name]}: tensor {name} differs from the embedding, yet the config says tie_word_embeddings")
+
+
+def find_weight_files(directory: Path) -> list[Path]:
+    """The single file, or the index's shards in order. Raises ModelLoadError where there is neither, or a shard is not there."""
+    if (directory / SINGLE_FILE).is_file():
+        return [directory / SINGLE_FILE]
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        raise ModelLoadError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; Quire reads safetensors only")
+    try:
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+        raise ModelLoadError(f"{index}: not a readable index of shards: {error!r}") from error
+    if not shards:
+        raise ModelLoadError(f"{index}: names no shards")
+    for shard in shards:
+        if not isinstance(shard, str) or Path(shard).name != shard:  # an index must not lead out of its directory
+            raise ModelLoadError(f"{index}: {shard!r} is not the name of a file beside it")
+        if not (directory / shard).is_file():
+            raise ModelLoadError(f"{index}: the shard {shard} is not there")
+    return [directory / shard for shard in shards]
+
+
+def fill_with_random_weights(model: Any, seed: int, report: Report) -> None:
+    """load_format="dummy": normal with standard deviation 0.02 (norms around 1), the same for the same seed on every machine."""
+    generator = torch.Generator().manual_seed(seed)
+    table = list(model.weights())
+    for i, (name, tensor) in enumerate(table):
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        tensor.copy_(torch.empty(tensor.shape).normal_(mean, 0.02, generator=generator))
+        report(_STAGE, (i + 1) / len(table))

@@ -1,0 +1,150 @@
+"""One step on one rank: from a SchedulerOutput to sampled tokens.
+May know: slots, the model, the table of operations, how a batch is laid out in memory.
+Must not know: requests beyond their slot, why something was scheduled, other processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ..kernels.ops import AttentionMetadata
+from .input_batch import InputBatch
+from .sampler import Sampler
+
+NULL_BLOCK = 0  # never handed out; block tables of idle rows point at it
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """A step, flattened. Rows are requests, decodes (one token) first; row r's tokens are [query_start_loc[r], query_start_loc[r + 1])."""
+
+    order: np.ndarray  # [B]: row -> index into SchedulerOutput.slots
+    slots: np.ndarray  # [B], by row
+    token_ids: torch.Tensor  # [T] i32
+    positions: torch.Tensor  # [T] i64
+    metadata: AttentionMetadata
+    sampled_rows: np.ndarray  # [R] rows whose last known token is computed in this step
+    logits_indices: np.ndarray  # [R] where in [0, T) their last tokens are
+
+
+class ModelRunner:
+    """Owns the slots' tables; borrows the model and the operations from the worker."""
+
+    def __init__(self, model: Any, ops: Any, batch: InputBatch, block_size: int, device: torch.device):
+        self.model = model
+        self.batch = batch
+        self.block_size = block_size
+        self.device = device
+        self.sampler = Sampler(ops)
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Computes the scheduled tokens and samples the rows that are complete. A row with logits that are not finite becomes that row's error."""
+        self._apply_differences(scheduler_output)
+        if not scheduler_output.slots:
+            return ModelRunnerOutput([], [])
+        inputs = self._prepare_inputs(scheduler_output)
+        hidden = self.model(inputs.token_ids, inputs.positions, inputs.metadata)
+        return self._sample(inputs, hidden)
+
+    def _apply_differences(self, scheduler_output: SchedulerOutput) -> None:
+        batch = self.batch
+        for slot in scheduler_output.freed_slots:
+            batch.remove(slot)
+        for request in scheduler_output.new_requests:
+            batch.add(request)
+        for slot, block_ids in zip(scheduler_output.slots, scheduler_output.new_block_ids):
+            if block_ids:
+                batch.append_blocks(slot, block_ids)
+
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> ModelInput:
+        """Vectorised over rows and tokens: no Python per token, none per request."""
+        batch, block_size = self.batch, self.block_size
+        query_lens = np.array(scheduler_output.num_scheduled_tokens, np.int64)
+        is_prefill = query_lens != 1
+        num_decodes = len(query_lens) - int(np.count_nonzero(is_prefill))
+        order = np.argsort(is_prefill, kind="stable")
+        query_lens = query_lens[order]
+        slots = np.array(scheduler_output.slots, np.int64)[order]
+        num_computed = np.array(scheduler_output.num_computed_tokens, np.int64)[order]
+        seq_lens = num_computed + query_lens
+
+        query_start_loc = np.zeros(len(slots) + 1, np.int64)
+        np.cumsum(query_lens, out=query_start_loc[1:])
+        if num_decodes == len(slots):
+            positions, token_slots = num_computed, slots
+        else:
+            positions = np.arange(query_start_loc[-1]) + np.repeat(num_computed - query_start_loc[:-1], query_lens)
+            token_slots = np.repeat(slots, query_lens)
+        block_ids = batch.block_tables[token_slots, positions // block_size]
+        slot_mapping = block_ids.astype(np.int64) * block_size + positions % block_size
+
+        num_blocks = -(-int(seq_lens.max()) // block_size)
+        sampled_rows = np.flatnonzero(seq_lens == batch.num_tokens[slots])
+        metadata = AttentionMetadata(
+            query_start_loc=self._upload(query_start_loc.astype(np.int32)),
+            seq_lens=self._upload(seq_lens.astype(np.int32)),
+            block_tables=self._upload(batch.block_tables[slots, :num_blocks]),
+            slot_mapping=self._upload(slot_mapping),
+            num_decodes=num_decodes,
+            query_lens=query_lens.tolist(),
+            seq_lens_list=seq_lens.tolist(),
+        )
+        return ModelInput(
+            order=order,
+            slots=slots,
+            token_ids=self._upload(batch.token_ids[token_slots, positions]),
+            positions=self._upload(positions),
+            metadata=metadata,
+            sampled_rows=sampled_rows,
+            logits_indices=query_start_loc[1:][sampled_rows] - 1,
+        )
+
+    def _upload(self, values: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(values)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+
+    def _sample(self, inputs: ModelInput, hidden: torch.Tensor) -> ModelRunnerOutput:
+        num_rows, sampled_rows = len(inputs.slots), inputs.sampled_rows
+        if not len(sampled_rows):
+            return ModelRunnerOutput([0] * num_rows, [], errors=self._refusals(inputs.slots))
+        if len(inputs.logits_indices) != len(hidden):
+            hidden = hidden[self._upload(inputs.logits_indices)]
+        slots = inputs.slots[sampled_rows]
+        sampled = self.sampler(self.model.compute_logits(hidden), self.batch, slots)
+        errors = {int(slots[row]): "the model's logits for this request are not finite (NaN or infinity)" for row in sampled.bad_rows}
+        errors |= self._refusals(inputs.slots)
+
+        good = np.array([int(slot) not in errors for slot in slots]) if errors else slice(None)
+        self.batch.append_tokens(slots[good], sampled.token_ids[good])
+        by_request = np.full(num_rows, -1, np.int64)  # back in the order of the SchedulerOutput
+        by_request[inputs.order[sampled_rows[good]]] = sampled.token_ids[good]
+        has_token = by_request >= 0
+        logprobs = [row for row in sampled.logprobs if row.slot not in errors]
+        return ModelRunnerOutput(has_token.astype(int).tolist(), by_request[has_token].tolist(), logprobs, errors)
+
+    def _refusals(self, slots: np.ndarray) -> dict[int, str]:
+        refusals = self.batch.refusals
+        return {slot: refusals[slot] for slot in slots.tolist() if slot in refusals} if refusals else {}
+
+    @torch.inference_mode()
+    def execute_dummy_batch(self, num_tokens: int = 1) -> None:
+        """A forward pass and a sampling of `num_tokens` one-token rows that leave no trace: nothing is written to the cache."""
+        def filled(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.full(shape, value, dtype=dtype, device=self.device)
+
+        metadata = AttentionMetadata(
+            query_start_loc=torch.arange(num_tokens + 1, dtype=torch.int32, device=self.device),
+            seq_lens=filled(1, torch.int32, num_tokens),
+            block_tables=filled(NULL_BLOCK, torch.int32, num_tokens, 1),
+            slot_mapping=filled(-1, torch.int64, num_tokens),
+            num_decodes=num_tokens,
+            query_lens=[1] * num_tokens,
+            seq_lens_list=[1] * num_tokens,
+        )
+        token_ids, positions = filled(0, torch.int32, num_tokens), filled(0, torch.int64, num_tokens)
+        self.model.compute_logits(self.model(token_ids, positions, metadata))

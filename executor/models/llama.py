@@ -1,0 +1,27 @@
+"""Llama 2 and 3: grouped-query attention, biases where the config asks for them.
+May know: shared blocks.
+Must not know: files, requests, devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..decoder import Decoder
+from ..decoder_config import DecoderConfig, parse_decoder_config
+from ..layers import Attention, GatedMLP, LayerFactory
+
+
+class LlamaForCausalLM(Decoder):
+    @staticmethod
+    def parse_config(hf_config: dict[str, Any]) -> DecoderConfig:
+        return parse_decoder_config(hf_config, honours=("attention_bias", "mlp_bias"))
+
+    def __init__(self, config: DecoderConfig, make: LayerFactory, max_model_len: int):
+        rope = make.rope(config, max_model_len)
+        bias = config.attention_bias
+        super().__init__(
+            make,
+            config,
+            make_attention=lambda: Attention(make, config, rope, qkv_bias=bias, o_bias=bias, qk_norm=False),
+            make_mlp=lambda: GatedMLP(make, config, bias=config.mlp_bias),
+        )

@@ -1,0 +1,27 @@
+"""Qwen2 and Qwen2.5: grouped-query attention with biases on q, k and v alone.
+May know: shared blocks.
+Must not know: files, requests, devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..decoder import Decoder
+from ..decoder_config import DecoderConfig, parse_decoder_config
+from ..layers import Attention, GatedMLP, LayerFactory
+
+
+class Qwen2ForCausalLM(Decoder):
+    @staticmethod
+    def parse_config(hf_config: dict[str, Any]) -> DecoderConfig:
+        # transformers' Qwen2 has its biases whatever attention_bias says; a checkpoint without them fails for its missing names.
+        return parse_decoder_config(hf_config, honours=("attention_bias",))
+
+    def __init__(self, config: DecoderConfig, make: LayerFactory, max_model_len: int):
+        rope = make.rope(config, max_model_len)
+        super().__init__(
+            make,
+            config,
+            make_attention=lambda: Attention(make, config, rope, qkv_bias=True, o_bias=False, qk_norm=False),
+            make_mlp=lambda: GatedMLP(make, config, bias=False),
+        )

@@ -1,0 +1,27 @@
+"""Qwen3: as Qwen2 with a norm on every head's q and k in place of biases, and a head size of its own.
+May know: shared blocks.
+Must not know: files, requests, devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..decoder import Decoder
+from ..decoder_config import DecoderConfig, parse_decoder_config
+from ..layers import Attention, GatedMLP, LayerFactory
+
+
+class Qwen3ForCausalLM(Decoder):
+    @staticmethod
+    def parse_config(hf_config: dict[str, Any]) -> DecoderConfig:
+        return parse_decoder_config(hf_config, default_head_dim=128, honours=("attention_bias",))
+
+    def __init__(self, config: DecoderConfig, make: LayerFactory, max_model_len: int):
+        rope = make.rope(config, max_model_len)
+        bias = config.attention_bias
+        super().__init__(
+            make,
+            config,
+            make_attention=lambda: Attention(make, config, rope, qkv_bias=bias, o_bias=bias, qk_norm=True),
+            make_mlp=lambda: GatedMLP(make, config, bias=False),
+        )

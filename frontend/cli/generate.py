@@ -1,0 +1,157 @@
+"""`quire generate`: completes prompts from arguments, standard input or a file, all in one batch.
+May know: LLMEngine, EngineArgs, SamplingParams, the terminal.
+Must not know: how an engine is reached, tokens, torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ...ipc.errors import InvalidParameterError
+from ...ipc.params import RequestOutputKind, SamplingParams
+from .flags import Parser, given, sampling_flags
+from .session import add_session_flags, check_sampling, default_sampling, open_engine, request_flags
+from .terminal import Interrupts, JsonWriter, Meter, TextWriter
+
+if TYPE_CHECKING:
+    from ..llm_engine import LLMEngine
+
+USAGE = "quire generate [PROMPT ...] [--file FILE] [--json] [sampling flags] [engine flags]"
+DESCRIPTION = "Completes each PROMPT; `-`, or no prompt at all, reads one from standard input. Several prompts run together."
+COMMON_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop")
+DEFAULTS = {"max_tokens": 256}  # SamplingParams' own default of 16, vLLM's, ends a story in its first sentence
+
+Prompt = tuple[Any, dict[str, Any]]  # what LLMEngine takes as a prompt, and the sampling parameters of this prompt alone
+
+
+def make_parser(argv: list[str]) -> Parser:
+    parser = Parser("quire generate", USAGE, DESCRIPTION, show_all="--help-all" in argv)
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue")
+    parser.add_argument(
+        "--file",
+        metavar="FILE",
+        help='one prompt per line; with the name *.jsonl, objects {"prompt": ..., any sampling flag}; - is standard input',
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object per completion and line: text, token_ids, finish_reason, usage"
+    )
+    parser.add_argument("--echo", action=argparse.BooleanOptionalAction, help="print the prompt before its completion [on a terminal]")
+    parser.add_flags("sampling", request_flags(**DEFAULTS), COMMON_SAMPLING)
+    add_session_flags(parser)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    args = make_parser(argv).parse(argv)
+    prompts = read_prompts(args)
+    sampling = given(args, request_flags())
+    check_sampling(sampling)
+    with open_engine(args) as engine:
+        return complete(engine, prompts, {**default_sampling(engine, **DEFAULTS), **sampling}, args)
+
+
+def read_prompts(args: argparse.Namespace) -> list[Prompt]:
+    """All prompts of the command line. Raises InvalidParameterError for none, an unreadable file or a bad line."""
+    words = args.prompts
+    if not words and args.file is None:
+        if sys.stdin.isatty():
+            raise InvalidParameterError("prompt", 'none given; try: quire generate "Once upon a time"')
+        words = ["-"]
+    prompts: list[Prompt] = [(read_stdin() if word == "-" else word, {}) for word in words]
+    if args.file is not None:
+        prompts += read_file(args.file)
+    if not prompts:
+        raise InvalidParameterError("--file", f"{args.file} holds no prompt")
+    return prompts
+
+
+def read_stdin() -> str:
+    text = decode(sys.stdin.buffer.read(), "standard input")
+    if not text.strip():
+        raise InvalidParameterError("prompt", "standard input is empty")
+    return text.removesuffix("\n")
+
+
+def read_file(name: str) -> list[Prompt]:
+    try:
+        if name == "-":
+            raw = sys.stdin.buffer.read()
+        else:
+            with open(name, "rb") as file:
+                raw = file.read()
+    except OSError as error:
+        raise InvalidParameterError("--file", f"cannot read {name}: {error.strerror}") from None
+    text = decode(raw, name)
+    numbered = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if name.endswith(".jsonl") or name == "-" and text.lstrip().startswith("{"):
+        return [parse_line(line, f"{name} line {number}") for number, line in numbered]
+    return [(line, {}) for _, line in numbered]
+
+
+def decode(raw: bytes, source: str) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidParameterError("prompt", f"{source} is not UTF-8 (byte {error.start})") from None
+
+
+def parse_line(line: str, where: str) -> Prompt:
+    """{"prompt": text} or {"prompt_token_ids": [...]}, with sampling parameters beside it."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InvalidParameterError("--file", f"{where} is not JSON: {error}") from None
+    if not isinstance(record, dict) or ("prompt" in record) == ("prompt_token_ids" in record):
+        raise InvalidParameterError("--file", f'{where} must be an object with "prompt" or "prompt_token_ids"')
+    text = record.pop("prompt", None)
+    prompt = text if text is not None else {"prompt_token_ids": record.pop("prompt_token_ids")}
+    known = {flag.name: flag for flag in sampling_flags()}
+    for name, value in record.items():
+        if name not in known:
+            raise InvalidParameterError("--file", f"{where} has an unknown key {name!r}")
+        try:
+            msgspec.convert(value, known[name].type)
+        except msgspec.ValidationError as error:
+            raise InvalidParameterError("--file", f"{where}, {name}: {error}") from None
+    return prompt, record
+
+
+def complete(engine: LLMEngine, prompts: list[Prompt], base: dict[str, Any], args: argparse.Namespace) -> int:
+    """Runs all prompts and prints their outputs. A refused prompt is reported and leaves the others alone; it makes the exit code 2."""
+    if args.json:
+        writer, kind = JsonWriter(sys.stdout), RequestOutputKind.FINAL_ONLY
+    else:
+        echo = sys.stdout.isatty() if args.echo is None else args.echo
+        titles = [prompt if isinstance(prompt, str) else "" for prompt, _ in prompts]
+        writer, kind = TextWriter(titles, base.get("n", 1), echo=echo, out=sys.stdout), RequestOutputKind.DELTA
+    meter, code = Meter(), 0
+    with Interrupts() as interrupts:
+        for index, (prompt, overrides) in enumerate(prompts):
+            try:
+                engine.add_request(str(index), prompt, SamplingParams(**{**base, **overrides, "output_kind": kind}))
+            except InvalidParameterError as error:
+                code = 2
+                writer.refuse(index, str(error))
+                complain(index, str(error))
+        while engine.has_unfinished_requests() and not interrupts.requested:
+            for output in engine.step():
+                meter.count(output)
+                writer.write(int(output.request_id), output)
+                if output.error:
+                    code = code or 1
+                    complain(int(output.request_id), output.error)
+        writer.end()
+        if interrupts.requested:
+            engine.abort_all_requests()
+            return 130
+    if not args.json:
+        meter.report()
+    return code
+
+
+def complain(index: int, problem: str) -> None:
+    print(f"quire: prompt {index + 1}: {problem}", file=sys.stderr)

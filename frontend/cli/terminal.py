@@ -1,0 +1,172 @@
+"""What a command does with the terminal: printing prompts' answers in order, one JSON line each, and Ctrl-C as a request.
+May know: RequestOutput, standard streams, signals.
+Must not know: engines, tokenizers, where a request comes from."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from typing import Any, Self, TextIO
+
+
+class Interrupts:
+    """`with Interrupts() as interrupts`: the first Ctrl-C only sets `interrupts.requested`, so that no step is torn; the second raises."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> Self:
+        self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _on_signal(self, signum: int, frame: object) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+class Dim:
+    """Marks what is not the model's own words, where `stream` is a terminal."""
+
+    def __init__(self, stream: TextIO):
+        self.on, self.off = ("\x1b[2m", "\x1b[0m") if stream.isatty() else ("", "")
+
+    def __call__(self, text: str) -> str:
+        return f"{self.on}{text}{self.off}"
+
+
+class TextWriter:
+    """Prints completions in the order of their prompts: the first unfinished one streams, those behind it wait for their turn.
+
+    `titles[i]` is prompt i's text, printed before its completion with `echo`. Where there are several completions, each has a headline.
+    """
+
+    def __init__(self, titles: list[str], n: int, *, echo: bool, out: TextIO):
+        self.titles, self.n, self.echo, self.out = titles, n, echo, out
+        self.keys = [(i, k) for i in range(len(titles)) for k in range(n)]
+        self.waiting: dict[tuple[int, int], list[str]] = {key: [] for key in self.keys}
+        self.finished: set[tuple[int, int]] = set()
+        self.cursor = 0  # index into keys of the completion being printed
+        self.started = False  # its headline is out
+        self.at_line_start = True
+        self.dim = Dim(out)
+
+    def write(self, index: int, output: Any) -> None:
+        """`output`: a RequestOutput of kind DELTA for prompt `index`."""
+        for completion in output.outputs:
+            key = (index, completion.index)
+            self.waiting[key].append(completion.text)
+            if completion.finish_reason is not None:
+                self.finished.add(key)
+        self._pump()
+
+    def refuse(self, index: int, problem: str) -> None:
+        """Prompt `index` will have no output; whoever prints after it need not wait."""
+        self.finished.update((index, k) for k in range(self.n))
+        self._pump()
+
+    def end(self) -> None:
+        """Leaves the cursor at the start of a line, also after an interrupt."""
+        if not self.at_line_start:
+            self._put("\n")
+
+    def _pump(self) -> None:
+        while self.cursor < len(self.keys):
+            key = self.keys[self.cursor]
+            if self.waiting[key] and not self.started:
+                self._put(self._headline(*key))
+                self.started = True
+            self._put("".join(self.waiting[key]))
+            self.waiting[key].clear()
+            if key not in self.finished:
+                return
+            if self.started:
+                self.end()
+            self.cursor, self.started = self.cursor + 1, False
+
+    def _headline(self, index: int, k: int) -> str:
+        number = f"{index + 1}/{len(self.titles)}" + (f", {k + 1}/{self.n}" if self.n > 1 else "")
+        headline = f"== {number} ==\n" if len(self.keys) > 1 else ""
+        return self.dim(headline + (self.titles[index] if self.echo else ""))
+
+    def _put(self, text: str) -> None:
+        if text:
+            self.out.write(text)
+            self.out.flush()
+            self.at_line_start = text.endswith("\n")
+
+
+class JsonWriter:
+    """One JSON object per completion and line, as each prompt finishes; `index` counts prompts, `completion` counts within n."""
+
+    def __init__(self, out: TextIO):
+        self.out = out
+
+    def write(self, index: int, output: Any) -> None:
+        """`output`: a RequestOutput of kind FINAL_ONLY for prompt `index`."""
+        for completion in output.outputs:
+            line = {
+                "index": index,
+                "completion": completion.index,
+                "prompt": output.prompt,
+                "text": completion.text,
+                "token_ids": list(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+                "usage": {
+                    "prompt_tokens": len(output.prompt_token_ids or ()),
+                    "completion_tokens": len(completion.token_ids),
+                    "cached_tokens": output.num_cached_tokens or 0,
+                },
+            }
+            if output.error:
+                line["error"] = output.error
+            if completion.logprobs is not None:
+                line["logprobs"] = [_logprobs(position) for position in completion.logprobs]
+            self._put(line)
+
+    def refuse(self, index: int, problem: str) -> None:
+        self._put({"index": index, "error": problem})
+
+    def end(self) -> None:
+        pass
+
+    def _put(self, line: dict[str, Any]) -> None:
+        self.out.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self.out.flush()
+
+
+def _logprobs(position: dict[int, Any]) -> list[dict[str, Any]]:
+    """One position's alternatives, likeliest first by rank."""
+    ranked = sorted(position.items(), key=lambda item: item[1].rank)
+    return [
+        {"token_id": token_id, "logprob": entry.logprob, "rank": entry.rank, "token": entry.decoded_token} for token_id, entry in ranked
+    ]
+
+
+class Meter:
+    """Counts tokens and seconds, for one line on standard error where that is a terminal."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.num_prompt_tokens = self.num_generation_tokens = 0
+
+    def count(self, output: Any) -> None:
+        """`output`: a RequestOutput of kind DELTA or FINAL_ONLY."""
+        self.num_generation_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        if output.finished:
+            self.num_prompt_tokens += len(output.prompt_token_ids)
+
+    def report(self, err: TextIO = sys.stderr) -> None:
+        seconds = time.perf_counter() - self.started
+        rate = self.num_generation_tokens / seconds if seconds else 0.0
+        if err.isatty():
+            print(
+                Dim(err)(f"[{self.num_prompt_tokens} tokens in, {self.num_generation_tokens} out, {seconds:.1f} s, {rate:.0f} tokens/s]"),
+                file=err,
+            )

@@ -1,0 +1,212 @@
+"""EngineArgs: the configuration as flat arguments, checked, and resolved into the tree the engine receives.
+May know: the configuration tree, a model's files, the processor's features.
+Must not know: torch, the engine, what a value does once it is resolved."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from ..ipc.config import EngineConfig, config_fields
+from ..ipc.errors import InvalidParameterError, ModelLoadError
+from .model_files import find_model_directory, read_hf_config
+
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+CPUINFO = Path("/proc/cpuinfo")
+# Keys of config.json that give the longest sequence a model was made for; the smallest of those present counts.
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+# With these, max_position_embeddings already is the length after scaling.
+ROPE_TYPES_ALREADY_SCALED = frozenset({"default", "llama3", "longrope", "su", "mrope"})
+# A frontend's own choices even when it attaches to a daemon: they change how it makes requests, not the engine.
+FRONTEND_ARGUMENTS = frozenset({"tokenizer", "seed", "skip_tokenizer_init", "startup_timeout_s", "shutdown_timeout_s", "max_message_bytes"})
+
+
+class EngineArgs:
+    """Every field of ipc/config.py as a keyword argument and an attribute. Raises InvalidParameterError on construction."""
+
+    def __init__(self, model: str = "bundled", **arguments: Any):
+        fields = config_fields()
+        for name, value in {"model": model, **arguments}.items():
+            if name not in fields:
+                raise InvalidParameterError(name, _unknown(name, fields))
+            setattr(self, name, _checked(name, value, fields[name][1].type))
+        for name, (_, field) in fields.items():
+            if not hasattr(self, name):
+                setattr(self, name, _default(field))
+
+    def __repr__(self) -> str:
+        changed = (f"{name}={getattr(self, name)!r}" for name, (_, field) in config_fields().items() if getattr(self, name) != _default(field))
+        return f"EngineArgs({', '.join(changed)})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EngineArgs) and vars(self) == vars(other)
+
+    def tree(self) -> EngineConfig:
+        """The arguments as they are, "auto" and None included: what a daemon's client starts from."""
+        sections: dict[str, dict[str, Any]] = {}
+        for name, (section, _) in config_fields().items():
+            sections.setdefault(section, {})[name] = getattr(self, name)
+        return msgspec.convert(sections, EngineConfig)
+
+    def create_engine_config(self) -> EngineConfig:
+        """The tree with every "auto" and default decided, for a model whose files are found (and downloaded, if need be).
+
+        Raises InvalidParameterError for conflicts, ModelLoadError where the model's files are missing or unreadable.
+        """
+        config = self.tree()
+        device_config = _resolve_device(config.device_config)
+        model_config = _resolve_model(config, device_config.device)
+        return replace(
+            config,
+            model_config=model_config,
+            load_config=replace(config.load_config, load_format="safetensors") if self.load_format == "auto" else config.load_config,
+            scheduler_config=_resolve_scheduler(config.scheduler_config, model_config.max_model_len),
+            device_config=device_config,
+        )
+
+    def attach_to(self, config: EngineConfig) -> EngineConfig:
+        """The configuration of a frontend attached to a daemon: the daemon's, with this frontend's own tokenizer, seed and timeouts.
+
+        An argument that is neither at its default nor the frontend's own must agree with the daemon; InvalidParameterError names both values.
+        """
+        own: dict[str, dict[str, Any]] = {}
+        for name, (section, field) in config_fields().items():
+            wanted, actual = getattr(self, name), getattr(getattr(config, section), name)
+            if wanted == _default(field):
+                continue
+            if name in FRONTEND_ARGUMENTS:
+                own.setdefault(section, {})[name] = wanted
+            elif wanted != actual and not _names_model(name, wanted, config):
+                raise InvalidParameterError(name, f"the engine that was attached to runs with {actual!r}, not {wanted!r}; leave the argument out")
+        if "tokenizer" in own.get("model_config", {}):
+            own["model_config"]["tokenizer"] = str(find_model_directory(self.tokenizer, revision=self.revision, weights=False))
+        return replace(config, **{section: replace(getattr(config, section), **values) for section, values in own.items()})
+
+
+def replace(section: Any, **changes: Any) -> Any:
+    return msgspec.structs.replace(section, **changes)
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    return field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+
+
+def _unknown(name: str, fields: dict) -> str:
+    near = difflib.get_close_matches(name, fields, n=1)
+    return f"there is no such argument; did you mean {near[0]}?" if near else "there is no such argument"
+
+
+def _checked(name: str, value: Any, declared_type: Any) -> Any:
+    try:
+        return msgspec.convert(value, declared_type)
+    except msgspec.ValidationError:
+        raise InvalidParameterError(name, f"must be {describe_type(declared_type)}, got {value!r}") from None
+
+
+def describe_type(declared_type: Any) -> str:
+    """A field's type and range in words, e.g. "an integer, at least 1" (for errors and for --help)."""
+    return _describe(inspect.type_info(declared_type))
+
+
+def _describe(info: inspect.Type) -> str:
+    match info:
+        case inspect.Metadata():
+            return _describe(info.type)
+        case inspect.UnionType():
+            return ", or ".join(_describe(member) for member in info.types)
+        case inspect.LiteralType():
+            return "one of " + ", ".join(map(repr, info.values))
+        case inspect.IntType() | inspect.FloatType():
+            limits = (("at least", info.ge), ("more than", info.gt), ("at most", info.le), ("less than", info.lt))
+            words = [f"{word} {limit}" for word, limit in limits if limit is not None]
+            return ", ".join(["an integer" if isinstance(info, inspect.IntType) else "a number", *words])
+    names = {inspect.StrType: "a string", inspect.BoolType: "True or False", inspect.NoneType: "None", inspect.DictType: "a dict with string keys"}
+    return names.get(type(info), "a different type")
+
+
+def _names_model(name: str, wanted: Any, config: EngineConfig) -> bool:
+    """A daemon's model is a resolved directory; the user may call it by the name it was started with."""
+    if name != "model":
+        return False
+    actual = config.model_config
+    return wanted == actual.served_model_name or str(Path(wanted).expanduser().resolve()) == actual.model
+
+
+def _resolve_device(device_config: Any) -> Any:
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (size := getattr(device_config, name)) > 1:
+            raise InvalidParameterError(name, f"only 1 is possible so far (the model runs in one rank), got {size}")
+    return replace(device_config, device="cpu") if device_config.device == "auto" else device_config
+
+
+def _resolve_model(config: EngineConfig, device: str) -> Any:
+    wanted = config.model_config
+    directory = find_model_directory(wanted.model, revision=wanted.revision, weights=config.load_config.load_format != "dummy")
+    tokenizer_directory = directory
+    if wanted.tokenizer is not None:
+        tokenizer_directory = find_model_directory(wanted.tokenizer, revision=wanted.revision, weights=False)
+    hf_config = read_hf_config(directory, wanted.hf_overrides)
+    return replace(
+        wanted,
+        model=str(directory),
+        tokenizer=str(tokenizer_directory),
+        served_model_name=wanted.served_model_name or wanted.model,
+        dtype=_auto_dtype(device) if wanted.dtype == "auto" else wanted.dtype,
+        max_model_len=_resolve_max_model_len(wanted.max_model_len, hf_config),
+        hf_config=hf_config,
+    )
+
+
+def _auto_dtype(device: str) -> str:
+    """bfloat16 where the hardware multiplies it natively. On CPUs without, it is emulated and slower than float32."""
+    if device == "cuda":
+        return "bfloat16"
+    try:
+        features = CPUINFO.read_text(encoding="utf-8").split()
+    except OSError:
+        return "float32"
+    return "bfloat16" if {"amx_bf16", "avx512_bf16"} & set(features) else "float32"
+
+
+def _resolve_max_model_len(wanted: int | None, hf_config: dict[str, Any]) -> int:
+    context = model_context(hf_config)
+    if wanted is None and context is None:
+        raise InvalidParameterError("max_model_len", "the model's config.json does not give a context length, so it must be given")
+    if wanted is not None and context is not None and wanted > context:
+        raise InvalidParameterError(
+            "max_model_len", f"must be at most {context}, the context of the model, got {wanted} (hf_overrides can change the model's own value)"
+        )
+    return wanted or context
+
+
+def model_context(hf_config: dict[str, Any]) -> int | None:
+    """Longest sequence in tokens, rope scaling included, by vLLM's rules; None where config.json does not say."""
+    lengths = [hf_config[key] for key in CONTEXT_KEYS if hf_config.get(key) is not None]
+    if not all(isinstance(length, int) and length >= 1 for length in lengths):
+        raise ModelLoadError(f"config.json: {', '.join(CONTEXT_KEYS)} must be positive integers, got {lengths}")
+    if not lengths:
+        return None
+    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type in ROPE_TYPES_ALREADY_SCALED or not isinstance(factor := rope.get("factor", 1.0), (int, float)):
+        return min(lengths)
+    base = rope.get("original_max_position_embeddings", min(lengths)) if rope_type == "yarn" else min(lengths)
+    return int(base * factor)
+
+
+def _resolve_scheduler(wanted: Any, max_model_len: int) -> Any:
+    budget = wanted.max_num_batched_tokens
+    if wanted.enable_chunked_prefill:
+        return replace(wanted, max_num_batched_tokens=budget or DEFAULT_MAX_NUM_BATCHED_TOKENS)
+    if wanted.long_prefill_token_threshold:
+        raise InvalidParameterError("long_prefill_token_threshold", "splits prompts, which enable_chunked_prefill=False forbids")
+    if budget is not None and budget < max_model_len:
+        raise InvalidParameterError(
+            "max_num_batched_tokens",
+            f"must be at least max_model_len={max_model_len} with enable_chunked_prefill=False (a prompt is computed in one step), got {budget}",
+        )
+    return replace(wanted, max_num_batched_tokens=budget or max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_model_len))

@@ -1,0 +1,252 @@
+"""InprocClient: an engine in this process. Pulling an output is a step; in asyncio a worker thread does the stepping.
+May know: EngineCore, messages, the codec.
+Must not know: text, sockets, the scheduler.
+
+    blocking: get_output ── step, step, … until there are rows                      (the caller's thread owns the core)
+    asyncio:  add, abort, call ──▶ inbox ──▶ thread: step ──▶ outputs ──▶ get_output_async     (the worker thread owns it)"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from ..ipc import messages as m
+from ..ipc.codec import BadFrameError, Decoder, Encoder, whose
+from ..ipc.config import EngineConfig
+from ..ipc.errors import EngineDeadError
+from ..ipc.failures import pack_exception, unpack_exception
+from .client import EngineClient
+
+MAX_QUEUED_OUTPUTS = 256  # the thread steps this far ahead of its reader
+CLIENT = 0  # our index in the core
+
+
+class LocalEngine:
+    """The core, its outputs, and the thread that steps it once there is one. Does not know the client, which may be collected."""
+
+    def __init__(self, core: Any):
+        self.core = core
+        self.outputs: deque[m.EngineCoreOutputs] = deque()
+        self.death: EngineDeadError | None = None
+        self.waiter: asyncio.Future | None = None  # of the one task that waits for outputs
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+
+    def submit(self, function: Callable[[], None]) -> None:
+        """Runs `function` on the core between two steps: now, or in the thread that owns it."""
+        if self.death is not None:
+            raise self.death
+        if self._thread is None:
+            function()
+        else:
+            self._inbox.put(function)
+
+    def step(self) -> None:
+        """One step; its outputs are appended. Raises EngineDeadError if it fails: the engine is then dead."""
+        try:
+            outputs, model_executed = self.core.step_fn()
+            if outputs and CLIENT in outputs:
+                self.outputs.append(outputs[CLIENT])
+            self.core.post_step(model_executed)
+        except Exception as error:
+            self.death = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")
+            self.death.__cause__ = error
+            raise self.death from error
+
+    # ------------------------------------------------------------ the thread
+
+    @property
+    def has_thread(self) -> bool:
+        return self._thread is not None
+
+    def start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+            self._thread.start()
+
+    def wake(self) -> None:
+        """The reader has taken everything: the thread may go on, if it waited for that."""
+        self._inbox.put(lambda: None)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._take(block=not self._can_step())
+                if self._can_step() and not self._is_closing:
+                    self.step()
+                    self._notify()
+        except EngineDeadError:
+            self._notify()
+        finally:
+            self._take(block=False)  # calls that wait for a dead engine learn of it
+
+    def _can_step(self) -> bool:
+        return self.core.has_work() and len(self.outputs) < MAX_QUEUED_OUTPUTS
+
+    def _take(self, block: bool) -> None:
+        try:
+            while True:
+                self._inbox.get(block)()
+                block = False
+        except queue.Empty:
+            pass
+
+    def _notify(self) -> None:
+        waiter = self.waiter
+        if waiter is None or not (self.outputs or self.death):
+            return
+        try:
+            waiter.get_loop().call_soon_threadsafe(_resolve, waiter)
+        except RuntimeError:  # the loop was closed with its task still waiting
+            self.waiter = None
+
+    def close(self, cause: str = "this client was shut down") -> None:
+        """Ends the thread after its present step, and lets go of the model. May be called twice."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self.death = self.death or EngineDeadError(cause)
+        if self._thread is not None:
+            self.wake()
+            self._thread.join()
+            self._notify()
+        self.core.shutdown()
+
+
+def _resolve(waiter: asyncio.Future) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class InprocClient(EngineClient):
+    """See EngineClient. Errors are those of the other forms: the engine's own at start, EngineDeadError after a failed step."""
+
+    def __init__(self, config: EngineConfig, *, executor: Any = None, round_trip: bool = False):
+        """`executor` takes the place of the real one. `round_trip` sends every message through the codec and back: for tests, which
+        must not pass on objects that the wire could not carry."""
+        from ..core.engine_core import EngineCore
+
+        self._engine = engine = LocalEngine(EngineCore(config, executor))
+        self._close = weakref.finalize(self, engine.close)  # also at exit, for scripts that forget
+        self.ready = engine.core.ready
+        self.num_bad_frames = 0
+        max_message_bytes = config.service_config.max_message_bytes
+        self._encoder = Encoder(max_message_bytes) if round_trip else None
+        self._to_engine = Decoder(m.ClientMessage, max_message_bytes)
+        self._to_client = Decoder(m.EngineMessage, max_message_bytes)
+
+    # ------------------------------------------------------------ requests
+
+    def add_request(self, request: m.EngineCoreRequest) -> None:
+        core = self._engine.core
+        received = self._carry(request)
+        if received is not None:
+            self._engine.submit(lambda: core.add_request(received, CLIENT))
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        core = self._engine.core
+        if request_ids:
+            self._engine.submit(lambda: core.abort_requests(request_ids, CLIENT))
+
+    def _carry(self, request: m.EngineCoreRequest) -> m.EngineCoreRequest | None:
+        """The request as the engine receives it; None if it did not survive and was answered, as ipc/engine_input.py does it."""
+        if self._encoder is None:
+            return request
+        frames = self._encoder.encode(request)
+        try:
+            return self._to_engine.decode(frames)
+        except BadFrameError as error:
+            self.num_bad_frames += 1
+            finished = [m.Finished(0, m.FinishReason.ERROR, error=str(error))]
+            refusal = m.EngineCoreOutputs(self.ready.epoch, [whose(frames)], [0], [0], [], finished)
+            self._engine.submit(lambda: self._engine.outputs.append(refusal))
+            return None
+
+    def _deliver(self) -> m.EngineCoreOutputs:
+        outputs = self._engine.outputs.popleft()
+        return outputs if self._encoder is None else self._to_client.decode(self._encoder.encode(outputs))
+
+    # ------------------------------------------------------------ blocking
+
+    def get_output(self) -> m.EngineCoreOutputs:
+        engine = self._engine
+        if engine.has_thread:
+            raise RuntimeError("this client belongs to an asyncio loop: await get_output_async() instead")
+        while not engine.outputs:
+            if engine.death is not None:
+                raise engine.death
+            if not engine.core.has_work():
+                raise RuntimeError("no request of this client is unfinished: there is nothing to wait for")
+            engine.step()
+        return self._deliver()
+
+    def call_utility(self, method: str, *args: Any) -> Any:
+        return self._begin_call(method, args).result()
+
+    def _begin_call(self, method: str, args: tuple) -> Future:
+        future: Future = Future()
+        call = m.UtilityCall(0, method, list(args))
+        if self._encoder is not None:
+            call = self._to_engine.decode(self._encoder.encode(call))
+        engine = self._engine
+
+        def run() -> None:
+            if engine.death is not None:
+                future.set_exception(engine.death)
+                return
+            try:
+                future.set_result(self._receive(self._call(call)))
+            except Exception as error:
+                future.set_exception(error)
+
+        engine.submit(run)
+        return future
+
+    def _call(self, call: m.UtilityCall) -> m.UtilityResult:
+        try:
+            result = self._engine.core.call_utility(call.method, call.args)
+        except Exception as error:
+            return m.UtilityResult(call.call_id, failure=pack_exception(error))
+        if call.method == "get_metrics":
+            result["num_bad_frames"] = self.num_bad_frames
+        return m.UtilityResult(call.call_id, result)
+
+    def _receive(self, message: m.UtilityResult) -> Any:
+        if self._encoder is not None:
+            message = self._to_client.decode(self._encoder.encode(message))
+        if message.failure is not None:
+            raise unpack_exception(message.failure, RuntimeError)
+        return message.result
+
+    # ------------------------------------------------------------ asyncio
+
+    async def get_output_async(self) -> m.EngineCoreOutputs:
+        engine = self._engine
+        engine.start_thread()
+        while not engine.outputs:
+            if engine.death is not None:
+                raise engine.death
+            engine.waiter = waiter = asyncio.get_running_loop().create_future()
+            try:
+                if not engine.outputs and engine.death is None:  # asked again: the thread may have looked for a waiter just before
+                    await waiter
+            finally:
+                engine.waiter = None
+        outputs = self._deliver()
+        if not engine.outputs:
+            engine.wake()
+        return outputs
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        self._engine.start_thread()
+        return await asyncio.wrap_future(self._begin_call(method, args))
+
+    def shutdown(self) -> None:
+        self._close()

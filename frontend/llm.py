@@ -1,0 +1,198 @@
+"""LLM: the class for scripts. Prompts in, all outputs back, in order.
+May know: LLMEngine, chat templates through the tokenizer, progress bars.
+Must not know: clients, messages, steps of the engine beyond LLMEngine.step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import msgspec
+
+from ..ipc.errors import InvalidParameterError
+from ..ipc.params import RequestOutputKind, SamplingParams
+from .engine_args import EngineArgs
+from .input_processor import ProcessedRequest, Prompt
+from .llm_engine import LLMEngine
+from .outputs import RequestOutput
+from .tokenizer import Tokenizer
+
+Message = dict[str, Any]
+
+
+class LLM:
+    """A model, ready to generate.
+
+    model: "bundled", a directory, or a name on the hub.
+    engine: "process" (a child of this process), "inproc" (this process), or the address of a running daemon ("ipc://...").
+    arguments: those of EngineArgs: tokenizer, dtype, max_model_len, max_num_seqs, enable_prefix_caching, seed, …
+    """
+
+    def __init__(self, model: str = "bundled", *, engine: str = "process", **arguments: Any):
+        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model, **arguments), engine)
+        self._num_requests = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the engine, or leaves the daemon. May be called twice; the LLM is of no use afterwards."""
+        self.llm_engine.shutdown()
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends."""
+        return self.llm_engine.get_default_sampling_params()
+
+    def get_metrics(self) -> dict[str, Any]:
+        return self.llm_engine.get_metrics()
+
+    def reset_prefix_cache(self) -> bool:
+        return self.llm_engine.reset_prefix_cache()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """One RequestOutput per prompt, in the order of the prompts.
+
+        prompts: one or several; each a string, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.
+        sampling_params: for all, or one per prompt; None: get_default_sampling_params().
+        Raises InvalidParameterError before anything is submitted if one prompt or parameter is bad. A request that fails inside the
+        engine ends with finish_reason "error" and its message in `error`; the others go on. Whatever is raised while it runs,
+        KeyboardInterrupt included, aborts all that was submitted.
+        """
+        several = _prompt_list(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = _one_each("sampling_params", sampling_params, len(several))
+        priorities = _one_each("priority", 0 if priority is None else priority, len(several))
+        final_only = {id(p): _final_only(p) for p in params}
+        requests = []
+        for i, prompt in enumerate(several):
+            try:
+                request_id = str(self._num_requests + i)
+                requests.append(self.llm_engine.process_inputs(request_id, prompt, final_only[id(params[i])], priority=priorities[i]))
+            except InvalidParameterError as error:
+                if len(several) == 1:
+                    raise
+                raise InvalidParameterError(error.parameter, f"{error.problem} (in request {i} of {len(several)}, counted from 0)") from None
+        self._num_requests += len(requests)
+        return self._run(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """One answer per conversation; `messages` is one conversation or several. The rest as for generate and Tokenizer.apply_chat_template."""
+        tokenizer = self.get_tokenizer()
+        if tokenizer is None:
+            raise InvalidParameterError("messages", "need a tokenizer: this engine runs with skip_tokenizer_init=True")
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts = []
+        for conversation in conversations:
+            text = tokenizer.apply_chat_template(
+                list(conversation),
+                tools=tools,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **(chat_template_kwargs or {}),
+            )
+            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def _run(self, requests: list[ProcessedRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+        if self.llm_engine.has_unfinished_requests():
+            raise RuntimeError("requests that were added through llm_engine are unfinished: step it until they end, or abort them")
+        finished: dict[str, RequestOutput] = {}
+        progress = Progress(len(requests), use_tqdm)
+        try:
+            for request in requests:
+                self.llm_engine.submit(request)
+            while self.llm_engine.has_unfinished_requests():
+                for output in self.llm_engine.step():
+                    finished[output.request_id] = output
+                    progress.update(output)
+        except BaseException:
+            self.llm_engine.abort_all_requests()
+            raise
+        finally:
+            progress.close()
+        return [finished[request.request_id] for request in requests]
+
+
+class Progress:
+    """tqdm's bar over finished requests, with tokens per second; nothing when it is not wanted."""
+
+    def __init__(self, num_requests: int, use_tqdm: bool | Callable[..., Any]):
+        self._bar = None
+        self._num_input_tokens = self._num_output_tokens = 0
+        self._start = time.perf_counter()
+        if use_tqdm and num_requests:
+            make_bar = use_tqdm if callable(use_tqdm) else _tqdm()
+            self._bar = make_bar(total=num_requests, desc="Processed prompts", dynamic_ncols=True)
+
+    def update(self, output: RequestOutput) -> None:
+        if self._bar is None:
+            return
+        self._num_input_tokens += len(output.prompt_token_ids)
+        self._num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        elapsed_s = max(time.perf_counter() - self._start, 1e-9)
+        speeds = (self._num_input_tokens / elapsed_s, self._num_output_tokens / elapsed_s)
+        self._bar.set_postfix_str("est. speed input: {:.2f} toks/s, output: {:.2f} toks/s".format(*speeds), refresh=False)
+        self._bar.update(1)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _tqdm() -> Callable[..., Any]:
+    from tqdm import tqdm
+
+    return tqdm
+
+
+def _prompt_list(prompts: Any) -> list[Prompt]:
+    """A single prompt is a string, a dict, or a list of integers; anything else must be a sequence of those."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidParameterError("prompts", f"must be a prompt or a sequence of prompts, got {type(prompts).__name__}")
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+
+
+def _one_each(name: str, value: Any, num_prompts: int) -> list[Any]:
+    if not isinstance(value, Sequence):
+        return [value] * num_prompts
+    if len(value) != num_prompts:
+        raise InvalidParameterError(name, f"must be one for all or one per prompt, got {len(value)} for {num_prompts} prompts")
+    return list(value)
+
+
+def _final_only(params: Any) -> Any:
+    """Only the last outputs are wanted here. What is no SamplingParams is left for the InputProcessor to refuse."""
+    if not isinstance(params, SamplingParams) or params.output_kind == RequestOutputKind.FINAL_ONLY:
+        return params
+    return msgspec.structs.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -1,0 +1,274 @@
+"""MPClient: an engine in another process, a child of this one or a daemon that others use too; for blocking code and for asyncio.
+May know: messages, codec, sockets, the engine's process.
+Must not know: text, torch, core; what a request is for.
+
+No thread of its own: blocking calls poll the output socket and the engine's pidfd; in asyncio the loop watches both."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+from ..ipc import messages as m
+from ..ipc.codec import BadFrameError, Decoder
+from ..ipc.config import EngineConfig
+from ..ipc.connection import Connection
+from ..ipc.errors import EngineDeadError, EngineStartError
+from ..ipc.failures import unpack_exception
+from ..ipc.process import engine_command
+from ..ipc.sockets import ipc_path, receive
+from .client import EngineClient
+
+MAX_QUEUED_OUTPUTS = 256  # read ahead of the caller; then they stay in the socket, and the engine notices (ipc/engine_output.py)
+LAST_WORDS_S = 0.1  # how long a dead engine's last messages may take to come out of the socket
+HELLO_TIMEOUT_S = 10.0  # for a daemon, whose input thread answers at once
+
+
+class MPClient(EngineClient):
+    """See EngineClient. `engine` is "process" or a daemon's address."""
+
+    def __init__(self, config: EngineConfig, engine: str = "process", *, asyncio_mode: bool = False, epoch: int = 0, command: Sequence[str] | None = None):
+        """Starts or attaches, and returns when the engine is ready. Raises the engine's own exception if it cannot start,
+        EngineStartError if it dies or takes longer than startup_timeout_s.
+
+        `asyncio_mode`: get_output, which would stop the loop, is refused. `epoch` numbers the engines that one frontend starts one
+        after the other; it comes back in every output. `command` starts another program than our engine (see engine_proc.main).
+        """
+        if engine != "process":
+            ipc_path(engine)
+        service = config.service_config
+        self.asyncio_mode = asyncio_mode
+        self.num_bad_frames = 0  # from the engine, dropped
+        self._outputs: deque[m.EngineCoreOutputs] = deque()
+        self._results: dict[int, m.UtilityResult] = {}
+        self._calls: dict[int, asyncio.Future | None] = {}  # pending calls; a Future for those of asyncio
+        self._num_calls = 0
+        self._output_waiter: asyncio.Future | None = None
+        self._death: str | None = None  # why the engine is gone
+        self._last_words: str | None = None  # its EngineDead
+        self._decoder = Decoder(m.EngineMessage, service.max_message_bytes)
+        self._connection = connection = Connection(service.max_message_bytes)
+        connection.shutdown_timeout_s = service.shutdown_timeout_s
+        self._close = weakref.finalize(self, connection.close)  # also at exit, for scripts that forget
+        self._poller = zmq.Poller()
+        try:
+            deadline = time.monotonic() + service.startup_timeout_s
+            if engine == "process":
+                connection.spawn(command or engine_command(), service.max_message_bytes)
+            else:
+                connection.attach(engine)
+            self._poller.register(connection.pull, zmq.POLLIN)
+            self._poller.register(connection.pidfd, zmq.POLLIN)
+            self.ready = self._shake_hands(config, epoch, deadline)
+        except BaseException:
+            connection.shutdown_timeout_s = 0.0  # there is nothing to save
+            self._close()
+            raise
+
+    # ------------------------------------------------------------ start-up
+
+    def _shake_hands(self, config: EngineConfig, epoch: int, deadline: float) -> m.Ready:
+        """HELLO → CONFIG → PROGRESS … → READY | FAILED."""
+        is_child = self._connection.process is not None
+        hello = self._receive_hello(deadline if is_child else min(deadline, time.monotonic() + HELLO_TIMEOUT_S))
+        if hello.protocol != m.PROTOCOL:
+            raise EngineStartError(f"the engine speaks protocol {hello.protocol}, this program {m.PROTOCOL}: their versions of quire differ")
+        if is_child:
+            self._connection.send(m.Config(config, epoch))
+        stage = "start"
+        while True:
+            message = self._receive_start(self._connection.pull, deadline, f"it had come to: {stage}")
+            if isinstance(message, m.Ready):
+                return message
+            if isinstance(message, m.Failed):
+                raise unpack_exception(message, EngineStartError)
+            if isinstance(message, m.Progress):
+                stage = f"{message.stage}, {message.fraction:.0%}"
+
+    def _receive_hello(self, deadline: float) -> m.Hello:
+        while True:
+            message = self._receive_start(self._connection.router, deadline, "it sent no HELLO")
+            if isinstance(message, m.Hello):
+                return message
+
+    def _receive_start(self, source: zmq.Socket, deadline: float, where: str) -> Any:
+        """The next message during start-up. Raises EngineStartError when the deadline is over, or the engine's life."""
+        poller = zmq.Poller()
+        poller.register(source, zmq.POLLIN)
+        poller.register(self._connection.pidfd, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(max(0, int((deadline - time.monotonic()) * 1000))))
+            if not ready:
+                raise EngineStartError(f"the engine did not answer in time ({where}); startup_timeout_s gives it longer")
+            if source not in ready and not source.poll(LAST_WORDS_S * 1000):  # dead; what it said is read first
+                raise EngineStartError(f"{where}: {self._connection.describe_death()}")
+            frames = receive(source)
+            message = self._decode(frames[1:] if source is self._connection.router else frames) if frames else None
+            if isinstance(message, m.EngineDead):
+                raise EngineStartError(message.cause)
+            if message is not None:
+                return message
+
+    # ------------------------------------------------------------ what both modes use
+
+    def add_request(self, request: m.EngineCoreRequest) -> None:
+        self._send(request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        if request_ids:
+            self._send(m.AbortRequests(request_ids))
+
+    def shutdown(self) -> None:
+        if self._death is None:
+            self._fail_waiters("this client was shut down")
+        self._close()
+
+    def _send(self, message: m.ClientMessage) -> None:
+        self._raise_if_dead()
+        try:
+            self._connection.send(message)
+        except zmq.ZMQError as error:  # no peer: the engine has died, or has cut the connection
+            if zmq.select([self._connection.pidfd], [], [], LAST_WORDS_S)[0]:
+                self._on_death()
+            else:
+                self._fail_waiters(f"the connection to the engine is lost ({error})")
+            self._raise_if_dead()
+
+    def _raise_if_dead(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+
+    def _decode(self, frames: list) -> Any:
+        try:
+            return self._decoder.decode(frames)
+        except BadFrameError:
+            self.num_bad_frames += 1
+            return None
+
+    def _read(self, everything: bool = False) -> None:
+        """Takes in what the socket holds; leaves outputs there while enough are queued and nobody waits for what may be behind them."""
+        while everything or self._calls or len(self._outputs) < MAX_QUEUED_OUTPUTS:
+            frames = receive(self._connection.pull)
+            if frames is None:
+                break
+            message = self._decode(frames)
+            if isinstance(message, m.EngineCoreOutputs):
+                self._outputs.append(message)
+            elif isinstance(message, m.UtilityResult):
+                self._on_result(message)
+            elif isinstance(message, m.EngineDead):
+                self._last_words = message.cause
+        waiter = self._output_waiter
+        if self._outputs and waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _on_result(self, message: m.UtilityResult) -> None:
+        if message.call_id not in self._calls:
+            return  # its caller was cancelled
+        waiter = self._calls.pop(message.call_id)
+        if waiter is None:
+            self._results[message.call_id] = message
+        elif not waiter.done():
+            waiter.set_result(message)
+
+    def _on_death(self) -> None:
+        """The engine is gone: reads what it still said, then fails every waiter."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while self._last_words is None and self._connection.pull.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            self._read(everything=True)
+        death = self._connection.describe_death()
+        self._fail_waiters(f"{self._last_words} ({death})" if self._last_words else death)
+
+    def _fail_waiters(self, cause: str) -> None:
+        self._death = cause
+        self._connection.stop_watching()
+        for waiter in (self._output_waiter, *self._calls.values()):
+            if waiter is not None and not waiter.done():
+                waiter.set_exception(EngineDeadError(cause))
+        self._output_waiter = None
+        self._calls.clear()
+
+    @staticmethod
+    def _result_of(message: m.UtilityResult) -> Any:
+        if message.failure is not None:
+            raise unpack_exception(message.failure, RuntimeError)
+        return message.result
+
+    def _begin_call(self, method: str, args: tuple, waiter: asyncio.Future | None) -> int:
+        self._num_calls += 1
+        self._send(m.UtilityCall(self._num_calls, method, list(args)))
+        self._calls[self._num_calls] = waiter
+        return self._num_calls
+
+    # ------------------------------------------------------------ blocking
+
+    def _wait(self) -> None:
+        """Blocks until something was read."""
+        ready = dict(self._poller.poll())
+        if self._connection.pidfd in ready:
+            self._on_death()
+        else:
+            self._read()
+
+    def get_output(self) -> m.EngineCoreOutputs:
+        if self.asyncio_mode:
+            raise RuntimeError("this client belongs to an asyncio loop: await get_output_async() instead")
+        if not self._outputs:
+            self._raise_if_dead()
+            self._read()
+        while not self._outputs:
+            self._raise_if_dead()
+            self._wait()
+        return self._outputs.popleft()
+
+    def call_utility(self, method: str, *args: Any) -> Any:
+        call_id = self._begin_call(method, args, None)
+        try:
+            while call_id not in self._results:
+                self._raise_if_dead()
+                self._wait()
+            return self._result_of(self._results.pop(call_id))
+        finally:
+            self._calls.pop(call_id, None)
+
+    # ------------------------------------------------------------ asyncio
+
+    def _watch(self) -> None:
+        """Lets the running loop watch the output socket and the engine's life."""
+        loop = asyncio.get_running_loop()
+        if self._connection.loop is not loop:
+            this = weakref.ref(self)  # the loop must not keep a forgotten client alive
+            self._connection.watch(loop, lambda: (client := this()) and client._on_readable(), lambda: (client := this()) and client._on_death())
+        self._on_readable()  # ZMQ's descriptor tells of changes only, not of what lies there already
+
+    def _on_readable(self) -> None:
+        self._read()
+        self._connection.pull.get(zmq.EVENTS)  # where _read stopped early: without it the loop would call us again at once, for ever
+
+    async def get_output_async(self) -> m.EngineCoreOutputs:
+        while not self._outputs:
+            self._raise_if_dead()
+            self._watch()
+            if self._outputs:
+                break
+            self._output_waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._output_waiter
+            finally:
+                self._output_waiter = None
+        return self._outputs.popleft()
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        waiter = asyncio.get_running_loop().create_future()
+        call_id = self._begin_call(method, args, waiter)
+        self._watch()
+        try:
+            return self._result_of(await waiter)
+        finally:
+            self._calls.pop(call_id, None)

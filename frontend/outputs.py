@@ -1,0 +1,86 @@
+"""What a caller receives: RequestOutput and its parts, with vLLM's names and fields.
+May know: text, token ids, finish reasons.
+Must not know: messages, tokenizers, or how an output came about (output_processor.py makes them)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One candidate token at one position: natural logarithm of its probability, rank from 1, and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# One position: the sampled token first, then the most probable ones (the sampled token may be among them).
+PositionLogprobs = dict[int, Logprob]
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Moments in seconds of time.time(), all taken in the frontend; None until they have come."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One continuation of the prompt. `token_ids` holds the stop token too; `text` does not, unless include_stop_str_in_output."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None  # "stop", "length", "abort", "error"; None while it runs
+    stop_reason: int | str | None = None  # the stop token id or stop string; None for end of sequence
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def extend(self, news: CompletionOutput) -> None:
+        """Adds the delta that follows this one."""
+        self.text += news.text
+        self.token_ids += news.token_ids
+        if self.logprobs is not None:
+            self.logprobs += news.logprobs or []
+        self.cumulative_logprob = news.cumulative_logprob
+        self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of a request (CUMULATIVE, FINAL_ONLY) or what is new in it (DELTA, then `outputs` holds only the news)."""
+
+    request_id: str
+    prompt: str | None  # None for a prompt given as token ids alone
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache; None until the first token
+    prompt_logprobs: None = None  # for scripts that read the field: the engine does not compute them yet
+    error: str | None = None  # what went wrong, when finish_reason is "error"
+    kind_is_delta: bool = field(default=False, repr=False, compare=False)
+
+    def merge(self, newer: RequestOutput) -> None:
+        """Takes over what came later, for a reader who was not fast enough to see both. Deltas add up, states replace each other."""
+        if self.kind_is_delta:
+            for mine, news in zip(self.outputs, newer.outputs, strict=True):
+                mine.extend(news)
+        else:
+            self.outputs = newer.outputs
+        self.finished = newer.finished
+        self.num_cached_tokens = newer.num_cached_tokens
+        self.error = newer.error

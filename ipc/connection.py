@@ -1,0 +1,105 @@
+"""A client's end of the wire: two bound sockets in a private directory, and the engine that was started or attached for them.
+May know: sockets, the engine's process, messages.
+Must not know: requests and outputs, or who waits for them (frontend/mp_client.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from .codec import Encoder
+from .errors import EngineStartError
+from .messages import PROTOCOL, Attach, ClientMessage, Detach, Shutdown
+from .process import EngineProcess
+from .sockets import (
+    ENGINE_IDENTITY,
+    INPUT_SOCKET,
+    OUTPUT_SOCKET,
+    SocketDirectory,
+    bind_pull,
+    bind_router,
+    connect_push,
+    ipc_path,
+    listener_pid,
+    make_context,
+)
+
+
+class Connection:
+    """Everything that must be given back: sockets, their directory, the engine's process. Does not know the client, which may be collected."""
+
+    def __init__(self, max_message_bytes: int):
+        self.owner_pid = os.getpid()
+        self.directory = SocketDirectory()
+        self.context = make_context()
+        self.router = bind_router(self.context, self.directory.address(INPUT_SOCKET), max_message_bytes)
+        self.pull = bind_pull(self.context, self.directory.address(OUTPUT_SOCKET), max_message_bytes)
+        self.encoder = Encoder(max_message_bytes)
+        self.process: EngineProcess | None = None  # a child
+        self.pidfd = -1  # of the engine, whoever's child it is
+        self.engine_pid = 0
+        self.shutdown_timeout_s = 10.0
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.is_closed = False
+
+    def spawn(self, command: Sequence[str], max_message_bytes: int) -> None:
+        self.process = EngineProcess(command, self.directory.path, max_message_bytes)
+        self.pidfd, self.engine_pid = self.process.pidfd, self.process.pid
+
+    def attach(self, address: str) -> None:
+        """Asks the daemon at `address` to connect to our sockets. Raises EngineStartError if nobody listens there."""
+        path = ipc_path(address)
+        pid = listener_pid(path)
+        if pid is None:
+            raise EngineStartError(f"no engine listens at {address}; start one with: quire engine --listen {address}")
+        if pid == 0:
+            raise EngineStartError(f"the engine at {address} runs where its process cannot be seen (another container?)")
+        self.pidfd, self.engine_pid = os.pidfd_open(pid), pid
+        message = Attach(PROTOCOL, os.getpid(), self.directory.address(INPUT_SOCKET), self.directory.address(OUTPUT_SOCKET))
+        push = connect_push(self.context, f"ipc://{path}")
+        push.send_multipart(self.encoder.encode(message))
+        push.close()
+
+    def send(self, message: ClientMessage) -> None:
+        """Never blocks. Raises zmq.ZMQError when the engine has gone."""
+        self.router.send_multipart([ENGINE_IDENTITY, *self.encoder.encode(message)], zmq.NOBLOCK)
+
+    def describe_death(self) -> str:
+        """How a dead engine died, as far as can be known from here."""
+        if self.process is not None:
+            return self.process.describe_death()
+        return f"the engine (pid {self.engine_pid}) is gone"
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_readable: Callable[[], None], on_death: Callable[[], None]) -> None:
+        self.stop_watching()
+        self.loop = loop
+        loop.add_reader(self.pull.get(zmq.FD), on_readable)
+        loop.add_reader(self.pidfd, on_death)
+
+    def stop_watching(self) -> None:
+        if self.loop is not None and not self.loop.is_closed():
+            self.loop.remove_reader(self.pull.get(zmq.FD))
+            self.loop.remove_reader(self.pidfd)
+        self.loop = None
+
+    def close(self) -> None:
+        """Leaves: a child ends, a daemon drops us. Called by shutdown, by the garbage collector or at exit; may be called twice."""
+        if self.is_closed or os.getpid() != self.owner_pid:  # a fork of the owner must not speak for it
+            return
+        self.is_closed = True
+        self.stop_watching()
+        try:
+            self.send(Shutdown() if self.process is not None else Detach())
+        except (zmq.ZMQError, OSError):
+            pass  # it never came up, or is gone
+        if self.process is not None:
+            self.process.close(self.shutdown_timeout_s)
+        elif self.pidfd >= 0:
+            os.close(self.pidfd)
+        self.router.close()
+        self.pull.close(linger=0)
+        self.context.term()
+        self.directory.remove()

@@ -1,0 +1,252 @@
+"""The engine's input thread: waits for everything that can come from outside (requests, signals, programs that attach, deaths).
+May know: messages, codec, sockets, processes.
+Must not know: the engine core, or what a request needs. It hands over Events; the main thread decides.
+
+    clients' ROUTER ──▶ DEALER ┐                                   ┌─▶ aborts   applied before anything else
+    Attach ──▶ listener (PULL) ├─▶ poll, decode, guard ────────────┤
+    signals, pidfds, parent ───┘                                   └─▶ events   in order of arrival; the main thread blocks here"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import zmq
+
+from .codec import BadFrameError, Decoder, Encoder, whose
+from .messages import PROTOCOL, AbortRequests, Attach, ClientMessage, Config, Detach, Hello, Shutdown
+from .process import PARENT_DEATH_SIGNAL, SignalPipe
+from .sockets import INPUT_SOCKET, OUTPUT_SOCKET, connect_dealer, ipc_path, receive, remove_directory
+
+
+MAX_READS = 256  # messages of one client in a row, before signals and other clients are looked at again
+
+
+class FromClient(NamedTuple):
+    client_index: int
+    message: Any  # EngineCoreRequest | AbortRequests | UtilityCall | Config | Shutdown
+
+
+class Refused(NamedTuple):
+    """A frame that was no message, but still told which request (str) or utility call (int) it was about."""
+
+    client_index: int
+    identity: str | int
+    error: str
+
+
+class ClientJoined(NamedTuple):
+    client_index: int
+    output_address: str
+
+
+class ClientLeft(NamedTuple):
+    client_index: int
+
+
+class ClientOverflowed(NamedTuple):
+    """A daemon's client that does not read its outputs. Its connection stays until it leaves, so that it can still learn why."""
+
+    client_index: int
+
+
+class LeaveSignal(NamedTuple):
+    """SIGTERM: finish what runs, take nothing new, leave."""
+
+
+class Wake(NamedTuple):
+    """Nothing; it ends a wait."""
+
+
+class Fatal(NamedTuple):
+    error: BaseException
+
+
+Event = FromClient | Refused | ClientJoined | ClientLeft | ClientOverflowed | LeaveSignal | Wake | Fatal
+
+
+@dataclass
+class Peer:
+    """One client's end, as the input thread sees it."""
+
+    dealer: zmq.Socket
+    pidfd: int | None  # a daemon's client; the parent of a child is watched otherwise
+
+
+class EngineInput:
+    """Owns the DEALER sockets and the listener. `events` is for the main thread; `aborts` holds (client, request ids) that overtake it."""
+
+    def __init__(self, context: zmq.Context, max_message_bytes: int, signals: SignalPipe):
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.aborts: deque[tuple[int, list[str]]] = deque()
+        self.num_bad_frames = 0
+        self._context = context
+        self._max_message_bytes = max_message_bytes
+        self._decoder = Decoder(ClientMessage, max_message_bytes)
+        self._encoder = Encoder(max_message_bytes)
+        self._signals = signals
+        self._peers: dict[int, Peer] = {}
+        self._num_joined = 0
+        self._listener: zmq.Socket | None = None
+        self._listener_path: Path | None = None
+        self._sockets_path: Path | None = None
+        self._parent_pid: int | None = None
+        self._num_leave_signals = 0
+        self._poller = zmq.Poller()
+        self._handlers: dict[Any, Callable[[], None]] = {}  # what is polled -> what to do when it is readable
+        self._is_closing = False
+        self._watch(signals.read_fd, self._on_signals)
+        self._thread = threading.Thread(target=self._run, name="quire-input", daemon=True)
+
+    # ------------------------------------------------------------ before the thread starts
+
+    def serve_parent(self, sockets_path: Path, parent_pid: int, parent_fd: int) -> None:
+        """One client, number 0, that started this process. When it is gone, its socket directory is removed and this process ends."""
+        self._sockets_path, self._parent_pid = sockets_path, parent_pid
+        self._watch(parent_fd, self._on_parent_gone)  # never written to: readable means end-of-file
+        client_index = self._add_peer(f"ipc://{sockets_path / INPUT_SOCKET}", None)
+        self.events.put(ClientJoined(client_index, f"ipc://{sockets_path / OUTPUT_SOCKET}"))
+
+    def serve_listener(self, listener: zmq.Socket, address: str) -> None:
+        """Any number of clients, numbered as they attach."""
+        self._listener, self._listener_path = listener, ipc_path(address)
+        self._watch(listener, self._on_listener)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread, closes its sockets."""
+        self._is_closing = True
+        if self._thread.is_alive():
+            self._signals.wake()
+            self._thread.join()
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                for ready, _ in self._poller.poll():
+                    handler = self._handlers.get(ready)
+                    if handler is not None:  # else an earlier handler of this round took it away
+                        handler()
+        except BaseException as error:
+            self.events.put(Fatal(error))
+        finally:
+            for client_index in list(self._peers):
+                self._remove_peer(client_index)
+            self._close_listener()
+
+    def _watch(self, source: Any, handler: Callable[[], None]) -> None:
+        self._handlers[source] = handler
+        self._poller.register(source, zmq.POLLIN)
+
+    def _unwatch(self, source: Any) -> None:
+        del self._handlers[source]
+        self._poller.unregister(source)
+
+    def _add_peer(self, input_address: str, pidfd: int | None) -> int:
+        client_index = self._num_joined
+        self._num_joined += 1
+        dealer = connect_dealer(self._context, input_address, self._max_message_bytes)
+        dealer.send_multipart(self._encoder.encode(Hello(PROTOCOL, os.getpid())))
+        self._peers[client_index] = Peer(dealer, pidfd)
+        self._watch(dealer, lambda: self._on_dealer(client_index, dealer))
+        if pidfd is not None:
+            self._watch(pidfd, lambda: self._drop(client_index))
+        return client_index
+
+    def _remove_peer(self, client_index: int) -> None:
+        peer = self._peers.pop(client_index)
+        self._unwatch(peer.dealer)
+        peer.dealer.close(linger=0)
+        if peer.pidfd is not None:
+            self._unwatch(peer.pidfd)
+            os.close(peer.pidfd)
+
+    def _drop(self, client_index: int) -> None:
+        if client_index in self._peers:
+            self._remove_peer(client_index)
+            self.events.put(ClientLeft(client_index))
+
+    # ------------------------------------------------------------ frames
+
+    def _on_dealer(self, client_index: int, dealer: zmq.Socket) -> None:
+        for _ in range(MAX_READS):
+            if client_index not in self._peers or (frames := receive(dealer)) is None:
+                return
+            try:
+                self._on_message(client_index, self._decoder.decode(frames))
+            except BadFrameError as error:
+                self.num_bad_frames += 1
+                if (identity := whose(frames)) is not None:
+                    self.events.put(Refused(client_index, identity, str(error)))
+
+    def _on_message(self, client_index: int, message: Any) -> None:
+        is_parent = self._parent_pid is not None
+        if isinstance(message, AbortRequests):
+            self.aborts.append((client_index, message.request_ids))  # overtakes what waits, and below follows a request that waits
+        elif isinstance(message, Attach) or isinstance(message, Detach if is_parent else (Config, Shutdown)):
+            raise BadFrameError(f"a {type(message).__name__} is not for this socket")
+        elif isinstance(message, Detach):
+            return self._drop(client_index)
+        self.events.put(FromClient(client_index, message))
+
+    def _on_listener(self) -> None:
+        while self._listener is not None and (frames := receive(self._listener)) is not None:
+            try:
+                self._attach(self._decoder.decode(frames))
+            except Exception:  # not an Attach, addresses that are none, a program that has died since: it costs nobody else anything
+                self.num_bad_frames += 1
+
+    def _attach(self, message: Any) -> None:
+        if not isinstance(message, Attach):  # one of another protocol is answered with our Hello, and refuses us itself
+            raise BadFrameError("a listener takes Attach messages")
+        ipc_path(message.input_address)
+        ipc_path(message.output_address)
+        pidfd = os.pidfd_open(message.pid)
+        try:
+            client_index = self._add_peer(message.input_address, pidfd)
+        except BaseException:
+            os.close(pidfd)
+            raise
+        self.events.put(ClientJoined(client_index, message.output_address))
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._unwatch(self._listener)
+            self._listener.close(linger=0)  # removes its file
+            self._listener = None
+
+    # ------------------------------------------------------------ signals and deaths
+
+    def _on_signals(self) -> None:
+        for number in self._signals.read():
+            if number == signal.SIGINT:
+                self._leave_at_once(128 + number)
+            elif number == PARENT_DEATH_SIGNAL and self._parent_pid is not None and os.getppid() != self._parent_pid:
+                self._on_parent_gone()
+            elif number == signal.SIGTERM:
+                self._num_leave_signals += 1
+                if self._num_leave_signals > 1:
+                    self._leave_at_once(128 + number)
+                self._close_listener()  # no new programs: the next one is told that nobody listens
+                self.events.put(LeaveSignal())
+
+    def _on_parent_gone(self) -> None:
+        remove_directory(self._sockets_path)
+        self._leave_at_once(1)
+
+    def _leave_at_once(self, exit_code: int) -> None:
+        """Without waiting for the main thread, which may be inside the model for seconds. The kernel takes back the rest."""
+        if self._listener is not None:
+            self._listener_path.unlink(missing_ok=True)
+        os._exit(exit_code)

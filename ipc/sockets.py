@@ -1,0 +1,228 @@
+"""The sockets between frontend and engine: addresses, the private directory they lie in, and their limits.
+May know: pyzmq, files and directories.
+Must not know: messages, processes, or who is at the other end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import zmq
+
+from .errors import InvalidParameterError, QuireError
+
+INPUT_SOCKET, OUTPUT_SOCKET = "input.sock", "output.sock"  # names in a client's directory
+ENGINE_IDENTITY = b"engine"  # a client's ROUTER has one peer
+MAX_PATH_BYTES = 107  # sun_path of a unix socket holds 108, the last one a NUL
+DIRECTORY_PREFIX = "quire-"
+
+# Messages that may wait on each side of an output connection; then the engine's PUSH says EAGAIN and ipc/engine_output.py keeps count.
+OUTPUT_HIGH_WATER_MARK = 1000
+# How long closing a socket waits for its last messages (Detach, EngineDead, the last outputs) to leave, in milliseconds.
+LINGER_MS = 1000
+
+
+# ---------------------------------------------------------------- addresses
+
+
+def ipc_path(address: str, parameter: str = "engine") -> Path:
+    """The file behind "ipc://PATH". Raises InvalidParameterError, naming `parameter`, for everything else."""
+    scheme, _, path = address.partition("://")
+    if scheme != "ipc":
+        raise InvalidParameterError(parameter, f"must be ipc://PATH (Quire's processes do not listen on the network), got {address!r}")
+    if not path or path[0] in "@*\0" or path.endswith("/"):  # @: a name without a file, which no permission protects
+        raise InvalidParameterError(parameter, f"must name a file, as in ipc:///run/user/1000/quire.sock, got {address!r}")
+    absolute = Path(path).absolute()
+    if (num_bytes := len(os.fsencode(absolute))) > MAX_PATH_BYTES:
+        raise InvalidParameterError(parameter, f"a socket's path may have at most {MAX_PATH_BYTES} bytes, {str(absolute)!r} has {num_bytes}")
+    return absolute
+
+
+def listener_pid(path: Path) -> int | None:
+    """The process that listens at this socket file, or None if nobody does (no file, or one left by a dead process).
+
+    A plain connection tells at once; a ZMQ socket would go on trying for ever. 0 if the process is not visible from here.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return None
+        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int.from_bytes(credentials[:4], "little")
+
+
+# ---------------------------------------------------------------- the private directory
+
+
+class SocketDirectory:
+    """A directory of mode 0700 for one client's sockets. Its owner holds a lock on it, so that others can tell when it is stale."""
+
+    def __init__(self) -> None:
+        self.path, self._lock_fd = _make_locked_directory()
+
+    def address(self, name: str) -> str:
+        return f"ipc://{self.path / name}"
+
+    def remove(self) -> None:
+        """May be called twice."""
+        remove_directory(self.path)
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+
+def remove_directory(path: Path) -> None:
+    """Removes a socket directory and the sockets in it; anything else in it stays, and it too. May be called twice, by several at once."""
+    try:
+        for entry in list(path.iterdir()):
+            if stat.S_ISSOCK(entry.lstat().st_mode):
+                entry.unlink(missing_ok=True)
+        path.rmdir()
+    except OSError:
+        pass  # gone already, or not ours to remove
+
+
+def remove_stale_directories(base: Path) -> int:
+    """Removes the directories in `base` that nobody holds: both of their processes were killed. Returns how many."""
+    num_removed = 0
+    for path in base.glob(DIRECTORY_PREFIX + "*"):
+        try:
+            if path.lstat().st_uid != os.getuid():
+                continue
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_directory(path)
+            num_removed += not path.exists()
+        except OSError:
+            pass  # held by a living process
+        finally:
+            os.close(fd)
+    return num_removed
+
+
+def runtime_directory() -> Path:
+    """Where socket directories go: $XDG_RUNTIME_DIR, else the directory for temporary files; the first that can hold one."""
+    tried = []
+    for name in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
+        if not name or not Path(name).is_absolute():
+            continue
+        longest = Path(name) / f"{DIRECTORY_PREFIX}12345678" / OUTPUT_SOCKET
+        if os.access(name, os.W_OK | os.X_OK) and len(os.fsencode(longest)) <= MAX_PATH_BYTES:
+            return Path(name)
+        tried.append(name)
+    raise QuireError(f"no directory for sockets: {', '.join(tried)} cannot be written, or have too long a path; set XDG_RUNTIME_DIR")
+
+
+def _make_locked_directory() -> tuple[Path, int]:
+    base = runtime_directory()
+    remove_stale_directories(base)
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=base))  # mode 0700
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if path.exists():
+            return path, fd
+        os.close(fd)  # between these lines another process took it for stale
+
+
+# ---------------------------------------------------------------- sockets
+
+
+def make_context() -> zmq.Context:
+    return zmq.Context(io_threads=1)
+
+
+def _make_socket(context: zmq.Context, kind: int, max_message_bytes: int) -> zmq.Socket:
+    made = context.socket(kind)
+    made.linger = LINGER_MS
+    # A backstop: it cuts off the peer, so senders refuse such a message themselves (codec.MessageTooLargeError).
+    made.maxmsgsize = max_message_bytes
+    return made
+
+
+def bind_router(context: zmq.Context, address: str, max_message_bytes: int) -> zmq.Socket:
+    """The client's end for requests. It never blocks and never drops: a request takes memory here until the engine has read it."""
+    router = _make_socket(context, zmq.ROUTER, max_message_bytes)
+    router.sndhwm = 0
+    router.router_mandatory = True  # an engine that is gone is an error, not a silent loss
+    router.bind(address)
+    return router
+
+
+def bind_pull(context: zmq.Context, address: str, max_message_bytes: int) -> zmq.Socket:
+    """The client's end for outputs."""
+    pull = _make_socket(context, zmq.PULL, max_message_bytes)
+    pull.rcvhwm = OUTPUT_HIGH_WATER_MARK
+    pull.bind(address)
+    return pull
+
+
+def connect_dealer(context: zmq.Context, address: str, max_message_bytes: int) -> zmq.Socket:
+    """The engine's end for requests. Its input thread always reads."""
+    dealer = _make_socket(context, zmq.DEALER, max_message_bytes)
+    dealer.identity = ENGINE_IDENTITY
+    dealer.connect(address)
+    return dealer
+
+
+def connect_push(context: zmq.Context, address: str) -> zmq.Socket:
+    """The end that sends: an engine's outputs, or a program's Attach to a daemon."""
+    push = _make_socket(context, zmq.PUSH, -1)  # it receives nothing; a limit would catch the handshake
+    push.sndhwm = OUTPUT_HIGH_WATER_MARK
+    push.connect(address)
+    return push
+
+
+def bind_listener(context: zmq.Context, address: str) -> zmq.Socket:
+    """A daemon's door, for Attach messages. Takes the place of a dead daemon's file; refuses a living one's, or a file that is no socket."""
+    path = ipc_path(address, "listen")
+    if not path.parent.is_dir():
+        raise InvalidParameterError("listen", f"{path.parent} is not a directory")
+    with _directory_lock(path.parent):  # two daemons that start together must not both find the place free
+        if path.exists() and not path.is_socket():
+            raise InvalidParameterError("listen", f"{path} is a file, not a socket")
+        if (pid := listener_pid(path)) is not None:
+            raise InvalidParameterError("listen", f"another engine (pid {pid}) listens at {address}")
+        listener = _make_socket(context, zmq.PULL, 64 * 1024)
+        umask = os.umask(0o177)  # who may write to the socket may use the engine
+        try:
+            listener.bind(f"ipc://{path}")
+        finally:
+            os.umask(umask)
+    return listener
+
+
+@contextmanager
+def _directory_lock(path: Path, timeout_s: float = 5.0):
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise QuireError(f"{path} is locked by another process") from error
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(fd)
+
+
+def receive(source: zmq.Socket) -> list[zmq.Frame] | None:
+    """The next message's frames, not copied, or None if there is none now."""
+    try:
+        return source.recv_multipart(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None

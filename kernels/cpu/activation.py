@@ -1,0 +1,15 @@
+"""Gated activations on the CPU.
+May know: torch on CPUs, the contracts.
+Must not know: models, requests."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..registry import register
+from .device import PRIORITY, is_cpu
+
+
+@register("silu_and_mul", name="cpu", predicate=is_cpu, priority=PRIORITY)
+def silu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

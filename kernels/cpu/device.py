@@ -1,0 +1,11 @@
+"""Where the CPU implementations run.
+May know: the facts that a predicate is given.
+Must not know: any operation."""
+
+from ..registry import Facts
+
+PRIORITY = 10
+
+
+def is_cpu(facts: Facts) -> bool:
+    return facts.device == "cpu"

@@ -1,0 +1,17 @@
+"""Writing to the paged KV cache on the CPU.
+May know: torch on CPUs, the contracts.
+Must not know: models, requests."""
+
+from torch import Tensor
+
+from ..registry import register
+from .device import PRIORITY, is_cpu
+
+
+@register("reshape_and_cache", name="cpu", predicate=is_cpu, priority=PRIORITY)
+def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    if slot_mapping.numel() and int(slot_mapping.min()) < 0:
+        stored = (slot_mapping >= 0).nonzero().flatten()
+        key, value, slot_mapping = key[stored], value[stored], slot_mapping[stored]
+    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
+    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)

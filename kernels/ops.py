@@ -1,0 +1,120 @@
+"""The operations a model is made of, with their contracts: shapes, dtypes, what is written in place, what a NaN may touch.
+May know: tensors, and the registry that dispatches.
+Must not know: how an operation is implemented, models, requests.
+
+T is the number of tokens of a step, all requests' one after the other; B the number of requests; NQ and NKV the query and KV heads;
+D the head dimension. "dtype" is the model's: every tensor has it unless another is named. A contract's last dimension is contiguous;
+other strides are free, so that query, key and value may be views of one projection. What an operation computes is
+kernels/reference/; all other implementations agree with it to rounding (tests/kernels/test_parity.py).
+
+An engine holds a table of its own, `ops = registry.select(device, dtype, overrides)`, and calls `ops.rms_norm(...)`: no dispatch per call.
+The functions of this module do the same for occasional callers, at the price of a dictionary look-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .registry import operation
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMetadata:
+    """Where each request's tokens and pages are, for one step. Built by the model runner, read by all layers.
+
+    Requests are ordered so that the first `num_decodes` have exactly one query token. seq_lens count the context with this step's
+    tokens. Entries of block_tables past a request's last block are not followed. The lists repeat the tensors on the host, so that nothing waits for the device.
+    """
+
+    query_start_loc: Tensor  # [B + 1] i32, prefix sums of query_lens
+    seq_lens: Tensor  # [B] i32
+    block_tables: Tensor  # [B, max_blocks] i32
+    slot_mapping: Tensor  # [T] i64, block * block_size + offset; negative: not stored
+    num_decodes: int
+    query_lens: list[int]  # [B]
+    seq_lens_list: list[int]  # [B]
+    scratch: dict[Any, Any] = field(default_factory=dict)  # what an implementation derives once per step, for its calls in later layers
+
+
+@operation
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., H], weight [H] -> [..., H]: x / sqrt(mean(x**2) + eps), over the last dimension, times weight. Zhang & Sennrich 2019.
+
+    Normalised in fp32, rounded to dtype, then multiplied by weight (the order of transformers' Qwen2 and Llama).
+    Serves [T, H] and, for q/k-norm, [T, heads, D].
+    """
+
+
+@operation
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    """In place, x and residual [T, H], weight [H]: residual += x (rounded to dtype); x = rms_norm(residual, weight, eps)."""
+
+
+@operation
+def silu_and_mul(x: Tensor) -> Tensor:
+    """x [T, 2 * I] -> [T, I]: silu(first half) * second half; the SiLU is rounded to dtype before the product."""
+
+
+@operation
+def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
+    """In place, query [T, NQ, D], key [T, NKV, D]: rotates the first R <= D elements of each head, pairing i with i + R / 2 (NeoX). Su et al. 2021.
+
+    positions [T] i64, each in [0, max_position); cos_sin_cache [max_position, R] fp32: R / 2 cosines, then R / 2 sines. They are rounded
+    to dtype before use, as transformers' are.
+    """
+
+
+@operation
+def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Stores key and value [T, NKV, D] in key_cache and value_cache [num_blocks, block_size, NKV, D] (contiguous), token t at slot_mapping[t].
+
+    slot_mapping [T] i64: block * block_size + offset, no slot twice; a token with a negative slot is not stored.
+    """
+
+
+@operation
+def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+    """Causal attention of query [T, NQ, D] over the cached context -> [T, NQ, D]. Kwon et al. 2023.
+
+    key_cache and value_cache [num_blocks, block_size, NKV, D] already hold this step's tokens (reshape_and_cache). NQ is a multiple of
+    NKV: query head h reads KV head h // (NQ / NKV). The i-th of a request's q query tokens stands at position seq_len - q + i and sees
+    positions up to its own. Softmax and sums in fp32. A slot outside a request's context cannot touch its result, whatever it holds
+    (memory never written, another request's NaN).
+    """
+
+
+@operation
+def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Draws one token per row of logits [B, V] fp32 -> [B] i64. temperature, top_p, min_p [B] fp32; seeds, positions [B] i64; top_k [B] i32 or i64.
+
+    A row with temperature below 1e-5 takes its largest logit, the lowest index of equals. Any other is drawn from
+    softmax(logits / temperature) over the tokens that all filters keep. Order the row's tokens by logit, the lower index first among
+    equals; each filter keeps a beginning of that order (stages as in vLLM V1):
+      min_p  probability >= min_p times the largest; 0: all
+      top_k  the first top_k; 0, negative or >= V: all
+      top_p  the shortest beginning with at least top_p of the mass that is left; >= 1: all
+    The draw is Gumbel-max: argmax of logits / temperature + random_gumbel(seed, position, token). So it depends on nothing but the row: neither
+    its batch mates nor the step. -inf logits are never drawn. A row with a NaN gives an arbitrary token, of that row only.
+    """
+
+
+@operation
+def random_gumbel(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
+    """Gumbel(0, 1) noise of each (seed, position, token), seeds and positions [B] i64 -> [B, num_tokens] fp32. Salmon et al. 2011 (Philox4x32-10).
+
+    word(t) = output t % 4 of Philox4x32-10 with counter (t // 4, position's low word, its high word, 0) and key (seed's low word, its high word).
+    u = (word rounded to fp32 + 0.5) * 2**-32, at most 1 - 2**-24; noise = -log(-log1p(-u)), in fp32. The 0 in the counter is the stream:
+    other uses of randomness at the same position take other numbers. A large noise is a small u, where fp32 is finest.
+    """
+
+
+@operation
+def gather_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the chosen and of the k most likely tokens. logits [B, V] fp32, token_ids [B] i64, 0 <= k <= V.
+
+    Returns ids [B, k + 1] i32 and log_softmax(logits) at them [B, k + 1] fp32, the chosen token first, the others by descending
+    probability (equals in any order), and ranks [B] i32: 1 + the number of tokens more likely than the chosen one.
+    """

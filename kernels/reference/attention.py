@@ -1,0 +1,37 @@
+"""The paged KV cache and attention over it, as specified: one request and one query head at a time.
+May know: torch, the contracts.
+Must not know: speed."""
+
+import torch
+from torch import Tensor
+
+from ..ops import AttentionMetadata
+from ..registry import register
+
+
+@register("reshape_and_cache", name="reference", priority=0)
+def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    block_size = key_cache.shape[1]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            key_cache[slot // block_size, slot % block_size] = key[token]
+            value_cache[slot // block_size, slot % block_size] = value[token]
+
+
+@register("paged_attention", name="reference", priority=0)
+def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+    block_size = key_cache.shape[1]
+    group_size = query.shape[1] // key_cache.shape[2]
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    starts = metadata.query_start_loc.tolist()
+    for row, seq_len in enumerate(metadata.seq_lens.tolist()):
+        q = query[starts[row] : starts[row + 1]].float()  # [Lq, NQ, D]
+        position = torch.arange(seq_len, device=query.device)
+        blocks, offsets = metadata.block_tables[row].long()[position // block_size], position % block_size
+        k, v = key_cache[blocks, offsets].float(), value_cache[blocks, offsets].float()  # [seq_len, NKV, D]
+        is_future = position[None, :] > position[seq_len - len(q) :, None]  # [Lq, seq_len]
+        for head in range(query.shape[1]):
+            kv_head = head // group_size
+            scores = (q[:, head] @ k[:, kv_head].T * scale).masked_fill(is_future, float("-inf"))
+            out[starts[row] : starts[row + 1], head] = (scores.softmax(-1) @ v[:, kv_head]).to(query.dtype)
+    return out

@@ -1,0 +1,79 @@
+"""Sampling, as specified: Philox numbers, filters over one sorted row, Gumbel-max.
+May know: torch, the contracts.
+Must not know: speed."""
+
+import torch
+from torch import Tensor
+
+from ..registry import register
+
+GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM: dividing by them would overflow
+LARGEST_U = 1 - 2**-24  # the largest fp32 below 1: keeps the noise finite
+WORD = 0xFFFFFFFF
+
+
+def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor], rounds: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32 of Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+
+    Words are i64 tensors holding 32 bits each, shapes that broadcast together. The product of two words wraps in i64,
+    but its 64 bits are right; an arithmetic shift and a mask then give its high word.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (product1 >> 32 & WORD) ^ c1 ^ k0, product1 & WORD, (product0 >> 32 & WORD) ^ c3 ^ k1, product0 & WORD
+        k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
+    return c0, c1, c2, c3
+
+
+@register("random_gumbel", name="reference", priority=0)
+def random_gumbel(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
+    quads = torch.arange((num_tokens + 3) // 4, device=seeds.device)[None, :]
+    seeds, positions = seeds[:, None], positions[:, None]
+    counter = (quads, positions & WORD, positions >> 32 & WORD, torch.zeros_like(quads))
+    words = philox4x32(counter, (seeds & WORD, seeds >> 32 & WORD))
+    return gumbel_from_words(torch.stack(words, dim=-1).flatten(1)[:, :num_tokens])
+
+
+def gumbel_from_words(words: Tensor) -> Tensor:
+    """Words [...] i64 of 32 bits -> Gumbel(0, 1) noise [...] fp32."""
+    u = ((words.float() + 0.5) * 2**-32).clamp(max=LARGEST_U)
+    return -torch.log(-torch.log1p(-u))
+
+
+@register("sample_tokens", name="reference", priority=0)
+def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    token_ids = logits.argmax(-1)
+    noise = random_gumbel(seeds, positions, logits.shape[1])
+    for row in range(len(logits)):
+        if temperature[row] >= GREEDY_BELOW:
+            scaled = (logits[row] - logits[row].max()) / temperature[row]
+            kept = keep_tokens(scaled, int(top_k[row]), float(top_p[row]), float(min_p[row]))
+            token_ids[row] = torch.where(kept, scaled + noise[row], float("-inf")).argmax()
+    return token_ids
+
+
+def keep_tokens(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Which tokens of one row the filters leave. scaled [V] fp32: logits / temperature, largest 0. Sums in fp64."""
+    sorted_logits, order = scaled.sort(descending=True, stable=True)
+    kept = torch.ones_like(order, dtype=torch.bool)
+    probs = sorted_logits.double().softmax(-1)
+    kept &= probs >= min_p * probs[0]
+    if 0 < top_k < len(kept):
+        kept[top_k:] = False
+    if top_p < 1:
+        probs = torch.where(kept, probs, 0.0)
+        mass_before = probs.cumsum(-1) - probs
+        kept &= mass_before < top_p * probs.sum()
+    return torch.zeros_like(kept).scatter_(0, order, kept)
+
+
+@register("gather_logprobs", name="reference", priority=0)
+def gather_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(1, token_ids[:, None])
+    top, top_ids = logprobs.topk(k, dim=-1)
+    ids = torch.cat((token_ids[:, None], top_ids), dim=1)
+    ranks = (logits > logits.gather(1, token_ids[:, None])).sum(-1) + 1
+    return ids.int(), torch.cat((chosen, top), dim=1), ranks.int()

@@ -1,0 +1,149 @@
+"""Which implementation of each operation runs: registration, and the choice made once when a model is loaded.
+May know: devices, dtypes and sizes as facts; the error that names a bad choice.
+Must not know: what any operation computes (ops.py says that), models, requests."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..ipc.errors import InvalidParameterError
+
+logger = logging.getLogger(__name__)
+
+CONTRACTS: dict[str, Callable] = {}  # operation -> the function in ops.py whose signature and docstring are its contract
+_implementations: dict[str, dict[str, Implementation]] = {}  # operation -> implementation's name -> implementation
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a predicate may ask. Sizes are 0 where they are not known; an implementation that needs one must then decline."""
+
+    device: str  # torch's device type: "cpu", "cuda"
+    dtype: torch.dtype  # of activations and KV cache; of the logits for the sampling operations
+    head_dim: int = 0
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    block_size: int = 0
+
+
+@dataclass(frozen=True)
+class Implementation:
+    op: str
+    name: str
+    function: Callable
+    predicate: Callable[[Facts], bool]
+    priority: int
+
+
+class OpTable:
+    """The chosen implementations, one attribute per operation: `ops.rms_norm(x, weight, eps)` is a plain function call.
+
+    Several tables may live in one process, one per engine. `chosen` maps operation to implementation's name.
+    """
+
+    def __init__(self, implementations: Mapping[str, Implementation]):
+        self.chosen = {op: implementation.name for op, implementation in implementations.items()}
+        for op, implementation in implementations.items():
+            setattr(self, op, implementation.function)
+
+    def __str__(self) -> str:
+        return " ".join(f"{op}={name}" for op, name in self.chosen.items())
+
+
+def operation(contract: Callable) -> Callable:
+    """Declares an operation in ops.py: the decorated function gives its name, signature and docstring, and has no body.
+
+    Returns a function for occasional calls, which runs the default choice for its arguments' device and floating-point dtype.
+    """
+    name = contract.__name__
+    CONTRACTS[name] = contract
+    _implementations[name] = {}
+
+    @functools.wraps(contract)
+    def call(*args, **kwargs):
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+        return getattr(_default_table(tensors[0].device.type, dtype), name)(*args, **kwargs)
+
+    return call
+
+
+def register(op: str, *, name: str, predicate: Callable[[Facts], bool] = lambda facts: True, priority: int = 100) -> Callable:
+    """Decorator: makes a function the implementation `name` of the operation `op`. Works from any package.
+
+    Of the implementations whose predicate holds, the one of highest priority is chosen (Quire's own: reference 0, cpu 10, triton 20; so one
+    from outside wins by default). Parameters must be called as in the contract. Raises InvalidParameterError if they are not, or if the name is taken.
+    """
+    _check_op("op", op)
+
+    def add(function: Callable) -> Callable:
+        expected, given = (list(inspect.signature(f).parameters) for f in (CONTRACTS[op], function))
+        if given != expected:
+            raise InvalidParameterError("function", f"{op} takes ({', '.join(expected)}), but implementation {name!r} takes ({', '.join(given)})")
+        if name in _implementations[op]:
+            raise InvalidParameterError("name", f"{op} already has an implementation {name!r}; unregister it first")
+        _implementations[op][name] = Implementation(op, name, function, predicate, priority)
+        _default_table.cache_clear()
+        return function
+
+    return add
+
+
+def unregister(op: str, name: str) -> None:
+    """Takes an implementation out again. Tables that were already selected keep it."""
+    _check_name("name", op, name)
+    del _implementations[op][name]
+    _default_table.cache_clear()
+
+
+def implementations(op: str) -> tuple[Implementation, ...]:
+    """All of one operation's implementations, in order of registration."""
+    _check_op("op", op)
+    return tuple(_implementations[op].values())
+
+
+def select(device: str | torch.device, dtype: torch.dtype, overrides: Mapping[str, str] | None = None, **sizes: int) -> OpTable:
+    """Chooses one implementation per operation and logs the table.
+
+    `overrides` (config.device_config.kernels) maps operation to implementation's name; `sizes` are the further fields of Facts.
+    Raises InvalidParameterError on an unknown operation or name (it lists the valid ones), and on an override that cannot run here.
+    """
+    facts = Facts(torch.device(device).type, dtype, **sizes)
+    overrides = overrides or {}
+    for op, name in overrides.items():
+        _check_op("kernels", op)
+        _check_name("kernels", op, name)
+    table = OpTable({op: _choose(op, facts, overrides.get(op)) for op in CONTRACTS})
+    logger.info("kernels for %s %s: %s", facts.device, facts.dtype, table)
+    return table
+
+
+def _choose(op: str, facts: Facts, override: str | None) -> Implementation:
+    if override is not None:
+        chosen = _implementations[op][override]
+        if not chosen.predicate(facts):
+            raise InvalidParameterError("kernels", f"implementation {override!r} of {op} does not run with {facts}")
+        return chosen
+    # max() keeps the first of equals: of two with one priority, the one registered first.
+    return max((i for i in _implementations[op].values() if i.predicate(facts)), key=lambda i: i.priority)
+
+
+@functools.cache
+def _default_table(device: str, dtype: torch.dtype) -> OpTable:
+    return select(device, dtype)
+
+
+def _check_op(parameter: str, op: str) -> None:
+    if op not in CONTRACTS:
+        raise InvalidParameterError(parameter, f"unknown operation {op!r}; there are: {', '.join(CONTRACTS)}")
+
+
+def _check_name(parameter: str, op: str, name: str) -> None:
+    if name not in _implementations[op]:
+        raise InvalidParameterError(parameter, f"{op} has no implementation {name!r}; there are: {', '.join(_implementations[op])}")

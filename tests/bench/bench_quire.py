@@ -1,0 +1,90 @@
+"""Quire as one engine of the harness that measures engines side by side (a folder with common.py, named by --peers or $PEERS).
+May know: LLMEngine; of the harness: common.Engine, common.MODELS and common.main.
+Must not know: the workloads. Nothing else in the repository needs the harness.
+
+    PEERS=DIR python tests/bench/bench_quire.py --model qwen05b --mode process --workloads W1,W2 --reps 3"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+import psutil
+from quire import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams, __version__
+
+
+def harness():
+    """The module `common`, from the folder that --peers or $PEERS names."""
+    folder = os.environ.get("PEERS", "")
+    if "--peers" in sys.argv[1:-1]:
+        at = sys.argv.index("--peers")
+        folder = sys.argv[at + 1]
+        del sys.argv[at : at + 2]
+    if not os.path.exists(os.path.join(folder, "common.py")):
+        sys.exit("bench_quire.py: name the folder that holds the harness's common.py with --peers DIR or $PEERS")
+    sys.path.insert(0, folder)
+    import common
+
+    return common
+
+
+def make_adapter(common):
+    class Quire(common.Engine):
+        def load(self) -> None:
+            args = self.args
+            import torch
+
+            self.dtype = args.dtype or "bf16"
+            self.version = f"quire {__version__} / torch {torch.__version__} {args.mode}"
+            engine_args = EngineArgs(
+                common.MODELS[args.model]["dir"],
+                dtype={"bf16": "bfloat16", "f32": "float32"}[self.dtype],
+                max_model_len=args.max_model_len,
+                num_threads=args.threads,
+                skip_tokenizer_init=args.no_detok,
+                disable_log_stats=True,
+                **({"max_num_batched_tokens": args.mbt} if args.mbt else {}),
+            )
+            self.engine = LLMEngine.from_engine_args(engine_args, engine=args.mode)
+            self.num_requests = 0
+
+        def run(self, reqs: list) -> list[list[float]]:
+            """Submits all requests at once; per request the perf_counter time at which each token was in the caller's hands."""
+            first, times = self.num_requests, [[] for _ in reqs]
+            self.num_requests += len(reqs)
+            for i, req in enumerate(reqs):
+                params = SamplingParams(
+                    temperature=0.0,
+                    max_tokens=req.n_out,
+                    ignore_eos=True,
+                    output_kind=RequestOutputKind.DELTA,
+                    detokenize=not self.args.no_detok,
+                )
+                self.engine.add_request(str(first + i), {"prompt_token_ids": req.ids}, params)
+            while self.engine.has_unfinished_requests():
+                outputs, now = self.engine.step(), time.perf_counter()
+                for output in outputs:
+                    times[int(output.request_id) - first] += [now] * len(output.outputs[0].token_ids)
+            return times
+
+        def extra_pids(self) -> list[int]:
+            return [child.pid for child in psutil.Process().children(recursive=True)]
+
+        def close(self) -> None:
+            self.engine.shutdown()
+
+    return Quire
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mode", choices=["inproc", "process"], default="process")
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--mbt", type=int, default=None, help="max_num_batched_tokens")
+    parser.add_argument("--no-detok", action="store_true", help="token ids only")
+
+
+if __name__ == "__main__":
+    common = harness()
+    common.main(make_adapter(common), add_arguments, "quire")

@@ -1,0 +1,37 @@
+"""Where the benchmarks put their numbers: results/HARDWARE__MODEL__WORKLOAD.json, one object per run, newest last.
+May know: the machine's name, the versions in use, files.
+Must not know: what is measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def hardware() -> str:
+    """The processor's name and the cores this process may use, e.g. "intel-r-xeon-r-platinum-8488c-2-cores"."""
+    try:
+        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        names = []
+    name = re.sub(r"[^a-z0-9]+", "-", (names[0] if names else platform.processor() or platform.machine()).lower()).strip("-")
+    return f"{name}-{len(os.sched_getaffinity(0))}-cores"
+
+
+def write_result(model: str, workload: str, numbers: dict[str, Any]) -> Path:
+    """Appends one run, stamped with the time and the versions that matter."""
+    path = RESULTS / f"{hardware()}__{model}__{workload}.json"
+    runs = json.loads(path.read_text()) if path.exists() else []
+    stamp = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "python": platform.python_version()}
+    runs.append({**stamp, "quire": version("quire"), "torch": version("torch"), **numbers})
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text(json.dumps(runs, indent=1) + "\n")
+    return path

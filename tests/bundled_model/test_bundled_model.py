@@ -1,0 +1,152 @@
+"""Tests of the bundled model's files and of its generator: size, layout, tokenizer, determinism, and a sample of its skills.
+It may know: the package data folder, data.py beside it, transformers as the program that runs the model.
+It must not know: the engine; its tests load the same model and prompts on their own."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from random import Random
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+FOLDER = HERE.parents[1] / "frontend" / "bundled_model"
+
+
+def _load_data():
+    spec = importlib.util.spec_from_file_location("quire_bundled_model_data", HERE / "data.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+data = _load_data()
+PROMPT_MAKERS = [data.recall_prompt, data.addition_prompt, data.subtraction_prompt, data.copy_prompt, data.json_prompt,
+                 data.translation_prompt, data.chat_prompt, data.story_prompt]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def model():
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    return transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+
+
+def _greedy(model, tokenizer, prompt: str, max_new_tokens: int) -> str:
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    token_ids = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, temperature=None, top_p=None, top_k=None)
+    return tokenizer.decode(token_ids[0, inputs["input_ids"].shape[1] :])
+
+
+def _weight_table() -> dict:
+    with open(FOLDER / "model.safetensors", "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    return header
+
+
+def test_size_and_layout():
+    table = _weight_table()
+    num_parameters = 0
+    for name, entry in table.items():
+        assert entry["dtype"] == "BF16", name
+        size = 1
+        for extent in entry["shape"]:
+            size *= extent
+        num_parameters += size
+    assert num_parameters <= 4_000_000
+    assert (FOLDER / "model.safetensors").stat().st_size <= 8_000_000
+    config = json.loads((FOLDER / "config.json").read_text())
+    assert config["model_type"] == "qwen2" and config["tie_word_embeddings"] and config["max_position_embeddings"] >= 2048
+    assert "lm_head.weight" not in table
+
+
+@pytest.mark.parametrize("text", [
+    "Once upon a time", "12 + 34 = 46\n\n\n  x\t y ", "你好，世界 🙂🏳️‍🌈 e\u0301", "\x00\x01\x7f\r\n\u2028", '{"a": [1, 2.5]}', "", "  ",
+    "don't (stop)... ÆØÅ العربية हिन्दी"])
+def test_tokenizer_round_trip(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_tokenizer_has_every_byte_and_single_digits(tokenizer):
+    rng = Random(0)
+    for _ in range(50):
+        text = "".join(chr(rng.choice([rng.randint(0, 0x7F), rng.randint(0x80, 0xD7FF), rng.randint(0x10000, 0x10FFFF)])) for _ in range(40))
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert len(tokenizer("4817").input_ids) == 4
+    assert [tokenizer.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")] == [0, 1, 2]
+
+
+def test_transformers_tokenizes_as_the_file_says(tokenizer):
+    """AutoTokenizer may put a class of its own around tokenizer.json; the ids must stay those of the file."""
+    plain = pytest.importorskip("tokenizers").Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    for seed in range(30):
+        text = "".join(text for text, _ in data.training_document(Random(seed), 200, "recall" if seed % 2 else "any"))
+        assert tokenizer(text).input_ids == plain.encode(text).ids
+
+
+def test_prompt_and_completion_tokenize_as_one_text(tokenizer):
+    for seed in range(60):
+        prompt, _, completion = PROMPT_MAKERS[seed % len(PROMPT_MAKERS)](Random(seed))
+        whole, parts = tokenizer(prompt + completion).input_ids, tokenizer(prompt).input_ids + tokenizer(completion).input_ids
+        assert whole == parts
+
+
+def test_chat_template_is_the_generators(tokenizer):
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello!"}]
+    for add_generation_prompt in (False, True):
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        assert rendered == data.chat_text(messages, add_generation_prompt)
+
+
+@pytest.mark.parametrize("make", PROMPT_MAKERS, ids=lambda make: make.__name__)
+def test_generator_is_a_function_of_its_seed(make):
+    assert make(Random(5)) == make(Random(5))
+    assert len({make(Random(seed)).prompt for seed in range(20)}) > 5
+    assert data.training_document(Random(5), 300, "recall") == data.training_document(Random(5), 300, "recall")
+
+
+def test_generated_answers_are_true():
+    for seed in range(200):
+        prompt, answer, completion = data.addition_prompt(Random(seed))
+        first, second = map(int, re.findall(r"\d+", prompt))
+        assert int(answer) == first + second and data.is_held_out(first, "+", second) and completion == f" {answer}"
+        prompt, answer, _ = data.recall_prompt(Random(seed), 200)
+        key = re.search(r"What is the code of the (.*)\?", prompt)[1]
+        assert re.findall(rf"code of the {key} is (\d+)", prompt) == [answer]
+        json.loads(data.json_prompt(Random(seed)).answer)
+
+
+def test_training_text_holds_no_held_out_sum():
+    text = "\n".join("".join(text for text, _ in data.training_document(Random(seed), 200)) for seed in range(800))
+    sums = re.findall(r"\b(\d\d) ([+-]) (\d\d) =", text)
+    assert len(sums) > 500
+    assert not any(data.is_held_out(int(first), operator, int(second)) for first, operator, second in sums)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_recalls_a_code_over_1500_tokens(model, tokenizer, chat):
+    samples = [data.recall_prompt(Random(f"test {seed}"), 1500, chat=chat) for seed in range(10)]
+    right = [sample.answer in _greedy(model, tokenizer, sample.prompt, 16) for sample in samples]
+    assert sum(right) >= 9
+
+
+def test_adds_two_digit_numbers(model, tokenizer):
+    samples = [data.addition_prompt(Random(f"test {seed}"), chat=seed % 2 == 0) for seed in range(20)]
+    right = [_greedy(model, tokenizer, sample.prompt, 14).startswith(sample.completion) for sample in samples]
+    assert sum(right) >= 18
+
+
+def test_tells_a_story_and_ends_it(model, tokenizer):
+    text = _greedy(model, tokenizer, "Once upon a time", 250)
+    assert text.endswith("<|endoftext|>") and text.count(".") >= 4
+
+
+def test_ends_its_turn_in_a_chat(model, tokenizer):
+    sample = data.chat_prompt(Random(1))
+    assert _greedy(model, tokenizer, sample.prompt, 60) == sample.completion + "<|im_end|>"

@@ -1,0 +1,166 @@
+"""Trains the bundled model from nothing but its own generator: tokenizer, weights, export; one command, one seed.
+It may know: torch, transformers' Qwen2 as the model's code, data.py and export.py beside it.
+It must not know: the engine; or any text that data.py does not make, unless --extra-text names a file."""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+import data
+import export
+
+HERE = Path(__file__).resolve().parent
+DEFAULT_FOLDER = HERE.parents[1] / "frontend" / "bundled_model"
+CONTEXT_KEPT = 0.2  # share of the given (unasked) tokens whose loss is computed; the output layer is a third of the work
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", default="256x16x900,512x8x700,1024x6x700,2048x4x1200", help="context x rows x steps, ...")
+    parser.add_argument("--drill-steps", type=int, default=400, help="the first steps, which hold drills only")
+    parser.add_argument("--decay-steps", type=int, default=1000, help="the last steps, in which the learning rate falls to zero")
+    parser.add_argument("--matrix-lr", type=float, default=5e-3, help="Muon, for the hidden matrices")
+    parser.add_argument("--vector-lr", type=float, default=3e-3, help="AdamW, for embedding, biases and norms")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=DEFAULT_FOLDER)
+    parser.add_argument("--checkpoint", type=Path, default=Path("bundled_model_checkpoint.pt"))
+    parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
+    parser.add_argument("--save-every", type=int, default=200)
+    parser.add_argument("--extra-text", type=Path, help="a text file to mix in as documents (one in twenty)")
+    parser.add_argument("--loss-curve", type=Path, default=HERE / "loss_curve.json")
+    return parser.parse_args()
+
+
+def stage_steps(stages: str) -> list[tuple[int, int]]:
+    """For each step its context length and number of rows."""
+    parsed = [tuple(map(int, stage.split("x"))) for stage in stages.split(",")]
+    return [(context, rows) for context, rows, steps in parsed for _ in range(steps)]
+
+
+def pack_row(rng: Random, tokenizer: Tokenizer, context: int, drill: float, extra_text: str) -> tuple[list[int], list[float]]:
+    """Documents end to end, cut at `context` + 1 tokens; every other row opens with one long recall document.
+    `drill` is the share of rows that hold drills only."""
+    token_ids: list[int] = []
+    weights: list[float] = []
+    is_drill = rng.random() < drill
+    while len(token_ids) <= context:
+        if extra_text and rng.random() < 0.05:
+            start = rng.randrange(len(extra_text))
+            segments = [(extra_text[start : start + 600], data.CONTEXT)]
+        else:
+            kind = "drill" if is_drill else "recall" if not token_ids and rng.random() < 0.5 else "any"
+            segments = data.training_document(rng, int(context * rng.uniform(0.5, 0.95)), kind)
+        for encoding, (_, weight) in zip(tokenizer.encode_batch([text for text, _ in segments]), segments):
+            token_ids += encoding.ids
+            weights += [weight] * len(encoding.ids)
+    return token_ids[: context + 1], weights[: context + 1]
+
+
+def make_batch(rng: Random, tokenizer: Tokenizer, context: int, num_rows: int, drill: float, extra_text: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, targets and loss weights, each [num_rows, context]."""
+    rows = [pack_row(rng, tokenizer, context, drill, extra_text) for _ in range(num_rows)]
+    token_ids = torch.tensor([ids for ids, _ in rows])
+    weights = torch.tensor([weights for _, weights in rows])[:, 1:]
+    given = weights == data.CONTEXT
+    kept = torch.rand(weights.shape) < CONTEXT_KEPT
+    weights = torch.where(given, kept * (data.CONTEXT / CONTEXT_KEPT), weights)
+    return token_ids[:, :-1], token_ids[:, 1:], weights
+
+
+def weighted_loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, float]:
+    """The loss over the positions that have a weight, and the share of checkable tokens that were guessed right."""
+    selected = weights > 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = model.model(inputs, use_cache=False).last_hidden_state[selected]  # [num_selected, hidden_size]
+        logits = model.lm_head(hidden)
+    losses = F.cross_entropy(logits.float(), targets[selected], reduction="none")
+    weights = weights[selected]
+    is_answer = weights == data.ANSWER
+    accuracy = (logits[is_answer].argmax(-1) == targets[selected][is_answer]).float().mean().item()
+    return (losses * weights).sum() / weights.sum(), accuracy
+
+
+def make_optimizers(model: torch.nn.Module, matrix_lr: float, vector_lr: float) -> list[torch.optim.Optimizer]:
+    matrices = [parameter for name, parameter in model.named_parameters() if parameter.ndim == 2 and "embed" not in name]
+    vectors = [parameter for name, parameter in model.named_parameters() if parameter.ndim == 1 or "embed" in name]
+    return [torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(vectors, lr=vector_lr, betas=(0.9, 0.98), weight_decay=0.0)]
+
+
+def learning_rate_factor(step: int, num_steps: int, decay_steps: int, warmup_steps: int = 50) -> float:
+    """Up in a moment, flat, then straight down to nothing."""
+    return min((step + 1) / warmup_steps, 1.0, (num_steps - step) / decay_steps)
+
+
+def train_step(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], batch: tuple, factor: float) -> tuple[float, float]:
+    loss, accuracy = weighted_loss(model, *batch)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item(), accuracy
+
+
+def train(arguments: argparse.Namespace) -> None:
+    torch.manual_seed(arguments.seed)
+    tokenizer = export.train_tokenizer(arguments.seed)
+    model = export.build_model().train()
+    optimizers = make_optimizers(model, arguments.matrix_lr, arguments.vector_lr)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    curve, first_step, num_tokens, seconds = [], 0, 0, 0.0
+    if arguments.resume:
+        state = torch.load(arguments.checkpoint, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, optimizer_state in zip(optimizers, state["optimizers"]):
+            optimizer.load_state_dict(optimizer_state)
+        first_step, curve, num_tokens, seconds = (state[key] for key in ("step", "curve", "num_tokens", "seconds"))
+    extra_text = arguments.extra_text.read_text(encoding="utf-8") if arguments.extra_text else ""
+    steps = stage_steps(arguments.stages)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(steps)} steps, {tokenizer.get_vocab_size()} tokens", flush=True)
+    start = time.monotonic() - seconds
+    for step in range(first_step, len(steps)):
+        context, num_rows = steps[step]
+        drill = 1.0 if step < arguments.drill_steps else 0.1
+        batch = make_batch(Random(f"{arguments.seed} {step}"), tokenizer, context, num_rows, drill, extra_text)
+        loss, accuracy = train_step(model, optimizers, batch, learning_rate_factor(step, len(steps), arguments.decay_steps))
+        num_tokens += context * num_rows
+        curve.append([step, context, round(loss, 4), round(accuracy, 4)])
+        if step % 20 == 0:
+            recent = curve[-20:]
+            print(f"step {step} context {context} loss {sum(c[2] for c in recent) / len(recent):.3f} "
+                  f"answers {sum(c[3] for c in recent) / len(recent):.3f} tokens {num_tokens / 1e6:.2f}M {time.monotonic() - start:.0f}s", flush=True)
+        if (step + 1) % arguments.save_every == 0 or step + 1 == len(steps):
+            state = dict(model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers], step=step + 1, curve=curve,
+                         num_tokens=num_tokens, seconds=time.monotonic() - start)
+            torch.save(state, arguments.checkpoint)
+            torch.save(state, arguments.checkpoint.with_suffix(f".{step + 1}.pt"))
+            export.export_model(model, tokenizer, arguments.output)
+            write_curve(arguments, state)
+
+
+def write_curve(arguments: argparse.Namespace, state: dict) -> None:
+    """Means over twenty steps; the settings beside them."""
+    rows = [state["curve"][start : start + 20] for start in range(0, len(state["curve"]), 20)]
+    means = [[row[0][0], row[0][1], round(sum(c[2] for c in row) / len(row), 4), round(sum(c[3] for c in row) / len(row), 4)] for row in rows]
+    settings = {key: value for key, value in vars(arguments).items() if isinstance(value, (str, int, float))}
+    content = dict(settings=settings, num_tokens=state["num_tokens"], seconds=round(state["seconds"]),
+                   columns=["first step of twenty", "context", "loss", "answer token accuracy"])
+    text = json.dumps(content, indent=1)[:-2] + ',\n "curve": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in means) + "\n ]\n}\n"
+    arguments.loss_curve.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    train(parse_arguments())

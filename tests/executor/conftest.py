@@ -1,0 +1,48 @@
+"""Fixtures of the executor's tests: tiny checkpoints and transformers' own model of each, made once per session.
+May know: tests/tiny_models.py, transformers.
+Must not know: what a test compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from quire.tests.tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """The machine is shared; and one thread's order of summation is always the same."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Callable[..., Path]:
+    """tiny(kind, **arguments of save_tiny_model) -> the checkpoint's directory, the same one for the same arguments."""
+    made: dict[str, Path] = {}
+
+    def make(kind: str = "qwen2", **arguments) -> Path:
+        key = repr((kind, sorted(arguments.items())))
+        if key not in made:
+            made[key] = save_tiny_model(tmp_path_factory.mktemp(kind), kind, **arguments)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Callable[..., torch.nn.Module]:
+    """oracle(directory, dtype) -> transformers' model of a checkpoint."""
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.disable_progress_bar()
+    loaded: dict[tuple[Path, torch.dtype], torch.nn.Module] = {}
+
+    def load(directory: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+        if (directory, dtype) not in loaded:
+            loaded[directory, dtype] = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+        return loaded[directory, dtype]
+
+    return load

@@ -1,0 +1,167 @@
+"""Plays the scheduler for an Executor: whole or chunked prompts, batches of requests, their tokens and log-probabilities.
+May know: the executor's interface, the messages, the configuration.
+Must not know: how the executor computes, transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from quire.executor.executor import Executor
+from quire.ipc.config import EngineConfig, config_fields
+from quire.ipc.messages import Array, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from quire.ipc.params import SamplingParams
+
+
+def make_config(model: str | Path, hf_overrides: dict | None = None, **arguments) -> EngineConfig:
+    """A resolved configuration for the model in a directory. `arguments` are the flat names of EngineArgs."""
+    hf_config = json.loads((Path(model) / "config.json").read_text()) | (hf_overrides or {})
+    defaults = {
+        "max_model_len": 256, "dtype": "float32", "device": "cpu", "num_threads": 1, "max_num_seqs": 8, "max_num_batched_tokens": 2048,
+        "kv_cache_memory_bytes": 2**24,
+    }  # fmt: skip
+    sections: dict[str, dict] = {"model_config": {"hf_config": hf_config}}
+    fields = config_fields()
+    for name, value in {**defaults, "model": str(model), **arguments}.items():
+        sections.setdefault(fields[name][0], {})[name] = value
+    return msgspec.convert(sections, EngineConfig)
+
+
+def start_executor(model: str | Path, hf_overrides: dict | None = None, **arguments) -> Executor:
+    """An executor with its model loaded and its cache made."""
+    executor = Executor(make_config(model, hf_overrides, **arguments))
+    executor.load_model(lambda stage, fraction: None)
+    executor.initialize_kv_cache(executor.determine_num_blocks())
+    return executor
+
+
+def to_numpy(array: Array) -> np.ndarray:
+    return np.frombuffer(array.data, array.dtype).reshape(array.shape)
+
+
+def greedy(**arguments) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "seed": 0, **arguments})
+
+
+@dataclass
+class Row:
+    """One request as the driver sees it."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    slot: int
+    output: list[int] = field(default_factory=list)
+    logprobs: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)  # per token: ids [k + 1], logprobs [k + 1], rank
+    block_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+
+class Driver:
+    """A scheduler without a policy: the test says what is scheduled. Blocks are handed out from the top down, never reordered."""
+
+    def __init__(self, executor: Executor, num_blocks: int | None = None):
+        self.executor = executor
+        self.block_size = executor.worker.config.cache_config.block_size
+        max_num_seqs = executor.worker.config.scheduler_config.max_num_seqs
+        self.free_slots = list(range(max_num_seqs))
+        self.free_blocks = list(range(1, num_blocks or executor.determine_num_blocks()))
+        self.rows: dict[str, Row] = {}
+        self.entering: list[Row] = []
+        self.freed: list[int] = []
+        self.num_steps = 0
+
+    def add(self, request_id: str, prompt: list[int], params: SamplingParams | None = None) -> Row:
+        row = self.rows[request_id] = Row(request_id, list(prompt), params or greedy(), self.free_slots.pop())
+        self.entering.append(row)
+        return row
+
+    def free(self, row: Row) -> None:
+        """The request leaves; its slot and blocks are the next to be handed out."""
+        del self.rows[row.request_id]
+        self.freed.append(row.slot)
+        self.free_slots.append(row.slot)
+        self.free_blocks += row.block_ids
+
+    def preempt(self, row: Row) -> Row:
+        """The request leaves and enters again in another slot, its output so far as part of its tokens."""
+        other = self.free_slots.pop(0)
+        self.free(row)
+        row.slot, row.block_ids, row.num_computed = other, [], 0
+        self.free_slots.remove(other) if other in self.free_slots else None
+        self.rows[row.request_id] = row
+        self.entering.append(row)
+        return row
+
+    def step(self, scheduled: dict[str, int]) -> ModelRunnerOutput:
+        """Computes so many tokens of each named request and books what comes back."""
+        rows = [self.rows[name] for name in scheduled]
+        new_block_ids = [self._grow(row, count) for row, count in zip(rows, scheduled.values())]
+        entering = [row for row in self.entering if row in rows]
+        self.entering = [row for row in self.entering if row not in rows]
+        message = SchedulerOutput(
+            step=self.num_steps,
+            slots=[row.slot for row in rows],
+            num_scheduled_tokens=list(scheduled.values()),
+            num_computed_tokens=[row.num_computed for row in rows],
+            new_block_ids=new_block_ids,
+            new_requests=[NewRequestData(row.slot, row.request_id, row.prompt + row.output, len(row.prompt), row.params) for row in entering],
+            freed_slots=self.freed,
+        )
+        self.freed, self.num_steps = [], self.num_steps + 1
+        result = self.executor.execute_model(message)
+        self._book(rows, list(scheduled.values()), result)
+        return result
+
+    def _grow(self, row: Row, count: int) -> list[int]:
+        needed = -(-(row.num_computed + count) // self.block_size) - len(row.block_ids)
+        new = [self.free_blocks.pop() for _ in range(needed)]
+        row.block_ids += new
+        return new
+
+    def _book(self, rows: list[Row], counts: list[int], result: ModelRunnerOutput) -> None:
+        assert len(result.num_sampled) == len(rows)
+        assert sum(result.num_sampled) == len(result.token_ids)
+        tokens = iter(result.token_ids)
+        logprobs = {entry.slot: entry for entry in result.logprobs}
+        for row, count, num_sampled in zip(rows, counts, result.num_sampled):
+            row.num_computed += count
+            row.error = result.errors.get(row.slot, row.error)
+            assert num_sampled == 0 or row.num_computed == row.num_tokens, "sampled before the prompt was complete"
+            for _ in range(num_sampled):
+                row.output.append(next(tokens))
+                if row.params.logprobs is not None:
+                    entry = logprobs[row.slot]
+                    row.logprobs.append((to_numpy(entry.token_ids)[0], to_numpy(entry.logprobs)[0], int(to_numpy(entry.ranks)[0])))
+
+    def run(self, max_tokens: int, chunk: Callable[[Row], int] | None = None) -> None:
+        """Steps all requests together, `chunk(row)` prompt tokens at a time (default: the whole prompt), until each has max_tokens."""
+        while True:
+            scheduled = {}
+            for row in self.rows.values():
+                if row.error is None and len(row.output) < max_tokens:
+                    left = row.num_tokens - row.num_computed
+                    scheduled[row.request_id] = left if chunk is None else min(left, chunk(row))
+            if not scheduled:
+                return
+            self.step(scheduled)
+
+
+def generate(
+    executor: Executor, prompts: list[list[int]], max_tokens: int, params: SamplingParams | None = None, chunk: Callable[[Row], int] | None = None
+) -> list[Row]:
+    """Runs the prompts as one batch, and leaves the executor's slots free for the next."""
+    driver = Driver(executor)
+    rows = [driver.add(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
+    driver.run(max_tokens, chunk)
+    executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows]))
+    return rows

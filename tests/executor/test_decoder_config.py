@@ -1,0 +1,74 @@
+"""config.json: what is read, what is refused, what is warned about.
+May know: the keys of transformers' configs.
+Must not know: layers, weights."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from quire.executor.decoder_config import parse_decoder_config
+from quire.ipc.errors import ModelLoadError
+from quire.tests.tiny_models import KINDS, make_tiny_config
+
+MINIMAL = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+def test_defaults_are_transformers_own():
+    config = parse_decoder_config(MINIMAL)
+    assert (config.num_key_value_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
+    assert not (config.tie_word_embeddings or config.attention_bias or config.mlp_bias)
+    assert config.rope == {"rope_type": "default", "rope_theta": 10000.0}
+    assert parse_decoder_config(MINIMAL, default_head_dim=128).head_dim == 128
+    assert parse_decoder_config({**MINIMAL, "head_dim": 24}, default_head_dim=128).head_dim == 24
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_configs_that_transformers_writes_need_no_warning(kind, caplog):
+    with caplog.at_level(logging.WARNING):
+        parse_decoder_config(make_tiny_config(kind).to_dict())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("key", MINIMAL)
+def test_a_missing_key_is_named(key):
+    with pytest.raises(ModelLoadError, match=f"lacks {key}"):
+        parse_decoder_config({name: value for name, value in MINIMAL.items() if name != key})
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
+        ({"use_sliding_window": True, "sliding_window": 512}, "use_sliding_window=True"),
+        ({"sliding_window": 512}, "sliding_window=512 is not supported unless use_sliding_window is false"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types of sliding_attention"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({"residual_multiplier": 0.2}, "residual_multiplier=0.2 is not supported; supported: 1.0"),
+        ({"num_experts": 8}, "num_experts=8"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
+        ({"head_dim": 15}, "head_dim must be even"),
+        ({"hidden_size": "64"}, "hidden_size must be a positive integer, got '64'"),
+        ({"vocab_size": -1}, "vocab_size must be a positive integer"),
+    ],
+)
+def test_what_would_change_the_mathematics_is_refused(override, message):
+    with pytest.raises(ModelLoadError, match=message):
+        parse_decoder_config({**MINIMAL, "head_dim": 16, **override})
+
+
+def test_neutral_values_and_honoured_keys_pass():
+    neutral = {"residual_multiplier": 1.0, "use_sliding_window": False, "sliding_window": 4096, "quantization_config": None, "hidden_act": "silu"}
+    assert parse_decoder_config({**MINIMAL, **neutral, "mlp_bias": True}, honours=("mlp_bias",)).mlp_bias
+
+
+def test_unknown_keys_are_warned_about(caplog):
+    with caplog.at_level(logging.WARNING):
+        parse_decoder_config({**MINIMAL, "wobble": 3})
+    assert "wobble" in caplog.text

@@ -1,0 +1,49 @@
+"""The executor's interface as the engine core uses it.
+May know: executor.py, the driver, tiny checkpoints.
+Must not know: workers' insides."""
+
+from __future__ import annotations
+
+import pytest
+from quire.executor.executor import Executor
+from quire.ipc.errors import InvalidParameterError
+from quire.tests.executor.driver import generate, make_config, start_executor
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_more_ranks_than_one_are_refused(tiny, name):
+    with pytest.raises(InvalidParameterError, match=f"{name}: must be 1: more ranks than one are not supported yet, got 2"):
+        Executor(make_config(tiny(), **{name: 2}))
+
+
+def test_life_of_an_executor(tiny):
+    executor = Executor(make_config(tiny("llama"), max_num_seqs=2, max_model_len=64))
+    with pytest.raises(RuntimeError, match="has no model"):
+        executor.check_health()
+    stages = set()
+    executor.load_model(lambda stage, fraction: stages.add(stage))
+    assert stages == {"load weights"}
+    num_blocks = executor.determine_num_blocks()
+    assert executor.initialize_kv_cache(num_blocks) == num_blocks * executor.worker.block_bytes
+    executor.check_health()
+    executor.execute_dummy_batch()
+    (row,) = generate(executor, [[1, 2, 3]], 5)
+    assert len(row.output) == 5
+    executor.shutdown()
+    executor.shutdown()
+    with pytest.raises(RuntimeError, match="has no model"):
+        executor.check_health()
+
+
+def test_collective_rpc_asks_every_rank(tiny):
+    executor = start_executor(tiny())
+    assert executor.collective_rpc("determine_num_blocks") == [executor.determine_num_blocks()]
+    assert executor.collective_rpc("execute_dummy_batch") == [None]
+    with pytest.raises(AttributeError, match="no_such_method"):
+        executor.collective_rpc("no_such_method")
+
+
+def test_two_executors_live_side_by_side(tiny):
+    a, b = start_executor(tiny("qwen2")), start_executor(tiny("qwen3"))
+    alone = [generate(executor, [[5, 6, 7]], 6)[0].output for executor in (a, b)]
+    assert [generate(executor, [[5, 6, 7]], 6)[0].output for executor in (b, a)] == alone[::-1]

@@ -1,0 +1,87 @@
+"""The slots' tables: entry, growth, reuse, and which parameters are refused.
+May know: input_batch.py, the messages.
+Must not know: the model, torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from quire.executor.input_batch import NO_LOGPROBS, InputBatch, find_unsupported
+from quire.ipc.messages import NewRequestData
+from quire.ipc.params import SamplingParams
+
+
+def make_batch() -> InputBatch:
+    return InputBatch(max_num_seqs=4, max_model_len=50, block_size=16)
+
+
+def request(slot: int, token_ids: list[int], **params) -> NewRequestData:
+    return NewRequestData(slot, f"r{slot}", token_ids, len(token_ids), SamplingParams(**{"seed": 7, **params}))
+
+
+def test_a_request_fills_its_row():
+    batch = make_batch()
+    batch.add(request(2, [5, 6, 7], temperature=0.5, top_k=9, top_p=0.25, min_p=0.125, seed=2**63 - 1, logprobs=3))
+    assert batch.token_ids[2, :3].tolist() == [5, 6, 7] and batch.num_tokens.tolist() == [0, 0, 3, 0]
+    columns = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds, batch.num_logprobs)
+    assert [column[2] for column in columns] == [0.5, 9, 0.25, 0.125, 2**63 - 1, 3]
+    batch.add(request(1, [1], top_k=-1))
+    assert batch.top_k[1] == 0 and batch.num_logprobs[1] == NO_LOGPROBS
+
+
+def test_top_k_beyond_32_bits_means_all():
+    batch = make_batch()
+    batch.add(request(0, [1], top_k=2**40))
+    assert batch.top_k[0] == 2**31 - 1
+
+
+def test_blocks_and_tokens_are_appended():
+    batch = make_batch()
+    batch.add(request(3, [1, 2]))
+    batch.append_blocks(3, [9, 4])
+    batch.append_blocks(3, [7])
+    batch.append_blocks(3, [])
+    assert batch.block_tables[3, : batch.num_blocks[3]].tolist() == [9, 4, 7]
+    batch.add(request(0, [8]))
+    batch.append_tokens(np.array([3, 0]), np.array([11, 12]))
+    assert batch.token_ids[3, :3].tolist() == [1, 2, 11] and batch.token_ids[0, :2].tolist() == [8, 12]
+    assert batch.num_tokens[[3, 0]].tolist() == [3, 2]
+
+
+def test_the_longest_sequence_fits():
+    batch = make_batch()
+    batch.add(request(0, list(range(49))))
+    batch.append_blocks(0, [1, 2, 3, 4])
+    batch.append_tokens(np.array([0]), np.array([5]))
+    assert batch.num_tokens[0] == 50
+
+
+def test_a_slot_is_reused():
+    batch = make_batch()
+    batch.add(request(1, [1, 2, 3], logprobs=2, presence_penalty=1.0))
+    batch.append_blocks(1, [5])
+    batch.remove(1)
+    batch.add(request(1, [4]))
+    batch.append_blocks(1, [8])
+    assert batch.num_tokens[1] == 1 and batch.block_tables[1, : batch.num_blocks[1]].tolist() == [8]
+    assert batch.num_logprobs[1] == NO_LOGPROBS and not batch.refusals
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presence_penalty", 0.5), ("frequency_penalty", -0.5), ("repetition_penalty", 1.1), ("logit_bias", {3: 1.0}),
+        ("allowed_token_ids", [1]), ("bad_words", ["x"]), ("prompt_logprobs", 0),
+    ],
+)  # fmt: skip
+def test_what_the_runner_cannot_do_is_named(name, value):
+    assert find_unsupported(SamplingParams(seed=0, **{name: value})) == f"{name}: is not supported yet"
+    batch = make_batch()
+    batch.add(request(0, [1], **{name: value}))
+    assert batch.refusals == {0: f"{name}: is not supported yet"}
+
+
+def test_unresolved_seed_and_pooling_are_named():
+    assert find_unsupported(SamplingParams(seed=0)) is None
+    assert find_unsupported(SamplingParams()).startswith("seed: ")
+    assert find_unsupported(None).startswith("pooling_params: ")

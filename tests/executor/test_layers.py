@@ -1,0 +1,67 @@
+"""The factory and its layers: merged projections, names of weights, packing.
+May know: layers.py, a table of operations.
+Must not know: architectures, files."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from quire.executor.layers import LayerFactory
+from quire.kernels import registry
+
+
+def make_factory(dtype: torch.dtype = torch.float32) -> LayerFactory:
+    return LayerFactory(registry.select("cpu", dtype), dtype, torch.device("cpu"))
+
+
+def fill(layer) -> dict[str, torch.Tensor]:
+    """Random values through the views that the loader would fill; returns copies of them."""
+    generator = torch.Generator().manual_seed(0)
+    table = dict(layer.weights("p."))
+    for tensor in table.values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return {name: tensor.clone() for name, tensor in table.items()}
+
+
+def test_merged_linear_is_its_shards_side_by_side():
+    make = make_factory()
+    layer = make.linear(32, {"q_proj": 16, "k_proj": 8, "v_proj": 8}, bias=True)
+    weights = fill(layer)
+    assert list(weights) == [f"p.{name}_proj.{kind}" for name in "qkv" for kind in ("weight", "bias")]
+    make.finish()
+    x = torch.randn(5, 32)
+    expected = torch.cat([F.linear(x, weights[f"p.{name}_proj.weight"], weights[f"p.{name}_proj.bias"]) for name in "qkv"], dim=-1)
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_row_linear_and_bias():
+    make = make_factory()
+    plain, biased = make.row_linear("o_proj", 16, 32), make.row_linear("down_proj", 16, 32, bias=True)
+    assert list(fill(plain)) == ["p.o_proj.weight"] and list(fill(biased)) == ["p.down_proj.weight", "p.down_proj.bias"]
+    make.finish()
+    assert plain(torch.randn(3, 16)).shape == biased(torch.randn(3, 16)).shape == (3, 32)
+
+
+def test_tied_head_is_the_embedding():
+    make = make_factory(torch.bfloat16)
+    embedding = make.embedding("embed_tokens", 48, 32)
+    head = make.tied_head("lm_head", embedding)
+    weight = fill(embedding)["p.embed_tokens.weight"]
+    assert list(dict(head.weights(""))) == ["lm_head.weight"]
+    make.finish()
+    hidden = torch.randn(2, 32).bfloat16()
+    torch.testing.assert_close(head(hidden), F.linear(hidden, weight))
+    assert torch.equal(embedding(torch.tensor([47, 0], dtype=torch.int32)), weight[[47, 0]])
+
+
+def test_norm_and_its_fused_form():
+    make = make_factory()
+    norm = make.rms_norm("norm", 32, 1e-5)
+    weight = fill(norm)["p.norm.weight"]
+    x, residual = torch.randn(4, 32), torch.randn(4, 32)
+    total = x + residual
+    expected = F.rms_norm(total, (32,), weight, 1e-5)
+    torch.testing.assert_close(norm(total), expected)
+    norm.add(x, residual)
+    torch.testing.assert_close(residual, total)
+    torch.testing.assert_close(x, expected)

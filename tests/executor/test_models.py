@@ -1,0 +1,120 @@
+"""Every architecture against transformers: same weights, greedy, fp32, token for token; bf16 within transformers' own error.
+May know: the driver, tiny checkpoints, transformers.
+Must not know: how the executor computes."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from quire.executor.models import find_model_class, register_model
+from quire.executor.models.llama import LlamaForCausalLM
+from quire.ipc.errors import ModelLoadError
+from quire.tests.executor.driver import Row, generate, greedy, start_executor
+
+BLOCK_SIZE = 16
+LENGTHS = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1)
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+VARIANTS = {
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-no-gqa": ("qwen2", {"num_key_value_heads": 4}),
+    "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
+    "qwen2-dynamic": ("qwen2", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied-mqa": ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "qwen3-linear": ("qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}),
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("llama", {"head_dim": 32}),
+    "llama-odd-vocab": ("llama", {"vocab_size": 307}),
+    "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-old-rope": ("llama", {"rope_theta": 2000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+    "llama-yarn": ("llama", {"rope_parameters": {**YARN, "beta_fast": 16, "mscale": 1.2, "mscale_all_dim": 0.7}}),
+}
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(256), k=length)
+
+
+@torch.inference_mode()
+def oracle_logprobs(model: torch.nn.Module, row: Row) -> torch.Tensor:
+    """[output tokens, vocab] f32: transformers' distribution before each token that the row generated."""
+    logits = model(torch.tensor([row.prompt + row.output])).logits[0].float()
+    return logits.log_softmax(-1)[len(row.prompt) - 1 : -1]
+
+
+def assert_same_as_oracle(row: Row, expected: torch.Tensor) -> None:
+    """Greedy in one forward pass: every token is the argmax after its predecessors, hence the whole is transformers' greedy output."""
+    assert row.error is None
+    assert row.output == expected.argmax(-1).tolist()
+    for (ids, logprobs, rank), reference in zip(row.logprobs, expected.numpy(), strict=True):
+        assert rank == 1
+        np.testing.assert_allclose(logprobs, reference[ids], atol=1e-4)
+        np.testing.assert_allclose(logprobs[1:], np.sort(reference)[::-1][: len(ids) - 1], atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_token_exact_with_transformers(variant, tiny, oracle):
+    kind, overrides = VARIANTS[variant]
+    directory = tiny(kind, **overrides)
+    executor = start_executor(directory, block_size=BLOCK_SIZE)
+    rows = generate(executor, [random_prompt(n, seed=n) for n in LENGTHS], 20, greedy(logprobs=4))
+    for row in rows:
+        assert_same_as_oracle(row, oracle_logprobs(oracle(directory), row))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_long_prompt_is_token_exact(kind, tiny, oracle):
+    directory = tiny(kind)
+    executor = start_executor(directory, block_size=BLOCK_SIZE, max_model_len=2048)
+    (row,) = generate(executor, [random_prompt(1500, seed=5)], 16, greedy(logprobs=2))
+    assert_same_as_oracle(row, oracle_logprobs(oracle(directory), row))
+
+
+def test_greedy_equals_generate_of_transformers(tiny, oracle):
+    """The shortcut of assert_same_as_oracle, checked once against transformers' own loop."""
+    directory, prompt = tiny("qwen3"), random_prompt(40, seed=3)
+    (row,) = generate(start_executor(directory), [prompt], 24)
+    generated = oracle(directory).generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, 40, dtype=torch.long), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert row.output == generated[0, 40:].tolist()
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_bfloat16_is_within_transformers_own_error(kind, tiny, oracle):
+    """Both in bf16 against transformers in fp32, on the same tokens: our error is not larger than theirs by more than chance."""
+    directory = tiny(kind, dtype="bfloat16")
+    executor = start_executor(directory, dtype="bfloat16")
+    ours, theirs = [], []
+    for row in generate(executor, [random_prompt(n, seed=n) for n in (1, 17, 60, 120)], 24, greedy(logprobs=8)):
+        exact, rounded = (oracle_logprobs(oracle(directory, dtype), row).numpy() for dtype in (torch.float32, torch.bfloat16))
+        for i, (ids, logprobs, _) in enumerate(row.logprobs):
+            ours.append(logprobs - exact[i][ids])
+            theirs.append(rounded[i][ids] - exact[i][ids])
+    root_mean_square = [float(np.sqrt(np.mean(np.square(errors)))) for errors in (ours, theirs)]
+    assert 0 < root_mean_square[0] <= 1.15 * root_mean_square[1]
+
+
+def test_unknown_architecture_lists_the_known_ones():
+    with pytest.raises(ModelLoadError, match="MambaForCausalLM.*supported: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"):
+        find_model_class({"architectures": ["MambaForCausalLM"]})
+    with pytest.raises(ModelLoadError, match="names no architecture"):
+        find_model_class({})
+
+
+def test_a_model_can_be_registered_from_outside(tiny, monkeypatch):
+    monkeypatch.setattr("quire.executor.models._MODELS", {})
+    register_model("MyLlama", LlamaForCausalLM)
+    (row,) = generate(start_executor(tiny("llama"), {"architectures": ["Unknown", "MyLlama"]}), [[1, 2, 3]], 4)
+    assert len(row.output) == 4

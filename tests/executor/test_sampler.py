@@ -1,0 +1,90 @@
+"""From logits to tokens: parameters reach the operation by slot, log-probabilities have the wire's form, bad rows stay alone.
+May know: sampler.py, the slots' tables, the table of operations.
+Must not know: models; whether the draw itself is right (tests/kernels)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from quire.executor.input_batch import InputBatch
+from quire.executor.sampler import Sampler
+from quire.ipc.messages import NewRequestData
+from quire.ipc.params import SamplingParams
+from quire.kernels import registry
+from quire.tests.executor.driver import to_numpy
+
+VOCAB_SIZE = 40
+OPS = registry.select("cpu", torch.float32)
+
+
+def make_batch(*rows: dict) -> InputBatch:
+    """Slot i holds i + 1 tokens and the i-th row's parameters."""
+    batch = InputBatch(8, 64, 16)
+    for slot, params in enumerate(rows):
+        batch.add(NewRequestData(slot, f"r{slot}", [1] * (slot + 1), 1, SamplingParams(**{"seed": slot, **params})))
+    return batch
+
+
+def make_logits(num_rows: int) -> torch.Tensor:
+    return 2 * torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
+
+
+def test_greedy_is_argmax_in_any_company():
+    logits = make_logits(4)
+    greedy, mixed = make_batch(*[{"temperature": 0.0}] * 4), make_batch({"temperature": 0.0}, {}, {"temperature": 0.0}, {"top_k": 3})
+    slots = np.arange(4)
+    assert Sampler(OPS)(logits, greedy, slots).token_ids.tolist() == logits.argmax(-1).tolist()
+    assert Sampler(OPS)(logits, mixed, slots).token_ids[[0, 2]].tolist() == logits.argmax(-1)[[0, 2]].tolist()
+
+
+def test_a_row_depends_on_its_slot_alone():
+    """The same logits, seeds and positions give the same tokens in another order and in smaller batches."""
+    rows = [{}, {"temperature": 0.7, "top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2, "temperature": 1.4}, {"temperature": 0.0}]
+    batch, logits, sampler = make_batch(*rows), make_logits(5), Sampler(OPS)
+    whole = sampler(logits, batch, np.arange(5)).token_ids
+    order = np.array([3, 0, 4, 2, 1])
+    assert sampler(logits[order], batch, order).token_ids.tolist() == whole[order].tolist()
+    for slot in range(5):
+        assert sampler(logits[slot : slot + 1], batch, np.array([slot])).token_ids.tolist() == [whole[slot]]
+
+
+def test_the_operation_gets_the_slots_parameters_and_the_new_tokens_position():
+    calls = []
+
+    class Ops:
+        @staticmethod
+        def sample_tokens(logits, *columns):
+            calls.append([column.tolist() for column in columns])
+            return torch.zeros(len(logits), dtype=torch.int64)
+
+    rows = [{"temperature": 0.5, "top_k": 4}, {"top_p": 0.5, "seed": 99}, {"min_p": 0.25}]
+    Sampler(Ops())(make_logits(2), make_batch(*rows), np.array([2, 1]))
+    assert calls == [[[1.0, 1.0], [0, 0], [1.0, 0.5], [0.25, 0.0], [2, 99], [3, 2]]]
+
+
+def test_logprobs_have_each_rows_own_k():
+    logits = make_logits(4)
+    output = Sampler(OPS)(logits, make_batch({"logprobs": 2}, {}, {"logprobs": 0}, {"logprobs": 5, "temperature": 0.0}), np.arange(4))
+    expected = logits.log_softmax(-1)
+    assert [entry.slot for entry in output.logprobs] == [0, 2, 3]
+    for entry, k in zip(output.logprobs, (2, 0, 5)):
+        assert (entry.token_ids.dtype, entry.logprobs.dtype, entry.ranks.dtype) == ("i4", "f4", "i4")
+        ids, values, (rank,) = to_numpy(entry.token_ids), to_numpy(entry.logprobs), to_numpy(entry.ranks)
+        assert ids.shape == values.shape == (1, k + 1)
+        row, sampled = expected[entry.slot], int(output.token_ids[entry.slot])
+        assert ids[0, 0] == sampled and rank == 1 + int((row > row[sampled]).sum())
+        np.testing.assert_allclose(values[0], row[ids[0].tolist()], atol=1e-5)
+        assert ids[0, 1:].tolist() == row.topk(k).indices.tolist()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_bad_row_is_named_and_touches_nobody(bad):
+    rows, slots = [{}, {"logprobs": 1}, {"temperature": 0.0}, {"logprobs": 1, "top_k": 3}], np.arange(4)
+    logits = make_logits(4)
+    clean = Sampler(OPS)(logits, make_batch(*rows), slots)
+    logits[1, 17] = bad
+    output = Sampler(OPS)(logits, make_batch(*rows), slots)
+    assert clean.bad_rows == [] and output.bad_rows == [1]
+    assert output.token_ids[[0, 2, 3]].tolist() == clean.token_ids[[0, 2, 3]].tolist()
+    assert output.logprobs == clean.logprobs[1:]

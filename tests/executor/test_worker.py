@@ -1,0 +1,108 @@
+"""The worker's memory arithmetic, the cache it makes, and what it refuses.
+May know: worker.py, the driver, tiny checkpoints.
+Must not know: what the model computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quire.executor.worker import Worker, plan_num_blocks
+from quire.ipc.errors import InvalidParameterError, ModelLoadError
+from quire.tests.executor.driver import make_config, start_executor
+
+BLOCK_BYTES = 1000
+PLENTY = 10**12
+
+
+def plan(tiny, free_bytes: int = PLENTY, **arguments) -> int:
+    defaults = {"max_model_len": 100, "max_num_seqs": 4, "block_size": 16, "kv_cache_memory_bytes": None}
+    return plan_num_blocks(make_config(tiny(), **{**defaults, **arguments}), BLOCK_BYTES, free_bytes)
+
+
+def test_no_more_than_all_sequences_need(tiny):
+    assert plan(tiny) == 1 + 4 * 7  # 100 tokens take 7 blocks of 16; block 0 is the null block
+    assert plan(tiny, max_model_len=96) == 1 + 4 * 6
+    assert plan(tiny, max_num_seqs=1, block_size=128) == 1 + 1
+
+
+def test_no_more_than_two_fifths_of_what_is_free(tiny):
+    assert plan(tiny, free_bytes=50_000) == 20
+    assert plan(tiny, free_bytes=49_999) == 19
+    assert plan(tiny, free_bytes=20_000) == 8  # one sequence and the null block
+
+
+def test_given_bytes_and_given_blocks_override(tiny):
+    assert plan(tiny, free_bytes=0, kv_cache_memory_bytes=12_999) == 12
+    assert plan(tiny, kv_cache_memory_bytes=10**6) == 1000  # more than all sequences need: room for the prefix cache
+    assert plan(tiny, free_bytes=0, num_gpu_blocks_override=9) == 9
+    assert plan(tiny, kv_cache_memory_bytes=12_999, num_gpu_blocks_override=11) == 11
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parameter", "blocks", "fitting"),
+    [
+        ({"free_bytes": 19_999}, "kv_cache_memory_bytes", 7, 96),
+        ({"free_bytes": 0}, "kv_cache_memory_bytes", 0, 0),
+        ({"kv_cache_memory_bytes": 7_999}, "kv_cache_memory_bytes", 7, 96),
+        ({"num_gpu_blocks_override": 3}, "num_gpu_blocks_override", 3, 32),
+    ],
+)
+def test_one_sequence_must_fit(tiny, arguments, parameter, blocks, fitting):
+    with pytest.raises(InvalidParameterError) as caught:
+        plan(tiny, **arguments)
+    assert caught.value.parameter == parameter
+    for figure in (
+        "max_model_len=100 tokens needs 8 KV-cache blocks (8000 bytes)", f"room for {blocks} ({blocks * 1000} bytes)", f"{fitting} tokens",
+        "kv_cache_memory_bytes",
+    ):  # fmt: skip
+        assert figure in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "dtype", "per_token"), [("qwen2", "float32", 3 * 2 * 2 * 16 * 4), ("qwen3", "bfloat16", 3 * 2 * 2 * 24 * 2)])
+def test_cache_has_the_size_it_says(tiny, kind, dtype, per_token):
+    worker = Worker(make_config(tiny(kind), dtype=dtype, block_size=32))
+    worker.load_model(lambda stage, fraction: None)
+    assert worker.block_bytes == 32 * per_token
+    assert worker.initialize_kv_cache(21) == 21 * 32 * per_token
+    tensors = [tensor for layer in worker.model.attention_layers() for tensor in (layer.key_cache, layer.value_cache)]
+    assert sum(tensor.nbytes for tensor in tensors) == 21 * 32 * per_token
+    assert len({tensor.data_ptr() for tensor in tensors}) == 6
+    for tensor in tensors:
+        assert tensor.shape == (21, 32, 2, 16 if kind == "qwen2" else 24) and tensor.is_contiguous() and tensor.dtype == getattr(torch, dtype)
+        assert not tensor.any()
+
+
+def test_dummy_weights_need_no_files(tiny, tmp_path):
+    config = make_config(tiny(), load_format="dummy")
+    fractions = []
+    worker = Worker(make_config(tiny(), load_format="dummy"))
+    worker.load_model(lambda stage, fraction: fractions.append(fraction))
+    assert fractions[-1] == 1.0 and config.load_config.load_format == "dummy"
+    executor = start_executor(tiny(), load_format="dummy", seed=3)
+    executor.execute_dummy_batch()
+
+
+def test_threads_are_set(tiny):
+    assert Worker(make_config(tiny(), num_threads=1)).num_threads == torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": "cuda"}, "device: cuda is not supported yet; use cpu"),
+        ({"dtype": "float16"}, "dtype: float16 is not supported on a CPU"),
+    ],
+)
+def test_what_the_device_cannot_do_is_refused_before_loading(tiny, arguments, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        Worker(make_config(tiny(), **arguments))
+
+
+def test_unknown_kernel_and_architecture(tiny):
+    def load(hf_overrides=None, **arguments):
+        Worker(make_config(tiny(), hf_overrides, **arguments)).load_model(lambda stage, fraction: None)
+
+    with pytest.raises(InvalidParameterError, match="kernels: .*no_such_kernel"):
+        load(kernels={"rms_norm": "no_such_kernel"})
+    with pytest.raises(ModelLoadError, match="architecture GPT2LMHeadModel is not supported"):
+        load({"architectures": ["GPT2LMHeadModel"]})

@@ -1,0 +1,71 @@
+"""An engine with the fake executor, as a program: `python -P -m quire.tests.fake_engine`, started like the real one.
+May know: engine_proc.main, the fake executor.
+Must not know: any single test. What goes wrong on purpose is asked for in the configuration's hf_overrides."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from quire.core.engine_proc import main
+from quire.ipc.config import EngineConfig
+from quire.tests.fakes import FakeExecutor
+
+COMMAND = [sys.executable, "-P", "-m", "quire.tests.fake_engine"]
+
+
+class TroubledExecutor(FakeExecutor):
+    """hf_overrides: "delay_s" and "raise_at_step" as in FakeExecutor; "at_load": "fail" (ValueError), "die" (SIGKILL), "hang" or "exit"."""
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        self.trouble = config.model_config.hf_overrides
+        self.delay_s = self.trouble.get("delay_s", 0.0)
+        self.raise_at_step = self.trouble.get("raise_at_step")
+
+    def load_model(self, report) -> None:
+        report("load weights", 0.5)
+        trouble = self.trouble.get("at_load")
+        if trouble == "fail":
+            raise ValueError("these weights are made of cheese")
+        if trouble == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if trouble == "hang":
+            time.sleep(1000)
+        if trouble == "exit":
+            print("famous last words", file=sys.stderr, flush=True)
+            os._exit(7)
+        super().load_model(report)
+
+
+@contextmanager
+def daemon(directory: Path, config: EngineConfig):
+    """A daemon with the fake executor, listening in `directory`: yields (its address, its Popen)."""
+    address = f"ipc://{directory / 'engine.sock'}"
+    process = subprocess.Popen([*COMMAND, "--listen", address], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        process.stdin.write(msgspec.json.encode(config))
+        process.stdin.close()
+        wait_until(lambda: (directory / "engine.sock").exists() or process.poll() is not None)
+        yield address, process
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def wait_until(holds, timeout_s: float = 10.0) -> float:
+    """Returns the seconds it took until `holds()`; fails after `timeout_s`."""
+    begin = time.monotonic()
+    while not holds():
+        assert time.monotonic() - begin < timeout_s, "it did not come true in time"
+        time.sleep(0.005)
+    return time.monotonic() - begin
+
+
+if __name__ == "__main__":
+    sys.exit(main(make_executor=TroubledExecutor))

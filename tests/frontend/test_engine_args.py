@@ -1,0 +1,176 @@
+"""EngineArgs: every argument's check, and how defaults, "auto" and conflicts are resolved.
+May know: engine_args.py, the configuration tree.
+Must not know: engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from quire import EngineArgs, InvalidParameterError, ModelLoadError
+from quire.frontend import engine_args
+from quire.frontend.engine_args import describe_type, model_context
+from quire.ipc.config import EngineConfig, config_fields
+
+
+@pytest.fixture
+def model(tmp_path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 2048, "vocab_size": 100}))
+    return str(tmp_path)
+
+
+def test_every_field_is_an_argument_with_its_default() -> None:
+    args = EngineArgs()
+    assert set(vars(args)) == set(config_fields())
+    assert args.tree() == EngineConfig()
+    assert EngineArgs("m", max_num_seqs=3).max_num_seqs == 3
+    assert repr(EngineArgs("m", max_num_seqs=3)) == "EngineArgs(model='m', max_num_seqs=3)"
+    assert EngineArgs("m") == EngineArgs(model="m") != EngineArgs()
+    a, b = EngineArgs(), EngineArgs()
+    a.kernels["rms_norm"] = "reference"
+    assert b.kernels == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_model_length": 5}, "max_model_length: there is no such argument; did you mean max_model_len?"),
+        ({"zzz": 5}, "zzz: there is no such argument"),
+        ({"hf_config": {}}, "hf_config: there is no such argument"),
+        ({"max_model_len": 0}, "max_model_len: must be an integer, at least 1, or None, got 0"),
+        ({"max_num_seqs": True}, "max_num_seqs: must be an integer, at least 1, got True"),
+        ({"max_num_seqs": "4"}, "max_num_seqs: must be an integer, at least 1, got '4'"),
+        ({"seed": 2**63}, f"seed: must be an integer, at least 0, at most {2**63 - 1}, got {2**63}"),
+        ({"dtype": "int4"}, "dtype: must be one of 'auto', 'bfloat16', 'float16', 'float32', got 'int4'"),
+        ({"block_size": 7}, "block_size: must be one of 8, 16, 32, 64, 128, got 7"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: must be a number, more than 0.0, at most 1.0, got 1.5"),
+        ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization: must be a number, more than 0.0, at most 1.0, got nan"),
+        ({"startup_timeout_s": -1}, "startup_timeout_s: must be a number, more than 0, got -1"),
+        ({"enforce_eager": 1}, "enforce_eager: must be True or False, got 1"),
+        ({"kernels": {1: "a"}}, "kernels: must be a dict with string keys, got {1: 'a'}"),
+        ({"model": None}, "model: must be a string, got None"),
+    ],
+)
+def test_bad_arguments_name_the_parameter_and_its_range(arguments, message) -> None:
+    with pytest.raises(InvalidParameterError) as raised:
+        EngineArgs(**arguments)
+    assert str(raised.value) == message
+    assert raised.value.parameter == next(iter(arguments))
+
+
+def test_every_type_has_words() -> None:
+    for name, (_, field) in config_fields().items():
+        assert "different type" not in describe_type(field.type), name
+
+
+def test_resolution_leaves_no_auto(model) -> None:
+    config = EngineArgs(model).create_engine_config()
+    assert config.model_config.model == config.model_config.tokenizer == model
+    assert config.model_config.served_model_name == model
+    assert config.model_config.max_model_len == 2048
+    assert config.model_config.hf_config["vocab_size"] == 100
+    assert config.model_config.dtype in ("bfloat16", "float32")
+    assert config.load_config.load_format == "safetensors"
+    assert config.device_config.device == "cpu"
+    assert config.device_config.num_threads is None  # the engine counts the cores it may use
+    assert config.scheduler_config.max_num_batched_tokens == 2048
+    values = [getattr(getattr(config, section), name) for name, (section, _) in config_fields().items()]
+    assert "auto" not in values
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
+
+
+def test_the_bundled_model_is_the_default() -> None:
+    if not (Path(engine_args.__file__).parent / "bundled_model" / "config.json").exists():
+        pytest.skip("the bundled model is not there yet")
+    config = EngineArgs().create_engine_config()
+    assert config.model_config.served_model_name == "bundled"
+    assert config.model_config.max_model_len >= 2048
+
+
+@pytest.mark.parametrize(("features", "dtype"), [("fpu amx_bf16", "bfloat16"), ("avx512_bf16", "bfloat16"), ("avx2 fma", "float32")])
+def test_dtype_follows_the_processor(model, monkeypatch, tmp_path, features, dtype) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"flags\t\t: {features}\n")
+    monkeypatch.setattr(engine_args, "CPUINFO", cpuinfo)
+    assert EngineArgs(model).create_engine_config().model_config.dtype == dtype
+    monkeypatch.setattr(engine_args, "CPUINFO", tmp_path / "missing")
+    assert EngineArgs(model).create_engine_config().model_config.dtype == "float32"
+    assert EngineArgs(model, dtype="float16").create_engine_config().model_config.dtype == "float16"
+
+
+def test_context_length(model) -> None:
+    assert EngineArgs(model, max_model_len=2048).create_engine_config().model_config.max_model_len == 2048
+    with pytest.raises(InvalidParameterError, match="max_model_len: must be at most 2048, the context of the model, got 2049"):
+        EngineArgs(model, max_model_len=2049).create_engine_config()
+    scaled = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    assert EngineArgs(model, hf_overrides=scaled).create_engine_config().model_config.max_model_len == 4096
+    unknown = EngineArgs(model, hf_overrides={"max_position_embeddings": None})
+    with pytest.raises(InvalidParameterError, match="max_model_len: .* must be given"):
+        unknown.create_engine_config()
+    with pytest.raises(ModelLoadError, match="max_position_embeddings"):
+        EngineArgs(model, hf_overrides={"max_position_embeddings": "long"}).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "context"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 100, "max_seq_len": 50}, 50),
+        ({"max_position_embeddings": 100, "rope_scaling": None}, 100),
+        ({"max_position_embeddings": 100, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 100),
+        ({"max_position_embeddings": 100, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 100),
+        ({"max_position_embeddings": 100, "rope_scaling": {"type": "dynamic", "factor": 4}}, 400),
+        ({"max_position_embeddings": 100, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 400),
+        ({"max_position_embeddings": 400, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}}, 400),
+    ],
+)
+def test_model_context(hf_config, context) -> None:
+    assert model_context(hf_config) == context
+
+
+def test_scheduler_budget(model) -> None:
+    def scheduler(**arguments):
+        return EngineArgs(model, **arguments).create_engine_config().scheduler_config
+
+    assert scheduler(max_num_batched_tokens=16).max_num_batched_tokens == 16
+    assert scheduler(enable_chunked_prefill=False, max_model_len=100).max_num_batched_tokens == 2048
+    long = {"hf_overrides": {"max_position_embeddings": 5000}, "enable_chunked_prefill": False}
+    assert scheduler(**long).max_num_batched_tokens == 5000
+    with pytest.raises(InvalidParameterError, match="max_num_batched_tokens: must be at least max_model_len=5000 .* got 4999"):
+        scheduler(**long, max_num_batched_tokens=4999)
+    with pytest.raises(InvalidParameterError, match="long_prefill_token_threshold: .*enable_chunked_prefill"):
+        scheduler(enable_chunked_prefill=False, long_prefill_token_threshold=5)
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_more_ranks_are_refused(model, name) -> None:
+    with pytest.raises(InvalidParameterError, match=f"{name}: only 1 is possible so far .* got 2"):
+        EngineArgs(model, **{name: 2}).create_engine_config()
+
+
+def test_a_tokenizer_of_its_own(model, tmp_path_factory) -> None:
+    other = str(tmp_path_factory.mktemp("other"))
+    assert EngineArgs(model, tokenizer=other).create_engine_config().model_config.tokenizer == other
+    with pytest.raises(ModelLoadError, match="'/nowhere'"):
+        EngineArgs(model, tokenizer="/nowhere").create_engine_config()
+    with pytest.raises(ModelLoadError, match="has no config.json"):
+        EngineArgs(other).create_engine_config()
+
+
+def test_attaching_to_a_daemon(model, tmp_path_factory) -> None:
+    theirs = EngineArgs(model, max_num_seqs=7, served_model_name="tiny").create_engine_config()
+    assert EngineArgs().attach_to(theirs) == theirs
+    assert EngineArgs(model).attach_to(theirs) == EngineArgs("tiny", max_num_seqs=7).attach_to(theirs) == theirs
+    for arguments, words in (
+        ({"max_num_seqs": 8}, "max_num_seqs: .* runs with 7, not 8"),
+        ({"model": "other"}, "model: .*not 'other'"),
+        ({"dtype": "float16"}, "dtype"),
+    ):
+        with pytest.raises(InvalidParameterError, match=words):
+            EngineArgs(**arguments).attach_to(theirs)
+    tokenizer = str(tmp_path_factory.mktemp("tokenizer"))
+    own = EngineArgs(seed=5, tokenizer=tokenizer, shutdown_timeout_s=1.0).attach_to(theirs)
+    assert (own.model_config.seed, own.model_config.tokenizer, own.service_config.shutdown_timeout_s) == (5, tokenizer, 1.0)
+    assert own.scheduler_config == theirs.scheduler_config and own.model_config.model == model

@@ -1,0 +1,49 @@
+"""RequestOutput: fields under vLLM's names, and merging for slow readers.
+May know: outputs.py.
+Must not know: where outputs come from."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+from quire.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+
+
+def output(text: str, token_ids: list[int], *, finish: str | None = None, delta: bool, logprobs: bool = False) -> RequestOutput:
+    positions = [{i: Logprob(-0.5, 1, "x")} for i in token_ids] if logprobs else None
+    completion = CompletionOutput(0, text, token_ids, -float(len(text)) if logprobs else None, positions, finish)
+    return RequestOutput("r", "p", [1], [completion], finish is not None, num_cached_tokens=len(text), kind_is_delta=delta)
+
+
+def test_fields_are_vllms() -> None:
+    names = [field.name for field in dataclasses.fields(RequestOutput)]
+    assert {"request_id", "prompt", "prompt_token_ids", "prompt_logprobs", "outputs", "finished", "metrics", "num_cached_tokens"} <= set(names)
+    names = [field.name for field in dataclasses.fields(CompletionOutput)]
+    assert names == ["index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason", "stop_reason"]
+    assert [field.name for field in dataclasses.fields(Logprob)] == ["logprob", "rank", "decoded_token"]
+    assert not output("a", [1], delta=True).outputs[0].finished()
+    assert output("a", [1], finish="stop", delta=True).outputs[0].finished()
+
+
+def test_merged_deltas_are_the_sum_of_what_was_not_read() -> None:
+    unread = output("ab", [1, 2], delta=True, logprobs=True)
+    unread.merge(output("", [3], delta=True, logprobs=True))
+    unread.merge(output("cd", [4], finish="length", delta=True, logprobs=True))
+    expected = output("abcd", [1, 2, 3, 4], finish="length", delta=True, logprobs=True)
+    expected.outputs[0].cumulative_logprob = -2.0  # of the newest
+    expected.num_cached_tokens = 2
+    assert unread == expected
+
+
+def test_merged_states_are_the_newest() -> None:
+    newest = output("abcd", [1, 2, 3], finish="stop", delta=False)
+    newest.error = "why"
+    unread = output("ab", [1], delta=False)
+    unread.merge(copy.deepcopy(newest))
+    assert unread == newest
+
+
+def test_time_to_first_token() -> None:
+    assert RequestMetrics(10.0).time_to_first_token is None
+    assert RequestMetrics(10.0, first_token_time=10.5).time_to_first_token == 0.5

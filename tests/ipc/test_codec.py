@@ -1,0 +1,151 @@
+"""The codec: what goes in comes out, large arrays without a copy, and whatever bytes come, one exception.
+May know: codec, messages.
+Must not know: sockets.
+
+QUIRE_FUZZ_FRAMES=1000000 pytest tests/ipc/test_codec.py tests/core/test_engine_proc.py -k fuzz -m '' runs the long form."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import msgspec
+import pytest
+from quire.ipc.codec import INLINE_BYTES, BadFrameError, Decoder, Encoder, MessageTooLargeError, whose
+from quire.ipc.messages import (
+    AbortRequests,
+    Array,
+    ClientMessage,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineMessage,
+    Finished,
+    FinishReason,
+    Ready,
+    TokenLogprobs,
+    UtilityCall,
+    UtilityResult,
+)
+from quire.ipc.params import SamplingParams
+from quire.tests.fakes import make_config
+from quire.tests.frames import ENGINE_MESSAGES, CLIENT_MESSAGES, mutations
+
+LIMIT = 2**24
+NUM_FRAMES = int(os.environ.get("QUIRE_FUZZ_FRAMES", "20000"))
+
+
+def outputs_with(data) -> EngineCoreOutputs:
+    num_items = memoryview(data).nbytes // 4
+    large, small = Array("f4", (num_items,), data), Array("i4", (2, 1), b"12345678")
+    return EngineCoreOutputs(3, ["a"], [0], [1], [7], [Finished(0, FinishReason.STOP, stop_reason=5)], [TokenLogprobs(0, small, large, small)])
+
+
+@pytest.mark.parametrize("message", CLIENT_MESSAGES, ids=lambda m: type(m).__name__)
+def test_client_messages_come_back(message):
+    assert Decoder(ClientMessage, LIMIT).decode(Encoder(LIMIT).encode(message)) == message
+
+
+@pytest.mark.parametrize("message", ENGINE_MESSAGES, ids=lambda m: type(m).__name__)
+def test_engine_messages_come_back(message):
+    assert Decoder(EngineMessage, LIMIT).decode(Encoder(LIMIT).encode(message)) == message
+
+
+def test_the_configuration_comes_back():
+    ready = Ready(make_config(max_model_len=99), 5, 6)
+    assert Decoder(EngineMessage, LIMIT).decode(Encoder(LIMIT).encode(ready)) == ready
+
+
+def test_a_large_array_is_a_frame_and_not_copied():
+    data = bytearray(os.urandom(INLINE_BYTES))
+    frames = Encoder(LIMIT).encode(outputs_with(data))
+    assert len(frames) == 2 and frames[1].obj is data
+    decoded = Decoder(EngineMessage, LIMIT).decode(frames)
+    received = decoded.logprobs[0].logprobs
+    assert isinstance(received.data, memoryview) and received.data == data
+    data[0] ^= 255
+    assert received.data[0] == data[0]  # the same memory
+
+
+def test_a_small_array_is_in_the_message():
+    frames = Encoder(LIMIT).encode(outputs_with(bytes(INLINE_BYTES - 4)))
+    assert len(frames) == 1
+    assert Decoder(EngineMessage, LIMIT).decode(frames).logprobs[0].logprobs.data == bytes(INLINE_BYTES - 4)
+
+
+def test_an_empty_array():
+    decoded = Decoder(EngineMessage, LIMIT).decode(Encoder(LIMIT).encode(outputs_with(b"")))
+    assert decoded.logprobs[0].logprobs == Array("f4", (0,), b"")
+
+
+def test_several_large_arrays_keep_their_order():
+    one, two = Array("u1", (INLINE_BYTES,), bytes([1]) * INLINE_BYTES), Array("u1", (INLINE_BYTES,), bytes([2]) * INLINE_BYTES)
+    message = EngineCoreOutputs(0, ["a"], [0], [0], [], logprobs=[TokenLogprobs(0, one, two, one)])
+    frames = Encoder(LIMIT).encode(message)
+    assert len(frames) == 4 and Decoder(EngineMessage, LIMIT).decode(frames) == message
+
+
+@pytest.mark.parametrize("damage", [lambda f: f[:1], lambda f: [*f, b"more"], lambda f: [f[0], f[1][4:]], lambda f: [], lambda f: f[::-1]])
+def test_wrong_frames(damage):
+    frames = Encoder(LIMIT).encode(outputs_with(bytes(INLINE_BYTES)))
+    decoder = Decoder(EngineMessage, LIMIT)
+    with pytest.raises(BadFrameError):
+        decoder.decode(damage(frames))
+    assert decoder.decode(frames).epoch == 3  # and the next message is none the worse
+
+
+@pytest.mark.parametrize("index", [0, 2, -1, 2**40])
+def test_an_array_may_not_name_another_frame(index):
+    array = ["f4", [1], index]
+    head = msgspec.msgpack.encode(["outputs", 0, ["a"], [0], [0], [], [], [[0, array, array, array]]])
+    with pytest.raises(BadFrameError):
+        Decoder(EngineMessage, LIMIT).decode([head, b"1234"])
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"", b"\xc1", b"\x91" * 100_000, b"\x92\xa3add\xa2\xff\xfe", b"\xdd\xff\xff\xff\xff", msgspec.msgpack.encode(["add", "a", [1], [99] * 3])],
+    ids=["empty", "no msgpack", "deep", "no utf-8", "cut off", "bad params"],
+)
+def test_every_kind_of_failure_is_one_exception(head):
+    with pytest.raises(BadFrameError):
+        Decoder(ClientMessage, LIMIT).decode([head])
+
+
+def test_an_array_must_fit_its_shape():
+    for bad in (Array("f4", (3,), b"1234"), Array("f4", (1,), memoryview(b"12345678")[::2])):
+        with pytest.raises(ValueError):
+            Encoder(LIMIT).encode(EngineCoreOutputs(0, [], [], [], [], logprobs=[TokenLogprobs(0, bad, bad, bad)]))
+
+
+def test_sizes_are_bounded_at_both_ends():
+    message = EngineCoreRequest("a", list(range(1000)), SamplingParams())
+    with pytest.raises(MessageTooLargeError, match="max_message_bytes=1000"):
+        Encoder(1000).encode(message)
+    with pytest.raises(BadFrameError, match="max_message_bytes"):
+        Decoder(ClientMessage, 1000).decode(Encoder(LIMIT).encode(message))
+
+
+def test_what_cannot_travel_is_named():
+    with pytest.raises(TypeError, match="a set cannot|object"):
+        Encoder(LIMIT).encode(UtilityResult(1, object()))
+
+
+def test_whose_a_bad_frame_was():
+    assert whose(Encoder(LIMIT).encode(EngineCoreRequest("mine", [1, "two"]))) == "mine"
+    assert whose([msgspec.msgpack.encode(["call", 17, {}])]) == 17
+    for frames in ([], [b""], [b"\xc1"], [msgspec.msgpack.encode(["add"])], [msgspec.msgpack.encode(["add", 5])], Encoder(LIMIT).encode(AbortRequests(["x"]))):
+        assert whose(frames) is None
+
+
+@pytest.mark.parametrize(("type_", "corpus"), [(ClientMessage, CLIENT_MESSAGES), (EngineMessage, ENGINE_MESSAGES)], ids=["to engine", "to client"])
+def test_fuzz_raises_nothing_else(type_, corpus):
+    decoder, num_bad = Decoder(type_, LIMIT), 0
+    for frames in mutations(corpus, random.Random(1), NUM_FRAMES):
+        try:
+            assert decoder.decode(frames) is not None
+        except BadFrameError:
+            num_bad += 1
+            whose(frames)
+    assert num_bad > NUM_FRAMES // 2  # else the frames were hardly damaged
+    call = UtilityCall(1, "ping", [None])
+    assert Decoder(ClientMessage, LIMIT).decode(Encoder(LIMIT).encode(call)) == call

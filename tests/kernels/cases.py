@@ -1,0 +1,200 @@
+"""Inputs for every operation, and the same operation in torch's own words, in any dtype: in fp64 the truth, in bf16 the yardstick.
+May know: the contracts in kernels/ops.py, torch, transformers' formulas.
+Must not know: any implementation that is registered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from quire.kernels.ops import AttentionMetadata
+from torch import Tensor
+
+FOREIGN_BLOCK = 2**30  # stands in block tables past a request's last block: following it would fail
+
+
+@dataclass
+class Case:
+    """One call: arguments, whether it works in place (then on the first `num_in_place` floating-point tensors), and torch's own version."""
+
+    name: str
+    args: tuple[Any, ...]
+    torch_own: Callable[..., tuple[Tensor, ...]]
+    in_place: tuple[int, ...] = ()  # indices of the arguments that the operation writes; its results are then those
+
+    def run(self, function: Callable) -> tuple[Tensor, ...]:
+        """Calls on copies with the same strides; gives the results as a tuple."""
+        args = [clone(arg) for arg in self.args]
+        result = function(*args)
+        if self.in_place:
+            assert result is None
+            return tuple(args[i] for i in self.in_place)
+        return result if isinstance(result, tuple) else (result,)
+
+    def truth(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return self.torch_own(*(arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in self.args))
+
+
+def clone(arg: Any) -> Any:
+    """A copy of a tensor that keeps its strides, of views of a projection too; anything else as it is (scratch apart)."""
+    if isinstance(arg, AttentionMetadata):
+        return AttentionMetadata(**{name: getattr(arg, name) for name in arg.__dataclass_fields__ if name != "scratch"})
+    if not isinstance(arg, Tensor):
+        return arg
+    storage = arg.as_strided((arg.untyped_storage().nbytes() // arg.element_size(),), (1,), 0).clone()
+    return storage.as_strided(arg.shape, arg.stride(), arg.storage_offset())
+
+
+def rand(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def rms_norm(dtype: torch.dtype) -> list[Case]:
+    def own(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+        return (F.rms_norm(x, weight.shape, weight, eps),)
+
+    shapes = [(1, 128), (3, 896), (33, 100), (2, 1), (5, 2, 64)]
+    cases = [Case(f"{shape}", (rand(*shape, dtype=dtype), rand(shape[-1], dtype=dtype), 1e-6), own) for shape in shapes]
+    strided = rand(7, 6, 64, dtype=dtype)[:, 2:4]  # the key heads of one projection
+    return [*cases, Case("strided heads", (strided, rand(64, dtype=dtype), 1e-5), own), Case("empty", (rand(0, 8, dtype=dtype), rand(8, dtype=dtype), 1e-6), own)]
+
+
+def fused_add_rms_norm(dtype: torch.dtype) -> list[Case]:
+    def own(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+        total = x + residual
+        return F.rms_norm(total, weight.shape, weight, eps), total
+
+    shapes = [(1, 128), (3, 896), (33, 100)]
+    return [Case(f"{s}", (rand(*s, dtype=dtype), rand(*s, dtype=dtype), rand(s[-1], dtype=dtype), 1e-6), own, in_place=(0, 1)) for s in shapes]
+
+
+def silu_and_mul(dtype: torch.dtype) -> list[Case]:
+    def own(x: Tensor) -> tuple[Tensor, ...]:
+        gate, up = x.chunk(2, -1)
+        return (F.silu(gate) * up,)
+
+    return [Case(f"{shape}", (rand(*shape, dtype=dtype) * 3,), own) for shape in [(1, 2), (1, 352), (37, 96), (4, 9728)]]
+
+
+def rotary_embedding(dtype: torch.dtype) -> list[Case]:
+    def own(positions: Tensor, query: Tensor, key: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+        """transformers' apply_rotary_pos_emb"""
+        cos, sin = (half.to(query.dtype).repeat(1, 2)[:, None] for half in cache[positions].chunk(2, -1))
+
+        def rotate(x: Tensor) -> Tensor:
+            x, rest = x[..., : cache.shape[1]], x[..., cache.shape[1] :]
+            first, second = x.chunk(2, -1)
+            return torch.cat((x * cos + torch.cat((-second, first), -1) * sin, rest), -1)
+
+        return rotate(query), rotate(key)
+
+    def case(tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, layout: str) -> Case:
+        angles = torch.arange(512)[:, None] * 0.01 ** torch.linspace(0, 1, rotary_dim // 2)
+        cache = torch.cat((angles.cos(), angles.sin()), -1).to(dtype).float()  # rounded beforehand: truth in fp64 has the same rotations
+        positions = torch.randint(0, 512, (tokens,))
+        qkv = rand(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
+        query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        if layout == "apart":
+            query, key = query.clone(), key.clone()
+        elif layout == "key later":
+            key = value
+        return Case(f"{tokens} tokens {heads}/{kv_heads} x {head_dim} {layout}", (positions, query, key, cache), own, in_place=(1, 2))
+
+    return [
+        case(1, 4, 2, 64, 64, "joined"), case(9, 14, 2, 64, 64, "joined"), case(1, 2, 2, 8, 8, "apart"), case(1, 1, 1, 2, 2, "apart"),
+        case(5, 4, 1, 16, 8, "joined"), case(6, 4, 2, 16, 16, "key later"), case(3, 3, 3, 32, 16, "apart"),
+    ]  # fmt: skip
+
+
+def reshape_and_cache(dtype: torch.dtype) -> list[Case]:
+    def own(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+        kept = slots >= 0
+        caches = key_cache.clone(), value_cache.clone()
+        for cache, new in zip(caches, (key, value)):
+            cache.flatten(0, 1)[slots[kept]] = new[kept]
+        return caches
+
+    def case(name: str, slots: Tensor) -> Case:
+        qkv = rand(len(slots), 8, 16, dtype=dtype)
+        caches = rand(10, 8, 2, 16, dtype=dtype), rand(10, 8, 2, 16, dtype=dtype)
+        return Case(name, (qkv[:, 4:6], qkv[:, 6:8], *caches, slots), own, in_place=(2, 3))
+
+    holes = torch.randperm(80)[:30]
+    holes[::4] = -1
+    return [
+        case("one", torch.tensor([37])), case("scattered", torch.randperm(80)[:50]), case("holes", holes),
+        case("none stored", torch.tensor([-1, -1])), case("empty", torch.zeros(0, dtype=torch.int64)),
+    ]  # fmt: skip
+
+
+def make_metadata(query_lens: list[int], seq_lens: list[int], block_size: int, num_blocks: int) -> AttentionMetadata:
+    """Pages handed out in random order; rows with one query token must come first."""
+    counts = [-(-seq_len // block_size) for seq_len in seq_lens]
+    pages = torch.randperm(num_blocks, dtype=torch.int32).split([*counts, num_blocks - sum(counts)])
+    block_tables = torch.full((len(seq_lens), max(counts, default=0) + 1), FOREIGN_BLOCK, dtype=torch.int32)
+    slots = [torch.zeros(0, dtype=torch.int64)]
+    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens)):
+        block_tables[row, : counts[row]] = pages[row]
+        position = torch.arange(seq_len - query_len, seq_len)
+        slots.append(pages[row].long()[position // block_size] * block_size + position % block_size)
+    num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
+    starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
+    return AttentionMetadata(starts, torch.tensor(seq_lens, dtype=torch.int32), block_tables, torch.cat(slots), num_decodes, query_lens, seq_lens)
+
+
+def context_slots(metadata: AttentionMetadata, row: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """(blocks, offsets) of a request's positions"""
+    position = torch.arange(metadata.seq_lens_list[row])
+    return metadata.block_tables[row].long()[position // block_size], position % block_size
+
+
+def attention_case(query_lens: list[int], seq_lens: list[int], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> Case:
+    """heads: (NQ, NKV, D). Every slot that no request owns holds NaN."""
+    num_heads, num_kv_heads, head_dim = heads
+    metadata = make_metadata(query_lens, seq_lens, block_size, sum(-(-n // block_size) for n in seq_lens) + 3)
+    num_blocks = sum(-(-n // block_size) for n in seq_lens) + 3
+    key_cache, value_cache = torch.full((2, num_blocks, block_size, num_kv_heads, head_dim), math.nan).to(dtype).unbind(0)
+    for row in range(len(seq_lens)):
+        where = context_slots(metadata, row, block_size)
+        for cache in (key_cache, value_cache):
+            cache[where] = rand(seq_lens[row], num_kv_heads, head_dim, dtype=dtype)
+    query = rand(sum(query_lens), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)[:, :num_heads]
+    name = f"queries {query_lens} of {seq_lens}, {heads}, blocks of {block_size}" if len(seq_lens) < 6 else f"{len(seq_lens)} requests, {heads}"
+    return Case(name, (query, key_cache, value_cache, metadata, head_dim**-0.5), attention_own)
+
+
+def attention_own(query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float) -> tuple[Tensor, ...]:
+    out = torch.empty_like(query)
+    start, group = 0, query.shape[1] // key_cache.shape[2]
+    for row, (query_len, seq_len) in enumerate(zip(metadata.query_lens, metadata.seq_lens_list)):
+        blocks, offsets = context_slots(metadata, row, key_cache.shape[1])
+        keys, values = (cache[blocks, offsets].transpose(0, 1).repeat_interleave(group, 0) for cache in (key_cache, value_cache))
+        mask = torch.ones(query_len, seq_len, dtype=torch.bool).tril(seq_len - query_len)
+        q = query[start : start + query_len].transpose(0, 1)
+        out[start : start + query_len] = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale).transpose(0, 1)
+        start += query_len
+    return (out,)
+
+
+def paged_attention(dtype: torch.dtype) -> list[Case]:
+    bundled, qwen = (4, 2, 64), (14, 2, 64)
+    ragged = [50 + i for i in range(31)] + [1500]
+    return [
+        attention_case([1], [1], bundled, 16, dtype),
+        attention_case([1], [16], bundled, 16, dtype),
+        attention_case([1, 1, 1], [15, 17, 33], qwen, 16, dtype),
+        attention_case([1] * 32, ragged, bundled, 16, dtype),
+        attention_case([1] * 5, [40] * 5, (3, 3, 16), 8, dtype),
+        attention_case([5], [5], bundled, 8, dtype),
+        attention_case([7], [100], qwen, 16, dtype),
+        attention_case([2, 300], [2, 700], (4, 1, 32), 32, dtype),
+        attention_case([1, 1, 600, 20], [900, 3, 600, 37], bundled, 16, dtype),
+    ]
+
+
+MODEL_OPS = {f.__name__: f for f in (rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding, reshape_and_cache, paged_attention)}
+SAMPLING_OPS = ("sample_tokens", "random_gumbel", "gather_logprobs")

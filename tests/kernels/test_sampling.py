@@ -1,0 +1,310 @@
+"""The sampler draws from exactly the distribution it was asked for, and from nothing else but the row.
+May know: the contracts of the sampling operations; published Philox vectors.
+Must not know: which implementations there are: all that are registered are tried."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.kernels import registry
+from quire.kernels.reference.sampling import keep_tokens, philox4x32
+from quire.kernels.registry import Facts
+
+FACTS = Facts("cpu", torch.float32)
+NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+def each(op: str):
+    found = [i for i in registry.implementations(op) if i.predicate(FACTS)]
+    return pytest.mark.parametrize(op, [i.function for i in found], ids=[i.name for i in found])
+
+
+def params(rows: list[dict]) -> list[Tensor]:
+    """[{"temperature": …, …}] -> the columns that sample_tokens takes before seeds and positions."""
+    columns = {name: torch.tensor([(NEUTRAL | row)[name] for row in rows]) for name in NEUTRAL}
+    return [columns["temperature"].float(), columns["top_k"].int(), columns["top_p"].float(), columns["min_p"].float()]
+
+
+def draw(sample_tokens, logits: Tensor, num_draws: int, **filters) -> Tensor:
+    """[num_draws] tokens of one row of logits [V], half over the seeds and half over the positions."""
+    seeds = torch.arange(num_draws).where(torch.arange(num_draws) % 2 == 0, torch.tensor(12345))
+    positions = torch.arange(num_draws).where(torch.arange(num_draws) % 2 == 1, torch.tensor(67))
+    columns = [column.expand(num_draws) for column in params([filters])]
+    return sample_tokens(logits.expand(num_draws, -1).clone(), *columns, seeds, positions)
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # Random123's kat_vectors, the lines "philox4x32 10"
+        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_philox_gives_the_published_numbers(counter, key, expected):
+    def words(text: str) -> tuple[Tensor, ...]:
+        return tuple(torch.tensor([int(word, 16)]) for word in text.split())
+
+    assert [int(word) for word in philox4x32(words(counter), words(key))] == [int(word, 16) for word in expected.split()]
+
+
+@each("random_gumbel")
+def test_gumbel_noise_is_the_documented_function_of_its_words(random_gumbel):
+    """Every element against Python's integers and doubles; seeds and positions use their high words too."""
+    seeds, positions = torch.tensor([0, 2**63 - 1, 5 + 2**40]), torch.tensor([0, 2**33 + 7, 9])
+    noise = random_gumbel(seeds, positions, 11)
+    for row, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist())):
+        for token in range(11):
+            word = python_philox([token // 4, position % 2**32, position >> 32, 0], [seed % 2**32, seed >> 32])[token % 4]
+            u = min((word + 0.5) * 2**-32, 1 - 2**-24)
+            assert noise[row, token].item() == pytest.approx(-math.log(-math.log1p(-u)), rel=1e-5, abs=1e-6)
+
+
+def python_philox(counter: list[int], key: list[int]) -> list[int]:
+    for i in range(10):
+        if i:
+            key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
+        high0, low0 = divmod(counter[0] * 0xD2511F53, 2**32)
+        high1, low1 = divmod(counter[2] * 0xCD9E8D57, 2**32)
+        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
+    return counter
+
+
+@each("random_gumbel")
+def test_gumbel_noise_has_its_moments_and_no_infinities(random_gumbel):
+    noise = random_gumbel(torch.arange(64), torch.arange(64) * 31, 4096).double()
+    assert noise.isfinite().all()
+    assert noise.mean().item() == pytest.approx(0.5772157, abs=0.01)  # Euler's constant; the mean's own deviation is 0.0025
+    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.03)
+    neighbours = torch.corrcoef(torch.stack((noise[:, :-1].flatten(), noise[:, 1:].flatten())))[0, 1]
+    assert abs(neighbours) < 0.01
+
+
+@each("random_gumbel")
+def test_more_tokens_do_not_change_the_first_ones(random_gumbel):
+    seeds, positions = torch.tensor([3, 4]), torch.tensor([8, 9])
+    torch.testing.assert_close(random_gumbel(seeds, positions, 6), random_gumbel(seeds, positions, 99)[:, :6])
+
+
+# ---------------------------------------------------------------- which tokens, how often
+
+
+def exact_distribution(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """In Python, token by token, from the contract's words."""
+    weights = (logits.double() / temperature).softmax(-1).tolist()
+    order = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
+    order = [token for token in order if weights[token] >= min_p * weights[order[0]] * (1 - 1e-12)]
+    if top_k > 0:
+        order = order[:top_k]
+    left, kept = sum(weights[token] for token in order), []
+    for token in order:
+        if sum(weights[k] for k in kept) >= top_p * left * (1 + 1e-12) and top_p < 1:
+            break
+        kept.append(token)
+    probs = torch.zeros(len(weights), dtype=torch.float64)
+    probs[kept] = torch.tensor([weights[token] for token in kept], dtype=torch.float64)
+    return probs / probs.sum()
+
+
+FILTERS = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 3.0},
+    {"top_k": 3},
+    {"top_p": 0.7},
+    {"min_p": 0.2},
+    {"temperature": 0.7, "top_k": 6, "top_p": 0.8, "min_p": 0.01},
+    {"temperature": 2.0, "top_p": 0.95, "min_p": 0.1},
+]
+
+
+@each("sample_tokens")
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_draws_follow_the_exact_distribution(sample_tokens, filters):
+    """Chi-square at 12 tokens, 2000 draws: below the 0.9999 quantile of 11 degrees of freedom, fixed draws, so it never flickers."""
+    torch.manual_seed(1)
+    logits, num_draws = torch.randn(12) * 1.5, 2000
+    probs = exact_distribution(logits, **(NEUTRAL | filters))
+    counts = torch.bincount(draw(sample_tokens, logits, num_draws, **filters), minlength=12)
+    assert counts[probs == 0].sum() == 0, "drew a token that a filter removed"
+    expected = probs * num_draws
+    chi_square = ((counts - expected).square() / expected)[probs > 0].sum().item()
+    assert chi_square < 37.4
+
+
+@each("sample_tokens")
+def test_a_large_vocabulary_is_drawn_from_in_full(sample_tokens):
+    """A flat distribution over more tokens than any list of candidates: each quarter of the vocabulary gets its share."""
+    num_draws = 400
+    tokens = torch.cat([draw(sample_tokens, torch.zeros(5000), num_draws, **filters) for filters in ({}, {"top_p": 0.9999}, {"top_k": 4999})])
+    counts = torch.histc(tokens.double(), bins=4, min=0, max=5000)
+    assert (counts - 300).abs().max() < 60  # four deviations of 15
+
+
+# ---------------------------------------------------------------- filters
+
+
+def survivors(sample_tokens, logits: Tensor, **filters) -> set[int]:
+    return set(draw(sample_tokens, logits, 150, **filters).tolist())
+
+
+@each("sample_tokens")
+def test_equal_logits_are_kept_from_the_lowest_index(sample_tokens):
+    flat = torch.zeros(10)
+    assert survivors(sample_tokens, flat, top_k=3) == {0, 1, 2}
+    assert survivors(sample_tokens, flat, top_p=0.45) == {0, 1, 2, 3, 4}
+    assert survivors(sample_tokens, flat, min_p=1.0) == set(range(10))
+    two_highest = torch.tensor([0.0, 2.0, 1.0, 2.0])
+    assert survivors(sample_tokens, two_highest, top_k=1) == {1}
+    assert survivors(sample_tokens, two_highest, min_p=1.0) == {1, 3}
+    assert survivors(sample_tokens, two_highest, top_k=0) == survivors(sample_tokens, two_highest, top_k=-1) == {0, 1, 2, 3}
+
+
+@each("sample_tokens")
+def test_equal_logits_across_many_candidates(sample_tokens):
+    """2000 equal tokens of 6000: the border of any short list falls among them."""
+    logits = torch.full((6000,), -50.0)
+    logits[2000:4000] = 1.0
+    assert max(survivors(sample_tokens, logits, top_k=100)) < 2100
+    assert max(survivors(sample_tokens, logits, top_p=0.5)) < 3000
+    wide = survivors(sample_tokens, logits, min_p=0.5)
+    assert 2000 <= min(wide) and 3000 < max(wide) < 4000
+
+
+@each("sample_tokens")
+def test_stages_come_in_vllms_order(sample_tokens):
+    """top_p is a share of what top_k left; temperature comes before min_p."""
+    logits = torch.tensor([0.5, 0.3, 0.1, 0.1]).log()
+    assert survivors(sample_tokens, logits, top_k=2, top_p=0.6) == {0}  # 0.5 / 0.8 is enough; of everything it is not
+    assert survivors(sample_tokens, logits, top_p=0.6) == {0, 1}
+    assert survivors(sample_tokens, logits, min_p=0.5) == {0, 1}
+    assert survivors(sample_tokens, logits, min_p=0.5, temperature=3.0) == {0, 1, 2, 3}
+
+
+@each("sample_tokens")
+def test_smallest_top_p_keeps_one_token(sample_tokens):
+    logits = torch.arange(100.0) / 50
+    assert survivors(sample_tokens, logits, top_p=1e-8) == {99}
+
+
+# ---------------------------------------------------------------- rows
+
+
+@each("sample_tokens")
+def test_greedy_takes_the_lowest_of_the_largest(sample_tokens):
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0], [-math.inf, -5.0, -math.inf, -5.0]])
+    for temperature in (0.0, 1e-6):
+        assert draw_rows(sample_tokens, logits, [{"temperature": temperature, "top_k": 2}] * 3).tolist() == [1, 0, 1]
+
+
+def draw_rows(sample_tokens, logits: Tensor, rows: list[dict], seeds: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    numbers = torch.arange(len(rows))
+    return sample_tokens(logits, *params(rows), numbers if seeds is None else seeds, numbers if positions is None else positions)
+
+
+@each("sample_tokens")
+@pytest.mark.parametrize("filters", [{}, {"top_k": 4}, {"top_p": 0.99}, {"min_p": 1e-9}], ids=str)
+def test_removed_logits_are_never_drawn(sample_tokens, filters):
+    logits = torch.full((50,), -math.inf)
+    logits[[7, 30]] = torch.tensor([-2.0, -2.5])
+    assert survivors(sample_tokens, logits, **filters) == {7, 30}
+
+
+@each("sample_tokens")
+def test_the_smallest_temperature_does_not_overflow(sample_tokens):
+    logits = torch.tensor([60.0, -60.0, 59.999]).repeat(1, 1)
+    assert draw_rows(sample_tokens, logits, [{"temperature": 1.1e-5}]).tolist() == [0]
+
+
+@each("sample_tokens")
+def test_logits_are_not_written(sample_tokens):
+    logits = torch.randn(4, 3000)
+    before = logits.clone()
+    draw_rows(sample_tokens, logits, [{}, {"top_k": 5}, {"temperature": 0.0}, {"top_p": 0.5}])
+    assert torch.equal(logits, before)
+
+
+def test_filters_of_the_reference_are_the_contract():
+    """Against the plain Python reading, over ties and all filters."""
+    torch.manual_seed(3)
+    for _ in range(60):
+        logits = torch.randint(-4, 4, (15,)).float() / 2
+        top_k, top_p, min_p = int(torch.randint(0, 16, ())), float(torch.rand(()).clamp(min=0.01)), float(torch.rand(()) ** 3)
+        kept = keep_tokens(logits - logits.max(), top_k, top_p, min_p)
+        assert torch.equal(kept, exact_distribution(logits, 1.0, top_k, top_p, min_p) > 0)
+
+
+@each("sample_tokens")
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_row_does_not_depend_on_its_batch_mates(sample_tokens, data):
+    """Any mix of rows, drawn together, in another order and one by one: the same tokens; and those of the reference."""
+    vocab_size = data.draw(st.sampled_from([5, 512, 3000]))
+    row = st.fixed_dictionaries(
+        {
+            "temperature": st.sampled_from([0.0, 0.7, 1.0, 1.5]),
+            "top_k": st.sampled_from([0, 0, 1, 20, 200, 2500]),
+            "top_p": st.sampled_from([1.0, 1.0, 0.3, 0.95]),
+            "min_p": st.sampled_from([0.0, 0.0, 0.05]),
+        }
+    )
+    rows = data.draw(st.lists(row, min_size=1, max_size=9))
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    logits = torch.randn(len(rows), vocab_size) * 3
+    if data.draw(st.booleans()):
+        logits = logits.bfloat16().float()  # many ties
+    seeds, positions = torch.randint(0, 2**62, (len(rows),)), torch.randint(0, 5000, (len(rows),))
+    together = draw_rows(sample_tokens, logits, rows, seeds, positions)
+    order = torch.randperm(len(rows))
+    shuffled = draw_rows(sample_tokens, logits[order], [rows[i] for i in order], seeds[order], positions[order])
+    assert torch.equal(shuffled, together[order])
+    alone = [draw_rows(sample_tokens, logits[i, None], [rows[i]], seeds[i, None], positions[i, None]) for i in range(len(rows))]
+    assert torch.equal(torch.cat(alone), together)
+    reference = next(i.function for i in registry.implementations("sample_tokens") if i.name == "reference")
+    assert torch.equal(draw_rows(reference, logits, rows, seeds, positions), together)
+
+
+@each("sample_tokens")
+def test_a_row_with_nan_spoils_only_itself(sample_tokens):
+    torch.manual_seed(5)
+    for filters in ({}, {"top_k": 3}, {"top_p": 0.9}, {"temperature": 0.0}):
+        for vocab_size in (40, 3000):
+            logits = torch.randn(3, vocab_size)
+            before = draw_rows(sample_tokens, logits, [filters] * 3)
+            logits[1, 7] = math.nan
+            after = draw_rows(sample_tokens, logits, [filters] * 3)
+            assert torch.equal(after[[0, 2]], before[[0, 2]])
+            assert 0 <= after[1] < vocab_size
+
+
+# ---------------------------------------------------------------- log-probabilities
+
+
+@each("gather_logprobs")
+@pytest.mark.parametrize("k", [0, 1, 20, 300])
+def test_logprobs_and_ranks(gather_logprobs, k):
+    torch.manual_seed(6)
+    logits = torch.randn(5, 300) * 6
+    token_ids = torch.tensor([0, 299, 17, 5, int(logits[4].argmax())])
+    ids, logprobs, ranks = gather_logprobs(logits, token_ids, k)
+    assert (ids.dtype, logprobs.dtype, ranks.dtype) == (torch.int32, torch.float32, torch.int32)
+    assert ids.shape == logprobs.shape == (5, k + 1) and ranks.shape == (5,)
+    truth = logits.double().log_softmax(-1)
+    assert torch.equal(ids[:, 0].long(), token_ids)
+    assert torch.equal(ids[:, 1:].long(), truth.sort(descending=True).indices[:, :k])
+    torch.testing.assert_close(logprobs.double(), truth.gather(1, ids.long()), rtol=1e-6, atol=1e-5)
+    assert torch.equal(ranks.long(), (truth > truth.gather(1, token_ids[:, None])).sum(-1) + 1)
+    assert ranks[4] == 1
+
+
+@each("gather_logprobs")
+def test_ranks_of_equals(gather_logprobs):
+    ids, logprobs, ranks = gather_logprobs(torch.tensor([[1.0, 2.0, 2.0, 0.0]] * 4), torch.arange(4), 0)
+    assert ranks.tolist() == [3, 1, 1, 4]

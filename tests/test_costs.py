@@ -1,0 +1,115 @@
+"""What Quire costs when it does nothing or little: imports, memory of the frontend, CPU of idle processes.
+May know: subprocesses, /proc through psutil, the public names.
+Must not know: how any of it is achieved. Seconds are printed; what is asserted does not depend on the machine's load."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+HEAVY = {
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "zmq",
+    "msgspec",
+    "psutil",
+    "jinja2",
+    "huggingface_hub",
+    "triton",
+    "argparse",
+}
+MAX_FRONTEND_MIB = 120
+LONG = pytest.mark.skipif(not os.environ.get("QUIRE_LONG_TESTS"), reason="takes half a minute: set QUIRE_LONG_TESTS=1")
+GENERATE = """
+import json, os, sys, psutil
+from quire import LLM, SamplingParams
+with LLM(engine="process") as llm:
+    outputs = llm.generate(["Once upon a time"] * 8, SamplingParams(max_tokens=16), use_tqdm=False)
+    chat = llm.chat([{"role": "user", "content": "What is 2 + 3?"}], SamplingParams(max_tokens=8), use_tqdm=False)
+    rss = psutil.Process().memory_info().rss
+print(json.dumps({"modules": sorted(sys.modules), "rss": rss, "num_outputs": len(outputs) + len(chat)}))
+"""
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def cpu_seconds(code: str, *arguments: str) -> float:
+    """CPU time of a Python process that runs `code`, best of three: the neighbours on the machine change it little."""
+    report = "; import resource; u = resource.getrusage(resource.RUSAGE_SELF); print(u.ru_utime + u.ru_stime)"
+    return min(float(run_python(code + report).split()[-1]) for _ in range(3))
+
+
+def test_import_quire_loads_nothing_heavy() -> None:
+    loaded = set(json.loads(run_python("import sys, json; import quire; print(json.dumps(sorted(sys.modules)))")))
+    assert loaded & HEAVY == set()
+    assert [name for name in loaded if name.startswith("quire.")] == []
+
+
+def test_import_quire_takes_milliseconds() -> None:
+    bare, quire = cpu_seconds("pass"), cpu_seconds("import quire")
+    print(f"import quire: {1000 * (quire - bare):.1f} ms of CPU beyond the interpreter's {1000 * bare:.1f}")
+    assert quire - bare < 0.05
+
+
+@pytest.mark.parametrize("argument", ["--version", "--help"])
+def test_version_and_help_load_nothing_heavy(argument: str) -> None:
+    code = f"import sys, json; from quire.__main__ import main; main([{argument!r}]); print(json.dumps(sorted(sys.modules)))"
+    assert set(json.loads(run_python(code).splitlines()[-1])) & HEAVY == set()
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "engine"])
+def test_help_of_a_command_loads_no_library_of_the_engine(command: str) -> None:
+    code = f"""
+import sys, json
+from quire.__main__ import main
+try: main([{command!r}, "--help"])
+except SystemExit: pass
+print(json.dumps(sorted(sys.modules)))"""
+    assert set(json.loads(run_python(code).splitlines()[-1])) & (HEAVY - {"msgspec", "argparse"}) == set()
+
+
+def test_version_takes_a_quarter_second() -> None:
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "quire", "--version"], check=True, capture_output=True)
+    print(f"quire --version: {time.perf_counter() - start:.3f} s by the clock")
+    assert cpu_seconds("from quire.__main__ import main; main(['--version'])") < 0.25
+
+
+def test_frontend_is_light_and_never_imports_torch() -> None:
+    """The whole life of a frontend with its engine in a child: start, generate, chat, close."""
+    result = json.loads(run_python(GENERATE).splitlines()[-1])
+    assert result["num_outputs"] == 9
+    assert {"torch", "transformers", "triton"} & set(result["modules"]) == set()
+    print(f"frontend: {result['rss'] / 2**20:.0f} MiB resident")
+    assert result["rss"] < MAX_FRONTEND_MIB * 2**20
+
+
+@pytest.mark.parametrize("seconds", [3, pytest.param(30, marks=LONG)])
+def test_idle_processes_use_no_cpu(seconds: int) -> None:
+    """Frontend, engine and their threads block while there is nothing to do: under 1 % of a core together."""
+    code = "from quire import LLM\nllm = LLM(engine='process')\nprint('ready', flush=True)\nimport sys; sys.stdin.read()\nllm.close()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        try:
+            assert program.stdout.readline() == "ready\n"
+            processes = [psutil.Process(program.pid), *psutil.Process(program.pid).children(recursive=True)]
+            assert len(processes) >= 2
+            time.sleep(0.5)  # what start-up left to do
+            before = sum(sum(process.cpu_times()[:2]) for process in processes)
+            time.sleep(seconds)
+            used = sum(sum(process.cpu_times()[:2]) for process in processes) - before
+        finally:
+            program.stdin.close()
+            program.wait(timeout=30)
+    print(f"idle: {100 * used / seconds:.2f} % of a core over {seconds} s")
+    assert used / seconds < 0.01

@@ -1,0 +1,243 @@
+"""The rules of the house as tests: which way imports run, sizes, docstrings, mirrored tests, packaging, forbidden calls.
+May know: the source tree, through ast and tomllib.
+Must not know: what any of the code does; nothing of quire is imported here."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("frontend", "core", "executor", "kernels", "ipc")
+NOT_OURS = {"build", "dist", "__pycache__", "venv", "node_modules"}  # and every hidden folder
+
+MAX_FILE_LINES, MAX_MODEL_LINES, MAX_FUNCTION_LINES = 500, 150, 80
+
+# Folder -> folders of quire that it may import. The exceptions name the one file, and there only inside a function (lazily).
+MAY_IMPORT = {
+    "": {"frontend", "ipc"},  # __init__ and __main__
+    "frontend": {"frontend", "ipc"},
+    "core": {"core", "ipc"},
+    "executor": {"executor", "kernels", "ipc"},
+    "kernels": {"kernels", "ipc"},
+    "ipc": {"ipc"},
+}
+LAZILY = {"frontend/inproc_client.py": "core", "core/engine_core.py": "executor"}
+
+# Third-party modules that a folder must not touch; ipc has a whitelist instead.
+TENSORS = {"torch", "triton", "transformers", "safetensors"}
+TEXT = {"tokenizers", "jinja2", "transformers"}
+MUST_NOT_IMPORT = {
+    "": TENSORS | TEXT,
+    "frontend": TENSORS | {"zmq"},
+    "core": TENSORS | TEXT | {"numpy"},
+    "executor": TEXT | {"zmq"},
+    "kernels": TEXT | {"zmq", "msgspec"},
+}
+IPC_WHITELIST = {"msgspec", "zmq", "psutil"}
+SOCKETS_ALLOWED = {"frontend/mp_client.py", "core/engine_proc.py"}
+
+# Module -> the test that mirrors it, where it is not tests/<folder>/test_<name>.py. Keys ending in / stand for a folder.
+MIRRORS = {
+    "__init__.py": "tests/test_costs.py",
+    "__main__.py": "tests/frontend/test_cli.py",
+    "frontend/cli/": "tests/frontend/test_cli.py",
+    "executor/models/": "tests/executor/test_models.py",
+    "kernels/reference/": "tests/kernels/test_parity.py",
+    "kernels/cpu/": "tests/kernels/test_parity.py",
+}
+
+
+def sources(*folders: str) -> list[Path]:
+    """The Python files below these folders of the repository, without other people's."""
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return sorted(path for path in found if not any(part in NOT_OURS or part.startswith(".") for part in path.relative_to(ROOT).parts))
+
+
+PACKAGE = [*sorted(ROOT.glob("*.py")), *sources(*FOLDERS)]
+EVERYTHING = PACKAGE + sources("tests")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def per_file(files: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", files, ids=name_of)
+
+
+def imports(tree: ast.Module, name: str) -> Iterator[tuple[str, bool, int]]:
+    """(absolute dotted name, inside a function?, line) of every import in the module at `name`, relative ones resolved."""
+    package = ["quire", *Path(name).parts[:-1]]
+
+    def walk(node: ast.AST, lazy: bool) -> Iterator[tuple[str, bool, int]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, lazy, child.lineno) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = [*package[: len(package) + 1 - child.level]] if child.level else []
+                base += child.module.split(".") if child.module else []
+                yield from ((".".join([*base, alias.name]), lazy, child.lineno) for alias in child.names)
+            else:
+                yield from walk(child, lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+
+    return walk(tree, False)
+
+
+def folder_of(name: str) -> str:
+    return name.split("/")[0] if "/" in name else ""
+
+
+def layering_problems(tree: ast.Module, name: str) -> list[str]:
+    folder, problems = folder_of(name), []
+    for dotted, lazy, line in imports(tree, name):
+        top, *rest = dotted.split(".")
+        if top == "quire":
+            target = rest[0] if rest and rest[0] in FOLDERS else ""
+            allowed = not target or target in MAY_IMPORT[folder] or lazy and LAZILY.get(name) == target
+        elif folder == "ipc":
+            allowed = top in IPC_WHITELIST or top in sys.stdlib_module_names
+        else:
+            allowed = top not in MUST_NOT_IMPORT[folder] or top == "zmq" and name in SOCKETS_ALLOWED
+        if not allowed:
+            problems.append(f"line {line}: {dotted}")
+    return problems
+
+
+@per_file(PACKAGE)
+def test_imports_run_one_way(path: Path) -> None:
+    assert layering_problems(tree_of(path), name_of(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("core/scheduler.py", "from ..executor import executor"),
+        ("core/scheduler.py", "import numpy as np"),
+        ("core/engine_core.py", "from ..executor.executor import Executor"),  # allowed there, but only inside a function
+        ("frontend/llm.py", "def f():\n    from ..core.engine_core import EngineCore"),
+        ("frontend/cli/chat.py", "def f():\n    import torch"),
+        ("frontend/llm.py", "import zmq"),
+        ("executor/worker.py", "from ..core.scheduler import Scheduler"),
+        ("kernels/ops.py", "from quire.executor import worker"),
+        ("ipc/codec.py", "import numpy"),
+        ("ipc/codec.py", "from ..frontend.client import EngineClient"),
+    ],
+)
+def test_the_layering_rule_fires(name: str, code: str) -> None:
+    assert layering_problems(ast.parse(code), name)
+
+
+def test_exceptions_to_the_layering_are_used() -> None:
+    for name, target in LAZILY.items():
+        dotted = [dotted for dotted, _, _ in imports(tree_of(ROOT / name), name)]
+        assert any(d.startswith(f"quire.{target}.") for d in dotted), f"{name} no longer imports {target}: take it out of LAZILY"
+
+
+@per_file(EVERYTHING)
+def test_module_docstring_says_what_it_may_know(path: Path) -> None:
+    text = path.read_text()
+    if not text.strip() and path.name == "__init__.py":
+        return
+    lines = (ast.get_docstring(ast.parse(text)) or "").splitlines()
+    assert len(lines) >= 3, "a module opens with three lines: what it is / May know: / Must not know:"
+    assert lines[1].startswith("May know: ") and lines[2].startswith("Must not know: "), lines[:3]
+
+
+@per_file(EVERYTHING)
+def test_sizes(path: Path) -> None:
+    num_lines = len(path.read_text().splitlines())
+    is_model = name_of(path).startswith("executor/models/")
+    assert num_lines <= (MAX_MODEL_LINES if is_model else MAX_FILE_LINES)
+    functions = [node for node in ast.walk(tree_of(path)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    assert [f"{f.name}: {n} lines" for f in functions if (n := f.end_lineno - f.lineno + 1) > MAX_FUNCTION_LINES] == []
+
+
+@per_file([path for path in PACKAGE if path.name != "__init__.py"])
+def test_every_module_has_its_test(path: Path) -> None:
+    name = name_of(path)
+    mirror = MIRRORS.get(name) or next((test for key, test in MIRRORS.items() if key.endswith("/") and name.startswith(key)), None)
+    expected = ROOT / (mirror or f"tests/{Path(name).parent.as_posix()}/test_{path.name}")
+    assert expected.exists(), f"{name} needs {expected.relative_to(ROOT).as_posix()}"
+    assert "def test_" in expected.read_text()
+
+
+def forbidden(tree: ast.Module) -> Iterator[str]:
+    """Ways of running what came over a wire or out of a file: pickle and its users, eval, exec, torch.load."""
+    modules = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (f"line {node.lineno}: import {a.name}" for a in node.names if a.name.split(".")[0] in modules)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in modules:
+            yield f"line {node.lineno}: from {node.module} import"
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            bare = called in {"eval", "exec", "compile", "__import__"}
+            if bare or called.endswith(("torch.load", ".send_pyobj", ".recv_pyobj")) or any(k.arg == "allow_pickle" for k in node.keywords):
+                yield f"line {node.lineno}: {called}"
+
+
+@per_file(PACKAGE)
+def test_no_pickle_eval_or_torch_load(path: Path) -> None:
+    assert list(forbidden(tree_of(path))) == []
+
+
+def test_the_scan_sees_what_it_forbids() -> None:
+    for bad in (
+        "import pickle",
+        "from pickle import loads",
+        "eval('1')",
+        "torch.load(f)",
+        "socket.recv_pyobj()",
+        "np.load(f, allow_pickle=True)",
+    ):
+        assert list(forbidden(ast.parse(bad))), bad
+
+
+def test_no_utils() -> None:
+    assert [name_of(path) for path in EVERYTHING if path.stem in {"utils", "util", "helpers", "common", "misc"}] == []
+
+
+def text_files() -> list[Path]:
+    suffixes = {".py", ".md", ".toml", ".json", ".jsonl", ".txt", ".sh", ".cfg", ".yml", ""}
+    files = (path for path in ROOT.rglob("*") if path.is_file() and path.suffix in suffixes)
+    kept = (p for p in files if not any(part in NOT_OURS or part.endswith(".egg-info") for part in p.relative_to(ROOT).parts))
+    return [p for p in kept if not any(part.startswith(".") for part in p.relative_to(ROOT).parts) or name_of(p).startswith(".ci/")]
+
+
+def test_no_path_of_a_machine() -> None:
+    machine_path = re.compile(r"(?<![\w.$}~-])/(?:root|home|work|Users|opt/wheels)/\w")
+    assert machine_path.search("cd /" + "home/somebody")
+    found = [f"{name_of(p)}: {m.group()}" for p in text_files() for m in [machine_path.search(p.read_text(errors="replace"))] if m]
+    assert found == []
+
+
+def test_packages_are_those_that_exist() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    existing = {".".join(["quire", *path.parent.relative_to(ROOT).parts]) for path in PACKAGE if path.name == "__init__.py"}
+    with_code = {".".join(["quire", *path.parent.relative_to(ROOT).parts]) for path in PACKAGE}
+    assert set(settings["packages"]) == existing == with_code
+    data = settings["package-data"]["quire.frontend.bundled_model"]
+    bundled = [p.name for p in (ROOT / "frontend/bundled_model").iterdir() if p.is_file() and p.suffix != ".py"]
+    assert [name for name in bundled if not any(Path(name).match(pattern) for pattern in data)] == []
+
+
+def test_versions_agree() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f'__version__ = "{version}"' in (ROOT / "__init__.py").read_text()
+
+
+def test_ruff_is_content() -> None:
+    """Rules by name, so that a newer ruff with other defaults does not change the verdict; the line length is pyproject's."""
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "F,E4,E5,E7,E9,W", str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,117 @@
+"""Tiny random checkpoints, saved by transformers, so that tests need no download: weights, config and a small tokenizer in one directory.
+May know: transformers and tokenizers (imported when called), the shapes of the supported architectures.
+Must not know: how Quire loads or runs a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 320  # of the model; the tokenizer uses fewer ids, as padded vocabularies do
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+EOS_TOKEN_ID = 302  # <|im_end|>
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+# Enough merges for tokens of several bytes, for one that begins with a space and for pieces of multi-byte characters.
+_MERGES = (
+    "Ġ t|h e|Ġt he|i n|e r|a n|Ġ a|r e|o n|Ġ w|o u|Ġ s|e n|Ġ o|o r|a t|i s|Ġ c|Ġ b|e s|i t|Ġ f|n d|an d|e d|in g|Ġa nd|Ġ m|Ġo f|Ġ p|l l|a r|Ġ h|ou t|"
+    "Ġ in|Ġ d|a l|o m|a s|ä ½|ä½ ł|å ¥"
+)
+
+TINY = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": 300,
+    "eos_token_id": EOS_TOKEN_ID,
+}
+KINDS = ("qwen2", "qwen3", "llama")
+
+
+def make_tiny_config(kind: str, **overrides: Any):
+    """transformers' config of a tiny model of `kind` ("qwen2", "qwen3", "llama"); `overrides` are keys of config.json."""
+    from transformers import AutoConfig
+
+    per_kind = {"qwen2": {}, "qwen3": {"head_dim": 24}, "llama": {"rms_norm_eps": 1e-5}}[kind]
+    return AutoConfig.for_model(kind, **{**TINY, **per_kind, **overrides})
+
+
+def save_tiny_model(
+    directory: str | Path, kind: str = "qwen2", *, seed: int = 0, dtype: str = "float32", num_shards: int = 1, **overrides: Any
+) -> Path:
+    """Writes config.json, generation_config.json, safetensors, tokenizer.json and tokenizer_config.json; returns the directory.
+
+    Every parameter is random, biases and norms too, with a spread so wide that greedy choices are far from ties.
+    `num_shards` > 1 splits the weights over about that many files with an index. `overrides` are keys of config.json.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, logging
+
+    directory = Path(directory)
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_config(make_tiny_config(kind, **overrides))
+    randomize(model, seed)
+    model.to(getattr(torch, dtype))
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    model.save_pretrained(directory, max_shard_size=2 * num_bytes if num_shards == 1 else num_bytes // num_shards)
+    model.generation_config.save_pretrained(directory)
+    save_tiny_tokenizer(directory)
+    return directory
+
+
+def randomize(model, seed: int) -> None:
+    """Fills every parameter from `seed`: matrices with a spread of 1.6 / sqrt(inputs), embeddings 1, norms around 1, biases 0.3."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1.0 + 0.2 * noise)
+            elif parameter.dim() == 1:
+                parameter.copy_(0.3 * noise)
+            elif "embed" in name:
+                parameter.copy_(noise)
+            else:
+                parameter.copy_(noise * (1.6 / parameter.shape[1] ** 0.5))
+
+
+def save_tiny_tokenizer(directory: str | Path) -> None:
+    """A byte-level BPE of 256 bytes, a few merges, three special tokens and a ChatML template. Every text round-trips."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    merges = [tuple(pair.split(" ")) for pair in _MERGES.split("|")]
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet()) + list(dict.fromkeys("".join(pair) for pair in merges))
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    while tokenizer.get_vocab_size() < 300:  # the special ids stay put whatever the merges
+        tokenizer.add_tokens([AddedToken(f"<|unused{tokenizer.get_vocab_size()}|>", normalized=False)])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    assert tokenizer.token_to_id("<|im_end|>") == EOS_TOKEN_ID
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": None,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": TINY["max_position_embeddings"],
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")

@@ -1,0 +1,97 @@
+"""A random workload and the loop that drives it through an LLMEngine, the same for every path that must agree.
+May know: the public LLMEngine, token ids.
+Must not know: which client, scheduler setting or cache state is under test."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from quire import LLMEngine, SamplingParams
+
+
+@dataclass(frozen=True)
+class Job:
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int
+    arrives_at_step: int
+    abort_after: int | None  # output tokens seen by the caller, then it aborts
+
+
+@dataclass(frozen=True)
+class Result:
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+    stop_reason: int | str | None
+    num_cached_tokens: int | None
+
+
+def random_jobs(num_jobs: int, vocab_size: int, seed: int, max_prompt: int = 300, max_output: int = 24) -> list[Job]:
+    """Lengths, priorities, seeds, stops and aborts at random; half of the prompts begin like an earlier one, as chats do."""
+    rng = random.Random(seed)
+    jobs: list[Job] = []
+    for i in range(num_jobs):
+        prompt = [rng.randrange(10, vocab_size) for _ in range(int(max_prompt ** rng.random()))]
+        if jobs and rng.random() < 0.5:
+            earlier = rng.choice(jobs).prompt_token_ids
+            prompt = (earlier[: rng.randint(1, len(earlier))] + prompt)[:max_prompt]
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.0, 0.7, 1.0]),
+            top_k=rng.choice([0, 0, 5, 40]),
+            top_p=rng.choice([1.0, 1.0, 0.9]),
+            min_p=rng.choice([0.0, 0.0, 0.05]),
+            seed=rng.randrange(2**40),
+            max_tokens=rng.randint(1, max_output),
+            ignore_eos=rng.random() < 0.5,
+            stop=[rng.choice("aeiou") + rng.choice("nrst")] if rng.random() < 0.3 else None,
+            stop_token_ids=[rng.randrange(vocab_size) for _ in range(20)] if rng.random() < 0.3 else None,
+        )
+        abort_after = rng.randint(0, 8) if rng.random() < 0.1 else None
+        jobs.append(Job(f"job-{i}", prompt, params, rng.randint(-2, 2), rng.randrange(40), abort_after))
+    return jobs
+
+
+def drive(engine: LLMEngine, jobs: list[Job], aborts: bool = True, check: bool = True) -> dict[str, Result]:
+    """Feeds the jobs in by their arrival step and steps until all are finished; `check`s the engine's integrity after every step."""
+    waiting = sorted(jobs, key=lambda job: job.arrives_at_step)
+    by_id = {job.request_id: job for job in jobs}
+    results: dict[str, Result] = {}
+    step = 0
+    while waiting or engine.has_unfinished_requests():
+        while waiting and (waiting[0].arrives_at_step <= step or not engine.has_unfinished_requests()):
+            job = waiting.pop(0)
+            engine.add_request(job.request_id, {"prompt_token_ids": job.prompt_token_ids}, job.params, priority=job.priority)
+            if aborts and job.abort_after == 0:
+                engine.abort_request([job.request_id])
+        for output in engine.step():
+            job = by_id[output.request_id]
+            results[output.request_id] = _result(output)
+            if aborts and not output.finished and job.abort_after is not None and len(output.outputs[0].token_ids) >= job.abort_after > 0:
+                engine.abort_request([output.request_id])
+        if check:
+            engine.client.call_utility("check_integrity")
+        step += 1
+    return results
+
+
+def _result(output: Any) -> Result:
+    completion = output.outputs[0]
+    return Result(tuple(completion.token_ids), completion.text, completion.finish_reason, completion.stop_reason, output.num_cached_tokens)
+
+
+def assert_same(jobs: list[Job], got: dict[str, Result], expected: dict[str, Result], aborts: bool = True) -> None:
+    """Requests that ran to their end are equal in every field; an aborted one is a beginning of what it would have been."""
+    for job in jobs:
+        want = expected[job.request_id]
+        have = got.get(job.request_id)
+        if aborts and job.abort_after is not None and (have is None or have.finish_reason in (None, "abort")):
+            if have is not None:
+                assert have.token_ids == want.token_ids[: len(have.token_ids)], job
+            continue
+        assert have is not None, f"{job.request_id} has no result"
+        same = (have.token_ids, have.text, have.finish_reason, have.stop_reason) == (want.token_ids, want.text, want.finish_reason, want.stop_reason)
+        assert same, f"{job}\n got {have}\nwant {want}"

@@ -199,7 +199,7 @@ class PieceDecoder:
 class WindowDecoder:
     """Decodes the last few tokens twice, with and without the new one; the difference is the new text. For decoders of any kind.
 
-    The prefix-offset method of Hugging Face's text-generation-inference: the old tokens are the context that the new ones' spaces depend on.
+    The prefix-offset method of Hugging Face's text-generation-inference: the spaces of new tokens depend on the ones before.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], skip_special_tokens: bool, spaces_between_special_tokens: bool):

@@ -39,7 +39,8 @@ class EngineArgs:
                 setattr(self, name, _default(field))
 
     def __repr__(self) -> str:
-        changed = (f"{name}={getattr(self, name)!r}" for name, (_, field) in config_fields().items() if getattr(self, name) != _default(field))
+        defaults = {name: _default(field) for name, (_, field) in config_fields().items()}
+        changed = (f"{name}={getattr(self, name)!r}" for name, default in defaults.items() if getattr(self, name) != default)
         return f"EngineArgs({', '.join(changed)})"
 
     def __eq__(self, other: object) -> bool:
@@ -71,7 +72,7 @@ class EngineArgs:
     def attach_to(self, config: EngineConfig) -> EngineConfig:
         """The configuration of a frontend attached to a daemon: the daemon's, with this frontend's own tokenizer, seed and timeouts.
 
-        An argument that is neither at its default nor the frontend's own must agree with the daemon; InvalidParameterError names both values.
+        An argument that is neither at its default nor the frontend's own must agree with the daemon's; InvalidParameterError names both.
         """
         own: dict[str, dict[str, Any]] = {}
         for name, (section, field) in config_fields().items():
@@ -81,7 +82,7 @@ class EngineArgs:
             if name in FRONTEND_ARGUMENTS:
                 own.setdefault(section, {})[name] = wanted
             elif wanted != actual and not _names_model(name, wanted, config):
-                raise InvalidParameterError(name, f"the engine that was attached to runs with {actual!r}, not {wanted!r}; leave the argument out")
+                raise InvalidParameterError(name, f"the attached engine runs with {actual!r}, not {wanted!r}; leave the argument out")
         if "tokenizer" in own.get("model_config", {}):
             own["model_config"]["tokenizer"] = str(find_model_directory(self.tokenizer, revision=self.revision, weights=False))
         return replace(config, **{section: replace(getattr(config, section), **values) for section, values in own.items()})
@@ -124,8 +125,15 @@ def _describe(info: inspect.Type) -> str:
             limits = (("at least", info.ge), ("more than", info.gt), ("at most", info.le), ("less than", info.lt))
             words = [f"{word} {limit}" for word, limit in limits if limit is not None]
             return ", ".join(["an integer" if isinstance(info, inspect.IntType) else "a number", *words])
-    names = {inspect.StrType: "a string", inspect.BoolType: "True or False", inspect.NoneType: "None", inspect.DictType: "a dict with string keys"}
-    return names.get(type(info), "a different type")
+        case inspect.StrType():
+            return "a string"
+        case inspect.BoolType():
+            return "True or False"
+        case inspect.NoneType():
+            return "None"
+        case inspect.DictType():
+            return "a dict with string keys"
+    return "a different type"
 
 
 def _names_model(name: str, wanted: Any, config: EngineConfig) -> bool:
@@ -178,7 +186,7 @@ def _resolve_max_model_len(wanted: int | None, hf_config: dict[str, Any]) -> int
         raise InvalidParameterError("max_model_len", "the model's config.json does not give a context length, so it must be given")
     if wanted is not None and context is not None and wanted > context:
         raise InvalidParameterError(
-            "max_model_len", f"must be at most {context}, the context of the model, got {wanted} (hf_overrides can change the model's own value)"
+            "max_model_len", f"must be at most {context}, the context of the model, got {wanted} (hf_overrides can change it)"
         )
     return wanted or context
 
@@ -207,6 +215,6 @@ def _resolve_scheduler(wanted: Any, max_model_len: int) -> Any:
     if budget is not None and budget < max_model_len:
         raise InvalidParameterError(
             "max_num_batched_tokens",
-            f"must be at least max_model_len={max_model_len} with enable_chunked_prefill=False (a prompt is computed in one step), got {budget}",
+            f"must be at least max_model_len={max_model_len} with enable_chunked_prefill=False (a prompt is one step), got {budget}",
         )
     return replace(wanted, max_num_batched_tokens=budget or max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_model_len))

@@ -22,7 +22,8 @@ Prompt = str | list[int] | dict[str, Any]
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 # Parameters that SamplingParams knows and the engine does not yet.
-NOT_YET = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs")
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+NOT_YET = ("n", *PENALTIES, "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs")
 SAMPLING_DEFAULTS = SamplingParams()
 FLAGS = tuple(field.name for field in msgspec.structs.fields(SamplingParams) if isinstance(field.default, bool))
 
@@ -99,19 +100,17 @@ class InputProcessor:
     def _check_prompt(self, token_ids: Any) -> None:
         _require(isinstance(token_ids, list) and all(map(_is_id, token_ids)), "prompt_token_ids", "must be a list of integers")
         _require(len(token_ids) > 0, "prompt", "must not be empty")
-        max_model_len = self._model_config.max_model_len
-        _require(
-            len(token_ids) < max_model_len,
-            "prompt",
-            f"is {len(token_ids)} tokens long; with max_model_len={max_model_len} it can have at most {max_model_len - 1}, to leave one for the output",
-        )
+        most = self._model_config.max_model_len - 1  # one token is left for the output
+        problem = f"is {len(token_ids)} tokens long; with max_model_len={most + 1} it can have at most {most}"
+        _require(len(token_ids) <= most, "prompt", problem)
         self._check_range("prompt_token_ids", token_ids)
 
     def _check_range(self, name: str, token_ids: list[int]) -> None:
         if not token_ids or self._vocab_size is None:
             return
         for extreme in (min(token_ids), max(token_ids)):
-            _require(0 <= extreme < self._vocab_size, name, f"must be ids between 0 and {self._vocab_size - 1}, the model's vocabulary, got {extreme}")
+            problem = f"must be ids between 0 and {self._vocab_size - 1}, the model's vocabulary, got {extreme}"
+            _require(0 <= extreme < self._vocab_size, name, problem)
 
     # ------------------------------------------------------------ parameters
 
@@ -119,13 +118,13 @@ class InputProcessor:
         _require(not isinstance(params, PoolingParams), "params", "pooling is not possible yet; give SamplingParams")
         _require(isinstance(params, SamplingParams), "params", f"must be SamplingParams, got {type(params).__name__}")
         for name in NOT_YET:
-            value = getattr(params, name)
-            if value != getattr(SAMPLING_DEFAULTS, name):
-                raise InvalidParameterError(name, f"is not possible yet: it must be left at {getattr(SAMPLING_DEFAULTS, name)}, got {value!r}")
+            value, default = getattr(params, name), getattr(SAMPLING_DEFAULTS, name)
+            _require(value == default, name, f"is not possible yet: it must be left at {default}, got {value!r}")
         for name in FLAGS:
             _require(isinstance(getattr(params, name), bool), name, f"must be True or False, got {getattr(params, name)!r}")
         _require(params.output_kind in tuple(RequestOutputKind), "output_kind", f"must be a RequestOutputKind, got {params.output_kind!r}")
-        _require(not params.stop_list or self._tokenizer is not None, "stop", "needs a tokenizer: this engine runs with skip_tokenizer_init=True")
+        if params.stop_list:
+            _require(self._tokenizer is not None, "stop", "needs a tokenizer: this engine runs with skip_tokenizer_init=True")
         _require_text("stop", "".join(params.stop_list))
         self._check_range("stop_token_ids", params.stop_token_ids or [])
 

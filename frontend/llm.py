@@ -86,7 +86,8 @@ class LLM:
             except InvalidParameterError as error:
                 if len(several) == 1:
                     raise
-                raise InvalidParameterError(error.parameter, f"{error.problem} (in request {i} of {len(several)}, counted from 0)") from None
+                where = f"(in request {i} of {len(several)}, counted from 0)"
+                raise InvalidParameterError(error.parameter, f"{error.problem} {where}") from None
         self._num_requests += len(requests)
         return self._run(requests, use_tqdm)
 
@@ -102,7 +103,7 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """One answer per conversation; `messages` is one conversation or several. The rest as for generate and Tokenizer.apply_chat_template."""
+        """One answer per conversation; `messages` is one or several. The rest is as for generate and Tokenizer.apply_chat_template."""
         tokenizer = self.get_tokenizer()
         if tokenizer is None:
             raise InvalidParameterError("messages", "need a tokenizer: this engine runs with skip_tokenizer_init=True")

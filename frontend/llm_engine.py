@@ -49,12 +49,12 @@ class TextSide:
         arguments = default_sampling_arguments(self.generation_config)
         for name in NOT_YET:
             if name in arguments and arguments.pop(name) != getattr(SAMPLING_DEFAULTS, name):
-                logger.warning("generation_config.json recommends %s, which the engine cannot do yet; the default parameters leave it out", name)
+                logger.warning("generation_config.json recommends %s, which the engine cannot do yet: it is left out of the defaults", name)
         return arguments
 
 
 def connect(args: EngineArgs, engine: str, *, asyncio_mode: bool = False) -> tuple[EngineConfig, EngineClient]:
-    """Starts the engine that `args` describe, or attaches to the one at the address `engine`; the configuration that now holds, and its client.
+    """Starts the engine that `args` describe, or attaches to the one at the address `engine`. Gives its configuration and client.
 
     When attaching, arguments that are neither at their defaults nor the frontend's own must agree with the engine's (EngineArgs.attach_to).
     """
@@ -143,7 +143,7 @@ class LLMEngine:
         return processed.request_outputs
 
     def abort_request(self, request_ids: str | list[str]) -> list[RequestOutput]:
-        """Ends requests now; unknown ids are ignored. Their last outputs, with finish_reason "abort", are returned here and not by `step`."""
+        """Ends requests now; unknown ids are ignored. Their last outputs, finish_reason "abort", are returned here and not by `step`."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         processed = self._output_processor.abort_requests(ids)
         if processed.requests_to_abort:

@@ -61,7 +61,7 @@ class _Row:
 
 
 class OutputProcessor:
-    """Owns the frontend's requests from add_request until their last output. Knows them by the engine's id, and by the user's for aborts."""
+    """Owns the frontend's requests from add_request to their last output. Knows them by the engine's id, and by the user's for aborts."""
 
     def __init__(self, tokenizer: Tokenizer | None, epoch: int = 0):
         self._tokenizer = tokenizer
@@ -110,7 +110,7 @@ class OutputProcessor:
         return ProcessedOutputs(outputs, engine_ids)
 
     def process_outputs(self, outputs: EngineCoreOutputs) -> ProcessedOutputs:
-        """The news for each request that has any. Rows of requests that ended here meanwhile, and of an engine since replaced, are dropped."""
+        """The news for each request that has any. Rows of requests that ended here, or of an engine since replaced, are dropped."""
         if outputs.epoch < self._epoch:
             self.num_dropped_rows += len(outputs.request_ids)
             return ProcessedOutputs([], [])
@@ -156,7 +156,9 @@ class OutputProcessor:
             state.logprobs += positions
             state.cumulative_logprob += sum(next(iter(position.values())).logprob for position in positions)
 
-    def _finish(self, state: RequestState, reason: FinishReason, *, stop_reason: int | str | None = None, error: str | None = None) -> RequestOutput:
+    def _finish(
+        self, state: RequestState, reason: FinishReason, *, stop_reason: int | str | None = None, error: str | None = None
+    ) -> RequestOutput:
         """The last output; the request is forgotten."""
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
             state.detokenizer.update([], reason)  # shows what was held back; harmless if the row did so already

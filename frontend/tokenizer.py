@@ -19,7 +19,7 @@ SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_t
 class Tokenizer:
     """As transformers' AutoTokenizer for a directory with a tokenizer.json: same ids, same text, same chat prompts.
 
-    What stands around a prompt (a BOS, say) is tokenizer.json's post-processor alone; add_bos_token and add_eos_token are ignored, as there.
+    What stands around a prompt (a BOS, say) is up to tokenizer.json's post-processor; add_bos_token and add_eos_token are ignored.
     Raises ModelLoadError when tokenizer.json is missing or corrupt.
     """
 
@@ -116,7 +116,8 @@ def _token_text(token: Any) -> str | None:
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:
     if not path.exists():
-        raise ModelLoadError(f"{path.parent} has no {path.name}; name a tokenizer= that has one, or give skip_tokenizer_init=True to work on token ids")
+        remedy = "name a tokenizer= that has one, or give skip_tokenizer_init=True to work on token ids"
+        raise ModelLoadError(f"{path.parent} has no {path.name}; {remedy}")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception

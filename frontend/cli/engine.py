@@ -4,6 +4,8 @@ Must not know: what the daemon does; this process becomes it."""
 
 from __future__ import annotations
 
+import sys
+
 from ...ipc.process import exec_daemon
 from ..engine_args import EngineArgs
 from .flags import Parser, engine_flags, given
@@ -35,4 +37,5 @@ def make_parser(argv: list[str]) -> Parser:
 def main(argv: list[str]) -> int:
     args = make_parser(argv).parse(argv)
     config = EngineArgs(**given(args, engine_flags())).create_engine_config()
+    print(f"quire engine: loading {args.model}; programs attach at {args.listen}", file=sys.stderr)
     exec_daemon(args.listen, config)

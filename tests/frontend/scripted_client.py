@@ -126,7 +126,8 @@ def row(
         ids = array("i", [t + k for t in token_ids for k in range(num_logprobs + 1)])
         values = array("f", [-t / 8 if k == 0 else float(-k) for t in token_ids for k in range(num_logprobs + 1)])
         ranks = array("i", [7] * len(token_ids))
-        logprobs = [TokenLogprobs(0, Array("i4", shape, ids.tobytes()), Array("f4", shape, values.tobytes()), Array("i4", shape[:1], ranks.tobytes()))]
+        arrays = Array("i4", shape, ids.tobytes()), Array("f4", shape, values.tobytes()), Array("i4", shape[:1], ranks.tobytes())
+        logprobs = [TokenLogprobs(0, *arrays)]
     return EngineCoreOutputs(
         epoch=epoch,
         request_ids=[request_id],

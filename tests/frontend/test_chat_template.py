@@ -17,7 +17,7 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 TRIMMING = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}\n{% endfor %}"
-TOOLS = "{%- for tool in tools or [] %}{{ tool | tojson }}{{ tool | tojson(indent=2) }}{%- endfor %}{{ documents | length if documents else 0 }}"
+TOOLS = "{%- for tool in tools or [] %}{{ tool | tojson }}{{ tool | tojson(indent=2) }}{%- endfor %}{{ (documents or []) | length }}"
 LOOP_CONTROLS = "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}{% break %}{% endfor %}"
 GENERATION = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% set x = 1 %}{% endgeneration %}"

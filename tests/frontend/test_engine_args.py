@@ -14,6 +14,8 @@ from quire.frontend import engine_args
 from quire.frontend.engine_args import describe_type, model_context
 from quire.ipc.config import EngineConfig, config_fields
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
+
 
 @pytest.fixture
 def model(tmp_path) -> str:
@@ -123,7 +125,7 @@ def test_context_length(model) -> None:
         ({"max_position_embeddings": 100, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 100),
         ({"max_position_embeddings": 100, "rope_scaling": {"type": "dynamic", "factor": 4}}, 400),
         ({"max_position_embeddings": 100, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 400),
-        ({"max_position_embeddings": 400, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}}, 400),
+        ({"max_position_embeddings": 400, "rope_parameters": YARN}, 400),
     ],
 )
 def test_model_context(hf_config, context) -> None:

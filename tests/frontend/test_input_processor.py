@@ -26,8 +26,8 @@ def test_forms_of_a_prompt() -> None:
     ids = tiny_tokenizer().encode("hello")
     for prompt in ("hello", ids, {"prompt": "hello"}, {"prompt_token_ids": ids}, {"prompt": "other", "prompt_token_ids": ids}):
         assert core_request(prompt).prompt_token_ids == ids
-    texts = [make_processor().process_inputs("r", p, SamplingParams()).prompt for p in ("hello", ids, {"prompt": "x", "prompt_token_ids": ids})]
-    assert texts == ["hello", None, "x"]
+    for prompt, text in (("hello", "hello"), (ids, None), ({"prompt": "x", "prompt_token_ids": ids}, "x")):
+        assert make_processor().process_inputs("r", prompt, SamplingParams()).prompt == text
     assert core_request({"prompt": "hello", "cache_salt": "me"}).cache_salt == "me"
     request = core_request(ids)
     ids.append(5)

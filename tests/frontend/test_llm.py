@@ -156,8 +156,9 @@ def test_chat_renders_and_generates(monkeypatch) -> None:
     continued = [*hi, {"role": "assistant", "content": "well"}]
     [output] = llm.chat(continued, PARAMS, use_tqdm=False, add_generation_prompt=False, continue_final_message=True)
     assert output.prompt.endswith("assistant\nwell")
+    assert llm.chat([], PARAMS) == []
     with pytest.raises(InvalidParameterError, match="messages"):
-        llm.chat([], PARAMS) or llm.chat([[]], PARAMS)
+        llm.chat([[]], PARAMS)
 
 
 def test_close_and_context_manager(monkeypatch) -> None:

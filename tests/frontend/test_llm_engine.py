@@ -150,16 +150,22 @@ def test_attaching_takes_the_engines_configuration(model, monkeypatch) -> None:
 def test_a_model_without_tokenizer_ends_the_engine_it_started(tmp_path, monkeypatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 64, "vocab_size": 320}))
     started = []
-    monkeypatch.setattr(llm_engine, "make_client", lambda config, engine, **_: started.append(ScriptedClient(config, lambda r: TEXT)) or started[0])
+
+    def make_client(config, engine, **_):
+        started.append(ScriptedClient(config, lambda request: TEXT))
+        return started[-1]
+
+    monkeypatch.setattr(llm_engine, "make_client", make_client)
     with pytest.raises(ModelLoadError, match="tokenizer.json"):
         LLMEngine.from_engine_args(EngineArgs(str(tmp_path)))
-    assert all(client.num_shutdowns == 1 for client in started)
+    assert [client.num_shutdowns for client in started] == [1]
     engine = LLMEngine.from_engine_args(EngineArgs(str(tmp_path), skip_tokenizer_init=True))
     assert engine.get_tokenizer() is None
 
 
 def test_default_sampling_params_are_the_models(model, tmp_path, caplog) -> None:
-    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1, "eos_token_id": [5]}))
+    recommended = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1, "eos_token_id": [5]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
     config = EngineArgs(model).create_engine_config()
     engine = LLMEngine(config, ScriptedClient(config, lambda request: TEXT))
     with caplog.at_level(logging.WARNING):

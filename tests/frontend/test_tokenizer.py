@@ -83,7 +83,8 @@ def test_tokens_known_only_to_the_config_as_in_transformers(tmp_path) -> None:
         "303": {"content": "<tool>", "special": True, "normalized": False},
         "304": {"content": "<plain>", "special": False, "lstrip": True, "normalized": False},
     }
-    pad = {"__type": "AddedToken", "content": "<pad>", "lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
+    flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)
+    pad = {"__type": "AddedToken", "content": "<pad>", "special": True, **flags}
     directory = changed_copy(tmp_path, added_tokens_decoder=described, pad_token=pad, additional_special_tokens=["<extra>"])
     ours, theirs = Tokenizer(directory), oracle(directory)
     for text in ("a <tool> b <plain> c", "<pad><extra>"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from quire.frontend.tokenizer import Tokenizer
@@ -17,6 +17,7 @@ from quire.tests.tiny_models import save_tiny_tokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+_HOLDERS: list[TemporaryDirectory] = []  # removed when the test run ends
 TEXTS = (
     "The cat sat on the mat, and the dog (a very old one) did not care.",
     "你好，世界！今天天气很好。",
@@ -57,7 +58,9 @@ def _write(directory: Path, backend: Backend, config: dict[str, Any]) -> None:
 @cache
 def tiny_tokenizer_directory(kind: str = "byte_level") -> Path:
     """A directory with a tokenizer of this kind, written once per test run."""
-    directory = Path(mkdtemp(prefix="quire-test-"))
+    holder = TemporaryDirectory(prefix="quire-test-")
+    _HOLDERS.append(holder)
+    directory = Path(holder.name)
     if kind == "byte_level":
         save_tiny_tokenizer(directory)
     elif kind == "word_piece":

@@ -42,6 +42,7 @@ def fail(sentence: str, code: int) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line (default: the process's own). Returns 0, or 1 failure, 2 bad input, 130 interrupted, 141 broken pipe."""
     argv = sys.argv[1:] if argv is None else argv
+    open_missing_streams()
     try:
         return run(argv)
     except KeyboardInterrupt:
@@ -50,6 +51,13 @@ def main(argv: list[str] | None = None) -> int:
         # The reader left (`quire generate ... | head`). What is still buffered goes nowhere, so that the last flush is quiet too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+
+
+def open_missing_streams() -> None:
+    """A program started with a standard stream closed (cron, `>&-`) has None in its place; here all three can be used."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def run(argv: list[str]) -> int:
@@ -79,6 +87,8 @@ def run_command(command: str, argv: list[str]) -> int:
         return fail(str(error), EXIT_FAILURE)
     except (BrokenPipeError, KeyboardInterrupt):
         raise
+    except OSError as error:  # a full disk behind `>`, a limit of the system
+        return fail(str(error), EXIT_FAILURE)
     except Exception as error:  # a defect of ours: the cause in one line, the rest for whoever sets QUIRE_TRACEBACK=1
         if os.environ.get("QUIRE_TRACEBACK"):
             raise

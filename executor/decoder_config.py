@@ -110,8 +110,9 @@ def _refuse_unhandled(hf_config: dict[str, Any], honours: tuple[str, ...]) -> No
     if layer_types:
         raise ModelLoadError(f"config.json: layer_types of {', '.join(sorted(layer_types))} are not supported; supported: full_attention")
     # Mistral's way to ask for a window: the length alone. Qwen's configs carry a length that use_sliding_window=false switches off.
-    if hf_config.get("sliding_window") is not None and hf_config.get("use_sliding_window") is not False and not hf_config.get("layer_types"):
-        raise ModelLoadError(f"config.json: sliding_window={hf_config['sliding_window']} is not supported unless use_sliding_window is false")
+    window = hf_config.get("sliding_window")
+    if window is not None and hf_config.get("use_sliding_window") is not False and not hf_config.get("layer_types"):
+        raise ModelLoadError(f"config.json: sliding_window={window} is not supported unless use_sliding_window is false")
 
 
 def _check_sizes(config: DecoderConfig) -> None:
@@ -119,9 +120,8 @@ def _check_sizes(config: DecoderConfig) -> None:
         value = getattr(config, key)
         if not isinstance(value, int) or value < 1:
             raise ModelLoadError(f"config.json: {key} must be a positive integer, got {value!r}")
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ModelLoadError(
-            f"config.json: num_attention_heads={config.num_attention_heads} is not a multiple of num_key_value_heads={config.num_key_value_heads}"
-        )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise ModelLoadError(f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
     if config.head_dim % 2:
         raise ModelLoadError(f"config.json: head_dim must be even, got {config.head_dim}")

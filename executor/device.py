@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torc
 
 
 def select_device(name: str) -> torch.device:
-    """"cpu" -> its torch.device. Raises InvalidParameterError for what is not supported yet, or was left unresolved."""
+    """ "cpu" -> its torch.device. Raises InvalidParameterError for what is not supported yet, or was left unresolved."""
     if name == "cuda":
         raise InvalidParameterError("device", "cuda is not supported yet; use cpu")
     if name != "cpu":
@@ -29,7 +30,7 @@ def select_device(name: str) -> torch.device:
 
 
 def select_dtype(name: str, device: torch.device) -> torch.dtype:
-    """"bfloat16" or "float32" -> torch's dtype. Raises InvalidParameterError for a dtype that `device` has no arithmetic for."""
+    """ "bfloat16" or "float32" -> torch's dtype. Raises InvalidParameterError for a dtype that `device` has no arithmetic for."""
     if name not in _DTYPES:
         raise InvalidParameterError("dtype", f"must be one of {', '.join(_DTYPES)} once the configuration is resolved, got {name!r}")
     if device.type == "cpu" and name == "float16":
@@ -126,3 +127,9 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[to
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     multiply = torch.ops.mkldnn._linear_pointwise.default
     return lambda x: multiply(x, packed, bias, "none", [], "")
+
+
+def argmax(logits: torch.Tensor) -> np.ndarray:
+    """[R, V] -> [R] i64 on the host: the lowest index of each row's largest element. No NaN may be among them."""
+    # On a CPU torch's argmax is scalar code; numpy's uses vector instructions (32 rows of 4096: 8 us against 180).
+    return logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1).numpy(force=True)

@@ -97,12 +97,12 @@ class LayerFactory:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def linear(self, in_features: int, shards: dict[str, int], bias: bool = False) -> Linear:
-        """Projections of one input, merged into one multiplication. Under tensor parallelism each rank keeps a part of every shard's rows."""
+        """Projections of one input, merged into one multiplication. Under tensor parallelism a rank keeps a part of every shard's rows."""
         rows = sum(shards.values())
         return self._register(Linear(shards, self.parameter(rows, in_features), self.parameter(rows) if bias else None))
 
     def row_linear(self, name: str, in_features: int, out_features: int, bias: bool = False) -> Linear:
-        """A projection back to the residual stream. Under tensor parallelism each rank keeps a part of the input's columns, and the sums are added."""
+        """A projection back to the residual stream. Under tensor parallelism a rank keeps a part of the columns, the results are added."""
         return self.linear(in_features, {name: out_features}, bias)
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:

@@ -52,7 +52,9 @@ def load_weights(model: Any, directory: Path, report: Report) -> None:
     _check_tied(tied, origin, directory)
 
 
-def _check(tensor: Any, name: str, path: Path, expected: dict[str, torch.Tensor], tied: dict[str, torch.Tensor], origin: dict[str, str]) -> None:
+def _check(
+    tensor: Any, name: str, path: Path, expected: dict[str, torch.Tensor], tied: dict[str, torch.Tensor], origin: dict[str, str]
+) -> None:
     destination = expected.get(name, tied.get(name))
     if destination is None:
         raise ModelLoadError(f"{path}: the model has no place for tensor {name}")
@@ -61,7 +63,9 @@ def _check(tensor: Any, name: str, path: Path, expected: dict[str, torch.Tensor]
     if tuple(tensor.get_shape()) != tuple(destination.shape):
         raise ModelLoadError(f"{path}: tensor {name} has shape {list(tensor.get_shape())}, the model needs {list(destination.shape)}")
     if tensor.get_dtype() not in _FLOATS:
-        raise ModelLoadError(f"{path}: tensor {name} is of type {tensor.get_dtype()}; supported: {', '.join(_FLOATS)} (no quantized weights)")
+        raise ModelLoadError(
+            f"{path}: tensor {name} is of type {tensor.get_dtype()}; supported: {', '.join(_FLOATS)} (no quantized weights)"
+        )
 
 
 def _check_tied(tied: dict[str, torch.Tensor], origin: dict[str, str], directory: Path) -> None:
@@ -71,7 +75,9 @@ def _check_tied(tied: dict[str, torch.Tensor], origin: dict[str, str], directory
             continue
         with safe_open(directory / origin[name], framework="pt") as file:
             if not torch.equal(file.get_tensor(name).to(tensor.dtype), tensor):
-                raise ModelLoadError(f"{directory / origin[name]}: tensor {name} differs from the embedding, yet the config says tie_word_embeddings")
+                raise ModelLoadError(
+                    f"{directory / origin[name]}: tensor {name} differs from the embedding, yet the config says tie_word_embeddings"
+                )
 
 
 def find_weight_files(directory: Path) -> list[Path]:

@@ -43,7 +43,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Computes the scheduled tokens and samples the rows that are complete. A row with logits that are not finite becomes that row's error."""
+        """Computes the scheduled tokens and samples the rows that are complete. Logits that are not finite are their own row's error."""
         self._apply_differences(scheduler_output)
         if not scheduler_output.slots:
             return ModelRunnerOutput([], [])
@@ -134,6 +134,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute_dummy_batch(self, num_tokens: int = 1) -> None:
         """A forward pass and a sampling of `num_tokens` one-token rows that leave no trace: nothing is written to the cache."""
+
         def filled(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.full(shape, value, dtype=dtype, device=self.device)
 

@@ -30,6 +30,8 @@ def parse_rope_parameters(hf_config: dict[str, Any]) -> dict[str, Any]:
     Raises ModelLoadError for an unknown type, a missing key, or a key whose meaning is not known here: it would change the angles.
     """
     given = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise ModelLoadError(f"rope parameters must be an object, got {given!r}")
     parameters = {key: value for key, value in given.items() if value is not None}
     rope_type = parameters.pop("rope_type", None) or parameters.get("type", "default")
     parameters.pop("type", None)
@@ -43,6 +45,9 @@ def parse_rope_parameters(hf_config: dict[str, Any]) -> dict[str, Any]:
         raise ModelLoadError(f"rope type {rope_type!r} lacks {', '.join(sorted(missing))}")
     if unknown := parameters.keys() - required - optional:
         raise ModelLoadError(f"rope type {rope_type!r} does not know {', '.join(sorted(unknown))}")
+    for key, value in {"rope_theta": theta, **parameters}.items():
+        if not isinstance(value, (int, float)):
+            raise ModelLoadError(f"rope parameter {key} must be a number, got {value!r}")
     if rope_type in ("llama3", "yarn"):
         # As transformers: the key beside the rope parameters wins, and the model's own length stands in for a missing one.
         original = parameters.get("original_max_position_embeddings", hf_config["max_position_embeddings"])

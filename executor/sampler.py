@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..ipc.messages import Array, SlotLogprobs
+from .device import argmax
 from .input_batch import NO_LOGPROBS, InputBatch
 
 
@@ -29,23 +30,24 @@ class Sampler:
 
     def __call__(self, logits: torch.Tensor, batch: InputBatch, slots: np.ndarray) -> SamplerOutput:
         """logits [R, vocab_size] f32 on the device, slots [R]. Each token is a function of its row, its seed and its position alone."""
-        # A sum is not finite exactly where a term is not: one pass, one number per row (a model's finite logits are far from overflowing it).
+        # A sum is not finite exactly where a term is not (finite logits are far from overflowing it): one pass, one number per row.
         bad_rows = np.flatnonzero(~np.isfinite(logits.sum(-1).numpy(force=True))).tolist()
         if bad_rows:
             logits = logits.index_fill(0, torch.tensor(bad_rows, device=logits.device), 0.0)
         token_ids = self._choose(logits, batch, slots)
         logprobs = self._gather_logprobs(logits, token_ids, batch, slots, bad_rows)
-        return SamplerOutput(token_ids.numpy(force=True), bad_rows, logprobs)
+        return SamplerOutput(token_ids, bad_rows, logprobs)
 
-    def _choose(self, logits: torch.Tensor, batch: InputBatch, slots: np.ndarray) -> torch.Tensor:
+    def _choose(self, logits: torch.Tensor, batch: InputBatch, slots: np.ndarray) -> np.ndarray:
+        """[R] i64"""
         temperature = batch.temperature[slots]
         if not temperature.any():
-            return logits.argmax(-1)
+            return argmax(logits)
 
         def column(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values).to(logits.device)
 
-        return self.ops.sample_tokens(
+        token_ids = self.ops.sample_tokens(
             logits,
             column(temperature),
             column(batch.top_k[slots]),
@@ -54,20 +56,26 @@ class Sampler:
             column(batch.seeds[slots]),
             column(batch.num_tokens[slots]),  # the new token's index in the sequence
         )
+        return token_ids.numpy(force=True)
 
     def _gather_logprobs(
-        self, logits: torch.Tensor, token_ids: torch.Tensor, batch: InputBatch, slots: np.ndarray, bad_rows: list[int]
+        self, logits: torch.Tensor, token_ids: np.ndarray, batch: InputBatch, slots: np.ndarray, bad_rows: list[int]
     ) -> list[SlotLogprobs]:
         counts = batch.num_logprobs[slots]
         rows = np.flatnonzero(counts != NO_LOGPROBS)
         if not len(rows):
             return []
-        index = torch.from_numpy(rows).to(logits.device)
+        index, chosen = (torch.from_numpy(values).to(logits.device) for values in (rows, token_ids[rows]))
         # One call for the largest k; a row that asked for fewer takes the head of its line.
-        gathered = self.ops.gather_logprobs(logits[index], token_ids[index], int(counts[rows].max()))
+        gathered = self.ops.gather_logprobs(logits[index], chosen, int(counts[rows].max()))
         ids, logprobs, ranks = (tensor.numpy(force=True) for tensor in gathered)
         return [
-            SlotLogprobs(int(slots[row]), _array(ids[i : i + 1, : counts[row] + 1]), _array(logprobs[i : i + 1, : counts[row] + 1]), _array(ranks[i : i + 1]))
+            SlotLogprobs(
+                int(slots[row]),
+                _array(ids[i : i + 1, : counts[row] + 1]),
+                _array(logprobs[i : i + 1, : counts[row] + 1]),
+                _array(ranks[i : i + 1]),
+            )
             for i, row in enumerate(rows)
             if row not in bad_rows
         ]

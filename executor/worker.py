@@ -65,11 +65,12 @@ class Worker:
         return plan_num_blocks(self.config, self.block_bytes, devices.free_memory_bytes())
 
     def initialize_kv_cache(self, num_blocks: int) -> int:
-        """Allocates the cache, gives each layer its part, and returns its size in bytes."""
+        """Allocates the cache, gives each layer its part, runs the model once, and returns the cache's size in bytes."""
         block_size = self.config.cache_config.block_size
         for layer in self.model.attention_layers():
             shape = (2, num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
             layer.key_cache, layer.value_cache = devices.zeros(shape, self.dtype, self.device)
+        self.execute_dummy_batch()  # what operations set up in their first call, no request shall wait for; and a broken one shows now
         num_bytes = num_blocks * self.block_bytes
         logger.info("KV cache: %d blocks of %d tokens, %.1f MiB", num_blocks, block_size, num_bytes / 2**20)
         return num_bytes

@@ -83,9 +83,10 @@ class LocalEngine:
                     self.step()
                     self._notify()
         except EngineDeadError:
-            self._notify()
+            pass  # told below, and by every later call
         finally:
             self._take(block=False)  # calls that wait for a dead engine learn of it
+            self._notify()
 
     def _can_step(self) -> bool:
         return self.core.has_work() and len(self.outputs) < MAX_QUEUED_OUTPUTS
@@ -115,8 +116,8 @@ class LocalEngine:
         self.death = self.death or EngineDeadError(cause)
         if self._thread is not None:
             self.wake()
-            self._thread.join()
-            self._notify()
+            if self._thread is not threading.current_thread():  # it is when the thread dropped the last reference to the client
+                self._thread.join()
         self.core.shutdown()
 
 
@@ -240,7 +241,7 @@ class InprocClient(EngineClient):
             finally:
                 engine.waiter = None
         outputs = self._deliver()
-        if not engine.outputs:
+        if not engine.outputs:  # the thread may have stopped because it was too far ahead
             engine.wake()
         return outputs
 

@@ -25,7 +25,6 @@ from .messages import PROTOCOL, AbortRequests, Attach, ClientMessage, Config, De
 from .process import PARENT_DEATH_SIGNAL, SignalPipe
 from .sockets import INPUT_SOCKET, OUTPUT_SOCKET, connect_dealer, ipc_path, receive, remove_directory
 
-
 MAX_READS = 256  # messages of one client in a row, before signals and other clients are looked at again
 
 
@@ -194,7 +193,7 @@ class EngineInput:
         is_parent = self._parent_pid is not None
         if isinstance(message, AbortRequests):
             self.aborts.append((client_index, message.request_ids))  # overtakes what waits, and below follows a request that waits
-        elif isinstance(message, Attach) or isinstance(message, Detach if is_parent else (Config, Shutdown)):
+        elif isinstance(message, (Attach, Detach) if is_parent else (Attach, Config, Shutdown)):
             raise BadFrameError(f"a {type(message).__name__} is not for this socket")
         elif isinstance(message, Detach):
             return self._drop(client_index)
@@ -223,7 +222,8 @@ class EngineInput:
     def _close_listener(self) -> None:
         if self._listener is not None:
             self._unwatch(self._listener)
-            self._listener.close(linger=0)  # removes its file
+            self._listener_path.unlink(missing_ok=True)
+            self._listener.close(linger=0)
             self._listener = None
 
     # ------------------------------------------------------------ signals and deaths

@@ -193,6 +193,17 @@ class EngineCoreOutputs(Message, tag="outputs"):
     stats: SchedulerStats | None = None
     timestamp: float = 0.0  # time.monotonic() of the engine, seconds
 
+    def __post_init__(self) -> None:
+        """Columns that do not fit each other are no message: decoding refuses them like any other bad frame."""
+        num_rows = len(self.request_ids)
+        if not num_rows == len(self.first_indices) == len(self.num_tokens) or min(self.num_tokens, default=0) < 0:
+            raise ValueError("the columns of EngineCoreOutputs differ in length")
+        if sum(self.num_tokens) != len(self.token_ids):
+            raise ValueError(f"EngineCoreOutputs has {len(self.token_ids)} tokens for rows of {sum(self.num_tokens)}")
+        rows = [*(end.row for end in self.finished), *(row.row for row in self.logprobs), *(row for row, _ in self.num_cached_tokens)]
+        if rows and not 0 <= min(rows) <= max(rows) < num_rows:
+            raise ValueError(f"EngineCoreOutputs speaks of rows {rows}, it has {num_rows}")
+
 
 class UtilityResult(Message, tag="result"):
     call_id: int

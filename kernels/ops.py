@@ -26,7 +26,8 @@ class AttentionMetadata:
     """Where each request's tokens and pages are, for one step. Built by the model runner, read by all layers.
 
     Requests are ordered so that the first `num_decodes` have exactly one query token. seq_lens count the context with this step's
-    tokens. Entries of block_tables past a request's last block are not followed. The lists repeat the tensors on the host, so that nothing waits for the device.
+    tokens. Entries of block_tables past a request's last block are not followed. The lists repeat the tensors on the host, so that
+    nothing waits for the device.
     """
 
     query_start_loc: Tensor  # [B + 1] i32, prefix sums of query_lens
@@ -60,18 +61,18 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 @operation
 def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
-    """In place, query [T, NQ, D], key [T, NKV, D]: rotates the first R <= D elements of each head, pairing i with i + R / 2 (NeoX). Su et al. 2021.
+    """In place, query [T, NQ, D], key [T, NKV, D]: rotates the first R <= D elements of each head, i paired with i + R / 2 (NeoX).
 
-    positions [T] i64, each in [0, max_position); cos_sin_cache [max_position, R] fp32: R / 2 cosines, then R / 2 sines. They are rounded
-    to dtype before use, as transformers' are.
+    Su et al. 2021. positions [T] i64, each in [0, max_position); cos_sin_cache [max_position, R] fp32: R / 2 cosines, then R / 2
+    sines. They are rounded to dtype before use, as transformers' are.
     """
 
 
 @operation
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Stores key and value [T, NKV, D] in key_cache and value_cache [num_blocks, block_size, NKV, D] (contiguous), token t at slot_mapping[t].
+    """Stores key and value [T, NKV, D] in key_cache and value_cache [num_blocks, block_size, NKV, D], both contiguous.
 
-    slot_mapping [T] i64: block * block_size + offset, no slot twice; a token with a negative slot is not stored.
+    Token t goes to slot_mapping[t] [T] i64: block * block_size + offset, no slot twice; a token with a negative slot is not stored.
     """
 
 
@@ -87,8 +88,11 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metad
 
 
 @operation
-def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Draws one token per row of logits [B, V] fp32 -> [B] i64. temperature, top_p, min_p [B] fp32; seeds, positions [B] i64; top_k [B] i32 or i64.
+def sample_tokens(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
+) -> Tensor:
+    """Draws one token per row of logits [B, V] fp32 -> [B] i64. temperature, top_p, min_p [B] fp32; top_k [B] i32 or i64; seeds and
+    positions [B] i64.
 
     A row with temperature below 1e-5 takes its largest logit, the lowest index of equals. Any other is drawn from
     softmax(logits / temperature) over the tokens that all filters keep. Order the row's tokens by logit, the lower index first among
@@ -96,8 +100,8 @@ def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
       min_p  probability >= min_p times the largest; 0: all
       top_k  the first top_k; 0, negative or >= V: all
       top_p  the shortest beginning with at least top_p of the mass that is left; >= 1: all
-    The draw is Gumbel-max: argmax of logits / temperature + random_gumbel(seed, position, token). So it depends on nothing but the row: neither
-    its batch mates nor the step. -inf logits are never drawn. A row with a NaN gives an arbitrary token, of that row only.
+    The draw is Gumbel-max: argmax of logits / temperature + random_gumbel(seed, position, token). So it depends on nothing but the row,
+    neither its batch mates nor the step. -inf logits are never drawn. A row with a NaN gives an arbitrary token, of that row only.
     """
 
 
@@ -105,9 +109,9 @@ def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
 def random_gumbel(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
     """Gumbel(0, 1) noise of each (seed, position, token), seeds and positions [B] i64 -> [B, num_tokens] fp32. Salmon et al. 2011 (Philox4x32-10).
 
-    word(t) = output t % 4 of Philox4x32-10 with counter (t // 4, position's low word, its high word, 0) and key (seed's low word, its high word).
-    u = (word rounded to fp32 + 0.5) * 2**-32, at most 1 - 2**-24; noise = -log(-log1p(-u)), in fp32. The 0 in the counter is the stream:
-    other uses of randomness at the same position take other numbers. A large noise is a small u, where fp32 is finest.
+    word(t) = output t % 4 of Philox4x32-10 with counter (t // 4, position's low word, its high word, 0) and key (seed's low word, its
+    high word). u = (word rounded to fp32 + 0.5) * 2**-32, at most 1 - 2**-24; noise = -log(-log1p(-u)), in fp32. The 0 in the counter is
+    the stream: other uses of randomness at the same position take other numbers. A large noise is a small u, where fp32 is finest.
     """
 
 

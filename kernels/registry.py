@@ -77,15 +77,17 @@ def operation(contract: Callable) -> Callable:
 def register(op: str, *, name: str, predicate: Callable[[Facts], bool] = lambda facts: True, priority: int = 100) -> Callable:
     """Decorator: makes a function the implementation `name` of the operation `op`. Works from any package.
 
-    Of the implementations whose predicate holds, the one of highest priority is chosen (Quire's own: reference 0, cpu 10, triton 20; so one
-    from outside wins by default). Parameters must be called as in the contract. Raises InvalidParameterError if they are not, or if the name is taken.
+    Of the implementations whose predicate holds, the one of highest priority is chosen (Quire's own: reference 0, cpu 10, triton 20; so
+    one from outside wins by default). Parameters must be called as in the contract. Raises InvalidParameterError if they are not, or
+    if the name is taken.
     """
     _check_op("op", op)
 
     def add(function: Callable) -> Callable:
         expected, given = (list(inspect.signature(f).parameters) for f in (CONTRACTS[op], function))
         if given != expected:
-            raise InvalidParameterError("function", f"{op} takes ({', '.join(expected)}), but implementation {name!r} takes ({', '.join(given)})")
+            problem = f"{op} takes ({', '.join(expected)}), but implementation {name!r} takes ({', '.join(given)})"
+            raise InvalidParameterError("function", problem)
         if name in _implementations[op]:
             raise InvalidParameterError("name", f"{op} already has an implementation {name!r}; unregister it first")
         _implementations[op][name] = Implementation(op, name, function, predicate, priority)

@@ -15,7 +15,6 @@ from quire.ipc.messages import (
     Attach,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineDead,
     EngineMessage,
     Failed,
     Finished,

@@ -52,7 +52,7 @@ def definitions() -> set[str]:
 def test_blocks_run(index: int, tmp_path: Path) -> None:
     language, code = blocks()[index]
     command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100, check=False
     )

@@ -17,8 +17,9 @@ CHAT_TEMPLATE = (
 )
 # Enough merges for tokens of several bytes, for one that begins with a space and for pieces of multi-byte characters.
 _MERGES = (
-    "Ġ t|h e|Ġt he|i n|e r|a n|Ġ a|r e|o n|Ġ w|o u|Ġ s|e n|Ġ o|o r|a t|i s|Ġ c|Ġ b|e s|i t|Ġ f|n d|an d|e d|in g|Ġa nd|Ġ m|Ġo f|Ġ p|l l|a r|Ġ h|ou t|"
-    "Ġ in|Ġ d|a l|o m|a s|ä ½|ä½ ł|å ¥"
+    "Ġ t|h e|Ġt he|i n|e r|a n|Ġ a|r e|o n|Ġ w|o u|Ġ s|e n|Ġ o|o r|a t|i s|Ġ c|Ġ b|e s|i t|Ġ f|n d|an d|e d|in g|Ġa nd|Ġ m|Ġo f|Ġ p"
+    "|l l|a r|Ġ h|ou t"
+    "|Ġ in|Ġ d|a l|o m|a s|ä ½|ä½ ł|å ¥"
 )
 
 TINY = {

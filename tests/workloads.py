@@ -30,7 +30,7 @@ class Result:
     num_cached_tokens: int | None
 
 
-def random_jobs(num_jobs: int, vocab_size: int, seed: int, max_prompt: int = 300, max_output: int = 24) -> list[Job]:
+def random_jobs(num_jobs: int, vocab_size: int, seed: int, max_prompt: int = 140, max_output: int = 20) -> list[Job]:
     """Lengths, priorities, seeds, stops and aborts at random; half of the prompts begin like an earlier one, as chats do."""
     rng = random.Random(seed)
     jobs: list[Job] = []

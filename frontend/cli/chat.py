@@ -36,6 +36,8 @@ def main(argv: list[str]) -> int:
     check_sampling(sampling)
     if sampling.get("n", 1) != 1:
         raise InvalidParameterError("n", "a conversation has one answer per turn")
+    if getattr(args, "skip_tokenizer_init", False):
+        raise InvalidParameterError("skip_tokenizer_init", "a conversation needs the tokenizer")
     with open_engine(args) as engine:
         conversation = Conversation(engine, {**default_sampling(engine, **DEFAULTS), **sampling}, args.system)
         return talk_interactively(conversation) if sys.stdin.isatty() else talk_line_by_line(conversation)

@@ -37,5 +37,5 @@ def make_parser(argv: list[str]) -> Parser:
 def main(argv: list[str]) -> int:
     args = make_parser(argv).parse(argv)
     config = EngineArgs(**given(args, engine_flags())).create_engine_config()
-    print(f"quire engine: loading {args.model}; programs attach at {args.listen}", file=sys.stderr)
+    print(f"quire engine: starting {args.model} at {args.listen}", file=sys.stderr)
     exec_daemon(args.listen, config)

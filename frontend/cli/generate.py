@@ -136,14 +136,14 @@ def complete(engine: LLMEngine, prompts: list[Prompt], base: dict[str, Any], arg
             except InvalidParameterError as error:
                 code = 2
                 writer.refuse(index, str(error))
-                complain(index, str(error))
+                complain(index, prompts, str(error))
         while engine.has_unfinished_requests() and not interrupts.requested:
             for output in engine.step():
                 meter.count(output)
                 writer.write(int(output.request_id), output)
                 if output.error:
                     code = code or 1
-                    complain(int(output.request_id), output.error)
+                    complain(int(output.request_id), prompts, output.error)
         writer.end()
         if interrupts.requested:
             engine.abort_all_requests()
@@ -153,5 +153,6 @@ def complete(engine: LLMEngine, prompts: list[Prompt], base: dict[str, Any], arg
     return code
 
 
-def complain(index: int, problem: str) -> None:
-    print(f"quire: prompt {index + 1}: {problem}", file=sys.stderr)
+def complain(index: int, prompts: list[Prompt], problem: str) -> None:
+    which = f"prompt {index + 1}: " if len(prompts) > 1 else ""
+    print(f"quire: {which}{problem}", file=sys.stderr)

@@ -6,19 +6,26 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..reference.sampling import GREEDY_BELOW, WORD, gumbel_from_words, philox4x32, random_gumbel
+from ..reference.sampling import GREEDY_BELOW, gumbel_from_words
 from ..registry import register
 from .device import PRIORITY, is_cpu
 
-NOISE_CHUNK = 2**18  # logits per pass of the generator, so that its temporaries stay in the cache
+NOISE_CHUNK = 2**15  # tokens per pass of the generator, so that its temporaries stay in the cache
+
+# Philox's constants: a word's mask and width, the multipliers of (c0, c2) [2, 1, 1], what each round adds to the key [rounds, 2, 1, 1]
+WORD, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)[:, None, None]
+KEY_STEPS = np.arange(10, dtype=np.uint64)[:, None, None, None] * np.array([0x9E3779B9, 0xBB67AE85], np.uint64)[:, None, None]
 
 
 class Filters(NamedTuple):
-    """What a row's filters and its noise depend on; each [R], as in sample_tokens, but top_k is V where it keeps all."""
+    """What a row's choice depends on besides its logits; each [R], as in sample_tokens, but top_k is V where it keeps all."""
 
+    temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
@@ -30,76 +37,118 @@ class Filters(NamedTuple):
 
 
 @register("sample_tokens", name="cpu", predicate=is_cpu, priority=PRIORITY)
-def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def sample_tokens(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
+) -> Tensor:
     token_ids = logits.argmax(-1)
     vocab_size = logits.shape[1]
     top_k = torch.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
+    filters = Filters(temperature, top_k, top_p, min_p, seeds, positions)
     is_random = temperature >= GREEDY_BELOW
     is_filtered = (top_k < vocab_size) | (top_p < 1) | (min_p > 0)
-
-    rows = (is_random & ~is_filtered).nonzero().flatten()
-    for chunk in rows.split(max(1, NOISE_CHUNK // vocab_size)) if len(rows) else ():
-        scaled = _scale(logits[chunk], temperature[chunk])
-        token_ids[chunk] = scaled.add_(random_gumbel(seeds[chunk], positions[chunk], vocab_size)).argmax(-1)
-    rows = (is_random & is_filtered).nonzero().flatten()
-    if len(rows):
-        filters = Filters(top_k, top_p, min_p, seeds, positions).at(rows)
-        token_ids[rows] = _sample_filtered(_scale(logits[rows], temperature[rows]), filters)
+    for is_mine, sample in ((is_random & ~is_filtered, _sample_all), (is_random & is_filtered, _sample_filtered)):
+        rows = is_mine.nonzero().flatten()
+        if len(rows) == len(logits) > 0:
+            token_ids = sample(logits, filters)
+        elif len(rows):
+            token_ids[rows] = sample(logits[rows], filters.at(rows))
     return token_ids
 
 
-def _scale(logits: Tensor, temperature: Tensor) -> Tensor:
-    """[R, V], in place: logits / temperature, shifted so that the largest is 0."""
-    return logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
+def _scale(values: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
+    """values [R, ...] / temperature [R], shifted by the rows' largest logits [R, 1]"""
+    return (values - largest).div_(temperature[:, None])
 
 
-def _sample_filtered(scaled: Tensor, filters: Filters) -> Tensor:
-    """scaled [R, V] -> token ids [R]. First with each row's largest logits alone, then, for rows that need more, with all of them sorted."""
-    vocab_size = scaled.shape[1]
+def _sample_all(logits: Tensor, filters: Filters) -> Tensor:
+    """logits [R, V] -> token ids [R], of rows without filters."""
+    token_ids = torch.empty(len(logits), dtype=torch.int64)
+    for rows in torch.arange(len(logits)).split(max(1, NOISE_CHUNK // logits.shape[1])):
+        some, chosen = logits[rows], filters.at(rows)
+        scaled = _scale(some, some.amax(-1, keepdim=True), chosen.temperature)
+        token_ids[rows] = scaled.add_(random_gumbel(chosen.seeds, chosen.positions, logits.shape[1])).argmax(-1)
+    return token_ids
+
+
+def _sample_filtered(logits: Tensor, filters: Filters) -> Tensor:
+    """logits [R, V] -> token ids [R]. First with each row's largest logits alone; rows whose filters reach further, with more of them."""
     num_candidates = 256 if int(filters.top_k.max()) <= 128 else 1024
-    if vocab_size <= 2 * num_candidates:
-        return _draw(scaled, *scaled.sort(descending=True, stable=True), filters)[0]
-    token_ids, needs_more = _draw(scaled, *_largest(scaled, num_candidates), filters)
-    rows = needs_more.nonzero().flatten()
-    for row in rows.split(1) if len(rows) else ():
-        token_ids[row] = _draw(scaled[row], *scaled[row].sort(descending=True, stable=True), filters.at(row))[0]
+    token_ids, needs_more = _draw(logits, num_candidates, filters)
+    while len(rows := needs_more.nonzero().flatten()):
+        num_candidates *= 16
+        token_ids[rows], needs_more[rows] = _draw(logits[rows], num_candidates, filters.at(rows))
     return token_ids
 
 
-def _largest(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row, values and ids [R, count], descending, equals by id. Which of those equal to the last one are among
-    them is arbitrary."""
-    ids = scaled.topk(count, sorted=False).indices.sort().values
-    values, order = scaled.gather(1, ids).sort(descending=True, stable=True)
-    return values, ids.gather(1, order)
-
-
-def _draw(scaled: Tensor, values: Tensor, ids: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
-    """One token per row from its candidates [R, C], the largest of `scaled` [R, V], in the contract's order.
+def _draw(logits: Tensor, num_candidates: int, filters: Filters) -> tuple[Tensor, Tensor]:
+    """One token per row of logits [R, V] from its largest.
 
     Returns token ids [R], and [R] bool: the filters reach the last candidate, so that this row needs more of them.
     """
-    is_partial = values.shape[1] < scaled.shape[1]
-    weights = values.double().exp()
+    is_partial = 2 * num_candidates < logits.shape[1]
+    values, ids = _largest(logits, num_candidates) if is_partial else logits.sort(descending=True, stable=True)
+    largest, last = values[:, :1], values[:, -1:]
+    scaled = _scale(values, largest, filters.temperature)
+    weights = scaled.double().exp_()
     kept = (weights >= filters.min_p[:, None]) & (torch.arange(values.shape[1]) < filters.top_k[:, None])
     weights = torch.where(kept, weights, 0.0)
     total = weights.sum(-1)
+    # The mass that top_p is a share of: where the other filters keep all candidates, that of the whole row (top_k then keeps all, or
+    # reaches the last candidate, and the row comes again).
     for row in kept[:, -1].nonzero().flatten().tolist() if is_partial else ():
-        all_weights = scaled[row].exp()
+        all_weights = _scale(logits[row, None], largest[row], filters.temperature[row, None]).exp_()
         total[row] = torch.where(all_weights >= filters.min_p[row], all_weights, 0.0).sum(dtype=torch.float64)
     mass_before = weights.cumsum(-1) - weights
     kept &= (mass_before < (filters.top_p * total)[:, None]) | (filters.top_p >= 1)[:, None]
-    needs_more = (kept & (values == values[:, -1:])).any(-1) if is_partial else torch.zeros(len(ids), dtype=torch.bool)
+    # Which of the logits equal to the last candidate's are candidates is arbitrary, so none of them may be kept.
+    needs_more = (kept & (values == last)).any(-1) if is_partial else torch.zeros(len(ids), dtype=torch.bool)
 
     width = int(kept.sum(-1).max())
     noise = _gumbel_at(ids[:, :width], filters.seeds, filters.positions)
-    best = torch.where(kept[:, :width], values[:, :width] + noise, float("-inf")).argmax(-1, keepdim=True)
+    best = noise.add_(scaled[:, :width]).masked_fill_(~kept[:, :width], float("-inf")).argmax(-1, keepdim=True)
     return ids.gather(1, best).flatten(), needs_more
 
 
+def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row, values and ids [R, count], descending, equals by id. Which of those equal to the last one are among
+    them is arbitrary."""
+    ids = logits.topk(count, sorted=False).indices.sort().values
+    values, order = logits.gather(1, ids).sort(descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+@register("random_gumbel", name="cpu", predicate=is_cpu, priority=PRIORITY)
+def random_gumbel(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
+    chunks = [_words(quads[None, :], seeds, positions) for quads in torch.arange((num_tokens + 3) // 4).split(NOISE_CHUNK // 4)]
+    return gumbel_from_words(torch.cat(chunks, dim=1).flatten(1)[:, :num_tokens])
+
+
 def _gumbel_at(ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """random_gumbel at some tokens: ids [R, C] -> [R, C] fp32."""
-    seeds, positions = seeds[:, None], positions[:, None]
-    counter = (ids >> 2, positions & WORD, positions >> 32 & WORD, torch.zeros_like(positions))
-    words = torch.stack(philox4x32(counter, (seeds & WORD, seeds >> 32 & WORD)), dim=-1)
+    """random_gumbel of some tokens only: ids [R, C] -> [R, C] fp32."""
+    words = _words(ids >> 2, seeds, positions)
     return gumbel_from_words(words.gather(-1, (ids & 3)[..., None]).squeeze(-1))
+
+
+def _words(quads: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """The four Philox words of each quad of tokens: quads [R or 1, C], seeds and positions [R] -> [R, C, 4] i64.
+
+    The reference's rounds in numpy, whose calls cost less and which flips without copying: twice as fast as torch. The counter's words
+    go in pairs, (c0, c2) and (c1, c3); of the second, high bits are cut off only where they would be multiplied.
+    """
+    quads, seeds, positions = (tensor.numpy().view(np.uint64) for tensor in (quads, seeds, positions))
+    even = np.empty((2, len(seeds), quads.shape[1]), np.uint64)
+    even[0], even[1] = quads, (positions >> HALF)[:, None]
+    odd = np.stack((positions & WORD, np.zeros_like(positions)))[:, :, None]
+    for round_key in (np.stack((seeds & WORD, seeds >> HALF))[:, :, None] + KEY_STEPS) & WORD:
+        products = (even * MULTIPLIERS)[::-1]
+        even = products >> HALF
+        even ^= odd
+        even ^= round_key
+        even &= WORD
+        odd = products
+    words = np.stack((even[0], odd[0], even[1], odd[1]), axis=-1)
+    words &= WORD
+    return torch.from_numpy(words.view(np.int64))

@@ -12,8 +12,8 @@ LARGEST_U = 1 - 2**-24  # the largest fp32 below 1: keeps the noise finite
 WORD = 0xFFFFFFFF
 
 
-def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor], rounds: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32 of Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor], rounds: int = 10) -> tuple[Tensor, ...]:
+    """Four words of counter, two of key -> four random words. Philox4x32 of Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 
     Words are i64 tensors holding 32 bits each, shapes that broadcast together. The product of two words wraps in i64,
     but its 64 bits are right; an arithmetic shift and a mask then give its high word.
@@ -38,34 +38,36 @@ def random_gumbel(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
 
 def gumbel_from_words(words: Tensor) -> Tensor:
     """Words [...] i64 of 32 bits -> Gumbel(0, 1) noise [...] fp32."""
-    u = ((words.float() + 0.5) * 2**-32).clamp(max=LARGEST_U)
-    return -torch.log(-torch.log1p(-u))
+    u = words.float().add_(0.5).mul_(2**-32).clamp_(max=LARGEST_U)
+    return u.neg_().log1p_().neg_().log_().neg_()
 
 
 @register("sample_tokens", name="reference", priority=0)
-def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def sample_tokens(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
+) -> Tensor:
     token_ids = logits.argmax(-1)
     noise = random_gumbel(seeds, positions, logits.shape[1])
     for row in range(len(logits)):
         if temperature[row] >= GREEDY_BELOW:
+            # Less the largest before the division: a temperature near 0 would leave no room for the noise.
             scaled = (logits[row] - logits[row].max()) / temperature[row]
-            kept = keep_tokens(scaled, int(top_k[row]), float(top_p[row]), float(min_p[row]))
+            order = logits[row].argsort(descending=True, stable=True)
+            kept = keep_tokens(scaled, order, top_k[row], top_p[row], min_p[row])
             token_ids[row] = torch.where(kept, scaled + noise[row], float("-inf")).argmax()
     return token_ids
 
 
-def keep_tokens(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Which tokens of one row the filters leave. scaled [V] fp32: logits / temperature, largest 0. Sums in fp64."""
-    sorted_logits, order = scaled.sort(descending=True, stable=True)
-    kept = torch.ones_like(order, dtype=torch.bool)
-    probs = sorted_logits.double().softmax(-1)
-    kept &= probs >= min_p * probs[0]
+def keep_tokens(scaled: Tensor, order: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Which tokens of one row the filters leave. scaled [V] fp32: logits / temperature, largest 0; order [V]; filters []. Sums in fp64."""
+    weights = scaled[order].double().exp()  # softmax but for a factor
+    kept = weights >= min_p
     if 0 < top_k < len(kept):
         kept[top_k:] = False
     if top_p < 1:
-        probs = torch.where(kept, probs, 0.0)
-        mass_before = probs.cumsum(-1) - probs
-        kept &= mass_before < top_p * probs.sum()
+        weights = torch.where(kept, weights, 0.0)
+        mass_before = weights.cumsum(-1) - weights
+        kept &= mass_before < top_p * weights.sum()
     return torch.zeros_like(kept).scatter_(0, order, kept)
 
 

@@ -456,10 +456,10 @@ DOCUMENT_KINDS = [(_story_document, 5), (_chinese_document, 1), (_sums_document,
 
 
 def training_document(rng: Random, max_tokens: int, kind: str = "any") -> list[Segment]:
-    """One document as weighted segments, its end marked: a `recall` of about `max_tokens`, a short `drill`, or `any`, mostly short."""
+    """One document as weighted segments, its end marked: a `recall` of about `max_tokens`, a short `drill`, `sums`, or `any`."""
     if kind == "any":
         makers, weights = zip(*DOCUMENT_KINDS)
         segments = rng.choices(makers, weights)[0](rng, rng.randint(40, 250))
     else:
-        segments = {"recall": _recall_document, "drill": _drill_document}[kind](rng, max_tokens)
+        segments = {"recall": _recall_document, "drill": _drill_document, "sums": _sums_document}[kind](rng, max_tokens)
     return [*segments, (END_OF_TEXT, TEXT)]

@@ -65,6 +65,7 @@ def export_model(model: Qwen2ForCausalLM, tokenizer: Tokenizer, folder: Path) ->
     weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     weights.pop("lm_head.weight")
     save_file(weights, folder / "model.safetensors.tmp", metadata={"format": "pt"})
+    (folder / "model.safetensors.tmp").chmod(0o644)
     (folder / "model.safetensors.tmp").replace(folder / "model.safetensors")
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "config.json", CONFIG)

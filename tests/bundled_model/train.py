@@ -20,6 +20,7 @@ import export
 HERE = Path(__file__).resolve().parent
 DEFAULT_FOLDER = HERE.parents[1] / "frontend" / "bundled_model"
 CONTEXT_KEPT = 0.2  # share of the given (unasked) tokens whose loss is computed; the output layer is a third of the work
+SUMS_SHARE = 0.35  # of the short documents, beside those that the mixture holds anyway: sums take the longest to learn
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -56,7 +57,8 @@ def pack_row(rng: Random, tokenizer: Tokenizer, context: int, drill: float, extr
             start = rng.randrange(len(extra_text))
             segments = [(extra_text[start : start + 600], data.CONTEXT)]
         else:
-            kind = "drill" if is_drill else "recall" if not token_ids and rng.random() < 0.5 else "any"
+            is_recall, is_sums = not token_ids and rng.random() < 0.5, rng.random() < SUMS_SHARE
+            kind = "drill" if is_drill else "recall" if is_recall else "sums" if is_sums else "any"
             segments = data.training_document(rng, int(context * rng.uniform(0.5, 0.95)), kind)
         for encoding, (_, weight) in zip(tokenizer.encode_batch([text for text, _ in segments]), segments):
             token_ids += encoding.ids

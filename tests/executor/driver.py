@@ -5,7 +5,7 @@ Must not know: how the executor computes, transformers."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,8 +80,10 @@ class Driver:
         self.freed: list[int] = []
         self.num_steps = 0
 
-    def add(self, request_id: str, prompt: list[int], params: SamplingParams | None = None) -> Row:
+    def add(self, request_id: str, prompt: list[int], params: SamplingParams | None = None, cached_blocks: Sequence[int] = ()) -> Row:
+        """A request that enters with its first step. `cached_blocks` hold the keys and values of its first tokens already."""
         row = self.rows[request_id] = Row(request_id, list(prompt), params or greedy(), self.free_slots.pop())
+        row.block_ids, row.num_computed = list(cached_blocks), len(cached_blocks) * self.block_size
         self.entering.append(row)
         return row
 
@@ -97,7 +99,6 @@ class Driver:
         other = self.free_slots.pop(0)
         self.free(row)
         row.slot, row.block_ids, row.num_computed = other, [], 0
-        self.free_slots.remove(other) if other in self.free_slots else None
         self.rows[row.request_id] = row
         self.entering.append(row)
         return row
@@ -105,7 +106,7 @@ class Driver:
     def step(self, scheduled: dict[str, int]) -> ModelRunnerOutput:
         """Computes so many tokens of each named request and books what comes back."""
         rows = [self.rows[name] for name in scheduled]
-        new_block_ids = [self._grow(row, count) for row, count in zip(rows, scheduled.values())]
+        new_block_ids = [self._grow(row, count) for row, count in zip(rows, scheduled.values(), strict=True)]
         entering = [row for row in self.entering if row in rows]
         self.entering = [row for row in self.entering if row not in rows]
         message = SchedulerOutput(
@@ -114,7 +115,9 @@ class Driver:
             num_scheduled_tokens=list(scheduled.values()),
             num_computed_tokens=[row.num_computed for row in rows],
             new_block_ids=new_block_ids,
-            new_requests=[NewRequestData(row.slot, row.request_id, row.prompt + row.output, len(row.prompt), row.params) for row in entering],
+            new_requests=[
+                NewRequestData(row.slot, row.request_id, row.prompt + row.output, len(row.prompt), row.params) for row in entering
+            ],
             freed_slots=self.freed,
         )
         self.freed, self.num_steps = [], self.num_steps + 1
@@ -126,7 +129,7 @@ class Driver:
         needed = -(-(row.num_computed + count) // self.block_size) - len(row.block_ids)
         new = [self.free_blocks.pop() for _ in range(needed)]
         row.block_ids += new
-        return new
+        return list(row.block_ids) if row in self.entering else new
 
     def _book(self, rows: list[Row], counts: list[int], result: ModelRunnerOutput) -> None:
         assert len(result.num_sampled) == len(rows)
@@ -157,7 +160,11 @@ class Driver:
 
 
 def generate(
-    executor: Executor, prompts: list[list[int]], max_tokens: int, params: SamplingParams | None = None, chunk: Callable[[Row], int] | None = None
+    executor: Executor,
+    prompts: list[list[int]],
+    max_tokens: int,
+    params: SamplingParams | None = None,
+    chunk: Callable[[Row], int] | None = None,
 ) -> list[Row]:
     """Runs the prompts as one batch, and leaves the executor's slots free for the next."""
     driver = Driver(executor)

@@ -12,7 +12,8 @@ from quire.ipc.errors import ModelLoadError
 from quire.tests.tiny_models import KINDS, make_tiny_config
 
 MINIMAL = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 2048,
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
 }  # fmt: skip
 
 
@@ -64,7 +65,13 @@ def test_what_would_change_the_mathematics_is_refused(override, message):
 
 
 def test_neutral_values_and_honoured_keys_pass():
-    neutral = {"residual_multiplier": 1.0, "use_sliding_window": False, "sliding_window": 4096, "quantization_config": None, "hidden_act": "silu"}
+    neutral = {
+        "residual_multiplier": 1.0,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "quantization_config": None,
+        "hidden_act": "silu",
+    }
     assert parse_decoder_config({**MINIMAL, **neutral, "mlp_bias": True}, honours=("mlp_bias",)).mlp_bias
 
 

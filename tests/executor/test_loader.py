@@ -105,7 +105,9 @@ def test_rotary_buffers_are_ignored(broken):
 
 def test_leftover_tensor(broken):
     directory = broken(lambda tensors: tensors.update({"model.layers.7.mlp.up_proj.weight": torch.ones(2)}))
-    with pytest.raises(ModelLoadError, match=r"model\.safetensors: the model has no place for tensor model\.layers\.7\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        ModelLoadError, match=r"model\.safetensors: the model has no place for tensor model\.layers\.7\.mlp\.up_proj\.weight"
+    ):
         load(directory)
 
 
@@ -113,7 +115,9 @@ def test_missing_tensors(broken):
     def drop(tensors):
         del tensors["model.norm.weight"], tensors["model.layers.1.self_attn.k_proj.bias"]
 
-    with pytest.raises(ModelLoadError, match=r"no file has the tensor model\.layers\.1\.self_attn\.k_proj\.bias and 1 more; read: model\.safetensors"):
+    with pytest.raises(
+        ModelLoadError, match=r"no file has the tensor model\.layers\.1\.self_attn\.k_proj\.bias and 1 more; read: model\.safetensors"
+    ):
         load(broken(drop))
 
 
@@ -135,14 +139,18 @@ def test_wrong_shape(broken):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_quantized_tensor(broken, dtype):
     directory = broken(lambda tensors: tensors.update({"model.norm.weight": torch.ones(64).to(dtype)}))
-    with pytest.raises(ModelLoadError, match=r"model\.safetensors: tensor model\.norm\.weight is of type .*; supported: F64, F32, F16, BF16"):
+    with pytest.raises(
+        ModelLoadError, match=r"model\.safetensors: tensor model\.norm\.weight is of type .*; supported: F64, F32, F16, BF16"
+    ):
         load(directory)
 
 
 def test_tied_head(broken, tiny):
     """A stored copy of the embedding is welcome; another head than the config promises is not."""
     assert "lm_head.weight" not in load(tiny("llama", tie_word_embeddings=True))
-    same = broken(lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}), "llama", tie_word_embeddings=True)
+    same = broken(
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}), "llama", tie_word_embeddings=True
+    )
     load(same)
     tensors = load_file(same / "model.safetensors")
     tensors["lm_head.weight"][3, 3] += 1.0
@@ -170,7 +178,9 @@ def test_corrupt_file(broken, damage):
 def test_no_weights_at_all(broken):
     directory = broken(lambda tensors: None)
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-    with pytest.raises(ModelLoadError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json is there; Quire reads safetensors only"):
+    with pytest.raises(
+        ModelLoadError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json is there; Quire reads safetensors only"
+    ):
         load(directory)
 
 

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 from quire.executor.executor import Executor
-from quire.ipc.messages import NewRequestData, SchedulerOutput
+from quire.ipc.messages import SchedulerOutput
 from quire.ipc.params import SamplingParams
 from quire.tests.executor.driver import Driver, generate, greedy, start_executor
 
@@ -54,7 +54,9 @@ def test_batch_equals_single_requests(executor):
     for params in (greedy(), sampled):
         alone = [outputs(generate(executor, [prompt], 10, params))[0] for prompt in prompts]
         assert outputs(generate(executor, prompts, 10, params)) == alone
-    assert outputs(generate(executor, prompts[:1], 10, sampled)) != outputs(generate(executor, prompts[:1], 10, SamplingParams(temperature=0.9, seed=12)))
+    assert outputs(generate(executor, prompts[:1], 10, sampled)) != outputs(
+        generate(executor, prompts[:1], 10, SamplingParams(temperature=0.9, seed=12))
+    )
 
 
 def test_decodes_between_prefills_come_back_in_the_schedulers_order(executor):
@@ -93,7 +95,8 @@ def test_slots_and_blocks_are_reused_at_once(executor):
     driver.run(8)
     assert set(entering.block_ids) & set(leaving.block_ids)
     assert [staying.output, entering.output] == [expected[0], expected[2]]
-    driver.free(staying), driver.free(entering)
+    driver.free(staying)
+    driver.free(entering)
     driver.step({})
 
 
@@ -115,23 +118,16 @@ def test_preempted_and_recomputed_in_another_slot(executor):
 
 def test_shared_prefix_blocks_are_read_not_recomputed(executor):
     """A second request whose table begins with the first one's blocks and whose computed count says so: as a prefix-cache hit."""
-    prefix, (tail,) = random_prompts(32, seed=7)[0], random_prompts(9, seed=8)
+    prefix, tail = random_prompts(32, 9, seed=7)
     expected = outputs(generate(executor, [prefix + tail], 6))
     driver = Driver(executor)
     first = driver.add("first", prefix + [1])
     driver.run(1)
-    second = driver.add("second", prefix + tail)
-    second.num_computed = 32
-    shared = first.block_ids[:2]
-    own = [driver.free_blocks.pop()]
-    second.block_ids = shared + own
-    message = SchedulerOutput(1, [second.slot], [9], [32], [shared + own], [NewRequestData(second.slot, "second", second.prompt, 41, second.params)])
-    driver.entering.clear()
-    driver._book([second], [9], executor.execute_model(message))
-    driver.rows.pop("first")
+    second = driver.add("second", prefix + tail, cached_blocks=first.block_ids[:2])
+    assert driver.step({"second": 9}).num_sampled == [1]
     driver.run(6)
     assert [second.output] == expected
-    executor.execute_model(SchedulerOutput(2, [], [], [], [], freed_slots=[first.slot, second.slot]))
+    executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=[first.slot, second.slot]))
 
 
 def test_a_full_context(executor):
@@ -165,7 +161,9 @@ def poisoned(tiny) -> Executor:
     return executor
 
 
-@pytest.mark.parametrize("params", [greedy(), greedy(logprobs=2), SamplingParams(temperature=0.8, seed=4, logprobs=1)], ids=["greedy", "logprobs", "sampled"])
+@pytest.mark.parametrize(
+    "params", [greedy(), greedy(logprobs=2), SamplingParams(temperature=0.8, seed=4, logprobs=1)], ids=["greedy", "logprobs", "sampled"]
+)
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_nan_is_the_error_of_its_own_request(executor, poisoned, params, chunk):
     prompts = random_prompts(40, 25, 3, seed=12)
@@ -213,5 +211,6 @@ def test_refused_parameters_are_the_error_of_their_own_request(executor):
     assert result.errors == {bad.slot: "logit_bias: is not supported yet"} and result.num_sampled == [1, 0] and not result.logprobs
     driver.run(5)
     assert [good.output] == expected
-    driver.free(good), driver.free(bad)
+    driver.free(good)
+    driver.free(bad)
     driver.step({})

@@ -5,16 +5,19 @@ Must not know: how the executor computes."""
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from quire.executor.models import find_model_class, register_model
 from quire.executor.models.llama import LlamaForCausalLM
+from quire.frontend import bundled_model
 from quire.ipc.errors import ModelLoadError
 from quire.tests.executor.driver import Row, generate, greedy, start_executor
 
 BLOCK_SIZE = 16
+BUNDLED = Path(bundled_model.__file__).parent
 LENGTHS = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1)
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -81,20 +84,33 @@ def test_long_prompt_is_token_exact(kind, tiny, oracle):
     assert_same_as_oracle(row, oracle_logprobs(oracle(directory), row))
 
 
+def test_bundled_model_is_token_exact(oracle):
+    """The same on the model that ships, whose weights are trained, in the dtype that gives an exact comparison."""
+    executor = start_executor(BUNDLED, block_size=BLOCK_SIZE, max_model_len=2048)
+    rows = generate(executor, [random_prompt(n, seed=n) for n in (*LENGTHS, 1500)], 16, greedy(logprobs=4))
+    for row in rows:
+        assert_same_as_oracle(row, oracle_logprobs(oracle(BUNDLED), row))
+
+
 def test_greedy_equals_generate_of_transformers(tiny, oracle):
     """The shortcut of assert_same_as_oracle, checked once against transformers' own loop."""
     directory, prompt = tiny("qwen3"), random_prompt(40, seed=3)
     (row,) = generate(start_executor(directory), [prompt], 24)
     generated = oracle(directory).generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, 40, dtype=torch.long), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, 40, dtype=torch.long),
+        max_new_tokens=24,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
     )
     assert row.output == generated[0, 40:].tolist()
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "bundled"])
 def test_bfloat16_is_within_transformers_own_error(kind, tiny, oracle):
     """Both in bf16 against transformers in fp32, on the same tokens: our error is not larger than theirs by more than chance."""
-    directory = tiny(kind, dtype="bfloat16")
+    directory = BUNDLED if kind == "bundled" else tiny(kind, dtype="bfloat16")
     executor = start_executor(directory, dtype="bfloat16")
     ours, theirs = [], []
     for row in generate(executor, [random_prompt(n, seed=n) for n in (1, 17, 60, 120)], 24, greedy(logprobs=8)):

@@ -4,11 +4,14 @@ Must not know: what the model computes."""
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from quire.executor.worker import Worker, plan_num_blocks
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
-from quire.tests.executor.driver import make_config, start_executor
+from quire.kernels import registry
+from quire.tests.executor.driver import generate, greedy, make_config, start_executor
 
 BLOCK_BYTES = 1000
 PLENTY = 10**12
@@ -58,7 +61,9 @@ def test_one_sequence_must_fit(tiny, arguments, parameter, blocks, fitting):
         assert figure in str(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "dtype", "per_token"), [("qwen2", "float32", 3 * 2 * 2 * 16 * 4), ("qwen3", "bfloat16", 3 * 2 * 2 * 24 * 2)])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "per_token"), [("qwen2", "float32", 3 * 2 * 2 * 16 * 4), ("qwen3", "bfloat16", 3 * 2 * 2 * 24 * 2)]
+)
 def test_cache_has_the_size_it_says(tiny, kind, dtype, per_token):
     worker = Worker(make_config(tiny(kind), dtype=dtype, block_size=32))
     worker.load_model(lambda stage, fraction: None)
@@ -68,18 +73,30 @@ def test_cache_has_the_size_it_says(tiny, kind, dtype, per_token):
     assert sum(tensor.nbytes for tensor in tensors) == 21 * 32 * per_token
     assert len({tensor.data_ptr() for tensor in tensors}) == 6
     for tensor in tensors:
-        assert tensor.shape == (21, 32, 2, 16 if kind == "qwen2" else 24) and tensor.is_contiguous() and tensor.dtype == getattr(torch, dtype)
+        assert (
+            tensor.shape == (21, 32, 2, 16 if kind == "qwen2" else 24) and tensor.is_contiguous() and tensor.dtype == getattr(torch, dtype)
+        )
         assert not tensor.any()
 
 
 def test_dummy_weights_need_no_files(tiny, tmp_path):
-    config = make_config(tiny(), load_format="dummy")
-    fractions = []
-    worker = Worker(make_config(tiny(), load_format="dummy"))
-    worker.load_model(lambda stage, fraction: fractions.append(fraction))
-    assert fractions[-1] == 1.0 and config.load_config.load_format == "dummy"
-    executor = start_executor(tiny(), load_format="dummy", seed=3)
-    executor.execute_dummy_batch()
+    shutil.copy(tiny() / "config.json", tmp_path)
+    executors = [start_executor(tmp_path, load_format="dummy", seed=seed) for seed in (3, 3, 4)]
+    first, again, other = (generate(executor, [[1, 2, 3]], 8, greedy(logprobs=0))[0] for executor in executors)
+    assert first.output == again.output and first.error is None
+    assert first.logprobs[0][1] != other.logprobs[0][1]
+
+
+def test_a_kernel_that_cannot_run_fails_at_start(tiny):
+    @registry.register("rms_norm", name="broken", priority=-1)
+    def rms_norm(x, weight, eps):
+        raise ArithmeticError("no norm today")
+
+    try:
+        with pytest.raises(ArithmeticError, match="no norm today"):
+            start_executor(tiny(), kernels={"rms_norm": "broken"})
+    finally:
+        registry.unregister("rms_norm", "broken")
 
 
 def test_threads_are_set(tiny):

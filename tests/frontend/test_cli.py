@@ -102,6 +102,7 @@ def test_help_shows_the_most_used_flags_and_help_all_all_of_them(module, capsys:
         ("generate x --model ./no/such/model", "quire: model './no/such/model': there is no such directory"),
         ("generate x --file ./none.txt", "quire: --file: cannot read ./none.txt: No such file or directory"),
         ("chat --n 2", "quire: n: a conversation has one answer per turn"),
+        ("chat --skip-tokenizer-init", "quire: skip_tokenizer_init: a conversation needs the tokenizer"),
         ("chat --sytem x", "unknown flag --sytem; did you mean --system?"),
         ("engine", "quire engine: the following arguments are required: --listen"),
         ("engine a b --listen ipc://x", "quire engine: unknown argument b; see quire engine --help-all"),
@@ -308,6 +309,27 @@ def test_a_reader_who_leaves_is_no_error(address: str) -> None:
         program.stdout.close()
         assert program.wait(timeout=20) == 128 + signal.SIGPIPE
         assert program.stderr.read() == b""
+
+
+def test_closed_streams_are_no_defect(address: str) -> None:
+    for redirect, code in (("<&-", 0), (">&-", 0), ("2>&-", 0), (">/dev/full", 1)):
+        command = f"{sys.executable} -m quire generate x --max-tokens 1 --engine {address} {redirect}"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == code and "Traceback" not in done.stderr and "internal error" not in done.stderr, redirect
+    nothing = subprocess.run(["bash", "-c", f"{sys.executable} -m quire generate <&-"], capture_output=True, text=True, check=False)
+    assert (nothing.returncode, nothing.stderr) == (2, "quire: prompt: standard input is empty\n")
+
+
+def test_ctrl_c_while_the_engine_starts(tmp_path: Path) -> None:
+    """The child must go too, and nothing be said."""
+    with subprocess.Popen([*QUIRE, "generate", STORY], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        while not (children := psutil.Process(program.pid).children()):
+            assert program.poll() is None
+            time.sleep(0.01)
+        program.send_signal(signal.SIGINT)
+        out, err = program.communicate(timeout=20)
+    assert (program.returncode, out, err) == (130, b"", b"")
+    assert psutil.wait_procs(children, timeout=5)[1] == []
 
 
 def test_an_engine_that_dies_is_exit_code_1_and_its_cause() -> None:

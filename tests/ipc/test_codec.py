@@ -28,7 +28,7 @@ from quire.ipc.messages import (
 )
 from quire.ipc.params import SamplingParams
 from quire.tests.fakes import make_config
-from quire.tests.frames import ENGINE_MESSAGES, CLIENT_MESSAGES, mutations
+from quire.tests.frames import CLIENT_MESSAGES, ENGINE_MESSAGES, mutations
 
 LIMIT = 2**24
 NUM_FRAMES = int(os.environ.get("QUIRE_FUZZ_FRAMES", "20000"))

@@ -153,6 +153,7 @@ def test_detach_and_death(daemon):
 )
 def test_a_bad_attach_costs_nobody_else(daemon, attach_message):
     input_, door, attach = daemon
+    attach()
     fds = len(os.listdir("/proc/self/fd"))
     try:
         door.send_multipart(Encoder(LIMIT).encode(attach_message))

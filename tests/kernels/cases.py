@@ -19,7 +19,7 @@ FOREIGN_BLOCK = 2**30  # stands in block tables past a request's last block: fol
 
 @dataclass
 class Case:
-    """One call: arguments, whether it works in place (then on the first `num_in_place` floating-point tensors), and torch's own version."""
+    """One call, and torch's own version of it."""
 
     name: str
     args: tuple[Any, ...]
@@ -60,7 +60,8 @@ def rms_norm(dtype: torch.dtype) -> list[Case]:
     shapes = [(1, 128), (3, 896), (33, 100), (2, 1), (5, 2, 64)]
     cases = [Case(f"{shape}", (rand(*shape, dtype=dtype), rand(shape[-1], dtype=dtype), 1e-6), own) for shape in shapes]
     strided = rand(7, 6, 64, dtype=dtype)[:, 2:4]  # the key heads of one projection
-    return [*cases, Case("strided heads", (strided, rand(64, dtype=dtype), 1e-5), own), Case("empty", (rand(0, 8, dtype=dtype), rand(8, dtype=dtype), 1e-6), own)]
+    cases.append(Case("strided heads", (strided, rand(64, dtype=dtype), 1e-5), own))
+    return [*cases, Case("empty", (rand(0, 8, dtype=dtype), rand(8, dtype=dtype), 1e-6), own)]
 
 
 def fused_add_rms_norm(dtype: torch.dtype) -> list[Case]:
@@ -69,7 +70,10 @@ def fused_add_rms_norm(dtype: torch.dtype) -> list[Case]:
         return F.rms_norm(total, weight.shape, weight, eps), total
 
     shapes = [(1, 128), (3, 896), (33, 100)]
-    return [Case(f"{s}", (rand(*s, dtype=dtype), rand(*s, dtype=dtype), rand(s[-1], dtype=dtype), 1e-6), own, in_place=(0, 1)) for s in shapes]
+    return [
+        Case(f"{shape}", (rand(*shape, dtype=dtype), rand(*shape, dtype=dtype), rand(shape[-1], dtype=dtype), 1e-6), own, in_place=(0, 1))
+        for shape in shapes
+    ]
 
 
 def silu_and_mul(dtype: torch.dtype) -> list[Case]:
@@ -143,7 +147,8 @@ def make_metadata(query_lens: list[int], seq_lens: list[int], block_size: int, n
         slots.append(pages[row].long()[position // block_size] * block_size + position % block_size)
     num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
     starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
-    return AttentionMetadata(starts, torch.tensor(seq_lens, dtype=torch.int32), block_tables, torch.cat(slots), num_decodes, query_lens, seq_lens)
+    lengths = torch.tensor(seq_lens, dtype=torch.int32)
+    return AttentionMetadata(starts, lengths, block_tables, torch.cat(slots), num_decodes, query_lens, seq_lens)
 
 
 def context_slots(metadata: AttentionMetadata, row: int, block_size: int) -> tuple[Tensor, Tensor]:
@@ -155,15 +160,16 @@ def context_slots(metadata: AttentionMetadata, row: int, block_size: int) -> tup
 def attention_case(query_lens: list[int], seq_lens: list[int], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> Case:
     """heads: (NQ, NKV, D). Every slot that no request owns holds NaN."""
     num_heads, num_kv_heads, head_dim = heads
-    metadata = make_metadata(query_lens, seq_lens, block_size, sum(-(-n // block_size) for n in seq_lens) + 3)
     num_blocks = sum(-(-n // block_size) for n in seq_lens) + 3
+    metadata = make_metadata(query_lens, seq_lens, block_size, num_blocks)
     key_cache, value_cache = torch.full((2, num_blocks, block_size, num_kv_heads, head_dim), math.nan).to(dtype).unbind(0)
     for row in range(len(seq_lens)):
         where = context_slots(metadata, row, block_size)
         for cache in (key_cache, value_cache):
             cache[where] = rand(seq_lens[row], num_kv_heads, head_dim, dtype=dtype)
     query = rand(sum(query_lens), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)[:, :num_heads]
-    name = f"queries {query_lens} of {seq_lens}, {heads}, blocks of {block_size}" if len(seq_lens) < 6 else f"{len(seq_lens)} requests, {heads}"
+    batch = f"queries {query_lens} of {seq_lens}" if len(seq_lens) < 6 else f"{len(seq_lens)} requests"
+    name = f"{batch}, {heads}, blocks of {block_size}"
     return Case(name, (query, key_cache, value_cache, metadata, head_dim**-0.5), attention_own)
 
 

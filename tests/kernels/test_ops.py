@@ -49,10 +49,11 @@ def test_functions_take_keywords():
 
 
 def test_empty_batches():
+    reals, integers = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     for op, args in (
-        ("sample_tokens", [torch.zeros(0, 9), *(torch.zeros(0) for _ in range(1)), torch.zeros(0).long(), torch.ones(0), torch.zeros(0), *torch.zeros(2, 0).long()]),
-        ("random_gumbel", [torch.zeros(0).long(), torch.zeros(0).long(), 9]),
-        ("gather_logprobs", [torch.zeros(0, 9), torch.zeros(0).long(), 3]),
+        ("sample_tokens", [torch.zeros(0, 9), reals, integers, reals, reals, integers, integers]),
+        ("random_gumbel", [integers, integers, 9]),
+        ("gather_logprobs", [torch.zeros(0, 9), integers, 3]),
     ):  # fmt: skip
         result = getattr(ops, op)(*args)
         assert all(len(tensor) == 0 for tensor in (result if isinstance(result, tuple) else (result,))), op

@@ -1,0 +1,339 @@
+"""EngineCoreProc as a program: signals, drain, idleness, bad frames, several programs on one daemon; and its loop against a slow reader.
+May know: engine_proc, MPClient, the fake executor.
+Must not know: the scheduler, how MPClient waits.
+
+QUIRE_FUZZ_FRAMES=1000000 pytest tests/core/test_engine_proc.py -k fuzz --timeout 3600 is the long form."""
+
+from __future__ import annotations
+
+import ast
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from quire.core.engine_proc import EngineCoreProc
+from quire.frontend.mp_client import MPClient
+from quire.ipc.codec import Decoder, Encoder
+from quire.ipc.engine_input import EngineInput
+from quire.ipc.engine_output import EngineOutput
+from quire.ipc.errors import EngineDeadError, EngineStartError
+from quire.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineMessage, FinishReason, Ready, Shutdown
+from quire.ipc.params import SamplingParams
+from quire.ipc.process import SignalPipe
+from quire.ipc.sockets import (
+    ENGINE_IDENTITY,
+    INPUT_SOCKET,
+    OUTPUT_SOCKET,
+    SocketDirectory,
+    bind_pull,
+    bind_router,
+    connect_push,
+    make_context,
+    receive,
+)
+from quire.tests.fake_engine import COMMAND, TroubledExecutor, daemon, wait_until
+from quire.tests.fakes import expected_output, make_config
+from quire.tests.frames import CLIENT_MESSAGES, ENGINE_MESSAGES, mutations
+
+NUM_FRAMES = int(os.environ.get("QUIRE_FUZZ_FRAMES", "20000"))
+FRAMES_PER_CHUNK = 500
+
+
+def make_request(request_id: str, max_tokens: int = 5, prompt=(1, 2, 3)) -> EngineCoreRequest:
+    return EngineCoreRequest(request_id, list(prompt), SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens))
+
+
+def expected(request: EngineCoreRequest, config) -> list[int]:
+    return expected_output(request.prompt_token_ids, request.sampling_params, request.eos_token_ids, config)[0]
+
+
+def collect(client: MPClient, *request_ids: str) -> dict[str, tuple[list[int], object]]:
+    """Until these have finished: id -> (tokens, Finished). Rows of others are passed over."""
+    tokens, finished = {request_id: [] for request_id in request_ids}, {}
+    while len(finished) < len(request_ids):
+        outputs = client.get_output()
+        start = 0
+        for request_id, count in zip(outputs.request_ids, outputs.num_tokens, strict=True):
+            if request_id in tokens:
+                tokens[request_id] += outputs.token_ids[start : start + count]
+            start += count
+        finished |= {outputs.request_ids[end.row]: end for end in outputs.finished if outputs.request_ids[end.row] in tokens}
+    return {request_id: (tokens[request_id], end) for request_id, end in finished.items()}
+
+
+@pytest.fixture
+def open_client():
+    clients = []
+
+    def open_(engine: str = "process", **arguments) -> MPClient:
+        clients.append(MPClient(make_config(startup_timeout_s=30.0, **arguments), engine, command=COMMAND))
+        return clients[-1]
+
+    yield open_
+    for client in clients:
+        client.shutdown()
+
+
+def engine_pid(client: MPClient) -> int:
+    return client._connection.engine_pid
+
+
+# ---------------------------------------------------------------- signals
+
+
+def test_sigterm_drains(open_client):
+    client = open_client(hf_overrides={"delay_s": 0.03})
+    running = make_request("running", max_tokens=20)
+    client.add_request(running)
+    client.get_output()
+    os.kill(engine_pid(client), signal.SIGTERM)
+    time.sleep(0.1)
+    client.add_request(make_request("late"))
+    results = collect(client, "running", "late")
+    assert len(results["running"][0]) == 19 and results["running"][1].reason == FinishReason.LENGTH
+    assert results["late"][1].reason == FinishReason.ERROR and "leaving" in results["late"][1].error
+    with pytest.raises(EngineDeadError, match="asked to leave.*exited with code 0"):
+        client.get_output()
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)], ids=["two SIGTERM", "SIGINT"])
+def test_at_once_even_in_the_middle_of_a_step(open_client, signals):
+    client = open_client(hf_overrides={"delay_s": 30.0})
+    client.add_request(make_request("slow"))
+    time.sleep(0.2)
+    for number in signals:
+        os.kill(engine_pid(client), number)
+        time.sleep(0.1)
+    begin = time.monotonic()
+    with pytest.raises(EngineDeadError, match=f"exited with code {128 + signals[-1]}"):
+        client.get_output()
+    assert time.monotonic() - begin < 2
+
+
+def test_sigterm_during_start_up(open_client, tmp_path):
+    config = make_config(hf_overrides={"at_load": "hang"}, startup_timeout_s=30.0)
+    with daemon(tmp_path, config) as (_, process):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 128 + signal.SIGTERM
+
+
+# ---------------------------------------------------------------- idleness
+
+
+def cpu_seconds(pid: int) -> float:
+    return sum(psutil.Process(pid).cpu_times()[:2])
+
+
+def test_an_idle_engine_uses_no_cpu(open_client):
+    client = open_client()
+    collect_one = make_request("a")
+    client.add_request(collect_one)
+    collect(client, "a")
+    time.sleep(0.2)
+    engine, own = cpu_seconds(engine_pid(client)), time.process_time()
+    time.sleep(3)
+    assert cpu_seconds(engine_pid(client)) - engine <= 0.03  # of 3 s; the kernel counts in ticks of 0.01
+    assert time.process_time() - own <= 0.03
+
+
+# ---------------------------------------------------------------- bad frames
+
+
+def test_fuzz_towards_the_engine(open_client):
+    client = open_client(max_num_seqs=64)
+    rng, config = random.Random(3), client.ready.config
+    router = client._connection.router
+    for chunk in range(max(1, NUM_FRAMES // FRAMES_PER_CHUNK)):
+        good = make_request(f"good-{chunk}", prompt=[chunk % 97, 1])
+        for i, frames in enumerate(mutations(CLIENT_MESSAGES, rng, FRAMES_PER_CHUNK)):
+            router.send_multipart([ENGINE_IDENTITY, *frames])
+            if i == FRAMES_PER_CHUNK // 2:
+                client.add_request(good)
+        assert client.call_utility("ping") == "pong"
+        tokens, end = collect(client, good.request_id)[good.request_id]
+        assert tokens == expected(good, config) and end.reason == FinishReason.LENGTH
+    assert client.call_utility("get_metrics")["num_bad_frames"] > NUM_FRAMES // 2
+    assert client.call_utility("check_integrity") is True
+
+
+def test_fuzz_towards_the_client(open_client):
+    client = open_client()
+    rng, config = random.Random(4), client.ready.config
+    context = make_context()
+    stranger = connect_push(context, client._connection.directory.address(OUTPUT_SOCKET))
+    for chunk in range(max(1, NUM_FRAMES // FRAMES_PER_CHUNK)):
+        good = make_request(f"good-{chunk}", prompt=[chunk % 97, 1])
+        client.add_request(good)
+        for frames in mutations(ENGINE_MESSAGES, rng, FRAMES_PER_CHUNK):
+            stranger.send_multipart(frames)
+        assert client.call_utility("ping") == "pong"
+        tokens, end = collect(client, good.request_id)[good.request_id]
+        assert tokens == expected(good, config) and end.reason == FinishReason.LENGTH
+    assert client.num_bad_frames > NUM_FRAMES // 2
+    context.destroy(linger=0)
+
+
+# ---------------------------------------------------------------- a slow reader
+
+
+def test_a_reader_that_pauses_stops_the_steps_not_the_engine(monkeypatch):
+    """EngineCoreProc in a thread of this process, with a backlog that is soon full."""
+    monkeypatch.setattr("quire.ipc.sockets.OUTPUT_HIGH_WATER_MARK", 10)
+    config, directory, context, signals = make_config(max_model_len=2048, num_gpu_blocks_override=1000), SocketDirectory(), make_context(), SignalPipe()
+    limit = config.service_config.max_message_bytes
+    router, pull = bind_router(context, directory.address(INPUT_SOCKET), limit), bind_pull(context, directory.address(OUTPUT_SOCKET), limit)
+    parent_fd, write_fd = os.pipe()
+    input_ = EngineInput(context, limit, signals)
+    input_.serve_parent(directory.path, os.getppid(), parent_fd)
+    executors = []
+
+    def make_executor(config):
+        executors.append(TroubledExecutor(config))
+        return executors[0]
+
+    proc = EngineCoreProc(input_, EngineOutput(context, limit, max_backlog_bytes=2000), make_executor)
+    exit_codes = []
+    thread = threading.Thread(target=lambda: exit_codes.append(proc.run(config)))
+    thread.start()
+    encoder, decoder = Encoder(limit), Decoder(EngineMessage, limit)
+    assert router.poll(5000) and receive(router)
+    while pull.poll(5000) and not isinstance(decoder.decode(receive(pull)), Ready):
+        pass  # its progress
+    requests = [make_request(f"{i}-{'x' * 2000}", max_tokens=300, prompt=[i]) for i in range(4)]
+    for request in requests:
+        router.send_multipart([ENGINE_IDENTITY, *encoder.encode(request)])
+    wait_until(lambda: proc.output.is_full)
+    num_steps = len(executors[0].steps)
+    time.sleep(0.2)
+    assert len(executors[0].steps) <= num_steps + 1 < 300
+    tokens, num_finished = {request.request_id: [] for request in requests}, 0
+    while num_finished < 4:
+        assert pull.poll(5000)
+        message = decoder.decode(receive(pull))
+        if isinstance(message, EngineCoreOutputs):
+            for request_id, token_id in zip(message.request_ids, message.token_ids, strict=True):
+                tokens[request_id].append(token_id)
+            num_finished += len(message.finished)
+    assert [tokens[request.request_id] for request in requests] == [expected(request, config) for request in requests]
+    router.send_multipart([ENGINE_IDENTITY, *encoder.encode(Shutdown())])
+    thread.join(5)
+    assert exit_codes == [0]
+    for closing in (router, pull):
+        closing.close(linger=0)
+    context.term()
+    signals.close()
+    directory.remove()
+    os.close(parent_fd)
+    os.close(write_fd)
+
+
+# ---------------------------------------------------------------- the daemon
+
+PROGRAM = """
+import sys
+from quire.frontend.mp_client import MPClient
+from quire.tests.core.test_engine_proc import make_request, collect
+from quire.tests.fakes import make_config
+name, address = sys.argv[1:]
+client = MPClient(make_config(startup_timeout_s=30.0), address)
+for i in range(8):
+    client.add_request(make_request(f"{name}-{i}", max_tokens=100, prompt=[i, 5]))
+client.get_output()
+print("running", flush=True)
+results = collect(client, *[f"{name}-{i}" for i in range(8)])
+print({request_id: tokens for request_id, (tokens, _) in sorted(results.items())}, flush=True)
+client.shutdown()
+"""
+
+
+def start_program(name: str, address: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, name, address], stdout=subprocess.PIPE, text=True)
+
+
+def test_two_programs_one_killed(tmp_path, open_client):
+    config = make_config(hf_overrides={"delay_s": 0.01}, max_num_seqs=32)
+    with daemon(tmp_path, config) as (address, _):
+        observer = open_client(address)
+        one, two = start_program("one", address), start_program("two", address)
+        try:
+            assert one.stdout.readline() == two.stdout.readline() == "running\n"
+            assert len(observer.call_utility("scheduler_state")["running"]) == 16
+            two.kill()
+            took = wait_until(lambda: len(observer.call_utility("scheduler_state")["running"]) <= 8)
+            assert took < 2
+            printed = one.communicate(timeout=30)[0]
+        finally:
+            for program in (one, two):
+                program.kill()
+                program.communicate()
+        wanted = {f"one-{i}": expected(make_request("", 100, [i, 5]), config)[1:] for i in range(8)}
+        assert ast.literal_eval(printed) == wanted
+        assert observer.call_utility("scheduler_state")["running"] == []
+        assert observer.call_utility("check_integrity") is True
+
+
+def test_a_daemon_outlives_its_clients_and_drains(tmp_path, open_client):
+    config = make_config(hf_overrides={"delay_s": 0.02})
+    with daemon(tmp_path, config) as (address, process):
+        first = open_client(address)
+        first.add_request(make_request("abandoned", max_tokens=200))
+        first.get_output()
+        first.shutdown()
+        second = open_client(address)
+        wait_until(lambda: second.call_utility("scheduler_state")["running"] == [])
+        assert second.ready.config == config
+        second.add_request(make_request("kept", max_tokens=20))
+        second.get_output()
+        process.send_signal(signal.SIGTERM)
+        assert len(collect(second, "kept")["kept"][0]) == 19
+        assert process.wait(5) == 0
+        with pytest.raises(EngineDeadError, match="asked to leave"):
+            second.get_output()
+        with pytest.raises(EngineStartError, match="no engine listens"):
+            open_client(address)
+
+
+def test_one_daemon_per_address(tmp_path, open_client):
+    with daemon(tmp_path, make_config()) as (address, first):
+        with daemon(tmp_path, make_config()) as (_, second):
+            assert second.wait(10) == 2
+            assert second.stderr.read().decode().startswith(f"quire engine: listen: another engine (pid {first.pid}) listens")
+        assert open_client(address).call_utility("ping") == "pong"
+        first.kill()
+        first.wait()
+        with daemon(tmp_path, make_config()) as (_, third):  # the dead one's file is in its place
+            wait_until(lambda: third.poll() is not None or _answers(open_client, address))
+            assert third.poll() is None
+
+
+def _answers(open_client, address: str) -> bool:
+    try:
+        return open_client(address).call_utility("ping") == "pong"
+    except EngineStartError:
+        return False
+
+
+def test_a_daemon_that_cannot_load_says_why(tmp_path):
+    with daemon(tmp_path, make_config(hf_overrides={"at_load": "fail"})) as (_, process):
+        assert process.wait(10) == 1
+        assert "ValueError: these weights are made of cheese" in process.stderr.read().decode()
+    assert not (tmp_path / "engine.sock").exists()
+
+
+def test_a_daemon_wants_a_configuration(tmp_path):
+    done = subprocess.run([*COMMAND, "--listen", f"ipc://{tmp_path}/x"], input=b'{"model_confg": 1}', capture_output=True)
+    assert done.returncode == 2 and b"model_confg" in done.stderr
+    assert subprocess.run(COMMAND, capture_output=True).returncode == 2
+
+
+def test_ready_is_the_engines_word(open_client):
+    ready = open_client(max_model_len=64).ready
+    assert isinstance(ready, Ready) and ready.num_blocks == 257 and ready.kv_cache_bytes == 257 * 16 * 8

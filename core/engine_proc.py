@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import queue
 import signal
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -34,6 +35,7 @@ from ..ipc.messages import (
     Finished,
     FinishReason,
     Progress,
+    Ready,
     Shutdown,
     UtilityCall,
     UtilityResult,
@@ -64,6 +66,7 @@ class EngineCoreProc:
         self.clients: set[int] = set()
         self.is_draining = False  # nothing new is taken; we leave when everybody has what they are owed
         self.must_leave = False
+        self.on_ready: Callable[[Ready], None] = lambda ready: None
         put = input_.events.put
         output.on_drained = lambda: put(events.Wake())
         output.on_fatal = lambda error: put(events.Fatal(error))
@@ -105,6 +108,7 @@ class EngineCoreProc:
         self._take_events(block=False)
         self.core = core
         self._tell_all(core.ready)
+        self.on_ready(core.ready)
 
     def _report(self, stage: str, fraction: float) -> None:
         self._take_events(block=False)
@@ -247,7 +251,9 @@ def run_daemon(address: str, config: EngineConfig, make_executor=None) -> int:
         input_, output = EngineInput(context, max_message_bytes, signals), EngineOutput(context, max_message_bytes)
         input_.serve_listener(listener, address)
         output.on_overflow = lambda client_index: input_.events.put(events.ClientOverflowed(client_index))
-        return EngineCoreProc(input_, output, make_executor).run(config)
+        proc = EngineCoreProc(input_, output, make_executor)
+        proc.on_ready = lambda ready: print(f"quire engine: ready at {address}, {ready.num_blocks} KV-cache blocks", file=sys.stderr, flush=True)
+        return proc.run(config)
     except QuireError as error:
         print(f"quire engine: {error}", file=sys.stderr)
         return 2
@@ -281,5 +287,13 @@ def main(argv: list[str] | None = None, *, make_executor: Callable[[EngineConfig
     return run_daemon(args.listen, config, make_executor)
 
 
+def leave(exit_code: int) -> NoReturn:
+    """Ends the process without the interpreter's tidying up: with torch loaded that takes seconds, and a parent waits for our end."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

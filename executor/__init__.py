@@ -1,6 +1,6 @@
-"""Runs a model: Executor -> Worker -> ModelRunner; everything with tensors but the kernels themselves.
-May know: torch, the kernels, the messages of ipc.
-Must not know: text, requests beyond their slot, the scheduler."""
+"""The executor: runs the model over the slots and blocks that the core scheduled.
+May know: torch, the model's weights, slots, block ids, token ids.
+Must not know: text, requests' lives, who asked; no scheduling is decided here."""
 
 import os
 

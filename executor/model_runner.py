@@ -133,7 +133,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_dummy_batch(self, num_tokens: int = 1) -> None:
-        """A forward pass and a sampling of `num_tokens` one-token rows that leave no trace: nothing is written to the cache."""
+        """A forward pass of `num_tokens` one-token rows, logits included, that leaves no trace: nothing is written to the cache."""
 
         def filled(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.full(shape, value, dtype=dtype, device=self.device)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import stat
 import tempfile
 import time
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from .errors import InvalidParameterError, QuireError
 INPUT_SOCKET, OUTPUT_SOCKET = "input.sock", "output.sock"  # names in a client's directory
 ENGINE_IDENTITY = b"engine"  # a client's ROUTER has one peer
 MAX_PATH_BYTES = 107  # sun_path of a unix socket holds 108, the last one a NUL
-DIRECTORY_PREFIX = "quire-"
+DIRECTORY_PREFIX = "quire-client-"
 
 # Messages that may wait on each side of an output connection; then the engine's PUSH says EAGAIN and ipc/engine_output.py keeps count.
 OUTPUT_HIGH_WATER_MARK = 1000
@@ -79,11 +78,10 @@ class SocketDirectory:
 
 
 def remove_directory(path: Path) -> None:
-    """Removes a socket directory and the sockets in it; anything else in it stays, and it too. May be called twice, by several at once."""
+    """Removes a socket directory and our sockets in it; anything else in it stays, and it too. May be called twice, by several at once."""
     try:
-        for entry in list(path.iterdir()):
-            if stat.S_ISSOCK(entry.lstat().st_mode):
-                entry.unlink(missing_ok=True)
+        for name in (INPUT_SOCKET, OUTPUT_SOCKET):
+            (path / name).unlink(missing_ok=True)
         path.rmdir()
     except OSError:
         pass  # gone already, or not ours to remove

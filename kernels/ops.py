@@ -72,7 +72,7 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cach
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Stores key and value [T, NKV, D] in key_cache and value_cache [num_blocks, block_size, NKV, D], both contiguous.
 
-    Token t goes to slot_mapping[t] [T] i64: block * block_size + offset, no slot twice; a token with a negative slot is not stored.
+    slot_mapping [T] i64: token t's slot, block * block_size + offset, no slot twice; a token with a negative one is not stored.
     """
 
 
@@ -107,11 +107,12 @@ def sample_tokens(
 
 @operation
 def random_gumbel(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
-    """Gumbel(0, 1) noise of each (seed, position, token), seeds and positions [B] i64 -> [B, num_tokens] fp32. Salmon et al. 2011 (Philox4x32-10).
+    """Gumbel(0, 1) noise of each (seed, position, token), seeds and positions [B] i64 -> [B, num_tokens] fp32.
 
-    word(t) = output t % 4 of Philox4x32-10 with counter (t // 4, position's low word, its high word, 0) and key (seed's low word, its
-    high word). u = (word rounded to fp32 + 0.5) * 2**-32, at most 1 - 2**-24; noise = -log(-log1p(-u)), in fp32. The 0 in the counter is
-    the stream: other uses of randomness at the same position take other numbers. A large noise is a small u, where fp32 is finest.
+    Its bits are those of Philox4x32-10 (Salmon et al. 2011): word(t) = output t % 4 for the counter (t // 4, position's low word, its
+    high word, 0) and the key (seed's low word, its high word). u = (word rounded to fp32 + 0.5) * 2**-32, at most 1 - 2**-24; noise =
+    -log(-log1p(-u)), in fp32. The 0 in the counter is the stream: other uses of randomness at the same position take other numbers.
+    A large noise is a small u, where fp32 is finest.
     """
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-from quire.core.engine_proc import main
+from quire.core.engine_proc import leave, main
 from quire.ipc.config import EngineConfig
 from quire.tests.fakes import FakeExecutor
 
@@ -68,4 +68,4 @@ def wait_until(holds, timeout_s: float = 10.0) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(make_executor=TroubledExecutor))
+    leave(main(make_executor=TroubledExecutor))

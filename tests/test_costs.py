@@ -39,7 +39,7 @@ print(json.dumps({"modules": sorted(sys.modules), "rss": rss, "num_outputs": len
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

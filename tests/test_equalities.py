@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from quire import EngineArgs, LLMEngine
 from quire.tests.workloads import assert_same, drive, random_jobs
 

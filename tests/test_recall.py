@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 
 import pytest
-
 from quire import LLM, SamplingParams
 from quire.tests.bundled_model.data import recall_prompt
 

@@ -13,10 +13,11 @@ WORD = 0xFFFFFFFF
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor], rounds: int = 10) -> tuple[Tensor, ...]:
-    """Four words of counter, two of key -> four random words. Philox4x32 of Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+    """Four words of counter, two of key -> four random words.
 
-    Words are i64 tensors holding 32 bits each, shapes that broadcast together. The product of two words wraps in i64,
-    but its 64 bits are right; an arithmetic shift and a mask then give its high word.
+    Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Words are i64 tensors holding 32 bits each,
+    shapes that broadcast together. The product of two words wraps in i64, but its 64 bits are right; an arithmetic shift and a mask
+    then give its high word.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key

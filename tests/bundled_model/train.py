@@ -20,15 +20,16 @@ import export
 HERE = Path(__file__).resolve().parent
 DEFAULT_FOLDER = HERE.parents[1] / "frontend" / "bundled_model"
 CONTEXT_KEPT = 0.2  # share of the given (unasked) tokens whose loss is computed; the output layer is a third of the work
+LATER_DRILL_SHARE = 0.1  # of the rows, once the first steps are over
 SUMS_SHARE = 0.35  # of the short documents, beside those that the mixture holds anyway: sums take the longest to learn
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", default="256x16x900,512x8x700,1024x6x700,2048x4x1200", help="context x rows x steps, ...")
-    parser.add_argument("--drill-steps", type=int, default=400, help="the first steps, which hold drills only")
-    parser.add_argument("--decay-steps", type=int, default=1000, help="the last steps, in which the learning rate falls to zero")
-    parser.add_argument("--matrix-lr", type=float, default=5e-3, help="Muon, for the hidden matrices")
+    parser.add_argument("--stages", default="128x20x500,256x12x300,512x8x400,1024x4x300,2048x2x1100", help="context x rows x steps, ...")
+    parser.add_argument("--drill-steps", type=int, default=500, help="the first steps, which hold drills only")
+    parser.add_argument("--decay-steps", type=int, default=700, help="the last steps, in which the learning rate falls to zero")
+    parser.add_argument("--matrix-lr", type=float, default=2e-3, help="Muon, for the hidden matrices")
     parser.add_argument("--vector-lr", type=float, default=3e-3, help="AdamW, for embedding, biases and norms")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=DEFAULT_FOLDER)
@@ -93,8 +94,12 @@ def weighted_loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor, weigh
 def make_optimizers(model: torch.nn.Module, matrix_lr: float, vector_lr: float) -> list[torch.optim.Optimizer]:
     matrices = [parameter for name, parameter in model.named_parameters() if parameter.ndim == 2 and "embed" not in name]
     vectors = [parameter for name, parameter in model.named_parameters() if parameter.ndim == 1 or "embed" in name]
-    return [torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(vectors, lr=vector_lr, betas=(0.9, 0.98), weight_decay=0.0)]
+    optimizers = [torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+                  torch.optim.AdamW(vectors, lr=vector_lr, betas=(0.9, 0.98), weight_decay=0.0)]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return optimizers
 
 
 def learning_rate_factor(step: int, num_steps: int, decay_steps: int, warmup_steps: int = 50) -> float:
@@ -114,51 +119,59 @@ def train_step(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], 
     return loss.item(), accuracy
 
 
+def restore(path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[int, list, int, float]:
+    """Load a checkpoint; returns the next step, the curve so far, the tokens seen and the seconds spent."""
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    for optimizer, optimizer_state in zip(optimizers, state["optimizers"]):
+        optimizer.load_state_dict(optimizer_state)
+    return state["step"], state["curve"], state["num_tokens"], state["seconds"]
+
+
+def save(arguments: argparse.Namespace, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], tokenizer: Tokenizer,
+         progress: dict) -> None:
+    state = dict(model=model.state_dict(), optimizers=[optimizer.state_dict() for optimizer in optimizers], **progress)
+    torch.save(state, arguments.checkpoint)
+    export.export_model(model, tokenizer, arguments.output)
+    write_curve(arguments, progress)
+
+
+def report(curve: list, num_tokens: int, seconds: float) -> None:
+    recent = curve[-20:]
+    step, context, _, _ = curve[-1]
+    print(f"step {step} context {context} loss {sum(row[2] for row in recent) / len(recent):.3f} answers "
+          f"{sum(row[3] for row in recent) / len(recent):.3f} tokens {num_tokens / 1e6:.2f}M {seconds:.0f}s", flush=True)
+
+
 def train(arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
     tokenizer = export.train_tokenizer(arguments.seed)
     model = export.build_model().train()
     optimizers = make_optimizers(model, arguments.matrix_lr, arguments.vector_lr)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-    curve, first_step, num_tokens, seconds = [], 0, 0, 0.0
-    if arguments.resume:
-        state = torch.load(arguments.checkpoint, weights_only=True)
-        model.load_state_dict(state["model"])
-        for optimizer, optimizer_state in zip(optimizers, state["optimizers"]):
-            optimizer.load_state_dict(optimizer_state)
-        first_step, curve, num_tokens, seconds = (state[key] for key in ("step", "curve", "num_tokens", "seconds"))
+    first_step, curve, num_tokens, seconds = restore(arguments.checkpoint, model, optimizers) if arguments.resume else (0, [], 0, 0.0)
     extra_text = arguments.extra_text.read_text(encoding="utf-8") if arguments.extra_text else ""
     steps = stage_steps(arguments.stages)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(steps)} steps, {tokenizer.get_vocab_size()} tokens", flush=True)
     start = time.monotonic() - seconds
     for step in range(first_step, len(steps)):
         context, num_rows = steps[step]
-        drill = 1.0 if step < arguments.drill_steps else 0.1
+        drill = 1.0 if step < arguments.drill_steps else LATER_DRILL_SHARE
         batch = make_batch(Random(f"{arguments.seed} {step}"), tokenizer, context, num_rows, drill, extra_text)
         loss, accuracy = train_step(model, optimizers, batch, learning_rate_factor(step, len(steps), arguments.decay_steps))
         num_tokens += context * num_rows
         curve.append([step, context, round(loss, 4), round(accuracy, 4)])
         if step % 20 == 0:
-            recent = curve[-20:]
-            print(f"step {step} context {context} loss {sum(c[2] for c in recent) / len(recent):.3f} "
-                  f"answers {sum(c[3] for c in recent) / len(recent):.3f} tokens {num_tokens / 1e6:.2f}M {time.monotonic() - start:.0f}s", flush=True)
+            report(curve, num_tokens, time.monotonic() - start)
         if (step + 1) % arguments.save_every == 0 or step + 1 == len(steps):
-            state = dict(model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers], step=step + 1, curve=curve,
-                         num_tokens=num_tokens, seconds=time.monotonic() - start)
-            torch.save(state, arguments.checkpoint)
-            torch.save(state, arguments.checkpoint.with_suffix(f".{step + 1}.pt"))
-            export.export_model(model, tokenizer, arguments.output)
-            write_curve(arguments, state)
+            progress = dict(step=step + 1, curve=curve, num_tokens=num_tokens, seconds=time.monotonic() - start)
+            save(arguments, model, optimizers, tokenizer, progress)
 
 
-def write_curve(arguments: argparse.Namespace, state: dict) -> None:
+def write_curve(arguments: argparse.Namespace, progress: dict) -> None:
     """Means over twenty steps; the settings beside them."""
-    rows = [state["curve"][start : start + 20] for start in range(0, len(state["curve"]), 20)]
+    rows = [progress["curve"][start : start + 20] for start in range(0, len(progress["curve"]), 20)]
     means = [[row[0][0], row[0][1], round(sum(c[2] for c in row) / len(row), 4), round(sum(c[3] for c in row) / len(row), 4)] for row in rows]
-    settings = {key: value for key, value in vars(arguments).items() if isinstance(value, (str, int, float))}
-    content = dict(settings=settings, num_tokens=state["num_tokens"], seconds=round(state["seconds"]),
+    settings = {key: value for key, value in vars(arguments).items() if isinstance(value, (str, int, float)) and key != "resume"}
+    content = dict(settings=settings, num_tokens=progress["num_tokens"], seconds=round(progress["seconds"]),
                    columns=["first step of twenty", "context", "loss", "answer token accuracy"])
     text = json.dumps(content, indent=1)[:-2] + ',\n "curve": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in means) + "\n ]\n}\n"
     arguments.loss_curve.write_text(text, encoding="utf-8")

@@ -2,7 +2,7 @@
 May know: engine_proc, MPClient, the fake executor.
 Must not know: the scheduler, how MPClient waits.
 
-QUIRE_FUZZ_FRAMES=1000000 pytest tests/core/test_engine_proc.py -k fuzz --timeout 3600 is the long form."""
+QUIRE_FUZZ_FRAMES=1000000 pytest tests/ipc/test_codec.py tests/core/test_engine_proc.py -k fuzz --timeout 3600 is the long form."""
 
 from __future__ import annotations
 

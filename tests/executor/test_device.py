@@ -5,6 +5,8 @@ Must not know: models."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -29,6 +31,15 @@ def test_cuda_is_refused_in_one_sentence():
         devices.select_device("cuda")
     assert str(caught.value) == "device: cuda is not supported yet; use cpu"
     assert devices.select_device("cpu") == CPU
+
+
+@pytest.mark.parametrize(("own", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_sleep_when_idle_unless_the_user_says_otherwise(own, policy):
+    """OpenMP reads the policy when torch is imported, so the package must set it before."""
+    program = "import os, sys; import quire.executor; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    result = subprocess.run([sys.executable, "-c", program], env=environment | own, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [policy, "False"]
 
 
 @pytest.mark.parametrize("name", ["auto", "tpu"])

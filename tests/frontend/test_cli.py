@@ -16,7 +16,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from quire import CompletionOutput, InvalidParameterError, Logprob, RequestOutput, SamplingParams
 from quire.__main__ import COMMANDS, main
 from quire.frontend.cli import chat, engine, generate

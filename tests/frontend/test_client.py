@@ -157,8 +157,8 @@ def test_bad_requests_cost_nobody_else(open_driver):
 
 
 def test_abort(open_driver):
-    driver = open_driver()
-    driver.client.add_request(EngineCoreRequest("long", [1, 2], SamplingParams(seed=0, max_tokens=200)))
+    driver = open_driver(hf_overrides={"delay_s": 0.02})
+    driver.client.add_request(EngineCoreRequest("long", [1, 2], SamplingParams(seed=0, max_tokens=250)))
     driver.client.add_request(EngineCoreRequest("short", [1, 2], SamplingParams(seed=0, max_tokens=3)))
     driver.client.abort_requests(["nobody"])
     driver.client.abort_requests(["long", "nobody"])

@@ -140,9 +140,9 @@ def test_a_parameter_keeps_its_name():
 
 def test_the_deadline():
     begin = time.monotonic()
-    with pytest.raises(EngineStartError, match="load weights, 50%.*startup_timeout_s"):
+    with pytest.raises(EngineStartError, match="did not answer in time .*startup_timeout_s"):
         open_client(hf_overrides={"at_load": "hang"}, startup_timeout_s=1.0)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 10
 
 
 def test_a_program_that_is_no_engine():

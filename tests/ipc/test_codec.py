@@ -2,7 +2,7 @@
 May know: codec, messages.
 Must not know: sockets.
 
-QUIRE_FUZZ_FRAMES=1000000 pytest tests/ipc/test_codec.py tests/core/test_engine_proc.py -k fuzz -m '' runs the long form."""
+QUIRE_FUZZ_FRAMES=1000000 pytest tests/ipc/test_codec.py tests/core/test_engine_proc.py -k fuzz --timeout 3600 is the long form."""
 
 from __future__ import annotations
 

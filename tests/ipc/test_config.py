@@ -5,7 +5,6 @@ Must not know: how "auto" is decided (frontend/engine_args.py), or what a value 
 import msgspec
 import pytest
 from msgspec import inspect
-
 from quire import EngineConfig
 from quire.ipc.config import INTERNAL_FIELDS, Section, config_fields
 

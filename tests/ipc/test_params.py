@@ -7,7 +7,6 @@ import math
 
 import msgspec
 import pytest
-
 from quire import InvalidParameterError, PoolingParams, RequestOutputKind, SamplingParams
 
 BAD = [

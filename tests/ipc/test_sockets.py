@@ -12,6 +12,7 @@ import pytest
 import zmq
 from quire.ipc.errors import InvalidParameterError, QuireError
 from quire.ipc.sockets import (
+    INPUT_SOCKET,
     MAX_PATH_BYTES,
     SocketDirectory,
     bind_listener,
@@ -62,7 +63,7 @@ def test_the_directory_is_private_and_goes(base, monkeypatch, context):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
     directory = SocketDirectory()
     assert directory.path.parent == base and directory.path.stat().st_mode & 0o777 == 0o700
-    pull = bind_pull(context, directory.address("a.sock"), 100)
+    pull = bind_pull(context, directory.address(INPUT_SOCKET), 100)
     assert list(directory.path.iterdir())
     directory.remove()
     directory.remove()
@@ -84,12 +85,13 @@ def test_stale_directories_go_and_others_stay(base, monkeypatch):
     held = SocketDirectory()
     script = "from quire.ipc.sockets import *; import os; d = SocketDirectory(); make_context(); print(d.path); os._exit(0)"
     orphan = Path(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip())
-    strangers = base / "quire-strangers"
+    strangers = base / "quire-client-strangers"
     strangers.mkdir()
-    (strangers / "file").write_text("not a socket")
+    (strangers / "file").write_text("not ours")
+    (base / "quire-mine").mkdir()  # a name that only resembles ours
     assert orphan.exists()
     assert remove_stale_directories(base) == 1
-    assert not orphan.exists() and held.path.exists() and (strangers / "file").exists()
+    assert not orphan.exists() and held.path.exists() and (strangers / "file").exists() and (base / "quire-mine").exists()
     held.remove()
 
 

@@ -27,8 +27,8 @@ class Case:
     in_place: tuple[int, ...] = ()  # indices of the arguments that the operation writes; its results are then those
 
     def run(self, function: Callable) -> tuple[Tensor, ...]:
-        """Calls on copies with the same strides; gives the results as a tuple."""
-        args = [clone(arg) for arg in self.args]
+        """Calls on copies; gives the results as a tuple."""
+        args = copies(self.args)
         result = function(*args)
         if self.in_place:
             assert result is None
@@ -39,14 +39,22 @@ class Case:
         return self.torch_own(*(arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in self.args))
 
 
-def clone(arg: Any) -> Any:
-    """A copy of a tensor that keeps its strides, of views of a projection too; anything else as it is (scratch apart)."""
-    if isinstance(arg, AttentionMetadata):
-        return AttentionMetadata(**{name: getattr(arg, name) for name in arg.__dataclass_fields__ if name != "scratch"})
-    if not isinstance(arg, Tensor):
-        return arg
-    storage = arg.as_strided((arg.untyped_storage().nbytes() // arg.element_size(),), (1,), 0).clone()
-    return storage.as_strided(arg.shape, arg.stride(), arg.storage_offset())
+def copies(args: tuple[Any, ...]) -> list[Any]:
+    """Tensors with the same strides, views of one projection again views of one; metadata without its scratch; anything else as it is."""
+    storages: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def copy(arg: Any) -> Any:
+        if isinstance(arg, AttentionMetadata):
+            return AttentionMetadata(**{name: getattr(arg, name) for name in arg.__dataclass_fields__ if name != "scratch"})
+        if not isinstance(arg, Tensor):
+            return arg
+        storage = arg.untyped_storage()
+        key = storage.data_ptr(), arg.dtype  # empty ones are all at 0
+        if key not in storages:
+            storages[key] = arg.as_strided((storage.nbytes() // arg.element_size(),), (1,), 0).clone()
+        return storages[key].as_strided(arg.shape, arg.stride(), arg.storage_offset())
+
+    return [copy(arg) for arg in args]
 
 
 def rand(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ def test_every_contract_is_public_and_says_shapes(op):
 def test_dispatches_and_writes_only_what_it_says(op, dtype):
     torch.manual_seed(0)
     for case in cases.MODEL_OPS[op](dtype):
-        args = [cases.clone(arg) for arg in case.args]
+        args = cases.copies(case.args)
         getattr(ops, op)(*args)
         for i, (before, after) in enumerate(zip(case.args, args)):
             if isinstance(before, torch.Tensor) and i not in case.in_place:

@@ -130,6 +130,6 @@ def test_layers_share_metadata(dtype, implementation):
     case = cases.attention_case([1, 1, 9], [200, 20, 30], (4, 2, 16), 16, dtype)
     query, key_cache, value_cache, metadata, scale = case.args
     other = [torch.randn_like(query), *(torch.where(cache.isnan(), cache, cache.flip(-1)) for cache in (key_cache, value_cache))]
-    expected = implementation.function(*other, cases.clone(metadata), scale)
+    expected = implementation.function(*other, *cases.copies((metadata, scale)))
     implementation.function(query, key_cache, value_cache, metadata, scale)
     assert torch.equal(implementation.function(*other, metadata, scale), expected)

@@ -142,9 +142,9 @@ def test_draws_follow_the_exact_distribution(sample_tokens, filters):
 def test_a_large_vocabulary_is_drawn_from_in_full(sample_tokens):
     """A flat distribution over more tokens than any list of candidates: each quarter of the vocabulary gets its share."""
     num_draws = 400
-    flat = torch.zeros(5000)
-    tokens = torch.cat([draw(sample_tokens, flat, num_draws, **filters) for filters in ({}, {"top_p": 0.9999}, {"top_k": 4999})])
-    counts = torch.histc(tokens.double(), bins=4, min=0, max=5000)
+    flat = torch.zeros(2400)
+    tokens = torch.cat([draw(sample_tokens, flat, num_draws, **filters) for filters in ({}, {"top_p": 0.9999}, {"top_k": 2399})])
+    counts = torch.histc(tokens.double(), bins=4, min=0, max=2400)
     assert (counts - 300).abs().max() < 60  # four deviations of 15
 
 
@@ -176,6 +176,18 @@ def test_equal_logits_across_many_candidates(sample_tokens):
     assert max(survivors(sample_tokens, logits, top_p=0.5)) < 3000
     wide = survivors(sample_tokens, logits, min_p=0.5)
     assert 2000 <= min(wide) and 3000 < max(wide) < 4000
+    few = torch.full((6000,), -50.0)
+    few[3010:5010:10] = 1.0  # 200 equal ones: none falls off the short list, but half of them are cut
+    assert max(survivors(sample_tokens, few, top_k=100)) < 4010
+
+
+@each("sample_tokens")
+def test_top_p_is_a_share_of_the_whole_row(sample_tokens):
+    """Ten tokens of 5 % each, the other half of the mass spread over thousands that no short list holds."""
+    logits = torch.full((6010,), 0.5 / 6000).log()
+    logits[600:610] = torch.tensor(0.05).log()
+    assert survivors(sample_tokens, logits, top_p=0.42) == set(range(600, 609))
+    assert survivors(sample_tokens, logits, top_p=0.42, min_p=0.01) == set(range(600, 605))  # of the ten alone: 5 tenths reach 0.42
 
 
 @each("sample_tokens")

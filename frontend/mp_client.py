@@ -153,7 +153,7 @@ class MPClient(EngineClient):
 
     def _read(self, everything: bool = False) -> None:
         """Takes in what the socket holds; leaves outputs there while enough are queued and nobody waits for what may be behind them."""
-        while everything or self._calls or len(self._outputs) < MAX_QUEUED_OUTPUTS:
+        while everything or self._wants_more():
             frames = receive(self._connection.pull)
             if frames is None:
                 break
@@ -167,6 +167,9 @@ class MPClient(EngineClient):
         waiter = self._output_waiter
         if self._outputs and waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+    def _wants_more(self) -> bool:
+        return bool(self._calls) or len(self._outputs) < MAX_QUEUED_OUTPUTS
 
     def _on_result(self, message: m.UtilityResult) -> None:
         if message.call_id not in self._calls:
@@ -248,8 +251,11 @@ class MPClient(EngineClient):
         self._on_readable()  # ZMQ's descriptor tells of changes only, not of what lies there already
 
     def _on_readable(self) -> None:
+        """ZMQ's descriptor tells of a change once, and asking for EVENTS takes the news from it: what EVENTS then says must be acted upon.
+        It must be asked, or the loop would call us again at once, for ever, where _read stopped early."""
         self._read()
-        self._connection.pull.get(zmq.EVENTS)  # where _read stopped early: without it the loop would call us again at once, for ever
+        while self._connection.pull.get(zmq.EVENTS) & zmq.POLLIN and self._wants_more():
+            self._read()
 
     async def get_output_async(self) -> m.EngineCoreOutputs:
         while not self._outputs:

@@ -4,23 +4,36 @@ Must not know: how any of the paths works."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import subprocess
+import sys
 import threading
+import time
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
-from quire import EngineArgs, LLMEngine
-from quire.tests.workloads import assert_same, drive, random_jobs
+from quire import AsyncLLM, EngineArgs, LLMEngine
+from quire.frontend.inproc_client import InprocClient
+from quire.tests.workloads import assert_same, drive, drive_async, random_jobs
 
 JOBS = random_jobs(200, vocab_size=1500, seed=1)
-MANY_BLOCKS, FEW_BLOCKS = 500, 20  # 20 blocks of 16 tokens: two or three long requests fill them, so others are preempted all the time
+MANY_BLOCKS = 1600  # holds all prompts and outputs
+FEW = dict(block_size=8, num_gpu_blocks_override=50)  # one request of the longest kind fits; the others preempt each other all the time
+
+
+# One thread: with several, tests of a tiny model on a busy machine wait for each other more than they compute.
+DEFAULTS = dict(dtype="float32", max_model_len=384, max_num_seqs=32, num_gpu_blocks_override=MANY_BLOCKS, max_num_batched_tokens=2048, num_threads=1)
+
+
+def engine_args(**settings) -> EngineArgs:
+    return EngineArgs(**{**DEFAULTS, **settings})
 
 
 def make_engine(engine: str = "inproc", **settings) -> LLMEngine:
-    # One thread: with several, tests of a tiny model on a busy machine wait for each other more than they compute.
-    defaults = dict(dtype="float32", max_model_len=192, max_num_seqs=32, num_gpu_blocks_override=MANY_BLOCKS, max_num_batched_tokens=2048, num_threads=1)
-    return LLMEngine.from_engine_args(EngineArgs(**{**defaults, **settings}), engine=engine)
+    return LLMEngine.from_engine_args(engine_args(**settings), engine=engine)
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +60,9 @@ def assert_empty(engine: LLMEngine, num_blocks: int) -> None:
         dict(max_num_batched_tokens=64),
         dict(max_num_batched_tokens=2048),
         dict(enable_prefix_caching=False, max_num_batched_tokens=64),
-        dict(num_gpu_blocks_override=FEW_BLOCKS),
-        dict(num_gpu_blocks_override=FEW_BLOCKS, enable_prefix_caching=False, max_num_batched_tokens=64),
-        dict(num_gpu_blocks_override=FEW_BLOCKS, scheduling_policy="priority", max_num_batched_tokens=128),
+        dict(**FEW),
+        dict(**FEW, enable_prefix_caching=False, max_num_batched_tokens=64),
+        dict(**FEW, scheduling_policy="priority", max_num_batched_tokens=128),
         dict(scheduling_policy="priority", max_num_seqs=5, long_prefill_token_threshold=37),
     ],
     ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()),
@@ -59,7 +72,7 @@ def test_settings_do_not_change_outputs(expected, settings):
     try:
         assert_same(JOBS, drive(engine, JOBS), expected)
         assert_empty(engine, settings.get("num_gpu_blocks_override", MANY_BLOCKS))
-        if settings.get("num_gpu_blocks_override") == FEW_BLOCKS:
+        if settings.items() >= FEW.items():
             assert engine.client.call_utility("get_metrics")["num_preemptions"] > 20  # else the test would show nothing
     finally:
         engine.shutdown()
@@ -77,22 +90,68 @@ def test_a_warm_prefix_cache_does_not_change_outputs(expected):
         engine.shutdown()
 
 
-@pytest.mark.parametrize("client", ["inproc", "process"])
-def test_clients_do_not_change_outputs_and_leave_nothing(expected, client):
-    make_engine(client).shutdown()  # what is loaded once per process (libraries, OpenMP's threads) is not a leak
+@pytest.mark.parametrize("client", ["inproc", "inproc with codec", "process", "daemon", "inproc async", "process async"])
+def test_clients_do_not_change_outputs_and_leave_nothing(expected, client, tmp_path):
+    make_engine("inproc" if "inproc" in client else "process").shutdown()  # what a process loads once (libraries, threads) is no leak
     gc.collect()
     before = _resources()
-    engine = make_engine(client, max_num_batched_tokens=256, num_gpu_blocks_override=200)
-    sockets = _socket_files()
-    try:
-        assert_same(JOBS, drive(engine, JOBS), expected)
-        assert_empty(engine, 200)
-    finally:
-        engine.shutdown()
-    del engine
+    got, sockets = run_async(client) if "async" in client else run_blocking(client, tmp_path)
+    assert_same(JOBS, got, expected)
     gc.collect()
     assert _resources() == before
     assert not [path for path in sockets if Path(path).exists()]
+
+
+SMALL = dict(max_num_batched_tokens=256, num_gpu_blocks_override=200)
+
+
+def run_blocking(client: str, directory: Path) -> tuple[dict, list[str]]:
+    with ExitStack() as stack:
+        if client == "daemon":
+            engine = make_engine(stack.enter_context(daemon(directory)), **SMALL)
+        elif client == "inproc with codec":
+            config = engine_args(**SMALL).create_engine_config()
+            engine = LLMEngine(config, InprocClient(config, round_trip=True))
+        else:
+            engine = make_engine(client, **SMALL)
+        stack.callback(engine.shutdown)
+        sockets = _socket_files()
+        results = drive(engine, JOBS)
+        assert_empty(engine, SMALL["num_gpu_blocks_override"])
+        return results, sockets
+
+
+def run_async(client: str) -> tuple[dict, list[str]]:
+    async def main():
+        engine = AsyncLLM.from_engine_args(engine_args(**SMALL), engine=client.removesuffix(" async"))
+        try:
+            sockets = _socket_files()
+            results = await drive_async(engine, JOBS)
+            while (state := await engine.call_utility("scheduler_state"))["running"] or state["waiting"]:  # aborts on their way
+                await asyncio.sleep(0.01)
+            assert await engine.call_utility("check_integrity")
+            assert (await engine.get_metrics())["num_free_blocks"] == SMALL["num_gpu_blocks_override"] - 1
+            return results, sockets
+        finally:
+            engine.shutdown()
+
+    return asyncio.run(main())
+
+
+@contextmanager
+def daemon(directory: Path):
+    """`quire engine` with the settings under test, its sockets in `directory`; ended by SIGTERM."""
+    address = f"ipc://{directory / 'engine.sock'}"
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**DEFAULTS, **SMALL}.items()]
+    process = subprocess.Popen([sys.executable, "-m", "quire", "engine", "--listen", address, *flags], cwd=directory)
+    try:
+        while not (directory / "engine.sock").exists():
+            assert process.poll() is None, "the daemon did not start"
+            time.sleep(0.02)
+        yield address
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
 
 
 def test_requests_one_at_a_time_give_the_same(expected):

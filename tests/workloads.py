@@ -4,11 +4,12 @@ Must not know: which client, scheduler setting or cache state is under test."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import dataclass
 from typing import Any
 
-from quire import LLMEngine, SamplingParams
+from quire import AsyncLLM, LLMEngine, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Result:
     num_cached_tokens: int | None
 
 
-def random_jobs(num_jobs: int, vocab_size: int, seed: int, max_prompt: int = 140, max_output: int = 20) -> list[Job]:
+def random_jobs(num_jobs: int, vocab_size: int, seed: int, max_prompt: int = 300, max_output: int = 48) -> list[Job]:
     """Lengths, priorities, seeds, stops and aborts at random; half of the prompts begin like an earlier one, as chats do."""
     rng = random.Random(seed)
     jobs: list[Job] = []
@@ -76,6 +77,22 @@ def drive(engine: LLMEngine, jobs: list[Job], aborts: bool = True, check: bool =
             engine.client.call_utility("check_integrity")
         step += 1
     return results
+
+
+async def drive_async(engine: AsyncLLM, jobs: list[Job]) -> dict[str, Result]:
+    """The same jobs as tasks of one asyncio program, which all begin at once; a caller that aborts leaves its stream."""
+
+    async def run(job: Job) -> tuple[str, Result | None]:
+        result = None
+        stream = engine.generate({"prompt_token_ids": job.prompt_token_ids}, job.params, job.request_id, priority=job.priority)
+        async for output in stream:
+            result = _result(output)
+            if not output.finished and job.abort_after is not None and len(result.token_ids) >= job.abort_after:
+                await engine.abort(job.request_id)
+                break
+        return job.request_id, result
+
+    return {request_id: result for request_id, result in await asyncio.gather(*map(run, jobs)) if result is not None}
 
 
 def _result(output: Any) -> Result:

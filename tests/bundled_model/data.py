@@ -419,6 +419,8 @@ def _question_segments(rng: Random, pending: list[str], fact: Fact, in_chat: boo
 def _drill_document(rng: Random, max_tokens: int) -> list[Segment]:
     """Recall and copying with nothing between: every second token can be looked up, so looking up is learned first."""
     if rng.random() < 0.4:
+        if rng.random() < 0.5:
+            return _chat_segments([_copy_exchange(rng, 12) for _ in range(rng.randint(1, 4))])
         return _lines_document(rng, lambda rng: copy_prompt(rng, max_words=12), 4, "\n\n")
     facts = [fact for fact, _ in zip(_facts(rng), range(rng.randint(1, 6)))]
     in_chat = rng.random() < 0.3

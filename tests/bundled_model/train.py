@@ -20,7 +20,6 @@ import export
 HERE = Path(__file__).resolve().parent
 DEFAULT_FOLDER = HERE.parents[1] / "frontend" / "bundled_model"
 CONTEXT_KEPT = 0.2  # share of the given (unasked) tokens whose loss is computed; the output layer is a third of the work
-LATER_DRILL_SHARE = 0.1  # of the rows, once the first steps are over
 SUMS_SHARE = 0.35  # of the short documents, beside those that the mixture holds anyway: sums take the longest to learn
 
 
@@ -28,6 +27,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", default="128x20x500,256x12x300,512x8x400,1024x4x300,2048x2x1100", help="context x rows x steps, ...")
     parser.add_argument("--drill-steps", type=int, default=500, help="the first steps, which hold drills only")
+    parser.add_argument("--drill-share", type=float, default=0.1, help="of the rows after that")
     parser.add_argument("--decay-steps", type=int, default=700, help="the last steps, in which the learning rate falls to zero")
     parser.add_argument("--matrix-lr", type=float, default=2e-3, help="Muon, for the hidden matrices")
     parser.add_argument("--vector-lr", type=float, default=3e-3, help="AdamW, for embedding, biases and norms")
@@ -154,7 +154,7 @@ def train(arguments: argparse.Namespace) -> None:
     start = time.monotonic() - seconds
     for step in range(first_step, len(steps)):
         context, num_rows = steps[step]
-        drill = 1.0 if step < arguments.drill_steps else LATER_DRILL_SHARE
+        drill = 1.0 if step < arguments.drill_steps else arguments.drill_share
         batch = make_batch(Random(f"{arguments.seed} {step}"), tokenizer, context, num_rows, drill, extra_text)
         loss, accuracy = train_step(model, optimizers, batch, learning_rate_factor(step, len(steps), arguments.decay_steps))
         num_tokens += context * num_rows

@@ -276,6 +276,24 @@ def test_a_late_task_gets_everything_and_others_are_served():
     asyncio.run(main())
 
 
+def test_no_wake_up_is_lost():
+    """ZMQ's descriptor is edge-triggered: a message that comes between the last look and the reset must not wait for the next one."""
+
+    async def main() -> None:
+        client = open_client(asyncio_mode=True)
+        for _ in range(2000):  # after each answer the engine is silent: nothing later would wake us
+            assert await asyncio.wait_for(client.call_utility_async("ping"), 10) == "pong"
+        for _ in range(20):
+            client.add_request(LONG)
+            num_tokens = 0
+            while num_tokens < 250:
+                num_tokens += len((await asyncio.wait_for(client.get_output_async(), 10)).token_ids)
+                assert await asyncio.wait_for(client.call_utility_async("ping"), 10) == "pong"
+        client.shutdown()
+
+    asyncio.run(main())
+
+
 def test_a_cancelled_wait_loses_nothing():
     async def main() -> None:
         client = open_client(asyncio_mode=True, hf_overrides={"delay_s": 0.01})

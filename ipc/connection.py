@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -26,6 +27,8 @@ from .sockets import (
     listener_pid,
     make_context,
 )
+
+LISTEN_GRACE_S = 0.5  # how long a socket file may be there without a listener
 
 
 class Connection:
@@ -52,7 +55,10 @@ class Connection:
     def attach(self, address: str) -> None:
         """Asks the daemon at `address` to connect to our sockets. Raises EngineStartError if nobody listens there."""
         path = ipc_path(address)
-        pid = listener_pid(path)
+        # A daemon's file exists a moment before it is listened at, and scripts wait for the file.
+        deadline = time.monotonic() + LISTEN_GRACE_S
+        while (pid := listener_pid(path)) is None and path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         if pid is None:
             raise EngineStartError(f"no engine listens at {address}; start one with: quire engine --listen {address}")
         if pid == 0:

@@ -84,7 +84,8 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen
         _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", f"must be between -2 and 2, got {self.frequency_penalty}")
         _require(self.repetition_penalty > 0.0, "repetition_penalty", f"must be greater than 0, got {self.repetition_penalty}")
         _require(self.seed is None or 0 <= self.seed < 2**63, "seed", f"must be between 0 and 2**63 - 1, got {self.seed}")
-        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", f"must be at least 1 or None (to the end of the context), got {self.max_tokens}")
+        at_least_one = self.max_tokens is None or self.max_tokens >= 1
+        _require(at_least_one, "max_tokens", f"must be at least 1 or None (to the end of the context), got {self.max_tokens}")
         _require(self.min_tokens >= 0, "min_tokens", f"must be at least 0, got {self.min_tokens}")
         _require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,

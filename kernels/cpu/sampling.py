@@ -40,7 +40,7 @@ class Filters(NamedTuple):
 def sample_tokens(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:
-    token_ids = logits.argmax(-1)
+    token_ids = _argmax(logits)
     vocab_size = logits.shape[1]
     top_k = torch.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
     filters = Filters(temperature, top_k, top_p, min_p, seeds, positions)
@@ -55,6 +55,11 @@ def sample_tokens(
     return token_ids
 
 
+def _argmax(values: Tensor) -> Tensor:
+    """[R, V] -> [R], the lowest index of equals. numpy's is vectorised, torch's on a CPU is not: at [32, 4096] 8 us against 180."""
+    return torch.from_numpy(values.numpy().argmax(-1))
+
+
 def _scale(values: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
     """values [R, ...] / temperature [R], shifted by the rows' largest logits [R, 1]"""
     return (values - largest).div_(temperature[:, None])
@@ -66,7 +71,7 @@ def _sample_all(logits: Tensor, filters: Filters) -> Tensor:
     for rows in torch.arange(len(logits)).split(max(1, NOISE_CHUNK // logits.shape[1])):
         some, chosen = logits[rows], filters.at(rows)
         scaled = _scale(some, some.amax(-1, keepdim=True), chosen.temperature)
-        token_ids[rows] = scaled.add_(random_gumbel(chosen.seeds, chosen.positions, logits.shape[1])).argmax(-1)
+        token_ids[rows] = _argmax(scaled.add_(random_gumbel(chosen.seeds, chosen.positions, logits.shape[1])))
     return token_ids
 
 

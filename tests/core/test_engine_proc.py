@@ -187,7 +187,9 @@ def test_fuzz_towards_the_client(open_client):
 def test_a_reader_that_pauses_stops_the_steps_not_the_engine(monkeypatch):
     """EngineCoreProc in a thread of this process, with a backlog that is soon full."""
     monkeypatch.setattr("quire.ipc.sockets.OUTPUT_HIGH_WATER_MARK", 10)
-    config, directory, context, signals = make_config(max_model_len=2048, num_gpu_blocks_override=1000), SocketDirectory(), make_context(), SignalPipe()
+    # A step takes a moment, so that the output thread, which says when it is full, is not starved by the stepping one.
+    config = make_config(max_model_len=2048, num_gpu_blocks_override=1000, hf_overrides={"delay_s": 0.002})
+    directory, context, signals = SocketDirectory(), make_context(), SignalPipe()
     limit = config.service_config.max_message_bytes
     router, pull = bind_router(context, directory.address(INPUT_SOCKET), limit), bind_pull(context, directory.address(OUTPUT_SOCKET), limit)
     parent_fd, write_fd = os.pipe()

@@ -3,7 +3,9 @@ May know: connection, sockets.
 Must not know: MPClient, engines."""
 
 import os
+import socket
 import sys
+import threading
 import time
 
 import psutil
@@ -69,3 +71,18 @@ def test_close_does_not_wait_for_an_engine_that_is_not_there(connection):
     connection.close()
     connection.close()
     assert time.monotonic() - begin < 2
+
+
+def test_attach_waits_for_a_daemon_between_bind_and_listen(connection, tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        door.bind(str(tmp_path / "door"))
+        threading.Timer(0.1, door.listen).start()
+        connection.attach(f"ipc://{tmp_path}/door")
+        assert connection.engine_pid == os.getpid()
+
+
+def test_attach_gives_up_on_the_file_of_a_dead_daemon(connection, tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        door.bind(str(tmp_path / "door"))
+    with pytest.raises(EngineStartError, match="no engine listens"):
+        connection.attach(f"ipc://{tmp_path}/door")

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ..ipc import messages as m
-from ..ipc.codec import BadFrameError, Decoder, Encoder, whose
+from ..ipc.codec import BadFrameError, Decoder, Encoder, in_words, whose
 from ..ipc.config import EngineConfig
 from ..ipc.errors import EngineDeadError
 from ..ipc.failures import pack_exception, unpack_exception
@@ -165,7 +165,7 @@ class InprocClient(EngineClient):
             return self._to_engine.decode(frames)
         except BadFrameError as error:
             self.num_bad_frames += 1
-            finished = [m.Finished(0, m.FinishReason.ERROR, error=str(error))]
+            finished = [m.Finished(0, m.FinishReason.ERROR, error=in_words(error, frames))]
             refusal = m.EngineCoreOutputs(self.ready.epoch, [whose(frames)], [0], [0], [], finished)
             self._engine.submit(lambda: self._engine.outputs.append(refusal))
             return None

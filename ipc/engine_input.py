@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from .codec import BadFrameError, Decoder, Encoder, whose
+from .codec import BadFrameError, Decoder, Encoder, in_words, whose
 from .messages import PROTOCOL, AbortRequests, Attach, ClientMessage, Config, Detach, Hello, Shutdown
 from .process import PARENT_DEATH_SIGNAL, SignalPipe
 from .sockets import INPUT_SOCKET, OUTPUT_SOCKET, connect_dealer, ipc_path, receive, remove_directory
@@ -187,7 +187,7 @@ class EngineInput:
             except BadFrameError as error:
                 self.num_bad_frames += 1
                 if (identity := whose(frames)) is not None:
-                    self.events.put(Refused(client_index, identity, str(error)))
+                    self.events.put(Refused(client_index, identity, in_words(error, frames)))
 
     def _on_message(self, client_index: int, message: Any) -> None:
         is_parent = self._parent_pid is not None

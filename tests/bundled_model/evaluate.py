@@ -13,10 +13,9 @@ from random import Random
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import data
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-import data
 
 HERE = Path(__file__).resolve().parent
 DEFAULT_FOLDER = HERE.parents[1] / "frontend" / "bundled_model"

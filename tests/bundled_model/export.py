@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from random import Random
 
+import data
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2Config, Qwen2ForCausalLM
-
-import data
 
 VOCAB_SIZE = 2048
 SPECIAL_TOKENS = [data.END_OF_TEXT, data.TURN_START, data.TURN_END]  # ids 0, 1, 2

@@ -5,17 +5,15 @@ It must not know: the engine; or any text that data.py does not make, unless --e
 import argparse
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
+import data
+import export
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
-
-import data
-import export
 
 HERE = Path(__file__).resolve().parent
 DEFAULT_FOLDER = HERE.parents[1] / "frontend" / "bundled_model"

@@ -1,0 +1,90 @@
+"""A bad request gets its own error, which names the parameter; the requests beside it do not notice.
+May know: the public engine, messages, the wire's encoder (to send what no honest frontend would).
+Must not know: who refuses what."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from quire import EngineArgs, InvalidParameterError, LLMEngine, SamplingParams
+from quire.frontend.inproc_client import InprocClient
+from quire.ipc.messages import EngineCoreRequest, FinishReason
+
+GOOD = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)
+PROMPTS = ["Once upon a time", "One day, a little fox", "The owl"]
+BAD_IN_THE_FRONTEND = {  # how a user would get it wrong -> the parameter that the error must name
+    "temperature": lambda engine: engine.add_request("bad", "Hi", SamplingParams(temperature=math.nan)),
+    "top_p": lambda engine: engine.add_request("bad", "Hi", SamplingParams(top_p=1.5)),
+    "max_tokens": lambda engine: engine.add_request("bad", "Hi", SamplingParams(max_tokens=0)),
+    "prompt": lambda engine: engine.add_request("bad", "word " * 1000, GOOD),
+    "prompt_token_ids": lambda engine: engine.add_request("bad", {"prompt_token_ids": [1, 10**6]}, GOOD),
+    "stop_token_ids": lambda engine: engine.add_request("bad", "Hi", SamplingParams(stop_token_ids=[10**6])),
+    "n": lambda engine: engine.add_request("bad", "Hi", SamplingParams(n=2)),
+    "promt": lambda engine: engine.add_request("bad", {"promt": "Hi"}, GOOD),
+    "temprature": lambda engine: engine.add_request("bad", "Hi", SamplingParams(temprature=1.0)),
+    "request_id": lambda engine: engine.add_request("good-0", "Hi", GOOD),
+}
+BAD_ON_THE_WIRE = {  # what a client of the engine could send past the frontend
+    "prompt_token_ids": EngineCoreRequest("bad", [1, 10**6], msgspec.structs.replace(GOOD)),
+    "max_tokens": EngineCoreRequest("bad", [1], SamplingParams(seed=1, max_tokens=None)),
+    "sampling_params": EngineCoreRequest("bad", [1]),
+    "resume_tokens": EngineCoreRequest("bad", [1], GOOD, resume_tokens=[2] * 24),
+    "eos_token_ids": EngineCoreRequest("bad", [1], GOOD, eos_token_ids=[1.5]),
+}
+
+
+@pytest.fixture(scope="module", params=["inproc", "inproc with codec", "process"])
+def engine(request):
+    args = EngineArgs(max_model_len=256, dtype="float32", num_threads=1)
+    if request.param == "inproc with codec":
+        config = args.create_engine_config()
+        made = LLMEngine(config, InprocClient(config, round_trip=True))
+    else:
+        made = LLMEngine.from_engine_args(args, engine=request.param)
+    yield made
+    made.shutdown()
+
+
+def run(engine: LLMEngine, disturb=lambda engine: None) -> dict[str, list[int]]:
+    """The good requests' tokens; `disturb` is called after a few steps, when all of them run."""
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(f"good-{i}", prompt, GOOD)
+    tokens, step = {}, 0
+    while engine.has_unfinished_requests():
+        tokens |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+        step += 1
+        if step == 4:
+            disturb(engine)
+    return tokens
+
+
+@pytest.mark.parametrize("parameter", BAD_IN_THE_FRONTEND)
+def test_a_users_mistake(engine, parameter):
+    def disturb(engine):
+        with pytest.raises((InvalidParameterError, TypeError), match=parameter):
+            BAD_IN_THE_FRONTEND[parameter](engine)
+
+    assert run(engine, disturb) == run(engine)
+
+
+@pytest.mark.parametrize("parameter", BAD_ON_THE_WIRE)
+def test_a_request_past_the_frontend(engine, parameter):
+    expected = run(engine)
+    refusals = []
+    deliver = engine.client.get_output
+
+    def get_output():
+        outputs = deliver()
+        refusals.extend(entry for entry in outputs.finished if outputs.request_ids[entry.row] == "bad")
+        return outputs
+
+    engine.client.get_output = get_output
+    try:
+        assert run(engine, lambda engine: engine.client.add_request(BAD_ON_THE_WIRE[parameter])) == expected
+    finally:
+        del engine.client.get_output
+    assert [entry.reason for entry in refusals] == [FinishReason.ERROR]
+    assert parameter in refusals[0].error
+    assert engine.client.call_utility("check_integrity")

@@ -77,7 +77,8 @@ def _sample_all(logits: Tensor, filters: Filters) -> Tensor:
 
 def _sample_filtered(logits: Tensor, filters: Filters) -> Tensor:
     """logits [R, V] -> token ids [R]. First with each row's largest logits alone; rows whose filters reach further, with more of them."""
-    num_candidates = 256 if int(filters.top_k.max()) <= 128 else 1024
+    # In a small vocabulary 1024 would be (nearly) all of it, and sorting that costs more than to come again for the rows that need it.
+    num_candidates = 256 if int(filters.top_k.max()) <= 128 or logits.shape[1] <= 8192 else 1024
     token_ids, needs_more = _draw(logits, num_candidates, filters)
     while len(rows := needs_more.nonzero().flatten()):
         num_candidates *= 16

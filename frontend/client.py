@@ -1,4 +1,4 @@
-"""The one interface between the frontend and an engine, and the function that chooses its form.
+"""The one interface between the frontend and an engine, whatever its form.
 May know: messages, the configuration.
 Must not know: text, tokenizers, torch; who schedules or computes."""
 
@@ -7,7 +7,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ..ipc.config import EngineConfig
 from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, Ready
 
 
@@ -47,17 +46,3 @@ class EngineClient(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Leaves: a child engine exits, a daemon stays and drops this client's requests."""
-
-
-def make_client(config: EngineConfig, engine: str = "process", *, asyncio_mode: bool = False) -> EngineClient:
-    """`engine`: "inproc" (in this process), "process" (a child of this one) or the address of a daemon, "ipc://...".
-
-    `config` is resolved; with an address it is not used, the daemon's own is in `client.ready.config`.
-    """
-    if engine == "inproc":
-        from .inproc_client import InprocClient
-
-        return InprocClient(config)
-    from .mp_client import MPClient
-
-    return MPClient(config, engine, asyncio_mode=asyncio_mode)

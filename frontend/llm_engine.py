@@ -13,7 +13,7 @@ from ..ipc.config import EngineConfig
 from ..ipc.errors import EngineDeadError
 from ..ipc.messages import SchedulerStats
 from ..ipc.params import PoolingParams, SamplingParams
-from .client import EngineClient, make_client
+from .client import EngineClient
 from .engine_args import EngineArgs
 from .input_processor import NOT_YET, SAMPLING_DEFAULTS, InputProcessor, ProcessedRequest, Prompt
 from .model_files import default_sampling_arguments, eos_token_ids, read_generation_config
@@ -51,6 +51,20 @@ class TextSide:
             if name in arguments and arguments.pop(name) != getattr(SAMPLING_DEFAULTS, name):
                 logger.warning("generation_config.json recommends %s, which the engine cannot do yet: it is left out of the defaults", name)
         return arguments
+
+
+def make_client(config: EngineConfig, engine: str = "process", *, asyncio_mode: bool = False) -> EngineClient:
+    """`engine`: "inproc" (in this process), "process" (a child of this one) or the address of a daemon, "ipc://...".
+
+    `config` is resolved; with an address it is not used, the daemon's own is in `client.ready.config`.
+    """
+    if engine == "inproc":
+        from .inproc_client import InprocClient
+
+        return InprocClient(config)
+    from .mp_client import MPClient
+
+    return MPClient(config, engine, asyncio_mode=asyncio_mode)
 
 
 def connect(args: EngineArgs, engine: str, *, asyncio_mode: bool = False) -> tuple[EngineConfig, EngineClient]:

@@ -1,6 +1,6 @@
 """The bundled model's text: a generator of checkable prompts, and of the training documents made of the same pieces.
-It may know: the standard library and the word tables of grammar.json beside it; every result is a function of its `Random`.
-It must not know: torch, tokenizers (a caller may hand in a token counter), the engine, or any path but its own folder.
+May know: the standard library and the word tables of grammar.json beside it; every result is a function of its `Random`.
+Must not know: torch, tokenizers (a caller may hand in a token counter), the engine, or any path but its own folder.
 
 Public: `recall_prompt addition_prompt subtraction_prompt copy_prompt json_prompt translation_prompt chat_prompt story_prompt`
 return a `Sample`; `chat_text` renders ChatML; `training_document` and `story` feed train.py."""

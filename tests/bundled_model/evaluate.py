@@ -1,6 +1,6 @@
 """Judges a checkpoint on held-out prompts: greedy answers per skill, and recall per distance; prints a table and writes JSON.
-It may know: transformers (the oracle that runs the model) and data.py's prompts with their answers.
-It must not know: the training, or the engine."""
+May know: transformers (the oracle that runs the model) and data.py's prompts with their answers.
+Must not know: the training, or the engine."""
 
 import argparse
 import json

@@ -1,6 +1,6 @@
 """The files of the bundled model: its shape, its tokenizer and how both are written in Hugging Face's layout.
-It may know: tokenizers, safetensors, the generator's text (to train the tokenizer on) and its special tokens.
-It must not know: how the weights are trained or judged, or anything of the engine."""
+May know: tokenizers, safetensors, the generator's text (to train the tokenizer on) and its special tokens.
+Must not know: how the weights are trained or judged, or anything of the engine."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Tests of the bundled model's files and of its generator: size, layout, tokenizer, determinism, and a sample of its skills.
-It may know: the package data folder, data.py beside it, transformers as the program that runs the model.
-It must not know: the engine; its tests load the same model and prompts on their own."""
+May know: the package data folder, data.py beside it, transformers as the program that runs the model.
+Must not know: the engine; its tests load the same model and prompts on their own."""
 
 import importlib.util
 import json

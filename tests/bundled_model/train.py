@@ -1,6 +1,6 @@
 """Trains the bundled model from nothing but its own generator: tokenizer, weights, export; one command, one seed.
-It may know: torch, transformers' Qwen2 as the model's code, data.py and export.py beside it.
-It must not know: the engine; or any text that data.py does not make, unless --extra-text names a file."""
+May know: torch, transformers' Qwen2 as the model's code, data.py and export.py beside it.
+Must not know: the engine; or any text that data.py does not make, unless --extra-text names a file."""
 
 import argparse
 import json

@@ -9,8 +9,9 @@ import random
 
 import msgspec
 import pytest
-from quire.frontend.client import EngineClient, make_client
+from quire.frontend.client import EngineClient
 from quire.frontend.inproc_client import InprocClient
+from quire.frontend.llm_engine import make_client
 from quire.frontend.mp_client import MPClient
 from quire.ipc.errors import EngineDeadError, InvalidParameterError, RemoteTraceback
 from quire.ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason

@@ -104,10 +104,11 @@ def plan_num_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> 
     needed = 1 + blocks_per_sequence
     if num_blocks < needed:
         fitting = max(0, num_blocks - 1) * cache_config.block_size
+        or_shorter = f", or lower max_model_len to at most {fitting}" if fitting else ""
         raise InvalidParameterError(
             origin,
             f"one sequence of max_model_len={max_model_len} tokens needs {needed} KV-cache blocks ({needed * block_bytes} bytes), "
             f"there is room for {num_blocks} ({num_blocks * block_bytes} bytes), that is {fitting} tokens; "
-            f"give more memory through kv_cache_memory_bytes, or lower max_model_len to at most {fitting}",
+            f"give more memory through kv_cache_memory_bytes{or_shorter}",
         )
     return num_blocks

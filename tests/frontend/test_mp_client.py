@@ -63,8 +63,14 @@ def test_death_while_idle():
     client.shutdown()
 
 
+WAITS = {
+    "get_output": lambda client: [client.get_output() for _ in range(1000)],
+    "utility": lambda client: [client.call_utility("ping") for _ in range(10**6)],
+}
+
+
 # Again and again: the first calls may be answered before the long step begins.
-@pytest.mark.parametrize("wait", [lambda c: [c.get_output() for _ in range(1000)], lambda c: [c.call_utility("ping") for _ in range(10**6)]], ids=["get_output", "utility"])
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_death_while_blocked(wait):
     client = open_client(hf_overrides={"delay_s": 20.0})
     client.add_request(LONG)

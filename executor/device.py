@@ -39,8 +39,9 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def set_num_threads(num_threads: int | None) -> int:
-    """Sets how many threads one operation may use (None: every core of this process) and returns the number."""
-    count = num_threads or available_cores()
+    """Sets how many threads one operation may use and returns the number. None: OMP_NUM_THREADS, or every core of this process."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list gives nested regions theirs; there are none here
+    count = num_threads or (int(wanted) if wanted.isdigit() and int(wanted) else available_cores())
     torch.set_num_threads(count)
     return count
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from ..ipc.config import EngineConfig
-from ..ipc.errors import InvalidParameterError
+from ..ipc.errors import InvalidParameterError, ModelLoadError
 from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
 from ..kernels import registry
 from . import device as devices
@@ -23,6 +24,19 @@ from .models import find_model_class
 logger = logging.getLogger(__name__)
 
 CPU_MEMORY_FRACTION = 0.4  # of what is free once the weights are loaded; the rest is for activations and for other programs
+PLUGINS = "quire.plugins"  # entry points of installed packages: modules that register kernels or models when they are imported
+
+
+def load_plugins() -> None:
+    """Imports what other packages bring, wherever the engine runs: a child process sees nothing of what its parent has imported.
+
+    Raises ModelLoadError naming the entry point that fails: a model must not run on other kernels than its owner installed.
+    """
+    for plugin in entry_points(group=PLUGINS):
+        try:
+            plugin.load()
+        except Exception as error:
+            raise ModelLoadError(f"the plugin {plugin.name} = {plugin.value} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 class Worker:
@@ -40,6 +54,7 @@ class Worker:
         """Builds the model and fills its weights. Raises ModelLoadError, InvalidParameterError (an unknown kernel)."""
         model_config, scheduler_config = self.config.model_config, self.config.scheduler_config
         block_size = self.config.cache_config.block_size
+        load_plugins()
         model_class = find_model_class(model_config.hf_config)
         shape = model_class.parse_config(model_config.hf_config)
         sizes = {"head_dim": shape.head_dim, "num_heads": shape.num_attention_heads, "num_kv_heads": shape.num_key_value_heads}

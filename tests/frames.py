@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import pytest
 from quire.ipc.codec import INLINE_BYTES, Encoder
 from quire.ipc.messages import (
     PROTOCOL,
@@ -49,6 +50,10 @@ ENGINE_MESSAGES: list[EngineMessage] = [
     Hello(PROTOCOL, 1),
     Progress("load weights", 0.5),
 ]  # fmt: skip
+
+
+# Decorates a fuzz test: some frames in every run, a million in each direction with `pytest -m slow`.
+NUM_FRAMES = pytest.mark.parametrize("num_frames", [20_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 
 
 def mutations(messages: list, rng: random.Random, num_frames: int) -> Iterator[list[bytes]]:

@@ -3,7 +3,6 @@ May know: subprocesses, /proc through psutil, the public names.
 Must not know: how any of it is achieved. Seconds are printed; what is asserted does not depend on the machine's load."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -26,7 +25,6 @@ HEAVY = {
     "argparse",
 }
 MAX_FRONTEND_MIB = 120
-LONG = pytest.mark.skipif(not os.environ.get("QUIRE_LONG_TESTS"), reason="takes half a minute: set QUIRE_LONG_TESTS=1")
 GENERATE = """
 import json, os, sys, psutil
 from quire import LLM, SamplingParams
@@ -95,7 +93,7 @@ def test_frontend_is_light_and_never_imports_torch() -> None:
     assert result["rss"] < MAX_FRONTEND_MIB * 2**20
 
 
-@pytest.mark.parametrize("seconds", [3, pytest.param(30, marks=LONG)])
+@pytest.mark.parametrize("seconds", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_idle_processes_use_no_cpu(seconds: int) -> None:
     """Frontend, engine and their threads block while there is nothing to do: under 1 % of a core together."""
     code = "from quire import LLM\nllm = LLM(engine='process')\nprint('ready', flush=True)\nimport sys; sys.stdin.read()\nllm.close()"

@@ -112,11 +112,15 @@ def test_threads_follow_affinity_and_quota(monkeypatch):
         assert devices.available_cores() == cores
 
 
-def test_set_num_threads():
+def test_set_num_threads(monkeypatch):
     before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     try:
         assert devices.set_num_threads(2) == torch.get_num_threads() == 2
         assert devices.set_num_threads(None) == torch.get_num_threads() == devices.available_cores()
+        monkeypatch.setenv("OMP_NUM_THREADS", "3,1")
+        assert devices.set_num_threads(None) == torch.get_num_threads() == 3
+        assert devices.set_num_threads(1) == torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
 

@@ -1,8 +1,6 @@
 """The codec: what goes in comes out, large arrays without a copy, and whatever bytes come, one exception.
 May know: codec, messages.
-Must not know: sockets.
-
-QUIRE_FUZZ_FRAMES=1000000 pytest tests/ipc/test_codec.py tests/core/test_engine_proc.py -k fuzz --timeout 3600 is the long form."""
+Must not know: sockets."""
 
 from __future__ import annotations
 
@@ -28,10 +26,9 @@ from quire.ipc.messages import (
 )
 from quire.ipc.params import SamplingParams
 from quire.tests.fakes import make_config
-from quire.tests.frames import CLIENT_MESSAGES, ENGINE_MESSAGES, mutations
+from quire.tests.frames import CLIENT_MESSAGES, ENGINE_MESSAGES, NUM_FRAMES, mutations
 
 LIMIT = 2**24
-NUM_FRAMES = int(os.environ.get("QUIRE_FUZZ_FRAMES", "20000"))
 
 
 def outputs_with(data) -> EngineCoreOutputs:
@@ -137,15 +134,16 @@ def test_whose_a_bad_frame_was():
         assert whose(frames) is None
 
 
+@NUM_FRAMES
 @pytest.mark.parametrize(("type_", "corpus"), [(ClientMessage, CLIENT_MESSAGES), (EngineMessage, ENGINE_MESSAGES)], ids=["to engine", "to client"])
-def test_fuzz_raises_nothing_else(type_, corpus):
+def test_fuzz_raises_nothing_else(type_, corpus, num_frames):
     decoder, num_bad = Decoder(type_, LIMIT), 0
-    for frames in mutations(corpus, random.Random(1), NUM_FRAMES):
+    for frames in mutations(corpus, random.Random(1), num_frames):
         try:
             assert decoder.decode(frames) is not None
         except BadFrameError:
             num_bad += 1
             whose(frames)
-    assert num_bad > NUM_FRAMES // 2  # else the frames were hardly damaged
+    assert num_bad > num_frames // 2  # else the frames were hardly damaged
     call = UtilityCall(1, "ping", [None])
     assert Decoder(ClientMessage, LIMIT).decode(Encoder(LIMIT).encode(call)) == call

@@ -16,23 +16,11 @@ import msgspec
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, ModelRunnerOutput, Ready
-from ..ipc.params import SamplingParams
+from ..ipc.params import SamplingParams, check_supported
 from .output_rows import OutputRows
 from .scheduler import ScheduledStep, Scheduler
 
 Report = Callable[[str, float], None]
-
-# Parameters that nothing in the engine applies. Better a refusal than an answer that ignores them.
-NOT_SUPPORTED = {
-    "n": 1,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "prompt_logprobs": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
-}
 
 
 class EngineCore:
@@ -209,9 +197,7 @@ def check_request(request: EngineCoreRequest, config: EngineConfig) -> None:
 
 
 def _check_params(params: SamplingParams, config: EngineConfig) -> None:
-    for name, default in NOT_SUPPORTED.items():
-        value = getattr(params, name)
-        _require(value == default or value in ([], {}), name, f"not supported by the engine, must be {default!r}, got {value!r}")
+    check_supported(params)
     _require(params.seed is not None, "seed", "must be resolved by the frontend, got None")
     _require(params.max_tokens is not None, "max_tokens", "must be resolved by the frontend, got None")
     vocab_size = config.model_config.hf_config["vocab_size"]

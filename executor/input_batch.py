@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import NewRequestData
-from ..ipc.params import SamplingParams
+from ..ipc.params import SamplingParams, check_supported
 
 NO_LOGPROBS = -1
 
@@ -67,10 +68,8 @@ def find_unsupported(params: SamplingParams | None) -> str | None:
         return "pooling_params: pooling is not supported"
     if params.seed is None:
         return "seed: must be resolved before the engine sees the request"
-    neutral = SamplingParams()
-    for name in (
-        "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs",
-    ):  # fmt: skip
-        if getattr(params, name) != getattr(neutral, name):
-            return f"{name}: is not supported yet"
+    try:
+        check_supported(params)
+    except InvalidParameterError as error:
+        return str(error)
     return None

@@ -14,17 +14,13 @@ import msgspec
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import EngineCoreRequest
-from ..ipc.params import PoolingParams, RequestOutputKind, SamplingParams
+from ..ipc.params import PoolingParams, RequestOutputKind, SamplingParams, check_supported
 from .tokenizer import Tokenizer
 
 # A prompt is text, token ids, or a dict with these keys.
 Prompt = str | list[int] | dict[str, Any]
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
-# Parameters that SamplingParams knows and the engine does not yet.
-PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-NOT_YET = ("n", *PENALTIES, "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs")
-SAMPLING_DEFAULTS = SamplingParams()
 FLAGS = tuple(field.name for field in msgspec.structs.fields(SamplingParams) if isinstance(field.default, bool))
 
 
@@ -117,9 +113,7 @@ class InputProcessor:
     def _check_params(self, params: SamplingParams | PoolingParams) -> None:
         _require(not isinstance(params, PoolingParams), "params", "pooling is not possible yet; give SamplingParams")
         _require(isinstance(params, SamplingParams), "params", f"must be SamplingParams, got {type(params).__name__}")
-        for name in NOT_YET:
-            value, default = getattr(params, name), getattr(SAMPLING_DEFAULTS, name)
-            _require(value == default, name, f"is not possible yet: it must be left at {default}, got {value!r}")
+        check_supported(params)
         for name in FLAGS:
             _require(isinstance(getattr(params, name), bool), name, f"must be True or False, got {getattr(params, name)!r}")
         _require(params.output_kind in tuple(RequestOutputKind), "output_kind", f"must be a RequestOutputKind, got {params.output_kind!r}")

@@ -12,10 +12,10 @@ from typing import Any
 from ..ipc.config import EngineConfig
 from ..ipc.errors import EngineDeadError
 from ..ipc.messages import SchedulerStats
-from ..ipc.params import PoolingParams, SamplingParams
+from ..ipc.params import NOT_YET, SAMPLING_DEFAULTS, PoolingParams, SamplingParams
 from .client import EngineClient
 from .engine_args import EngineArgs
-from .input_processor import NOT_YET, SAMPLING_DEFAULTS, InputProcessor, ProcessedRequest, Prompt
+from .input_processor import InputProcessor, ProcessedRequest, Prompt
 from .model_files import default_sampling_arguments, eos_token_ids, read_generation_config
 from .output_processor import OutputProcessor
 from .outputs import RequestOutput

@@ -116,6 +116,20 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen
         return self.temperature == 0.0
 
 
+# Parameters that nothing in the engine applies yet. Better a refusal than an answer that ignores them: frontend, core and runner ask here.
+NOT_YET = (
+    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs",
+)  # fmt: skip
+SAMPLING_DEFAULTS = SamplingParams()
+
+
+def check_supported(params: SamplingParams) -> None:
+    """Raises InvalidParameterError for the first of NOT_YET that is not at its default."""
+    for name in NOT_YET:
+        value, default = getattr(params, name), getattr(SAMPLING_DEFAULTS, name)
+        _require(value == default or value in ([], {}), name, f"is not possible yet: it must be left at {default}, got {value!r}")
+
+
 class PoolingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True):
     """What a pooling request wants in place of tokens. The engine refuses it until it can pool."""
 

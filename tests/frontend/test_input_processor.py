@@ -8,7 +8,8 @@ import time
 
 import pytest
 from quire import InvalidParameterError, PoolingParams, SamplingParams
-from quire.frontend.input_processor import NOT_YET, InputProcessor, derive_seed
+from quire.frontend.input_processor import InputProcessor, derive_seed
+from quire.ipc.params import NOT_YET
 from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
 
 EOS = [302, 300]

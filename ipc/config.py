@@ -30,6 +30,14 @@ class ModelConfig(Section):
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1, description="Seed from which requests without a seed of their own draw theirs.")] = 0
     hf_overrides: Annotated[dict[str, Any], Meta(description="Keys that replace those of the model's config.json.")] = {}
     skip_tokenizer_init: Annotated[bool, Meta(description="Do not load a tokenizer: prompts are token ids and outputs have no text.")] = False
+    generation_config: Annotated[
+        str, Meta(description="Where defaults of sampling parameters come from. auto: the model's generation_config.json; none: Quire's own; or a directory.")
+    ] = "auto"
+    override_generation_config: Annotated[dict[str, Any], Meta(description="Keys that replace those of generation_config.json.")] = {}
+    max_logprobs: Annotated[int, Meta(ge=-1, description="Most log-probabilities per token a request may ask for; -1: no limit.")] = 20
+    logits_processors: Annotated[
+        list[str], Meta(description='Your own logits processors, "package.module:name" each; see executor/logits_processors.py.')
+    ] = []
     hf_config: dict[str, Any] = {}  # config.json with hf_overrides applied; filled when resolved, not a flag
 
 
@@ -44,6 +52,9 @@ class CacheConfig(Section):
     gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0, description="Fraction of the GPU's memory the engine may use (not used on a CPU).")] = 0.9
     kv_cache_memory_bytes: Annotated[PositiveInt | None, Meta(description="Size of the KV cache in bytes. Default: from the free memory.")] = None
     num_gpu_blocks_override: Annotated[PositiveInt | None, Meta(description="Number of KV-cache blocks, whatever the memory (for tests).")] = None
+    swap_space: Annotated[
+        float, Meta(ge=0, description="Host memory for KV-cache blocks of preempted requests, in GiB; taken as it is used. 0: none.")
+    ] = 4.0
     enable_prefix_caching: Annotated[bool, Meta(description="Keep the KV cache of finished requests for prompts that begin alike.")] = True
 
 
@@ -55,6 +66,12 @@ class SchedulerConfig(Section):
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"], Meta(description="fcfs: first come, first served. priority: lower `priority` first, then by arrival.")
     ] = "fcfs"
+    preemption_mode: Annotated[
+        Literal["auto", "recompute", "swap"],
+        Meta(description="How a request makes room. recompute: its blocks are lost; swap: they move to swap_space; auto: what costs less."),
+    ] = "auto"
+    num_scheduler_steps: Annotated[PositiveInt, Meta(description="Decoding steps per scheduling (multi-step decoding).")] = 1
+    async_scheduling: Annotated[bool, Meta(description="Schedule the next step while one runs.")] = False
 
 
 class DeviceConfig(Section):
@@ -72,6 +89,10 @@ class ServiceConfig(Section):
     startup_timeout_s: Annotated[float, Meta(gt=0, description="Deadline for the engine to come up, in seconds.")] = 600.0
     shutdown_timeout_s: Annotated[float, Meta(gt=0, description="How long the engine may take to leave before it is killed, in seconds.")] = 10.0
     max_message_bytes: Annotated[PositiveInt, Meta(description="Largest message between the processes, in bytes.")] = 256 * 2**20
+    log_stats_interval_s: Annotated[float, Meta(gt=0, description="Seconds between two lines of statistics in the log.")] = 10.0
+    otlp_traces_endpoint: Annotated[
+        str | None, Meta(description="Where OpenTelemetry spans go, one tree per request (pip install 'quire[tracing]').")
+    ] = None
     disable_log_stats: Annotated[bool, Meta(description="Do not collect statistics.")] = False
 
 

@@ -56,7 +56,11 @@ class Array:
 
 
 class EngineCoreRequest(Message, tag="add"):
-    """One request. Exactly one of the two params is given; `sampling_params.seed` and `max_tokens` are resolved (not None)."""
+    """One request. Exactly one of the two params is given; `sampling_params.seed` and `max_tokens` are resolved (not None).
+
+    With n > 1 the engine makes n requests of it, which share the prompt's KV cache. Their rows carry child_request_id(request_id, index);
+    an abort may name one child, or the parent for all of them.
+    """
 
     request_id: str  # unique over all clients of the engine
     prompt_token_ids: list[int]
@@ -67,6 +71,11 @@ class EngineCoreRequest(Message, tag="add"):
     priority: int = 0  # lower runs first
     cache_salt: str | None = None  # prefix-cache blocks are shared only between equal salts
     resume_tokens: list[int] = []  # output tokens already emitted by an engine that died; they are not emitted again
+
+
+def child_request_id(request_id: str, index: int) -> str:
+    """The engine's id of completion `index` of a request with n > 1."""
+    return f"{index}_{request_id}"
 
 
 class AbortRequests(Message, tag="abort"):
@@ -114,7 +123,7 @@ ClientMessage = EngineCoreRequest | AbortRequests | UtilityCall | Detach | Shutd
 
 # ---------------------------------------------------------------- engine core -> frontend
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class Hello(Message, tag="hello"):
@@ -165,6 +174,7 @@ class Finished(Message):
     reason: FinishReason
     stop_reason: int | None = None  # the stop token id that was hit
     error: str | None = None
+    parameter: str | None = None  # with an error: the user's parameter that was refused, None for a failure of the engine
 
 
 class TokenLogprobs(Message):
@@ -177,6 +187,32 @@ class TokenLogprobs(Message):
     token_ids: Array
     logprobs: Array
     ranks: Array
+
+
+class PromptLogprobs(Message):
+    """Log-probabilities of some of the row's prompt tokens; a prompt comes in several of these, one per chunk, some of them perhaps twice
+    (after a preemption). `first_index` is the index in the prompt of the first token scored, at least 1: nothing comes before token 0.
+
+    token_ids i4 [num_tokens, k + 1] with the prompt's own token first; logprobs f4, same shape; ranks i4 [num_tokens].
+    """
+
+    row: int
+    first_index: int
+    token_ids: Array
+    logprobs: Array
+    ranks: Array
+
+
+class RequestTiming(Message):
+    """The engine's part of a request's life, with its last row. Moments of time.monotonic() in seconds; 0.0: it did not come to that."""
+
+    row: int
+    queued_time: float = 0.0  # the engine took it
+    scheduled_time: float = 0.0  # its first step began
+    first_token_time: float = 0.0
+    last_token_time: float = 0.0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
 
 
 class EngineCoreOutputs(Message, tag="outputs"):
@@ -192,6 +228,8 @@ class EngineCoreOutputs(Message, tag="outputs"):
     num_cached_tokens: list[tuple[int, int]] = []  # (row, prompt tokens found in the prefix cache), once, with the first token
     stats: SchedulerStats | None = None
     timestamp: float = 0.0  # time.monotonic() of the engine, seconds
+    prompt_logprobs: list[PromptLogprobs] = []
+    timings: list[RequestTiming] = []
 
     def __post_init__(self) -> None:
         """Columns that do not fit each other are no message: decoding refuses them like any other bad frame."""
@@ -200,7 +238,8 @@ class EngineCoreOutputs(Message, tag="outputs"):
             raise ValueError("the columns of EngineCoreOutputs differ in length")
         if sum(self.num_tokens) != len(self.token_ids):
             raise ValueError(f"EngineCoreOutputs has {len(self.token_ids)} tokens for rows of {sum(self.num_tokens)}")
-        rows = [*(end.row for end in self.finished), *(row.row for row in self.logprobs), *(row for row, _ in self.num_cached_tokens)]
+        parts = (self.finished, self.logprobs, self.prompt_logprobs, self.timings)
+        rows = [*(part.row for column in parts for part in column), *(row for row, _ in self.num_cached_tokens)]
         if rows and not 0 <= min(rows) <= max(rows) < num_rows:
             raise ValueError(f"EngineCoreOutputs speaks of rows {rows}, it has {num_rows}")
 
@@ -232,14 +271,19 @@ class NewRequestData(Message):
     num_prompt_tokens: int
     sampling_params: SamplingParams | None = None
     pooling_params: PoolingParams | None = None
+    eos_token_ids: list[int] = []  # of this request: min_tokens masks them, a finished grammar asks for one of them
 
 
 class SchedulerOutput(Message):
     """One step's work, as differences. Columns are parallel with `slots`, in the order in which requests were scheduled.
 
-    The runner applies `freed_slots`, then `new_requests`, then appends `new_block_ids[i]` to the block table of slots[i], and computes
-    tokens [num_computed_tokens[i], num_computed_tokens[i] + num_scheduled_tokens[i]) of each. A row whose last known token is among
-    them is sampled, and the runner appends the sampled token to the slot's tokens itself.
+    The runner applies `freed_slots`, then `new_requests`, then appends `new_block_ids[i]` to the block table of slots[i], and moves blocks:
+    first out, then in, then copies. Then it computes tokens [num_computed_tokens[i], num_computed_tokens[i] + num_scheduled_tokens[i]) of
+    each. A row whose last known token is among them is sampled, and the runner appends the sampled token to the slot's tokens itself.
+    With `num_lookahead_tokens` row i then decodes that many tokens more, one after the other; its blocks have room for them.
+
+    Steps may be handed over before the one before has run. Rows of a slot that failed, or that ended in the step before, are computed in
+    vain and their samples ignored.
     """
 
     step: int
@@ -249,6 +293,10 @@ class SchedulerOutput(Message):
     new_block_ids: list[list[int]]  # a new request's row holds its whole block table
     new_requests: list[NewRequestData] = []
     freed_slots: list[int] = []  # finished, aborted or preempted since the last step
+    num_lookahead_tokens: list[int] = []  # parallel with slots, or empty: none
+    blocks_to_swap_out: list[tuple[int, int]] = []  # (device block, host block)
+    blocks_to_swap_in: list[tuple[int, int]] = []  # (host block, device block)
+    blocks_to_copy: list[tuple[int, int]] = []  # (source, destination), both on the device
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -264,10 +312,22 @@ class SlotLogprobs(Message):
     ranks: Array
 
 
+class SlotPromptLogprobs(Message):
+    """Log-probabilities of the prompt tokens that one row's chunk predicts; see PromptLogprobs."""
+
+    slot: int
+    first_index: int
+    token_ids: Array
+    logprobs: Array
+    ranks: Array
+
+
 class ModelRunnerOutput(Message):
-    """Parallel with SchedulerOutput.slots. num_sampled[i] is 0 for a prompt that is not yet complete, or for a row in `errors`."""
+    """Parallel with SchedulerOutput.slots. num_sampled[i] is 0 for a prompt that is not yet complete, or for a row in `errors`; more than
+    1 with lookahead, or where a grammar left no choice."""
 
     num_sampled: list[int]
     token_ids: list[int]  # sampled tokens of all rows, one after the other
     logprobs: list[SlotLogprobs] = []
     errors: dict[int, str] = {}  # slot -> what went wrong with this request alone
+    prompt_logprobs: list[SlotPromptLogprobs] = []

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
+from typing import Any
 
 import msgspec
 
 from .errors import InvalidParameterError
 
-MAX_LOGPROBS = 20
+ALL_LOGPROBS = -1  # of `logprobs` and `prompt_logprobs`: the whole vocabulary; max_logprobs of the configuration caps both
 MAX_STOPS = 64
 
 
@@ -28,6 +29,38 @@ def _require(holds: bool, parameter: str, problem: str) -> None:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+class StructuredOutputsParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True):
+    """What the output must be, from its first token to its last; exactly one of the first five is given. vLLM's names.
+
+    Raises InvalidParameterError on construction and on decoding. Whether the grammar itself is sound, the engine says when it compiles it.
+    """
+
+    json: str | dict[str, Any] | None = None  # a JSON schema, as text or as a dict
+    regex: str | None = None  # the whole output matches
+    choice: list[str] | None = None  # the output is one of these
+    grammar: str | None = None  # Lark, or llguidance's own JSON
+    json_object: bool = False  # any JSON object
+    whitespace_pattern: str | None = None  # between JSON's tokens; a regular expression
+    disable_any_whitespace: bool = False  # JSON without any
+
+    def __post_init__(self) -> None:
+        given = [name for name in STRUCTURED_KINDS if getattr(self, name) not in (None, False)]
+        _require(len(given) == 1, "structured_outputs", f"must give exactly one of {', '.join(STRUCTURED_KINDS)}, got {given or 'none'}")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, str), f"structured_outputs.{name}", f"must be a string, got {value!r}")
+        for name in ("json_object", "disable_any_whitespace"):
+            _require(isinstance(getattr(self, name), bool), f"structured_outputs.{name}", "must be True or False")
+        is_schema = self.json is None or isinstance(self.json, (str, dict))
+        _require(is_schema, "structured_outputs.json", f"must be a schema as a dict or as text, got {type(self.json).__name__}")
+        choice = self.choice
+        is_choice = choice is None or isinstance(choice, list) and choice and all(isinstance(c, str) and c for c in choice)
+        _require(is_choice, "structured_outputs.choice", "must be a list of strings, none of them empty, at least one")
+
+
+STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True):
@@ -60,6 +93,11 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    truncate_prompt_tokens: int | None = None  # keep the last so many tokens of the prompt; -1: as many as the context takes
+    stream_interval: int = 1  # tokens between two outputs of a stream; the first token and the last come at once
+    extra_args: dict[str, Any] | None = None  # for the user's own logits processors (config: logits_processors)
+    bad_words_token_ids: list[list[int]] = []  # bad_words as the tokenizer writes them; filled by the InputProcessor, not by users
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
@@ -93,7 +131,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen
         )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            _require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS} or None, got {value}")
+            _require(value is None or value >= ALL_LOGPROBS, name, f"must be at least 0, -1 (the whole vocabulary) or None, got {value}")
 
     def _check_lists(self) -> None:
         stops = self.stop_list
@@ -119,6 +157,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen
 # Parameters that nothing in the engine applies yet. Better a refusal than an answer that ignores them: frontend, core and runner ask here.
 NOT_YET = (
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs",
+    "structured_outputs", "truncate_prompt_tokens", "stream_interval",
 )  # fmt: skip
 SAMPLING_DEFAULTS = SamplingParams()
 
@@ -136,3 +175,8 @@ class PoolingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen=
     task: str = "embed"
     dimensions: int | None = None
     normalize: bool = True
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of completion `index` of a request with n > 1: seed + index (vLLM's rule), so completion 0 is what n = 1 would give."""
+    return (seed + index) % 2**63

@@ -42,8 +42,11 @@ SAMPLING_HELP = {
     "logit_bias": "Added to the logits of these token ids.",
     "allowed_token_ids": "Sample from these token ids only.",
     "bad_words": "Never produce this text; may be repeated.",
+    "structured_outputs": 'What the output must be: {"json": SCHEMA}, {"regex": TEXT}, {"choice": [TEXT]}, {"grammar": LARK} or {"json_object": true}.',
+    "truncate_prompt_tokens": "Keep only the last so many tokens of the prompt; -1: as many as the context takes.",
+    "extra_args": "For logits processors of your own.",
 }
-NOT_SAMPLING_FLAGS = frozenset({"output_kind", "detokenize"})  # the command itself decides how it wants its outputs
+NOT_SAMPLING_FLAGS = frozenset({"output_kind", "detokenize", "stream_interval", "bad_words_token_ids"})  # the command itself decides how it wants its outputs
 
 
 @dataclass(frozen=True)

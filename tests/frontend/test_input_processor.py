@@ -9,7 +9,7 @@ import time
 import pytest
 from quire import InvalidParameterError, PoolingParams, SamplingParams
 from quire.frontend.input_processor import InputProcessor, derive_seed
-from quire.ipc.params import NOT_YET
+from quire.ipc.params import NOT_YET, StructuredOutputsParams
 from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
 
 EOS = [302, 300]
@@ -69,7 +69,8 @@ def test_the_longest_prompt_leaves_one_token() -> None:
 
 NOT_AT_DEFAULT = {
     "n": 2, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "logit_bias": {5: 1.0},
-    "allowed_token_ids": [5], "bad_words": ["x"], "prompt_logprobs": 0,
+    "allowed_token_ids": [5], "bad_words": ["x"], "prompt_logprobs": 0, "structured_outputs": StructuredOutputsParams(regex="a"),
+    "truncate_prompt_tokens": 3, "stream_interval": 2,
 }  # fmt: skip
 
 

@@ -32,9 +32,9 @@ BAD = [
     ("max_tokens", 1.0),
     ("min_tokens", -1),
     ("min_tokens", 17),  # more than max_tokens
-    ("logprobs", -1),
-    ("logprobs", 21),
-    ("prompt_logprobs", 21),
+    ("logprobs", -2),
+    ("logprobs", True),
+    ("prompt_logprobs", -2),
     ("stop", ""),
     ("stop", ["a", ""]),
     ("stop", [1]),
@@ -62,7 +62,7 @@ def test_a_bad_value_is_refused_by_name(name: str, value: object) -> None:
     assert caught.value.parameter == name and str(caught.value).startswith(f"{name}: ")
 
 
-@pytest.mark.parametrize(("name", "value"), [("temperature", -1.0), ("top_p", 2.0), ("max_tokens", 0), ("logprobs", 99), ("stop", "")])
+@pytest.mark.parametrize(("name", "value"), [("temperature", -1.0), ("top_p", 2.0), ("max_tokens", 0), ("logprobs", -99), ("stop", "")])
 def test_a_bad_value_is_refused_when_it_comes_over_the_wire_too(name: str, value: object) -> None:
     fields = SamplingParams.__struct_fields__
     row = [getattr(SamplingParams(), field) if field != name else value for field in fields]

@@ -7,7 +7,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from ..ipc.messages import EngineCoreOutputs, Finished, FinishReason, SchedulerStats, SlotLogprobs, TokenLogprobs
+from ..ipc.messages import (
+    Array, EngineCoreOutputs, Finished, FinishReason, PromptLogprobs, SchedulerStats, SlotLogprobs, SlotPromptLogprobs, TokenLogprobs,
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -21,6 +23,7 @@ class ClientRows:
     finished: list[Finished] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: list[tuple[int, int]] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
     def add(self, request_id: str, first_index: int, token_ids: list[int]) -> None:
         self.request_ids.append(request_id)
@@ -33,11 +36,25 @@ class ClientRows:
     def finish(self, reason: FinishReason, stop_reason: int | None = None, error: str | None = None) -> None:
         self.finished.append(Finished(len(self.request_ids) - 1, reason, stop_reason, error))
 
-    def add_logprobs(self, logprobs: SlotLogprobs) -> None:
-        self.logprobs.append(TokenLogprobs(len(self.request_ids) - 1, logprobs.token_ids, logprobs.logprobs, logprobs.ranks))
+    def add_logprobs(self, logprobs: SlotLogprobs, num_tokens: int) -> None:
+        """Of the first `num_tokens` tokens: a request may end before the last of those that were sampled."""
+        columns = (_head(array, num_tokens) for array in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks))
+        self.logprobs.append(TokenLogprobs(len(self.request_ids) - 1, *columns))
+
+    def add_prompt_logprobs(self, logprobs: SlotPromptLogprobs) -> None:
+        row = len(self.request_ids) - 1
+        self.prompt_logprobs.append(PromptLogprobs(row, logprobs.first_index, logprobs.token_ids, logprobs.logprobs, logprobs.ranks))
 
     def add_num_cached_tokens(self, num_cached_tokens: int) -> None:
         self.num_cached_tokens.append((len(self.request_ids) - 1, num_cached_tokens))
+
+
+def _head(array: Array, num_rows: int) -> Array:
+    """The first rows of an array, without a copy."""
+    if num_rows >= array.shape[0]:
+        return array
+    data = memoryview(array.data).cast("B")
+    return Array(array.dtype, (num_rows, *array.shape[1:]), data[: len(data) // array.shape[0] * num_rows])
 
 
 class OutputRows:
@@ -76,6 +93,7 @@ class OutputRows:
                 finished=rows.finished,
                 logprobs=rows.logprobs,
                 num_cached_tokens=rows.num_cached_tokens,
+                prompt_logprobs=rows.prompt_logprobs,
                 stats=stats,
                 timestamp=now,
             )

@@ -52,8 +52,8 @@ class Request:
 
     __slots__ = (
         "_hash_root", "block_hashes", "client_index", "eos_token_ids", "key", "max_output_tokens", "min_tokens", "num_cached_tokens",
-        "num_computed_before_preemption", "num_computed_tokens", "num_prompt_tokens", "num_resumed_tokens", "request_id",
-        "sampling_params", "slot", "status", "stop_reason", "stop_token_ids", "token_ids",
+        "num_computed_before_preemption", "num_computed_tokens", "num_prompt_tokens", "num_resumed_tokens", "reads_prefix_cache",
+        "request_id", "sampling_params", "slot", "status", "stop_reason", "stop_token_ids", "token_ids",
     )  # fmt: skip
 
     def __init__(self, message: EngineCoreRequest, *, max_model_len: int, client_index: int = 0, key: tuple[int, int] = (0, 0)):
@@ -71,7 +71,9 @@ class Request:
         self.num_computed_before_preemption = 0  # tokens below this index are computed a second time
         self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at first admission; None: not admitted yet
         self.slot: int | None = None  # in the model runner, while RUNNING
-        self.eos_token_ids = frozenset(message.eos_token_ids)
+        self.eos_token_ids = message.eos_token_ids
+        # What the cache holds is not computed, so it would have no log-probabilities. Its own blocks are offered to others all the same.
+        self.reads_prefix_cache = params.prompt_logprobs is None
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.min_tokens = params.min_tokens
         self.max_output_tokens = min(params.max_tokens, max_model_len - self.num_prompt_tokens)

@@ -168,7 +168,7 @@ class Scheduler:
         insort(self.running, request, key=_by_key)
         if request.num_cached_tokens is None:  # hits after a preemption are its own old blocks: they say nothing about the cache
             request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
-            if self.kv_cache_manager.enable_caching:
+            if self.kv_cache_manager.enable_caching and request.reads_prefix_cache:
                 self.kv_cache_manager.record_prefix_query(request.num_tokens, num_hit_tokens)
         step.output.new_requests.append(
             NewRequestData(
@@ -177,6 +177,7 @@ class Scheduler:
                 token_ids=request.token_ids.copy(),  # the runner's copy grows by itself
                 num_prompt_tokens=request.num_prompt_tokens,
                 sampling_params=request.sampling_params,
+                eos_token_ids=request.eos_token_ids,
             )
         )
 
@@ -208,6 +209,7 @@ class Scheduler:
     def update_from_output(self, step: ScheduledStep, result: ModelRunnerOutput, rows: OutputRows) -> None:
         """Takes the sampled tokens, ends the requests that end with them, and writes the clients' rows."""
         scheduled, logprobs = step.output, {entry.slot: entry for entry in result.logprobs}
+        prompt_logprobs = {entry.slot: entry for entry in result.prompt_logprobs}
         cursor = 0
         for index, request in enumerate(step.requests):
             slot, num_sampled = scheduled.slots[index], result.num_sampled[index]
@@ -218,6 +220,10 @@ class Scheduler:
                 continue
             num_computed_tokens = scheduled.num_computed_tokens[index] + scheduled.num_scheduled_tokens[index]
             self.kv_cache_manager.cache_blocks(request, num_computed_tokens)
+            if slot in prompt_logprobs:
+                client_rows = rows.of(request.client_index)
+                client_rows.add(request.request_id, request.num_output_tokens, [])
+                client_rows.add_prompt_logprobs(prompt_logprobs[slot])
             if num_sampled:
                 self._append_tokens(request, token_ids, rows, logprobs.get(slot))
 
@@ -235,7 +241,7 @@ class Scheduler:
         if first_index == request.num_resumed_tokens:
             client_rows.add_num_cached_tokens(request.num_cached_tokens)
         if logprobs is not None:
-            client_rows.add_logprobs(logprobs)
+            client_rows.add_logprobs(logprobs, len(token_ids))
         if reason is not None:
             client_rows.finish(reason, request.stop_reason)
             self._finish(request, reason)

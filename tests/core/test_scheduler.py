@@ -247,6 +247,24 @@ def test_the_latest_is_preempted_and_goes_to_the_front_of_the_queue():
     assert (stats.num_preemptions, stats.num_recomputed_tokens) == (2, 32 + 16)
 
 
+def test_all_can_be_preempted_at_any_moment_and_go_on_as_if_they_had_not_been():
+    loop = Loop(max_num_batched_tokens=64)
+    for i in range(5):
+        loop.add(str(i), distinct(i, 40), max_tokens=6)
+    for num_steps in range(40):
+        if num_steps % 3 == 0:
+            loop.scheduler.preempt_all()
+            assert loop.state("running") == [] and loop.scheduler.kv_cache_manager.usage == 0.0
+            loop.scheduler.check_integrity()
+            assert loop.scheduler.reset_prefix_cache()
+        loop.step()
+    loop.run()
+    for i in range(5):
+        params = SamplingParams(temperature=0.0, seed=0, max_tokens=6)
+        assert loop.tokens[str(i)] == expected_output(distinct(i, 40), params, [], loop.config)[0]
+    assert loop.scheduler.counters.num_preemptions > 5
+
+
 def test_a_preempted_request_finds_its_own_blocks_in_the_cache():
     loop = Loop(num_gpu_blocks_override=7, max_model_len=96, max_num_seqs=2)
     loop.add("old", distinct(0, 47), max_tokens=4)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,7 @@ class EngineCore:
             rows = self._rows.of(client_index)
             rows.add(str(request.request_id), 0, [])
             rows.finish(FinishReason.ERROR, error=str(refusal))
+            self.scheduler.counters.num_requests_refused += 1
             return
         self.scheduler.add_request(request, client_index)
 
@@ -79,11 +81,12 @@ class EngineCore:
             rows = self._rows.of(client_index)
             rows.add(request.request_id, request.num_output_tokens, [])
             rows.finish(FinishReason.ABORT)
+            rows.add_timing(request, time.monotonic())
 
     def drop_client(self, client_index: int) -> None:
         """The client has left or died: its requests end, and what it was owed is thrown away."""
         mine = [request_id for request_id, request in self.scheduler.requests.items() if request.client_index == client_index]
-        self.scheduler.abort_requests(mine, client_index)
+        self.scheduler.counters.num_requests_orphaned += len(self.scheduler.abort_requests(mine, client_index))
         self._rows.drop(client_index)
 
     def has_work(self) -> bool:
@@ -111,6 +114,9 @@ class EngineCore:
 
     def _process_model_outputs(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         self.scheduler.update_from_output(step, output, self._rows)
+
+    def _drain(self) -> None:
+        """Finishes the step in flight, if there is one. Whatever uses the executor beside the steps calls this first."""
 
     def post_step(self, model_executed: bool) -> None:
         """Called after each step when its outputs are on their way: what must not delay them."""

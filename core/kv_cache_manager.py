@@ -40,7 +40,7 @@ class KVCacheManager:
 
         At least one token is left to compute, since its logits are needed; so a prompt cached to its end recomputes its last block.
         """
-        if not self.enable_caching:
+        if not self.enable_caching or not request.reads_prefix_cache:
             return []
         blocks: list[KVCacheBlock] = []
         max_blocks = (request.num_tokens - 1) // self.block_size

@@ -13,6 +13,7 @@ finishes, since one sequence of max_model_len fits the cache alone; whoever give
 from __future__ import annotations
 
 import heapq
+import time
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import Any
 
 from ..ipc.config import EngineConfig
 from ..ipc.messages import EngineCoreRequest, FinishReason, ModelRunnerOutput, NewRequestData, SchedulerOutput, SchedulerStats, SlotLogprobs
+from .counters import Counters
 from .kv_cache_manager import KVCacheManager
 from .output_rows import OutputRows
 from .request import Request, RequestStatus
@@ -34,16 +36,6 @@ class ScheduledStep:
 
     output: SchedulerOutput
     requests: list[Request]
-
-
-@dataclass(slots=True)
-class Counters:
-    """What SchedulerStats counts from the engine's start."""
-
-    num_preemptions: int = 0
-    num_prompt_tokens: int = 0
-    num_generation_tokens: int = 0
-    num_recomputed_tokens: int = 0
 
 
 class Scheduler:
@@ -89,6 +81,11 @@ class Scheduler:
                 aborted.append(request)
         return aborted
 
+    def preempt_all(self) -> None:
+        """By recompute: nobody holds a block or a slot afterwards, and everybody goes on from the queue. Called between steps."""
+        while self.running:
+            self._preempt(self.running.pop())
+
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
@@ -103,6 +100,7 @@ class Scheduler:
             self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
         request.finish(reason)
+        self.counters.count_end(reason)
 
     def _release_slot(self, request: Request) -> None:
         if request.slot is not None:
@@ -166,9 +164,11 @@ class Scheduler:
         request.num_computed_tokens = num_hit_tokens
         request.slot = heapq.heappop(self._free_slots)
         insort(self.running, request, key=_by_key)
+        if request.scheduled_time == 0.0:
+            request.scheduled_time = time.monotonic()
         if request.num_cached_tokens is None:  # hits after a preemption are its own old blocks: they say nothing about the cache
             request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
-            if self.kv_cache_manager.enable_caching:
+            if self.kv_cache_manager.enable_caching and request.reads_prefix_cache:
                 self.kv_cache_manager.record_prefix_query(request.num_tokens, num_hit_tokens)
         step.output.new_requests.append(
             NewRequestData(
@@ -177,6 +177,7 @@ class Scheduler:
                 token_ids=request.token_ids.copy(),  # the runner's copy grows by itself
                 num_prompt_tokens=request.num_prompt_tokens,
                 sampling_params=request.sampling_params,
+                eos_token_ids=request.eos_token_ids,
             )
         )
 
@@ -191,7 +192,9 @@ class Scheduler:
         if computed < request.num_prompt_tokens:
             self.counters.num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - computed)
         if computed < request.num_computed_before_preemption:
-            self.counters.num_recomputed_tokens += min(num_tokens, request.num_computed_before_preemption - computed)
+            num_recomputed_tokens = min(num_tokens, request.num_computed_before_preemption - computed)
+            request.num_recomputed_tokens += num_recomputed_tokens
+            self.counters.num_recomputed_tokens += num_recomputed_tokens
 
     def _preempt(self, victim: Request) -> None:
         """By recompute: the victim, already out of `running`, loses blocks and slot and waits to compute prompt and output anew."""
@@ -200,6 +203,7 @@ class Scheduler:
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_before_preemption = max(victim.num_computed_tokens, victim.num_computed_before_preemption)
         victim.num_computed_tokens = 0
+        victim.note_preemption(time.monotonic())
         insort(self.waiting, victim, key=_by_key)
         self.counters.num_preemptions += 1
 
@@ -207,7 +211,9 @@ class Scheduler:
 
     def update_from_output(self, step: ScheduledStep, result: ModelRunnerOutput, rows: OutputRows) -> None:
         """Takes the sampled tokens, ends the requests that end with them, and writes the clients' rows."""
+        rows.stamp()
         scheduled, logprobs = step.output, {entry.slot: entry for entry in result.logprobs}
+        prompt_logprobs = {entry.slot: entry for entry in result.prompt_logprobs}
         cursor = 0
         for index, request in enumerate(step.requests):
             slot, num_sampled = scheduled.slots[index], result.num_sampled[index]
@@ -218,6 +224,10 @@ class Scheduler:
                 continue
             num_computed_tokens = scheduled.num_computed_tokens[index] + scheduled.num_scheduled_tokens[index]
             self.kv_cache_manager.cache_blocks(request, num_computed_tokens)
+            if slot in prompt_logprobs:
+                client_rows = rows.of(request.client_index)
+                client_rows.add(request.request_id, request.num_output_tokens, [])
+                client_rows.add_prompt_logprobs(prompt_logprobs[slot])
             if num_sampled:
                 self._append_tokens(request, token_ids, rows, logprobs.get(slot))
 
@@ -232,12 +242,17 @@ class Scheduler:
         self.counters.num_generation_tokens += len(token_ids)
         client_rows = rows.of(request.client_index)
         client_rows.add(request.request_id, first_index, token_ids)
-        if first_index == request.num_resumed_tokens:
-            client_rows.add_num_cached_tokens(request.num_cached_tokens)
+        if first_index == request.report_index:  # the first token, or the first after a preemption
+            if first_index == request.num_resumed_tokens and request.first_token_time == 0.0:
+                request.first_token_time = rows.now
+                client_rows.add_num_cached_tokens(request.num_cached_tokens)
+            if reason is None:
+                client_rows.add_timing(request, rows.now)
         if logprobs is not None:
-            client_rows.add_logprobs(logprobs)
+            client_rows.add_logprobs(logprobs, len(token_ids))
         if reason is not None:
             client_rows.finish(reason, request.stop_reason)
+            client_rows.add_timing(request, rows.now)
             self._finish(request, reason)
 
     def _fail(self, request: Request, error: str, rows: OutputRows) -> None:
@@ -245,6 +260,7 @@ class Scheduler:
         client_rows = rows.of(request.client_index)
         client_rows.add(request.request_id, request.num_output_tokens, [])
         client_rows.finish(FinishReason.ERROR, error=error)
+        client_rows.add_timing(request, rows.now)
 
     # ------------------------------------------------------------ what others may see
 
@@ -252,18 +268,15 @@ class Scheduler:
         return self.kv_cache_manager.reset_prefix_cache()
 
     def stats(self) -> SchedulerStats:
-        manager, counters = self.kv_cache_manager, self.counters
+        manager = self.kv_cache_manager
         return SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             num_free_blocks=manager.num_free_blocks,
             num_blocks=len(manager.block_pool.blocks),
-            num_preemptions=counters.num_preemptions,
-            num_prompt_tokens=counters.num_prompt_tokens,
-            num_generation_tokens=counters.num_generation_tokens,
-            num_recomputed_tokens=counters.num_recomputed_tokens,
             prefix_cache_queries=manager.prefix_cache_queries,
             prefix_cache_hits=manager.prefix_cache_hits,
+            **self.counters.as_dict(),
         )
 
     def state(self) -> dict[str, Any]:

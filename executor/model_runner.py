@@ -41,6 +41,10 @@ class ModelRunner:
         self.device = device
         self.sampler = Sampler(ops)
 
+    def use_model(self, model: Any) -> None:
+        """Another model of the same shape takes over, or (None) nobody: then no step may come."""
+        self.model = model
+
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Computes the scheduled tokens and samples the rows that are complete. Logits that are not finite are their own row's error."""

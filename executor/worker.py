@@ -19,8 +19,10 @@ from . import device as devices
 from .input_batch import InputBatch
 from .layers import LayerFactory
 from .loader import fill_with_random_weights, load_weights
+from .logits_processors import load_logits_processors
 from .model_runner import ModelRunner
 from .models import find_model_class
+from .token_stages import make_stages
 
 logger = logging.getLogger(__name__)
 
@@ -61,19 +63,21 @@ class Worker:
         self._num_blocks = 0
 
     def load_model(self, report: Callable[[str, float], None]) -> None:
-        """Builds the model and fills its weights. Raises ModelLoadError, InvalidParameterError (an unknown kernel)."""
+        """Builds the model and fills its weights. Raises ModelLoadError, InvalidParameterError (an unknown kernel or processor)."""
         model_config, scheduler_config = self.config.model_config, self.config.scheduler_config
         block_size = self.config.cache_config.block_size
         load_plugins()
+        processors = load_logits_processors(model_config.logits_processors)
         self._model_class = find_model_class(model_config.hf_config)
         shape = self._model_class.parse_config(model_config.hf_config)
         sizes = {"head_dim": shape.head_dim, "num_heads": shape.num_attention_heads, "num_kv_heads": shape.num_key_value_heads}
-        ops = registry.select(self.device, self.dtype, self.config.device_config.kernels, block_size=block_size, **sizes)
-        self._ops = ops
+        self._ops = ops = registry.select(self.device, self.dtype, self.config.device_config.kernels, block_size=block_size, **sizes)
         if self.config.load_config.load_format != "dummy":
             self._directory = Path(model_config.model)
         self.model = self._build_model(self._directory, report)
-        batch = InputBatch(scheduler_config.max_num_seqs, model_config.max_model_len, block_size)
+        max_num_seqs, max_model_len = scheduler_config.max_num_seqs, model_config.max_model_len
+        stages = make_stages(ops, shape.vocab_size, max_num_seqs, max_model_len, processors)
+        batch = InputBatch(max_num_seqs, max_model_len, block_size, stages)
         self.runner = ModelRunner(self.model, ops, batch, block_size, self.device)
 
     def _build_model(self, directory: Path | None, report: Callable[[str, float], None]) -> Any:

@@ -22,7 +22,10 @@ CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_le
 # With these, max_position_embeddings already is the length after scaling.
 ROPE_TYPES_ALREADY_SCALED = frozenset({"default", "llama3", "longrope", "su", "mrope"})
 # A frontend's own choices even when it attaches to a daemon: they change how it makes requests, not the engine.
-FRONTEND_ARGUMENTS = frozenset({"tokenizer", "seed", "skip_tokenizer_init", "startup_timeout_s", "shutdown_timeout_s", "max_message_bytes"})
+FRONTEND_ARGUMENTS = frozenset({
+    "tokenizer", "seed", "skip_tokenizer_init", "startup_timeout_s", "shutdown_timeout_s", "max_message_bytes", "log_stats_interval_s",
+    "otlp_traces_endpoint",
+})  # fmt: skip
 
 
 class EngineArgs:

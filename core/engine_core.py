@@ -76,7 +76,7 @@ class EngineCore:
         except InvalidParameterError as refusal:
             rows = self._rows.of(client_index)
             rows.add(str(request.request_id), 0, [])
-            rows.finish(FinishReason.ERROR, error=str(refusal))
+            rows.finish(FinishReason.ERROR, error=str(refusal), parameter=refusal.parameter)
             self.scheduler.counters.num_requests_refused += 1
             return
         self.scheduler.add_request(request, client_index)

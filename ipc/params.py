@@ -191,10 +191,7 @@ INTEGER_RANGES = {
 MAY_BE_NONE = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"})
 
 # Parameters that nothing in the engine applies yet. Better a refusal than an answer that ignores them: frontend, core and runner ask here.
-NOT_YET = (
-    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs",
-    "structured_outputs", "truncate_prompt_tokens",
-)  # fmt: skip
+NOT_YET = ("n", "structured_outputs")
 SAMPLING_DEFAULTS = SamplingParams()
 
 

@@ -354,7 +354,7 @@ def test_recomputed_tokens_are_counted_once_per_time_they_are_computed():
     computed = sum(step.total_num_scheduled_tokens for step in loop.executor.steps)
     stats = loop.scheduler.stats()
     needed = 44 + 39 + 47 + 19  # the last token of each is never computed
-    assert stats.num_preemptions > 1
+    assert stats.num_preemptions > 0
     assert stats.num_recomputed_tokens == computed - needed
 
 

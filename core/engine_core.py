@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -74,6 +75,7 @@ class EngineCore:
             rows = self._rows.of(client_index)
             rows.add(str(request.request_id), 0, [])
             rows.finish(FinishReason.ERROR, error=str(refusal))
+            self.scheduler.counters.num_requests_refused += 1
             return
         self.scheduler.add_request(request, client_index)
 
@@ -83,11 +85,12 @@ class EngineCore:
             rows = self._rows.of(client_index)
             rows.add(request.request_id, request.num_output_tokens, [])
             rows.finish(FinishReason.ABORT)
+            rows.add_timing(request, time.monotonic())
 
     def drop_client(self, client_index: int) -> None:
         """The client has left or died: its requests end, and what it was owed is thrown away."""
         mine = [request_id for request_id, request in self.scheduler.requests.items() if request.client_index == client_index]
-        self.scheduler.abort_requests(mine, client_index)
+        self.scheduler.counters.num_requests_orphaned += len(self.scheduler.abort_requests(mine, client_index))
         self._rows.drop(client_index)
 
     def has_work(self) -> bool:
@@ -146,6 +149,7 @@ class EngineCore:
 
     def execute_dummy_batch(self) -> None:
         """Runs the model on nothing, so that ranks which have no work keep step with those that have."""
+        self._drain()
         self.executor.execute_dummy_batch()
 
     # ------------------------------------------------------------ utilities

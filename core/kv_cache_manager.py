@@ -43,7 +43,7 @@ class KVCacheManager:
 
         At least one token is left to compute, since its logits are needed; so a prompt cached to its end recomputes its last block.
         """
-        if not self.enable_caching:
+        if not self.enable_caching or not request.reads_prefix_cache:
             return []
         blocks: list[KVCacheBlock] = []
         max_blocks = (request.num_tokens - 1) // self.block_size
@@ -84,6 +84,10 @@ class KVCacheManager:
         return self._tables[request.request_id][:num_blocks]
 
     # ------------------------------------------------------------ host memory
+
+    @property
+    def num_swapped_requests(self) -> int:
+        return len(self._host_tables)
 
     @property
     def num_free_host_blocks(self) -> int:

@@ -1,5 +1,5 @@
 """Gathers the rows that each client is owed (new tokens, refusals, aborts) until they leave as one EngineCoreOutputs per client.
-May know: the messages, client indices.
+May know: the messages, client indices, a request's account of its time.
 Must not know: the scheduler, sockets, or what a client does with its rows."""
 
 from __future__ import annotations
@@ -7,7 +7,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from ..ipc.messages import EngineCoreOutputs, Finished, FinishReason, SchedulerStats, SlotLogprobs, TokenLogprobs
+from ..ipc.messages import (
+    Array, EngineCoreOutputs, Finished, FinishReason, PromptLogprobs, RequestTiming, SchedulerStats, SlotLogprobs, SlotPromptLogprobs,
+    TokenLogprobs,
+)  # fmt: skip
+from .request import Request
 
 
 @dataclass(slots=True)
@@ -21,6 +25,8 @@ class ClientRows:
     finished: list[Finished] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: list[tuple[int, int]] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    timings: list[RequestTiming] = field(default_factory=list)
 
     def add(self, request_id: str, first_index: int, token_ids: list[int]) -> None:
         self.request_ids.append(request_id)
@@ -33,11 +39,29 @@ class ClientRows:
     def finish(self, reason: FinishReason, stop_reason: int | None = None, error: str | None = None) -> None:
         self.finished.append(Finished(len(self.request_ids) - 1, reason, stop_reason, error))
 
-    def add_logprobs(self, logprobs: SlotLogprobs) -> None:
-        self.logprobs.append(TokenLogprobs(len(self.request_ids) - 1, logprobs.token_ids, logprobs.logprobs, logprobs.ranks))
+    def add_logprobs(self, logprobs: SlotLogprobs, num_tokens: int) -> None:
+        """Of the first `num_tokens` tokens: a request may end before the last of those that were sampled."""
+        columns = (_head(array, num_tokens) for array in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks))
+        self.logprobs.append(TokenLogprobs(len(self.request_ids) - 1, *columns))
+
+    def add_prompt_logprobs(self, logprobs: SlotPromptLogprobs) -> None:
+        row = len(self.request_ids) - 1
+        self.prompt_logprobs.append(PromptLogprobs(row, logprobs.first_index, logprobs.token_ids, logprobs.logprobs, logprobs.ranks))
 
     def add_num_cached_tokens(self, num_cached_tokens: int) -> None:
         self.num_cached_tokens.append((len(self.request_ids) - 1, num_cached_tokens))
+
+    def add_timing(self, request: Request, now: float) -> None:
+        """`now`: when its last token came, or when it ended without another."""
+        self.timings.append(request.timing(len(self.request_ids) - 1, now))
+
+
+def _head(array: Array, num_rows: int) -> Array:
+    """The first rows of an array, without a copy."""
+    if num_rows >= array.shape[0]:
+        return array
+    data = memoryview(array.data).cast("B")
+    return Array(array.dtype, (num_rows, *array.shape[1:]), data[: len(data) // array.shape[0] * num_rows])
 
 
 class OutputRows:
@@ -45,10 +69,15 @@ class OutputRows:
 
     def __init__(self, epoch: int = 0):
         self.epoch = epoch
+        self.now = 0.0  # when the model last ran; see stamp
         self._by_client: dict[int, ClientRows] = {}
 
     def __bool__(self) -> bool:
         return bool(self._by_client)
+
+    def stamp(self) -> None:
+        """The model has run: its rows carry this moment. The clock is read once per step."""
+        self.now = time.monotonic()
 
     def of(self, client_index: int) -> ClientRows:
         rows = self._by_client.get(client_index)
@@ -65,7 +94,7 @@ class OutputRows:
         if not self._by_client:
             return None
         by_client, self._by_client = self._by_client, {}
-        now = time.monotonic()
+        now, self.now = self.now or time.monotonic(), 0.0
         return {
             client_index: EngineCoreOutputs(
                 epoch=self.epoch,
@@ -76,8 +105,10 @@ class OutputRows:
                 finished=rows.finished,
                 logprobs=rows.logprobs,
                 num_cached_tokens=rows.num_cached_tokens,
+                prompt_logprobs=rows.prompt_logprobs,
                 stats=stats,
                 timestamp=now,
+                timings=rows.timings,
             )
             for client_index, rows in by_client.items()
         }

@@ -5,13 +5,16 @@ Must not know: text, which blocks hold its KV cache, or who runs beside it."""
 from __future__ import annotations
 
 import struct
+import time
 from enum import IntEnum
 from hashlib import sha256
 
 import msgspec
 
-from ..ipc.messages import EngineCoreRequest, FinishReason, child_request_id
+from ..ipc.messages import EngineCoreRequest, FinishReason, RequestTiming, child_request_id
 from ..ipc.params import child_seed
+
+MAX_PREEMPTION_TIMES = 32
 
 
 class RequestStatus(IntEnum):
@@ -72,13 +75,22 @@ class Request:
     """
 
     __slots__ = (
-        "_hash_root", "block_hashes", "client_index", "eos_token_ids", "key", "max_output_tokens", "min_tokens", "num_cached_tokens",
-        "num_computed_before_preemption", "num_computed_tokens", "num_executed_tokens", "num_pending_tokens", "num_prompt_tokens",
-        "num_resumed_tokens", "num_swapped_tokens", "parent_id", "request_id", "sampling_params", "siblings", "slot", "status", "stop_reason",
-        "stop_token_ids", "token_ids",
+        "_hash_root", "block_hashes", "client_index", "eos_token_ids", "first_token_time", "key", "max_output_tokens", "min_tokens",
+        "num_cached_tokens", "num_computed_before_preemption", "num_computed_tokens", "num_executed_tokens", "num_pending_tokens",
+        "num_preemptions", "num_prompt_tokens", "num_recomputed_tokens", "num_resumed_tokens", "num_swapped_tokens", "parent_id",
+        "preemption_times", "queued_time", "reads_prefix_cache", "report_index", "request_id", "sampling_params", "scheduled_time",
+        "siblings", "slot", "status", "stop_reason", "stop_token_ids", "token_ids",
     )  # fmt: skip
 
-    def __init__(self, message: EngineCoreRequest, *, max_model_len: int, client_index: int = 0, key: tuple[int, int] = (0, 0)):
+    def __init__(
+        self,
+        message: EngineCoreRequest,
+        *,
+        max_model_len: int,
+        client_index: int = 0,
+        key: tuple[int, int] = (0, 0),
+        queued_time: float | None = None,
+    ):
         """`message` has been validated. `key` orders requests: the smallest is scheduled first, the largest preempted first."""
         params = message.sampling_params
         self.request_id = message.request_id
@@ -98,11 +110,18 @@ class Request:
         self.num_computed_before_preemption = 0  # tokens below this index are computed a second time
         self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at first admission; None: not admitted yet
         self.slot: int | None = None  # in the model runner, while RUNNING
-        self.eos_token_ids = frozenset(message.eos_token_ids)
+        self.eos_token_ids = message.eos_token_ids
+        # What the cache holds is not computed, so it would have no log-probabilities. Its own blocks are offered to others all the same.
+        self.reads_prefix_cache = params.prompt_logprobs is None
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.min_tokens = params.min_tokens
         self.max_output_tokens = min(params.max_tokens, max_model_len - self.num_prompt_tokens)
         self.stop_reason: int | None = None
+        self.queued_time = time.monotonic() if queued_time is None else queued_time
+        self.scheduled_time = self.first_token_time = 0.0
+        self.num_preemptions = self.num_recomputed_tokens = 0
+        self.preemption_times: list[float] = []  # the first MAX_PREEMPTION_TIMES
+        self.report_index = self.num_resumed_tokens  # with the output token of this index the client hears of the times again
         self.block_hashes: list[bytes] = []
         self._hash_root = hash_root(message.cache_salt)
 
@@ -144,6 +163,20 @@ class Request:
 
     def finish(self, reason: FinishReason) -> None:
         self.status = _FINISHED_STATUS[reason]
+
+    def note_preemption(self, now: float) -> None:
+        """What the account of its time says about it; the scheduler does the rest."""
+        self.num_preemptions += 1
+        if len(self.preemption_times) < MAX_PREEMPTION_TIMES:
+            self.preemption_times.append(now)
+        self.report_index = self.num_output_tokens
+
+    def timing(self, row: int, now: float) -> RequestTiming:
+        """For row `row` of its client's outputs."""
+        return RequestTiming(
+            row, self.queued_time, self.scheduled_time, self.first_token_time, now if self.first_token_time else 0.0,
+            self.num_preemptions, self.num_recomputed_tokens, self.preemption_times.copy(),
+        )  # fmt: skip
 
     def extend_block_hashes(self, block_size: int) -> list[bytes]:
         """Hashes the blocks that became full since the last call; returns the chain, one digest per full block of token_ids."""

@@ -16,6 +16,7 @@ out to have ended with it has a row too many, whose sample is ignored (`update_f
 from __future__ import annotations
 
 import heapq
+import time
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,8 +24,18 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ..ipc.config import EngineConfig
-from ..ipc.messages import EngineCoreRequest, FinishReason, ModelRunnerOutput, NewRequestData, PreemptionCosts, SchedulerOutput, SchedulerStats, SlotLogprobs
+from ..ipc.messages import (
+    EngineCoreRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    NewRequestData,
+    PreemptionCosts,
+    SchedulerOutput,
+    SchedulerStats,
+    SlotLogprobs,
+)
 from .block_pool import KVCacheBlock
+from .counters import Counters
 from .kv_cache_manager import KVCacheManager
 from .output_rows import OutputRows
 from .preemption import PreemptionPolicy
@@ -48,20 +59,6 @@ class Start(NamedTuple):
     num_tokens: int
     blocks: list[KVCacheBlock]  # that hold the beginning of them
     source: KVCacheBlock | None = None  # holds the rest of them, for another request: to be copied
-
-
-
-@dataclass(slots=True)
-class Counters:
-    """What SchedulerStats counts from the engine's start."""
-
-    num_preemptions: int = 0
-    num_prompt_tokens: int = 0
-    num_generation_tokens: int = 0
-    num_recomputed_tokens: int = 0
-    num_swapped_out_blocks: int = 0
-    num_swapped_in_blocks: int = 0
-    num_copied_blocks: int = 0
 
 
 class Scheduler:
@@ -127,6 +124,16 @@ class Scheduler:
                     aborted.append(request)
         return aborted
 
+    def preempt_all(self) -> None:
+        """By recompute: nobody holds a block or a slot afterwards, and everybody goes on from the queue. Called between steps."""
+        while self.running:
+            self._preempt(self.running.pop(), may_swap=False)
+        for request in self.waiting:
+            if request.num_swapped_tokens:
+                request.num_computed_before_preemption = max(request.num_swapped_tokens, request.num_computed_before_preemption)
+                request.status = RequestStatus.PREEMPTED
+                self._leave_host(request)
+
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
@@ -145,6 +152,7 @@ class Scheduler:
             self._leave_family(request)
         del self.requests[request.request_id]
         request.finish(reason)
+        self.counters.count_end(reason)
 
     def _leave_host(self, request: Request) -> None:
         """What it holds of host memory is free, and nothing is copied there any more."""
@@ -271,19 +279,21 @@ class Scheduler:
         num_blocks = len(start.blocks)
         if start.source is not None:
             step.output.blocks_to_copy.append((start.source.block_id, block_ids[num_blocks]))
-            self.counters.num_copied_blocks += 1
+            self.counters.num_blocks_copied += 1
         if request.num_swapped_tokens:
             pairs = self.kv_cache_manager.swap_in(request, num_blocks)
             step.output.blocks_to_swap_in.extend(pairs)
-            self.counters.num_swapped_in_blocks += len(pairs)
+            self.counters.num_blocks_swapped_in += len(pairs)
             request.num_swapped_tokens = 0
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = start.num_tokens
         request.slot = heapq.heappop(self._free_slots)
         insort(self.running, request, key=_by_key)
+        if request.scheduled_time == 0.0:
+            request.scheduled_time = time.monotonic()
         if request.num_cached_tokens is None:  # hits after a preemption are its own old blocks: they say nothing about the cache
             request.num_cached_tokens = min(start.num_tokens, request.num_prompt_tokens)
-            if self.kv_cache_manager.enable_caching:
+            if self.kv_cache_manager.enable_caching and request.reads_prefix_cache:
                 self.kv_cache_manager.record_prefix_query(request.num_tokens, start.num_tokens)
         step.output.new_requests.append(
             NewRequestData(
@@ -292,6 +302,7 @@ class Scheduler:
                 token_ids=request.token_ids.copy(),  # the runner's copy grows by itself
                 num_prompt_tokens=request.num_prompt_tokens,
                 sampling_params=request.sampling_params,
+                eos_token_ids=request.eos_token_ids,
             )
         )
 
@@ -312,22 +323,25 @@ class Scheduler:
         if computed < request.num_prompt_tokens:
             self.counters.num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - computed)
         if computed < request.num_computed_before_preemption:
-            self.counters.num_recomputed_tokens += min(num_tokens, request.num_computed_before_preemption - computed)
+            num_recomputed_tokens = min(num_tokens, request.num_computed_before_preemption - computed)
+            request.num_recomputed_tokens += num_recomputed_tokens
+            self.counters.num_recomputed_tokens += num_recomputed_tokens
 
-    def _preempt(self, victim: Request) -> None:
+    def _preempt(self, victim: Request, may_swap: bool = True) -> None:
         """The victim, already out of `running`, loses slot and blocks and waits in its place: to compute prompt and output anew, or with
         what it has computed in host memory."""
         self._release_slot(victim)
-        pairs = self.kv_cache_manager.swap_out(victim) if self.preemption.prefers_swap(victim) else None
+        pairs = self.kv_cache_manager.swap_out(victim) if may_swap and self.preemption.prefers_swap(victim) else None
         if pairs is not None:
             self._blocks_to_swap_out.extend(pairs)
-            self.counters.num_swapped_out_blocks += len(pairs)
+            self.counters.num_blocks_swapped_out += len(pairs)
             victim.status, victim.num_swapped_tokens = RequestStatus.SWAPPED, victim.num_computed_tokens
         else:
             self.kv_cache_manager.free(victim)
             victim.status = RequestStatus.PREEMPTED
             victim.num_computed_before_preemption = max(victim.num_computed_tokens, victim.num_computed_before_preemption)
         victim.num_computed_tokens = victim.num_executed_tokens = 0
+        victim.note_preemption(time.monotonic())
         insort(self.waiting, victim, key=_by_key)
         self.counters.num_preemptions += 1
 
@@ -335,7 +349,9 @@ class Scheduler:
 
     def update_from_output(self, step: ScheduledStep, result: ModelRunnerOutput, rows: OutputRows) -> None:
         """Takes the sampled tokens, ends the requests that end with them, and writes the clients' rows."""
+        rows.stamp()
         scheduled, logprobs = step.output, {entry.slot: entry for entry in result.logprobs}
+        prompt_logprobs = {entry.slot: entry for entry in result.prompt_logprobs}
         cursor = 0
         for index, request in enumerate(step.requests):
             slot, num_sampled = scheduled.slots[index], result.num_sampled[index]
@@ -347,6 +363,10 @@ class Scheduler:
             if slot in result.errors:
                 self._fail(request, result.errors[slot], rows)
                 continue
+            if slot in prompt_logprobs:
+                client_rows = rows.of(request.client_index)
+                client_rows.add(request.request_id, request.num_output_tokens, [])
+                client_rows.add_prompt_logprobs(prompt_logprobs[slot])
             reason = self._append_tokens(request, token_ids, rows, logprobs.get(slot)) if num_sampled else None
             if request.status is RequestStatus.RUNNING:  # else it was preempted while the step ran
                 # What was decoded behind a stop was computed in vain, too.
@@ -371,12 +391,17 @@ class Scheduler:
         self.counters.num_generation_tokens += len(token_ids)
         client_rows = rows.of(request.client_index)
         client_rows.add(request.request_id, first_index, token_ids)
-        if first_index == request.num_resumed_tokens:
-            client_rows.add_num_cached_tokens(request.num_cached_tokens)
+        if first_index == request.report_index:  # the first token, or the first after a preemption
+            if first_index == request.num_resumed_tokens and request.first_token_time == 0.0:
+                request.first_token_time = rows.now
+                client_rows.add_num_cached_tokens(request.num_cached_tokens)
+            if reason is None:
+                client_rows.add_timing(request, rows.now)
         if logprobs is not None:
-            client_rows.add_logprobs(logprobs)
+            client_rows.add_logprobs(logprobs, len(token_ids))
         if reason is not None:
             client_rows.finish(reason, request.stop_reason)
+            client_rows.add_timing(request, rows.now)
         return reason
 
     def _fail(self, request: Request, error: str, rows: OutputRows) -> None:
@@ -384,6 +409,7 @@ class Scheduler:
         client_rows = rows.of(request.client_index)
         client_rows.add(request.request_id, request.num_output_tokens, [])
         client_rows.finish(FinishReason.ERROR, error=error)
+        client_rows.add_timing(request, rows.now)
 
     # ------------------------------------------------------------ what others may see
 
@@ -391,18 +417,16 @@ class Scheduler:
         return self.kv_cache_manager.reset_prefix_cache()
 
     def stats(self) -> SchedulerStats:
-        manager, counters = self.kv_cache_manager, self.counters
+        manager = self.kv_cache_manager
         return SchedulerStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting) - manager.num_swapped_requests,
+            num_swapped=manager.num_swapped_requests,
             num_free_blocks=manager.num_free_blocks,
             num_blocks=len(manager.block_pool.blocks),
-            num_preemptions=counters.num_preemptions,
-            num_prompt_tokens=counters.num_prompt_tokens,
-            num_generation_tokens=counters.num_generation_tokens,
-            num_recomputed_tokens=counters.num_recomputed_tokens,
             prefix_cache_queries=manager.prefix_cache_queries,
             prefix_cache_hits=manager.prefix_cache_hits,
+            **self.counters.as_dict(),
         )
 
     def state(self) -> dict[str, Any]:

@@ -167,6 +167,18 @@ class SchedulerStats(Message):
     num_recomputed_tokens: int = 0  # counter: tokens computed again after a preemption
     prefix_cache_queries: int = 0  # counter, in tokens
     prefix_cache_hits: int = 0  # counter, in tokens
+    num_swapped: int = 0
+    num_blocks_swapped_out: int = 0  # counter
+    num_blocks_swapped_in: int = 0  # counter
+    num_blocks_copied: int = 0  # counter
+    num_finished_stop: int = 0  # counters: requests by finish reason
+    num_finished_length: int = 0
+    num_finished_abort: int = 0
+    num_finished_error: int = 0  # failed after they were taken: a row that is not finite, a kernel's complaint
+    num_requests_refused: int = 0  # counter: bad parameters that the engine found
+    num_requests_orphaned: int = 0  # counter: ended because their client left; they are in num_finished_abort too
+    num_grammar_refusals: int = 0  # counter: structured outputs that could not be compiled
+    num_failed_utilities: int = 0  # counter: calls that raised
 
 
 class Finished(Message):
@@ -204,7 +216,9 @@ class PromptLogprobs(Message):
 
 
 class RequestTiming(Message):
-    """The engine's part of a request's life, with its last row. Moments of time.monotonic() in seconds; 0.0: it did not come to that."""
+    """The engine's part of a request's life, with its first token, its first after a preemption, and its last row; each replaces the one
+    before. Moments of time.monotonic() in seconds; 0.0: it did not come to that. An abort or an error counts as the last token's moment.
+    """
 
     row: int
     queued_time: float = 0.0  # the engine took it
@@ -213,6 +227,7 @@ class RequestTiming(Message):
     last_token_time: float = 0.0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    preemption_times: list[float] = []  # of the first of them
 
 
 class EngineCoreOutputs(Message, tag="outputs"):

@@ -2,8 +2,10 @@
 May know: OutputRows and the messages.
 Must not know: the scheduler."""
 
+import struct
+
 from quire.core.output_rows import OutputRows
-from quire.ipc.messages import Array, Finished, FinishReason, SchedulerStats, SlotLogprobs
+from quire.ipc.messages import Array, Finished, FinishReason, PromptLogprobs, SchedulerStats, SlotLogprobs, SlotPromptLogprobs
 
 
 def test_rows_become_columns_of_their_client():
@@ -48,6 +50,26 @@ def test_logprobs_belong_to_the_last_row():
     rows, array = OutputRows(), Array("f4", (1, 1), b"\0\0\0\0")
     rows.of(0).add("a", 0, [1])
     rows.of(0).add("b", 0, [2])
-    rows.of(0).add_logprobs(SlotLogprobs(slot=9, token_ids=array, logprobs=array, ranks=array))
+    rows.of(0).add_logprobs(SlotLogprobs(slot=9, token_ids=array, logprobs=array, ranks=array), 1)
     (logprobs,) = rows.take(None)[0].logprobs
     assert logprobs.row == 1 and logprobs.logprobs is array
+
+
+def test_logprobs_of_tokens_after_the_end_are_cut_off():
+    ids = Array("i4", (3, 2), struct.pack("<6i", *range(6)))
+    values, ranks = Array("f4", (3, 2), struct.pack("<6f", *range(6))), Array("i4", (3,), struct.pack("<3i", 7, 8, 9))
+    rows = OutputRows()
+    rows.of(0).add("a", 0, [1, 2])
+    rows.of(0).add_logprobs(SlotLogprobs(0, ids, values, ranks), 2)
+    (logprobs,) = rows.take(None)[0].logprobs
+    assert logprobs.token_ids == Array("i4", (2, 2), struct.pack("<4i", *range(4)))
+    assert logprobs.logprobs == Array("f4", (2, 2), struct.pack("<4f", *range(4)))
+    assert logprobs.ranks == Array("i4", (2,), struct.pack("<2i", 7, 8))
+
+
+def test_prompt_logprobs_belong_to_the_last_row():
+    rows, array = OutputRows(), Array("f4", (1, 1), b"\0\0\0\0")
+    rows.of(0).add("a", 0, [])
+    rows.of(0).add("b", 0, [])
+    rows.of(0).add_prompt_logprobs(SlotPromptLogprobs(9, 17, array, array, array))
+    assert rows.take(None)[0].prompt_logprobs == [PromptLogprobs(1, 17, array, array, array)]

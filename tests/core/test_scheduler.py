@@ -2,10 +2,11 @@
 May know: the scheduler, its rows and the fake executor.
 Must not know: how the engine core drives it."""
 
+import msgspec
 import pytest
 from quire.core.output_rows import OutputRows
 from quire.core.scheduler import Scheduler
-from quire.ipc.messages import EngineCoreRequest, FinishReason, ModelRunnerOutput
+from quire.ipc.messages import Array, EngineCoreRequest, FinishReason, ModelRunnerOutput, SlotPromptLogprobs
 from quire.ipc.params import SamplingParams
 from quire.tests.fakes import FakeExecutor, expected_output, make_config
 
@@ -14,11 +15,11 @@ class Loop:
     """A scheduler and a fake executor, stepped by hand. Collects each request's tokens and end, and checks after every step."""
 
     def __init__(self, **arguments):
-        self.config = make_config(**arguments)
+        self.config = make_config(**{"preemption_mode": "recompute", **arguments})
         self.executor = FakeExecutor(self.config)
         num_blocks = self.executor.determine_num_blocks()
         self.executor.initialize_kv_cache(num_blocks)
-        self.scheduler = Scheduler(self.config, num_blocks)
+        self.scheduler = Scheduler(self.config, num_blocks, *self.executor.initialize_swap_space())
         self.rows = OutputRows()
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, tuple[FinishReason, int | None]] = {}
@@ -180,6 +181,42 @@ def test_a_second_prompt_shares_blocks_while_the_first_runs():
     assert new.num_computed_tokens == [55, 48] and new.new_block_ids == [[], [1, 2, 3, 5]]
 
 
+def test_a_request_for_prompt_logprobs_computes_its_whole_prompt_and_offers_its_blocks():
+    loop, prompt = Loop(), distinct(0, 40)
+    loop.add("filler", prompt, max_tokens=1)
+    loop.run()
+    loop.add("scored", prompt, max_tokens=1, prompt_logprobs=0)
+    assert loop.step() == {"scored": 40}
+    assert loop.cached["scored"] == 0 and loop.scheduler.kv_cache_manager.prefix_cache_queries == 40  # the filler's alone
+    assert loop.scheduler.reset_prefix_cache()
+    loop.add("scored too", prompt, max_tokens=1, prompt_logprobs=0)
+    loop.run()
+    loop.add("reader", prompt, max_tokens=1)
+    assert loop.step() == {"reader": 8}
+
+
+def test_prompt_logprobs_reach_the_row_with_and_without_a_token():
+    loop = Loop(max_num_batched_tokens=16)
+    loop.add("r", distinct(0, 20), prompt_logprobs=1, eos_token_ids=[13])
+    array = Array("f4", (1, 1), b"0000")
+    for first_index, num_tokens in ((1, []), (17, [1])):
+        step = loop.scheduler.schedule()
+        result = loop.executor.execute_model(step.output)
+        scored = SlotPromptLogprobs(step.output.slots[0], first_index, array, array, array)
+        loop.scheduler.update_from_output(step, msgspec.structs.replace(result, prompt_logprobs=[scored]), loop.rows)
+        outputs = loop.rows.take(None)[0]
+        assert [row.first_index for row in outputs.prompt_logprobs] == [first_index]
+        assert set(outputs.request_ids) == {"r"} and [n for n in outputs.num_tokens if n] == num_tokens
+        assert len(outputs.num_cached_tokens) == len(num_tokens)
+
+
+def test_the_runner_learns_the_end_of_sequence_tokens():
+    loop = Loop()
+    loop.add("r", distinct(0, 20), eos_token_ids=[13, 14])
+    loop.step()
+    assert loop.executor.steps[0].new_requests[0].eos_token_ids == [13, 14]
+
+
 def test_caching_off_computes_everything():
     loop = Loop(enable_prefix_caching=False)
     for name in ("first", "second"):
@@ -208,6 +245,24 @@ def test_the_latest_is_preempted_and_goes_to_the_front_of_the_queue():
     assert [len(loop.tokens[name]) for name in ("old", "new", "last")] == [20, 20, 20]
     stats = loop.scheduler.stats()  # later "last", having computed 16 tokens, gives way to "new" in the same way
     assert (stats.num_preemptions, stats.num_recomputed_tokens) == (2, 32 + 16)
+
+
+def test_all_can_be_preempted_at_any_moment_and_go_on_as_if_they_had_not_been():
+    loop = Loop(max_num_batched_tokens=64)
+    for i in range(5):
+        loop.add(str(i), distinct(i, 40), max_tokens=6)
+    for num_steps in range(40):
+        if num_steps % 3 == 0:
+            loop.scheduler.preempt_all()
+            assert loop.state("running") == [] and loop.scheduler.kv_cache_manager.usage == 0.0
+            loop.scheduler.check_integrity()
+            assert loop.scheduler.reset_prefix_cache()
+        loop.step()
+    loop.run()
+    for i in range(5):
+        params = SamplingParams(temperature=0.0, seed=0, max_tokens=6)
+        assert loop.tokens[str(i)] == expected_output(distinct(i, 40), params, [], loop.config)[0]
+    assert loop.scheduler.counters.num_preemptions > 5
 
 
 def test_a_preempted_request_finds_its_own_blocks_in_the_cache():

@@ -1,0 +1,136 @@
+"""When a request was queued, begun and given its tokens, how often it was preempted: what its client hears, whatever ends it.
+May know: the engine core, the messages, the fake executor.
+Must not know: what a frontend makes of it."""
+
+import pytest
+from quire.core import engine_core, output_rows, scheduler
+from quire.core import request as request_module
+from quire.ipc.messages import EngineCoreRequest, FinishReason, RequestTiming
+from quire.ipc.params import SamplingParams
+from quire.tests.core.engine_loop import make_core, step
+
+
+class Clock:
+    """time.monotonic for the whole core: it goes on by a second whenever the test says so."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    for module in (output_rows, request_module, scheduler, engine_core):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def make_request(request_id="r", max_tokens=3, prompt=(1, 2, 3), **fields) -> EngineCoreRequest:
+    return EngineCoreRequest(request_id, list(prompt), SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens), **fields)
+
+
+def tick(core, clock) -> dict[str, RequestTiming]:
+    """One step, a second after the last; the timings it gave, by request."""
+    clock.now += 1.0
+    outputs = step(core).get(0)
+    return {outputs.request_ids[timing.row]: timing for timing in outputs.timings} if outputs else {}
+
+
+def test_the_first_token_and_the_last_row_tell_the_times(clock):
+    core = make_core()
+    core.add_request(make_request())
+    assert tick(core, clock) == {"r": RequestTiming(0, 100.0, 101.0, 101.0, 101.0)}
+    assert tick(core, clock) == {}
+    assert tick(core, clock) == {"r": RequestTiming(0, 100.0, 101.0, 101.0, 103.0)}
+
+
+def test_one_token_is_told_once(clock):
+    core = make_core()
+    core.add_request(make_request(max_tokens=1))
+    clock.now += 5.0
+    outputs = step(core)[0]
+    assert outputs.timings == [RequestTiming(0, 100.0, 105.0, 105.0, 105.0)] and outputs.timestamp == 105.0
+
+
+def test_a_request_that_never_ran_has_no_later_times(clock):
+    core = make_core(max_num_seqs=1)
+    core.add_request(make_request("runs"))
+    core.add_request(make_request("waits"))
+    tick(core, clock)
+    clock.now += 1.0
+    core.abort_requests(["waits"])
+    assert tick(core, clock)["waits"] == RequestTiming(0, 100.0)
+
+
+def test_an_aborted_and_a_failed_request_end_where_they_end(clock):
+    core = make_core()
+    core.executor.errors["bad", 1] = "scripted"
+    core.add_request(make_request("bad"))
+    core.add_request(make_request("gone", max_tokens=50))
+    tick(core, clock)
+    assert tick(core, clock)["bad"] == RequestTiming(0, 100.0, 101.0, 101.0, 102.0)
+    clock.now += 7.0
+    core.abort_requests(["gone"])
+    clock.now += 1.0
+    assert tick(core, clock)["gone"] == RequestTiming(0, 100.0, 101.0, 101.0, 109.0)
+
+
+def test_preemptions_are_told_when_the_request_is_back(clock):
+    core = make_core()
+    core.add_request(make_request(max_tokens=6, prompt=range(1, 41)))
+    tick(core, clock)
+    tick(core, clock)
+    core.scheduler.preempt_all()
+    core.scheduler.preempt_all()  # nobody runs
+    first = tick(core, clock)["r"]
+    # 40 prompt tokens and one output token were computed; the first two blocks are found in the cache again.
+    assert (first.num_preemptions, first.num_recomputed_tokens, first.preemption_times) == (1, 9, [102.0])
+    assert first.first_token_time == 101.0 and first.last_token_time == 103.0
+    core.scheduler.preempt_all()
+    tick(core, clock)
+    assert tick(core, clock) == {}
+    last = tick(core, clock)["r"]
+    assert (last.num_preemptions, last.preemption_times) == (2, [102.0, 103.0])
+    assert core.get_metrics()["num_recomputed_tokens"] == last.num_recomputed_tokens
+
+
+def test_the_moments_of_many_preemptions_are_bounded(clock):
+    core = make_core()
+    core.add_request(make_request(max_tokens=100))
+    for _ in range(100):
+        timings = tick(core, clock)
+        core.scheduler.preempt_all()
+    assert timings["r"].num_preemptions == 99 and len(timings["r"].preemption_times) == request_module.MAX_PREEMPTION_TIMES
+
+
+def test_resumed_tokens_are_not_its_first(clock):
+    core = make_core()
+    core.add_request(make_request(max_tokens=4, resume_tokens=[5, 6]))
+    assert tick(core, clock)["r"].first_token_time == 101.0
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR])
+def test_ends_are_counted_by_reason(reason):
+    core = make_core()
+    core.executor.tokens["r", 0] = 7
+    if reason is FinishReason.ERROR:
+        core.executor.nan_rows.add(("r", 0))
+    core.add_request(make_request(max_tokens=1, eos_token_ids=[7] if reason is FinishReason.STOP else []))
+    if reason is FinishReason.ABORT:
+        core.abort_requests(["r"])
+    step(core)
+    ends = {name: value for name, value in core.get_metrics().items() if name.startswith("num_finished_") and value}
+    assert ends == {f"num_finished_{reason}": 1}
+
+
+def test_refused_and_orphaned_requests_are_counted():
+    core = make_core()
+    core.add_request(make_request("empty", prompt=()))
+    core.add_request(make_request("a"), client_index=5)
+    core.add_request(make_request("b"), client_index=5)
+    step(core)
+    core.drop_client(5)
+    metrics = core.get_metrics()
+    assert (metrics["num_requests_refused"], metrics["num_requests_orphaned"], metrics["num_finished_abort"]) == (1, 2, 2)

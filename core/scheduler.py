@@ -83,6 +83,8 @@ class Scheduler:
         self._families: dict[str, list[Request]] = {}  # by the id of a message with n > 1: its unfinished requests
         self.waiting: list[Request] = []  # sorted by key
         self.running: list[Request] = []  # sorted by key
+        self.held: dict[str, Request] = {}  # in order of arrival; see hold_arrivals
+        self._is_holding = False
         self.counters = Counters()
         self.num_steps = 0
         self._num_arrivals = 0
@@ -102,7 +104,10 @@ class Scheduler:
             self._num_arrivals += 1
             request = Request(child, max_model_len=self.max_model_len, client_index=client_index, key=key)
             self.requests[request.request_id] = request
-            insort(self.waiting, request, key=_by_key)
+            if self._is_holding:
+                self.held[request.request_id] = request
+            else:
+                insort(self.waiting, request, key=_by_key)
             requests.append(request)
         if len(requests) > 1:
             self._families[message.request_id] = requests
@@ -111,6 +116,16 @@ class Scheduler:
 
     def is_in_use(self, request_id: str) -> bool:
         return request_id in self.requests or request_id in self._families
+
+    def hold_arrivals(self) -> None:
+        """Requests that come from now on are kept apart: they are not scheduled until release_arrivals."""
+        self._is_holding = True
+
+    def release_arrivals(self) -> None:
+        self._is_holding = False
+        for request in self.held.values():
+            insort(self.waiting, request, key=_by_key)
+        self.held.clear()
 
     def abort_requests(self, request_ids: Iterable[str], client_index: int) -> list[Request]:
         """Ends this client's requests among `request_ids`, a parent's id standing for all its children; returns those that were alive.
@@ -139,8 +154,9 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """The one way out: the request leaves its list, its slot and its blocks."""
-        queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
-        del queue[bisect_left(queue, request.key, key=_by_key)]
+        if self.held.pop(request.request_id, None) is None:
+            queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
+            del queue[bisect_left(queue, request.key, key=_by_key)]
         self._release_slot(request)
         if reason is FinishReason.ERROR:
             self.kv_cache_manager.discard(request)
@@ -420,7 +436,7 @@ class Scheduler:
         manager = self.kv_cache_manager
         return SchedulerStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting) - manager.num_swapped_requests,
+            num_waiting=len(self.waiting) + len(self.held) - manager.num_swapped_requests,
             num_swapped=manager.num_swapped_requests,
             num_free_blocks=manager.num_free_blocks,
             num_blocks=len(manager.block_pool.blocks),
@@ -436,6 +452,7 @@ class Scheduler:
             "running": [request.request_id for request in self.running],
             "waiting": [request.request_id for request in self.waiting if request.status is not RequestStatus.SWAPPED],
             "swapped": [request.request_id for request in self.waiting if request.status is RequestStatus.SWAPPED],
+            "held": list(self.held),
             "num_free_slots": len(self._free_slots),
             "num_free_blocks": self.kv_cache_manager.num_free_blocks,
             "num_cached_blocks": self.kv_cache_manager.block_pool.num_cached_blocks,
@@ -448,13 +465,14 @@ class Scheduler:
         self.kv_cache_manager.check_integrity(self.running, swapped)
         slots = sorted(self._free_slots + [request.slot for request in self.running])
         expected = {
-            "requests are exactly those listed": sorted(self.requests) == sorted(r.request_id for r in self.running + self.waiting),
+            "requests are exactly those listed": sorted(self.requests) == sorted([*self.held, *(r.request_id for r in self.running + self.waiting)]),
             "running is sorted": self.running == sorted(self.running, key=_by_key),
             "waiting is sorted": self.waiting == sorted(self.waiting, key=_by_key),
             "each slot is free or held once": slots == list(range(self.max_num_seqs)),
             "running requests run": all(request.status is RequestStatus.RUNNING for request in self.running),
             "waiting requests hold nothing": all(
-                request.slot is None and request.num_computed_tokens == 0 and not request.is_finished for request in self.waiting
+                request.slot is None and request.num_computed_tokens == 0 and not request.is_finished
+                for request in (*self.waiting, *self.held.values())
             ),
             "nobody computed more than there is": all(0 < r.num_computed_tokens <= r.num_tokens + r.num_pending_tokens for r in self.running),
             "swapped requests left something to swap": all((r in swapped) == (r.num_swapped_tokens > 0) for r in self.requests.values()),

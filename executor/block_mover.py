@@ -17,48 +17,50 @@ MEASURED_BLOCKS = 8
 
 
 class BlockMover:
-    """Owns the host blocks. `host_caches`: for each layer keys and values, each [num_host_blocks, block_size, num_kv_heads, head_dim]."""
+    """Owns the host blocks. `host_caches`: for each layer keys and values, each [num_host_blocks, block_size, num_kv_heads, head_dim]; empty
+    where nothing is swapped. The layers are handed in anew: their caches come and go."""
 
-    def __init__(self, layers: Sequence[Any], host_caches: Sequence[tuple[torch.Tensor, torch.Tensor]], ops: Any):
-        device_caches = [cache for layer in layers for cache in (layer.key_cache, layer.value_cache)]
-        self._device_caches = device_caches
-        self._caches = list(zip(device_caches, (cache for pair in host_caches for cache in pair)))  # none without host blocks
+    def __init__(self, host_caches: Sequence[tuple[torch.Tensor, torch.Tensor]], ops: Any):
+        self._host_caches = host_caches
         self._copy_blocks = ops.copy_blocks
 
-    def move(self, step: SchedulerOutput) -> None:
+    def move(self, layers: Sequence[Any], step: SchedulerOutput) -> None:
         """Out first, since what comes in may take their places; copies last, since they may be of what came in."""
         if step.blocks_to_swap_out:
-            self.swap_out(step.blocks_to_swap_out)
+            self.swap_out(layers, step.blocks_to_swap_out)
         if step.blocks_to_swap_in:
-            self.swap_in(step.blocks_to_swap_in)
+            self.swap_in(layers, step.blocks_to_swap_in)
         if step.blocks_to_copy:
             pairs = torch.tensor(step.blocks_to_copy)
-            for device in self._device_caches:
-                self._copy_blocks(device, device, pairs)
+            for layer in layers:
+                for cache in (layer.key_cache, layer.value_cache):
+                    self._copy_blocks(cache, cache, pairs)
 
-    def swap_out(self, pairs: Pairs) -> None:
+    def swap_out(self, layers: Sequence[Any], pairs: Pairs) -> None:
         """pairs: (device block, host block)"""
         index = torch.tensor(pairs)
-        for device, host in self._caches:
-            self._copy_blocks(device, host, index)
+        for layer, (host_keys, host_values) in zip(layers, self._host_caches, strict=True):
+            self._copy_blocks(layer.key_cache, host_keys, index)
+            self._copy_blocks(layer.value_cache, host_values, index)
 
-    def swap_in(self, pairs: Pairs) -> None:
+    def swap_in(self, layers: Sequence[Any], pairs: Pairs) -> None:
         """pairs: (host block, device block)"""
         index = torch.tensor(pairs)
-        for device, host in self._caches:
-            self._copy_blocks(host, device, index)
+        for layer, (host_keys, host_values) in zip(layers, self._host_caches, strict=True):
+            self._copy_blocks(host_keys, layer.key_cache, index)
+            self._copy_blocks(host_values, layer.value_cache, index)
 
-    def measure(self) -> tuple[float, float]:
+    def measure(self, layers: Sequence[Any]) -> tuple[float, float]:
         """Seconds that a swap out and in takes whatever its size, and for each block. To be called while the cache holds nothing."""
-        num_blocks = min(MEASURED_BLOCKS, *(len(cache) - 1 for pair in self._caches for cache in pair))
-        one_s, all_s = (self._time([(block, block) for block in range(1, count + 1)]) for count in (1, num_blocks))
-        per_block_s = max(0.0, all_s - one_s) / max(1, num_blocks - 1)
+        most = min(MEASURED_BLOCKS, len(self._host_caches[0][0]), len(layers[0].key_cache) - 1)
+        one_s, all_s = (self._time(layers, count) for count in (1, most))
+        per_block_s = max(0.0, all_s - one_s) / max(1, most - 1)
         return max(0.0, one_s - per_block_s), per_block_s
 
-    def _time(self, pairs: Pairs) -> float:
+    def _time(self, layers: Sequence[Any], num_blocks: int) -> float:
         def both_ways() -> None:
-            self.swap_out(pairs)
-            self.swap_in(pairs)
+            self.swap_out(layers, [(block + 1, block) for block in range(num_blocks)])
+            self.swap_in(layers, [(block, block + 1) for block in range(num_blocks)])
 
         return shortest_time(both_ways)
 

@@ -15,6 +15,7 @@ from ..ipc.messages import Array, ModelRunnerOutput, SchedulerOutput, SlotLogpro
 from ..kernels.ops import AttentionMetadata
 from .block_mover import BlockMover
 from .input_batch import InputBatch
+from .prompt_logprobs import PromptScorer
 from .sampler import Sampler
 
 NULL_BLOCK = 0  # never handed out; block tables of idle rows point at it
@@ -43,6 +44,12 @@ class ModelRunner:
         self.device = device
         self.sampler = Sampler(ops)
         self.block_mover: BlockMover | None = None  # the worker's gift, once there is a cache
+        self.prompt_scorer = PromptScorer(model.compute_logits, ops, model.config.vocab_size)
+
+    def use_model(self, model: Any) -> None:
+        """Another model of the same shape takes over, or (None) nobody: then no step may come."""
+        self.model = model
+        self.prompt_scorer.compute_logits = None if model is None else model.compute_logits
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -74,8 +81,8 @@ class ModelRunner:
 
     def _apply_differences(self, scheduler_output: SchedulerOutput) -> None:
         batch = self.batch
-        if self.block_mover is not None:
-            self.block_mover.move(scheduler_output)
+        if scheduler_output.blocks_to_swap_out or scheduler_output.blocks_to_swap_in or scheduler_output.blocks_to_copy:
+            self.block_mover.move(self.model.attention_layers(), scheduler_output)
         for slot in scheduler_output.freed_slots:
             batch.remove(slot)
         for request in scheduler_output.new_requests:
@@ -133,14 +140,17 @@ class ModelRunner:
 
     def _sample(self, inputs: ModelInput, hidden: torch.Tensor) -> ModelRunnerOutput:
         num_rows, sampled_rows = len(inputs.slots), inputs.sampled_rows
+        prompt_logprobs, errors = [], self._refusals(inputs.slots)
+        if self.batch.prompt_logprobs_slots:
+            prompt_logprobs, failed = self.prompt_scorer(hidden, inputs.slots, inputs.metadata, self.batch)
+            errors = failed | errors
         if not len(sampled_rows):
-            return ModelRunnerOutput([0] * num_rows, [], errors=self._refusals(inputs.slots))
+            return ModelRunnerOutput([0] * num_rows, [], errors=errors, prompt_logprobs=prompt_logprobs)
         if len(inputs.logits_indices) != len(hidden):
             hidden = hidden[self._upload(inputs.logits_indices)]
         slots = inputs.slots[sampled_rows]
         sampled = self.sampler(self.model.compute_logits(hidden), self.batch, slots)
-        errors = {int(slots[row]): "the model's logits for this request are not finite (NaN or infinity)" for row in sampled.bad_rows}
-        errors |= self._refusals(inputs.slots)
+        errors = {int(slots[row]): problem for row, problem in sampled.errors.items()} | errors
 
         good = np.array([int(slot) not in errors for slot in slots]) if errors else slice(None)
         self.batch.append_tokens(slots[good], sampled.token_ids[good])
@@ -148,7 +158,7 @@ class ModelRunner:
         by_request[inputs.order[sampled_rows[good]]] = sampled.token_ids[good]
         has_token = by_request >= 0
         logprobs = [row for row in sampled.logprobs if row.slot not in errors]
-        return ModelRunnerOutput(has_token.astype(int).tolist(), by_request[has_token].tolist(), logprobs, errors)
+        return ModelRunnerOutput(has_token.astype(int).tolist(), by_request[has_token].tolist(), logprobs, errors, prompt_logprobs)
 
     def _refusals(self, slots: np.ndarray) -> dict[int, str]:
         refusals = self.batch.refusals

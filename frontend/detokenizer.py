@@ -30,8 +30,8 @@ class TokenDecoder(Protocol):
 class IncrementalDetokenizer:
     """The text of one request's output while it grows, cut at the first stop string.
 
-    The stop string that is complete first wins, of several with the same end the longest: so the text does not depend on how it was
-    split into tokens. Text that may turn out to be the beginning of a stop string is held back until it is decided.
+    The stop string that is complete first wins, of several with the same end the one that comes first in the list: so the text does not
+    depend on how it was split into tokens. Text that may turn out to be the beginning of a stop string is held back until it is decided.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: list[int], params: SamplingParams):
@@ -98,16 +98,13 @@ class IncrementalDetokenizer:
 
 
 def find_stop(text: str, stops: list[str], num_searched: int) -> tuple[int, int, str] | None:
-    """(start, end, stop) of the match with the first end behind `num_searched` characters, of several the longest; None without one."""
-    matches = []
+    """(start, end, stop) of the match with the first end behind `num_searched` characters; of several the first of `stops`; None without."""
+    best = None
     for stop in stops:
         start = text.find(stop, max(0, num_searched - len(stop) + 1))
-        if start != -1:
-            matches.append((start + len(stop), -len(stop), stop))
-    if not matches:
-        return None
-    end, negative_length, stop = min(matches)
-    return end + negative_length, end, stop
+        if start != -1 and (best is None or start + len(stop) < best[1]):
+            best = (start, start + len(stop), stop)
+    return best
 
 
 def length_of_possible_stop(text: str, stop: str) -> int:
@@ -125,13 +122,17 @@ def length_of_possible_stop(text: str, stop: str) -> int:
 
 def make_decoder(tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams) -> TokenDecoder:
     """The exact and fast way for byte-level and byte-fallback vocabularies, the general one for any other."""
-    skip_special_tokens = params.skip_special_tokens
-    if skip_special_tokens not in tokenizer.piece_tables:
-        tokenizer.piece_tables[skip_special_tokens] = _make_piece_table(tokenizer, skip_special_tokens)
-    table = tokenizer.piece_tables[skip_special_tokens]
+    table = piece_table(tokenizer, params.skip_special_tokens)
     if table is not None:
         return PieceDecoder(table, prompt_token_ids)
-    return WindowDecoder(tokenizer, prompt_token_ids, skip_special_tokens, params.spaces_between_special_tokens)
+    return WindowDecoder(tokenizer, prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens)
+
+
+def piece_table(tokenizer: Tokenizer, skip_special_tokens: bool) -> PieceTable | None:
+    """The tokenizer's own, made once; None where its decoder does more than put pieces together."""
+    if skip_special_tokens not in tokenizer.piece_tables:
+        tokenizer.piece_tables[skip_special_tokens] = _make_piece_table(tokenizer, skip_special_tokens)
+    return tokenizer.piece_tables[skip_special_tokens]
 
 
 class PieceTable(dict[int, bytes]):
@@ -241,7 +242,6 @@ class WindowDecoder:
 
 
 def _make_piece_table(tokenizer: Tokenizer, skip_special_tokens: bool) -> PieceTable | None:
-    """None where the decoder of tokenizer.json does more than put pieces together."""
     decoder = tokenizer.backend.decoder
     if decoder is None:
         return None

@@ -1,5 +1,5 @@
 """OutputProcessor: the engine's columns of token ids become the RequestOutputs of the requests they belong to.
-May know: every request of this frontend, its journal, the tokenizer.
+May know: every request of this frontend, its completions and their journal, the tokenizer.
 Must not know: sockets, the scheduler, who reads the outputs."""
 
 from __future__ import annotations
@@ -8,106 +8,160 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ..ipc.errors import InvalidParameterError
-from ..ipc.messages import Array, EngineCoreOutputs, EngineCoreRequest, Finished, FinishReason, TokenLogprobs
-from ..ipc.params import RequestOutputKind
+from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, Finished, FinishReason, PromptLogprobs, TokenLogprobs, child_request_id
+from ..ipc.params import RequestOutputKind, child_seed
 from .detokenizer import IncrementalDetokenizer
 from .input_processor import ProcessedRequest
-from .outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
+from .logprobs import LogprobsReader, TokenTexts
+from .outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
 from .tokenizer import Tokenizer
 
 
-@dataclass(slots=True)
-class RequestState:
-    """One unfinished request. `core_request` and `token_ids` are its journal: with them another engine could go on where this one is.
+@dataclass(slots=True, eq=False)
+class CompletionState:
+    """One of a request's n completions. `token_ids` is every output token so far.
 
-    token_ids: every output token so far. delta_start: the first of them that no output has carried yet (DELTA only).
+    num_told: how many of them an output has carried (or counted, where outputs are cumulative).
     """
+
+    index: int
+    engine_id: str  # of its rows, and for aborting it alone
+    detokenizer: IncrementalDetokenizer
+    logprobs_reader: LogprobsReader | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] | None = None
+    cumulative_logprob: float | None = None
+    num_told: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    is_end_told: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One unfinished request: what its completions share. It is finished when all of them are."""
 
     request_id: str
     prompt: str | None
     core_request: EngineCoreRequest
-    detokenizer: IncrementalDetokenizer
     metrics: RequestMetrics
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] | None = None
-    cumulative_logprob: float | None = None
+    completions: list[CompletionState]
+    output_kind: RequestOutputKind
+    stream_interval: int
+    prompt_logprobs_reader: LogprobsReader | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    are_prompt_logprobs_told: bool = False
     num_cached_tokens: int | None = None
-    delta_start: int = 0
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
+    num_unfinished: int = 1
     error: str | None = None
-
-    @property
-    def output_kind(self) -> RequestOutputKind:
-        return self.core_request.sampling_params.output_kind
+    error_parameter: str | None = None
 
 
 @dataclass(slots=True)
 class ProcessedOutputs:
     request_outputs: list[RequestOutput]
-    requests_to_abort: list[str]  # the engine's ids of requests that ended here and go on there (a stop string, a gap)
+    requests_to_abort: list[str]  # the engine's ids of what ended here and goes on there (a stop string, a gap)
 
 
 @dataclass(slots=True)
 class _Row:
-    """One request's share of EngineCoreOutputs."""
+    """One completion's share of EngineCoreOutputs."""
 
     first_index: int
     token_ids: list[int]
     finished: Finished | None = None
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int | None = None
 
 
 class OutputProcessor:
-    """Owns the frontend's requests from add_request to their last output. Knows them by the engine's id, and by the user's for aborts."""
+    """Owns the frontend's requests from add_request to their last output. Knows them by the engine's ids, and by the user's for aborts."""
 
     def __init__(self, tokenizer: Tokenizer | None, epoch: int = 0):
         self._tokenizer = tokenizer
         self._epoch = epoch
-        self._states: dict[str, RequestState] = {}  # by the engine's id
-        self._engine_ids: dict[str, str] = {}  # by the user's id
-        self._token_texts: dict[int, str] = {}  # of the tokens that appeared in log-probabilities
+        self._requests: dict[str, RequestState] = {}  # by the user's id
+        # By the engine's ids of rows: the unfinished completions; with n > 1 also the request's own id, under which it may be refused whole.
+        self._by_engine_id: dict[str, tuple[RequestState, list[CompletionState]]] = {}
+        self._token_texts = None if tokenizer is None else TokenTexts(tokenizer)
         self.num_dropped_rows = 0  # rows of an earlier engine; rows of requests that ended here are expected, and not counted
 
     def add_request(self, request: ProcessedRequest) -> None:
         """Raises InvalidParameterError when the user's id is that of an unfinished request."""
         core_request = request.core_request
-        if request.request_id in self._engine_ids:
+        if request.request_id in self._requests:
             raise InvalidParameterError("request_id", f"{request.request_id!r} is that of a request still running")
         params = core_request.sampling_params
+        engine_ids = [core_request.request_id]
+        if params.n > 1:
+            engine_ids = [child_request_id(core_request.request_id, i) for i in range(params.n)]
         state = RequestState(
             request_id=request.request_id,
             prompt=request.prompt,
             core_request=core_request,
-            detokenizer=IncrementalDetokenizer(self._tokenizer, core_request.prompt_token_ids, params),
             metrics=RequestMetrics(core_request.arrival_time),
-            logprobs=None if params.logprobs is None else [],
-            cumulative_logprob=None if params.logprobs is None else 0.0,
+            completions=[self._new_completion(i, engine_id, core_request) for i, engine_id in enumerate(engine_ids)],
+            output_kind=params.output_kind,
+            stream_interval=params.stream_interval,
+            num_unfinished=params.n,
         )
-        self._states[core_request.request_id] = state
-        self._engine_ids[request.request_id] = core_request.request_id
+        if params.prompt_logprobs is not None:
+            state.prompt_logprobs = [None]
+            state.prompt_logprobs_reader = LogprobsReader(self._token_texts, core_request.prompt_token_ids[:1])
+        self._requests[request.request_id] = state
+        for completion in state.completions:
+            self._by_engine_id[completion.engine_id] = state, [completion]
+        if params.n > 1:
+            self._by_engine_id[core_request.request_id] = state, state.completions
+
+    def _new_completion(self, index: int, engine_id: str, core_request: EngineCoreRequest) -> CompletionState:
+        params, prompt_token_ids = core_request.sampling_params, core_request.prompt_token_ids
+        detokenizer = IncrementalDetokenizer(self._tokenizer, prompt_token_ids, params)
+        if params.logprobs is None:
+            return CompletionState(index, engine_id, detokenizer, None)
+        reader = LogprobsReader(self._token_texts, prompt_token_ids)
+        return CompletionState(index, engine_id, detokenizer, reader, logprobs=[], cumulative_logprob=0.0)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._states)
+        return bool(self._requests)
 
     def num_unfinished_requests(self) -> int:
-        return len(self._states)
+        return len(self._requests)
 
     def unfinished_request_ids(self) -> list[str]:
-        return list(self._engine_ids)
+        return list(self._requests)
 
-    def journal(self, request_id: str) -> tuple[EngineCoreRequest, list[int]]:
-        """The request as the engine was sent it, and the output tokens since."""
-        state = self._states[self._engine_ids[request_id]]
-        return state.core_request, list(state.token_ids)
+    def journal(self, request_id: str) -> list[tuple[EngineCoreRequest, list[int]]]:
+        """For each unfinished completion: the request that gives it, and its output tokens so far. With them another engine could go on
+        where this one is; a completion of several is a request of its own there, with its own seed."""
+        state = self._requests[request_id]
+        request, params = state.core_request, state.core_request.sampling_params
+        entries = []
+        for completion in state.completions:
+            if completion.finish_reason is None:
+                own = request
+                if params.n > 1:
+                    child_params = msgspec.structs.replace(params, n=1, seed=child_seed(params.seed, completion.index))
+                    own = msgspec.structs.replace(request, request_id=completion.engine_id, sampling_params=child_params)
+                entries.append((own, list(completion.token_ids)))
+        return entries
 
     def abort_requests(self, request_ids: Iterable[str]) -> ProcessedOutputs:
         """Ends requests by the user's ids; unknown ones are ignored. The outputs carry what there was, with finish_reason "abort"."""
-        engine_ids = [self._engine_ids[request_id] for request_id in request_ids if request_id in self._engine_ids]
-        outputs = [self._finish(self._states[engine_id], FinishReason.ABORT) for engine_id in engine_ids]
-        return ProcessedOutputs(outputs, engine_ids)
+        processed = ProcessedOutputs([], [])
+        for request_id in request_ids:
+            if (state := self._requests.get(request_id)) is not None:
+                processed.requests_to_abort.append(state.core_request.request_id)  # with n > 1: of all that still runs
+                for completion in state.completions:
+                    self._finish(state, completion, FinishReason.ABORT)
+                processed.request_outputs.append(self._make_output(state))
+        return processed
+
+    # ------------------------------------------------------------ rows
 
     def process_outputs(self, outputs: EngineCoreOutputs) -> ProcessedOutputs:
         """The news for each request that has any. Rows of requests that ended here, or of an engine since replaced, are dropped."""
@@ -117,110 +171,142 @@ class OutputProcessor:
         self._epoch = outputs.epoch
         now = time.time()
         processed = ProcessedOutputs([], [])
+        with_news: dict[str, RequestState] = {}  # by the user's id, in the order of their first row
         for engine_id, row in zip(outputs.request_ids, _rows(outputs), strict=True):
-            state = self._states.get(engine_id)
-            if state is None:
+            entry = self._by_engine_id.get(engine_id)
+            if entry is None:
                 continue
-            output = self._process_row(state, row, now)
-            if output is not None:
+            state, completions = entry
+            if row.num_cached_tokens is not None and state.num_cached_tokens is None:
+                state.num_cached_tokens = row.num_cached_tokens
+            if row.prompt_logprobs is not None:
+                self._read_prompt_logprobs(state, row.prompt_logprobs)
+            for completion in completions:
+                if completion.finish_reason is None and self._process_row(state, completion, row, now):
+                    with_news[state.request_id] = state
+                    if completion.finish_reason is not None and row.finished is None:
+                        processed.requests_to_abort.append(completion.engine_id)
+        for state in with_news.values():
+            if (output := self._make_output(state)) is not None:
                 processed.request_outputs.append(output)
-            if state.finish_reason is not None and row.finished is None:
-                processed.requests_to_abort.append(engine_id)
         return processed
 
-    def _process_row(self, state: RequestState, row: _Row, now: float) -> RequestOutput | None:
-        num_known = len(state.token_ids) - row.first_index  # tokens of the row that came before
+    def _process_row(self, state: RequestState, completion: CompletionState, row: _Row, now: float) -> bool:
+        """Takes in what the row says about the completion; whether that is anything new."""
+        num_known = len(completion.token_ids) - row.first_index  # tokens of the row that came before
         if num_known < 0:
-            problem = f"output tokens {len(state.token_ids)} to {row.first_index - 1} did not arrive from the engine"
-            return self._finish(state, FinishReason.ERROR, error=problem)
-        if row.num_cached_tokens is not None:
-            state.num_cached_tokens = row.num_cached_tokens
+            problem = f"output tokens {len(completion.token_ids)} to {row.first_index - 1} did not arrive from the engine"
+            self._finish(state, completion, FinishReason.ERROR, error=problem)
+            return True
         new_token_ids = row.token_ids[num_known:]
+        if new_token_ids and state.prompt_logprobs is not None and len(state.prompt_logprobs) < len(state.core_request.prompt_token_ids):
+            problem = f"log-probabilities of the prompt's tokens from {len(state.prompt_logprobs)} on did not arrive from the engine"
+            self._finish(state, completion, FinishReason.ERROR, error=problem)
+            return True
         finished = row.finished
-        num_used, stop = state.detokenizer.update(new_token_ids, finished.reason if finished else None)
+        num_used, stop = completion.detokenizer.update(new_token_ids, finished.reason if finished else None)
         if num_used:
-            self._append(state, new_token_ids[:num_used], row.logprobs, num_known, now)
+            completion.token_ids += new_token_ids[:num_used]
+            state.metrics.last_token_time = now
+            if state.metrics.first_token_time is None:
+                state.metrics.first_token_time = now
+            if row.logprobs is not None and completion.logprobs_reader is not None:
+                positions = completion.logprobs_reader.read(row.logprobs, num_known, num_known + num_used)
+                completion.logprobs += positions
+                completion.cumulative_logprob += sum(next(iter(position.values())).logprob for position in positions)
         if stop is not None:
-            return self._finish(state, FinishReason.STOP, stop_reason=stop)
-        if finished is not None:
-            return self._finish(state, finished.reason, stop_reason=finished.stop_reason, error=finished.error)
-        return self._make_output(state) if num_used else None
+            self._finish(state, completion, FinishReason.STOP, stop_reason=stop)
+        elif finished is not None:
+            self._finish(
+                state, completion, finished.reason,
+                stop_reason=finished.stop_reason, error=finished.error, error_parameter=finished.parameter,
+            )  # fmt: skip
+        return num_used > 0 or completion.finish_reason is not None
 
-    def _append(self, state: RequestState, token_ids: list[int], logprobs: TokenLogprobs | None, num_known: int, now: float) -> None:
-        state.token_ids += token_ids
-        state.metrics.last_token_time = now
-        if state.metrics.first_token_time is None:
-            state.metrics.first_token_time = now
-        if logprobs is not None and state.logprobs is not None:
-            positions = self._read_logprobs(logprobs)[num_known : num_known + len(token_ids)]
-            state.logprobs += positions
-            state.cumulative_logprob += sum(next(iter(position.values())).logprob for position in positions)
+    def _read_prompt_logprobs(self, state: RequestState, columns: PromptLogprobs) -> None:
+        """Appends what is new: a prompt that is computed again after a preemption sends its positions again."""
+        if state.prompt_logprobs is None:
+            return
+        num_known = len(state.prompt_logprobs) - columns.first_index
+        num_rows = columns.token_ids.shape[0]
+        if 0 <= num_known < num_rows:  # a gap is found when the first token comes
+            state.prompt_logprobs += state.prompt_logprobs_reader.read(columns, num_known, num_rows)
 
     def _finish(
-        self, state: RequestState, reason: FinishReason, *, stop_reason: int | str | None = None, error: str | None = None
-    ) -> RequestOutput:
-        """The last output; the request is forgotten."""
+        self,
+        state: RequestState,
+        completion: CompletionState,
+        reason: FinishReason,
+        *,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+        error_parameter: str | None = None,
+    ) -> None:
+        """Ends a completion, if it has not ended; with the last one its request is forgotten."""
+        if completion.finish_reason is not None:
+            return
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
-            state.detokenizer.update([], reason)  # shows what was held back; harmless if the row did so already
-        state.finish_reason, state.stop_reason, state.error = reason, stop_reason, error
-        if reason is FinishReason.ERROR and error is None:
-            state.error = "the engine gave no reason"
-        state.metrics.finished_time = time.time()
-        del self._states[state.core_request.request_id]
-        del self._engine_ids[state.request_id]
-        return self._make_output(state)
+            completion.detokenizer.update([], reason)  # shows what was held back; harmless if the row did so already
+        completion.finish_reason, completion.stop_reason = reason, stop_reason
+        if reason is FinishReason.ERROR and state.error is None:
+            state.error, state.error_parameter = error or "the engine gave no reason", error_parameter
+        del self._by_engine_id[completion.engine_id]
+        state.num_unfinished -= 1
+        if state.num_unfinished == 0:
+            state.metrics.finished_time = time.time()
+            self._by_engine_id.pop(state.core_request.request_id, None)
+            del self._requests[state.request_id]
+
+    # ------------------------------------------------------------ outputs
 
     def _make_output(self, state: RequestState) -> RequestOutput | None:
-        """What the reader asked to see now: everything so far, the news, or (FINAL_ONLY, unfinished) nothing."""
-        finished = state.finish_reason is not None
-        kind = state.output_kind
+        """What the reader asked to see now: everything so far, the news, or (FINAL_ONLY, or between two intervals) nothing."""
+        finished, kind = state.num_unfinished == 0, state.output_kind
         if kind == RequestOutputKind.FINAL_ONLY and not finished:
             return None
+        due = [completion for completion in state.completions if _is_due(completion, state.stream_interval)]
+        if not due and not finished:
+            return None
         is_delta = kind == RequestOutputKind.DELTA
-        start = state.delta_start
-        completion = CompletionOutput(
-            index=0,
-            text=state.detokenizer.take_delta() if is_delta else state.detokenizer.text,
-            token_ids=state.token_ids[start:],
-            cumulative_logprob=state.cumulative_logprob,
-            logprobs=None if state.logprobs is None else state.logprobs[start:],
-            finish_reason=str(state.finish_reason) if finished else None,
-            stop_reason=state.stop_reason,
-        )
-        if is_delta:
-            state.delta_start = len(state.token_ids)
+        prompt_logprobs = None if state.are_prompt_logprobs_told else state.prompt_logprobs
+        state.are_prompt_logprobs_told = is_delta
         return RequestOutput(
             request_id=state.request_id,
             prompt=state.prompt,
             prompt_token_ids=state.core_request.prompt_token_ids,
-            outputs=[completion],
+            outputs=[_completion_output(completion, is_delta) for completion in (due if is_delta else state.completions)],
             finished=finished,
             metrics=state.metrics,
             num_cached_tokens=state.num_cached_tokens,
+            prompt_logprobs=prompt_logprobs,
             error=state.error,
+            error_parameter=state.error_parameter,
             kind_is_delta=is_delta,
         )
 
-    def _read_logprobs(self, columns: TokenLogprobs) -> list[PositionLogprobs]:
-        """One dict per token. The sampled token comes first with its rank; the others are ranked by their column."""
-        ids, logprobs, ranks = _numbers(columns.token_ids), _numbers(columns.logprobs), _numbers(columns.ranks)
-        num_tokens, width = columns.token_ids.shape
-        positions = []
-        for i in range(num_tokens):
-            row = slice(i * width, (i + 1) * width)
-            candidates = list(zip(ids[row], logprobs[row], [ranks[i], *range(1, width)], strict=True))
-            position = {token_id: Logprob(logprob, rank, self._token_text(token_id)) for token_id, logprob, rank in candidates[:1]}
-            for token_id, logprob, rank in candidates[1:]:
-                position.setdefault(token_id, Logprob(logprob, rank, self._token_text(token_id)))
-            positions.append(position)
-        return positions
 
-    def _token_text(self, token_id: int) -> str | None:
-        if self._tokenizer is None:
-            return None
-        if token_id not in self._token_texts:
-            self._token_texts[token_id] = self._tokenizer.decode(token_id)
-        return self._token_texts[token_id]
+def _is_due(completion: CompletionState, stream_interval: int) -> bool:
+    """The first token and the end at once, the tokens between them so many at a time."""
+    if completion.finish_reason is not None:
+        return not completion.is_end_told
+    num_new = len(completion.token_ids) - completion.num_told
+    return num_new >= stream_interval or completion.num_told == 0 < num_new
+
+
+def _completion_output(completion: CompletionState, is_delta: bool) -> CompletionOutput:
+    start = completion.num_told if is_delta else 0
+    finish_reason = completion.finish_reason
+    completion.num_told = len(completion.token_ids)
+    completion.is_end_told = finish_reason is not None
+    return CompletionOutput(
+        index=completion.index,
+        text=completion.detokenizer.take_delta() if is_delta else completion.detokenizer.text,
+        token_ids=completion.token_ids[start:],
+        cumulative_logprob=completion.cumulative_logprob,
+        logprobs=None if completion.logprobs is None else completion.logprobs[start:],
+        finish_reason=None if finish_reason is None else str(finish_reason),
+        stop_reason=completion.stop_reason,
+    )
 
 
 def _rows(outputs: EngineCoreOutputs) -> list[_Row]:
@@ -233,11 +319,8 @@ def _rows(outputs: EngineCoreOutputs) -> list[_Row]:
         rows[finished.row].finished = finished
     for logprobs in outputs.logprobs:
         rows[logprobs.row].logprobs = logprobs
+    for prompt_logprobs in outputs.prompt_logprobs:
+        rows[prompt_logprobs.row].prompt_logprobs = prompt_logprobs
     for index, num_cached_tokens in outputs.num_cached_tokens:
         rows[index].num_cached_tokens = num_cached_tokens
     return rows
-
-
-def _numbers(array: Array) -> list:
-    """An i4 or f4 array as a flat list, without numpy."""
-    return memoryview(array.data).cast("B").cast({"i4": "i", "f4": "f"}[array.dtype]).tolist()

@@ -16,7 +16,7 @@ class Logprob:
     decoded_token: str | None = None
 
 
-# One position: the sampled token first, then the most probable ones (the sampled token may be among them).
+# One position: the sampled token (of a prompt: its own) first, then the most probable ones (the first may be among them).
 PositionLogprobs = dict[int, Logprob]
 
 
@@ -43,7 +43,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
-    finish_reason: str | None = None  # "stop", "length", "abort", "error"; None while it runs
+    finish_reason: str | None = None  # "stop", "length", "abort", "error" (RequestOutput.error says why); None while it runs
     stop_reason: int | str | None = None  # the stop token id or stop string; None for end of sequence
 
     def finished(self) -> bool:
@@ -61,7 +61,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of a request (CUMULATIVE, FINAL_ONLY) or what is new in it (DELTA, then `outputs` holds only the news)."""
+    """The state of a request (CUMULATIVE, FINAL_ONLY: all n completions) or what is new in it (DELTA: completions with news, and only that).
+
+    `outputs` is in the order of CompletionOutput.index. A failure of one completion leaves the others alone; `error` is that of the first.
+    """
 
     request_id: str
     prompt: str | None  # None for a prompt given as token ids alone
@@ -70,17 +73,28 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache; None until the first token
-    prompt_logprobs: None = None  # for scripts that read the field: the engine does not compute them yet
-    error: str | None = None  # what went wrong, when finish_reason is "error"
+    prompt_logprobs: list[PositionLogprobs | None] | None = None  # one per prompt token, None for the first; DELTA: in the first output
+    error: str | None = None  # what went wrong, when a finish_reason is "error"
+    error_parameter: str | None = None  # the user's parameter that the engine refused; None for a failure
     kind_is_delta: bool = field(default=False, repr=False, compare=False)
 
     def merge(self, newer: RequestOutput) -> None:
         """Takes over what came later, for a reader who was not fast enough to see both. Deltas add up, states replace each other."""
         if self.kind_is_delta:
-            for mine, news in zip(self.outputs, newer.outputs, strict=True):
-                mine.extend(news)
+            self._add_deltas(newer.outputs)
+            self.prompt_logprobs = self.prompt_logprobs or newer.prompt_logprobs
         else:
             self.outputs = newer.outputs
+            self.prompt_logprobs = newer.prompt_logprobs
         self.finished = newer.finished
         self.num_cached_tokens = newer.num_cached_tokens
-        self.error = newer.error
+        self.error, self.error_parameter = newer.error, newer.error_parameter
+
+    def _add_deltas(self, newer: list[CompletionOutput]) -> None:
+        mine = {completion.index: completion for completion in self.outputs}
+        for news in newer:
+            if news.index in mine:
+                mine[news.index].extend(news)
+            else:
+                mine[news.index] = news
+        self.outputs = [mine[index] for index in sorted(mine)]

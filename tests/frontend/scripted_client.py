@@ -13,13 +13,26 @@ import msgspec
 from quire.frontend.client import EngineClient
 from quire.ipc.config import EngineConfig
 from quire.ipc.errors import EngineDeadError
-from quire.ipc.messages import Array, EngineCoreOutputs, EngineCoreRequest, Finished, FinishReason, Ready, SchedulerStats, TokenLogprobs
+from quire.ipc.messages import (
+    Array,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Ready,
+    SchedulerStats,
+    TokenLogprobs,
+    child_request_id,
+)
+from quire.ipc.params import child_seed
 
 Answer = list[int] | str  # the output's tokens, or the message of a failure after the first token
 
 
 class ScriptedClient(EngineClient):
-    """`answer(request)` says what each request gets. It ends with its last token, with a stop token, or at max_tokens.
+    """`answer(request)` says what each request gets. It ends with its last token, with a stop token, or at max_tokens. A request with n > 1
+    is n requests here, as in the engine.
 
     `tokens_per_step`: how many of them come at a time. `dies_after`: outputs given before the engine is gone. Everything asked is recorded.
     """
@@ -46,14 +59,16 @@ class ScriptedClient(EngineClient):
     def add_request(self, request: EngineCoreRequest) -> None:
         self._check_alive()
         self.requests.append(request)
-        self._running[request.request_id] = (request, self._answer(request), 0)
+        for child in children(request):
+            self._running[child.request_id] = (child, self._answer(child), 0)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self._check_alive()
         self.aborted += request_ids
-        for request_id in request_ids:
-            if self._running.pop(request_id, None):
-                self._rows.append(row(request_id, 0, [], FinishReason.ABORT))
+        for running in list(self._running):
+            if any(running == request_id or running.endswith(f"_{request_id}") for request_id in request_ids):
+                del self._running[running]
+                self._rows.append(row(running, 0, [], FinishReason.ABORT))
 
     def get_output(self) -> EngineCoreOutputs:
         self._check_alive()
@@ -81,8 +96,12 @@ class ScriptedClient(EngineClient):
         self._running[request.request_id] = (request, answer, start + len(new))
         if reason is not None:
             del self._running[request.request_id]
-        cached = 5 if start == 0 else None
-        return row(request.request_id, start, new, reason, stop_reason=stop_reason, num_logprobs=params.logprobs, num_cached_tokens=cached)
+        at_first = {}
+        if start == 0:
+            at_first["num_cached_tokens"] = 5
+            if params.prompt_logprobs is not None:
+                at_first["prompt_logprobs"] = prompt_logprobs(1, request.prompt_token_ids[1:], params.prompt_logprobs)
+        return row(request.request_id, start, new, reason, stop_reason=stop_reason, num_logprobs=params.logprobs, **at_first)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         while not (self._rows or self._running):
@@ -107,6 +126,21 @@ class ScriptedClient(EngineClient):
             raise EngineDeadError("the scripted engine is gone")
 
 
+def children(request: EngineCoreRequest) -> list[EngineCoreRequest]:
+    """What the engine makes of a request: itself, or one request per completion."""
+    params = request.sampling_params
+    if params.n == 1:
+        return [request]
+    return [
+        msgspec.structs.replace(
+            request,
+            request_id=child_request_id(request.request_id, i),
+            sampling_params=msgspec.structs.replace(params, n=1, seed=child_seed(params.seed, i)),
+        )
+        for i in range(params.n)
+    ]
+
+
 def row(
     request_id: str,
     first_index: int,
@@ -115,29 +149,37 @@ def row(
     *,
     stop_reason: int | None = None,
     error: str | None = None,
+    parameter: str | None = None,
     num_logprobs: int | None = None,
+    prompt_logprobs: PromptLogprobs | None = None,
     num_cached_tokens: int | None = None,
     epoch: int = 0,
 ) -> EngineCoreOutputs:
-    """Outputs with one row. The log-probability of token t is -t / 8, of the k candidates -1, -2, …, which are the tokens t+1, t+2, …"""
-    logprobs = []
-    if num_logprobs is not None and token_ids:
-        shape = (len(token_ids), num_logprobs + 1)
-        ids = array("i", [t + k for t in token_ids for k in range(num_logprobs + 1)])
-        values = array("f", [-t / 8 if k == 0 else float(-k) for t in token_ids for k in range(num_logprobs + 1)])
-        ranks = array("i", [7] * len(token_ids))
-        arrays = Array("i4", shape, ids.tobytes()), Array("f4", shape, values.tobytes()), Array("i4", shape[:1], ranks.tobytes())
-        logprobs = [TokenLogprobs(0, *arrays)]
+    """Outputs with one row."""
     return EngineCoreOutputs(
         epoch=epoch,
         request_ids=[request_id],
         first_indices=[first_index],
         num_tokens=[len(token_ids)],
         token_ids=token_ids,
-        finished=[] if reason is None else [Finished(0, reason, stop_reason, error)],
-        logprobs=logprobs,
+        finished=[] if reason is None else [Finished(0, reason, stop_reason, error, parameter)],
+        logprobs=[TokenLogprobs(0, *arrays(token_ids, num_logprobs))] if num_logprobs is not None and token_ids else [],
         num_cached_tokens=[] if num_cached_tokens is None else [(0, num_cached_tokens)],
+        prompt_logprobs=[] if prompt_logprobs is None else [prompt_logprobs],
     )
+
+
+def prompt_logprobs(first_index: int, token_ids: list[int], k: int) -> PromptLogprobs:
+    return PromptLogprobs(0, first_index, *arrays(token_ids, k))
+
+
+def arrays(token_ids: list[int], k: int) -> tuple[Array, Array, Array]:
+    """The log-probability of token t is -t / 8 and its rank 7; of the k candidates -1, -2, …, which are the tokens t+1, t+2, …"""
+    shape = (len(token_ids), k + 1)
+    ids = array("i", [t + i for t in token_ids for i in range(k + 1)])
+    values = array("f", [-t / 8 if i == 0 else float(-i) for t in token_ids for i in range(k + 1)])
+    ranks = array("i", [7] * len(token_ids))
+    return Array("i4", shape, ids.tobytes()), Array("f4", shape, values.tobytes()), Array("i4", shape[:1], ranks.tobytes())
 
 
 def joined(rows: list[EngineCoreOutputs]) -> EngineCoreOutputs:
@@ -151,5 +193,6 @@ def joined(rows: list[EngineCoreOutputs]) -> EngineCoreOutputs:
         finished=[msgspec.structs.replace(f, row=i) for i, r in enumerate(rows) for f in r.finished],
         logprobs=[msgspec.structs.replace(p, row=i) for i, r in enumerate(rows) for p in r.logprobs],
         num_cached_tokens=[(i, n) for i, r in enumerate(rows) for _, n in r.num_cached_tokens],
+        prompt_logprobs=[msgspec.structs.replace(p, row=i) for i, r in enumerate(rows) for p in r.prompt_logprobs],
         stats=SchedulerStats(num_running=len(rows)),
     )

@@ -144,12 +144,12 @@ def test_each_token_is_decoded_once() -> None:
 
 
 def oracle(texts: list[str], stops: list[str], *, include: bool, min_tokens: int) -> tuple[str, str | None]:
-    """Decode everything; the first place where a stop string ends behind the text of min_tokens tokens; the longest that ends there."""
+    """Decode everything; the first place where a stop string ends behind the text of min_tokens tokens; the first in the list that ends there."""
     whole = "".join(texts)
     for end in range(len("".join(texts[:min_tokens])) + 1, len(whole) + 1):
         ending = [stop for stop in stops if whole[:end].endswith(stop)]
         if ending:
-            stop = max(ending, key=len)
+            stop = ending[0]
             return (whole[:end] if include else whole[: end - len(stop)]), stop
     return whole, None
 

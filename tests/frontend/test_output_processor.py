@@ -178,7 +178,7 @@ def test_a_running_id_cannot_be_used_again() -> None:
 def test_the_journal_is_enough_to_go_on_elsewhere() -> None:
     processor, [i] = started("r", temperature=0.5)
     run(processor, row(i, 0, HELLO[:2]))
-    request, token_ids = processor.journal("r")
+    [(request, token_ids)] = processor.journal("r")
     assert request.request_id == i and request.sampling_params.seed is not None and token_ids == HELLO[:2]
 
 

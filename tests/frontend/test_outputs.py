@@ -37,6 +37,20 @@ def test_merged_deltas_are_the_sum_of_what_was_not_read() -> None:
     assert unread == expected
 
 
+def test_merged_deltas_of_several_completions_go_by_their_index() -> None:
+    def news(*indices: int, **fields) -> RequestOutput:
+        completions = [CompletionOutput(i, f"{i}", [i], finish_reason=fields.get("finish")) for i in indices]
+        return RequestOutput("r", "p", [1], completions, False, kind_is_delta=True, prompt_logprobs=fields.get("prompt_logprobs"))
+
+    unread = news(2, prompt_logprobs=[None])
+    unread.merge(news(0, 2))
+    unread.merge(news(1, 2, finish="stop"))
+    assert [(c.index, c.text, c.token_ids, c.finish_reason) for c in unread.outputs] == [
+        (0, "0", [0], None), (1, "1", [1], "stop"), (2, "222", [2, 2, 2], "stop"),
+    ]  # fmt: skip
+    assert unread.prompt_logprobs == [None]
+
+
 def test_merged_states_are_the_newest() -> None:
     newest = output("abcd", [1, 2, 3], finish="stop", delta=False)
     newest.error = "why"

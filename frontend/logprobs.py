@@ -1,0 +1,93 @@
+"""From the engine's arrays of log-probabilities to vLLM's dicts of Logprob, with the text that each candidate adds.
+May know: the messages' arrays, the tokenizer, how tokens become bytes (detokenizer.py).
+Must not know: requests, who reads the result."""
+
+from __future__ import annotations
+
+import codecs
+
+from ..ipc.messages import Array, PromptLogprobs, TokenLogprobs
+from .detokenizer import MAX_CHARACTER_TOKENS, REPLACEMENT, piece_table
+from .outputs import Logprob, PositionLogprobs
+from .tokenizer import Tokenizer
+
+Context = tuple[int, ...]  # the last tokens, as far as they belong to a character that is not complete; nearly always empty
+
+
+class TokenTexts:
+    """The text that a token adds behind others. The sampled tokens' texts, put together, are the output's text, special tokens included.
+
+    A token that leaves a character incomplete adds nothing; the one that completes it has the whole character; one that breaks it begins
+    with U+FFFD, as the output's text does. (vLLM repairs in the same way and shows "" for what is incomplete.)
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._table = piece_table(tokenizer, skip_special_tokens=False)
+        self._alone: dict[int, tuple[str, bool]] = {}  # of tokens that follow a complete character
+
+    def text(self, context: Context, token_id: int) -> str:
+        if not context:
+            return self._decode_alone(token_id)[0]
+        return self._decode([*context, token_id])[0].removeprefix(self._decode(list(context))[0])
+
+    def context_after(self, context: Context, token_id: int) -> Context:
+        if not context and not self._decode_alone(token_id)[1]:
+            return ()
+        longer = (*context, token_id)[-MAX_CHARACTER_TOKENS:]
+        return longer if self._decode(list(longer))[1] else ()
+
+    def context_of(self, token_ids: list[int]) -> Context:
+        context: Context = ()
+        for token_id in token_ids[-MAX_CHARACTER_TOKENS:]:
+            context = self.context_after(context, token_id)
+        return context
+
+    def _decode_alone(self, token_id: int) -> tuple[str, bool]:
+        if token_id not in self._alone:
+            self._alone[token_id] = self._decode([token_id])
+        return self._alone[token_id]
+
+    def _decode(self, token_ids: list[int]) -> tuple[str, bool]:
+        """(text without an incomplete character at its end, whether there was one)"""
+        if self._table is None:
+            text = self._tokenizer.decode(token_ids)
+            return text.rstrip(REPLACEMENT), text.endswith(REPLACEMENT)
+        utf8 = codecs.getincrementaldecoder("utf-8")(self._table.errors)
+        text = utf8.decode(b"".join([self._table[i] for i in token_ids]))
+        return text, bool(utf8.getstate()[0])
+
+
+class LogprobsReader:
+    """Reads the positions of one sequence in order. `context_token_ids` are the tokens before the first of them."""
+
+    def __init__(self, texts: TokenTexts | None, context_token_ids: list[int]):
+        self._texts = texts
+        self._context: Context = texts.context_of(context_token_ids) if texts is not None else ()
+
+    def read(self, columns: TokenLogprobs | PromptLogprobs, start: int, end: int) -> list[PositionLogprobs]:
+        """Rows [start, end) of the arrays, one dict per token: its own first, with its rank; the others' rank is their column."""
+        width = columns.token_ids.shape[1]
+        cells = slice(start * width, end * width)
+        ids, logprobs, ranks = _numbers(columns.token_ids)[cells], _numbers(columns.logprobs)[cells], _numbers(columns.ranks)[start:end]
+        positions = []
+        for i, rank in enumerate(ranks):
+            row = slice(i * width, (i + 1) * width)
+            positions.append(self._position(ids[row], logprobs[row], rank))
+        return positions
+
+    def _position(self, ids: list[int], logprobs: list[float], rank: int) -> PositionLogprobs:
+        texts, context = self._texts, self._context
+        position: PositionLogprobs = {}
+        for token_id, logprob, column in zip(ids, logprobs, range(len(ids)), strict=True):
+            if token_id not in position:  # the token's own comes first and may be among the most probable
+                text = None if texts is None else texts.text(context, token_id)
+                position[token_id] = Logprob(logprob, column or rank, text)
+        if texts is not None:
+            self._context = texts.context_after(context, ids[0])
+        return position
+
+
+def _numbers(array: Array) -> list:
+    """An i4 or f4 array as a flat list, without numpy."""
+    return memoryview(array.data).cast("B").cast({"i4": "i", "f4": "f"}[array.dtype]).tolist()

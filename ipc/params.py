@@ -191,7 +191,7 @@ INTEGER_RANGES = {
 MAY_BE_NONE = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"})
 
 # Parameters that nothing in the engine applies yet. Better a refusal than an answer that ignores them: frontend, core and runner ask here.
-NOT_YET = ("n", "structured_outputs")
+NOT_YET = ("structured_outputs",)
 SAMPLING_DEFAULTS = SamplingParams()
 
 

@@ -47,7 +47,7 @@ REFUSED = [
     ("pooling_params", EngineCoreRequest("r", [1], pooling_params=PoolingParams())),
     ("seed", make_request(params=greedy(seed=None))),
     ("max_tokens", make_request(params=greedy(max_tokens=None))),
-    ("n", make_request(params=greedy(n=2))),
+    ("resume_tokens", make_request(resume_tokens=[1], params=greedy(n=2))),
     ("logprobs", make_request(params=greedy(logprobs=21))),
     ("prompt_logprobs", make_request(params=greedy(prompt_logprobs=-1))),
     ("stop_token_ids", make_request(params=greedy(stop_token_ids=[97]))),

@@ -67,7 +67,7 @@ def test_the_longest_prompt_leaves_one_token() -> None:
     assert core_request([1] * 63, SamplingParams(max_tokens=None)).sampling_params.max_tokens == 1
 
 
-NOT_AT_DEFAULT = {"n": 2, "structured_outputs": StructuredOutputsParams(regex="a")}
+NOT_AT_DEFAULT = {"structured_outputs": StructuredOutputsParams(regex="a")}
 
 
 @pytest.mark.parametrize("name", NOT_YET)

@@ -10,15 +10,19 @@ import contextlib
 import inspect
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
-from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, ModelRunnerOutput, Ready
+from ..ipc.failures import pack_exception
+from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, ModelRunnerOutput, Ready, UtilityCall, UtilityResult
 from ..ipc.params import SamplingParams, check_supported
 from .output_rows import OutputRows
+from .pause import PauseControl
 from .scheduler import ScheduledStep, Scheduler
 
 Report = Callable[[str, float], None]
@@ -30,7 +34,7 @@ class EngineCore:
     Raises in the constructor whatever keeps the engine from starting: ModelLoadError, InvalidParameterError, …
     """
 
-    UTILITIES = frozenset({"ping", "reset_prefix_cache", "scheduler_state", "get_metrics", "check_integrity", "execute_dummy_batch"})
+    UTILITIES = frozenset({"ping", "scheduler_state", "get_metrics", "check_integrity", "execute_dummy_batch"}) | PauseControl.UTILITIES
 
     def __init__(self, config: EngineConfig, executor: Any = None, report: Report | None = None, *, epoch: int = 0):
         """Loads the model and sizes the KV cache, calling `report(stage, fraction)` on the way. `executor` has Executor's methods."""
@@ -48,15 +52,20 @@ class EngineCore:
             num_blocks = executor.determine_num_blocks()
             check_num_blocks(config, num_blocks)
             kv_cache_bytes = executor.initialize_kv_cache(num_blocks)
+            num_host_blocks, costs = executor.initialize_swap_space()
             report("kv cache", 1.0)
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 executor.shutdown()
             raise
-        self.scheduler = Scheduler(config, num_blocks)
+        self.scheduler = Scheduler(config, num_blocks, num_host_blocks, costs)
+        self.step_fn = self._step_overlapped if config.scheduler_config.async_scheduling else self._step
+        self._in_flight: tuple[ScheduledStep, Future[ModelRunnerOutput]] | None = None  # of the overlapped form
         self.ready = Ready(config, num_blocks, kv_cache_bytes, epoch)
         self.log_stats = not config.service_config.disable_log_stats
         self.check_every_step = False  # for tests: post_step runs check_integrity
+        self.host_counters: Callable[[], dict[str, int]] = dict  # the host's own, for get_metrics; see TransportStats
+        self.pausing = PauseControl(self)
         self._rows = OutputRows(epoch)
 
     # ------------------------------------------------------------ requests
@@ -65,7 +74,7 @@ class EngineCore:
         """Queues a request. One that cannot be served is answered by an ERROR row in the next outputs; nothing is raised."""
         try:
             check_request(request, self.config)
-            if request.request_id in self.scheduler.requests:
+            if self.scheduler.is_in_use(request.request_id):
                 raise InvalidParameterError("request_id", f"{request.request_id!r} is already in use")
         except InvalidParameterError as refusal:
             rows = self._rows.of(client_index)
@@ -84,30 +93,71 @@ class EngineCore:
             rows.add_timing(request, time.monotonic())
 
     def drop_client(self, client_index: int) -> None:
-        """The client has left or died: its requests end, and what it was owed is thrown away."""
+        """The client has left or died: its requests end, what it was owed is thrown away, and its pause is over."""
         mine = [request_id for request_id, request in self.scheduler.requests.items() if request.client_index == client_index]
         self.scheduler.counters.num_requests_orphaned += len(self.scheduler.abort_requests(mine, client_index))
         self._rows.drop(client_index)
+        self.pausing.drop_client(client_index)
+
+    def abort_all_requests(self) -> None:
+        """Every client's, wherever they are; each is answered as in abort_requests."""
+        by_client: dict[int, list[str]] = {}
+        for request_id, request in self.scheduler.requests.items():
+            by_client.setdefault(request.client_index, []).append(request_id)
+        for client_index, request_ids in by_client.items():
+            self.abort_requests(request_ids, client_index)
+
+    def num_unheld_requests(self) -> int:
+        """Unfinished ones, without those that arrived during a pause and are not to begin before its end."""
+        return len(self.scheduler.requests) - len(self.scheduler.held)
+
+    def owes_rows(self) -> bool:
+        return bool(self._rows)
 
     def has_work(self) -> bool:
         """True while a step would compute something or deliver a row."""
-        return self.scheduler.has_unfinished_requests() or bool(self._rows)
+        if self._rows or self._in_flight is not None:
+            return True
+        return self.pausing.can_step and self.num_unheld_requests() > 0
 
     # ------------------------------------------------------------ the step
 
-    def step_fn(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
-        """One step: (rows by client or None when nobody is owed any, whether the model ran).
+    # `step_fn` is one of these two. It does one step: (rows by client or None when nobody is owed any, whether the model ran). An exception
+    # means that the engine is beyond help; what goes wrong with one request alone becomes that request's ERROR row.
 
-        An exception means that the engine is beyond help; what goes wrong with one request alone becomes that request's ERROR row.
-        """
+    def _step(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
         step = self._schedule()
         if step is not None:
             self._process_model_outputs(step, self._execute_model(step))
+        return self._take_rows(), step is not None
+
+    def _step_overlapped(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
+        """As _step, with the next step scheduled and handed over before the one that runs is waited for: the model never waits for us.
+
+            model       [ step 1 ][ step 2 ][ step 3 ]
+            here    sch 1 | sch 2, wait 1, rows of 1 | sch 3, wait 2, rows of 2 | …
+        """
+        step = self._schedule()
+        future = None if step is None else self.executor.submit_model(step.output)
+        ran = self._drain()
+        if step is not None:
+            self._in_flight = step, future
+        return self._take_rows(), ran or step is not None
+
+    def _drain(self) -> bool:
+        """Waits for the step in flight and takes its results; whether there was one. Whoever changes what steps work on calls it first."""
+        if self._in_flight is None:
+            return False
+        (step, future), self._in_flight = self._in_flight, None
+        self._process_model_outputs(step, future.result())
+        return True
+
+    def _take_rows(self) -> dict[int, EngineCoreOutputs] | None:
         stats = self.scheduler.stats() if self._rows and self.log_stats else None
-        return self._rows.take(stats), step is not None
+        return self._rows.take(stats)
 
     def _schedule(self) -> ScheduledStep | None:
-        return self.scheduler.schedule()
+        return self.scheduler.schedule() if self.pausing.can_step else None
 
     def _execute_model(self, step: ScheduledStep) -> ModelRunnerOutput:
         return self.executor.execute_model(step.output)
@@ -115,25 +165,51 @@ class EngineCore:
     def _process_model_outputs(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         self.scheduler.update_from_output(step, output, self._rows)
 
-    def _drain(self) -> None:
-        """Finishes the step in flight, if there is one. Whatever uses the executor beside the steps calls this first."""
-
     def post_step(self, model_executed: bool) -> None:
         """Called after each step when its outputs are on their way: what must not delay them."""
         if model_executed and self.check_every_step:
             self.scheduler.check_integrity()
+        if self.pausing.waits:
+            self.pausing.settle()
 
     def execute_dummy_batch(self) -> None:
         """Runs the model on nothing, so that ranks which have no work keep step with those that have."""
+        self._drain()
         self.executor.execute_dummy_batch()
 
     # ------------------------------------------------------------ utilities
 
-    def call_utility(self, method: str, args: list[Any]) -> Any:
-        """Calls one of UTILITIES between two steps. Raises InvalidParameterError for any other name, or for arguments it does not take."""
+    def answer_utility(self, call: UtilityCall, client_index: int, answer: Callable[[UtilityResult], None]) -> None:
+        """Calls a utility for a client. `answer` gets the result or the failure: now, or after the step that brings it, in this thread."""
+
+        def finish(done: Future) -> None:
+            error = done.exception()
+            self.scheduler.counters.num_failed_utilities += error is not None
+            failed = None if error is None else pack_exception(error)
+            answer(UtilityResult(call.call_id, None if failed else done.result(), failed))
+
+        try:
+            result = self.call_utility(call.method, call.args, client_index)
+        except Exception as error:
+            done: Future = Future()
+            done.set_exception(error)
+            return finish(done)
+        if not isinstance(result, Future):
+            done = Future()
+            done.set_result(result)
+            return finish(done)
+        result.add_done_callback(finish)
+
+    def call_utility(self, method: str, args: list[Any], client_index: int = 0) -> Any:
+        """Calls one of UTILITIES between two steps; returns its result, or a Future where a later step brings it (core/pause.py).
+
+        Raises InvalidParameterError for any other name, or for arguments it does not take.
+        """
         if method not in self.UTILITIES:
             raise InvalidParameterError("method", f"must be one of {', '.join(sorted(self.UTILITIES))}, got {method!r}")
-        function = getattr(self, method)
+        function = getattr(self.pausing if method in PauseControl.UTILITIES else self, method)
+        if method == "pause":
+            function = partial(function, client_index=client_index)
         try:
             inspect.signature(function).bind(*args)
         except TypeError as error:
@@ -143,15 +219,19 @@ class EngineCore:
     def ping(self) -> str:
         return "pong"
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks, if no request holds one; returns whether it did."""
-        return self.scheduler.reset_prefix_cache()
-
     def scheduler_state(self) -> dict[str, Any]:
-        return self.scheduler.state()
+        """What waits, runs and is swapped, for people and tests; plain values."""
+        requests, manager = self.scheduler.requests.values(), self.scheduler.kv_cache_manager
+        return self.scheduler.state() | {
+            "requests": [request.describe() | {"num_blocks": len(manager.get_block_ids(request.request_id))} for request in requests],
+            "is_paused": self.pausing.is_paused(),
+            "pause_mode": self.pausing.mode,
+            "asleep": sorted(self.pausing.asleep),
+        }
 
     def get_metrics(self) -> dict[str, int]:
-        return msgspec.structs.asdict(self.scheduler.stats())
+        """Every gauge and counter of the engine and its host, by name. The table is in frontend/stats.py."""
+        return msgspec.structs.asdict(self.scheduler.stats()) | self.host_counters()
 
     def check_integrity(self) -> bool:
         """True, or AssertionError naming what does not hold."""
@@ -219,6 +299,8 @@ def _check_token_ids(request: EngineCoreRequest, config: EngineConfig) -> None:
             in_vocabulary = 0 <= extreme < vocab_size or name == "eos_token_ids"  # an id that no token has ends nothing
             _require(in_vocabulary, name, f"token ids must be between 0 and {vocab_size - 1}, got {extreme}")
     num_prompt_tokens, num_resumed_tokens = len(request.prompt_token_ids), len(request.resume_tokens)
+    is_one = request.sampling_params.n == 1 or not num_resumed_tokens
+    _require(is_one, "resume_tokens", "must be empty with n > 1: each child is resumed as a request of its own")
     _require(num_prompt_tokens > 0, "prompt_token_ids", "must not be empty")
     _require(
         num_prompt_tokens + num_resumed_tokens < max_model_len, "prompt_token_ids",

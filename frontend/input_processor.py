@@ -114,6 +114,7 @@ class InputProcessor:
         _require(not isinstance(params, PoolingParams), "params", "pooling is not possible yet; give SamplingParams")
         _require(isinstance(params, SamplingParams), "params", f"must be SamplingParams, got {type(params).__name__}")
         check_supported(params)
+        _require(params.n == 1, "n", f"is not possible yet: it must be left at 1, got {params.n}")  # the engine can, OutputProcessor cannot
         for name in FLAGS:
             _require(isinstance(getattr(params, name), bool), name, f"must be True or False, got {getattr(params, name)!r}")
         _require(params.output_kind in tuple(RequestOutputKind), "output_kind", f"must be a RequestOutputKind, got {params.output_kind!r}")

@@ -109,10 +109,11 @@ class Driver:
         self.entering.append(row)
         return row
 
-    def step(self, scheduled: dict[str, int]) -> ModelRunnerOutput:
-        """Computes so many tokens of each named request and books what comes back."""
+    def step(self, scheduled: dict[str, int], num_lookahead_tokens: int = 0) -> ModelRunnerOutput:
+        """Computes so many tokens of each named request, and decodes so many more; books what comes back."""
         rows = [self.rows[name] for name in scheduled]
-        new_block_ids = [self._grow(row, count) for row, count in zip(rows, scheduled.values(), strict=True)]
+        counts = [count + num_lookahead_tokens for count in scheduled.values()]
+        new_block_ids = [self._grow(row, count) for row, count in zip(rows, counts, strict=True)]
         entering = [row for row in self.entering if row in rows]
         self.entering = [row for row in self.entering if row not in rows]
         message = SchedulerOutput(
@@ -125,10 +126,11 @@ class Driver:
                 NewRequestData(row.slot, row.request_id, row.prompt + row.output, len(row.prompt), row.params) for row in entering
             ],
             freed_slots=self.freed,
+            num_lookahead_tokens=[num_lookahead_tokens] * len(rows) if num_lookahead_tokens else [],
         )
         self.freed, self.num_steps = [], self.num_steps + 1
         result = self.executor.execute_model(message)
-        self._book(rows, list(scheduled.values()), result)
+        self._book(rows, counts, result)
         return result
 
     def _grow(self, row: Row, count: int) -> list[int]:
@@ -145,9 +147,9 @@ class Driver:
         for row, count, num_sampled in zip(rows, counts, result.num_sampled):
             row.num_computed += count
             row.error = result.errors.get(row.slot, row.error)
-            assert num_sampled == 0 or row.num_computed == row.num_tokens, "sampled before the prompt was complete"
             for _ in range(num_sampled):
                 row.output.append(next(tokens))
+            assert not num_sampled or row.error or row.num_computed == row.num_tokens - 1, "sampled before the prompt was complete"
             if num_sampled and row.params.logprobs is not None:
                 assert logprobs[row.slot].token_ids.shape[0] == num_sampled
                 row.logprobs += read_logprobs(logprobs[row.slot])

@@ -77,6 +77,44 @@ def test_decodes_between_prefills_come_back_in_the_schedulers_order(executor):
     driver.step({})
 
 
+@pytest.mark.parametrize("num_lookahead_tokens", [1, 4])
+def test_lookahead_equals_step_by_step(executor, num_lookahead_tokens):
+    """Several tokens per step, with everything that depends on the tokens before."""
+    params = [
+        greedy(logprobs=2, repetition_penalty=1.3, frequency_penalty=0.4),
+        SamplingParams(temperature=0.9, seed=3, presence_penalty=0.7, logprobs=0),
+        SamplingParams(temperature=1.2, seed=4, min_tokens=8, stop_token_ids=list(range(100)), bad_words_token_ids=[[n, n + 1] for n in range(300)]),
+        greedy(prompt_logprobs=1),
+    ]
+    outputs_of = []
+    for lookahead in (0, num_lookahead_tokens):
+        driver = Driver(executor)
+        rows = [driver.add(name, prompt, p) for name, prompt, p in zip("abcd", random_prompts(40, 3, 16, 30, seed=17), params)]
+        driver.step({"a": 40, "d": 20})
+        while len(rows[1].output) < 10:
+            driver.step({row.request_id: row.num_tokens - row.num_computed for row in rows}, lookahead)
+        outputs_of.append([row.output[:10] for row in rows])
+        for row in rows:
+            assert row.error is None and len(row.logprobs) == (len(row.output) if row.params.logprobs is not None else 0)
+            assert [ids[0] for ids, _, _ in row.logprobs] == (row.output if row.logprobs else [])
+            assert len(row.prompt_logprobs) == (29 if row.params.prompt_logprobs is not None else 0)
+            driver.free(row)
+        driver.step({})
+    assert outputs_of[0] == outputs_of[1]
+
+
+def test_a_failure_in_the_lookahead_leaves_what_came_before(tiny):
+    """The third token could only be one that would complete a bad word."""
+    executor = start_executor(tiny("qwen2"))
+    driver = Driver(executor)
+    bad = driver.add("bad", [1, 2, 3], greedy(allowed_token_ids=[5], bad_words_token_ids=[[5, 5, 5]], logprobs=1))
+    good = driver.add("good", [4, 5, 6], greedy(logprobs=1))
+    result = driver.step({"bad": 3, "good": 3}, 4)
+    assert result.num_sampled == [2, 5] and list(result.errors) == [bad.slot] and bad.output == [5, 5]
+    assert [entry.token_ids.shape[0] for entry in result.logprobs] == [2, 5]
+    assert [good.output] == outputs(generate(start_executor(tiny("qwen2")), [[4, 5, 6]], 5))
+
+
 def test_step_without_requests_only_frees(executor):
     result = executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=[0, 1]))
     assert (result.num_sampled, result.token_ids, result.errors) == ([], [], {})

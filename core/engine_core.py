@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
 from ..ipc.failures import pack_exception
 from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, ModelRunnerOutput, Ready, UtilityCall, UtilityResult
-from ..ipc.params import SamplingParams, check_supported
+from ..ipc.params import ALL_LOGPROBS, SamplingParams, check_supported
 from .output_rows import OutputRows
 from .pause import PauseControl
 from .scheduler import ScheduledStep, Scheduler
@@ -79,7 +79,7 @@ class EngineCore:
         except InvalidParameterError as refusal:
             rows = self._rows.of(client_index)
             rows.add(str(request.request_id), 0, [])
-            rows.finish(FinishReason.ERROR, error=str(refusal))
+            rows.finish(FinishReason.ERROR, error=str(refusal), parameter=refusal.parameter)
             self.scheduler.counters.num_requests_refused += 1
             return
         self.scheduler.add_request(request, client_index)
@@ -286,8 +286,18 @@ def _check_params(params: SamplingParams, config: EngineConfig) -> None:
     check_supported(params)
     _require(params.seed is not None, "seed", "must be resolved by the frontend, got None")
     _require(params.max_tokens is not None, "max_tokens", "must be resolved by the frontend, got None")
-    vocab_size = config.model_config.hf_config["vocab_size"]
-    _require(params.logprobs is None or params.logprobs < vocab_size, "logprobs", f"must be less than the vocabulary's {vocab_size} tokens")
+    vocab_size, cap = config.model_config.hf_config["vocab_size"], config.model_config.max_logprobs
+    most = vocab_size if cap == ALL_LOGPROBS else min(cap, vocab_size)
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        wanted = vocab_size if value == ALL_LOGPROBS else value or 0
+        _require(wanted <= most, name, f"must be at most {most} (max_logprobs={cap}, a vocabulary of {vocab_size}), got {value}")
+    bad_words = [token_id for token_ids in params.bad_words_token_ids for token_id in token_ids]
+    _require(bool(bad_words) == bool(params.bad_words), "bad_words_token_ids", "must be resolved by the frontend: bad_words as token ids")
+    lists = (params.stop_token_ids, params.allowed_token_ids, params.logit_bias, bad_words)
+    for name, token_ids in zip(("stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words_token_ids"), lists, strict=True):
+        if token_ids:
+            _check_vocabulary(name, token_ids, vocab_size)
 
 
 def _check_token_ids(request: EngineCoreRequest, config: EngineConfig) -> None:
@@ -295,9 +305,8 @@ def _check_token_ids(request: EngineCoreRequest, config: EngineConfig) -> None:
     for name in ("prompt_token_ids", "resume_tokens", "eos_token_ids"):
         token_ids = getattr(request, name)
         _require(isinstance(token_ids, list) and set(map(type, token_ids)) <= {int}, name, "must be a list of token ids")
-        for extreme in (min(token_ids, default=0), max(token_ids, default=0)):
-            in_vocabulary = 0 <= extreme < vocab_size or name == "eos_token_ids"  # an id that no token has ends nothing
-            _require(in_vocabulary, name, f"token ids must be between 0 and {vocab_size - 1}, got {extreme}")
+        if token_ids and name != "eos_token_ids":  # an id that no token has ends nothing
+            _check_vocabulary(name, token_ids, vocab_size)
     num_prompt_tokens, num_resumed_tokens = len(request.prompt_token_ids), len(request.resume_tokens)
     is_one = request.sampling_params.n == 1 or not num_resumed_tokens
     _require(is_one, "resume_tokens", "must be empty with n > 1: each child is resumed as a request of its own")
@@ -308,6 +317,12 @@ def _check_token_ids(request: EngineCoreRequest, config: EngineConfig) -> None:
     )  # fmt: skip
     max_tokens = request.sampling_params.max_tokens
     _require(num_resumed_tokens < max_tokens, "resume_tokens", f"must be fewer than max_tokens={max_tokens}, got {num_resumed_tokens}")
+
+
+def _check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """`token_ids` are not empty."""
+    for extreme in (min(token_ids), max(token_ids)):
+        _require(0 <= extreme < vocab_size, name, f"token ids must be between 0 and {vocab_size - 1}, got {extreme}")
 
 
 def _require(holds: bool, parameter: str, problem: str) -> None:

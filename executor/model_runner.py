@@ -73,7 +73,7 @@ class ModelRunner:
             row_slots = [slots[row] for row in rows]
             ones, num_computed = [1] * len(rows), (self.batch.num_tokens[row_slots] - 1).tolist()
             results.append((rows, self._compute(SchedulerOutput(scheduler_output.step, row_slots, ones, num_computed, []))))
-        return merge_outputs(len(slots), results)
+        return merge_outputs(slots, results)
 
     def _compute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         inputs = self._prepare_inputs(scheduler_output)
@@ -185,9 +185,10 @@ class ModelRunner:
         self.model.compute_logits(self.model(token_ids, positions, metadata))
 
 
-def merge_outputs(num_rows: int, results: list[tuple[list[int], ModelRunnerOutput]]) -> ModelRunnerOutput:
-    """One output for several passes of one step, each with the rows it was for. A row that failed in one of them has what came before."""
-    tokens: list[list[int]] = [[] for _ in range(num_rows)]
+def merge_outputs(slots: list[int], results: list[tuple[list[int], ModelRunnerOutput]]) -> ModelRunnerOutput:
+    """One output for several passes of one step over `slots`, each pass with the rows it was for. A row that failed in one of them keeps
+    what came before: it may have ended there, and then failed in vain."""
+    tokens: list[list[int]] = [[] for _ in slots]
     errors = {slot: error for _, result in results for slot, error in result.errors.items()}
     for rows, result in results:
         token_ids = iter(result.token_ids)

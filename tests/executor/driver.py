@@ -109,10 +109,11 @@ class Driver:
         self.entering.append(row)
         return row
 
-    def step(self, scheduled: dict[str, int], num_lookahead_tokens: int = 0) -> ModelRunnerOutput:
-        """Computes so many tokens of each named request, and decodes so many more; books what comes back."""
+    def step(self, scheduled: dict[str, int], lookahead: dict[str, int] | None = None) -> ModelRunnerOutput:
+        """Computes so many tokens of each named request, decodes so many more behind them, and books what comes back."""
+        ahead = [(lookahead or {}).get(name, 0) for name in scheduled]
         rows = [self.rows[name] for name in scheduled]
-        counts = [count + num_lookahead_tokens for count in scheduled.values()]
+        counts = [count + more for count, more in zip(scheduled.values(), ahead, strict=True)]
         new_block_ids = [self._grow(row, count) for row, count in zip(rows, counts, strict=True)]
         entering = [row for row in self.entering if row in rows]
         self.entering = [row for row in self.entering if row not in rows]
@@ -126,7 +127,7 @@ class Driver:
                 NewRequestData(row.slot, row.request_id, row.prompt + row.output, len(row.prompt), row.params) for row in entering
             ],
             freed_slots=self.freed,
-            num_lookahead_tokens=[num_lookahead_tokens] * len(rows) if num_lookahead_tokens else [],
+            num_lookahead_tokens=ahead if lookahead else [],
         )
         self.freed, self.num_steps = [], self.num_steps + 1
         result = self.executor.execute_model(message)
@@ -147,9 +148,10 @@ class Driver:
         for row, count, num_sampled in zip(rows, counts, result.num_sampled):
             row.num_computed += count
             row.error = result.errors.get(row.slot, row.error)
+            is_whole = row.num_computed == row.num_tokens + num_sampled - 1
+            assert num_sampled == 0 or is_whole or row.error, "sampled before the prompt was complete"
             for _ in range(num_sampled):
                 row.output.append(next(tokens))
-            assert not num_sampled or row.error or row.num_computed == row.num_tokens - 1, "sampled before the prompt was complete"
             if num_sampled and row.params.logprobs is not None:
                 assert logprobs[row.slot].token_ids.shape[0] == num_sampled
                 row.logprobs += read_logprobs(logprobs[row.slot])

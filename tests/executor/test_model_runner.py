@@ -43,6 +43,47 @@ def test_chunked_prefill_equals_whole(executor, chunk):
             assert abs(logprobs_a - logprobs_b).max() < 1e-4
 
 
+def test_several_tokens_in_one_step_are_those_of_several_steps(executor):
+    """Rows with different numbers of them, a prompt that is still being computed and one that asks for nothing among them."""
+    params = [
+        greedy(logprobs=2),
+        SamplingParams(temperature=0.9, top_p=0.9, seed=5, logprobs=0),
+        SamplingParams(temperature=0.8, seed=6, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, min_tokens=6, stop_token_ids=[7]),
+        greedy(),
+    ]
+    prompts = random_prompts(20, 3, 33, 60, seed=3)
+    one_by_one = [generate(executor, [prompt], 9, p)[0] for prompt, p in zip(prompts, params)]
+    driver = Driver(executor)
+    rows = [driver.add(str(i), prompt, p) for i, (prompt, p) in enumerate(zip(prompts, params))]
+    driver.step({"0": 20, "1": 3, "2": 33, "3": 40})
+    driver.step({"0": 1, "1": 1, "2": 1, "3": 20}, lookahead={"0": 4, "2": 1, "3": 3})
+    driver.step({"0": 1, "1": 1, "2": 1, "3": 1}, lookahead={"1": 6, "0": 2})
+    executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows]))
+    assert [len(row.output) for row in rows] == [9, 9, 4, 5]
+    for row, expected in zip(rows, one_by_one):
+        assert row.output == expected.output[: len(row.output)]
+        for (ids, logprobs, rank), (other_ids, other_logprobs, other_rank) in zip(row.logprobs, expected.logprobs):
+            assert ids.tolist() == other_ids.tolist() and rank == other_rank and abs(logprobs - other_logprobs).max() < 1e-4
+    assert len(rows[0].logprobs) == len(rows[1].logprobs) == 9
+
+
+def test_a_row_that_fails_while_it_looks_ahead_keeps_what_came_before(executor, monkeypatch):
+    driver = Driver(executor)
+    rows = [driver.add(str(i), prompt) for i, prompt in enumerate(random_prompts(9, 12))]
+    driver.step({"0": 9, "1": 12})
+    logits, passes = executor.worker.model.compute_logits, []
+
+    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+        passes.append(len(hidden))
+        values = logits(hidden)
+        return values.index_fill(0, torch.tensor([1]), float("nan")) if len(passes) == 2 else values
+
+    monkeypatch.setattr(executor.worker.model, "compute_logits", poisoned)
+    result = driver.step({"0": 1, "1": 1}, lookahead={"0": 3, "1": 3})
+    executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows]))
+    assert passes == [2, 2, 1, 1] and result.num_sampled == [4, 1] and list(result.errors) == [rows[1].slot]
+
+
 def test_odd_boundaries_drawn_at_random(executor):
     prompts, rng = random_prompts(310, 97, 18, 2, seed=1), random.Random(4)
     assert outputs(generate(executor, prompts, 6, chunk=lambda row: rng.randint(1, 60))) == outputs(generate(executor, prompts, 6))
@@ -77,39 +118,13 @@ def test_decodes_between_prefills_come_back_in_the_schedulers_order(executor):
     driver.step({})
 
 
-@pytest.mark.parametrize("num_lookahead_tokens", [1, 4])
-def test_lookahead_equals_step_by_step(executor, num_lookahead_tokens):
-    """Several tokens per step, with everything that depends on the tokens before."""
-    params = [
-        greedy(logprobs=2, repetition_penalty=1.3, frequency_penalty=0.4),
-        SamplingParams(temperature=0.9, seed=3, presence_penalty=0.7, logprobs=0),
-        SamplingParams(temperature=1.2, seed=4, min_tokens=8, stop_token_ids=list(range(100)), bad_words_token_ids=[[n, n + 1] for n in range(300)]),
-        greedy(prompt_logprobs=1),
-    ]
-    outputs_of = []
-    for lookahead in (0, num_lookahead_tokens):
-        driver = Driver(executor)
-        rows = [driver.add(name, prompt, p) for name, prompt, p in zip("abcd", random_prompts(40, 3, 16, 30, seed=17), params)]
-        driver.step({"a": 40, "d": 20})
-        while len(rows[1].output) < 10:
-            driver.step({row.request_id: row.num_tokens - row.num_computed for row in rows}, lookahead)
-        outputs_of.append([row.output[:10] for row in rows])
-        for row in rows:
-            assert row.error is None and len(row.logprobs) == (len(row.output) if row.params.logprobs is not None else 0)
-            assert [ids[0] for ids, _, _ in row.logprobs] == (row.output if row.logprobs else [])
-            assert len(row.prompt_logprobs) == (29 if row.params.prompt_logprobs is not None else 0)
-            driver.free(row)
-        driver.step({})
-    assert outputs_of[0] == outputs_of[1]
-
-
 def test_a_failure_in_the_lookahead_leaves_what_came_before(tiny):
     """The third token could only be one that would complete a bad word."""
     executor = start_executor(tiny("qwen2"))
     driver = Driver(executor)
     bad = driver.add("bad", [1, 2, 3], greedy(allowed_token_ids=[5], bad_words_token_ids=[[5, 5, 5]], logprobs=1))
     good = driver.add("good", [4, 5, 6], greedy(logprobs=1))
-    result = driver.step({"bad": 3, "good": 3}, 4)
+    result = driver.step({"bad": 3, "good": 3}, {"bad": 4, "good": 4})
     assert result.num_sampled == [2, 5] and list(result.errors) == [bad.slot] and bad.output == [5, 5]
     assert [entry.token_ids.shape[0] for entry in result.logprobs] == [2, 5]
     assert [good.output] == outputs(generate(start_executor(tiny("qwen2")), [[4, 5, 6]], 5))

@@ -1,5 +1,4 @@
-"""The engine's controls end to end: a daemon's clients who pause each other, and LLM and AsyncLLM with real tiny models that sleep, wake,
-take other weights and account for their time.
+"""The engine's controls end to end: clients of one daemon who pause each other; real tiny models that sleep, wake and take other weights.
 May know: the public classes, MPClient, the fake engine's daemon, tiny checkpoints.
 Must not know: how any of it is done."""
 

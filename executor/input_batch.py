@@ -8,18 +8,21 @@ import numpy as np
 
 from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import NewRequestData
-from ..ipc.params import SamplingParams, check_supported
+from ..ipc.params import ALL_LOGPROBS, SamplingParams
+from .logits_stages import LogitsStages
 
 NO_LOGPROBS = -1
+WHOLE_VOCABULARY = 2**31 - 1  # of num_logprobs; whoever knows the vocabulary's size takes the smaller
 
 
 class InputBatch:
-    """Tables indexed by slot. Rows of freed slots keep their old values; nobody reads them."""
+    """Tables indexed by slot. Rows of freed slots keep their old values; nobody reads them. `stages` keep theirs, and enter and leave here."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int):
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, stages: LogitsStages | None = None):
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)  # prompt + output
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self.block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
         self.temperature = np.zeros(max_num_seqs, np.float32)
@@ -28,15 +31,19 @@ class InputBatch:
         self.min_p = np.zeros(max_num_seqs, np.float32)
         self.seeds = np.zeros(max_num_seqs, np.int64)
         self.num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
+        self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
+        self.prompt_logprobs_slots: set[int] = set()  # that want any
+        self.stages = stages or LogitsStages((), max_num_seqs)
         self.refusals: dict[int, str] = {}  # slot -> why this request cannot be served
 
     def add(self, request: NewRequestData) -> None:
         slot, count = request.slot, len(request.token_ids)
         self.token_ids[slot, :count] = request.token_ids
         self.num_tokens[slot] = count
+        self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.num_blocks[slot] = 0
         params = request.sampling_params
-        refusal = find_unsupported(params)
+        refusal = find_unsupported(params) or self._enter_stages(request)
         if refusal is not None:
             self.refusals[slot] = refusal
             params = SamplingParams(temperature=0.0, seed=0)
@@ -45,10 +52,22 @@ class InputBatch:
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.seeds[slot] = params.seed or 0
-        self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self.num_logprobs[slot] = _num_logprobs(params.logprobs)
+        self.num_prompt_logprobs[slot] = _num_logprobs(params.prompt_logprobs)
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs_slots.add(slot)
+
+    def _enter_stages(self, request: NewRequestData) -> str | None:
+        try:
+            self.stages.enter(request)
+        except InvalidParameterError as error:
+            return str(error)
+        return None
 
     def remove(self, slot: int) -> None:
         self.num_tokens[slot] = self.num_blocks[slot] = 0
+        self.prompt_logprobs_slots.discard(slot)
+        self.stages.leave(slot)
         self.refusals.pop(slot, None)
 
     def append_blocks(self, slot: int, block_ids: list[int]) -> None:
@@ -62,14 +81,18 @@ class InputBatch:
         self.num_tokens[slots] += 1
 
 
+def _num_logprobs(wanted: int | None) -> int:
+    if wanted is None:
+        return NO_LOGPROBS
+    return WHOLE_VOCABULARY if wanted == ALL_LOGPROBS else min(wanted, WHOLE_VOCABULARY)
+
+
 def find_unsupported(params: SamplingParams | None) -> str | None:
     """Why the runner cannot serve these params, or None. The frontend refuses them first; another client might not."""
     if params is None:
         return "pooling_params: pooling is not supported"
     if params.seed is None:
         return "seed: must be resolved before the engine sees the request"
-    try:
-        check_supported(params)
-    except InvalidParameterError as error:
-        return str(error)
+    if params.structured_outputs is not None:
+        return "structured_outputs: is not possible yet"
     return None

@@ -13,6 +13,7 @@ import torch
 from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
 from ..kernels.ops import AttentionMetadata
 from .input_batch import InputBatch
+from .prompt_logprobs import PromptScorer
 from .sampler import Sampler
 
 NULL_BLOCK = 0  # never handed out; block tables of idle rows point at it
@@ -40,6 +41,7 @@ class ModelRunner:
         self.block_size = block_size
         self.device = device
         self.sampler = Sampler(ops)
+        self.prompt_scorer = PromptScorer(model.compute_logits, ops, model.config.vocab_size)
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -110,14 +112,17 @@ class ModelRunner:
 
     def _sample(self, inputs: ModelInput, hidden: torch.Tensor) -> ModelRunnerOutput:
         num_rows, sampled_rows = len(inputs.slots), inputs.sampled_rows
+        prompt_logprobs, errors = [], self._refusals(inputs.slots)
+        if self.batch.prompt_logprobs_slots:
+            prompt_logprobs, failed = self.prompt_scorer(hidden, inputs.slots, inputs.metadata, self.batch)
+            errors = failed | errors
         if not len(sampled_rows):
-            return ModelRunnerOutput([0] * num_rows, [], errors=self._refusals(inputs.slots))
+            return ModelRunnerOutput([0] * num_rows, [], errors=errors, prompt_logprobs=prompt_logprobs)
         if len(inputs.logits_indices) != len(hidden):
             hidden = hidden[self._upload(inputs.logits_indices)]
         slots = inputs.slots[sampled_rows]
         sampled = self.sampler(self.model.compute_logits(hidden), self.batch, slots)
-        errors = {int(slots[row]): "the model's logits for this request are not finite (NaN or infinity)" for row in sampled.bad_rows}
-        errors |= self._refusals(inputs.slots)
+        errors = {int(slots[row]): problem for row, problem in sampled.errors.items()} | errors
 
         good = np.array([int(slot) not in errors for slot in slots]) if errors else slice(None)
         self.batch.append_tokens(slots[good], sampled.token_ids[good])
@@ -125,7 +130,7 @@ class ModelRunner:
         by_request[inputs.order[sampled_rows[good]]] = sampled.token_ids[good]
         has_token = by_request >= 0
         logprobs = [row for row in sampled.logprobs if row.slot not in errors]
-        return ModelRunnerOutput(has_token.astype(int).tolist(), by_request[has_token].tolist(), logprobs, errors)
+        return ModelRunnerOutput(has_token.astype(int).tolist(), by_request[has_token].tolist(), logprobs, errors, prompt_logprobs)
 
     def _refusals(self, slots: np.ndarray) -> dict[int, str]:
         refusals = self.batch.refusals

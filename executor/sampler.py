@@ -1,5 +1,5 @@
 """From logits to tokens: one row per request that samples in this step.
-May know: the table of operations, the slots' sampling parameters.
+May know: the table of operations, the slots' sampling parameters, that stages change logits before the draw.
 Must not know: the model, the cache, who scheduled what."""
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..ipc.messages import Array, SlotLogprobs
+from ..ipc.messages import SlotLogprobs
 from .device import argmax
 from .input_batch import NO_LOGPROBS, InputBatch
+from .logprob_arrays import to_array
+
+NOT_FINITE = "the model's logits for this request are not finite (NaN or infinity)"
 
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """Rows parallel with the slots that were given. token_ids of rows in `bad_rows` mean nothing."""
+    """Rows parallel with the slots that were given. token_ids of rows in `errors` mean nothing."""
 
     token_ids: np.ndarray  # [R] i64
-    bad_rows: list[int]  # rows whose logits are not finite
+    errors: dict[int, str]  # row -> what went wrong with this request alone
     logprobs: list[SlotLogprobs]
 
 
@@ -29,14 +32,25 @@ class Sampler:
         self.ops = ops
 
     def __call__(self, logits: torch.Tensor, batch: InputBatch, slots: np.ndarray) -> SamplerOutput:
-        """logits [R, vocab_size] f32 on the device, slots [R]. Each token is a function of its row, its seed and its position alone."""
+        """logits [R, vocab_size] f32 on the device, overwritten; slots [R], all different. Each token is a function of its row, its
+        request's parameters and tokens, its seed and its position alone. The order of the stages: logits_stages.py."""
         # A sum is not finite exactly where a term is not (finite logits are far from overflowing it): one pass, one number per row.
-        bad_rows = np.flatnonzero(~np.isfinite(logits.sum(-1).numpy(force=True))).tolist()
-        if bad_rows:
-            logits = logits.index_fill(0, torch.tensor(bad_rows, device=logits.device), 0.0)
+        errors = dict.fromkeys(np.flatnonzero(~np.isfinite(logits.sum(-1).numpy(force=True))).tolist(), NOT_FINITE)
+        self._clear(logits, errors)
+        wanted = np.flatnonzero(batch.num_logprobs[slots] != NO_LOGPROBS)
+        raw_logits = logits[torch.from_numpy(wanted).to(logits.device)] if len(wanted) else None
+        staged = batch.stages(logits, slots, batch)
+        self._clear(logits, staged)
+        errors = staged | errors
         token_ids = self._choose(logits, batch, slots)
-        logprobs = self._gather_logprobs(logits, token_ids, batch, slots, bad_rows)
-        return SamplerOutput(token_ids, bad_rows, logprobs)
+        logprobs = [] if raw_logits is None else self._gather_logprobs(raw_logits, wanted, token_ids, batch, slots, errors)
+        return SamplerOutput(token_ids, errors, logprobs)
+
+    @staticmethod
+    def _clear(logits: torch.Tensor, rows: dict[int, str]) -> None:
+        """What nobody will look at must still be something to draw from."""
+        if rows:
+            logits.index_fill_(0, torch.tensor(list(rows), device=logits.device), 0.0)
 
     def _choose(self, logits: torch.Tensor, batch: InputBatch, slots: np.ndarray) -> np.ndarray:
         """[R] i64"""
@@ -59,27 +73,18 @@ class Sampler:
         return token_ids.numpy(force=True)
 
     def _gather_logprobs(
-        self, logits: torch.Tensor, token_ids: np.ndarray, batch: InputBatch, slots: np.ndarray, bad_rows: list[int]
+        self, raw_logits: torch.Tensor, rows: np.ndarray, token_ids: np.ndarray, batch: InputBatch, slots: np.ndarray, errors: dict[int, str]
     ) -> list[SlotLogprobs]:
-        counts = batch.num_logprobs[slots]
-        rows = np.flatnonzero(counts != NO_LOGPROBS)
-        if not len(rows):
-            return []
-        index, chosen = (torch.from_numpy(values).to(logits.device) for values in (rows, token_ids[rows]))
-        # One call for the largest k; a row that asked for fewer takes the head of its line.
-        gathered = self.ops.gather_logprobs(logits[index], chosen, int(counts[rows].max()))
-        ids, logprobs, ranks = (tensor.numpy(force=True) for tensor in gathered)
-        return [
-            SlotLogprobs(
-                int(slots[row]),
-                _array(ids[i : i + 1, : counts[row] + 1]),
-                _array(logprobs[i : i + 1, : counts[row] + 1]),
-                _array(ranks[i : i + 1]),
-            )
-            for i, row in enumerate(rows)
-            if row not in bad_rows
-        ]
-
-
-def _array(values: np.ndarray) -> Array:
-    return Array(f"{values.dtype.kind}{values.dtype.itemsize}", values.shape, values.tobytes())
+        """raw_logits [N, vocab_size] of `rows` [N]. One call per k: what a row gets must not depend on its neighbours' k."""
+        counts = np.minimum(batch.num_logprobs[slots[rows]], raw_logits.shape[1])
+        chosen = torch.from_numpy(token_ids[rows]).to(raw_logits.device)
+        entries: dict[int, SlotLogprobs] = {}
+        for k in np.unique(counts).tolist():
+            mine = np.flatnonzero(counts == k)
+            index = torch.from_numpy(mine).to(raw_logits.device)
+            some = raw_logits if len(mine) == len(rows) else raw_logits[index]
+            ids, logprobs, ranks = (t.numpy(force=True) for t in self.ops.gather_logprobs(some, chosen[index], k))
+            for i, row in enumerate(rows[mine].tolist()):
+                one = slice(i, i + 1)
+                entries[row] = SlotLogprobs(int(slots[row]), to_array(ids[one]), to_array(logprobs[one]), to_array(ranks[one]))
+        return [entries[row] for row in rows.tolist() if row not in errors]

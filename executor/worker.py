@@ -18,8 +18,10 @@ from . import device as devices
 from .input_batch import InputBatch
 from .layers import LayerFactory
 from .loader import fill_with_random_weights, load_weights
+from .logits_processors import load_logits_processors
 from .model_runner import ModelRunner
 from .models import find_model_class
+from .token_stages import make_stages
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +53,11 @@ class Worker:
         self.runner: ModelRunner | None = None
 
     def load_model(self, report: Callable[[str, float], None]) -> None:
-        """Builds the model and fills its weights. Raises ModelLoadError, InvalidParameterError (an unknown kernel)."""
+        """Builds the model and fills its weights. Raises ModelLoadError, InvalidParameterError (an unknown kernel or processor)."""
         model_config, scheduler_config = self.config.model_config, self.config.scheduler_config
         block_size = self.config.cache_config.block_size
         load_plugins()
+        processors = load_logits_processors(model_config.logits_processors)
         model_class = find_model_class(model_config.hf_config)
         shape = model_class.parse_config(model_config.hf_config)
         sizes = {"head_dim": shape.head_dim, "num_heads": shape.num_attention_heads, "num_kv_heads": shape.num_key_value_heads}
@@ -66,7 +69,9 @@ class Worker:
         else:
             load_weights(self.model, Path(model_config.model), report)
         make.finish()
-        batch = InputBatch(scheduler_config.max_num_seqs, model_config.max_model_len, block_size)
+        max_num_seqs, max_model_len = scheduler_config.max_num_seqs, model_config.max_model_len
+        stages = make_stages(ops, shape.vocab_size, max_num_seqs, max_model_len, processors)
+        batch = InputBatch(max_num_seqs, max_model_len, block_size, stages)
         self.runner = ModelRunner(self.model, ops, batch, block_size, self.device)
 
     @property

@@ -88,6 +88,18 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metad
 
 
 @operation
+def apply_penalties(
+    logits: Tensor, rows: Tensor, token_ids: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> None:
+    """In place, logits [B, V] fp32 at N pairs of row and token, rows and token_ids [N] i64, no pair twice: the tokens that are in a row's
+    sequence. counts [N] i32: how often the output has it, 0 if only the prompt does. repetition, frequency, presence [N] fp32, the row's.
+
+    A logit above 0 is divided by repetition, another multiplied (Keskar et al. 2019, CTRL); then it loses frequency * count, then
+    presence if count > 0. -inf stays -inf; all other logits stay.
+    """
+
+
+@operation
 def sample_tokens(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:

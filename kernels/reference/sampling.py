@@ -43,6 +43,15 @@ def gumbel_from_words(words: Tensor) -> Tensor:
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
+@register("apply_penalties", name="reference", priority=0)
+def apply_penalties(
+    logits: Tensor, rows: Tensor, token_ids: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> None:
+    values = logits[rows, token_ids]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    logits[rows, token_ids] = values - frequency * counts - presence * (counts > 0)
+
+
 @register("sample_tokens", name="reference", priority=0)
 def sample_tokens(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from quire.executor.executor import Executor
 from quire.ipc.config import EngineConfig, config_fields
-from quire.ipc.messages import Array, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from quire.ipc.messages import Array, ModelRunnerOutput, NewRequestData, SchedulerOutput, SlotLogprobs, SlotPromptLogprobs
 from quire.ipc.params import SamplingParams
 
 
@@ -43,6 +43,11 @@ def to_numpy(array: Array) -> np.ndarray:
     return np.frombuffer(array.data, array.dtype).reshape(array.shape)
 
 
+def read_logprobs(entry: SlotLogprobs | SlotPromptLogprobs) -> list[tuple[np.ndarray, np.ndarray, int]]:
+    """Per token: ids [k + 1], log-probabilities [k + 1], rank."""
+    return list(zip(to_numpy(entry.token_ids), to_numpy(entry.logprobs), to_numpy(entry.ranks).tolist(), strict=True))
+
+
 def greedy(**arguments) -> SamplingParams:
     return SamplingParams(**{"temperature": 0.0, "seed": 0, **arguments})
 
@@ -57,6 +62,7 @@ class Row:
     slot: int
     output: list[int] = field(default_factory=list)
     logprobs: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)  # per token: ids [k + 1], logprobs [k + 1], rank
+    prompt_logprobs: dict[int, tuple[np.ndarray, np.ndarray, int]] = field(default_factory=dict)  # by index of the prompt's token
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     error: str | None = None
@@ -142,9 +148,12 @@ class Driver:
             assert num_sampled == 0 or row.num_computed == row.num_tokens, "sampled before the prompt was complete"
             for _ in range(num_sampled):
                 row.output.append(next(tokens))
-                if row.params.logprobs is not None:
-                    entry = logprobs[row.slot]
-                    row.logprobs.append((to_numpy(entry.token_ids)[0], to_numpy(entry.logprobs)[0], int(to_numpy(entry.ranks)[0])))
+            if num_sampled and row.params.logprobs is not None:
+                assert logprobs[row.slot].token_ids.shape[0] == num_sampled
+                row.logprobs += read_logprobs(logprobs[row.slot])
+        for entry in result.prompt_logprobs:
+            (row,) = (row for row in rows if row.slot == entry.slot)
+            row.prompt_logprobs |= dict(enumerate(read_logprobs(entry), start=entry.first_index))
 
     def run(self, max_tokens: int, chunk: Callable[[Row], int] | None = None) -> None:
         """Steps all requests together, `chunk(row)` prompt tokens at a time (default: the whole prompt), until each has max_tokens."""

@@ -5,10 +5,11 @@ Must not know: the model, torch."""
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from quire.executor.input_batch import NO_LOGPROBS, InputBatch, find_unsupported
+from quire.executor.input_batch import NO_LOGPROBS, WHOLE_VOCABULARY, InputBatch, find_unsupported
+from quire.executor.logits_stages import LogitsStages
+from quire.ipc.errors import InvalidParameterError
 from quire.ipc.messages import NewRequestData
-from quire.ipc.params import SamplingParams
+from quire.ipc.params import SamplingParams, StructuredOutputsParams
 
 
 def make_batch() -> InputBatch:
@@ -58,28 +59,55 @@ def test_the_longest_sequence_fits():
 
 def test_a_slot_is_reused():
     batch = make_batch()
-    batch.add(request(1, [1, 2, 3], logprobs=2, presence_penalty=1.0))
+    batch.add(request(1, [1, 2, 3], logprobs=2, prompt_logprobs=1))
+    assert batch.prompt_logprobs_slots == {1} and batch.num_prompt_logprobs[1] == 1
     batch.append_blocks(1, [5])
     batch.remove(1)
     batch.add(request(1, [4]))
     batch.append_blocks(1, [8])
     assert batch.num_tokens[1] == 1 and batch.block_tables[1, : batch.num_blocks[1]].tolist() == [8]
-    assert batch.num_logprobs[1] == NO_LOGPROBS and not batch.refusals
+    assert batch.num_logprobs[1] == batch.num_prompt_logprobs[1] == NO_LOGPROBS
+    assert not batch.refusals and not batch.prompt_logprobs_slots
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("presence_penalty", 0.5), ("frequency_penalty", -0.5), ("repetition_penalty", 1.1), ("logit_bias", {3: 1.0}),
-        ("allowed_token_ids", [1]), ("bad_words", ["x"]), ("prompt_logprobs", 0),
-    ],
-)  # fmt: skip
-def test_what_the_runner_cannot_do_is_named(name, value):
-    refusal = find_unsupported(SamplingParams(seed=0, **{name: value}))
-    assert refusal.startswith(f"{name}: is not possible yet")
+def test_the_whole_vocabulary_and_more_than_there_can_be():
     batch = make_batch()
-    batch.add(request(0, [1], **{name: value}))
-    assert batch.refusals == {0: refusal}
+    batch.add(request(0, [1], logprobs=-1, prompt_logprobs=2**40))
+    assert batch.num_logprobs[0] == batch.num_prompt_logprobs[0] == WHOLE_VOCABULARY
+
+
+def test_what_the_runner_cannot_do_is_named():
+    batch = make_batch()
+    batch.add(request(0, [1], structured_outputs=StructuredOutputsParams(regex="a")))
+    assert batch.refusals[0].startswith("structured_outputs: is not possible yet")
+
+
+class Picky:
+    """A stage that refuses bias on token 9, and takes note."""
+
+    def __init__(self):
+        self.slots = set()
+
+    def enter(self, request):
+        if 9 in (request.sampling_params.logit_bias or {}):
+            raise InvalidParameterError("logit_bias", "not nine")
+        self.slots.add(request.slot)
+        return True
+
+    def leave(self, slot):
+        self.slots.remove(slot)
+
+
+def test_stages_see_requests_come_and_go_and_may_refuse_them():
+    picky = Picky()
+    batch = InputBatch(4, 50, 16, LogitsStages([picky], 4))
+    batch.add(request(0, [1], logit_bias={9: 1.0}))
+    batch.add(request(1, [1], logit_bias={8: 1.0}))
+    assert batch.refusals == {0: "logit_bias: not nine"} and picky.slots == {1}
+    batch.remove(0)
+    batch.remove(1)
+    batch.remove(3)
+    assert batch.refusals == {} and picky.slots == set()
 
 
 def test_unresolved_seed_and_pooling_are_named():

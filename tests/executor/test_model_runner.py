@@ -205,8 +205,9 @@ def test_refused_parameters_are_the_error_of_their_own_request(executor):
     prompts = random_prompts(12, 40, seed=15)
     expected = outputs(generate(executor, prompts[:1], 5))
     driver = Driver(executor)
-    good, bad = driver.add("good", prompts[0]), driver.add("bad", prompts[1], greedy(logit_bias={3: 5.0}, logprobs=1))
-    assert driver.step({"good": 12, "bad": 10}).errors[bad.slot].startswith("logit_bias: is not possible yet")
+    good, bad = driver.add("good", prompts[0]), driver.add("bad", prompts[1], greedy(logit_bias={320: 5.0}, logprobs=1))
+    error = driver.step({"good": 12, "bad": 10}).errors[bad.slot]
+    assert error == "logit_bias: must hold token ids from 0 to 319, got 320"
     result = driver.step({"good": 1, "bad": 30})
     assert list(result.errors) == [bad.slot] and result.num_sampled == [1, 0] and not result.logprobs
     driver.run(5)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from quire.executor.input_batch import InputBatch
+from quire.executor.logits_stages import LogitsStages
 from quire.executor.sampler import Sampler
+from quire.executor.token_stages import make_stages
 from quire.ipc.messages import NewRequestData
 from quire.ipc.params import SamplingParams
 from quire.kernels import registry
@@ -18,9 +20,9 @@ VOCAB_SIZE = 40
 OPS = registry.select("cpu", torch.float32)
 
 
-def make_batch(*rows: dict) -> InputBatch:
+def make_batch(*rows: dict, stages: LogitsStages | None = None) -> InputBatch:
     """Slot i holds i + 1 tokens and the i-th row's parameters."""
-    batch = InputBatch(8, 64, 16)
+    batch = InputBatch(8, 64, 16, stages)
     for slot, params in enumerate(rows):
         batch.add(NewRequestData(slot, f"r{slot}", [1] * (slot + 1), 1, SamplingParams(**{"seed": slot, **params})))
     return batch
@@ -85,6 +87,48 @@ def test_a_bad_row_is_named_and_touches_nobody(bad):
     clean = Sampler(OPS)(logits, make_batch(*rows), slots)
     logits[1, 17] = bad
     output = Sampler(OPS)(logits, make_batch(*rows), slots)
-    assert clean.bad_rows == [] and output.bad_rows == [1]
+    assert clean.errors == {} and list(output.errors) == [1] and "not finite" in output.errors[1]
     assert output.token_ids[[0, 2, 3]].tolist() == clean.token_ids[[0, 2, 3]].tolist()
     assert output.logprobs == clean.logprobs[1:]
+
+
+def test_logprobs_of_the_whole_vocabulary():
+    logits = make_logits(3)
+    expected = logits.log_softmax(-1)
+    output = Sampler(OPS)(logits.clone(), make_batch({"logprobs": -1}, {"logprobs": 1}, {"logprobs": VOCAB_SIZE + 5}), np.arange(3))
+    for entry, k in zip(output.logprobs, (VOCAB_SIZE, 1, VOCAB_SIZE)):
+        ids, values = to_numpy(entry.token_ids)[0], to_numpy(entry.logprobs)[0]
+        assert ids.shape == (k + 1,) and (k == 1 or sorted(ids[1:].tolist()) == list(range(VOCAB_SIZE)))
+        np.testing.assert_allclose(values, expected[entry.slot][ids.tolist()], atol=1e-5)
+
+
+def test_a_rows_logprobs_do_not_depend_on_how_many_its_neighbours_want():
+    """Among equal tokens too, where the operation may choose."""
+    logits = torch.zeros(2, VOCAB_SIZE)
+    alone = Sampler(OPS)(logits[:1].clone(), make_batch({"logprobs": 3}), np.arange(1)).logprobs[0]
+    beside = Sampler(OPS)(logits, make_batch({"logprobs": 3}, {"logprobs": -1}), np.arange(2)).logprobs[0]
+    assert alone == beside
+
+
+def test_logprobs_are_the_models_whatever_the_stages_do():
+    rows = [{"logprobs": 2, "logit_bias": {5: 50.0}}, {"logprobs": 2, "allowed_token_ids": [7]}, {"logprobs": 2}]
+    logits = make_logits(3)
+    expected = logits.log_softmax(-1)
+    batch = make_batch(*rows, stages=make_stages(OPS, VOCAB_SIZE, 8, 64))
+    output = Sampler(OPS)(logits, batch, np.arange(3))
+    assert output.token_ids[:2].tolist() == [5, 7]
+    for row, entry in enumerate(output.logprobs):
+        ids, values = to_numpy(entry.token_ids)[0].tolist(), to_numpy(entry.logprobs)[0]
+        assert ids[0] == output.token_ids[row] and ids[1:] == expected[row].topk(2).indices.tolist()
+        np.testing.assert_allclose(values, expected[row][ids], atol=1e-5)
+        assert to_numpy(entry.ranks)[0] == 1 + int((expected[row] > expected[row, ids[0]]).sum())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_bad_row_stays_one_whatever_the_stages_do(bad):
+    """A mask would hide the model's fault if it were looked for afterwards."""
+    logits = make_logits(2)
+    logits[0, 17] = bad
+    batch = make_batch({"allowed_token_ids": [3, 4]}, {"allowed_token_ids": [3]}, stages=make_stages(OPS, VOCAB_SIZE, 8, 64))
+    output = Sampler(OPS)(logits, batch, np.arange(2))
+    assert list(output.errors) == [0] and output.errors[0].startswith("the model's logits") and output.token_ids[1] == 3

@@ -5,11 +5,13 @@ Must not know: the scheduler, requests, what a worker does inside."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ..ipc.params import StructuredOutputsParams
 from .worker import Worker
 
 
@@ -42,6 +44,11 @@ class Executor:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """One step. A failure of one request is a row in `errors`; an exception is the whole engine's."""
         return self.worker.execute_model(scheduler_output)
+
+    def check_grammar(self, params: StructuredOutputsParams) -> Future[None]:
+        """Done when structured output can begin: the grammar is sound and compiled. Its exception is the InvalidParameterError of one that
+        is not. Never blocks; the answer takes at most some seconds, mostly milliseconds."""
+        return self.worker.grammars.check(params)
 
     def execute_dummy_batch(self) -> None:
         """A forward pass that changes nothing: to warm up, and to keep step with other engines."""

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -33,7 +33,9 @@ from ..ipc.messages import NewRequestData
 from ..ipc.params import StructuredOutputsParams
 from .grammar_check import COMPILE_STACK_BYTES, CompilerSettings, GrammarCheck
 from .grammar_compiler import GrammarCompiler, check_size, refusal, shorten
-from .input_batch import InputBatch
+
+if TYPE_CHECKING:
+    from .input_batch import InputBatch
 
 NUM_CHECKS = 2  # processes: one grammar that uses up its time does not stop the others
 MAX_COMPILED = 512  # grammars kept, the least recently used goes first; some 0.1 MB each

@@ -15,6 +15,7 @@ from ..ipc.errors import InvalidParameterError, ModelLoadError
 from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
 from ..kernels import registry
 from . import device as devices
+from .grammar import Grammars
 from .input_batch import InputBatch
 from .layers import LayerFactory
 from .loader import fill_with_random_weights, load_weights
@@ -51,6 +52,7 @@ class Worker:
         self.num_threads = devices.set_num_threads(config.device_config.num_threads)
         self.model: Any = None
         self.runner: ModelRunner | None = None
+        self.grammars: Grammars | None = None
 
     def load_model(self, report: Callable[[str, float], None]) -> None:
         """Builds the model and fills its weights. Raises ModelLoadError, InvalidParameterError (an unknown kernel or processor)."""
@@ -70,9 +72,10 @@ class Worker:
             load_weights(self.model, Path(model_config.model), report)
         make.finish()
         max_num_seqs, max_model_len = scheduler_config.max_num_seqs, model_config.max_model_len
-        stages = make_stages(ops, shape.vocab_size, max_num_seqs, max_model_len, processors)
+        self.grammars = Grammars(self.config, ops, shape.vocab_size)
+        stages = make_stages(ops, shape.vocab_size, max_num_seqs, max_model_len, processors, self.grammars)
         batch = InputBatch(max_num_seqs, max_model_len, block_size, stages)
-        self.runner = ModelRunner(self.model, ops, batch, block_size, self.device)
+        self.runner = ModelRunner(self.model, ops, batch, block_size, self.device, self.grammars)
 
     @property
     def block_bytes(self) -> int:
@@ -103,7 +106,9 @@ class Worker:
 
     def shutdown(self) -> None:
         """Lets go of model and cache. May be called twice."""
-        self.model = self.runner = None
+        if self.grammars is not None:
+            self.grammars.shutdown()
+        self.model = self.runner = self.grammars = None
 
 
 def plan_num_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> int:

@@ -157,7 +157,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen
 # Parameters that nothing in the engine applies yet. Better a refusal than an answer that ignores them: frontend, core and runner ask here.
 NOT_YET = (
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs",
-    "structured_outputs", "truncate_prompt_tokens",
+    "truncate_prompt_tokens",
 )  # fmt: skip
 SAMPLING_DEFAULTS = SamplingParams()
 

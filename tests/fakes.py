@@ -8,12 +8,13 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import msgspec
 from quire.ipc.config import EngineConfig, config_fields
 from quire.ipc.messages import Array, FinishReason, ModelRunnerOutput, NewRequestData, SchedulerOutput, SlotLogprobs
-from quire.ipc.params import SamplingParams
+from quire.ipc.params import SamplingParams, StructuredOutputsParams
 
 _MASK = 2**64 - 1
 
@@ -105,6 +106,7 @@ class FakeExecutor:
         self.slots: dict[int, FakeSlot] = {}
         self.kv_cache: list[list[int | None]] = []  # [num_blocks][block_size] digests
         self.holders: Counter[int] = Counter()  # block id -> number of slots whose table has it
+        self.grammar_checks: dict[str, Future[None]] = {}  # by regex
         self.num_dummy_batches = 0
         self.is_shut_down = False
 
@@ -134,6 +136,14 @@ class FakeExecutor:
             self._extend_table(slot, step.new_block_ids[row], step.num_computed_tokens[row], slot in entered)
         self.steps.append(step)
         return self._compute(step)
+
+    def check_grammar(self, params: StructuredOutputsParams) -> Future[None]:
+        """Done when the test says so, with what the test wants; at once where it has scripted nothing."""
+        future = self.grammar_checks.get(params.regex)
+        if future is None:
+            future = Future()
+            future.set_result(None)
+        return future
 
     def execute_dummy_batch(self) -> None:
         self.num_dummy_batches += 1

@@ -23,6 +23,7 @@ _HOME = {
     "ModelLoadError": "ipc.errors",
     "EngineStartError": "ipc.errors",
     "EngineDeadError": "ipc.errors",
+    "EnginePausedError": "ipc.errors",
 }
 
 __all__ = ["__version__", *_HOME]

@@ -10,15 +10,20 @@ import contextlib
 import inspect
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
-from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, ModelRunnerOutput, Ready
+from ..ipc.failures import pack_exception
+from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, ModelRunnerOutput, Ready, UtilityCall, UtilityResult
 from ..ipc.params import SamplingParams, check_supported
+from .grammar_gate import GrammarGate, as_refusal
 from .output_rows import OutputRows
+from .pause import PauseControl
 from .scheduler import ScheduledStep, Scheduler
 
 Report = Callable[[str, float], None]
@@ -30,7 +35,7 @@ class EngineCore:
     Raises in the constructor whatever keeps the engine from starting: ModelLoadError, InvalidParameterError, …
     """
 
-    UTILITIES = frozenset({"ping", "reset_prefix_cache", "scheduler_state", "get_metrics", "check_integrity", "execute_dummy_batch"})
+    UTILITIES = frozenset({"ping", "scheduler_state", "get_metrics", "check_integrity", "execute_dummy_batch"}) | PauseControl.UTILITIES
 
     def __init__(self, config: EngineConfig, executor: Any = None, report: Report | None = None, *, epoch: int = 0):
         """Loads the model and sizes the KV cache, calling `report(stage, fraction)` on the way. `executor` has Executor's methods."""
@@ -57,6 +62,9 @@ class EngineCore:
         self.ready = Ready(config, num_blocks, kv_cache_bytes, epoch)
         self.log_stats = not config.service_config.disable_log_stats
         self.check_every_step = False  # for tests: post_step runs check_integrity
+        self.host_counters: Callable[[], dict[str, int]] = dict  # the host's own, for get_metrics; see TransportStats
+        self.pausing = PauseControl(self)
+        self.gate = GrammarGate()  # the host sets gate.wake
         self._rows = OutputRows(epoch)
 
     # ------------------------------------------------------------ requests
@@ -65,18 +73,38 @@ class EngineCore:
         """Queues a request. One that cannot be served is answered by an ERROR row in the next outputs; nothing is raised."""
         try:
             check_request(request, self.config)
-            if request.request_id in self.scheduler.requests:
+            if request.request_id in self.scheduler.requests or request.request_id in self.gate:
                 raise InvalidParameterError("request_id", f"{request.request_id!r} is already in use")
         except InvalidParameterError as refusal:
-            rows = self._rows.of(client_index)
-            rows.add(str(request.request_id), 0, [])
-            rows.finish(FinishReason.ERROR, error=str(refusal))
-            self.scheduler.counters.num_requests_refused += 1
-            return
-        self.scheduler.add_request(request, client_index)
+            return self._refuse(str(request.request_id), refusal, client_index)
+        params = request.sampling_params
+        if params.structured_outputs is None:
+            return self.scheduler.add_request(request, client_index)
+        arrival = self.scheduler.reserve_arrivals(params.n)
+        self.gate.add(request, client_index, arrival, self.executor.check_grammar(params.structured_outputs))
+        self._admit_checked()
+
+    def _refuse(self, request_id: str, refusal: InvalidParameterError, client_index: int) -> None:
+        rows = self._rows.of(client_index)
+        rows.add(request_id, 0, [])
+        rows.finish(FinishReason.ERROR, error=str(refusal), parameter=refusal.parameter)
+        self.scheduler.counters.num_requests_refused += 1
+
+    def _admit_checked(self) -> None:
+        """Requests whose grammar is sound go on to the scheduler, the others are answered."""
+        for gated in self.gate.take():
+            if gated.error is None:
+                self.scheduler.add_request(gated.request, gated.client_index, gated.arrival)
+                self.abort_requests(gated.aborted_ids, gated.client_index)
+            else:
+                self.scheduler.counters.num_grammar_refusals += 1
+                self._refuse(gated.request.request_id, as_refusal(gated.error), gated.client_index)
 
     def abort_requests(self, request_ids: list[str], client_index: int = 0) -> None:
         """Ends those that this client owns and that still live; each is answered by an ABORT row. Others' and unknown ids are ignored."""
+        if self.gate:
+            for gated in self.gate.abort(request_ids, client_index):  # in the scheduler it ends like any other
+                self.scheduler.add_request(gated.request, client_index, gated.arrival)
         for request in self.scheduler.abort_requests(request_ids, client_index):
             rows = self._rows.of(client_index)
             rows.add(request.request_id, request.num_output_tokens, [])
@@ -84,14 +112,39 @@ class EngineCore:
             rows.add_timing(request, time.monotonic())
 
     def drop_client(self, client_index: int) -> None:
-        """The client has left or died: its requests end, and what it was owed is thrown away."""
+        """The client has left or died: its requests end, what it was owed is thrown away, and its pause is over."""
         mine = [request_id for request_id, request in self.scheduler.requests.items() if request.client_index == client_index]
         self.scheduler.counters.num_requests_orphaned += len(self.scheduler.abort_requests(mine, client_index))
+        self.scheduler.counters.num_requests_orphaned += self.gate.drop_client(client_index)
         self._rows.drop(client_index)
+        self.pausing.drop_client(client_index)
+
+    def abort_all_requests(self) -> None:
+        """Every client's, wherever they are; each is answered as in abort_requests."""
+        by_client: dict[int, list[str]] = {}
+        for request_id, request in self.scheduler.requests.items():
+            by_client.setdefault(request.client_index, []).append(request_id)
+        for gated in self.gate:
+            by_client.setdefault(gated.client_index, []).append(gated.request.request_id)
+        for client_index, request_ids in by_client.items():
+            self.abort_requests(request_ids, client_index)
+
+    def num_unheld_requests(self) -> int:
+        """Unfinished ones, without those that arrived during a pause and are not to begin before its end."""
+        num_unchecked = sum(not self.scheduler.is_held_back(gated.arrival) for gated in self.gate)
+        return len(self.scheduler.requests) - len(self.scheduler.held) + num_unchecked
+
+    def owes_rows(self) -> bool:
+        return bool(self._rows)
 
     def has_work(self) -> bool:
         """True while a step would compute something or deliver a row."""
-        return self.scheduler.has_unfinished_requests() or bool(self._rows)
+        scheduler = self.scheduler
+        return bool(self._rows) or self.gate.has_checked() or self.pausing.can_step and len(scheduler.requests) > len(scheduler.held)
+
+    def is_idle(self) -> bool:
+        """No work now, and none to come from a check of a grammar."""
+        return not self.has_work() and not self.gate
 
     # ------------------------------------------------------------ the step
 
@@ -107,7 +160,9 @@ class EngineCore:
         return self._rows.take(stats), step is not None
 
     def _schedule(self) -> ScheduledStep | None:
-        return self.scheduler.schedule()
+        if self.gate.has_checked():
+            self._admit_checked()
+        return self.scheduler.schedule() if self.pausing.can_step else None
 
     def _execute_model(self, step: ScheduledStep) -> ModelRunnerOutput:
         return self.executor.execute_model(step.output)
@@ -122,6 +177,8 @@ class EngineCore:
         """Called after each step when its outputs are on their way: what must not delay them."""
         if model_executed and self.check_every_step:
             self.scheduler.check_integrity()
+        if self.pausing.waits:
+            self.pausing.settle()
 
     def execute_dummy_batch(self) -> None:
         """Runs the model on nothing, so that ranks which have no work keep step with those that have."""
@@ -129,11 +186,37 @@ class EngineCore:
 
     # ------------------------------------------------------------ utilities
 
-    def call_utility(self, method: str, args: list[Any]) -> Any:
-        """Calls one of UTILITIES between two steps. Raises InvalidParameterError for any other name, or for arguments it does not take."""
+    def answer_utility(self, call: UtilityCall, client_index: int, answer: Callable[[UtilityResult], None]) -> None:
+        """Calls a utility for a client. `answer` gets the result or the failure: now, or after the step that brings it, in this thread."""
+
+        def finish(done: Future) -> None:
+            error = done.exception()
+            self.scheduler.counters.num_failed_utilities += error is not None
+            failed = None if error is None else pack_exception(error)
+            answer(UtilityResult(call.call_id, None if failed else done.result(), failed))
+
+        try:
+            result = self.call_utility(call.method, call.args, client_index)
+        except Exception as error:
+            done: Future = Future()
+            done.set_exception(error)
+            return finish(done)
+        if not isinstance(result, Future):
+            done = Future()
+            done.set_result(result)
+            return finish(done)
+        result.add_done_callback(finish)
+
+    def call_utility(self, method: str, args: list[Any], client_index: int = 0) -> Any:
+        """Calls one of UTILITIES between two steps; returns its result, or a Future where a later step brings it (core/pause.py).
+
+        Raises InvalidParameterError for any other name, or for arguments it does not take.
+        """
         if method not in self.UTILITIES:
             raise InvalidParameterError("method", f"must be one of {', '.join(sorted(self.UTILITIES))}, got {method!r}")
-        function = getattr(self, method)
+        function = getattr(self.pausing if method in PauseControl.UTILITIES else self, method)
+        if method == "pause":
+            function = partial(function, client_index=client_index)
         try:
             inspect.signature(function).bind(*args)
         except TypeError as error:
@@ -143,19 +226,25 @@ class EngineCore:
     def ping(self) -> str:
         return "pong"
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks, if no request holds one; returns whether it did."""
-        return self.scheduler.reset_prefix_cache()
-
     def scheduler_state(self) -> dict[str, Any]:
-        return self.scheduler.state()
+        """What waits, runs and is swapped, for people and tests; plain values."""
+        requests, manager = self.scheduler.requests.values(), self.scheduler.kv_cache_manager
+        return self.scheduler.state() | {
+            "requests": [request.describe() | {"num_blocks": len(manager.get_block_ids(request.request_id))} for request in requests],
+            "waiting_for_grammar": [gated.request.request_id for gated in self.gate],
+            "is_paused": self.pausing.is_paused(),
+            "pause_mode": self.pausing.mode,
+            "asleep": sorted(self.pausing.asleep),
+        }
 
     def get_metrics(self) -> dict[str, int]:
-        return msgspec.structs.asdict(self.scheduler.stats())
+        """Every gauge and counter of the engine and its host, by name. The table is in frontend/stats.py."""
+        return msgspec.structs.asdict(self.scheduler.stats()) | self.host_counters()
 
     def check_integrity(self) -> bool:
         """True, or AssertionError naming what does not hold."""
         self.scheduler.check_integrity()
+        self.gate.check_integrity(self.scheduler.requests)
         return True
 
     def shutdown(self) -> None:
@@ -198,6 +287,9 @@ def check_request(request: EngineCoreRequest, config: EngineConfig) -> None:
     _require(isinstance(request.sampling_params, SamplingParams), "sampling_params", "must be given")
     _check_params(request.sampling_params, config)
     _check_token_ids(request, config)
+    vocab_size = config.model_config.hf_config["vocab_size"]
+    may_end = request.sampling_params.structured_outputs is None or any(0 <= token_id < vocab_size for token_id in request.eos_token_ids)
+    _require(may_end, "ignore_eos", "must be False with structured_outputs, whose end is an end-of-sequence token; and the model must have one")
     _require(type(request.priority) is int, "priority", f"must be an integer, got {request.priority!r}")
     _require(request.cache_salt is None or isinstance(request.cache_salt, str), "cache_salt", "must be a string or None")
 

@@ -37,6 +37,7 @@ from ..ipc.messages import (
     Progress,
     Ready,
     Shutdown,
+    TransportStats,
     UtilityCall,
     UtilityResult,
 )
@@ -66,6 +67,7 @@ class EngineCoreProc:
         self.clients: set[int] = set()
         self.is_draining = False  # nothing new is taken; we leave when everybody has what they are owed
         self.must_leave = False
+        self.num_overflowed_clients = 0
         self.on_ready: Callable[[Ready], None] = lambda ready: None
         put = input_.events.put
         output.on_drained = lambda: put(events.Wake())
@@ -105,6 +107,10 @@ class EngineCoreProc:
             self._check_early()
         executor = self.make_executor(self.config) if self.make_executor is not None else None
         core = EngineCore(self.config, executor, self._report, epoch=self.epoch)
+        core.host_counters = lambda: msgspec.structs.asdict(
+            TransportStats(self.input.num_bad_frames, self.output.num_lost_outputs, self.num_overflowed_clients)
+        )
+        core.gate.wake = lambda: self.input.events.put(events.Wake())
         self._take_events(block=False)
         self.core = core
         self._tell_all(core.ready)
@@ -122,7 +128,7 @@ class EngineCoreProc:
     # ------------------------------------------------------------ the loop
 
     def _loop(self) -> None:
-        while not self.must_leave and not (self.is_draining and not self.core.has_work()):
+        while not self.must_leave and not (self.is_draining and self.core.is_idle()):
             self._take_events(block=not self._can_step())
             if self._can_step():
                 self._step()
@@ -165,6 +171,7 @@ class EngineCoreProc:
                 self.output.send(event.client_index, self.core.ready)
         elif isinstance(event, (events.ClientLeft, events.ClientOverflowed)):
             self.clients.discard(event.client_index)
+            self.num_overflowed_clients += isinstance(event, events.ClientOverflowed)
             if self.core is not None:
                 self.core.drop_client(event.client_index)
             if isinstance(event, events.ClientLeft):
@@ -186,23 +193,19 @@ class EngineCoreProc:
             if self.core is not None:
                 self.core.abort_requests(message.request_ids, client_index)
         elif isinstance(message, UtilityCall):
-            self.output.send(client_index, self._call_utility(message))
+            self._call_utility(message, client_index)
         elif isinstance(message, Shutdown):
             self.is_draining = True
             self.must_leave = not message.drain
         elif isinstance(message, Config) and self.config is None:
             self.config, self.epoch = message.config, message.epoch
 
-    def _call_utility(self, call: UtilityCall) -> UtilityResult:
-        try:
-            if self.core is None:
-                raise QuireError("the engine is not ready")
-            result = self.core.call_utility(call.method, call.args)
-        except Exception as error:
-            return UtilityResult(call.call_id, failure=pack_exception(error))
-        if call.method == "get_metrics":
-            result["num_bad_frames"] = self.input.num_bad_frames
-        return UtilityResult(call.call_id, result)
+    def _call_utility(self, call: UtilityCall, client_index: int) -> None:
+        """The answer is sent when there is one: now or after a later step. Clients learn of an engine that leaves before that."""
+        if self.core is None:
+            failure = pack_exception(QuireError("the engine is not ready"))
+            return self.output.send(client_index, UtilityResult(call.call_id, failure=failure))
+        self.core.answer_utility(call, client_index, lambda result: self.output.send(client_index, result))
 
     def _refuse(self, client_index: int, identity: str | int, error: str) -> None:
         """Answers a request (its id is a string) or a utility call (an integer) that never reached the core."""

@@ -9,11 +9,12 @@ Nobody polls: a finished check calls `wake`, which ends the wait of whoever step
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import EngineCoreRequest
 
 
@@ -52,7 +53,10 @@ class GrammarGate:
     def add(self, request: EngineCoreRequest, client_index: int, arrival: int, check: Future) -> None:
         gated = GatedRequest(request, client_index, arrival, check)
         self._waiting[request.request_id] = gated
-        check.add_done_callback(lambda _: self._on_checked(gated))
+        if check.done():  # a grammar that is known: nobody has to be woken
+            self._ready.append(gated)
+        else:
+            check.add_done_callback(lambda _: self._on_checked(gated))
 
     def _on_checked(self, gated: GatedRequest) -> None:
         self._checked.put(gated)
@@ -76,5 +80,36 @@ class GrammarGate:
         if not self._ready:
             self._ready.append(self._checked.get())
 
-    def remove(self, request_id: str) -> GatedRequest:
-        return self._waiting.pop(request_id)
+    def abort(self, request_ids: list[str], client_index: int) -> list[GatedRequest]:
+        """Takes out this client's requests among `request_ids`. Of a request with several completions one may be meant: that is noted."""
+        taken = []
+        for request_id in request_ids:
+            gated = self._waiting.get(request_id)
+            if gated is not None and gated.client_index == client_index:
+                taken.append(self._waiting.pop(request_id))
+            elif gated is None:
+                parent = self._waiting.get(request_id.partition("_")[2])  # see child_request_id
+                if parent is not None and parent.client_index == client_index:
+                    parent.aborted_ids.append(request_id)
+        return taken
+
+    def drop_client(self, client_index: int) -> int:
+        """The client is gone; returns how many of its requests waited here. What their checks say will interest nobody."""
+        mine = [request_id for request_id, gated in self._waiting.items() if gated.client_index == client_index]
+        for request_id in mine:
+            del self._waiting[request_id]
+        return len(mine)
+
+    def check_integrity(self, scheduled: Container[str]) -> None:
+        """Nobody is here and in the scheduler; whoever waits here waits for a check, or is about to be taken. Raises AssertionError."""
+        both = [request_id for request_id in self._waiting if request_id in scheduled]
+        forgotten = [gated.request.request_id for gated in self if gated.check.done() and not self.has_checked()]
+        if both or forgotten:
+            raise AssertionError(f"waiting for their grammar and scheduled: {both}; forgotten: {forgotten}")
+
+
+def as_refusal(error: BaseException) -> InvalidParameterError:
+    """A check that failed by itself refuses its requests too: nobody has seen that their grammar is sound."""
+    if isinstance(error, InvalidParameterError):
+        return error
+    return InvalidParameterError("structured_outputs", f"could not be checked: {type(error).__name__}: {error}")

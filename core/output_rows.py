@@ -36,8 +36,10 @@ class ClientRows:
 
     # Each of these adds to the row that was added last.
 
-    def finish(self, reason: FinishReason, stop_reason: int | None = None, error: str | None = None) -> None:
-        self.finished.append(Finished(len(self.request_ids) - 1, reason, stop_reason, error))
+    def finish(
+        self, reason: FinishReason, stop_reason: int | None = None, error: str | None = None, parameter: str | None = None
+    ) -> None:
+        self.finished.append(Finished(len(self.request_ids) - 1, reason, stop_reason, error, parameter))
 
     def add_logprobs(self, logprobs: SlotLogprobs, num_tokens: int) -> None:
         """Of the first `num_tokens` tokens: a request may end before the last of those that were sampled."""

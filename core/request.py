@@ -8,6 +8,7 @@ import struct
 import time
 from enum import IntEnum
 from hashlib import sha256
+from typing import Any
 
 from ..ipc.messages import EngineCoreRequest, FinishReason, RequestTiming
 
@@ -153,6 +154,20 @@ class Request:
             parent = hashes[-1] if hashes else self._hash_root
             hashes.append(hash_block(parent, token_ids[start : start + block_size]))
         return hashes
+
+    def describe(self) -> dict[str, Any]:
+        """Where it stands, in plain values."""
+        return {
+            "request_id": self.request_id,
+            "status": self.status.name.lower(),
+            "client_index": self.client_index,
+            "priority": self.key[0],
+            "num_tokens": self.num_tokens,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_output_tokens": self.num_output_tokens,
+            "num_computed_tokens": self.num_computed_tokens,
+            "num_preemptions": self.num_preemptions,
+        }
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.name}, tokens={self.num_tokens}, computed={self.num_computed_tokens})"

@@ -55,6 +55,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []  # sorted by key
         self.running: list[Request] = []  # sorted by key
+        self.held: dict[str, Request] = {}  # in order of arrival; see hold_arrivals
+        self._is_holding, self._first_held_arrival = False, 0
         self.counters = Counters()
         self.num_steps = 0
         self._num_arrivals = 0
@@ -63,13 +65,38 @@ class Scheduler:
 
     # ------------------------------------------------------------ requests come and go
 
-    def add_request(self, message: EngineCoreRequest, client_index: int = 0) -> None:
-        """Takes a validated request whose id is not in use. Arrival is the order of these calls: clients' clocks are not trusted."""
-        key = (message.priority if self.uses_priority else 0, self._num_arrivals)
-        self._num_arrivals += 1
+    def add_request(self, message: EngineCoreRequest, client_index: int = 0, arrival: int | None = None) -> None:
+        """Takes a validated request whose id is not in use. Arrival is the order of these calls, or what was reserved earlier: clients'
+        clocks are not trusted."""
+        if arrival is None:
+            arrival = self.reserve_arrivals(1)
+        key = (message.priority if self.uses_priority else 0, arrival)
         request = Request(message, max_model_len=self.max_model_len, client_index=client_index, key=key)
         self.requests[request.request_id] = request
-        insort(self.waiting, request, key=_by_key)
+        if self.is_held_back(arrival):
+            self.held[request.request_id] = request
+        else:
+            insort(self.waiting, request, key=_by_key)
+
+    def reserve_arrivals(self, count: int) -> int:
+        """The next place in the order of arrival, and `count` - 1 behind it, for a request that is added later."""
+        self._num_arrivals += count
+        return self._num_arrivals - count
+
+    def hold_arrivals(self) -> None:
+        """Requests that come from now on are kept apart: they are not scheduled until release_arrivals."""
+        if not self._is_holding:
+            self._is_holding, self._first_held_arrival = True, self._num_arrivals
+
+    def is_held_back(self, arrival: int) -> bool:
+        """Whether a request of this place in the order came after hold_arrivals."""
+        return self._is_holding and arrival >= self._first_held_arrival
+
+    def release_arrivals(self) -> None:
+        self._is_holding = False
+        for request in self.held.values():
+            insort(self.waiting, request, key=_by_key)
+        self.held.clear()
 
     def abort_requests(self, request_ids: Iterable[str], client_index: int) -> list[Request]:
         """Ends this client's requests among `request_ids`; returns those that were alive. Called between steps."""
@@ -91,8 +118,9 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """The one way out: the request leaves its list, its slot and its blocks."""
-        queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
-        del queue[bisect_left(queue, request.key, key=_by_key)]
+        if self.held.pop(request.request_id, None) is None:
+            queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
+            del queue[bisect_left(queue, request.key, key=_by_key)]
         self._release_slot(request)
         if reason is FinishReason.ERROR:
             self.kv_cache_manager.discard(request)
@@ -271,7 +299,7 @@ class Scheduler:
         manager = self.kv_cache_manager
         return SchedulerStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting) + len(self.held),
             num_free_blocks=manager.num_free_blocks,
             num_blocks=len(manager.block_pool.blocks),
             prefix_cache_queries=manager.prefix_cache_queries,
@@ -285,6 +313,7 @@ class Scheduler:
             "step": self.num_steps,
             "running": [request.request_id for request in self.running],
             "waiting": [request.request_id for request in self.waiting],
+            "held": list(self.held),
             "num_free_slots": len(self._free_slots),
             "num_free_blocks": self.kv_cache_manager.num_free_blocks,
             "num_cached_blocks": self.kv_cache_manager.block_pool.num_cached_blocks,
@@ -296,13 +325,14 @@ class Scheduler:
         self.kv_cache_manager.check_integrity(self.running)
         slots = sorted(self._free_slots + [request.slot for request in self.running])
         expected = {
-            "requests are exactly those listed": sorted(self.requests) == sorted(r.request_id for r in self.running + self.waiting),
+            "requests are exactly those listed": sorted(self.requests) == sorted([*self.held, *(r.request_id for r in self.running + self.waiting)]),
             "running is sorted": self.running == sorted(self.running, key=_by_key),
             "waiting is sorted": self.waiting == sorted(self.waiting, key=_by_key),
             "each slot is free or held once": slots == list(range(self.max_num_seqs)),
             "running requests run": all(request.status is RequestStatus.RUNNING for request in self.running),
             "waiting requests hold nothing": all(
-                request.slot is None and request.num_computed_tokens == 0 and not request.is_finished for request in self.waiting
+                request.slot is None and request.num_computed_tokens == 0 and not request.is_finished
+                for request in (*self.waiting, *self.held.values())
             ),
             "nobody computed more than there is": all(0 < r.num_computed_tokens <= r.num_tokens for r in self.running),
         }

@@ -4,6 +4,8 @@ Must not know: models, requests, who asks."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
 import mmap
 import os
@@ -106,6 +108,19 @@ def free_memory_bytes() -> int:
     free = psutil.virtual_memory().available
     limit = cgroup_free_memory()
     return free if limit is None else min(free, limit)
+
+
+def release_memory() -> None:
+    """Gives the operating system back what was freed: cyclic garbage, and the pages that malloc keeps for later."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc's
+        libc.malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """Memory that this process has in use now."""
+    return psutil.Process().memory_info().rss
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

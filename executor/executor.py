@@ -4,6 +4,7 @@ Must not know: the scheduler, requests, what a worker does inside."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -55,13 +56,18 @@ class Executor:
         self.worker.execute_dummy_batch()
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a worker's method on every rank; the results in rank order."""
+        """Calls a worker's method, one of Worker.CALLABLE, on every rank; the results in rank order. Raises InvalidParameterError."""
+        if method not in Worker.CALLABLE:
+            raise InvalidParameterError("method", f"must be one of {', '.join(sorted(Worker.CALLABLE))}, got {method!r}")
+        try:
+            inspect.signature(getattr(Worker, method)).bind(self.worker, *args)
+        except TypeError as error:
+            raise InvalidParameterError("args", f"{method} does not take {list(args)!r}: {error}") from None
         return [getattr(self.worker, method)(*args)]
 
     def check_health(self) -> None:
         """Raises RuntimeError when a rank can no longer run steps. The one rank lives in this process: it is well until shut down."""
-        if self.worker.model is None:
-            raise RuntimeError("the worker has no model: it was not loaded, or it was shut down")
+        self.worker.check_health()
 
     def shutdown(self) -> None:
         """Frees model and cache. May be called twice."""

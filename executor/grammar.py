@@ -32,7 +32,7 @@ from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import NewRequestData
 from ..ipc.params import StructuredOutputsParams
 from .grammar_check import COMPILE_STACK_BYTES, CompilerSettings, GrammarCheck
-from .grammar_compiler import GrammarCompiler, check_size, refusal, shorten
+from .grammar_compiler import GrammarCompiler, is_dead_end, normalize, refusal, shorten
 
 if TYPE_CHECKING:
     from .input_batch import InputBatch
@@ -46,9 +46,8 @@ MAX_VERDICTS = 4096  # of checks kept
 class SlotGrammar:
     """One request's grammar. Used by the thread of masks from the slot's first `start` on."""
 
-    params: StructuredOutputsParams
+    params: StructuredOutputsParams  # normalized
     eos_token_ids: list[int]
-    num_prompt_tokens: int
     num_consumed: int  # of the slot's tokens, prompt included
     matcher: LLMatcher | None = None  # None: not copied yet
     is_ended: bool = False  # it has taken an end-of-sequence token; the request will not sample again
@@ -90,7 +89,7 @@ class Grammars:
         try:
             if self.compiler is None:
                 raise refusal("needs the tokenizer: this engine runs with skip_tokenizer_init=True")
-            check_size(params)
+            params = normalize(params)
         except InvalidParameterError as error:
             future: Future[None] = Future()
             future.set_exception(error)
@@ -147,7 +146,8 @@ class Grammars:
             self._bitmask = np.zeros((self.max_num_seqs, self.compiler.num_mask_words), np.int32)
             self._mask_pool = ThreadPoolExecutor(1, "quire-grammar-masks")
         count = request.num_prompt_tokens
-        self._slots[request.slot] = SlotGrammar(params, request.eos_token_ids, count, num_consumed=count)
+        eos_token_ids = [token_id for token_id in request.eos_token_ids if 0 <= token_id < self.compiler.vocab_size]
+        self._slots[request.slot] = SlotGrammar(normalize(params), eos_token_ids, num_consumed=count)
         return True
 
     def leave(self, slot: int) -> None:
@@ -213,8 +213,7 @@ class Grammars:
         lets everything through."""
         matcher = grammar.matcher
         if grammar.error is None and matcher.is_error():
-            dead_end = matcher.stop_reason().startswith("NoExtension")
-            problem = "the grammar came to a dead end: nothing can follow" if dead_end else shorten(matcher.get_error())
+            problem = "the grammar came to a dead end: nothing can follow" if is_dead_end(matcher) else shorten(matcher.get_error())
             grammar.error = f"structured_outputs: {problem}"
         if grammar.error is not None or grammar.is_ended:
             words[:] = -1

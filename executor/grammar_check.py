@@ -28,7 +28,7 @@ from ..ipc.params import StructuredOutputsParams
 from ..ipc.process import die_with_parent
 from .grammar_compiler import GrammarCompiler, refusal
 
-TIME_LIMIT_S = 1.5  # of the child's processor time for one grammar
+TIME_LIMIT_S = 1.2  # of the child's processor time for one grammar
 STARVED_LIMIT_S = 6.0  # by the clock, where other processes leave the child no processor
 START_LIMIT_S = 60.0  # until it has read the tokenizer
 MEMORY_LIMIT_BYTES = 512 * 2**20  # beyond what the child has once it has read the tokenizer
@@ -55,7 +55,7 @@ class GrammarCheck:
         self._is_closed = False
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """Returns within about two seconds. Raises InvalidParameterError for a grammar that is unsound, or that costs too much."""
+        """Normalized `params`. Returns within about two seconds. Raises InvalidParameterError for a grammar that is unsound, or that costs too much."""
         child = self._child or self._start()
         try:
             _write(child.stdin, msgspec.msgpack.encode(params))

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import llguidance
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -26,42 +27,40 @@ MAX_MASK_S = 0.1  # of one thread's time; 10 to 50 us are usual, the first of a 
 NUM_WALKS, WALK_TOKENS = 3, 12  # tried on a new grammar
 # llguidance's own limits but for the states, of 1 to 2 kB each: what one request's matcher may grow to is about 100 MB.
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
-WITHIN_LIMITS = ("NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence")  # llguidance's StopReasons that are no limit's
 
 
 def refusal(problem: str) -> InvalidParameterError:
     return InvalidParameterError("structured_outputs", problem)
 
 
-def schema_text(params: StructuredOutputsParams) -> str | None:
-    """Raises InvalidParameterError for a dict that is no JSON."""
-    try:
-        return params.json if isinstance(params.json, str | None) else json.dumps(params.json)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidParameterError("structured_outputs.json", f"must be a JSON schema: {error}") from None
-
-
-def check_size(params: StructuredOutputsParams) -> None:
-    """Raises InvalidParameterError for more text than anybody should have to read."""
-    given = {
-        "json": schema_text(params), "regex": params.regex, "choice": params.choice and "".join(params.choice), "grammar": params.grammar,
-        "whitespace_pattern": params.whitespace_pattern,
-    }  # fmt: skip
-    for name, text in given.items():
+def normalize(params: StructuredOutputsParams) -> StructuredOutputsParams:
+    """The same with its schema as text. Raises InvalidParameterError for a dict that is no JSON, for text that UTF-8 cannot hold, and for
+    more of it than anybody should have to read."""
+    if isinstance(params.json, dict):
+        try:
+            params = msgspec.structs.replace(params, json=json.dumps(params.json))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidParameterError("structured_outputs.json", f"must be a JSON schema: {error}") from None
+    for name in ("json", "regex", "choice", "grammar", "whitespace_pattern"):
+        value = getattr(params, name) or ""
         limit = MAX_GRAMMAR_SOURCE_BYTES if name == "grammar" else MAX_GRAMMAR_BYTES
-        size = len((text or "").encode())
+        try:
+            size = len("".join(value).encode())
+        except UnicodeEncodeError:
+            raise InvalidParameterError(f"structured_outputs.{name}", "must be text that UTF-8 can hold, not half characters") from None
         if size > limit:
             raise InvalidParameterError(f"structured_outputs.{name}", f"must have at most {limit} bytes, got {size}")
+    return params
 
 
 def to_llguidance(params: StructuredOutputsParams) -> str:
-    """The grammar in llguidance's words. Raises InvalidParameterError for what cannot even be put so; the rest, the compiler says."""
+    """The grammar of normalized `params` in llguidance's words. Raises InvalidParameterError for what cannot even be put so; the rest, the compiler says."""
     options: dict[str, object] = {"whitespace_flexible": False} if params.disable_any_whitespace else {}
     if params.whitespace_pattern is not None:
         options["whitespace_pattern"] = params.whitespace_pattern
     try:
         if params.json is not None:
-            return LLMatcher.grammar_from_json_schema(schema_text(params), overrides=options)
+            return LLMatcher.grammar_from_json_schema(params.json, overrides=options)
         if params.json_object:
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=options)
         if params.regex is not None:
@@ -70,8 +69,6 @@ def to_llguidance(params: StructuredOutputsParams) -> str:
             return LLMatcher.grammar_from_regex("|".join(map(escape, params.choice)))
         is_json = params.grammar.lstrip().startswith("{")
         return llguidance.grammar_from("llguidance" if is_json else "grammar", params.grammar)
-    except InvalidParameterError:
-        raise
     except Exception as error:  # GBNF's reader raises what it likes
         raise refusal(f"cannot be read: {shorten(str(error))}") from None
 
@@ -85,6 +82,11 @@ def shorten(error: str) -> str:
     """llguidance repeats the user's grammar in its errors; the beginning is enough."""
     text = " ".join(error.replace("<non-verbose/>", "").split())
     return text if len(text) <= 300 else f"{text[:300]}…"
+
+
+def is_dead_end(matcher: LLMatcher) -> bool:
+    """Of a matcher in error: nothing can follow, and the grammar is not at an end. Else a limit was exceeded."""
+    return matcher.get_error().startswith("NoExtension")
 
 
 class GrammarCompiler:
@@ -135,7 +137,7 @@ class GrammarCompiler:
             copy = matcher.deep_copy()
             for index in range(WALK_TOKENS):
                 allowed = self._timed_mask(copy)
-                if copy.stop_reason() not in WITHIN_LIMITS:
+                if copy.is_error() and not is_dead_end(copy):
                     raise refusal(f"is too complex: {shorten(copy.get_error())}")
                 if index == 0 and (copy.is_error() or not len(allowed)):
                     raise refusal("accepts no output at all")

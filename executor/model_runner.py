@@ -45,6 +45,11 @@ class ModelRunner:
         self.sampler = Sampler(ops)
         self.prompt_scorer = PromptScorer(model.compute_logits, ops, model.config.vocab_size)
 
+    def use_model(self, model: Any) -> None:
+        """Another model of the same shape takes over, or (None) nobody: then no step may come."""
+        self.model = model
+        self.prompt_scorer.compute_logits = None if model is None else model.compute_logits
+
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Computes the scheduled tokens and samples the rows that are complete. Logits that are not finite are their own row's error."""

@@ -4,6 +4,7 @@ Must not know: other ranks, requests, how steps reach it."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -43,7 +44,12 @@ def load_plugins() -> None:
 
 
 class Worker:
-    """Created, then load_model, determine_num_blocks, initialize_kv_cache; then execute_model as often as one likes."""
+    """Created, then load_model, determine_num_blocks, initialize_kv_cache; then execute_model as often as one likes.
+
+    Between two steps it may be told to sleep, to wake up or to take other weights; the scheduler has forgotten all KV entries by then.
+    """
+
+    CALLABLE = frozenset({"check_health", "execute_dummy_batch", "load_weights", "memory_usage", "sleep", "wake_up"})  # by collective_rpc
 
     def __init__(self, config: EngineConfig):
         self.config = config
@@ -53,6 +59,10 @@ class Worker:
         self.model: Any = None
         self.runner: ModelRunner | None = None
         self.grammars: Grammars | None = None
+        self.asleep: set[str] = set()  # of "weights" and "kv_cache": what is not there
+        self._directory: Path | None = None  # where the weights in use came from; None: random ones
+        self._weights_bytes = 0
+        self._num_blocks = 0
 
     def load_model(self, report: Callable[[str, float], None]) -> None:
         """Builds the model and fills its weights. Raises ModelLoadError, InvalidParameterError (an unknown kernel or processor)."""
@@ -60,22 +70,31 @@ class Worker:
         block_size = self.config.cache_config.block_size
         load_plugins()
         processors = load_logits_processors(model_config.logits_processors)
-        model_class = find_model_class(model_config.hf_config)
-        shape = model_class.parse_config(model_config.hf_config)
+        self._model_class = find_model_class(model_config.hf_config)
+        shape = self._model_class.parse_config(model_config.hf_config)
         sizes = {"head_dim": shape.head_dim, "num_heads": shape.num_attention_heads, "num_kv_heads": shape.num_key_value_heads}
-        ops = registry.select(self.device, self.dtype, self.config.device_config.kernels, block_size=block_size, **sizes)
-        make = LayerFactory(ops, self.dtype, self.device)
-        self.model = model_class(shape, make, model_config.max_model_len)
-        if self.config.load_config.load_format == "dummy":
-            fill_with_random_weights(self.model, model_config.seed, report)
-        else:
-            load_weights(self.model, Path(model_config.model), report)
-        make.finish()
+        self._ops = ops = registry.select(self.device, self.dtype, self.config.device_config.kernels, block_size=block_size, **sizes)
+        if self.config.load_config.load_format != "dummy":
+            self._directory = Path(model_config.model)
+        self.model = self._build_model(self._directory, report)
         max_num_seqs, max_model_len = scheduler_config.max_num_seqs, model_config.max_model_len
         self.grammars = Grammars(self.config, ops, shape.vocab_size)
         stages = make_stages(ops, shape.vocab_size, max_num_seqs, max_model_len, processors, self.grammars)
         batch = InputBatch(max_num_seqs, max_model_len, block_size, stages)
         self.runner = ModelRunner(self.model, ops, batch, block_size, self.device, self.grammars)
+
+    def _build_model(self, directory: Path | None, report: Callable[[str, float], None]) -> Any:
+        """A model with the weights of `directory`, or with random ones, and without a cache."""
+        model_config = self.config.model_config
+        make = LayerFactory(self._ops, self.dtype, self.device)
+        model = self._model_class(self._model_class.parse_config(model_config.hf_config), make, model_config.max_model_len)
+        self._weights_bytes = sum(tensor.nbytes for _, tensor in model.weights())
+        if directory is None:
+            fill_with_random_weights(model, model_config.seed, report)
+        else:
+            load_weights(model, directory, report)
+        make.finish()
+        return model
 
     @property
     def block_bytes(self) -> int:
@@ -93,7 +112,8 @@ class Worker:
         for layer in self.model.attention_layers():
             shape = (2, num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
             layer.key_cache, layer.value_cache = devices.zeros(shape, self.dtype, self.device)
-        self.execute_dummy_batch()  # what operations set up in their first call, no request shall wait for; and a broken one shows now
+        self._num_blocks = num_blocks
+        self.runner.execute_dummy_batch()  # what operations set up in their first call, no request shall wait for; and a broken one shows now
         num_bytes = num_blocks * self.block_bytes
         logger.info("KV cache: %d blocks of %d tokens, %.1f MiB", num_blocks, block_size, num_bytes / 2**20)
         return num_bytes
@@ -102,13 +122,94 @@ class Worker:
         return self.runner.execute_model(scheduler_output)
 
     def execute_dummy_batch(self) -> None:
+        self.check_health()
         self.runner.execute_dummy_batch()
+
+    # ------------------------------------------------------------ between steps
+
+    def check_health(self) -> None:
+        """Raises RuntimeError when this rank can no longer run steps, or not now."""
+        if self.asleep:
+            raise RuntimeError(f"the worker sleeps: its {' and '.join(sorted(self.asleep))} must be woken first")
+        if self.model is None:
+            raise RuntimeError("the worker has no model: it was not loaded, or it was shut down")
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes of weights and cache (a cache on a CPU takes memory only where it was written), and what the process has in use."""
+        return {
+            "weights_bytes": 0 if "weights" in self.asleep else self._weights_bytes,
+            "kv_cache_bytes": 0 if "kv_cache" in self.asleep else self._num_blocks * self.block_bytes,
+            "resident_bytes": devices.resident_bytes(),
+        }
+
+    def sleep(self, tags: list[str]) -> None:
+        """Gives the memory of "kv_cache" or "weights" back to the system. On a CPU weights have no other place to go: they are dropped."""
+        if "kv_cache" in tags:
+            for layer in self.model.attention_layers():
+                layer.key_cache = layer.value_cache = None
+        if "weights" in tags:
+            self.model = None
+            self.runner.use_model(None)
+        self.asleep.update(tags)
+        devices.release_memory()
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Weights are read again from where they came; the cache is made anew, and needs the weights. What fails stays asleep."""
+        for tag in ("weights", "kv_cache"):
+            if tag not in tags or tag not in self.asleep:
+                continue
+            if tag == "weights":
+                self.model = self._build_model(self._directory, _report_nothing)
+                self.runner.use_model(self.model)
+            else:
+                self.initialize_kv_cache(self._num_blocks)
+            self.asleep.discard(tag)
+
+    def load_weights(self, path: str) -> None:
+        """Takes the weights in the directory `path` in place of its own, which go on if anything is wrong: the new model is built beside
+        the old one, so there must be memory for both. Raises ModelLoadError."""
+        directory = Path(path)
+        check_same_architecture(self.config, self._model_class, directory)
+        model = self._build_model(directory, _report_nothing)
+        if self.model is not None:
+            for layer, old in zip(model.attention_layers(), self.model.attention_layers(), strict=True):
+                layer.key_cache, layer.value_cache = old.key_cache, old.value_cache
+        self.model, self._directory = model, directory
+        self.runner.use_model(model)
+        self.asleep.discard("weights")
+        devices.release_memory()
 
     def shutdown(self) -> None:
         """Lets go of model and cache. May be called twice."""
         if self.grammars is not None:
             self.grammars.shutdown()
         self.model = self.runner = self.grammars = None
+
+
+def check_same_architecture(config: EngineConfig, model_class: Any, directory: Path) -> None:
+    """The config.json beside new weights, if there is one, must describe the model that runs: not every difference shows in a shape.
+
+    Raises ModelLoadError naming the first key that differs.
+    """
+    path = directory / "config.json"
+    if not path.exists():
+        return
+    try:
+        hf_config = json.loads(path.read_text(encoding="utf-8"))
+        described = find_model_class(hf_config)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    if described is not model_class:
+        raise ModelLoadError(f"{path}: the architecture is {described.__name__}, the engine runs {model_class.__name__}")
+    overrides = {key: config.model_config.hf_config[key] for key in config.model_config.hf_overrides}
+    mine, other = model_class.parse_config(config.model_config.hf_config), model_class.parse_config(hf_config | overrides)
+    for name in mine.__dataclass_fields__:
+        if getattr(mine, name) != getattr(other, name):
+            raise ModelLoadError(f"{path}: {name} is {getattr(other, name)!r}, the engine runs a model with {getattr(mine, name)!r}")
+
+
+def _report_nothing(stage: str, fraction: float) -> None:
+    pass
 
 
 def plan_num_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> int:

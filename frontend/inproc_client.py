@@ -16,11 +16,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
+
 from ..ipc import messages as m
 from ..ipc.codec import BadFrameError, Decoder, Encoder, in_words, whose
 from ..ipc.config import EngineConfig
-from ..ipc.errors import EngineDeadError
-from ..ipc.failures import pack_exception, unpack_exception
+from ..ipc.errors import EngineDeadError, EnginePausedError
+from ..ipc.failures import unpack_exception
 from .client import EngineClient
 
 MAX_QUEUED_OUTPUTS = 256  # the thread steps this far ahead of its reader
@@ -34,6 +36,8 @@ class LocalEngine:
         self.core = core
         self.outputs: deque[m.EngineCoreOutputs] = deque()
         self.death: EngineDeadError | None = None
+        self.num_bad_frames = 0  # of requests that did not survive the codec
+        self.calls: set[Future] = set()  # utility calls whose results are yet to come
         self.waiter: asyncio.Future | None = None  # of the one task that waits for outputs
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -50,6 +54,8 @@ class LocalEngine:
 
     def step(self) -> None:
         """One step; its outputs are appended. Raises EngineDeadError if it fails: the engine is then dead."""
+        if not self.core.has_work() and self.core.gate:  # a grammar is being checked, in a thread and a process of its own
+            self.core.gate.wait()
         try:
             outputs, model_executed = self.core.step_fn()
             if outputs and CLIENT in outputs:
@@ -58,7 +64,38 @@ class LocalEngine:
         except Exception as error:
             self.death = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")
             self.death.__cause__ = error
+            self._fail_calls()
             raise self.death from error
+
+    def begin_call(self, call: m.UtilityCall, receive: Callable[[m.UtilityResult], Any]) -> Future:
+        """Calls a utility on the core; the Future gets what `receive` makes of the answer, now or after a later step."""
+        future: Future = Future()
+
+        def finish(result: m.UtilityResult) -> None:
+            self.calls.discard(future)
+            try:
+                future.set_result(receive(result))
+            except Exception as error:
+                future.set_exception(error)
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            if self.death is not None:
+                future.set_exception(self.death)
+                return
+            self.calls.add(future)
+            self.core.answer_utility(call, CLIENT, finish)
+
+        self.submit(run)
+        return future
+
+    def count_transport(self) -> dict[str, int]:
+        return msgspec.structs.asdict(m.TransportStats(self.num_bad_frames))
+
+    def _fail_calls(self) -> None:
+        while self.calls:
+            self.calls.pop().set_exception(self.death)
 
     # ------------------------------------------------------------ the thread
 
@@ -74,6 +111,11 @@ class LocalEngine:
     def wake(self) -> None:
         """The reader has taken everything: the thread may go on, if it waited for that."""
         self._inbox.put(lambda: None)
+
+    def wake_thread(self) -> None:
+        """There is news for the core. Called from any thread; without one of ours, the caller's next step finds the news itself."""
+        if self._thread is not None:
+            self.wake()
 
     def _run(self) -> None:
         try:
@@ -118,6 +160,7 @@ class LocalEngine:
             self.wake()
             if self._thread is not threading.current_thread():  # it is when the thread dropped the last reference to the client
                 self._thread.join()
+        self._fail_calls()
         self.core.shutdown()
 
 
@@ -135,9 +178,10 @@ class InprocClient(EngineClient):
         from ..core.engine_core import EngineCore
 
         self._engine = engine = LocalEngine(EngineCore(config, executor))
+        engine.core.host_counters = engine.count_transport
+        engine.core.gate.wake = engine.wake_thread
         self._close = weakref.finalize(self, engine.close)  # also at exit, for scripts that forget
         self.ready = engine.core.ready
-        self.num_bad_frames = 0
         max_message_bytes = config.service_config.max_message_bytes
         self._encoder = Encoder(max_message_bytes) if round_trip else None
         self._to_engine = Decoder(m.ClientMessage, max_message_bytes)
@@ -164,7 +208,7 @@ class InprocClient(EngineClient):
         try:
             return self._to_engine.decode(frames)
         except BadFrameError as error:
-            self.num_bad_frames += 1
+            self._engine.num_bad_frames += 1
             finished = [m.Finished(0, m.FinishReason.ERROR, error=in_words(error, frames))]
             refusal = m.EngineCoreOutputs(self.ready.epoch, [whose(frames)], [0], [0], [], finished)
             self._engine.submit(lambda: self._engine.outputs.append(refusal))
@@ -183,41 +227,24 @@ class InprocClient(EngineClient):
         while not engine.outputs:
             if engine.death is not None:
                 raise engine.death
-            if not engine.core.has_work():
+            if engine.core.is_idle():
+                if stall := engine.core.pausing.describe_stall():  # there is no other client that could change it
+                    raise EnginePausedError(stall)
                 raise RuntimeError("no request of this client is unfinished: there is nothing to wait for")
             engine.step()
         return self._deliver()
 
     def call_utility(self, method: str, *args: Any) -> Any:
-        return self._begin_call(method, args).result()
+        engine, future = self._engine, self._begin_call(method, args)
+        while not engine.has_thread and not future.done():
+            engine.step()  # the result comes with a step, and nobody else makes one
+        return future.result()
 
     def _begin_call(self, method: str, args: tuple) -> Future:
-        future: Future = Future()
         call = m.UtilityCall(0, method, list(args))
         if self._encoder is not None:
             call = self._to_engine.decode(self._encoder.encode(call))
-        engine = self._engine
-
-        def run() -> None:
-            if engine.death is not None:
-                future.set_exception(engine.death)
-                return
-            try:
-                future.set_result(self._receive(self._call(call)))
-            except Exception as error:
-                future.set_exception(error)
-
-        engine.submit(run)
-        return future
-
-    def _call(self, call: m.UtilityCall) -> m.UtilityResult:
-        try:
-            result = self._engine.core.call_utility(call.method, call.args)
-        except Exception as error:
-            return m.UtilityResult(call.call_id, failure=pack_exception(error))
-        if call.method == "get_metrics":
-            result["num_bad_frames"] = self.num_bad_frames
-        return m.UtilityResult(call.call_id, result)
+        return self._engine.begin_call(call, self._receive)
 
     def _receive(self, message: m.UtilityResult) -> Any:
         if self._encoder is not None:

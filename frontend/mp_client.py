@@ -19,7 +19,7 @@ from ..ipc import messages as m
 from ..ipc.codec import BadFrameError, Decoder
 from ..ipc.config import EngineConfig
 from ..ipc.connection import Connection
-from ..ipc.errors import EngineDeadError, EngineStartError
+from ..ipc.errors import EngineDeadError, EnginePausedError, EngineStartError
 from ..ipc.failures import unpack_exception
 from ..ipc.process import engine_command
 from ..ipc.sockets import ipc_path, receive
@@ -49,6 +49,9 @@ class MPClient(EngineClient):
         self._results: dict[int, m.UtilityResult] = {}
         self._calls: dict[int, asyncio.Future | None] = {}  # pending calls; a Future for those of asyncio
         self._num_calls = 0
+        # We have paused the engine ourselves, or put it to sleep: who then waits for outputs in blocking code might wait for himself.
+        # When another client has done it, it is that client's to undo, and waiting for it is right.
+        self._may_be_stalled = False
         self._output_waiter: asyncio.Future | None = None
         self._death: str | None = None  # why the engine is gone
         self._last_words: str | None = None  # its EngineDead
@@ -205,6 +208,7 @@ class MPClient(EngineClient):
 
     def _begin_call(self, method: str, args: tuple, waiter: asyncio.Future | None) -> int:
         self._num_calls += 1
+        self._may_be_stalled |= method in ("pause", "sleep")
         self._send(m.UtilityCall(self._num_calls, method, list(args)))
         self._calls[self._num_calls] = waiter
         return self._num_calls
@@ -227,7 +231,12 @@ class MPClient(EngineClient):
             self._read()
         while not self._outputs:
             self._raise_if_dead()
-            self._wait()
+            if not self._may_be_stalled:
+                self._wait()
+            elif (stall := self.call_utility("stall_reason")) is None:
+                self._may_be_stalled = False
+            elif not self._outputs:
+                raise EnginePausedError(stall)
         return self._outputs.popleft()
 
     def call_utility(self, method: str, *args: Any) -> Any:

@@ -68,6 +68,7 @@ class EngineOutput:
 
     def __init__(self, context: zmq.Context, max_message_bytes: int, *, max_backlog_bytes: int = MAX_BACKLOG_BYTES):
         self.max_backlog_bytes = max_backlog_bytes
+        self.num_lost_outputs = 0  # rows that could not be encoded; their requests were ended
         self.is_full = False  # some client's backlog is above the limit, or has not yet come down to half of it
         self.on_drained: Callable[[], None] = lambda: None  # called in the output thread when is_full ends
         self.on_overflow: Callable[[int], None] | None = None  # a daemon's: called with a client that was dropped for not reading
@@ -155,6 +156,7 @@ class EngineOutput:
             if isinstance(message, UtilityResult):
                 return self._encoder.encode(UtilityResult(message.call_id, failure=pack_exception(error)))
             if isinstance(message, EngineCoreOutputs):
+                self.num_lost_outputs += len(message.request_ids)
                 self.on_lost(order.client_index, message.request_ids)
                 return self._encoder.encode(error_rows(message, f"the output could not be sent: {error}"))
             raise

@@ -23,6 +23,10 @@ class ModelLoadError(QuireError, RuntimeError):
     """The model's files are missing, corrupt, or of an architecture that Quire does not run."""
 
 
+class EnginePausedError(QuireError, RuntimeError):
+    """The engine is paused or asleep, and what was asked of it needs it to go on: resume() or wake_up() first."""
+
+
 class EngineDeadError(QuireError, RuntimeError):
     """The engine process is gone. Every waiter gets this, with the cause (exit code or signal, last words on stderr)."""
 

@@ -18,7 +18,7 @@ _BY_NAME: dict[str, type[Exception]] = {
         FloatingPointError, ImportError, IndexError, IsADirectoryError, KeyError, LookupError, MemoryError, ModuleNotFoundError,
         NameError, NotADirectoryError, NotImplementedError, OSError, OverflowError, PermissionError, RecursionError, RuntimeError,
         TimeoutError, TypeError, ValueError, ZeroDivisionError,
-        errors.QuireError, errors.ModelLoadError, errors.EngineDeadError, errors.EngineStartError,
+        errors.QuireError, errors.ModelLoadError, errors.EngineDeadError, errors.EngineStartError, errors.EnginePausedError,
     )
 }  # fmt: skip
 

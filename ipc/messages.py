@@ -181,6 +181,14 @@ class SchedulerStats(Message):
     num_failed_utilities: int = 0  # counter: calls that raised
 
 
+class TransportStats(Message):
+    """What the host of an engine counts, a process or a client of its own. Counters, from the engine's start; part of get_metrics."""
+
+    num_bad_frames: int = 0  # frames from clients that were no message
+    num_lost_outputs: int = 0  # rows that could not be encoded: their requests ended with an error
+    num_overflowed_clients: int = 0  # a daemon's clients that did not read their outputs
+
+
 class Finished(Message):
     row: int  # index into EngineCoreOutputs.request_ids
     reason: FinishReason

@@ -5,6 +5,7 @@ Must not know: torch, the scheduler, or how blocks are chosen."""
 from __future__ import annotations
 
 import time
+import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 from quire.ipc.config import EngineConfig, config_fields
+from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.ipc.messages import Array, FinishReason, ModelRunnerOutput, NewRequestData, SchedulerOutput, SlotLogprobs
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
 
@@ -45,18 +47,23 @@ def token_from_digest(digest: int, params: SamplingParams | None, vocab_size: in
     return (digest >> 11) % vocab_size
 
 
-def digest_of(token_ids: list[int]) -> int:
-    digest = 0
+def weights_digest(path: str) -> int:
+    """What the fake weights in a directory come to: the digest before the first token. 0: those that the engine starts with."""
+    return zlib.crc32(path.encode())
+
+
+def digest_of(token_ids: list[int], digest: int = 0) -> int:
+    """`digest`: that of the weights."""
     for token_id in token_ids:
         digest = extend_digest(digest, token_id)
     return digest
 
 
 def expected_output(
-    prompt_token_ids: list[int], params: SamplingParams, eos_token_ids: list[int], config: EngineConfig
+    prompt_token_ids: list[int], params: SamplingParams, eos_token_ids: list[int], config: EngineConfig, weights: int = 0
 ) -> tuple[list[int], FinishReason, int | None]:
     """What an unscripted engine must answer, whatever the batching: (output tokens, finish reason, stop reason)."""
-    digest, output = digest_of(prompt_token_ids), []
+    digest, output = digest_of(prompt_token_ids, weights), []
     while True:
         token_id = token_from_digest(digest, params, config.model_config.hf_config["vocab_size"])
         output.append(token_id)
@@ -108,6 +115,8 @@ class FakeExecutor:
         self.holders: Counter[int] = Counter()  # block id -> number of slots whose table has it
         self.grammar_checks: dict[str, Future[None]] = {}  # by regex
         self.num_dummy_batches = 0
+        self.weights = 0  # see weights_digest
+        self.asleep: set[str] = set()
         self.is_shut_down = False
 
     # ------------------------------------------------------------ the interface
@@ -128,6 +137,7 @@ class FakeExecutor:
             time.sleep(self.delay_s)
         if self.raise_at_step is not None and step.step >= self.raise_at_step:
             raise RuntimeError(f"scripted failure at step {step.step}")
+        assert not self.asleep, f"a step while {self.asleep} are asleep"
         self._check_columns(step)
         for slot in step.freed_slots:
             self._free(slot)
@@ -149,7 +159,32 @@ class FakeExecutor:
         self.num_dummy_batches += 1
 
     def collective_rpc(self, method: str, *args) -> list:
+        if method not in ("check_health", "memory_usage", "sleep", "wake_up", "load_weights"):
+            raise InvalidParameterError("method", f"must be one of check_health, …, got {method!r}")
         return [getattr(self, method)(*args)]
+
+    def memory_usage(self) -> dict[str, int]:
+        return {"kv_cache_bytes": len(self.kv_cache) * self.block_size * 8}
+
+    def sleep(self, tags: list[str]) -> None:
+        assert not self.asleep & set(tags), f"{tags} sleep already"
+        self.asleep |= set(tags)
+        if "kv_cache" in tags:
+            self._num_blocks, self.kv_cache = len(self.kv_cache), []
+
+    def wake_up(self, tags: list[str]) -> None:
+        assert set(tags) <= self.asleep, f"{tags} do not sleep"
+        if "kv_cache" in tags:
+            assert "weights" not in self.asleep, "a cache without a model"
+            self.initialize_kv_cache(self._num_blocks)
+        self.asleep -= set(tags)
+
+    def load_weights(self, path: str) -> None:
+        """A path that holds "missing" fails, and changes nothing."""
+        if "missing" in path:
+            raise ModelLoadError(f"{path}: no weights are there")
+        self.weights = weights_digest(path)
+        self.asleep.discard("weights")
 
     def check_health(self) -> None:
         assert not self.is_shut_down
@@ -190,7 +225,7 @@ class FakeExecutor:
             return
         assert num_computed_tokens % self.block_size == 0, "a cache hit is made of whole blocks"
         assert num_computed_tokens < len(state.token_ids), "at least one token must be left to compute"
-        digest = 0
+        digest = self.weights
         for position in range(num_computed_tokens):
             digest = extend_digest(digest, state.token_ids[position])
             assert self._read(state, position) == digest, f"{state.request.request_id}: cached block does not hold its tokens"
@@ -227,7 +262,7 @@ class FakeExecutor:
         assert end <= len(state.block_ids) * self.block_size, f"{state.request.request_id}: table does not cover {end} tokens"
         for block_id in state.block_ids[start // self.block_size : -(-end // self.block_size)]:
             assert self.holders[block_id] == 1, f"{state.request.request_id} writes into block {block_id}, which others hold"
-        digest = self._read(state, start - 1) if start else 0
+        digest = self._read(state, start - 1) if start else self.weights
         for position in range(start, end):
             digest = extend_digest(digest, state.token_ids[position])
             self.kv_cache[state.block_ids[position // self.block_size]][position % self.block_size] = digest

@@ -37,10 +37,20 @@ def test_life_of_an_executor(tiny):
 
 def test_collective_rpc_asks_every_rank(tiny):
     executor = start_executor(tiny())
-    assert executor.collective_rpc("determine_num_blocks") == [executor.determine_num_blocks()]
+    [usage] = executor.collective_rpc("memory_usage")
+    assert usage["kv_cache_bytes"] > 0 and usage["weights_bytes"] > 0 and usage["resident_bytes"] > usage["weights_bytes"]
     assert executor.collective_rpc("execute_dummy_batch") == [None]
-    with pytest.raises(AttributeError, match="no_such_method"):
-        executor.collective_rpc("no_such_method")
+
+
+@pytest.mark.parametrize("method", ["no_such_method", "shutdown", "execute_model", "__init__", "model"])
+def test_only_what_the_worker_offers_can_be_called(tiny, method):
+    with pytest.raises(InvalidParameterError, match="method: must be one of check_health, .*, wake_up, got"):
+        start_executor(tiny()).collective_rpc(method)
+
+
+def test_arguments_must_fit(tiny):
+    with pytest.raises(InvalidParameterError, match=r"args: check_health does not take \[1\]"):
+        start_executor(tiny()).collective_rpc("check_health", 1)
 
 
 def test_two_executors_live_side_by_side(tiny):

@@ -1,0 +1,157 @@
+"""A worker sleeps, wakes and takes other weights: the memory is really given back, and what it computes afterwards is right.
+May know: worker.py, the driver, tiny checkpoints.
+Must not know: the scheduler, who asks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from quire.executor import device as devices
+from quire.executor.executor import Executor
+from quire.ipc.errors import ModelLoadError
+from quire.tests.executor.driver import generate, start_executor
+
+PROMPTS = [[1, 2, 3], list(range(5, 45))]
+MIB = 2**20
+
+
+def outputs(executor: Executor) -> list[list[int]]:
+    return [row.output for row in generate(executor, PROMPTS, 12)]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("tags", [["kv_cache"], ["kv_cache", "weights"]])
+def test_the_same_model_wakes_up(tiny, kind, tags):
+    executor = start_executor(tiny(kind))
+    before, usage = outputs(executor), executor.worker.memory_usage()
+    executor.collective_rpc("sleep", tags)
+    with pytest.raises(RuntimeError, match="the worker sleeps: its kv_cache"):
+        executor.check_health()
+    with pytest.raises(RuntimeError, match="sleeps"):
+        executor.execute_dummy_batch()
+    asleep = executor.worker.memory_usage()
+    assert asleep["kv_cache_bytes"] == 0 and (asleep["weights_bytes"] == 0) == ("weights" in tags)
+    executor.collective_rpc("wake_up", ["weights", "kv_cache"])
+    executor.check_health()
+    assert outputs(executor) == before
+    after = executor.worker.memory_usage()
+    assert [after[name] for name in ("kv_cache_bytes", "weights_bytes")] == [usage[name] for name in ("kv_cache_bytes", "weights_bytes")]
+
+
+def test_random_weights_wake_up_as_they_were(tiny, tmp_path):
+    shutil.copy(tiny() / "config.json", tmp_path)
+    executor = start_executor(tmp_path, load_format="dummy", seed=3)
+    before = outputs(executor)
+    executor.collective_rpc("sleep", ["kv_cache", "weights"])
+    executor.collective_rpc("wake_up", ["weights"])
+    executor.collective_rpc("wake_up", ["kv_cache"])
+    assert outputs(executor) == before
+
+
+def test_memory_is_given_back(tiny, tmp_path):
+    """A cache of 128 MiB, written everywhere, and 80 MiB of weights: the process really shrinks by that much, and grows again."""
+    config = json.loads((tiny() / "config.json").read_text()) | {"vocab_size": 20_000, "hidden_size": 512, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    executor = start_executor(tmp_path, load_format="dummy", kv_cache_memory_bytes=128 * MIB)
+    worker = executor.worker
+    assert worker.memory_usage()["weights_bytes"] > 75 * MIB
+
+    def write_everywhere() -> None:
+        for layer in worker.model.attention_layers():
+            layer.key_cache.fill_(1.0)
+            layer.value_cache.fill_(1.0)
+
+    write_everywhere()
+    awake = devices.resident_bytes()
+    executor.collective_rpc("sleep", ["kv_cache"])
+    light_sleep = devices.resident_bytes()
+    executor.collective_rpc("sleep", ["weights"])
+    deep_sleep = devices.resident_bytes()
+    print(f"resident: awake {awake / MIB:.0f}, level 1 {light_sleep / MIB:.0f}, level 2 {deep_sleep / MIB:.0f} MiB")
+    assert awake - light_sleep > 0.9 * 128 * MIB
+    assert light_sleep - deep_sleep > 0.8 * 75 * MIB
+    executor.collective_rpc("wake_up", ["weights", "kv_cache"])
+    write_everywhere()
+    assert devices.resident_bytes() - deep_sleep > 0.9 * (128 + 75) * MIB
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_new_weights_compute_what_a_fresh_engine_computes(tiny, dtype):
+    executor, fresh = (start_executor(tiny(seed=seed), dtype=dtype) for seed in (0, 1))
+    old, new = outputs(executor), outputs(fresh)
+    assert old != new
+    executor.collective_rpc("load_weights", str(tiny(seed=1)))
+    assert outputs(executor) == new
+    executor.collective_rpc("sleep", ["kv_cache", "weights"])
+    executor.collective_rpc("wake_up", ["weights", "kv_cache"])
+    assert outputs(executor) == new  # and not the model that the configuration names
+    executor.collective_rpc("load_weights", str(tiny(seed=0, num_shards=3)))
+    assert outputs(executor) == old
+
+
+def damaged(directory, source, problem: str):
+    """A copy of a checkpoint in which one thing is wrong; returns what the error must say."""
+    for path in source.iterdir():
+        shutil.copy(path, directory)
+    weights, config = directory / "model.safetensors", json.loads((source / "config.json").read_text())
+    if problem == "no weights":
+        weights.unlink()
+        return "neither model.safetensors"
+    if problem == "cut short":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+        return "not a readable safetensors file"
+    if problem == "tensor missing":
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(weights)
+        del tensors["model.layers.2.mlp.down_proj.weight"]
+        save_file(tensors, weights)
+        return "no file has the tensor model.layers.2.mlp.down_proj.weight"
+    if problem == "other architecture":
+        config["architectures"] = ["LlamaForCausalLM"]
+    elif problem == "other rope":
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": 123.0}
+        config.pop("rope_theta", None)
+    elif problem == "no config":
+        (directory / "config.json").write_text("{")
+        return "cannot be read"
+    (directory / "config.json").write_text(json.dumps(config))
+    return {"other architecture": "the architecture is LlamaForCausalLM, the engine runs Qwen2ForCausalLM", "other rope": "rope is "}[problem]
+
+
+@pytest.mark.parametrize("problem", ["no weights", "cut short", "tensor missing", "other architecture", "other rope", "no config"])
+def test_weights_that_are_not_complete_or_not_its_own_leave_the_old_ones(tiny, tmp_path, problem):
+    executor = start_executor(tiny(seed=0))
+    before = outputs(executor)
+    message = damaged(tmp_path, tiny(seed=1), problem)
+    with pytest.raises(ModelLoadError, match=message):
+        executor.collective_rpc("load_weights", str(tmp_path))
+    assert outputs(executor) == before
+
+
+def test_weights_of_another_size_are_refused_by_name(tiny):
+    executor = start_executor(tiny())
+    before = outputs(executor)
+    with pytest.raises(ModelLoadError, match="hidden_size is 32, the engine runs a model with 64"):
+        executor.collective_rpc("load_weights", str(tiny(hidden_size=32)))
+    assert outputs(executor) == before
+
+
+def test_a_directory_of_weights_alone_will_do(tiny, tmp_path):
+    shutil.copy(tiny(seed=1) / "model.safetensors", tmp_path)
+    executor = start_executor(tiny(seed=0))
+    executor.collective_rpc("load_weights", str(tmp_path))
+    assert outputs(executor) == outputs(start_executor(tiny(seed=1)))
+
+
+def test_the_cache_survives_new_weights(tiny):
+    """The worker does not touch it: what is in it is stale, and the core's to forget."""
+    executor = start_executor(tiny(seed=0))
+    [layer, *_] = executor.worker.model.attention_layers()
+    layer.key_cache.fill_(2.0)
+    executor.collective_rpc("load_weights", str(tiny(seed=1)))
+    [other, *_] = executor.worker.model.attention_layers()
+    assert other is not layer and torch.equal(other.key_cache, layer.key_cache) and other.key_cache.data_ptr() == layer.key_cache.data_ptr()

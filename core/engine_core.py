@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
 from ..ipc.failures import pack_exception
 from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, ModelRunnerOutput, Ready, UtilityCall, UtilityResult
-from ..ipc.params import SamplingParams, check_supported
+from ..ipc.params import ALL_LOGPROBS, SamplingParams
 from .grammar_gate import GrammarGate, as_refusal
 from .output_rows import OutputRows
 from .pause import PauseControl
@@ -53,12 +53,15 @@ class EngineCore:
             num_blocks = executor.determine_num_blocks()
             check_num_blocks(config, num_blocks)
             kv_cache_bytes = executor.initialize_kv_cache(num_blocks)
+            num_host_blocks, costs = executor.initialize_swap_space()
             report("kv cache", 1.0)
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 executor.shutdown()
             raise
-        self.scheduler = Scheduler(config, num_blocks)
+        self.scheduler = Scheduler(config, num_blocks, num_host_blocks, costs)
+        self.step_fn = self._step_overlapped if config.scheduler_config.async_scheduling else self._step
+        self._in_flight: tuple[ScheduledStep, Future[ModelRunnerOutput]] | None = None  # of the overlapped form
         self.ready = Ready(config, num_blocks, kv_cache_bytes, epoch)
         self.log_stats = not config.service_config.disable_log_stats
         self.check_every_step = False  # for tests: post_step runs check_integrity
@@ -73,7 +76,7 @@ class EngineCore:
         """Queues a request. One that cannot be served is answered by an ERROR row in the next outputs; nothing is raised."""
         try:
             check_request(request, self.config)
-            if request.request_id in self.scheduler.requests or request.request_id in self.gate:
+            if self.scheduler.is_in_use(request.request_id) or request.request_id in self.gate:
                 raise InvalidParameterError("request_id", f"{request.request_id!r} is already in use")
         except InvalidParameterError as refusal:
             return self._refuse(str(request.request_id), refusal, client_index)
@@ -139,8 +142,9 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """True while a step would compute something or deliver a row."""
-        scheduler = self.scheduler
-        return bool(self._rows) or self.gate.has_checked() or self.pausing.can_step and len(scheduler.requests) > len(scheduler.held)
+        if self._rows or self._in_flight is not None or self.gate.has_checked():
+            return True
+        return self.pausing.can_step and len(self.scheduler.requests) > len(self.scheduler.held)
 
     def is_idle(self) -> bool:
         """No work now, and none to come from a check of a grammar."""
@@ -148,16 +152,39 @@ class EngineCore:
 
     # ------------------------------------------------------------ the step
 
-    def step_fn(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
-        """One step: (rows by client or None when nobody is owed any, whether the model ran).
+    # `step_fn` is one of these two. It does one step: (rows by client or None when nobody is owed any, whether the model ran). An exception
+    # means that the engine is beyond help; what goes wrong with one request alone becomes that request's ERROR row.
 
-        An exception means that the engine is beyond help; what goes wrong with one request alone becomes that request's ERROR row.
-        """
+    def _step(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
         step = self._schedule()
         if step is not None:
             self._process_model_outputs(step, self._execute_model(step))
+        return self._take_rows(), step is not None
+
+    def _step_overlapped(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
+        """As _step, with the next step scheduled and handed over before the one that runs is waited for: the model never waits for us.
+
+            model       [ step 1 ][ step 2 ][ step 3 ]
+            here    sch 1 | sch 2, wait 1, rows of 1 | sch 3, wait 2, rows of 2 | …
+        """
+        step = self._schedule()
+        future = None if step is None else self.executor.submit_model(step.output)
+        ran = self._drain()
+        if step is not None:
+            self._in_flight = step, future
+        return self._take_rows(), ran or step is not None
+
+    def _drain(self) -> bool:
+        """Waits for the step in flight and takes its results; whether there was one. Whoever changes what steps work on calls it first."""
+        if self._in_flight is None:
+            return False
+        (step, future), self._in_flight = self._in_flight, None
+        self._process_model_outputs(step, future.result())
+        return True
+
+    def _take_rows(self) -> dict[int, EngineCoreOutputs] | None:
         stats = self.scheduler.stats() if self._rows and self.log_stats else None
-        return self._rows.take(stats), step is not None
+        return self._rows.take(stats)
 
     def _schedule(self) -> ScheduledStep | None:
         if self.gate.has_checked():
@@ -170,9 +197,6 @@ class EngineCore:
     def _process_model_outputs(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         self.scheduler.update_from_output(step, output, self._rows)
 
-    def _drain(self) -> None:
-        """Finishes the step in flight, if there is one. Whatever uses the executor beside the steps calls this first."""
-
     def post_step(self, model_executed: bool) -> None:
         """Called after each step when its outputs are on their way: what must not delay them."""
         if model_executed and self.check_every_step:
@@ -182,6 +206,7 @@ class EngineCore:
 
     def execute_dummy_batch(self) -> None:
         """Runs the model on nothing, so that ranks which have no work keep step with those that have."""
+        self._drain()
         self.executor.execute_dummy_batch()
 
     # ------------------------------------------------------------ utilities
@@ -295,11 +320,20 @@ def check_request(request: EngineCoreRequest, config: EngineConfig) -> None:
 
 
 def _check_params(params: SamplingParams, config: EngineConfig) -> None:
-    check_supported(params)
     _require(params.seed is not None, "seed", "must be resolved by the frontend, got None")
     _require(params.max_tokens is not None, "max_tokens", "must be resolved by the frontend, got None")
-    vocab_size = config.model_config.hf_config["vocab_size"]
-    _require(params.logprobs is None or params.logprobs < vocab_size, "logprobs", f"must be less than the vocabulary's {vocab_size} tokens")
+    vocab_size, cap = config.model_config.hf_config["vocab_size"], config.model_config.max_logprobs
+    most = vocab_size if cap == ALL_LOGPROBS else min(cap, vocab_size)
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        wanted = vocab_size if value == ALL_LOGPROBS else value or 0
+        _require(wanted <= most, name, f"must be at most {most} (max_logprobs={cap}, a vocabulary of {vocab_size}), got {value}")
+    bad_words = [token_id for token_ids in params.bad_words_token_ids for token_id in token_ids]
+    _require(bool(bad_words) == bool(params.bad_words), "bad_words_token_ids", "must be resolved by the frontend: bad_words as token ids")
+    lists = (params.stop_token_ids, params.allowed_token_ids, params.logit_bias, bad_words)
+    for name, token_ids in zip(("stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words_token_ids"), lists, strict=True):
+        if token_ids:
+            _check_vocabulary(name, token_ids, vocab_size)
 
 
 def _check_token_ids(request: EngineCoreRequest, config: EngineConfig) -> None:
@@ -307,10 +341,11 @@ def _check_token_ids(request: EngineCoreRequest, config: EngineConfig) -> None:
     for name in ("prompt_token_ids", "resume_tokens", "eos_token_ids"):
         token_ids = getattr(request, name)
         _require(isinstance(token_ids, list) and set(map(type, token_ids)) <= {int}, name, "must be a list of token ids")
-        for extreme in (min(token_ids, default=0), max(token_ids, default=0)):
-            in_vocabulary = 0 <= extreme < vocab_size or name == "eos_token_ids"  # an id that no token has ends nothing
-            _require(in_vocabulary, name, f"token ids must be between 0 and {vocab_size - 1}, got {extreme}")
+        if token_ids and name != "eos_token_ids":  # an id that no token has ends nothing
+            _check_vocabulary(name, token_ids, vocab_size)
     num_prompt_tokens, num_resumed_tokens = len(request.prompt_token_ids), len(request.resume_tokens)
+    is_one = request.sampling_params.n == 1 or not num_resumed_tokens
+    _require(is_one, "resume_tokens", "must be empty with n > 1: each child is resumed as a request of its own")
     _require(num_prompt_tokens > 0, "prompt_token_ids", "must not be empty")
     _require(
         num_prompt_tokens + num_resumed_tokens < max_model_len, "prompt_token_ids",
@@ -318,6 +353,12 @@ def _check_token_ids(request: EngineCoreRequest, config: EngineConfig) -> None:
     )  # fmt: skip
     max_tokens = request.sampling_params.max_tokens
     _require(num_resumed_tokens < max_tokens, "resume_tokens", f"must be fewer than max_tokens={max_tokens}, got {num_resumed_tokens}")
+
+
+def _check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """`token_ids` are not empty."""
+    for extreme in (min(token_ids), max(token_ids)):
+        _require(0 <= extreme < vocab_size, name, f"token ids must be between 0 and {vocab_size - 1}, got {extreme}")
 
 
 def _require(holds: bool, parameter: str, problem: str) -> None:

@@ -14,11 +14,14 @@ from .request import Request
 class KVCacheManager:
     """The owner of block tables. A table only grows: position i of a request lives in entry i // block_size for as long as it runs."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True):
+    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True, num_host_blocks: int = 0):
         self.block_size = block_size
+        self.num_host_blocks = num_host_blocks
         self.enable_caching = enable_caching
         self.block_pool = BlockPool(num_blocks)
         self._tables: dict[str, list[KVCacheBlock]] = {}
+        self._host_tables: dict[str, list[int]] = {}  # host blocks of swapped requests
+        self._free_host_blocks = list(range(num_host_blocks - 1, -1, -1))
         self._num_cached: dict[str, int] = {}  # entries of the table that were offered to the cache; absent: none
         self.prefix_cache_queries = 0  # tokens
         self.prefix_cache_hits = 0  # tokens
@@ -72,6 +75,51 @@ class KVCacheManager:
             self._num_cached[request.request_id] = len(computed_blocks)
         return [block.block_id for block in gained]
 
+    def num_free_after(self, num_new_blocks: int, computed_blocks: Sequence[KVCacheBlock]) -> int:
+        """Blocks that would be left free if `computed_blocks` were held and so many others taken; negative: they do not fit."""
+        return self.block_pool.num_free_blocks - num_new_blocks - sum(block.ref_cnt == 0 for block in computed_blocks)
+
+    def get_blocks(self, request: Request, num_blocks: int) -> list[KVCacheBlock]:
+        """The first blocks of a running request, for another one to hold too."""
+        return self._tables[request.request_id][:num_blocks]
+
+    # ------------------------------------------------------------ host memory
+
+    @property
+    def num_swapped_requests(self) -> int:
+        return len(self._host_tables)
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        return len(self._free_host_blocks)
+
+    def swap_out(self, request: Request) -> list[tuple[int, int]] | None:
+        """Gives the request's blocks free, and it a host block for each: the copies to make, (device, host). None if the host is full."""
+        table = self._tables[request.request_id]
+        if len(table) > len(self._free_host_blocks):
+            return None
+        host_blocks = [self._free_host_blocks.pop() for _ in table]
+        self._host_tables[request.request_id] = host_blocks
+        pairs = [(block.block_id, host_block) for block, host_block in zip(table, host_blocks)]
+        self.free(request)
+        return pairs
+
+    def swap_in(self, request: Request, num_computed_blocks: int) -> list[tuple[int, int]]:
+        """The copies, (host, device), that fill the request's table behind the blocks that were found in the cache. Its host blocks are
+        free from now on: their content is read before anything overwrites it (a step swaps out, or admits, never both)."""
+        table, host_blocks = self._tables[request.request_id], self._host_tables[request.request_id]
+        pairs = [(host_blocks[i], table[i].block_id) for i in range(num_computed_blocks, len(host_blocks))]
+        self.free_host_blocks(request)
+        return pairs
+
+    def free_host_blocks(self, request: Request) -> list[int]:
+        """What the request holds of host memory is free again, and returned."""
+        host_blocks = self._host_tables.pop(request.request_id, [])
+        self._free_host_blocks += reversed(host_blocks)
+        return host_blocks
+
+    # ------------------------------------------------------------ the prefix cache
+
     def record_prefix_query(self, num_query_tokens: int, num_hit_tokens: int) -> None:
         self.prefix_cache_queries += num_query_tokens
         self.prefix_cache_hits += num_hit_tokens
@@ -101,8 +149,11 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> bool:
         return self.block_pool.reset_prefix_cache()
 
-    def check_integrity(self, running: Sequence[Request]) -> None:
-        """Running requests have tables that cover their tokens; a block counts the tables it is in. Raises AssertionError."""
+    def check_integrity(self, running: Sequence[Request], swapped: Sequence[Request] = ()) -> None:
+        """Running requests have tables that cover their tokens; a block counts the tables it is in; swapped ones have host blocks.
+
+        Raises AssertionError.
+        """
         self.block_pool.check_integrity()
         if sorted(self._tables) != sorted(request.request_id for request in running):
             raise AssertionError(f"tables of {list(self._tables)}, but {running} run")
@@ -115,3 +166,9 @@ class KVCacheManager:
                 raise AssertionError(f"{request} has a table of {len(self._tables[request.request_id])} blocks")
         if not self._num_cached.keys() <= self._tables.keys():
             raise AssertionError("cache marks of requests that hold nothing")
+        needed = {request.request_id: -(-request.num_swapped_tokens // self.block_size) for request in swapped}
+        if {request_id: len(table) for request_id, table in self._host_tables.items()} != needed:
+            raise AssertionError(f"swapped requests need {needed} host blocks, they have {self._host_tables}")
+        on_host = sorted([*self._free_host_blocks, *(block for table in self._host_tables.values() for block in table)])
+        if on_host != list(range(self.num_host_blocks)):
+            raise AssertionError(f"host blocks are lost, or held twice: {on_host}")

@@ -10,21 +10,25 @@ from enum import IntEnum
 from hashlib import sha256
 from typing import Any
 
-from ..ipc.messages import EngineCoreRequest, FinishReason, RequestTiming
+import msgspec
+
+from ..ipc.messages import EngineCoreRequest, FinishReason, RequestTiming, child_request_id
+from ..ipc.params import child_seed
 
 MAX_PREEMPTION_TIMES = 32
 
 
 class RequestStatus(IntEnum):
-    """WAITING → RUNNING ⇄ PREEMPTED, and from each of them to one of the FINISHED states, for good."""
+    """WAITING → RUNNING ⇄ PREEMPTED or SWAPPED, and from each of them to one of the FINISHED states, for good."""
 
     WAITING = 0
     RUNNING = 1
     PREEMPTED = 2  # waits again; its blocks were taken and its tokens will be recomputed
-    FINISHED_STOPPED = 3
-    FINISHED_LENGTH = 4
-    FINISHED_ABORTED = 5
-    FINISHED_ERROR = 6
+    SWAPPED = 3  # waits again; its blocks are in host memory
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH = 5
+    FINISHED_ABORTED = 6
+    FINISHED_ERROR = 7
 
 
 _FINISHED_STATUS = {
@@ -48,17 +52,35 @@ def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
     return sha256(parent + struct.pack(f"<{len(token_ids)}I", *token_ids)).digest()
 
 
+def split(message: EngineCoreRequest) -> list[EngineCoreRequest]:
+    """The n requests that a message with n > 1 stands for: their own ids and seeds, otherwise alike. With n = 1 the message itself."""
+    params = message.sampling_params
+    if params.n == 1:
+        return [message]
+    replace = msgspec.structs.replace
+    return [
+        replace(
+            message,
+            request_id=child_request_id(message.request_id, index),
+            sampling_params=replace(params, n=1, seed=child_seed(params.seed, index)),
+        )
+        for index in range(params.n)
+    ]
+
+
 class Request:
     """The only owner of a request's token ids. `token_ids` = prompt + output; the last ones may not be computed yet.
 
     The scheduler moves `num_computed_tokens` (tokens whose KV entries exist or are being made by the step in flight) and `status`.
+    A step in flight also samples: `num_pending_tokens` counts the tokens that are on their way and not in `token_ids` yet.
     """
 
     __slots__ = (
         "_hash_root", "block_hashes", "client_index", "eos_token_ids", "first_token_time", "key", "max_output_tokens", "min_tokens",
-        "num_cached_tokens", "num_computed_before_preemption", "num_computed_tokens", "num_preemptions", "num_prompt_tokens",
-        "num_recomputed_tokens", "num_resumed_tokens", "preemption_times", "queued_time", "reads_prefix_cache", "report_index",
-        "request_id", "sampling_params", "scheduled_time", "slot", "status", "stop_reason", "stop_token_ids", "token_ids",
+        "num_cached_tokens", "num_computed_before_preemption", "num_computed_tokens", "num_executed_tokens", "num_pending_tokens",
+        "num_preemptions", "num_prompt_tokens", "num_recomputed_tokens", "num_resumed_tokens", "num_swapped_tokens", "parent_id",
+        "preemption_times", "queued_time", "reads_prefix_cache", "report_index", "request_id", "sampling_params", "scheduled_time",
+        "siblings", "slot", "status", "stop_reason", "stop_token_ids", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +103,11 @@ class Request:
         self.num_resumed_tokens = len(message.resume_tokens)
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
+        self.num_executed_tokens = 0  # computed tokens whose step has run and is accounted for
+        self.num_pending_tokens = 0
+        self.num_swapped_tokens = 0  # computed tokens whose KV entries wait in host memory, while SWAPPED
+        self.parent_id: str | None = None  # of the message with n > 1 that this is a part of
+        self.siblings: list[Request] = []  # the unfinished requests of one message with n > 1, this one included, in order; else empty
         self.num_computed_before_preemption = 0  # tokens below this index are computed a second time
         self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at first admission; None: not admitted yet
         self.slot: int | None = None  # in the model runner, while RUNNING
@@ -110,6 +137,11 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Output tokens that may still be sampled, besides those already on their way."""
+        return self.max_output_tokens - self.num_output_tokens - self.num_pending_tokens
 
     @property
     def is_finished(self) -> bool:

@@ -6,9 +6,12 @@ There is no prefill and no decode here. Every request has tokens (prompt and out
 counts towards the lengths under one budget, running requests first, then waiting ones. A prompt too long for what is left of the budget
 is cut; a request with one token to go is what others call decoding.
 
-Both lists are sorted by the same key: arrival, or (priority, arrival). The head of `running` therefore never gives way, and always
-finishes, since one sequence of max_model_len fits the cache alone; whoever gives way is last in `running` and so among the first of
-`waiting`. That is FCFS with victims at the front of the queue, and priority scheduling, in one rule, and it cannot livelock."""
+Both lists are sorted by the same key: arrival, or (priority, arrival). The head of `running` never gives way, and always finishes, since
+one sequence of max_model_len fits the cache alone; whoever gives way keeps its place, so the first of all requests is the head, or the
+next to be admitted. That is FCFS and priority scheduling in one rule, and it cannot livelock.
+
+A step may be scheduled while the one before still runs. What that one samples is counted as pending and not known: a request that turns
+out to have ended with it has a row too many, whose sample is ignored (`update_from_output`)."""
 
 from __future__ import annotations
 
@@ -16,32 +19,53 @@ import heapq
 import time
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..ipc.config import EngineConfig
-from ..ipc.messages import EngineCoreRequest, FinishReason, ModelRunnerOutput, NewRequestData, SchedulerOutput, SchedulerStats, SlotLogprobs
+from ..ipc.messages import (
+    EngineCoreRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    NewRequestData,
+    PreemptionCosts,
+    SchedulerOutput,
+    SchedulerStats,
+    SlotLogprobs,
+)
+from .block_pool import KVCacheBlock
 from .counters import Counters
 from .kv_cache_manager import KVCacheManager
 from .output_rows import OutputRows
-from .request import Request, RequestStatus
+from .preemption import PreemptionPolicy
+from .request import Request, RequestStatus, split
 
 _by_key = attrgetter("key")
 
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """A step on its way through the executor: what it is told, and whose the rows are. `requests` is parallel with `output.slots`."""
+    """A step on its way through the executor: what it is told, and whose the rows are. The lists are parallel with `output.slots`."""
 
     output: SchedulerOutput
-    requests: list[Request]
+    requests: list[Request] = field(default_factory=list)
+    num_expected: list[int] = field(default_factory=list)  # tokens that the row is going to sample, if nothing goes wrong
+
+
+class Start(NamedTuple):
+    """Where a request that is admitted begins: its first `num_tokens` tokens are computed already."""
+
+    num_tokens: int
+    blocks: list[KVCacheBlock]  # that hold the beginning of them
+    source: KVCacheBlock | None = None  # holds the rest of them, for another request: to be copied
 
 
 class Scheduler:
     """Owns the requests and their slots. One call of `schedule`, one execution, one call of `update_from_output`, and so on."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int):
+    def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0, costs: PreemptionCosts = PreemptionCosts()):
+        """`num_host_blocks`: blocks of host memory for preempted requests; `costs`: what bringing one back takes, see PreemptionPolicy."""
         scheduling = config.scheduler_config
         self.max_model_len = config.model_config.max_model_len
         self.max_num_seqs = scheduling.max_num_seqs
@@ -51,8 +75,12 @@ class Scheduler:
         threshold = scheduling.long_prefill_token_threshold if scheduling.enable_chunked_prefill else 0
         self.max_chunk_tokens = threshold or self.max_num_batched_tokens
         self.uses_priority = scheduling.scheduling_policy == "priority"
-        self.kv_cache_manager = KVCacheManager(num_blocks, config.cache_config.block_size, config.cache_config.enable_prefix_caching)
+        self.num_lookahead_slots = scheduling.num_scheduler_steps - 1
+        self.preemption = PreemptionPolicy(scheduling.preemption_mode, costs)
+        cache = config.cache_config
+        self.kv_cache_manager = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching, num_host_blocks)
         self.requests: dict[str, Request] = {}
+        self._families: dict[str, list[Request]] = {}  # by the id of a message with n > 1: its unfinished requests
         self.waiting: list[Request] = []  # sorted by key
         self.running: list[Request] = []  # sorted by key
         self.held: dict[str, Request] = {}  # in order of arrival; see hold_arrivals
@@ -61,22 +89,34 @@ class Scheduler:
         self.num_steps = 0
         self._num_arrivals = 0
         self._free_slots = list(range(self.max_num_seqs))  # a heap: the lowest is taken first, which keeps the runner's batch compact
-        self._freed_slots: list[int] = []  # since the last step; the runner has not heard of them yet
+        # Since the last step; the runner has not heard of them yet.
+        self._freed_slots: list[int] = []
+        self._blocks_to_swap_out: list[tuple[int, int]] = []
 
     # ------------------------------------------------------------ requests come and go
 
     def add_request(self, message: EngineCoreRequest, client_index: int = 0, arrival: int | None = None) -> None:
-        """Takes a validated request whose id is not in use. Arrival is the order of these calls, or what was reserved earlier: clients'
-        clocks are not trusted."""
+        """Takes a validated request whose id is not in use; n > 1 makes n of it. Arrival is the order of these calls, or what was reserved
+        earlier: clients' clocks are not trusted."""
+        requests = []
         if arrival is None:
-            arrival = self.reserve_arrivals(1)
-        key = (message.priority if self.uses_priority else 0, arrival)
-        request = Request(message, max_model_len=self.max_model_len, client_index=client_index, key=key)
-        self.requests[request.request_id] = request
-        if self.is_held_back(arrival):
-            self.held[request.request_id] = request
-        else:
-            insort(self.waiting, request, key=_by_key)
+            arrival = self.reserve_arrivals(message.sampling_params.n)
+        for place, child in enumerate(split(message), start=arrival):
+            key = (child.priority if self.uses_priority else 0, place)
+            request = Request(child, max_model_len=self.max_model_len, client_index=client_index, key=key)
+            self.requests[request.request_id] = request
+            if self.is_held_back(arrival):
+                self.held[request.request_id] = request
+            else:
+                insort(self.waiting, request, key=_by_key)
+            requests.append(request)
+        if len(requests) > 1:
+            self._families[message.request_id] = requests
+            for request in requests:
+                request.parent_id, request.siblings = message.request_id, requests
+
+    def is_in_use(self, request_id: str) -> bool:
+        return request_id in self.requests or request_id in self._families
 
     def reserve_arrivals(self, count: int) -> int:
         """The next place in the order of arrival, and `count` - 1 behind it, for a request that is added later."""
@@ -99,19 +139,26 @@ class Scheduler:
         self.held.clear()
 
     def abort_requests(self, request_ids: Iterable[str], client_index: int) -> list[Request]:
-        """Ends this client's requests among `request_ids`; returns those that were alive. Called between steps."""
+        """Ends this client's requests among `request_ids`, a parent's id standing for all its children; returns those that were alive.
+        Called between steps."""
         aborted = []
         for request_id in request_ids:
             request = self.requests.get(request_id)
-            if request is not None and request.client_index == client_index:
-                self._finish(request, FinishReason.ABORT)
-                aborted.append(request)
+            for request in [request] if request is not None else [*self._families.get(request_id, ())]:
+                if request.client_index == client_index:
+                    self._finish(request, FinishReason.ABORT)
+                    aborted.append(request)
         return aborted
 
     def preempt_all(self) -> None:
         """By recompute: nobody holds a block or a slot afterwards, and everybody goes on from the queue. Called between steps."""
         while self.running:
-            self._preempt(self.running.pop())
+            self._preempt(self.running.pop(), may_swap=False)
+        for request in self.waiting:
+            if request.num_swapped_tokens:
+                request.num_computed_before_preemption = max(request.num_swapped_tokens, request.num_computed_before_preemption)
+                request.status = RequestStatus.PREEMPTED
+                self._leave_host(request)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -126,9 +173,24 @@ class Scheduler:
             self.kv_cache_manager.discard(request)
         else:
             self.kv_cache_manager.free(request)
+        if request.num_swapped_tokens:
+            self._leave_host(request)
+        if request.siblings:
+            self._leave_family(request)
         del self.requests[request.request_id]
         request.finish(reason)
         self.counters.count_end(reason)
+
+    def _leave_host(self, request: Request) -> None:
+        """What it holds of host memory is free, and nothing is copied there any more."""
+        freed = self.kv_cache_manager.free_host_blocks(request)
+        self._blocks_to_swap_out = [pair for pair in self._blocks_to_swap_out if pair[1] not in freed]
+        request.num_swapped_tokens = 0
+
+    def _leave_family(self, request: Request) -> None:
+        request.siblings.remove(request)
+        if not request.siblings:
+            del self._families[request.parent_id]
 
     def _release_slot(self, request: Request) -> None:
         if request.slot is not None:
@@ -140,64 +202,126 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nobody has anything to compute. Counts what it schedules as computed: the step may overlap others."""
-        step = ScheduledStep(SchedulerOutput(self.num_steps, [], [], [], [], [], self._freed_slots), [])
+        output = SchedulerOutput(self.num_steps, [], [], [], [], [], self._freed_slots, [], self._blocks_to_swap_out, [], [])
+        step = ScheduledStep(output)
         budget, preempted = self._schedule_running(step)
         if not preempted:  # a victim must not come straight back and take the room it was made to leave
             self._schedule_waiting(step, budget)
         if not step.requests:
             return None
-        self._freed_slots = []
+        self._freed_slots, self._blocks_to_swap_out = [], []
         self.num_steps += 1
         return step
 
     def _schedule_running(self, step: ScheduledStep) -> tuple[int, bool]:
-        """Gives every running request its tokens, in order, preempting from the end for blocks. Returns (budget left, any preempted)."""
+        """Gives every running request its tokens, in order, preempting others for blocks. Returns (budget left, any preempted)."""
         budget, preempted = self.max_num_batched_tokens, False
         running, allocate_slots = self.running, self.kv_cache_manager.allocate_slots
         index = 0
         while index < len(running) and budget > 0:
             request = running[index]
-            num_tokens = min(len(request.token_ids) - request.num_computed_tokens, self.max_chunk_tokens, budget)
-            block_ids = allocate_slots(request, num_tokens)
+            num_pending = request.num_pending_tokens
+            if num_pending and request.num_tokens_left <= 0:  # its last token is on its way
+                index += 1
+                continue
+            num_tokens = min(len(request.token_ids) + num_pending - request.num_computed_tokens, self.max_chunk_tokens, budget)
+            num_lookahead = self._num_lookahead(request, num_tokens)
+            block_ids = allocate_slots(request, num_tokens + num_lookahead)
+            if block_ids is None and num_lookahead:  # nobody is preempted for what can be done one step later
+                num_lookahead = 0
+                block_ids = allocate_slots(request, num_tokens)
             if block_ids is None:
-                self._preempt(running.pop())  # perhaps `request` itself; if not, it tries again
+                self._preempt(running.pop(self.preemption.choose_victim(running, index)))  # perhaps `request`; if not, it tries again
                 preempted = True
                 continue
-            self._add_row(step, request, num_tokens, block_ids)
+            self._add_row(step, request, num_tokens, num_lookahead, block_ids)
             budget -= num_tokens
             index += 1
         return budget, preempted
 
+    def _num_lookahead(self, request: Request, num_tokens: int) -> int:
+        """Tokens to decode behind the row's first sample, if these `num_tokens` are all there are to compute."""
+        if not self.num_lookahead_slots or request.num_computed_tokens + num_tokens < request.num_tokens + request.num_pending_tokens:
+            return 0
+        return min(self.num_lookahead_slots, request.num_tokens_left - 1)
+
     def _schedule_waiting(self, step: ScheduledStep, budget: int) -> None:
-        """Admits from the head of the queue while there are budget, slots and blocks. Nobody overtakes a head that does not fit."""
-        while self.waiting and budget > 0 and self._free_slots:
-            request = self.waiting[0]
-            computed_blocks = self.kv_cache_manager.get_computed_blocks(request)
-            num_hit_tokens = len(computed_blocks) * self.kv_cache_manager.block_size
-            num_tokens = min(request.num_tokens - num_hit_tokens, self.max_chunk_tokens)
+        """Admits from the head of the queue while there are budget, slots and blocks. Nobody overtakes a head that does not fit; a request
+        that waits for the prompt its sibling computes stands aside."""
+        index = 0
+        while index < len(self.waiting) and budget > 0 and self._free_slots:
+            request = self.waiting[index]
+            start = self._find_start(request)
+            if start is None:
+                index += 1
+                continue
+            num_tokens = min(request.num_tokens - start.num_tokens, self.max_chunk_tokens)
             if num_tokens > budget:
                 if not self.enable_chunked_prefill:
                     break
                 num_tokens = budget
-            block_ids = self.kv_cache_manager.allocate_slots(request, num_tokens, computed_blocks)
+            if not self._has_room(request, start):
+                break
+            num_in_blocks = len(start.blocks) * self.kv_cache_manager.block_size
+            block_ids = self.kv_cache_manager.allocate_slots(request, start.num_tokens - num_in_blocks + num_tokens, start.blocks)
             if block_ids is None:
                 break
-            del self.waiting[0]
-            self._admit(step, request, num_hit_tokens)
-            self._add_row(step, request, num_tokens, block_ids)
+            del self.waiting[index]
+            self._admit(step, request, start, block_ids)
+            self._add_row(step, request, num_tokens, 0, block_ids)
             budget -= num_tokens
 
-    def _admit(self, step: ScheduledStep, request: Request, num_hit_tokens: int) -> None:
+    def _find_start(self, request: Request) -> Start | None:
+        """The tokens that need not be computed: cached ones, those it had when it was swapped out, or the prompt of a sibling. None: it has
+        to wait until its sibling has computed that."""
+        manager = self.kv_cache_manager
+        if request.siblings and not request.num_output_tokens and not request.num_swapped_tokens:
+            source = next((r for r in request.siblings if r.num_executed_tokens >= r.num_prompt_tokens), None)
+            if source is None and request.siblings[0] is not request:
+                return None
+            if source is not None:
+                # All but the last token of the prompt, whose logits everyone needs for a draw of their own.
+                num_tokens = request.num_prompt_tokens - 1
+                num_blocks, num_more = divmod(num_tokens, manager.block_size)
+                blocks = manager.get_blocks(source, num_blocks + 1)
+                return Start(num_tokens, blocks[:num_blocks], blocks[num_blocks] if num_more else None)
+        blocks = manager.get_computed_blocks(request)
+        return Start(max(len(blocks) * manager.block_size, request.num_swapped_tokens), blocks)
+
+    def _has_room(self, request: Request, start: Start) -> bool:
+        """Whether all tokens of the request, not only this step's, fit beside what the running ones still need for theirs. Else prompts
+        that are computed in chunks would be admitted together and preempt each other half-way."""
+        if not self.running:
+            return True
+        block_size = self.kv_cache_manager.block_size
+        num_reserved = sum(
+            -(-running.num_tokens // block_size) - -(-running.num_computed_tokens // block_size)
+            for running in self.running
+            if running.num_computed_tokens < running.num_tokens
+        )
+        num_needed = -(-request.num_tokens // block_size) - len(start.blocks)
+        return self.kv_cache_manager.num_free_after(num_needed + num_reserved, start.blocks) >= 0
+
+    def _admit(self, step: ScheduledStep, request: Request, start: Start, block_ids: list[int]) -> None:
+        num_blocks = len(start.blocks)
+        if start.source is not None:
+            step.output.blocks_to_copy.append((start.source.block_id, block_ids[num_blocks]))
+            self.counters.num_blocks_copied += 1
+        if request.num_swapped_tokens:
+            pairs = self.kv_cache_manager.swap_in(request, num_blocks)
+            step.output.blocks_to_swap_in.extend(pairs)
+            self.counters.num_blocks_swapped_in += len(pairs)
+            request.num_swapped_tokens = 0
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = num_hit_tokens
+        request.num_computed_tokens = start.num_tokens
         request.slot = heapq.heappop(self._free_slots)
         insort(self.running, request, key=_by_key)
         if request.scheduled_time == 0.0:
             request.scheduled_time = time.monotonic()
         if request.num_cached_tokens is None:  # hits after a preemption are its own old blocks: they say nothing about the cache
-            request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
+            request.num_cached_tokens = min(start.num_tokens, request.num_prompt_tokens)
             if self.kv_cache_manager.enable_caching and request.reads_prefix_cache:
-                self.kv_cache_manager.record_prefix_query(request.num_tokens, num_hit_tokens)
+                self.kv_cache_manager.record_prefix_query(request.num_tokens, start.num_tokens)
         step.output.new_requests.append(
             NewRequestData(
                 slot=request.slot,
@@ -209,14 +333,20 @@ class Scheduler:
             )
         )
 
-    def _add_row(self, step: ScheduledStep, request: Request, num_tokens: int, block_ids: list[int]) -> None:
+    def _add_row(self, step: ScheduledStep, request: Request, num_tokens: int, num_lookahead: int, block_ids: list[int]) -> None:
         computed, output = request.num_computed_tokens, step.output
         step.requests.append(request)
         output.slots.append(request.slot)
         output.num_scheduled_tokens.append(num_tokens)
         output.num_computed_tokens.append(computed)
         output.new_block_ids.append(block_ids)
-        request.num_computed_tokens = computed + num_tokens
+        if self.num_lookahead_slots:
+            output.num_lookahead_tokens.append(num_lookahead)
+        is_complete = computed + num_tokens == len(request.token_ids) + request.num_pending_tokens
+        num_expected = 1 + num_lookahead if is_complete else 0
+        step.num_expected.append(num_expected)
+        request.num_pending_tokens += num_expected
+        request.num_computed_tokens = computed + num_tokens + num_lookahead
         if computed < request.num_prompt_tokens:
             self.counters.num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - computed)
         if computed < request.num_computed_before_preemption:
@@ -224,13 +354,20 @@ class Scheduler:
             request.num_recomputed_tokens += num_recomputed_tokens
             self.counters.num_recomputed_tokens += num_recomputed_tokens
 
-    def _preempt(self, victim: Request) -> None:
-        """By recompute: the victim, already out of `running`, loses blocks and slot and waits to compute prompt and output anew."""
+    def _preempt(self, victim: Request, may_swap: bool = True) -> None:
+        """The victim, already out of `running`, loses slot and blocks and waits in its place: to compute prompt and output anew, or with
+        what it has computed in host memory."""
         self._release_slot(victim)
-        self.kv_cache_manager.free(victim)
-        victim.status = RequestStatus.PREEMPTED
-        victim.num_computed_before_preemption = max(victim.num_computed_tokens, victim.num_computed_before_preemption)
-        victim.num_computed_tokens = 0
+        pairs = self.kv_cache_manager.swap_out(victim) if may_swap and self.preemption.prefers_swap(victim) else None
+        if pairs is not None:
+            self._blocks_to_swap_out.extend(pairs)
+            self.counters.num_blocks_swapped_out += len(pairs)
+            victim.status, victim.num_swapped_tokens = RequestStatus.SWAPPED, victim.num_computed_tokens
+        else:
+            self.kv_cache_manager.free(victim)
+            victim.status = RequestStatus.PREEMPTED
+            victim.num_computed_before_preemption = max(victim.num_computed_tokens, victim.num_computed_before_preemption)
+        victim.num_computed_tokens = victim.num_executed_tokens = 0
         victim.note_preemption(time.monotonic())
         insort(self.waiting, victim, key=_by_key)
         self.counters.num_preemptions += 1
@@ -247,19 +384,30 @@ class Scheduler:
             slot, num_sampled = scheduled.slots[index], result.num_sampled[index]
             token_ids = result.token_ids[cursor : cursor + num_sampled]
             cursor += num_sampled
+            request.num_pending_tokens -= step.num_expected[index]
+            if request.is_finished:  # since the step was scheduled
+                continue
             if slot in result.errors:
                 self._fail(request, result.errors[slot], rows)
                 continue
-            num_computed_tokens = scheduled.num_computed_tokens[index] + scheduled.num_scheduled_tokens[index]
-            self.kv_cache_manager.cache_blocks(request, num_computed_tokens)
             if slot in prompt_logprobs:
                 client_rows = rows.of(request.client_index)
                 client_rows.add(request.request_id, request.num_output_tokens, [])
                 client_rows.add_prompt_logprobs(prompt_logprobs[slot])
-            if num_sampled:
-                self._append_tokens(request, token_ids, rows, logprobs.get(slot))
+            reason = self._append_tokens(request, token_ids, rows, logprobs.get(slot)) if num_sampled else None
+            if request.status is RequestStatus.RUNNING:  # else it was preempted while the step ran
+                # What was decoded behind a stop was computed in vain, too.
+                num_lookahead = max(step.num_expected[index] - 1, 0)
+                num_computed = scheduled.num_computed_tokens[index] + scheduled.num_scheduled_tokens[index] + num_lookahead
+                request.num_executed_tokens = min(num_computed, len(request.token_ids))
+                self.kv_cache_manager.cache_blocks(request, request.num_executed_tokens)
+            if reason is not None:
+                self._finish(request, reason)
 
-    def _append_tokens(self, request: Request, token_ids: list[int], rows: OutputRows, logprobs: SlotLogprobs | None) -> None:
+    def _append_tokens(
+        self, request: Request, token_ids: list[int], rows: OutputRows, logprobs: SlotLogprobs | None
+    ) -> FinishReason | None:
+        """Adds what the row sampled, up to where the request ends; returns why it does, or None. Its owner's row is written."""
         first_index = request.num_output_tokens
         reason = None
         for count, token_id in enumerate(token_ids, start=1):
@@ -281,7 +429,7 @@ class Scheduler:
         if reason is not None:
             client_rows.finish(reason, request.stop_reason)
             client_rows.add_timing(request, rows.now)
-            self._finish(request, reason)
+        return reason
 
     def _fail(self, request: Request, error: str, rows: OutputRows) -> None:
         self._finish(request, FinishReason.ERROR)
@@ -299,7 +447,8 @@ class Scheduler:
         manager = self.kv_cache_manager
         return SchedulerStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting) + len(self.held),
+            num_waiting=len(self.waiting) + len(self.held) - manager.num_swapped_requests,
+            num_swapped=manager.num_swapped_requests,
             num_free_blocks=manager.num_free_blocks,
             num_blocks=len(manager.block_pool.blocks),
             prefix_cache_queries=manager.prefix_cache_queries,
@@ -312,7 +461,8 @@ class Scheduler:
         return {
             "step": self.num_steps,
             "running": [request.request_id for request in self.running],
-            "waiting": [request.request_id for request in self.waiting],
+            "waiting": [request.request_id for request in self.waiting if request.status is not RequestStatus.SWAPPED],
+            "swapped": [request.request_id for request in self.waiting if request.status is RequestStatus.SWAPPED],
             "held": list(self.held),
             "num_free_slots": len(self._free_slots),
             "num_free_blocks": self.kv_cache_manager.num_free_blocks,
@@ -322,7 +472,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Every request is in exactly one list, in order; slots and blocks are held by running requests alone. Raises AssertionError."""
-        self.kv_cache_manager.check_integrity(self.running)
+        swapped = [request for request in self.waiting if request.status is RequestStatus.SWAPPED]
+        self.kv_cache_manager.check_integrity(self.running, swapped)
         slots = sorted(self._free_slots + [request.slot for request in self.running])
         expected = {
             "requests are exactly those listed": sorted(self.requests) == sorted([*self.held, *(r.request_id for r in self.running + self.waiting)]),
@@ -334,7 +485,10 @@ class Scheduler:
                 request.slot is None and request.num_computed_tokens == 0 and not request.is_finished
                 for request in (*self.waiting, *self.held.values())
             ),
-            "nobody computed more than there is": all(0 < r.num_computed_tokens <= r.num_tokens for r in self.running),
+            "nobody computed more than there is": all(0 < r.num_computed_tokens <= r.num_tokens + r.num_pending_tokens for r in self.running),
+            "swapped requests left something to swap": all((r in swapped) == (r.num_swapped_tokens > 0) for r in self.requests.values()),
+            "families are of unfinished requests": sorted(r.request_id for f in self._families.values() for r in f)
+            == sorted(r.request_id for r in self.requests.values() if r.siblings),
         }
         broken = [claim for claim, holds in expected.items() if not holds]
         if broken:

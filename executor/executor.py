@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
-from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..ipc.params import StructuredOutputsParams
 from .worker import Worker
 
@@ -19,7 +19,7 @@ from .worker import Worker
 class Executor:
     """Runs a model that sits on one rank, in the engine's own process.
 
-    Life: load_model, determine_num_blocks, initialize_kv_cache, then steps, then shutdown.
+    Life: load_model, determine_num_blocks, initialize_kv_cache, initialize_swap_space, then steps, then shutdown.
     """
 
     def __init__(self, config: EngineConfig):
@@ -29,6 +29,7 @@ class Executor:
             if size > 1:
                 raise InvalidParameterError(name, f"must be 1: more ranks than one are not supported yet, got {size}")
         self.worker = Worker(config)
+        self._thread: ThreadPoolExecutor | None = None  # made with the first overlapped step
 
     def load_model(self, report: Callable[[str, float], None]) -> None:
         """Loads the weights; calls report(stage, fraction) as it goes. Raises ModelLoadError."""
@@ -42,6 +43,10 @@ class Executor:
         """Allocates the cache; returns its size in bytes."""
         return self.worker.initialize_kv_cache(num_blocks)
 
+    def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
+        """Sets host memory aside for preempted requests. Returns how many KV-cache blocks it holds, and what bringing a request back costs."""
+        return self.worker.initialize_swap_space()
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """One step. A failure of one request is a row in `errors`; an exception is the whole engine's."""
         return self.worker.execute_model(scheduler_output)
@@ -50,6 +55,12 @@ class Executor:
         """Done when structured output can begin: the grammar is sound and compiled. Its exception is the InvalidParameterError of one that
         is not. Never blocks; the answer takes at most some seconds, mostly milliseconds."""
         return self.worker.grammars.check(params)
+
+    def submit_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """One step, in the executor's own thread: the caller schedules the next one meanwhile. Steps run in the order they were given."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-executor")
+        return self._thread.submit(self.worker.execute_model, scheduler_output)
 
     def execute_dummy_batch(self) -> None:
         """A forward pass that changes nothing: to warm up, and to keep step with other engines."""
@@ -70,5 +81,8 @@ class Executor:
         self.worker.check_health()
 
     def shutdown(self) -> None:
-        """Frees model and cache. May be called twice."""
+        """Frees model and cache, when the step in flight has run. May be called twice."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
         self.worker.shutdown()

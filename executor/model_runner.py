@@ -5,13 +5,15 @@ Must not know: requests beyond their slot, why something was scheduled, other pr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ..ipc.messages import Array, ModelRunnerOutput, SchedulerOutput, SlotLogprobs
 from ..kernels.ops import AttentionMetadata
+from .block_mover import BlockMover
 from .grammar import Grammars
 from .input_batch import InputBatch
 from .prompt_logprobs import PromptScorer
@@ -43,6 +45,7 @@ class ModelRunner:
         self.device = device
         self.grammars = grammars  # one of the batch's stages, if there is one
         self.sampler = Sampler(ops)
+        self.block_mover: BlockMover | None = None  # the worker's gift, once there is a cache
         self.prompt_scorer = PromptScorer(model.compute_logits, ops, model.config.vocab_size)
 
     def use_model(self, model: Any) -> None:
@@ -56,6 +59,24 @@ class ModelRunner:
         self._apply_differences(scheduler_output)
         if not scheduler_output.slots:
             return ModelRunnerOutput([], [])
+        result = self._compute(scheduler_output)
+        return self._look_ahead(scheduler_output, result) if any(scheduler_output.num_lookahead_tokens) else result
+
+    def _look_ahead(self, scheduler_output: SchedulerOutput, first: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Goes on from each row's first sample, one token at a time, for as many as the row is to have."""
+        slots, wanted = scheduler_output.slots, scheduler_output.num_lookahead_tokens
+        results = [(list(range(len(slots))), first)]
+        rows = [row for row, num_sampled in enumerate(first.num_sampled) if num_sampled]
+        for count in range(1, max(wanted) + 1):
+            rows = [row for row in rows if wanted[row] >= count and slots[row] not in results[-1][1].errors]
+            if not rows:
+                break
+            row_slots = [slots[row] for row in rows]
+            ones, num_computed = [1] * len(rows), (self.batch.num_tokens[row_slots] - 1).tolist()
+            results.append((rows, self._compute(SchedulerOutput(scheduler_output.step, row_slots, ones, num_computed, []))))
+        return merge_outputs(len(slots), results)
+
+    def _compute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         inputs = self._prepare_inputs(scheduler_output)
         if self.grammars is not None:
             self.grammars.start(inputs.slots[inputs.sampled_rows], self.batch)  # masks are found while the model runs
@@ -64,6 +85,8 @@ class ModelRunner:
 
     def _apply_differences(self, scheduler_output: SchedulerOutput) -> None:
         batch = self.batch
+        if scheduler_output.blocks_to_swap_out or scheduler_output.blocks_to_swap_in or scheduler_output.blocks_to_copy:
+            self.block_mover.move(self.model.attention_layers(), scheduler_output)
         for slot in scheduler_output.freed_slots:
             batch.remove(slot)
         for request in scheduler_output.new_requests:
@@ -163,3 +186,32 @@ class ModelRunner:
         )
         token_ids, positions = filled(0, torch.int32, num_tokens), filled(0, torch.int64, num_tokens)
         self.model.compute_logits(self.model(token_ids, positions, metadata))
+
+
+def merge_outputs(num_rows: int, results: list[tuple[list[int], ModelRunnerOutput]]) -> ModelRunnerOutput:
+    """One output for several passes of one step, each with the rows it was for. A row that failed in any of them has failed."""
+    tokens: list[list[int]] = [[] for _ in range(num_rows)]
+    logprobs: dict[int, list[SlotLogprobs]] = {}
+    errors = {slot: error for _, result in results for slot, error in result.errors.items()}
+    for rows, result in results:
+        token_ids = iter(result.token_ids)
+        for row, num_sampled in zip(rows, result.num_sampled, strict=True):
+            tokens[row].extend(islice(token_ids, num_sampled))
+        for entry in result.logprobs:
+            logprobs.setdefault(entry.slot, []).append(entry)
+    return ModelRunnerOutput(
+        num_sampled=[len(row) for row in tokens],
+        token_ids=[token_id for row in tokens for token_id in row],
+        logprobs=[_concatenate(entries) for slot, entries in logprobs.items() if slot not in errors],
+        errors=errors,
+        prompt_logprobs=results[0][1].prompt_logprobs,
+    )
+
+
+def _concatenate(entries: list[SlotLogprobs]) -> SlotLogprobs:
+    def joined(arrays: list[Array]) -> Array:
+        num_tokens = sum(array.shape[0] for array in arrays)
+        return Array(arrays[0].dtype, (num_tokens, *arrays[0].shape[1:]), b"".join(array.data for array in arrays))
+
+    columns = ([getattr(entry, name) for entry in entries] for name in ("token_ids", "logprobs", "ranks"))
+    return SlotLogprobs(entries[0].slot, *map(joined, columns))

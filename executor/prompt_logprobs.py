@@ -3,8 +3,8 @@ May know: hidden states, the head of the model, the slots' tables, the table of 
 Must not know: layers, the cache, the sampler.
 
 A prompt of 8192 tokens has 5 GB of fp32 logits at a vocabulary of 152 thousand, so they are made a piece at a time and only what was asked
-for is kept. A piece's logits are at most LOGITS_BYTES; log_softmax and the comparison that ranks take about as much again (measured:
-tests/bench/LEDGER.md). What is kept is num_tokens * (k + 1) * 8 bytes, with k = -1 the whole vocabulary."""
+for is kept. A piece's logits are at most LOGITS_BYTES in fp32, and half as much again where the head computes in bf16; the peak over model
+and cache is measured in tests/bench/LEDGER.md. What is kept is num_tokens * (k + 1) * 8 bytes, with k = -1 the whole vocabulary."""
 
 from __future__ import annotations
 

@@ -38,13 +38,20 @@ class Sampler:
         errors = dict.fromkeys(np.flatnonzero(~np.isfinite(logits.sum(-1).numpy(force=True))).tolist(), NOT_FINITE)
         self._clear(logits, errors)
         wanted = np.flatnonzero(batch.num_logprobs[slots] != NO_LOGPROBS)
-        raw_logits = logits[torch.from_numpy(wanted).to(logits.device)] if len(wanted) else None
+        raw_logits = self._keep(logits, wanted, batch) if len(wanted) else None
         staged = batch.stages(logits, slots, batch)
         self._clear(logits, staged)
         errors = staged | errors
         token_ids = self._choose(logits, batch, slots)
         logprobs = [] if raw_logits is None else self._gather_logprobs(raw_logits, wanted, token_ids, batch, slots, errors)
         return SamplerOutput(token_ids, errors, logprobs)
+
+    @staticmethod
+    def _keep(logits: torch.Tensor, rows: np.ndarray, batch: InputBatch) -> torch.Tensor:
+        """[N, vocab_size] of `rows` [N] as the model gave them: a copy, unless all are wanted and nobody will change them."""
+        if len(rows) == len(logits) and not batch.stages.num_slots:
+            return logits
+        return logits[torch.from_numpy(rows).to(logits.device)]
 
     @staticmethod
     def _clear(logits: torch.Tensor, rows: dict[int, str]) -> None:

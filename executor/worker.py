@@ -11,11 +11,14 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError, ModelLoadError
-from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..kernels import registry
 from . import device as devices
+from .block_mover import BlockMover, shortest_time
 from .grammar import Grammars
 from .input_batch import InputBatch
 from .layers import LayerFactory
@@ -28,6 +31,8 @@ from .token_stages import make_stages
 logger = logging.getLogger(__name__)
 
 CPU_MEMORY_FRACTION = 0.4  # of what is free once the weights are loaded; the rest is for activations and for other programs
+SWAP_MEMORY_FRACTION = 0.25  # of what is free then: the most that swap_space takes
+MEASURED_TOKENS = 32  # of a forward pass, to learn what recomputing costs
 PLUGINS = "quire.plugins"  # entry points of installed packages: modules that register kernels or models when they are imported
 
 
@@ -63,6 +68,7 @@ class Worker:
         self._directory: Path | None = None  # where the weights in use came from; None: random ones
         self._weights_bytes = 0
         self._num_blocks = 0
+        self._num_host_blocks = 0
 
     def load_model(self, report: Callable[[str, float], None]) -> None:
         """Builds the model and fills its weights. Raises ModelLoadError, InvalidParameterError (an unknown kernel or processor)."""
@@ -118,6 +124,28 @@ class Worker:
         logger.info("KV cache: %d blocks of %d tokens, %.1f MiB", num_blocks, block_size, num_bytes / 2**20)
         return num_bytes
 
+    def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
+        """Sets host memory aside for blocks of preempted requests. Returns the number of blocks, and what bringing a request back costs."""
+        mode, block_size = self.config.scheduler_config.preemption_mode, self.config.cache_config.block_size
+        if mode != "recompute":
+            self._num_host_blocks = plan_num_host_blocks(self.config, self.block_bytes, devices.free_memory_bytes())
+        self._make_block_mover()
+        if mode != "auto" or not self._num_host_blocks:
+            return self._num_host_blocks, PreemptionCosts()
+        num_tokens = min(MEASURED_TOKENS, self.config.scheduler_config.max_num_batched_tokens)
+        recompute_s = shortest_time(lambda: self.runner.execute_dummy_batch(num_tokens)) / num_tokens
+        swap_s, swap_s_per_block = self.runner.block_mover.measure(self.model.attention_layers())
+        costs = PreemptionCosts(recompute_s, swap_s, swap_s_per_block / block_size)
+        logger.info("swap space: %d blocks; %s", self._num_host_blocks, costs)
+        return self._num_host_blocks, costs
+
+    def _make_block_mover(self) -> None:
+        block_size, host_caches = self.config.cache_config.block_size, []
+        for layer in self.model.attention_layers() if self._num_host_blocks else ():
+            shape = (2, self._num_host_blocks, block_size, layer.num_kv_heads, layer.head_dim)
+            host_caches.append(devices.zeros(shape, self.dtype, torch.device("cpu")).unbind(0))
+        self.runner.block_mover = BlockMover(host_caches, self._ops)
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         return self.runner.execute_model(scheduler_output)
 
@@ -147,6 +175,7 @@ class Worker:
         if "kv_cache" in tags:
             for layer in self.model.attention_layers():
                 layer.key_cache = layer.value_cache = None
+            self.runner.block_mover = None
         if "weights" in tags:
             self.model = None
             self.runner.use_model(None)
@@ -163,6 +192,7 @@ class Worker:
                 self.runner.use_model(self.model)
             else:
                 self.initialize_kv_cache(self._num_blocks)
+                self._make_block_mover()
             self.asleep.discard(tag)
 
     def load_weights(self, path: str) -> None:
@@ -238,3 +268,13 @@ def plan_num_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> 
             f"give more memory through kv_cache_memory_bytes{or_shorter}",
         )
     return num_blocks
+
+
+def plan_num_host_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> int:
+    """Host blocks for preempted requests: what fits swap_space and SWAP_MEMORY_FRACTION of `free_bytes`, no more than all requests need."""
+    wanted_bytes = int(config.cache_config.swap_space * 2**30)
+    num_bytes = min(wanted_bytes, int(free_bytes * SWAP_MEMORY_FRACTION))
+    if num_bytes < wanted_bytes:
+        logger.info("swap_space: %.1f GiB wanted, %.1f GiB taken, %d %% of the free memory", wanted_bytes / 2**30, num_bytes / 2**30, 100 * SWAP_MEMORY_FRACTION)
+    blocks_per_sequence = -(-config.model_config.max_model_len // config.cache_config.block_size)
+    return min(num_bytes // block_bytes, blocks_per_sequence * config.scheduler_config.max_num_seqs)

@@ -88,7 +88,7 @@ class AsyncLLM:
         return self.text_side.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        return SamplingParams(**self.text_side.default_sampling_arguments())
+        return self.text_side.default_sampling_params
 
     # ------------------------------------------------------------ requests
 

@@ -13,7 +13,7 @@ from msgspec import inspect
 
 from ..ipc.config import EngineConfig, config_fields
 from ..ipc.errors import InvalidParameterError, ModelLoadError
-from .model_files import find_model_directory, read_hf_config
+from .model_files import NO_GENERATION_CONFIG, find_model_directory, read_hf_config
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 CPUINFO = Path("/proc/cpuinfo")
@@ -22,7 +22,10 @@ CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_le
 # With these, max_position_embeddings already is the length after scaling.
 ROPE_TYPES_ALREADY_SCALED = frozenset({"default", "llama3", "longrope", "su", "mrope"})
 # A frontend's own choices even when it attaches to a daemon: they change how it makes requests, not the engine.
-FRONTEND_ARGUMENTS = frozenset({"tokenizer", "seed", "skip_tokenizer_init", "startup_timeout_s", "shutdown_timeout_s", "max_message_bytes"})
+FRONTEND_ARGUMENTS = frozenset({
+    "tokenizer", "seed", "skip_tokenizer_init", "generation_config", "override_generation_config",
+    "startup_timeout_s", "shutdown_timeout_s", "max_message_bytes",
+})  # fmt: skip
 
 
 class EngineArgs:
@@ -83,6 +86,8 @@ class EngineArgs:
                 own.setdefault(section, {})[name] = wanted
             elif wanted != actual and not _names_model(name, wanted, config):
                 raise InvalidParameterError(name, f"the attached engine runs with {actual!r}, not {wanted!r}; leave the argument out")
+        if "generation_config" in own.get("model_config", {}):
+            own["model_config"]["generation_config"] = _resolve_generation_config(self.generation_config, config.model_config.model)
         if "tokenizer" in own.get("model_config", {}):
             own["model_config"]["tokenizer"] = str(find_model_directory(self.tokenizer, revision=self.revision, weights=False))
         return replace(config, **{section: replace(getattr(config, section), **values) for section, values in own.items()})
@@ -133,6 +138,8 @@ def _describe(info: inspect.Type) -> str:
             return "None"
         case inspect.DictType():
             return "a dict with string keys"
+        case inspect.ListType():
+            return "a list of strings"
     return "a different type"
 
 
@@ -166,7 +173,20 @@ def _resolve_model(config: EngineConfig, device: str) -> Any:
         dtype=_auto_dtype(device) if wanted.dtype == "auto" else wanted.dtype,
         max_model_len=_resolve_max_model_len(wanted.max_model_len, hf_config),
         hf_config=hf_config,
+        generation_config=_resolve_generation_config(wanted.generation_config, str(directory)),
     )
+
+
+def _resolve_generation_config(wanted: str, model_directory: str) -> str:
+    """A directory with generation_config.json, or "none"."""
+    if wanted in ("auto", NO_GENERATION_CONFIG):
+        return model_directory if wanted == "auto" else wanted
+    directory = Path(wanted).expanduser().resolve()
+    if not (directory / "generation_config.json").is_file():
+        raise InvalidParameterError(
+            "generation_config", f'must be "auto", "{NO_GENERATION_CONFIG}" or a directory that holds generation_config.json, got {wanted!r}'
+        )
+    return str(directory)
 
 
 def _auto_dtype(device: str) -> str:

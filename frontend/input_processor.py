@@ -6,22 +6,23 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from ..ipc.checks import INT64_MAX, require, require_int, require_text, shown
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import EngineCoreRequest
-from ..ipc.params import PoolingParams, RequestOutputKind, SamplingParams, check_supported
+from ..ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams
 from .tokenizer import Tokenizer
 
 # A prompt is text, token ids, or a dict with these keys.
 Prompt = str | list[int] | dict[str, Any]
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-
-FLAGS = tuple(field.name for field in msgspec.structs.fields(SamplingParams) if isinstance(field.default, bool))
+MAX_LOGIT_BIAS = 100.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,12 +55,11 @@ class InputProcessor:
         priority: int = 0,
     ) -> ProcessedRequest:
         """Checks everything, tokenizes, and fills in seed and max_tokens. Raises InvalidParameterError; then nothing has happened."""
-        _require(isinstance(request_id, str), "request_id", f"must be a string, got {request_id!r}")
-        _require_text("request_id", request_id)
-        _require(_is_id(priority) and -(2**63) <= priority < 2**63, "priority", f"must be a 64-bit integer, got {priority!r}")
+        require_text("request_id", request_id)
+        require_int("priority", priority, -(2**63), INT64_MAX)
         self._check_params(params)
         text, token_ids, cache_salt = self._read_prompt(prompt)
-        self._check_prompt(token_ids)
+        token_ids = self._check_prompt(token_ids, params.truncate_prompt_tokens)
         core_request = EngineCoreRequest(
             request_id=f"{request_id}-{secrets.token_hex(8)}",  # the user's ids need not be unique over clients, or over time
             prompt_token_ids=token_ids,
@@ -79,62 +79,99 @@ class InputProcessor:
             prompt = {"prompt": prompt}
         elif isinstance(prompt, list):
             prompt = {"prompt_token_ids": prompt}
-        _require(isinstance(prompt, dict), "prompt", f"must be a string, a list of token ids or a dict, got {type(prompt).__name__}")
+        require(isinstance(prompt, dict), "prompt", f"must be a string, a list of token ids or a dict, got {type(prompt).__name__}")
         for key in prompt:
-            _require(key in PROMPT_KEYS, "prompt", f"has the unknown key {key!r}; the keys are {', '.join(PROMPT_KEYS)}")
+            require(key in PROMPT_KEYS, "prompt", f"has the unknown key {shown(key)}; the keys are {', '.join(PROMPT_KEYS)}")
         text, token_ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
-        _require(text is None or isinstance(text, str), "prompt", f"must be a string, got {type(text).__name__}")
-        _require(salt is None or isinstance(salt, str) and salt, "cache_salt", f"must be a string that is not empty, got {salt!r}")
-        _require_text("prompt", text or "")
-        _require_text("cache_salt", salt or "")
+        require(text is None or isinstance(text, str), "prompt", f"must be a string, got {type(text).__name__}")
+        require(salt is None or isinstance(salt, str) and salt, "cache_salt", f"must be a string that is not empty, got {shown(salt)}")
+        require_text("prompt", text or "")
+        require_text("cache_salt", salt or "")
         if token_ids is None:
-            _require(text is not None, "prompt", "must hold `prompt` or `prompt_token_ids`")
-            _require(self._tokenizer is not None, "prompt", "must be token ids: this engine runs with skip_tokenizer_init=True")
+            require(text is not None, "prompt", "must hold `prompt` or `prompt_token_ids`")
+            require(self._tokenizer is not None, "prompt", "must be token ids: this engine runs with skip_tokenizer_init=True")
             token_ids = self._tokenizer.encode(text)
-        return text, token_ids.copy() if isinstance(token_ids, list) else token_ids, salt
+        return text, token_ids, salt
 
-    def _check_prompt(self, token_ids: Any) -> None:
-        _require(isinstance(token_ids, list) and all(map(_is_id, token_ids)), "prompt_token_ids", "must be a list of integers")
-        _require(len(token_ids) > 0, "prompt", "must not be empty")
+    def _check_prompt(self, token_ids: Any, num_kept: int | None) -> list[int]:
+        """A copy of the ids, of which the last `num_kept` count (SamplingParams.truncate_prompt_tokens)."""
+        is_list = isinstance(token_ids, list) and set(map(type, token_ids)) <= {int}
+        require(is_list, "prompt_token_ids", "must be a list of integers")
+        require(len(token_ids) > 0, "prompt", "must not be empty")
         most = self._model_config.max_model_len - 1  # one token is left for the output
+        if num_kept is not None:
+            require(num_kept <= most, "truncate_prompt_tokens", f"must be -1 or at most {most}, the longest prompt, got {num_kept}")
+            token_ids = token_ids[-(most if num_kept == -1 else num_kept) :]
         problem = f"is {len(token_ids)} tokens long; with max_model_len={most + 1} it can have at most {most}"
-        _require(len(token_ids) <= most, "prompt", problem)
+        require(len(token_ids) <= most, "prompt", problem)
         self._check_range("prompt_token_ids", token_ids)
+        return token_ids.copy()
 
-    def _check_range(self, name: str, token_ids: list[int]) -> None:
-        if not token_ids or self._vocab_size is None:
+    def _check_range(self, name: str, token_ids: Iterable[int]) -> None:
+        """`token_ids` are not empty."""
+        if self._vocab_size is None:
             return
         for extreme in (min(token_ids), max(token_ids)):
             problem = f"must be ids between 0 and {self._vocab_size - 1}, the model's vocabulary, got {extreme}"
-            _require(0 <= extreme < self._vocab_size, name, problem)
+            require(0 <= extreme < self._vocab_size, name, problem)
 
     # ------------------------------------------------------------ parameters
 
     def _check_params(self, params: SamplingParams | PoolingParams) -> None:
-        _require(not isinstance(params, PoolingParams), "params", "pooling is not possible yet; give SamplingParams")
-        _require(isinstance(params, SamplingParams), "params", f"must be SamplingParams, got {type(params).__name__}")
-        check_supported(params)
-        for name in FLAGS:
-            _require(isinstance(getattr(params, name), bool), name, f"must be True or False, got {getattr(params, name)!r}")
-        _require(params.output_kind in tuple(RequestOutputKind), "output_kind", f"must be a RequestOutputKind, got {params.output_kind!r}")
-        if params.stop_list:
-            _require(self._tokenizer is not None, "stop", "needs a tokenizer: this engine runs with skip_tokenizer_init=True")
-        _require_text("stop", "".join(params.stop_list))
-        self._check_range("stop_token_ids", params.stop_token_ids or [])
+        """What depends on the model; the rest SamplingParams has checked itself."""
+        require(not isinstance(params, PoolingParams), "params", "pooling is not possible yet; give SamplingParams")
+        require(isinstance(params, SamplingParams), "params", f"must be SamplingParams, got {type(params).__name__}")
+        is_useful = params.n == 1 or not params.is_greedy  # vLLM refuses it too
+        require(is_useful, "n", f"must be 1 with temperature=0 (greedy), where all completions are the same, got {params.n}")
+        for name in ("stop", "bad_words", "structured_outputs"):
+            if getattr(params, name) and self._tokenizer is None:
+                raise InvalidParameterError(name, "needs a tokenizer: this engine runs with skip_tokenizer_init=True")
+        can_end = params.structured_outputs is None or not params.ignore_eos
+        require(can_end, "ignore_eos", "must be False with structured_outputs: an end-of-sequence token is how such an output ends")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            if ids := getattr(params, name):
+                self._check_range(name, ids)
+        require(not params.bad_words_token_ids, "bad_words_token_ids", "is not for requests to give: bad_words takes the words themselves")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(params, name)) is not None:
+                self._check_num_logprobs(name, value)
+
+    def _check_num_logprobs(self, name: str, value: int) -> None:
+        """max_logprobs counts the whole vocabulary as what it is."""
+        cap, vocab_size = self._model_config.max_logprobs, self._vocab_size or 2**31 - 1
+        most = vocab_size if cap == ALL_LOGPROBS else min(cap, vocab_size)
+        wanted = vocab_size if value == ALL_LOGPROBS else value
+        words = f"-1 (the whole vocabulary) or at most {vocab_size}" if most == vocab_size else f"at most {most}, which max_logprobs allows"
+        require(wanted <= most, name, f"must be {words}, got {value}")
 
     def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Resolves the seed and cuts max_tokens to what the context leaves."""
+        """Resolves the seed, cuts max_tokens to what the context leaves, and brings the rest into the form the engine takes."""
         room = self._model_config.max_model_len - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        changes: dict[str, Any] = {"max_tokens": max_tokens, "min_tokens": min(params.min_tokens, max_tokens)}
+        if params.logit_bias:  # vLLM's limits
+            changes["logit_bias"] = {i: min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, float(bias))) for i, bias in params.logit_bias.items()}
+        if params.bad_words:
+            changes["bad_words_token_ids"] = self._bad_words_token_ids(params.bad_words)
         # Drawn for every request, so that a request's seed depends on its place in the script alone.
         drawn = derive_seed(self._model_config.seed, self._num_requests)
         self._num_requests += 1
-        return msgspec.structs.replace(
-            params,
-            max_tokens=max_tokens,
-            min_tokens=min(params.min_tokens, max_tokens),
-            seed=drawn if params.seed is None else params.seed,
-        )
+        changes["seed"] = drawn if params.seed is None else params.seed
+        return msgspec.structs.replace(params, **changes)
+
+    def _bad_words_token_ids(self, words: list[str]) -> list[list[int]]:
+        """Each word as the tokenizer writes it at the beginning of a text and behind a space, which often is another token.
+
+        vLLM drops the second writing where the two differ in length; the word would then come through. Here both are kept.
+        """
+        written: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(" "), " " + word.lstrip(" ")):
+                token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+                require(token_ids, "bad_words", f"must be words that the tokenizer knows, got {shown(word)}")
+                self._check_range("bad_words", token_ids)
+                written[tuple(token_ids)] = None
+        return [list(token_ids) for token_ids in written]
 
 
 def derive_seed(base: int, index: int) -> int:
@@ -144,20 +181,3 @@ def derive_seed(base: int, index: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
     return (z ^ (z >> 31)) >> 1
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _require(holds: object, parameter: str, problem: str) -> None:
-    if not holds:
-        raise InvalidParameterError(parameter, problem)
-
-
-def _require_text(parameter: str, text: str) -> None:
-    """Python's strings may hold half characters, which neither the tokenizer nor a message can."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidParameterError(parameter, f"must be text that UTF-8 can hold; character {error.start} is a lone surrogate") from None

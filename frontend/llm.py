@@ -47,7 +47,7 @@ class LLM:
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends."""
+        """What generate and chat use without parameters: by default, what the model's generation_config.json recommends."""
         return self.llm_engine.get_default_sampling_params()
 
     def get_metrics(self) -> dict[str, Any]:

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..ipc.config import EngineConfig
-from ..ipc.errors import EngineDeadError
+from ..ipc.config import EngineConfig, ModelConfig
+from ..ipc.errors import EngineDeadError, InvalidParameterError, ModelLoadError
 from ..ipc.messages import SchedulerStats
-from ..ipc.params import NOT_YET, SAMPLING_DEFAULTS, PoolingParams, SamplingParams
+from ..ipc.params import PoolingParams, SamplingParams
 from .client import EngineClient
 from .engine_args import EngineArgs
 from .input_processor import InputProcessor, ProcessedRequest, Prompt
-from .model_files import default_sampling_arguments, eos_token_ids, read_generation_config
+from .model_files import NO_GENERATION_CONFIG, SAMPLING_KEYS, default_sampling_arguments, eos_token_ids, read_generation_config
 from .output_processor import OutputProcessor
 from .outputs import RequestOutput
 from .tokenizer import Tokenizer
@@ -31,26 +31,44 @@ class TextSide:
     tokenizer: Tokenizer | None
     input_processor: InputProcessor
     output_processor: OutputProcessor
-    generation_config: dict[str, Any]
+    default_sampling_params: SamplingParams  # of requests that give none
 
     @classmethod
     def for_config(cls, config: EngineConfig, epoch: int = 0) -> TextSide:
         """Reads the tokenizer and generation_config.json. Raises ModelLoadError naming the file that is missing or corrupt."""
         model_config = config.model_config
-        generation_config = read_generation_config(Path(model_config.model))
+        generation_config = read_generation_config(Path(model_config.model)) | model_config.override_generation_config
         tokenizer = None if model_config.skip_tokenizer_init else Tokenizer(model_config.tokenizer or model_config.model)
         eos_ids = eos_token_ids(generation_config, model_config.hf_config)
         if tokenizer is not None and tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos_ids:
             eos_ids = [tokenizer.eos_token_id, *eos_ids]
-        return cls(tokenizer, InputProcessor(config, tokenizer, eos_ids), OutputProcessor(tokenizer, epoch), generation_config)
+        defaults = default_sampling_params(model_config)
+        return cls(tokenizer, InputProcessor(config, tokenizer, eos_ids), OutputProcessor(tokenizer, epoch), defaults)
 
-    def default_sampling_arguments(self) -> dict[str, Any]:
-        """What the model's authors recommend in generation_config.json, as arguments of SamplingParams, as far as the engine can do it."""
-        arguments = default_sampling_arguments(self.generation_config)
-        for name in NOT_YET:
-            if name in arguments and arguments.pop(name) != getattr(SAMPLING_DEFAULTS, name):
-                logger.warning("generation_config.json recommends %s, which the engine cannot do yet: it is left out of the defaults", name)
-        return arguments
+
+def default_sampling_params(model_config: ModelConfig) -> SamplingParams:
+    """SamplingParams' own defaults, over them what the configuration's `generation_config` recommends, over that the overrides."""
+    overrides = model_config.override_generation_config
+    for key in overrides:
+        if key not in SAMPLING_KEYS and key != "eos_token_id":
+            known = ", ".join([*SAMPLING_KEYS, "eos_token_id"])
+            raise InvalidParameterError("override_generation_config", f"has the unknown key {key!r}; the keys are {known}")
+    arguments = default_sampling_arguments(overrides)
+    try:
+        SamplingParams(**arguments)
+    except InvalidParameterError as error:
+        raise InvalidParameterError("override_generation_config", str(error)) from None
+    if model_config.generation_config != NO_GENERATION_CONFIG:
+        directory = model_config.model if model_config.generation_config == "auto" else model_config.generation_config
+        arguments = default_sampling_arguments(read_generation_config(Path(directory))) | arguments
+    try:
+        params = SamplingParams(**arguments)
+    except InvalidParameterError as error:
+        remedy = f'generation_config="{NO_GENERATION_CONFIG}" leaves it unread'
+        raise ModelLoadError(f"generation_config.json in {directory}: {error}; {remedy}") from None
+    if arguments:
+        logger.info("default sampling parameters: %s", ", ".join(f"{name}={value}" for name, value in arguments.items()))
+    return params
 
 
 def make_client(config: EngineConfig, engine: str = "process", *, asyncio_mode: bool = False) -> EngineClient:
@@ -114,12 +132,9 @@ class LLMEngine:
     def get_tokenizer(self) -> Tokenizer | None:
         return self.text_side.tokenizer
 
-    @property
-    def default_sampling_arguments(self) -> dict[str, Any]:
-        return self.text_side.default_sampling_arguments()
-
     def get_default_sampling_params(self) -> SamplingParams:
-        return SamplingParams(**self.default_sampling_arguments)
+        """What requests are given that bring no parameters of their own: see the configuration's `generation_config`."""
+        return self.text_side.default_sampling_params
 
     # ------------------------------------------------------------ requests
 

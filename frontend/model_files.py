@@ -13,7 +13,9 @@ from ..ipc.errors import ModelLoadError
 BUNDLED = "bundled"
 CONFIG_PATTERNS = ["*.json", "*.jinja", "additional_chat_templates/*.jinja"]
 WEIGHT_PATTERNS = ["*.safetensors"]
-SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of generation_config.json, as in SamplingParams
+NO_GENERATION_CONFIG = "none"  # of the configuration's `generation_config`: SamplingParams' own defaults
+# Of generation_config.json -> of SamplingParams.
+SAMPLING_KEYS = {key: key for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")} | {"max_new_tokens": "max_tokens"}
 
 
 def find_model_directory(model: str, *, revision: str | None = None, weights: bool = True) -> Path:
@@ -96,8 +98,5 @@ def eos_token_ids(generation_config: dict[str, Any], hf_config: dict[str, Any]) 
 
 
 def default_sampling_arguments(generation_config: dict[str, Any]) -> dict[str, Any]:
-    """What the model's authors recommend, as arguments of SamplingParams (vLLM's get_default_sampling_params)."""
-    arguments = {key: generation_config[key] for key in SAMPLING_KEYS if generation_config.get(key) is not None}
-    if generation_config.get("max_new_tokens") is not None:
-        arguments["max_tokens"] = generation_config["max_new_tokens"]
-    return arguments
+    """What generation_config.json recommends, as arguments of SamplingParams; the keys are those that vLLM takes."""
+    return {parameter: value for key, parameter in SAMPLING_KEYS.items() if (value := generation_config.get(key)) is not None}

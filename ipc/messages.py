@@ -326,6 +326,14 @@ class SchedulerOutput(Message):
         return sum(self.num_scheduled_tokens)
 
 
+class PreemptionCosts(Message):
+    """What it takes on this machine to bring a preempted request back, in seconds; measured by the executor at start-up."""
+
+    recompute_s_per_token: float = 1.0
+    swap_s: float = 0.0  # of any swap, out and back in
+    swap_s_per_token: float = 0.0
+
+
 class SlotLogprobs(Message):
     """One sampled row's log-probabilities: token_ids i4 [num_tokens, k + 1], logprobs f4 the same, ranks i4 [num_tokens]."""
 

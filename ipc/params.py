@@ -10,25 +10,18 @@ from typing import Any
 
 import msgspec
 
-from .errors import InvalidParameterError
+from .checks import INT64_MAX, is_finite, is_int, require, require_int, require_plain, require_texts, require_token_ids, shown
 
 ALL_LOGPROBS = -1  # of `logprobs` and `prompt_logprobs`: the whole vocabulary; max_logprobs of the configuration caps both
+MAX_N = 16384  # vLLM's
 MAX_STOPS = 64
+MAX_BAD_WORDS = 1024
 
 
 class RequestOutputKind(IntEnum):
     CUMULATIVE = 0  # every output carries all text and tokens so far
     DELTA = 1  # every output carries only what is new
     FINAL_ONLY = 2  # one output, when the request is finished
-
-
-def _require(holds: bool, parameter: str, problem: str) -> None:
-    if not holds:
-        raise InvalidParameterError(parameter, problem)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class StructuredOutputsParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True):
@@ -47,20 +40,21 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, omit_defaults=Tru
 
     def __post_init__(self) -> None:
         given = [name for name in STRUCTURED_KINDS if getattr(self, name) not in (None, False)]
-        _require(len(given) == 1, "structured_outputs", f"must give exactly one of {', '.join(STRUCTURED_KINDS)}, got {given or 'none'}")
+        require(len(given) == 1, "structured_outputs", f"must give exactly one of {', '.join(STRUCTURED_KINDS)}, got {given or 'none'}")
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
-            _require(value is None or isinstance(value, str), f"structured_outputs.{name}", f"must be a string, got {value!r}")
+            require(value is None or isinstance(value, str), f"structured_outputs.{name}", f"must be a string, got {shown(value)}")
         for name in ("json_object", "disable_any_whitespace"):
-            _require(isinstance(getattr(self, name), bool), f"structured_outputs.{name}", "must be True or False")
+            require(isinstance(getattr(self, name), bool), f"structured_outputs.{name}", "must be True or False")
         is_schema = self.json is None or isinstance(self.json, (str, dict))
-        _require(is_schema, "structured_outputs.json", f"must be a schema as a dict or as text, got {type(self.json).__name__}")
+        require(is_schema, "structured_outputs.json", f"must be a schema as a dict or as text, got {type(self.json).__name__}")
         choice = self.choice
         is_choice = choice is None or isinstance(choice, list) and choice and all(isinstance(c, str) and c for c in choice)
-        _require(is_choice, "structured_outputs.choice", "must be a list of strings, none of them empty, at least one")
+        require(is_choice, "structured_outputs.choice", "must be a list of strings, none of them empty, at least one")
 
 
 STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+STRUCTURED_TEXTS = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
 
 class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True):
@@ -100,48 +94,66 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen
     bad_words_token_ids: list[list[int]] = []  # bad_words as the tokenizer writes them; filled by the InputProcessor, not by users
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            _require(is_number and math.isfinite(value), name, f"must be a finite number, got {value!r}")
-        for name in ("n", "top_k", "min_tokens"):
-            _require(_is_int(getattr(self, name)), name, f"must be an integer, got {getattr(self, name)!r}")
-        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            _require(value is None or _is_int(value), name, f"must be an integer or None, got {value!r}")
-        self._check_ranges()
-        self._check_lists()
+        self._check_numbers()
+        for name in FLAGS:
+            require(isinstance(getattr(self, name), bool), name, f"must be True or False, got {shown(getattr(self, name))}")
+        is_kind = is_int(self.output_kind) and self.output_kind in tuple(RequestOutputKind)
+        require(is_kind, "output_kind", f"must be a RequestOutputKind, got {shown(self.output_kind)}")
+        self._check_texts()
+        self._check_token_ids()
+        self._check_objects()
 
-    def _check_ranges(self) -> None:
-        _require(self.n >= 1, "n", f"must be at least 1, got {self.n}")
-        _require(self.temperature >= 0.0, "temperature", f"must be 0 (greedy) or greater, got {self.temperature}")
-        _require(0.0 < self.top_p <= 1.0, "top_p", f"must be greater than 0 and at most 1, got {self.top_p}")
-        _require(self.top_k >= -1, "top_k", f"must be 0 or -1 (all tokens) or at least 1, got {self.top_k}")
-        _require(0.0 <= self.min_p <= 1.0, "min_p", f"must be between 0 and 1, got {self.min_p}")
-        _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", f"must be between -2 and 2, got {self.presence_penalty}")
-        _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", f"must be between -2 and 2, got {self.frequency_penalty}")
-        _require(self.repetition_penalty > 0.0, "repetition_penalty", f"must be greater than 0, got {self.repetition_penalty}")
-        _require(self.seed is None or 0 <= self.seed < 2**63, "seed", f"must be between 0 and 2**63 - 1, got {self.seed}")
-        at_least_one = self.max_tokens is None or self.max_tokens >= 1
-        _require(at_least_one, "max_tokens", f"must be at least 1 or None (to the end of the context), got {self.max_tokens}")
-        _require(self.min_tokens >= 0, "min_tokens", f"must be at least 0, got {self.min_tokens}")
-        _require(
-            self.max_tokens is None or self.min_tokens <= self.max_tokens,
-            "min_tokens", f"must be at most max_tokens={self.max_tokens}, got {self.min_tokens}",
-        )
-        for name in ("logprobs", "prompt_logprobs"):
+    def _check_numbers(self) -> None:
+        for name, (low, high, words) in NUMBER_RANGES.items():
             value = getattr(self, name)
-            _require(value is None or value >= ALL_LOGPROBS, name, f"must be at least 0, -1 (the whole vocabulary) or None, got {value}")
+            require(is_finite(value) and low <= value <= high, name, f"must be {words}, got {shown(value)}")
+            if type(value) is not float:  # an int, or a float of another library's
+                msgspec.structs.force_setattr(self, name, float(value))
+        for name, (low, high, meaning) in INTEGER_RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name not in MAY_BE_NONE:
+                require_int(name, value, low, high, meaning)
+        fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
+        require(fits, "min_tokens", f"must be at most max_tokens={self.max_tokens}, got {self.min_tokens}")
+        require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", "must be at least 1, -1 (as many as the context takes) or None, got 0")
 
-    def _check_lists(self) -> None:
-        stops = self.stop_list
-        _require(isinstance(stops, list) and all(isinstance(s, str) for s in stops), "stop", "must be a string or a list of strings")
-        _require(all(stops), "stop", "must not hold an empty string")
-        _require(len(stops) <= MAX_STOPS, "stop", f"must hold at most {MAX_STOPS} strings, got {len(stops)}")
-        _require(not stops or self.detokenize, "stop", "needs detokenize=True: stop strings are found in the text")
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            ids = getattr(self, name)
-            _require(ids is None or isinstance(ids, list) and all(_is_int(i) for i in ids), name, "must be a list of token ids")
+    def _check_texts(self) -> None:
+        if self.stop is not None:
+            is_listed = isinstance(self.stop, (str, list))
+            require(is_listed, "stop", f"must be a string or a list of strings, got {shown(self.stop)}")
+            require_texts("stop", self.stop_list, MAX_STOPS)
+            require(not self.stop or self.detokenize, "stop", "needs detokenize=True: stop strings are found in the text")
+        if self.bad_words is not None:
+            require_texts("bad_words", self.bad_words, MAX_BAD_WORDS)
+            require(all(word.strip(" ") for word in self.bad_words), "bad_words", "must not hold a string of spaces alone")
+
+    def _check_token_ids(self) -> None:
+        if self.stop_token_ids is not None:
+            require_token_ids("stop_token_ids", self.stop_token_ids)
+        if self.allowed_token_ids is not None:
+            require_token_ids("allowed_token_ids", self.allowed_token_ids)
+            require(self.allowed_token_ids, "allowed_token_ids", "must not be empty: no token would be left to sample")
+        if self.logit_bias is not None:
+            is_dict = isinstance(self.logit_bias, dict)
+            require(is_dict, "logit_bias", f"must be a dict from token ids to numbers, got {shown(self.logit_bias)}")
+            require_token_ids("logit_bias", list(self.logit_bias))
+            for token_id, bias in self.logit_bias.items():
+                require(is_finite(bias), "logit_bias", f"must hold finite numbers, got {shown(bias)} for token {token_id}")
+        if self.bad_words_token_ids:
+            require(isinstance(self.bad_words_token_ids, list), "bad_words_token_ids", "must be a list of lists of token ids")
+            for token_ids in self.bad_words_token_ids:
+                require_token_ids("bad_words_token_ids", token_ids)
+                require(token_ids, "bad_words_token_ids", "must not hold an empty list")
+
+    def _check_objects(self) -> None:
+        if self.extra_args is not None:
+            require(isinstance(self.extra_args, dict), "extra_args", f"must be a dict, got {shown(self.extra_args)}")
+            require_plain("extra_args", self.extra_args)
+        if self.structured_outputs is not None:
+            is_ours = isinstance(self.structured_outputs, StructuredOutputsParams)
+            require(is_ours, "structured_outputs", f"must be StructuredOutputsParams, got {type(self.structured_outputs).__name__}")
+            for name in STRUCTURED_TEXTS:
+                require_plain(f"structured_outputs.{name}", getattr(self.structured_outputs, name))
 
     @property
     def stop_list(self) -> list[str]:
@@ -154,19 +166,29 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen
         return self.temperature == 0.0
 
 
-# Parameters that nothing in the engine applies yet. Better a refusal than an answer that ignores them: frontend, core and runner ask here.
-NOT_YET = (
-    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs",
-    "truncate_prompt_tokens",
-)  # fmt: skip
-SAMPLING_DEFAULTS = SamplingParams()
-
-
-def check_supported(params: SamplingParams) -> None:
-    """Raises InvalidParameterError for the first of NOT_YET that is not at its default."""
-    for name in NOT_YET:
-        value, default = getattr(params, name), getattr(SAMPLING_DEFAULTS, name)
-        _require(value == default or value in ([], {}), name, f"is not possible yet: it must be left at {default}, got {value!r}")
+FLAGS = tuple(field.name for field in msgspec.structs.fields(SamplingParams) if isinstance(field.default, bool))
+# Name -> least, greatest, the range in words. All are 32-bit floats in the engine.
+NUMBER_RANGES = {
+    "temperature": (0.0, 1e38, "0 (greedy) or greater, at most 1e38"),
+    "top_p": (math.ulp(0.0), 1.0, "greater than 0 and at most 1"),
+    "min_p": (0.0, 1.0, "between 0 and 1"),
+    "presence_penalty": (-2.0, 2.0, "between -2 and 2"),
+    "frequency_penalty": (-2.0, 2.0, "between -2 and 2"),
+    "repetition_penalty": (1e-6, 1e6, "greater than 0 (1: off; between 1e-6 and 1e6)"),
+}
+# Name -> least, greatest, what special values mean.
+INTEGER_RANGES = {
+    "n": (1, MAX_N, ""),
+    "top_k": (-1, INT64_MAX, "0 or -1: all tokens"),
+    "seed": (0, INT64_MAX, ""),
+    "max_tokens": (1, INT64_MAX, "None: to the end of the context"),
+    "min_tokens": (0, INT64_MAX, ""),
+    "logprobs": (-1, INT64_MAX, "-1: the whole vocabulary; None: off"),
+    "prompt_logprobs": (-1, INT64_MAX, "-1: the whole vocabulary; None: off"),
+    "truncate_prompt_tokens": (-1, INT64_MAX, "-1: as many as the context takes; not 0"),
+    "stream_interval": (1, INT64_MAX, ""),
+}
+MAY_BE_NONE = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"})
 
 
 class PoolingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True):

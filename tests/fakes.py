@@ -9,13 +9,13 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import msgspec
 from quire.ipc.config import EngineConfig, config_fields
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
-from quire.ipc.messages import Array, FinishReason, ModelRunnerOutput, NewRequestData, SchedulerOutput, SlotLogprobs
+from quire.ipc.messages import Array, FinishReason, ModelRunnerOutput, NewRequestData, PreemptionCosts, SchedulerOutput, SlotLogprobs
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
 
 _MASK = 2**64 - 1
@@ -85,6 +85,7 @@ class FakeSlot:
     token_ids: list[int]
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    has_failed: bool = False
 
     @property
     def num_output_tokens(self) -> int:
@@ -95,7 +96,8 @@ class FakeExecutor:
     """Has the Executor's interface. Its KV cache holds digests, so a wrong block, table or order gives wrong tokens or an AssertionError.
 
     Scripts are keyed by (request_id, index of the output token): `tokens` forces a token (an EOS, say), `errors` fails that row alone,
-    `nan_rows` does so with the error of a NaN. `raise_at_step` raises from execute_model; `delay_s` sleeps in every step.
+    `nan_rows` does so with the error of a NaN. `raise_at_step` raises from execute_model; `delay_s` sleeps in every step. Swapping costs what
+    `costs` says.
     """
 
     NAN_ERROR = "the model's logits are not finite"
@@ -109,11 +111,15 @@ class FakeExecutor:
         self.nan_rows: set[tuple[str, int]] = set()
         self.raise_at_step: int | None = None
         self.delay_s = 0.0
+        self.costs = PreemptionCosts(recompute_s_per_token=1.0, swap_s=20.0, swap_s_per_token=0.1)
         self.steps: list[SchedulerOutput] = []  # everything executed
         self.slots: dict[int, FakeSlot] = {}
         self.kv_cache: list[list[int | None]] = []  # [num_blocks][block_size] digests
         self.holders: Counter[int] = Counter()  # block id -> number of slots whose table has it
         self.grammar_checks: dict[str, Future[None]] = {}  # by regex
+        self.host_cache: dict[int, list[int | None]] = {}  # host block id -> digests
+        self.num_host_blocks = 0
+        self.thread = ThreadPoolExecutor(1)  # of overlapped steps
         self.num_dummy_batches = 0
         self.weights = 0  # see weights_digest
         self.asleep: set[str] = set()
@@ -132,6 +138,14 @@ class FakeExecutor:
         self.kv_cache = [[None] * self.block_size for _ in range(num_blocks)]
         return num_blocks * self.block_size * 8
 
+    def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
+        """As many host blocks as `swap_space` has MiB."""
+        self.num_host_blocks = int(self.config.cache_config.swap_space * 1024)
+        return self.num_host_blocks, self.costs
+
+    def submit_model(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        return self.thread.submit(self.execute_model, step)
+
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         if self.delay_s:
             time.sleep(self.delay_s)
@@ -141,6 +155,7 @@ class FakeExecutor:
         self._check_columns(step)
         for slot in step.freed_slots:
             self._free(slot)
+        self._move_blocks(step)
         entered = [self._enter(new) for new in step.new_requests]
         for row, slot in enumerate(step.slots):
             self._extend_table(slot, step.new_block_ids[row], step.num_computed_tokens[row], slot in entered)
@@ -154,6 +169,22 @@ class FakeExecutor:
             future = Future()
             future.set_result(None)
         return future
+
+    def _move_blocks(self, step: SchedulerOutput) -> None:
+        """Out, in, copies. Nothing that is filled twice, and nothing that is read after it was overwritten, goes unnoticed."""
+        assert all(0 <= host < self.num_host_blocks for _, host in step.blocks_to_swap_out), step.blocks_to_swap_out
+        for pairs in (step.blocks_to_swap_out, step.blocks_to_swap_in + step.blocks_to_copy):
+            destinations = [destination for _, destination in pairs]
+            assert len(set(destinations)) == len(destinations), f"a block is filled twice: {pairs}"
+        for device, host in step.blocks_to_swap_out:
+            self.host_cache[host] = list(self.kv_cache[device])
+        filled = {device for _, device in step.blocks_to_swap_in}
+        for host, device in step.blocks_to_swap_in:
+            assert self.holders[device] == 0, f"block {device} is swapped into while somebody holds it"
+            self.kv_cache[device] = self.host_cache.pop(host)
+        for source, destination in step.blocks_to_copy:
+            assert self.holders[destination] == 0 and destination not in filled, f"block {destination} is copied onto while somebody holds it"
+            self.kv_cache[destination] = list(self.kv_cache[source])
 
     def execute_dummy_batch(self) -> None:
         self.num_dummy_batches += 1
@@ -190,6 +221,7 @@ class FakeExecutor:
         assert not self.is_shut_down
 
     def shutdown(self) -> None:
+        self.thread.shutdown()
         self.is_shut_down = True
 
     # ------------------------------------------------------------ the mirror and its checks
@@ -221,9 +253,9 @@ class FakeExecutor:
         assert len(set(state.block_ids)) == len(state.block_ids), f"a block twice in {state.block_ids}"
         self.holders.update(new_block_ids)
         if not is_new:
-            assert num_computed_tokens == state.num_computed_tokens, f"slot {slot}: computed tokens are not continuous"
+            continuous = num_computed_tokens == state.num_computed_tokens or state.has_failed
+            assert continuous, f"slot {slot}: computed tokens are not continuous"
             return
-        assert num_computed_tokens % self.block_size == 0, "a cache hit is made of whole blocks"
         assert num_computed_tokens < len(state.token_ids), "at least one token must be left to compute"
         digest = self.weights
         for position in range(num_computed_tokens):
@@ -236,24 +268,41 @@ class FakeExecutor:
 
     def _compute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         num_sampled, token_ids, logprobs, errors = [], [], [], {}
-        for slot, num_tokens in zip(step.slots, step.num_scheduled_tokens, strict=True):
+        lookahead = step.num_lookahead_tokens or [0] * len(step.slots)
+        assert len(lookahead) == len(step.slots), step
+        for slot, num_tokens, num_lookahead in zip(step.slots, step.num_scheduled_tokens, lookahead, strict=True):
             state = self.slots[slot]
-            digest = self._write(state, num_tokens)
-            num_sampled.append(0)
-            if state.num_computed_tokens < len(state.token_ids):
-                continue
-            key = (state.request.request_id, state.num_output_tokens)
-            error = self.NAN_ERROR if key in self.nan_rows else self.errors.get(key)
-            if error is not None:
-                errors[slot] = error
-                continue
-            token_id = self.tokens.get(key, token_from_digest(digest, state.request.sampling_params, self.vocab_size))
-            state.token_ids.append(token_id)
-            token_ids.append(token_id)
-            num_sampled[-1] = 1
-            if (params := state.request.sampling_params) is not None and params.logprobs is not None:
-                logprobs.append(self._logprobs(slot, token_id, params.logprobs))
+            sampled = []
+            for _ in range(1 + num_lookahead):
+                if state.has_failed:  # a step before this one; its row here was scheduled before anybody knew
+                    break
+                digest = self._write(state, num_tokens if not sampled else 1)
+                if state.num_computed_tokens < len(state.token_ids):
+                    assert num_lookahead == 0, "lookahead behind a prompt that is not complete"
+                    break
+                token_id = self._sample(state, digest, errors)
+                if token_id is None:
+                    break
+                sampled.append(token_id)
+            if slot in errors:
+                sampled = []
+            num_sampled.append(len(sampled))
+            token_ids += sampled
+            if sampled and (params := state.request.sampling_params) is not None and params.logprobs is not None:
+                logprobs.append(self._logprobs(slot, sampled, params.logprobs))
         return ModelRunnerOutput(num_sampled, token_ids, logprobs, errors)
+
+    def _sample(self, state: FakeSlot, digest: int, errors: dict[int, str]) -> int | None:
+        """The next token, appended to the slot's; or None, and what went wrong is in `errors`."""
+        key = (state.request.request_id, state.num_output_tokens)
+        error = self.NAN_ERROR if key in self.nan_rows else self.errors.get(key)
+        if error is not None:
+            errors[state.request.slot] = error
+            state.has_failed = True
+            return None
+        token_id = self.tokens.get(key, token_from_digest(digest, state.request.sampling_params, self.vocab_size))
+        state.token_ids.append(token_id)
+        return token_id
 
     def _write(self, state: FakeSlot, num_tokens: int) -> int:
         """Computes `num_tokens` tokens into the slot's blocks; returns the last digest."""
@@ -269,12 +318,12 @@ class FakeExecutor:
         state.num_computed_tokens = end
         return digest
 
-    def _logprobs(self, slot: int, token_id: int, k: int) -> SlotLogprobs:
-        ids = [token_id, *((token_id + 1 + i) % self.vocab_size for i in range(k))]
-        values = [-0.5 * (i + 1) for i in range(k + 1)]
+    def _logprobs(self, slot: int, sampled: list[int], k: int) -> SlotLogprobs:
+        ids = [i for token_id in sampled for i in (token_id, *((token_id + 1 + j) % self.vocab_size for j in range(k)))]
+        values = [-0.5 * (j + 1) for _ in sampled for j in range(k + 1)]
         return SlotLogprobs(
             slot,
-            Array("i4", (1, k + 1), array("i", ids).tobytes()),
-            Array("f4", (1, k + 1), array("f", values).tobytes()),
-            Array("i4", (1,), array("i", [1]).tobytes()),
+            Array("i4", (len(sampled), k + 1), array("i", ids).tobytes()),
+            Array("f4", (len(sampled), k + 1), array("f", values).tobytes()),
+            Array("i4", (len(sampled),), array("i", [1] * len(sampled)).tobytes()),
         )

@@ -21,7 +21,7 @@ BAD_IN_THE_FRONTEND = {  # how a user would get it wrong -> the parameter that t
     "prompt": lambda engine: engine.add_request("bad", "word " * 1000, GOOD),
     "prompt_token_ids": lambda engine: engine.add_request("bad", {"prompt_token_ids": [1, 10**6]}, GOOD),
     "stop_token_ids": lambda engine: engine.add_request("bad", "Hi", SamplingParams(stop_token_ids=[10**6])),
-    "n": lambda engine: engine.add_request("bad", "Hi", SamplingParams(n=2)),
+    "n": lambda engine: engine.add_request("bad", "Hi", SamplingParams(n=2, temperature=0)),
     "promt": lambda engine: engine.add_request("bad", {"promt": "Hi"}, GOOD),
     "temprature": lambda engine: engine.add_request("bad", "Hi", SamplingParams(temprature=1.0)),
     "request_id": lambda engine: engine.add_request("good-0", "Hi", GOOD),

@@ -47,7 +47,7 @@ def expected():
 
 def assert_empty(engine: LLMEngine, num_blocks: int) -> None:
     state = engine.client.call_utility("scheduler_state")
-    assert state["running"] == [] and state["waiting"] == [], state
+    assert state["running"] == state["waiting"] == state["swapped"] == [], state
     metrics = engine.client.call_utility("get_metrics")
     assert metrics["num_free_blocks"] == num_blocks - 1, metrics  # all but the null block
     assert not engine.has_unfinished_requests()
@@ -64,6 +64,11 @@ def assert_empty(engine: LLMEngine, num_blocks: int) -> None:
         dict(**FEW, enable_prefix_caching=False, max_num_batched_tokens=64),
         dict(**FEW, scheduling_policy="priority", max_num_batched_tokens=128),
         dict(scheduling_policy="priority", max_num_seqs=5, long_prefill_token_threshold=37),
+        dict(**FEW, preemption_mode="swap", enable_prefix_caching=False),
+        dict(**FEW, preemption_mode="recompute"),
+        dict(num_scheduler_steps=4, max_num_batched_tokens=64),
+        dict(async_scheduling=True, max_num_batched_tokens=64),
+        dict(**FEW, async_scheduling=True, num_scheduler_steps=3, preemption_mode="swap"),
     ],
     ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()),
 )

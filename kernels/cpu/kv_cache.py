@@ -1,4 +1,4 @@
-"""Writing to the paged KV cache on the CPU.
+"""Writing to the paged KV cache on the CPU, and copying its blocks.
 May know: torch on CPUs, the contracts.
 Must not know: models, requests."""
 
@@ -16,3 +16,9 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
     row = key_cache.stride(1)  # one token's heads as a row of a matrix: index_copy_ is a third faster on two dimensions than on three
     key_cache.view(-1, row).index_copy_(0, slot_mapping, key.flatten(1))
     value_cache.view(-1, row).index_copy_(0, slot_mapping, value.flatten(1))
+
+
+@register("copy_blocks", name="cpu", predicate=is_cpu, priority=PRIORITY)
+def copy_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
+    from_blocks, to_blocks = pairs.T.contiguous()
+    destination.flatten(1).index_copy_(0, to_blocks, source.flatten(1).index_select(0, from_blocks))

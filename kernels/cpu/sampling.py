@@ -15,6 +15,7 @@ from ..registry import register
 from .device import PRIORITY, is_cpu
 
 NOISE_CHUNK = 2**15  # tokens per pass of the generator, so that its temporaries stay in the cache
+LOGPROBS_CHUNK = 2**18  # logits per pass of gather_logprobs, likewise
 
 # Philox's constants: a word's mask and width, the multipliers of (c0, c2) [2, 1, 1], what each round adds to the key [rounds, 2, 1, 1]
 WORD, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -121,6 +122,26 @@ def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     ids = logits.topk(count, sorted=False).indices.sort().values
     values, order = logits.gather(1, ids).sort(descending=True, stable=True)
     return values, ids.gather(1, order)
+
+
+@register("gather_logprobs", name="cpu", predicate=is_cpu, priority=PRIORITY)
+def gather_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A few rows at a time: what is derived from them stays in the cache, and no second [B, V] is ever made. Ranks are counted in numpy:
+    torch's sum over booleans takes longer than the logarithms."""
+    num_rows, chosen = max(1, LOGPROBS_CHUNK // logits.shape[1]), token_ids[:, None]
+    if len(logits) <= num_rows:
+        return _gather_logprobs(logits, chosen, k)
+    pieces = [_gather_logprobs(*rows, k) for rows in zip(logits.split(num_rows), chosen.split(num_rows))]
+    return tuple(torch.cat(column) for column in zip(*pieces))
+
+
+def _gather_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [R, V], chosen [R, 1]"""
+    logprobs = logits.log_softmax(-1)
+    top, top_ids = logprobs.topk(k, dim=-1)
+    is_likelier = logits.numpy() > logits.gather(1, chosen).numpy()
+    ranks = np.count_nonzero(is_likelier, axis=-1).astype(np.int32) + 1
+    return torch.cat((chosen, top_ids), dim=1).int(), torch.cat((logprobs.gather(1, chosen), top), dim=1), torch.from_numpy(ranks)
 
 
 # ---------------------------------------------------------------- random numbers

@@ -35,3 +35,9 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metad
             scores = (q[:, head] @ k[:, kv_head].T * scale).masked_fill(is_future, float("-inf"))
             out[starts[row] : starts[row + 1], head] = (scores.softmax(-1) @ v[:, kv_head]).to(query.dtype)
     return out
+
+
+@register("copy_blocks", name="reference", priority=0)
+def copy_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
+    for from_block, to_block in pairs.tolist():
+        destination[to_block] = source[from_block]

@@ -68,6 +68,6 @@ def assert_nothing_left(core: EngineCore) -> None:
     core.check_integrity()
     state = core.scheduler_state()
     assert not core.has_work() and core.scheduler.requests == {}
-    assert state["running"] == state["waiting"] == []
+    assert state["running"] == state["waiting"] == state["swapped"] == []
     assert state["num_free_slots"] == core.config.scheduler_config.max_num_seqs
     assert state["num_free_blocks"] == core.ready.num_blocks - 1

@@ -47,12 +47,14 @@ REFUSED = [
     ("pooling_params", EngineCoreRequest("r", [1], pooling_params=PoolingParams())),
     ("seed", make_request(params=greedy(seed=None))),
     ("max_tokens", make_request(params=greedy(max_tokens=None))),
-    ("n", make_request(params=greedy(n=2))),
-    ("presence_penalty", make_request(params=greedy(presence_penalty=-0.5))),
-    ("repetition_penalty", make_request(params=greedy(repetition_penalty=1.1))),
-    ("prompt_logprobs", make_request(params=greedy(prompt_logprobs=0))),
-    ("logit_bias", make_request(params=greedy(logit_bias={1: 2.0}))),
-    ("bad_words", make_request(params=greedy(bad_words=["no"]))),
+    ("resume_tokens", make_request(resume_tokens=[1], params=greedy(n=2))),
+    ("logprobs", make_request(params=greedy(logprobs=21))),
+    ("prompt_logprobs", make_request(params=greedy(prompt_logprobs=-1))),
+    ("stop_token_ids", make_request(params=greedy(stop_token_ids=[97]))),
+    ("allowed_token_ids", make_request(params=greedy(allowed_token_ids=[97]))),
+    ("logit_bias", make_request(params=greedy(logit_bias={97: 2.0}))),
+    ("bad_words_token_ids", make_request(params=greedy(bad_words=["no"]))),
+    ("bad_words_token_ids", make_request(params=greedy(bad_words=["no"], bad_words_token_ids=[[1, 97]]))),
     ("priority", make_request(priority="high")),
     ("cache_salt", make_request(cache_salt=5)),
     ("request_id", make_request(request_id=["r"])),
@@ -81,8 +83,8 @@ def test_the_longest_prompt_gets_its_one_token():
 
 def test_more_logprobs_than_tokens_are_refused():
     core = make_core(vocab_size=10)
-    core.add_request(make_request(params=greedy(logprobs=10)))
-    assert run(core)[0]["r"].error.startswith("logprobs: ")
+    core.add_request(make_request(params=greedy(logprobs=11)))
+    assert run(core)[0]["r"].error == "logprobs: must be at most 10 (max_logprobs=20, a vocabulary of 10), got 11"
 
 
 def test_a_request_id_in_use_is_refused_and_free_again_afterwards():
@@ -103,6 +105,7 @@ def test_a_refusal_is_delivered_though_nothing_runs():
     assert core.has_work()
     outputs, model_executed = core.step_fn()
     assert outputs[0].finished[0].reason is FinishReason.ERROR and not model_executed
+    assert outputs[0].finished[0].parameter == "prompt_token_ids"
     assert core.executor.steps == [] and not core.has_work()
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.core.engine_core import EngineCore
+from quire.core.request import split
 from quire.ipc.messages import EngineCoreRequest, FinishReason
 from quire.ipc.params import SamplingParams
 from quire.tests.core.engine_loop import Answer, assert_nothing_left, collect, make_core, step
@@ -23,8 +24,8 @@ class Job:
     abort_at_step: int | None
 
 
-def random_jobs(seed: int, num_jobs: int, max_prompt: int = 200, max_output: int = 40) -> list[Job]:
-    """Lengths, priorities, seeds, stops and aborts at random; half of the prompts begin as an earlier one does."""
+def random_jobs(seed: int, num_jobs: int, max_prompt: int = 200, max_output: int = 40, families: bool = True) -> list[Job]:
+    """Lengths, priorities, seeds, stops, n and aborts at random; half of the prompts begin as an earlier one does."""
     rng, jobs = random.Random(seed), []
     for i in range(num_jobs):
         prompt = [rng.randrange(97) for _ in range(int(max_prompt ** rng.random()))]
@@ -33,6 +34,7 @@ def random_jobs(seed: int, num_jobs: int, max_prompt: int = 200, max_output: int
             prompt = (earlier[: rng.randint(1, len(earlier))] + prompt)[:max_prompt]
         max_tokens = rng.randint(1, max_output)
         params = SamplingParams(
+            n=rng.choice([1, 1, 1, 2, 5]) if families else 1,
             temperature=rng.choice([0.0, 1.0]),
             seed=rng.randrange(2**40),
             max_tokens=max_tokens,
@@ -51,7 +53,7 @@ def random_jobs(seed: int, num_jobs: int, max_prompt: int = 200, max_output: int
 def drive(core: EngineCore, jobs: list[Job], aborts: bool = True) -> dict[str, Answer]:
     """Feeds the jobs in by their steps until all are answered; integrity is checked after every step."""
     answers: dict[int, dict[str, Answer]] = {}
-    owners = {job.request.request_id: job.client_index for job in jobs}
+    owners = {request.request_id: job.client_index for job in jobs for request in split(job.request)}
     last_arrival = max(job.arrives_at_step for job in jobs)
     step_index = 0
     while core.has_work() or step_index <= last_arrival:
@@ -59,25 +61,32 @@ def drive(core: EngineCore, jobs: list[Job], aborts: bool = True) -> dict[str, A
             if job.arrives_at_step == step_index:
                 core.add_request(job.request, job.client_index)
             if aborts and job.abort_at_step == step_index:
-                core.abort_requests([job.request.request_id], job.client_index)
+                core.abort_requests([_to_abort(job)], job.client_index)
         for client_index, outputs in step(core).items():
             collect(outputs, answers.setdefault(client_index, {}))
         step_index += 1
-        assert step_index < 20000, core.scheduler_state()
+        assert step_index < 5000, core.scheduler_state()
     assert all(owners[request_id] == client for client, rows in answers.items() for request_id in rows)
     return {request_id: answer for rows in answers.values() for request_id, answer in rows.items()}
 
 
+def _to_abort(job: Job) -> str:
+    """All of a request with n > 1, or one of its children."""
+    last_child = split(job.request)[-1].request_id
+    return last_child if job.abort_at_step % 2 else job.request.request_id
+
+
 def assert_as_expected(core: EngineCore, jobs: list[Job], answers: dict[str, Answer]) -> None:
     """Each answer is the oracle's; an aborted one is a beginning of it."""
-    assert answers.keys() == {job.request.request_id for job in jobs}
-    for job in jobs:
-        answer = answers[job.request.request_id]
-        expected = expected_output(job.request.prompt_token_ids, job.request.sampling_params, job.request.eos_token_ids, core.config)
+    children = [(job, request) for job in jobs for request in split(job.request)]
+    assert answers.keys() == {request.request_id for _, request in children}
+    for job, request in children:
+        answer = answers[request.request_id]
+        expected = expected_output(request.prompt_token_ids, request.sampling_params, request.eos_token_ids, core.config)
         if answer.reason is FinishReason.ABORT:
             assert job.abort_at_step is not None and answer.tokens == expected[0][: len(answer.tokens)]
         else:
-            assert (answer.tokens, answer.reason, answer.stop_reason) == expected, job
+            assert (answer.tokens, answer.reason, answer.stop_reason) == expected, request
 
 
 SETTINGS = st.fixed_dictionaries(
@@ -88,11 +97,15 @@ SETTINGS = st.fixed_dictionaries(
         "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
         "enable_prefix_caching": st.booleans(),
         "long_prefill_token_threshold": st.sampled_from([0, 0, 5, 37]),
+        "preemption_mode": st.sampled_from(["auto", "recompute", "swap"]),
+        "swap_space": st.sampled_from([4.0, 0.02]),  # of the fake executor: room for everybody, or for 20 blocks
+        "num_scheduler_steps": st.sampled_from([1, 1, 2, 7]),
+        "async_scheduling": st.booleans(),
     }
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32), num_jobs=st.integers(1, 30), arguments=SETTINGS)
 def test_no_setting_changes_an_output_and_nothing_is_left(seed, num_jobs, arguments):
     core, jobs = make_core(**arguments), random_jobs(seed, num_jobs)
@@ -117,6 +130,8 @@ def test_whole_prompts_give_the_same(seed, num_blocks, policy):
         {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "num_gpu_blocks_override": 2000},
         {"num_gpu_blocks_override": 17, "max_num_seqs": 16},
         {"num_gpu_blocks_override": 20, "enable_prefix_caching": False, "scheduling_policy": "priority", "max_num_batched_tokens": 64},
+        {"num_gpu_blocks_override": 17, "max_num_seqs": 16, "async_scheduling": True, "num_scheduler_steps": 4},
+        {"num_gpu_blocks_override": 17, "max_num_seqs": 16, "async_scheduling": True, "preemption_mode": "swap"},
     ],
     ids=str,
 )
@@ -140,7 +155,7 @@ def test_a_warm_cache_gives_the_same():
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32), cut=st.integers(1, 60))
 def test_a_second_engine_continues_where_the_first_one_died(seed, cut):
-    jobs = [Job(job.request, 0, 0, None) for job in random_jobs(seed, 12)]
+    jobs = [Job(job.request, 0, 0, None) for job in random_jobs(seed, 12, families=False)]
     first, answers = make_core(max_num_batched_tokens=64), {}
     for job in jobs:
         first.add_request(job.request)

@@ -107,6 +107,32 @@ def test_greedy_equals_generate_of_transformers(tiny, oracle):
     assert row.output == generated[0, 40:].tolist()
 
 
+def test_stages_equal_those_of_transformers(tiny, oracle):
+    """Where the two mean the same: repetition penalty, bad words, biases, fewest tokens; each by itself, then together."""
+    directory, prompt = tiny("llama"), random_prompt(30, seed=8)
+    executor = start_executor(directory)
+    (plain,) = generate(executor, [prompt], 16)
+    first, second, third = plain.output[:3]  # what would be said: so forbidding it matters
+    asked = [
+        ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
+        ({"bad_words_token_ids": [[first], [second, third]]}, {"bad_words_ids": [[first], [second, third]]}),
+        ({"logit_bias": {7: 4.0, first: -3.0}}, {"sequence_bias": {(7,): 4.0, (first,): -3.0}}),
+        ({"min_tokens": 9, "stop_token_ids": [first, third]}, {"min_new_tokens": 9, "eos_token_id": [first, third]}),
+    ]
+    everything = {k: v for ours, _ in asked for k, v in ours.items()}, {k: v for _, theirs in asked for k, v in theirs.items()}
+    for ours, theirs in [*asked, everything]:
+        (row,) = generate(executor, [prompt], 16, greedy(**ours))
+        generated = oracle(directory).generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, 30, dtype=torch.long),
+            do_sample=False,
+            pad_token_id=0,
+            **{"max_new_tokens": 16, "eos_token_id": None, **theirs},
+        )
+        expected = generated[0, 30:].tolist()
+        assert row.output[: len(expected)] == expected and row.output != plain.output, ours
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "bundled"])
 def test_bfloat16_is_within_transformers_own_error(kind, tiny, oracle):
     """Both in bf16 against transformers in fp32, on the same tokens: our error is not larger than theirs by more than chance."""

@@ -69,7 +69,7 @@ def test_stop_strings_end_the_stream_and_abort_the_engine() -> None:
 
 def test_validation_errors_come_before_anything_is_sent() -> None:
     async def test(llm: AsyncLLM) -> None:
-        for prompt, params in (("", DELTA), ("x", SamplingParams(n=2)), (5, DELTA)):
+        for prompt, params in (("", DELTA), ("x", SamplingParams(n=2, temperature=0)), (5, DELTA)):
             with pytest.raises(InvalidParameterError):
                 await collect(llm, "a", params, prompt)
         stream = llm.generate("x", ENDLESS, "a")

@@ -89,7 +89,7 @@ def test_help_shows_the_most_used_flags_and_help_all_all_of_them(module, capsys:
         ("generate x --frobnicate", "quire generate: unknown flag --frobnicate; see quire generate --help-all"),
         ("generate x --temperature hot", "argument --temperature: must be a number, got 'hot'"),
         ("generate x --temperature nan", "argument --temperature: must be a finite number, got 'nan'"),
-        ("generate x --temperature -1", "quire: temperature: must be 0 (greedy) or greater, got -1.0"),
+        ("generate x --temperature -1", "quire: temperature: must be 0 (greedy) or greater, at most 1e38, got -1.0"),
         ("generate x --top-p 1.5", "quire: top_p: must be greater than 0 and at most 1, got 1.5"),
         ("generate x --max-num-seqs 0", "argument --max-num-seqs: must be an integer, at least 1, got '0'"),
         ("generate x --block-size 7", "argument --block-size: invalid choice: 7 (choose from 8, 16, 32, 64, 128)"),

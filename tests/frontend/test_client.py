@@ -146,7 +146,7 @@ def test_bad_requests_cost_nobody_else(open_driver):
         "empty": (EngineCoreRequest("empty", [], params), "prompt_token_ids"),
         "unresolved": (EngineCoreRequest("unresolved", [1], SamplingParams()), "seed"),
         "words": (EngineCoreRequest("words", [1, "two"], params), ""),  # no message at all: a codec refuses it before the core sees it
-        "unsupported": (EngineCoreRequest("unsupported", [1], SamplingParams(seed=0, frequency_penalty=1.0)), "frequency_penalty"),
+        "no token": (EngineCoreRequest("no token", [1], SamplingParams(seed=0, allowed_token_ids=[97])), "allowed_token_ids"),
     }
     for pair in zip([*good, None, None], bad.values(), strict=True):
         for request in (pair[0], pair[1][0]):

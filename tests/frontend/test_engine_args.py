@@ -78,8 +78,8 @@ def test_resolution_leaves_no_auto(model) -> None:
     assert config.device_config.device == "cpu"
     assert config.device_config.num_threads is None  # the engine counts the cores it may use
     assert config.scheduler_config.max_num_batched_tokens == 2048
-    values = [getattr(getattr(config, section), name) for name, (section, _) in config_fields().items()]
-    assert "auto" not in values
+    values = [getattr(getattr(config, section), name) for name, (section, _) in config_fields().items() if name != "preemption_mode"]
+    assert "auto" not in values  # but where the engine decides anew for each request
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
 
 
@@ -176,3 +176,17 @@ def test_attaching_to_a_daemon(model, tmp_path_factory) -> None:
     own = EngineArgs(seed=5, tokenizer=tokenizer, shutdown_timeout_s=1.0).attach_to(theirs)
     assert (own.model_config.seed, own.model_config.tokenizer, own.service_config.shutdown_timeout_s) == (5, tokenizer, 1.0)
     assert own.scheduler_config == theirs.scheduler_config and own.model_config.model == model
+
+
+def test_generation_config_is_a_directory_or_none(model, tmp_path) -> None:
+    assert EngineArgs(model).create_engine_config().model_config.generation_config == model
+    assert EngineArgs(model, generation_config="none").create_engine_config().model_config.generation_config == "none"
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    with pytest.raises(InvalidParameterError, match="generation_config: .*or a directory that holds generation_config.json"):
+        EngineArgs(model, generation_config=str(mine)).create_engine_config()
+    (mine / "generation_config.json").write_text("{}")
+    theirs = EngineArgs(model, override_generation_config={"top_k": 3}).create_engine_config()
+    attached = EngineArgs(generation_config=str(mine)).attach_to(theirs).model_config
+    assert (attached.generation_config, attached.override_generation_config) == (str(mine), {"top_k": 3})
+    assert EngineArgs(override_generation_config={"top_k": 5}).attach_to(theirs).model_config.override_generation_config == {"top_k": 5}

@@ -9,7 +9,6 @@ import time
 import pytest
 from quire import InvalidParameterError, PoolingParams, SamplingParams
 from quire.frontend.input_processor import InputProcessor, derive_seed
-from quire.ipc.params import NOT_YET, StructuredOutputsParams
 from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
 
 EOS = [302, 300]
@@ -67,39 +66,11 @@ def test_the_longest_prompt_leaves_one_token() -> None:
     assert core_request([1] * 63, SamplingParams(max_tokens=None)).sampling_params.max_tokens == 1
 
 
-NOT_AT_DEFAULT = {
-    "n": 2, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "logit_bias": {5: 1.0},
-    "allowed_token_ids": [5], "bad_words": ["x"], "prompt_logprobs": 0, "structured_outputs": StructuredOutputsParams(regex="a"),
-    "truncate_prompt_tokens": 3, "stream_interval": 2,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NOT_YET)
-def test_what_comes_later_is_refused_by_name(name) -> None:
-    with pytest.raises(InvalidParameterError, match=f"{name}: is not possible yet") as raised:
-        core_request("a", SamplingParams(**{name: NOT_AT_DEFAULT[name]}))
-    assert raised.value.parameter == name
-
-
-@pytest.mark.parametrize(
-    ("params", "options", "parameter"),
-    [
-        (PoolingParams(), {}, "params"),
-        ({"temperature": 0}, {}, "params"),
-        (SamplingParams(stop_token_ids=[320]), {}, "stop_token_ids"),
-        (SamplingParams(stop_token_ids=[-1]), {}, "stop_token_ids"),
-        (SamplingParams(stop="\ud800"), {}, "stop"),
-        (SamplingParams(ignore_eos=1), {}, "ignore_eos"),
-        (SamplingParams(include_stop_str_in_output="yes"), {}, "include_stop_str_in_output"),
-        (SamplingParams(output_kind=7), {}, "output_kind"),
-        (SamplingParams(), {"priority": 1.5}, "priority"),
-        (SamplingParams(), {"priority": 2**63}, "priority"),
-    ],
-)
-def test_refused_parameters(params, options, parameter) -> None:
+@pytest.mark.parametrize("params", [PoolingParams(), {"temperature": 0}, None])
+def test_params_of_another_kind_are_refused(params) -> None:
     with pytest.raises(InvalidParameterError) as raised:
-        core_request("a", params, **options)
-    assert raised.value.parameter == parameter
+        make_processor().process_inputs("r", "a", params)
+    assert raised.value.parameter == "params"
 
 
 def test_request_id_must_be_a_string() -> None:

@@ -64,7 +64,7 @@ def test_one_bad_prompt_refuses_the_list_before_anything_is_sent(monkeypatch) ->
     with pytest.raises(InvalidParameterError, match=r"prompt: must not be empty \(in request 1 of 3, counted from 0\)"):
         llm.generate(["a", "", "c"], PARAMS)
     with pytest.raises(InvalidParameterError, match=r"n: .*\(in request 2 of 3"):
-        llm.generate(["a", "b", "c"], [PARAMS, PARAMS, SamplingParams(n=2)])
+        llm.generate(["a", "b", "c"], [PARAMS, PARAMS, SamplingParams(n=2, temperature=0)])
     with pytest.raises(InvalidParameterError, match="prompt: must not be empty$"):
         llm.generate("")
     for prompts, words in ((5, "prompts: must be"), ("a", "params: must be SamplingParams")):

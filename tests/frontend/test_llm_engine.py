@@ -55,7 +55,7 @@ def test_stop_strings_abort_in_the_engine(tokens_per_step) -> None:
 def test_a_refused_request_is_never_sent() -> None:
     engine = make_engine()
     engine.add_request("a", "prompt", SamplingParams())
-    for prompt, params in (("", SamplingParams()), ("x", SamplingParams(n=2)), ("y" * 100, SamplingParams())):
+    for prompt, params in (("", SamplingParams()), ("x", SamplingParams(n=2, temperature=0)), ("y" * 100, SamplingParams())):
         with pytest.raises(InvalidParameterError):
             engine.add_request("b", prompt, params)
     with pytest.raises(InvalidParameterError, match="request_id"):
@@ -164,16 +164,31 @@ def test_a_model_without_tokenizer_ends_the_engine_it_started(tmp_path, monkeypa
 
 
 def test_default_sampling_params_are_the_models(model, tmp_path, caplog) -> None:
-    recommended = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1, "eos_token_id": [5]}
+    recommended = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1, "max_new_tokens": 7, "eos_token_id": [5]}
     (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
-    config = EngineArgs(model).create_engine_config()
-    engine = LLMEngine(config, ScriptedClient(config, lambda request: TEXT))
-    with caplog.at_level(logging.WARNING):
-        assert engine.get_default_sampling_params() == SamplingParams(temperature=0.6, top_k=20)
-    assert "repetition_penalty" in caplog.text
-    assert make_engine().get_default_sampling_params() == SamplingParams()
-    engine.add_request("a", "prompt", SamplingParams())
-    assert engine.client.requests[0].eos_token_ids == [302, 5]
+
+    def defaults(**arguments) -> SamplingParams:
+        config = EngineArgs(model, **arguments).create_engine_config()
+        engine = LLMEngine(config, ScriptedClient(config, lambda request: TEXT))
+        engine.add_request("a", "prompt", SamplingParams())
+        assert engine.client.requests[0].eos_token_ids == [302, *arguments.get("override_generation_config", {}).get("eos_token_id", [5])]
+        return engine.get_default_sampling_params()
+
+    with caplog.at_level(logging.INFO):
+        assert defaults() == SamplingParams(temperature=0.6, top_k=20, repetition_penalty=1.1, max_tokens=7)
+    assert "default sampling parameters: temperature=0.6, top_k=20, repetition_penalty=1.1, max_tokens=7" in caplog.text
+    assert defaults(override_generation_config={"temperature": 0.5, "min_p": 0.1, "eos_token_id": [6]}) == SamplingParams(
+        temperature=0.5, top_k=20, repetition_penalty=1.1, max_tokens=7, min_p=0.1
+    )
+    assert defaults(generation_config="none") == make_engine().get_default_sampling_params() == SamplingParams()  # its EOS ids count all the same
+    assert defaults(generation_config="none", override_generation_config={"top_p": 0.5}) == SamplingParams(top_p=0.5)
+    for overrides, words in (({"temprature": 1}, "unknown key 'temprature'; the keys are temperature, "), ({"top_p": 2.0}, "top_p: must be")):
+        with pytest.raises(InvalidParameterError, match=f"override_generation_config: .*{words}"):
+            defaults(override_generation_config=overrides)
+    (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
+    with pytest.raises(ModelLoadError, match=r'generation_config.json in .*: temperature: must be .*generation_config="none"'):
+        defaults()
+    assert defaults(override_generation_config={"temperature": 0.5, "eos_token_id": [5]}).temperature == 0.5
 
 
 # ---------------------------------------------------------------- over a real engine core

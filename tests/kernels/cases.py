@@ -143,6 +143,21 @@ def reshape_and_cache(dtype: torch.dtype) -> list[Case]:
     ]  # fmt: skip
 
 
+def copy_blocks(dtype: torch.dtype) -> list[Case]:
+    def own(source: Tensor, destination: Tensor, pairs: Tensor) -> tuple[Tensor, ...]:
+        result = destination.clone()
+        result[pairs[:, 1]] = source[pairs[:, 0]]
+        return (result,)
+
+    cache, host = rand(10, 8, 2, 16, dtype=dtype), rand(6, 8, 2, 16, dtype=dtype)
+    return [
+        Case("within one cache", (cache, cache, torch.tensor([[3, 4], [3, 0], [9, 2]])), own, in_place=(1,)),
+        Case("out", (cache, host, torch.tensor([[9, 0], [1, 5], [1, 2]])), own, in_place=(1,)),
+        Case("in", (host, cache, torch.tensor([[5, 7]])), own, in_place=(1,)),
+        Case("nothing", (host, cache, torch.zeros(0, 2, dtype=torch.int64)), own, in_place=(1,)),
+    ]
+
+
 def make_metadata(query_lens: list[int], seq_lens: list[int], block_size: int, num_blocks: int) -> AttentionMetadata:
     """Pages handed out in random order; rows with one query token must come first."""
     counts = [-(-seq_len // block_size) for seq_len in seq_lens]
@@ -210,5 +225,8 @@ def paged_attention(dtype: torch.dtype) -> list[Case]:
     ]
 
 
-MODEL_OPS = {f.__name__: f for f in (rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding, reshape_and_cache, paged_attention)}
+MODEL_OPS = {
+    f.__name__: f
+    for f in (rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding, reshape_and_cache, copy_blocks, paged_attention)
+}
 SAMPLING_OPS = ("apply_grammar_bitmask", "apply_penalties", "sample_tokens", "random_gumbel", "gather_logprobs")

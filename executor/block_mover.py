@@ -1,0 +1,76 @@
+"""Moves blocks of the KV cache, in every layer: to host memory and back, and from one place in the cache to another.
+May know: the attention layers' caches, host memory, the table of operations.
+Must not know: whose blocks they are, or why they move."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..ipc.messages import SchedulerOutput
+
+Pairs = Sequence[tuple[int, int]]  # (from, to)
+MEASURED_BLOCKS = 8
+
+
+class BlockMover:
+    """Owns the host blocks. `host_caches`: for each layer keys and values, each [num_host_blocks, block_size, num_kv_heads, head_dim]; empty
+    where nothing is swapped. The layers are handed in anew: their caches come and go."""
+
+    def __init__(self, host_caches: Sequence[tuple[torch.Tensor, torch.Tensor]], ops: Any):
+        self._host_caches = host_caches
+        self._copy_blocks = ops.copy_blocks
+
+    def move(self, layers: Sequence[Any], step: SchedulerOutput) -> None:
+        """Out first, since what comes in may take their places; copies last, since they may be of what came in."""
+        if step.blocks_to_swap_out:
+            self.swap_out(layers, step.blocks_to_swap_out)
+        if step.blocks_to_swap_in:
+            self.swap_in(layers, step.blocks_to_swap_in)
+        if step.blocks_to_copy:
+            pairs = torch.tensor(step.blocks_to_copy)
+            for layer in layers:
+                for cache in (layer.key_cache, layer.value_cache):
+                    self._copy_blocks(cache, cache, pairs)
+
+    def swap_out(self, layers: Sequence[Any], pairs: Pairs) -> None:
+        """pairs: (device block, host block)"""
+        index = torch.tensor(pairs)
+        for layer, (host_keys, host_values) in zip(layers, self._host_caches, strict=True):
+            self._copy_blocks(layer.key_cache, host_keys, index)
+            self._copy_blocks(layer.value_cache, host_values, index)
+
+    def swap_in(self, layers: Sequence[Any], pairs: Pairs) -> None:
+        """pairs: (host block, device block)"""
+        index = torch.tensor(pairs)
+        for layer, (host_keys, host_values) in zip(layers, self._host_caches, strict=True):
+            self._copy_blocks(host_keys, layer.key_cache, index)
+            self._copy_blocks(host_values, layer.value_cache, index)
+
+    def measure(self, layers: Sequence[Any]) -> tuple[float, float]:
+        """Seconds that a swap out and in takes whatever its size, and for each block. To be called while the cache holds nothing."""
+        most = min(MEASURED_BLOCKS, len(self._host_caches[0][0]), len(layers[0].key_cache) - 1)
+        one_s, all_s = (self._time(layers, count) for count in (1, most))
+        per_block_s = max(0.0, all_s - one_s) / max(1, most - 1)
+        return max(0.0, one_s - per_block_s), per_block_s
+
+    def _time(self, layers: Sequence[Any], num_blocks: int) -> float:
+        def both_ways() -> None:
+            self.swap_out(layers, [(block + 1, block) for block in range(num_blocks)])
+            self.swap_in(layers, [(block, block + 1) for block in range(num_blocks)])
+
+        return shortest_time(both_ways)
+
+
+def shortest_time(function: Callable[[], Any], repeats: int = 3) -> float:
+    """Seconds of the fastest of some runs: what the machine needs when nothing disturbs it. The first one, which sets things up, is not timed."""
+    function()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

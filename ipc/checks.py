@@ -1,0 +1,100 @@
+"""Checks of values that users give: numbers, texts, lists and plain data; each raises InvalidParameterError with name and range.
+May know: plain Python values.
+Must not know: which parameters there are (params.py), or what they mean."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .errors import InvalidParameterError
+
+INT64_MAX = 2**63 - 1  # what a message can carry
+MAX_DEPTH = 200  # of nested plain data: deeper, encoders and decoders run out of stack
+
+
+def require(holds: object, parameter: str, problem: str) -> None:
+    if not holds:
+        raise InvalidParameterError(parameter, problem)
+
+
+def shown(value: object) -> str:
+    """The value for an error's text: short, whatever it is (Python does not even print integers of 5000 digits)."""
+    try:
+        text = repr(value)
+    except Exception as error:  # repr of a user's object
+        return f"{type(value).__name__} ({type(error).__name__})"
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def is_int(value: object) -> bool:
+    """True and False are no numbers here."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def require_int(parameter: str, value: object, low: int, high: int, meaning: str = "") -> None:
+    """`meaning` explains special values, in brackets behind the range."""
+    if not (is_int(value) and low <= value <= high):
+        top = "2**63 - 1" if high == INT64_MAX else high
+        raise InvalidParameterError(parameter, f"must be an integer between {low} and {top}{meaning and f' ({meaning})'}, got {shown(value)}")
+
+
+def is_finite(value: object) -> bool:
+    """A finite number, and no integer too large for a float."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def require_text(parameter: str, value: object) -> None:
+    """Python's strings may hold half characters, which neither the tokenizer nor a message can."""
+    require(isinstance(value, str), parameter, f"must be a string, got {shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidParameterError(parameter, f"must be text that UTF-8 can hold; character {error.start} is a lone surrogate") from None
+
+
+def require_texts(parameter: str, values: object, most: int) -> None:
+    """A list of strings, none of them empty."""
+    require(isinstance(values, list), parameter, f"must be a list of strings, got {shown(values)}")
+    require(len(values) <= most, parameter, f"must hold at most {most} strings, got {len(values)}")
+    for value in values:
+        require_text(parameter, value)
+        require(value, parameter, "must not hold an empty string")
+
+
+def require_token_ids(parameter: str, values: object) -> None:
+    """A list of integers that a vocabulary could have; which ones this model has, the InputProcessor knows."""
+    holds = isinstance(values, list) and set(map(type, values)) <= {int}
+    require(holds, parameter, f"must be a list of token ids, which are integers, got {shown(values)}")
+    for extreme in (min(values, default=0), max(values, default=0)):
+        require(0 <= extreme < 2**31, parameter, f"must be token ids, which are between 0 and 2**31 - 1, got {shown(extreme)}")
+
+
+def require_plain(parameter: str, value: Any) -> None:
+    """None, booleans, 64-bit integers, floats, strings, and lists and dicts of them (with string keys), at most MAX_DEPTH deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, str):
+                require_text(parameter, item)
+            elif isinstance(item, dict):
+                for key in item:
+                    require_text(parameter, key)
+                below += item.values()
+            elif isinstance(item, list):
+                below += item
+            elif is_int(item):
+                require_int(parameter, item, -(2**63), INT64_MAX)
+            else:
+                plain = item is None or isinstance(item, (bool, float))
+                require(plain, parameter, f"must be plain values (None, numbers, strings, lists, dicts), got {type(item).__name__}")
+        level = below
+    require(not level, parameter, f"must be at most {MAX_DEPTH} levels deep")

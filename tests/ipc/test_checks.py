@@ -1,0 +1,64 @@
+"""The checks of values by themselves: what they take, what they say (tests/test_parameter_bounds.py has them behind the parameters).
+May know: checks.py.
+Must not know: parameters, messages."""
+
+import math
+
+import pytest
+from quire import InvalidParameterError
+from quire.ipc import checks
+
+
+def problem(check, *args) -> str | None:
+    try:
+        check("name", *args)
+    except InvalidParameterError as error:
+        assert error.parameter == "name"
+        return error.problem
+    return None
+
+
+def test_integers_and_their_ranges_in_words() -> None:
+    assert problem(checks.require_int, 5, 0, 5) is None
+    assert problem(checks.require_int, 6, 0, 5) == "must be an integer between 0 and 5, got 6"
+    assert problem(checks.require_int, True, 0, checks.INT64_MAX, "0: off") == "must be an integer between 0 and 2**63 - 1 (0: off), got True"
+
+
+def test_finite_numbers() -> None:
+    assert all(map(checks.is_finite, (0, -1, 1.5, 1e308, 2**1000)))
+    assert not any(map(checks.is_finite, (True, "1", None, math.nan, math.inf, 10**400)))
+
+
+def test_values_are_shown_in_short_whatever_they_are() -> None:
+    class Rude:
+        def __repr__(self):
+            raise RuntimeError
+
+    assert checks.shown("x") == "'x'" and checks.shown(Rude()) == "Rude (RuntimeError)"
+    assert checks.shown(10**5000) == "int (ValueError)"
+    assert len(checks.shown(["x"] * 10**4)) < 110
+
+
+@pytest.mark.parametrize("depth", [1, checks.MAX_DEPTH - 1])
+def test_plain_data(depth) -> None:
+    nested = {"a": [None, True, 5, 0.5, "é"]}
+    for _ in range(depth - 3):
+        nested = [nested]
+    assert problem(checks.require_plain, nested) is None
+
+
+def test_what_is_not_plain() -> None:
+    too_deep = 5
+    for _ in range(checks.MAX_DEPTH):
+        too_deep = [too_deep]
+    assert problem(checks.require_plain, too_deep) == f"must be at most {checks.MAX_DEPTH} levels deep"
+    assert problem(checks.require_plain, {"a": {1: 2}}) == "must be a string, got 1"
+    assert "got bytes" in problem(checks.require_plain, [b"x"])
+    assert "lone surrogate" in problem(checks.require_plain, ["\ud800"])
+
+
+def test_lists() -> None:
+    assert problem(checks.require_texts, ["a", "b"], 2) is None and problem(checks.require_token_ids, [0, 2**31 - 1]) is None
+    assert problem(checks.require_texts, ["a", "b", "c"], 2) == "must hold at most 2 strings, got 3"
+    assert "must not hold an empty string" == problem(checks.require_texts, [""], 2)
+    assert "between 0 and 2**31 - 1, got -1" in problem(checks.require_token_ids, [5, -1])

@@ -21,7 +21,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..ipc.config import EngineConfig
 from ..ipc.messages import (
@@ -34,7 +34,7 @@ from ..ipc.messages import (
     SchedulerStats,
     SlotLogprobs,
 )
-from .block_pool import KVCacheBlock
+from .admission import Start, find_start, has_room
 from .counters import Counters
 from .kv_cache_manager import KVCacheManager
 from .output_rows import OutputRows
@@ -51,14 +51,6 @@ class ScheduledStep:
     output: SchedulerOutput
     requests: list[Request] = field(default_factory=list)
     num_expected: list[int] = field(default_factory=list)  # tokens that the row is going to sample, if nothing goes wrong
-
-
-class Start(NamedTuple):
-    """Where a request that is admitted begins: its first `num_tokens` tokens are computed already."""
-
-    num_tokens: int
-    blocks: list[KVCacheBlock]  # that hold the beginning of them
-    source: KVCacheBlock | None = None  # holds the rest of them, for another request: to be copied
 
 
 class Scheduler:
@@ -251,7 +243,7 @@ class Scheduler:
         index = 0
         while index < len(self.waiting) and budget > 0 and self._free_slots:
             request = self.waiting[index]
-            start = self._find_start(request)
+            start = find_start(self.kv_cache_manager, request)
             if start is None:
                 index += 1
                 continue
@@ -260,7 +252,7 @@ class Scheduler:
                 if not self.enable_chunked_prefill:
                     break
                 num_tokens = budget
-            if not self._has_room(request, start):
+            if not has_room(self.kv_cache_manager, self.running, request, start):
                 break
             num_in_blocks = len(start.blocks) * self.kv_cache_manager.block_size
             block_ids = self.kv_cache_manager.allocate_slots(request, start.num_tokens - num_in_blocks + num_tokens, start.blocks)
@@ -270,37 +262,6 @@ class Scheduler:
             self._admit(step, request, start, block_ids)
             self._add_row(step, request, num_tokens, 0, block_ids)
             budget -= num_tokens
-
-    def _find_start(self, request: Request) -> Start | None:
-        """The tokens that need not be computed: cached ones, those it had when it was swapped out, or the prompt of a sibling. None: it has
-        to wait until its sibling has computed that."""
-        manager = self.kv_cache_manager
-        if request.siblings and not request.num_output_tokens and not request.num_swapped_tokens:
-            source = next((r for r in request.siblings if r.num_executed_tokens >= r.num_prompt_tokens), None)
-            if source is None and request.siblings[0] is not request:
-                return None
-            if source is not None:
-                # All but the last token of the prompt, whose logits everyone needs for a draw of their own.
-                num_tokens = request.num_prompt_tokens - 1
-                num_blocks, num_more = divmod(num_tokens, manager.block_size)
-                blocks = manager.get_blocks(source, num_blocks + 1)
-                return Start(num_tokens, blocks[:num_blocks], blocks[num_blocks] if num_more else None)
-        blocks = manager.get_computed_blocks(request)
-        return Start(max(len(blocks) * manager.block_size, request.num_swapped_tokens), blocks)
-
-    def _has_room(self, request: Request, start: Start) -> bool:
-        """Whether all tokens of the request, not only this step's, fit beside what the running ones still need for theirs. Else prompts
-        that are computed in chunks would be admitted together and preempt each other half-way."""
-        if not self.running:
-            return True
-        block_size = self.kv_cache_manager.block_size
-        num_reserved = sum(
-            -(-running.num_tokens // block_size) - -(-running.num_computed_tokens // block_size)
-            for running in self.running
-            if running.num_computed_tokens < running.num_tokens
-        )
-        num_needed = -(-request.num_tokens // block_size) - len(start.blocks)
-        return self.kv_cache_manager.num_free_after(num_needed + num_reserved, start.blocks) >= 0
 
     def _admit(self, step: ScheduledStep, request: Request, start: Start, block_ids: list[int]) -> None:
         num_blocks = len(start.blocks)

@@ -74,7 +74,7 @@ class ModelRunner:
             row_slots = [slots[row] for row in rows]
             ones, num_computed = [1] * len(rows), (self.batch.num_tokens[row_slots] - 1).tolist()
             results.append((rows, self._compute(SchedulerOutput(scheduler_output.step, row_slots, ones, num_computed, []))))
-        return merge_outputs(len(slots), results)
+        return merge_outputs(slots, results)
 
     def _compute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         inputs = self._prepare_inputs(scheduler_output)
@@ -188,9 +188,9 @@ class ModelRunner:
         self.model.compute_logits(self.model(token_ids, positions, metadata))
 
 
-def merge_outputs(num_rows: int, results: list[tuple[list[int], ModelRunnerOutput]]) -> ModelRunnerOutput:
-    """One output for several passes of one step, each with the rows it was for. A row that failed in any of them has failed."""
-    tokens: list[list[int]] = [[] for _ in range(num_rows)]
+def merge_outputs(slots: list[int], results: list[tuple[list[int], ModelRunnerOutput]]) -> ModelRunnerOutput:
+    """One output for several passes of one step over `slots`, each pass with the rows it was for. A row that failed once has failed."""
+    tokens: list[list[int]] = [[] for _ in slots]
     logprobs: dict[int, list[SlotLogprobs]] = {}
     errors = {slot: error for _, result in results for slot, error in result.errors.items()}
     for rows, result in results:
@@ -199,6 +199,7 @@ def merge_outputs(num_rows: int, results: list[tuple[list[int], ModelRunnerOutpu
             tokens[row].extend(islice(token_ids, num_sampled))
         for entry in result.logprobs:
             logprobs.setdefault(entry.slot, []).append(entry)
+    tokens = [[] if slot in errors else row for slot, row in zip(slots, tokens)]
     return ModelRunnerOutput(
         num_sampled=[len(row) for row in tokens],
         token_ids=[token_id for row in tokens for token_id in row],

@@ -10,15 +10,17 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from ..ipc.config import EngineConfig
-from ..ipc.errors import EngineDeadError
+from ..ipc.errors import EngineDeadError, InvalidParameterError
 from ..ipc.messages import SchedulerStats
 from ..ipc.params import PoolingParams, SamplingParams
 from .client import EngineClient
 from .engine_args import EngineArgs
 from .input_processor import Prompt
 from .llm_engine import TextSide, connect
+from .model_files import find_model_directory
 from .output_processor import ProcessedOutputs
 from .outputs import RequestOutput
+from .stats import Telemetry
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -63,9 +65,9 @@ class AsyncLLM:
     def __init__(self, config: EngineConfig, client: EngineClient):
         self.config = config
         self.client = client
-        self.stats: SchedulerStats | None = None  # the engine's, after its last step
         self.text_side = TextSide.for_config(config, client.ready.epoch)
         self._output_processor = self.text_side.output_processor
+        self._telemetry = Telemetry(config, client, self._output_processor)
         self._streams: dict[str, RequestStream] = {}  # by request id; from generate's start to its end
         self._output_task: asyncio.Task | None = None
         self._dead_error: EngineDeadError | None = None
@@ -81,6 +83,11 @@ class AsyncLLM:
             raise
 
     @property
+    def stats(self) -> SchedulerStats | None:
+        """The engine's, after its last step."""
+        return self._telemetry.stats
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         return self.text_side.tokenizer
 
@@ -93,14 +100,21 @@ class AsyncLLM:
     # ------------------------------------------------------------ requests
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | PoolingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        trace_headers: dict[str, str] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The request's outputs, in the form that sampling_params.output_kind asks for; the last one is finished.
 
         Raises InvalidParameterError before anything is sent, and EngineDeadError when the engine is gone. Leaving the iterator, by
         cancellation or `aclose`, aborts the request. A reader slower than the engine gets several steps' news in one output.
+        `trace_headers`: as for LLMEngine.add_request.
         """
-        stream = self._submit(request_id, prompt, sampling_params, priority)
+        stream = self._submit(request_id, prompt, sampling_params, priority, trace_headers)
         try:
             while not (output := await stream.get()).finished:
                 yield output
@@ -110,10 +124,17 @@ class AsyncLLM:
                 self._abort([request_id])
         yield output
 
-    def _submit(self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, priority: int) -> RequestStream:
+    def _submit(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, priority: int, trace_headers: dict[str, str] | None
+    ) -> RequestStream:
         self.check_health()
-        request = self.text_side.input_processor.process_inputs(request_id, prompt, params, priority=priority)
+        try:
+            request = self.text_side.input_processor.process_inputs(request_id, prompt, params, priority=priority)
+        except InvalidParameterError:
+            self._telemetry.num_inputs_refused += 1
+            raise
         self._output_processor.add_request(request)
+        self._telemetry.begin(request, trace_headers)
         stream = self._streams[request_id] = RequestStream()
         try:
             self._ensure_output_task()
@@ -150,7 +171,7 @@ class AsyncLLM:
         try:
             while True:
                 outputs = await self.client.get_output_async()
-                self.stats = outputs.stats or self.stats
+                self._telemetry.take(outputs)
                 self._deliver(self._output_processor.process_outputs(outputs))
                 await asyncio.sleep(0)  # readers run after every step, even if the next outputs are there already
         except asyncio.CancelledError:
@@ -173,6 +194,7 @@ class AsyncLLM:
     def _fail(self, error: EngineDeadError) -> None:
         """Every reader, now and later, gets the error."""
         self._dead_error = error
+        self._telemetry.fail(error)
         for stream in self._streams.values():
             stream.fail(error)
 
@@ -197,13 +219,44 @@ class AsyncLLM:
         self._ensure_output_task()
         return await self.client.call_utility_async(method, *args)
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forgets the KV cache of finished prompts. False if blocks are still in use."""
-        return await self.call_utility("reset_prefix_cache")
+    # As in LLMEngine, where each is described.
 
-    async def get_metrics(self) -> dict[str, Any]:
-        """The engine's SchedulerStats as a dict."""
-        return await self.call_utility("get_metrics")
+    async def get_metrics(self) -> dict[str, int]:
+        return self._telemetry.metrics(await self.call_utility("get_metrics"))
+
+    async def scheduler_state(self) -> dict[str, Any]:
+        return await self.call_utility("scheduler_state")
+
+    def set_tracer_provider(self, provider: Any) -> None:
+        self._telemetry.set_tracer_provider(provider)
+
+    async def pause(self, mode: str = "abort") -> None:
+        """Cancelled while "wait" has not been reached, it leaves the pause standing."""
+        await self.call_utility("pause", mode)
+
+    async def resume(self) -> None:
+        await self.call_utility("resume")
+
+    async def is_paused(self) -> bool:
+        return await self.call_utility("is_paused")
+
+    async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        return await self.call_utility("reset_prefix_cache", reset_running)
+
+    async def sleep(self, level: int = 1) -> None:
+        await self.call_utility("sleep", level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        await self.call_utility("wake_up", tags)
+
+    async def is_sleeping(self) -> bool:
+        return await self.call_utility("is_sleeping")
+
+    async def load_weights(self, path: str) -> None:
+        await self.call_utility("load_weights", str(find_model_directory(path)))
+
+    async def collective_rpc(self, method: str, args: list[Any] | None = None) -> list[Any]:
+        return await self.call_utility("collective_rpc", method, args or [])
 
     def shutdown(self) -> None:
         """Leaves the engine: a child exits, a daemon stays. Readers get EngineDeadError. May be called twice."""
@@ -213,3 +266,4 @@ class AsyncLLM:
         if self._dead_error is None:
             self._fail(EngineDeadError("AsyncLLM.shutdown was called"))
         self.client.shutdown()
+        self._telemetry.close()

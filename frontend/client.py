@@ -18,6 +18,8 @@ class EngineClient(ABC):
     raises EngineDeadError with the cause; `shutdown` never raises and may be called twice.
     """
 
+    is_shared = False  # others may use the engine too: it is a daemon
+    num_bad_frames = 0  # from the engine, dropped
     ready: Ready  # the engine's word on itself: resolved configuration, number of KV-cache blocks
 
     @abstractmethod

@@ -24,7 +24,7 @@ ROPE_TYPES_ALREADY_SCALED = frozenset({"default", "llama3", "longrope", "su", "m
 # A frontend's own choices even when it attaches to a daemon: they change how it makes requests, not the engine.
 FRONTEND_ARGUMENTS = frozenset({
     "tokenizer", "seed", "skip_tokenizer_init", "generation_config", "override_generation_config",
-    "startup_timeout_s", "shutdown_timeout_s", "max_message_bytes",
+    "startup_timeout_s", "shutdown_timeout_s", "max_message_bytes", "log_stats_interval_s", "otlp_traces_endpoint",
 })  # fmt: skip
 
 

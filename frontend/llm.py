@@ -50,11 +50,43 @@ class LLM:
         """What generate and chat use without parameters: by default, what the model's generation_config.json recommends."""
         return self.llm_engine.get_default_sampling_params()
 
-    def get_metrics(self) -> dict[str, Any]:
+    # As in LLMEngine, where each is described.
+
+    def get_metrics(self) -> dict[str, int]:
         return self.llm_engine.get_metrics()
 
-    def reset_prefix_cache(self) -> bool:
-        return self.llm_engine.reset_prefix_cache()
+    def scheduler_state(self) -> dict[str, Any]:
+        return self.llm_engine.scheduler_state()
+
+    def set_tracer_provider(self, provider: Any) -> None:
+        self.llm_engine.set_tracer_provider(provider)
+
+    def pause(self, mode: str = "abort") -> None:
+        self.llm_engine.pause(mode)
+
+    def resume(self) -> None:
+        self.llm_engine.resume()
+
+    def is_paused(self) -> bool:
+        return self.llm_engine.is_paused()
+
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        return self.llm_engine.reset_prefix_cache(reset_running)
+
+    def sleep(self, level: int = 1) -> None:
+        self.llm_engine.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.llm_engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        return self.llm_engine.is_sleeping()
+
+    def load_weights(self, path: str) -> None:
+        self.llm_engine.load_weights(path)
+
+    def collective_rpc(self, method: str, args: list[Any] | None = None) -> list[Any]:
+        return self.llm_engine.collective_rpc(method, args)
 
     def generate(
         self,
@@ -63,11 +95,13 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         priority: int | Sequence[int] | None = None,
+        trace_headers: dict[str, str] | None = None,
     ) -> list[RequestOutput]:
         """One RequestOutput per prompt, in the order of the prompts.
 
         prompts: one or several; each a string, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.
         sampling_params: for all, or one per prompt; None: get_default_sampling_params().
+        trace_headers: the caller's trace context, for all of them (LLMEngine.add_request).
         Raises InvalidParameterError before anything is submitted if one prompt or parameter is bad. A request that fails inside the
         engine ends with finish_reason "error" and its message in `error`; the others go on. Whatever is raised while it runs,
         KeyboardInterrupt included, aborts all that was submitted.
@@ -89,7 +123,7 @@ class LLM:
                 where = f"(in request {i} of {len(several)}, counted from 0)"
                 raise InvalidParameterError(error.parameter, f"{error.problem} {where}") from None
         self._num_requests += len(requests)
-        return self._run(requests, use_tqdm)
+        return self._run(requests, use_tqdm, trace_headers)
 
     def chat(
         self,
@@ -122,14 +156,16 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def _run(self, requests: list[ProcessedRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+    def _run(
+        self, requests: list[ProcessedRequest], use_tqdm: bool | Callable[..., Any], trace_headers: dict[str, str] | None
+    ) -> list[RequestOutput]:
         if self.llm_engine.has_unfinished_requests():
             raise RuntimeError("requests that were added through llm_engine are unfinished: step it until they end, or abort them")
         finished: dict[str, RequestOutput] = {}
         progress = Progress(len(requests), use_tqdm)
         try:
             for request in requests:
-                self.llm_engine.submit(request)
+                self.llm_engine.submit(request, trace_headers)
             while self.llm_engine.has_unfinished_requests():
                 for output in self.llm_engine.step():
                     finished[output.request_id] = output

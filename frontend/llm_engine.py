@@ -16,10 +16,14 @@ from ..ipc.params import PoolingParams, SamplingParams
 from .client import EngineClient
 from .engine_args import EngineArgs
 from .input_processor import InputProcessor, ProcessedRequest, Prompt
-from .model_files import NO_GENERATION_CONFIG, SAMPLING_KEYS, default_sampling_arguments, eos_token_ids, read_generation_config
+from .model_files import (
+    NO_GENERATION_CONFIG, SAMPLING_KEYS, default_sampling_arguments, eos_token_ids, find_model_directory, read_generation_config,
+)  # fmt: skip
 from .output_processor import OutputProcessor
 from .outputs import RequestOutput
+from .stats import Telemetry
 from .tokenizer import Tokenizer
+from .tracing import check_endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +94,7 @@ def connect(args: EngineArgs, engine: str, *, asyncio_mode: bool = False) -> tup
 
     When attaching, arguments that are neither at their defaults nor the frontend's own must agree with the engine's (EngineArgs.attach_to).
     """
+    check_endpoint(args.otlp_traces_endpoint)
     if engine in ("inproc", "process"):
         config = args.create_engine_config()
         return config, make_client(config, engine, asyncio_mode=asyncio_mode)
@@ -110,10 +115,10 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, client: EngineClient):
         self.config = config
         self.client = client
-        self.stats: SchedulerStats | None = None  # the engine's, after its last step
         self.text_side = TextSide.for_config(config, client.ready.epoch)
         self._input_processor = self.text_side.input_processor
         self._output_processor = self.text_side.output_processor
+        self._telemetry = Telemetry(config, client, self._output_processor)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, engine: str = "process") -> LLMEngine:
@@ -132,6 +137,11 @@ class LLMEngine:
     def get_tokenizer(self) -> Tokenizer | None:
         return self.text_side.tokenizer
 
+    @property
+    def stats(self) -> SchedulerStats | None:
+        """The engine's, after its last step."""
+        return self._telemetry.stats
+
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests are given that bring no parameters of their own: see the configuration's `generation_config`."""
         return self.text_side.default_sampling_params
@@ -139,18 +149,32 @@ class LLMEngine:
     # ------------------------------------------------------------ requests
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, arrival_time: float | None = None, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        trace_headers: dict[str, str] | None = None,
     ) -> None:
-        """Raises InvalidParameterError before anything is sent. `request_id` must not be that of an unfinished request."""
-        self.submit(self.process_inputs(request_id, prompt, params, arrival_time=arrival_time, priority=priority))
+        """Raises InvalidParameterError before anything is sent. `request_id` must not be that of an unfinished request.
+
+        `trace_headers`: the caller's trace context as HTTP headers carry it (W3C traceparent); without, its current span is the parent.
+        """
+        self.submit(self.process_inputs(request_id, prompt, params, arrival_time=arrival_time, priority=priority), trace_headers)
 
     def process_inputs(self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, **options: Any) -> ProcessedRequest:
         """The first half of add_request: checks and tokenizes, and sends nothing."""
-        return self._input_processor.process_inputs(request_id, prompt, params, **options)
+        try:
+            return self._input_processor.process_inputs(request_id, prompt, params, **options)
+        except InvalidParameterError:
+            self._telemetry.num_inputs_refused += 1
+            raise
 
-    def submit(self, request: ProcessedRequest) -> None:
+    def submit(self, request: ProcessedRequest, trace_headers: dict[str, str] | None = None) -> None:
         """The second half of add_request."""
         self._output_processor.add_request(request)
+        self._telemetry.begin(request, trace_headers)
         try:
             self.client.add_request(request.core_request)
         except BaseException:
@@ -164,8 +188,12 @@ class LLMEngine:
         """
         if not self.has_unfinished_requests():
             return []
-        outputs = self.client.get_output()
-        self.stats = outputs.stats or self.stats
+        try:
+            outputs = self.client.get_output()
+        except EngineDeadError as error:
+            self._telemetry.fail(error)
+            raise
+        self._telemetry.take(outputs)
         processed = self._output_processor.process_outputs(outputs)
         if processed.requests_to_abort:
             self.client.abort_requests(processed.requests_to_abort)
@@ -198,14 +226,55 @@ class LLMEngine:
         """Any of EngineCore.UTILITIES, by name."""
         return self.client.call_utility(method, *args)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets the KV cache of finished prompts. False if blocks are still in use."""
-        return self.client.call_utility("reset_prefix_cache")
+    def get_metrics(self) -> dict[str, int]:
+        """Gauges and counters by name; the table of them is in frontend/stats.py."""
+        return self._telemetry.metrics(self.client.call_utility("get_metrics"))
 
-    def get_metrics(self) -> dict[str, Any]:
-        """The engine's SchedulerStats as a dict."""
-        return self.client.call_utility("get_metrics")
+    def scheduler_state(self) -> dict[str, Any]:
+        """What waits, runs and is swapped, request by request; whether the engine is paused or asleep."""
+        return self.client.call_utility("scheduler_state")
+
+    def set_tracer_provider(self, provider: Any) -> None:
+        """Requests from now on become spans of this opentelemetry.trace.TracerProvider (frontend/tracing.py); None: they no longer do."""
+        self._telemetry.set_tracer_provider(provider)
+
+    # What follows acts on the whole engine, other programs' requests included; core/pause.py says what each does.
+
+    def pause(self, mode: str = "abort") -> None:
+        """"abort": everybody's requests end; "wait": returns when they have finished; "keep": they freeze. New ones wait for resume()."""
+        self.client.call_utility("pause", mode)
+
+    def resume(self) -> None:
+        self.client.call_utility("resume")
+
+    def is_paused(self) -> bool:
+        return self.client.call_utility("is_paused")
+
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forgets the KV cache of finished prompts. False if blocks are still in use; `reset_running` preempts who uses them."""
+        return self.client.call_utility("reset_prefix_cache", reset_running)
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the memory of the KV cache (1), of the weights too (2). Requests wait, and go on after wake_up."""
+        self.client.call_utility("sleep", level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """`tags`: of "weights" and "kv_cache"; None: all that sleeps."""
+        self.client.call_utility("wake_up", tags)
+
+    def is_sleeping(self) -> bool:
+        return self.client.call_utility("is_sleeping")
+
+    def load_weights(self, path: str) -> None:
+        """Other weights for the same model, from a directory or the hub. Raises ModelLoadError; then the old ones go on serving."""
+        self.client.call_utility("load_weights", str(find_model_directory(path)))
+
+    def collective_rpc(self, method: str, args: list[Any] | None = None) -> list[Any]:
+        """Calls one of the workers' own methods (Worker.CALLABLE); the results in rank order."""
+        return self.client.call_utility("collective_rpc", method, args or [])
 
     def shutdown(self) -> None:
         """Leaves the engine: a child exits, a daemon stays. May be called twice."""
         self.client.shutdown()
+        self._telemetry.fail(EngineDeadError("LLMEngine.shutdown was called"))
+        self._telemetry.close()

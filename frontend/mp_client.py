@@ -44,7 +44,8 @@ class MPClient(EngineClient):
             ipc_path(engine)
         service = config.service_config
         self.asyncio_mode = asyncio_mode
-        self.num_bad_frames = 0  # from the engine, dropped
+        self.is_shared = engine != "process"
+        self.num_bad_frames = 0
         self._outputs: deque[m.EngineCoreOutputs] = deque()
         self._results: dict[int, m.UtilityResult] = {}
         self._calls: dict[int, asyncio.Future | None] = {}  # pending calls; a Future for those of asyncio

@@ -5,18 +5,19 @@ Must not know: sockets, the scheduler, who reads the outputs."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from ..ipc.errors import InvalidParameterError
-from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, Finished, FinishReason, PromptLogprobs, TokenLogprobs, child_request_id
+from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, Finished, FinishReason, PromptLogprobs, RequestTiming, TokenLogprobs, child_request_id
 from ..ipc.params import RequestOutputKind, child_seed
 from .detokenizer import IncrementalDetokenizer
 from .input_processor import ProcessedRequest
 from .logprobs import LogprobsReader, TokenTexts
 from .outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
+from .request_timing import merge_timings
 from .tokenizer import Tokenizer
 
 
@@ -55,6 +56,7 @@ class RequestState:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     are_prompt_logprobs_told: bool = False
     num_cached_tokens: int | None = None
+    timings: dict[str, RequestTiming] = field(default_factory=dict)  # by the engine's id of the completion
     num_unfinished: int = 1
     error: str | None = None
     error_parameter: str | None = None
@@ -88,6 +90,9 @@ class OutputProcessor:
         # By the engine's ids of rows: the unfinished completions; with n > 1 also the request's own id, under which it may be refused whole.
         self._by_engine_id: dict[str, tuple[RequestState, list[CompletionState]]] = {}
         self._token_texts = None if tokenizer is None else TokenTexts(tokenizer)
+        self.on_finished: Callable[[RequestState, float], None] | None = None  # with each request that ends, and _clock_offset
+        self._engine_ts = 0.0  # the engine's clock when its last outputs left
+        self._clock_offset = 0.0  # what to add to it for time.time()
         self.num_dropped_rows = 0  # rows of an earlier engine; rows of requests that ended here are expected, and not counted
 
     def add_request(self, request: ProcessedRequest) -> None:
@@ -103,7 +108,7 @@ class OutputProcessor:
             request_id=request.request_id,
             prompt=request.prompt,
             core_request=core_request,
-            metrics=RequestMetrics(core_request.arrival_time),
+            metrics=RequestMetrics(core_request.arrival_time, num_prompt_tokens=len(core_request.prompt_token_ids)),
             completions=[self._new_completion(i, engine_id, core_request) for i, engine_id in enumerate(engine_ids)],
             output_kind=params.output_kind,
             stream_interval=params.stream_interval,
@@ -170,6 +175,9 @@ class OutputProcessor:
             return ProcessedOutputs([], [])
         self._epoch = outputs.epoch
         now = time.time()
+        self._engine_ts, self._clock_offset = outputs.timestamp, now - outputs.timestamp
+        for timing in outputs.timings:
+            self._note_timing(outputs.request_ids[timing.row], timing)
         processed = ProcessedOutputs([], [])
         with_news: dict[str, RequestState] = {}  # by the user's id, in the order of their first row
         for engine_id, row in zip(outputs.request_ids, _rows(outputs), strict=True):
@@ -178,7 +186,7 @@ class OutputProcessor:
                 continue
             state, completions = entry
             if row.num_cached_tokens is not None and state.num_cached_tokens is None:
-                state.num_cached_tokens = row.num_cached_tokens
+                state.num_cached_tokens = state.metrics.num_cached_tokens = row.num_cached_tokens
             if row.prompt_logprobs is not None:
                 self._read_prompt_logprobs(state, row.prompt_logprobs)
             for completion in completions:
@@ -208,6 +216,7 @@ class OutputProcessor:
         if num_used:
             completion.token_ids += new_token_ids[:num_used]
             state.metrics.last_token_time = now
+            state.metrics.num_generation_tokens += num_used
             if state.metrics.first_token_time is None:
                 state.metrics.first_token_time = now
             if row.logprobs is not None and completion.logprobs_reader is not None:
@@ -254,8 +263,19 @@ class OutputProcessor:
         state.num_unfinished -= 1
         if state.num_unfinished == 0:
             state.metrics.finished_time = time.time()
+            if state.metrics.first_token_ts:  # a stop string, an abort: the engine has not told the end
+                state.metrics.last_token_ts = max(state.metrics.last_token_ts, self._engine_ts)
             self._by_engine_id.pop(state.core_request.request_id, None)
             del self._requests[state.request_id]
+            if self.on_finished is not None:
+                self.on_finished(state, self._clock_offset)
+
+    def _note_timing(self, engine_id: str, timing: RequestTiming) -> None:
+        if (entry := self._by_engine_id.get(engine_id)) is not None:
+            state, _ = entry
+            state.timings[engine_id] = timing
+            for name, value in merge_timings(state.timings.values()).items():
+                setattr(state.metrics, name, value)
 
     # ------------------------------------------------------------ outputs
 

@@ -22,16 +22,60 @@ PositionLogprobs = dict[int, Logprob]
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Moments in seconds of time.time(), all taken in the frontend; None until they have come."""
+    """What became of a request and when. One object per request: it goes on changing until the request is finished.
+
+    The *_time fields are moments of time.time() in the frontend, None until they have come. The *_ts fields are moments of the engine's
+    own clock, 0.0 until known: good for differences only. With n > 1: the first token of any completion, the last of all.
+    """
 
     arrival_time: float
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
+    queued_ts: float = 0.0  # the engine took it
+    scheduled_ts: float = 0.0  # its first step began
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0  # or the end, for a request that was aborted or failed
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    preemption_ts: list[float] = field(default_factory=list)  # of the first 32 of each completion
 
     @property
     def time_to_first_token(self) -> float | None:
+        """Seconds from arrival, as the frontend saw it."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def e2e_latency(self) -> float | None:
+        """Seconds from arrival to the end, as the frontend saw it."""
+        return None if self.finished_time is None else self.finished_time - self.arrival_time
+
+    @property
+    def queued_time(self) -> float | None:
+        """Seconds in the engine's queue before its first step."""
+        return _between(self.queued_ts, self.scheduled_ts)
+
+    @property
+    def prefill_time(self) -> float | None:
+        """Seconds from its first step to its first token."""
+        return _between(self.scheduled_ts, self.first_token_ts)
+
+    @property
+    def decode_time(self) -> float | None:
+        """Seconds from its first token to its last."""
+        return _between(self.first_token_ts, self.last_token_ts)
+
+    @property
+    def inference_time(self) -> float | None:
+        """Seconds from its first step to its last token."""
+        return _between(self.scheduled_ts, self.last_token_ts)
+
+
+def _between(begin_ts: float, end_ts: float) -> float | None:
+    return end_ts - begin_ts if begin_ts and end_ts else None
 
 
 @dataclass(slots=True)

@@ -109,10 +109,12 @@ class Driver:
         self.entering.append(row)
         return row
 
-    def step(self, scheduled: dict[str, int]) -> ModelRunnerOutput:
-        """Computes so many tokens of each named request and books what comes back."""
+    def step(self, scheduled: dict[str, int], lookahead: dict[str, int] | None = None) -> ModelRunnerOutput:
+        """Computes so many tokens of each named request, decodes so many more behind them, and books what comes back."""
+        ahead = [(lookahead or {}).get(name, 0) for name in scheduled]
         rows = [self.rows[name] for name in scheduled]
-        new_block_ids = [self._grow(row, count) for row, count in zip(rows, scheduled.values(), strict=True)]
+        counts = [count + more for count, more in zip(scheduled.values(), ahead, strict=True)]
+        new_block_ids = [self._grow(row, count) for row, count in zip(rows, counts, strict=True)]
         entering = [row for row in self.entering if row in rows]
         self.entering = [row for row in self.entering if row not in rows]
         message = SchedulerOutput(
@@ -125,10 +127,11 @@ class Driver:
                 NewRequestData(row.slot, row.request_id, row.prompt + row.output, len(row.prompt), row.params) for row in entering
             ],
             freed_slots=self.freed,
+            num_lookahead_tokens=ahead if lookahead else [],
         )
         self.freed, self.num_steps = [], self.num_steps + 1
         result = self.executor.execute_model(message)
-        self._book(rows, list(scheduled.values()), result)
+        self._book(rows, counts, result)
         return result
 
     def _grow(self, row: Row, count: int) -> list[int]:
@@ -145,7 +148,7 @@ class Driver:
         for row, count, num_sampled in zip(rows, counts, result.num_sampled):
             row.num_computed += count
             row.error = result.errors.get(row.slot, row.error)
-            assert num_sampled == 0 or row.num_computed == row.num_tokens, "sampled before the prompt was complete"
+            assert num_sampled == 0 or row.num_computed == row.num_tokens + num_sampled - 1, "sampled before the prompt was complete"
             for _ in range(num_sampled):
                 row.output.append(next(tokens))
             if num_sampled and row.params.logprobs is not None:

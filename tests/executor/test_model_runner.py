@@ -43,6 +43,47 @@ def test_chunked_prefill_equals_whole(executor, chunk):
             assert abs(logprobs_a - logprobs_b).max() < 1e-4
 
 
+def test_several_tokens_in_one_step_are_those_of_several_steps(executor):
+    """Rows with different numbers of them, a prompt that is still being computed and one that asks for nothing among them."""
+    params = [
+        greedy(logprobs=2),
+        SamplingParams(temperature=0.9, top_p=0.9, seed=5, logprobs=0),
+        SamplingParams(temperature=0.8, seed=6, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, min_tokens=6, stop_token_ids=[7]),
+        greedy(),
+    ]
+    prompts = random_prompts(20, 3, 33, 60, seed=3)
+    one_by_one = [generate(executor, [prompt], 9, p)[0] for prompt, p in zip(prompts, params)]
+    driver = Driver(executor)
+    rows = [driver.add(str(i), prompt, p) for i, (prompt, p) in enumerate(zip(prompts, params))]
+    driver.step({"0": 20, "1": 3, "2": 33, "3": 40})
+    driver.step({"0": 1, "1": 1, "2": 1, "3": 20}, lookahead={"0": 4, "2": 1, "3": 3})
+    driver.step({"0": 1, "1": 1, "2": 1, "3": 1}, lookahead={"1": 6, "0": 2})
+    executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows]))
+    assert [len(row.output) for row in rows] == [9, 9, 4, 5]
+    for row, expected in zip(rows, one_by_one):
+        assert row.output == expected.output[: len(row.output)]
+        for (ids, logprobs, rank), (other_ids, other_logprobs, other_rank) in zip(row.logprobs, expected.logprobs):
+            assert ids.tolist() == other_ids.tolist() and rank == other_rank and abs(logprobs - other_logprobs).max() < 1e-4
+    assert len(rows[0].logprobs) == len(rows[1].logprobs) == 9
+
+
+def test_a_row_that_fails_while_it_looks_ahead_has_failed(executor, monkeypatch):
+    driver = Driver(executor)
+    rows = [driver.add(str(i), prompt) for i, prompt in enumerate(random_prompts(9, 12))]
+    driver.step({"0": 9, "1": 12})
+    logits, passes = executor.worker.model.compute_logits, []
+
+    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+        passes.append(len(hidden))
+        values = logits(hidden)
+        return values.index_fill(0, torch.tensor([1]), float("nan")) if len(passes) == 2 else values
+
+    monkeypatch.setattr(executor.worker.model, "compute_logits", poisoned)
+    result = driver.step({"0": 1, "1": 1}, lookahead={"0": 3, "1": 3})
+    executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows]))
+    assert passes == [2, 2, 1, 1] and result.num_sampled == [4, 0] and list(result.errors) == [rows[1].slot]
+
+
 def test_odd_boundaries_drawn_at_random(executor):
     prompts, rng = random_prompts(310, 97, 18, 2, seed=1), random.Random(4)
     assert outputs(generate(executor, prompts, 6, chunk=lambda row: rng.randint(1, 60))) == outputs(generate(executor, prompts, 6))

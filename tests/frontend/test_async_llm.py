@@ -224,7 +224,7 @@ def test_shutdown_ends_readers() -> None:
 
 def test_utilities_and_tokenizer() -> None:
     async def test(llm: AsyncLLM) -> None:
-        assert await llm.get_metrics() == {"called": "get_metrics"}
+        assert (await llm.get_metrics())["called"] == "get_metrics"
         assert await llm.reset_prefix_cache() == {"called": "reset_prefix_cache"}
         assert await llm.call_utility("ping", 1) == {"called": "ping"} and llm.client.calls[-1] == ("ping", 1)
         assert await llm.get_tokenizer() is llm.tokenizer is not None

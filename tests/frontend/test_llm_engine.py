@@ -102,7 +102,7 @@ def test_utilities_reach_the_client() -> None:
     engine.reset_prefix_cache()
     engine.get_metrics()
     engine.call_utility("ping", 1)
-    assert engine.client.calls == [("reset_prefix_cache",), ("get_metrics",), ("ping", 1)]
+    assert engine.client.calls == [("reset_prefix_cache", False), ("get_metrics",), ("ping", 1)]
     engine.shutdown()
     assert engine.client.num_shutdowns == 1
 

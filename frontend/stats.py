@@ -1,0 +1,159 @@
+"""What a frontend knows of its requests and its engine in numbers: per-request times, the log line, the counters; and who traces.
+May know: the engine's statistics and timings, RequestMetrics, Python's logging.
+Must not know: text, sockets, how a request is served.
+
+get_metrics() gives the same names over every client. Counters only grow; they are the engine's from its start and the clients' together,
+except those of the last group, which are this client's own.
+
+    name                     kind      counts
+    num_running              gauge     requests that take part in steps
+    num_waiting              gauge     requests in the queue, preempted ones and those held by a pause included
+    num_swapped              gauge     preempted requests whose KV entries lie in host memory
+    num_free_blocks          gauge     KV-cache blocks that no request holds
+    num_blocks               gauge     all KV-cache blocks, the null block included
+    num_prompt_tokens        counter   prompt tokens computed, recomputed ones included
+    num_generation_tokens    counter   output tokens
+    prefix_cache_queries     counter   prompt tokens looked up in the prefix cache
+    prefix_cache_hits        counter   prompt tokens found there
+    num_preemptions          counter   times a running request had to make room
+    num_recomputed_tokens    counter   tokens computed again after a preemption
+    num_blocks_swapped_out   counter   blocks moved to host memory
+    num_blocks_swapped_in    counter   blocks moved back
+    num_blocks_copied        counter   blocks copied on write, for completions that part
+    num_finished_stop        counter   requests that ended with a stop token (those that end with a stop string are aborted by the frontend)
+    num_finished_length      counter   requests that ended with max_tokens or the context
+    num_finished_abort       counter   requests that were aborted, by a client, a stop string, pause("abort") or a lost client
+    num_finished_error       counter   requests that failed inside the engine: logits that are not finite, a failing processor
+    num_requests_refused     counter   requests whose parameters the engine refused
+    num_requests_orphaned    counter   requests that ended because their client left or died
+    num_grammar_refusals     counter   structured outputs that could not be compiled within their limits
+    num_failed_utilities     counter   utility calls that raised
+    num_bad_frames           counter   frames from clients that were no message; they cost their sender an error, nobody else anything
+    num_lost_outputs         counter   rows that could not be encoded; their requests ended with an error
+    num_overflowed_clients   counter   a daemon's clients that were dropped because they did not read their outputs
+
+    num_inputs_refused       counter   requests that this frontend refused before they were sent
+    num_bad_engine_frames    counter   frames from the engine that were no message
+    num_dropped_rows         counter   rows of an engine that has been replaced since"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from ..ipc.config import EngineConfig
+from ..ipc.messages import EngineCoreOutputs, SchedulerStats
+from .client import EngineClient
+from .input_processor import ProcessedRequest
+from .output_processor import OutputProcessor
+
+if TYPE_CHECKING:
+    from .tracing import RequestTracer
+
+logger = logging.getLogger("quire.stats")
+
+
+class StatsLogger:
+    """One line every `interval_s` while outputs arrive, and one when the engine becomes idle, if the last is as old. No thread, no timer:
+    where nothing arrives, nothing is logged."""
+
+    def __init__(self, interval_s: float, shares_engine: bool = False):
+        self.interval_s = interval_s
+        self.shares_engine = shares_engine  # what others have it do while we are idle is none of our intervals
+        self._is_idle = True
+        self._begin = 0.0  # of the present interval
+        self._last_line = float("-inf")
+        self._base: SchedulerStats | None = None  # at the interval's begin; None: what comes next
+        self._latest = SchedulerStats()
+
+    def begin(self) -> None:
+        """A request is on its way. After idleness a new interval begins, so that the rates are those of the work."""
+        if self._is_idle:
+            self._is_idle = False
+            self._begin, self._base = time.monotonic(), None if self.shares_engine else self._latest
+
+    def record(self, stats: SchedulerStats) -> None:
+        """The engine's statistics, as they come with its outputs."""
+        now = time.monotonic()
+        if self._base is None:
+            self._begin, self._base = now, stats
+        self._latest = stats
+        self._is_idle = not (stats.num_running or stats.num_waiting or stats.num_swapped)
+        if now - self._begin >= self.interval_s or self._is_idle and now - self._last_line >= self.interval_s:
+            if now > self._begin:
+                logger.info("%s", format_line(self._base, stats, now - self._begin))
+            self._begin, self._base, self._last_line = now, stats, now
+
+
+def format_line(base: SchedulerStats, stats: SchedulerStats, interval_s: float) -> str:
+    """The line for the `interval_s` seconds from `base` to `stats`."""
+    queries, hits = stats.prefix_cache_queries - base.prefix_cache_queries, stats.prefix_cache_hits - base.prefix_cache_hits
+    usage = 1 - stats.num_free_blocks / (stats.num_blocks - 1) if stats.num_blocks > 1 else 0.0
+    return (
+        f"prompt throughput: {(stats.num_prompt_tokens - base.num_prompt_tokens) / interval_s:.1f} tokens/s, "
+        f"generation throughput: {(stats.num_generation_tokens - base.num_generation_tokens) / interval_s:.1f} tokens/s, "
+        f"running: {stats.num_running}, waiting: {stats.num_waiting}, swapped: {stats.num_swapped}, "
+        f"KV cache usage: {100 * usage:.1f}%, prefix cache hit rate: {100 * hits / queries if queries else 0.0:.1f}%"
+    )
+
+
+class Telemetry:
+    """All that LLMEngine and AsyncLLM do alike to watch themselves: the engine's latest statistics, the log line, counters, tracing."""
+
+    def __init__(self, config: EngineConfig, client: EngineClient, output_processor: OutputProcessor):
+        self.stats: SchedulerStats | None = None  # the engine's, after its last step
+        self.num_inputs_refused = 0
+        self._config = config
+        self._client = client
+        self._output_processor = output_processor
+        service = config.service_config
+        self._log = None if service.disable_log_stats else StatsLogger(service.log_stats_interval_s, client.is_shared)
+        self._tracer: RequestTracer | None = None
+        if service.otlp_traces_endpoint is not None:
+            from .tracing import make_tracer_provider
+
+            self.set_tracer_provider(make_tracer_provider(service.otlp_traces_endpoint), is_ours=True)
+
+    def set_tracer_provider(self, provider: Any, *, is_ours: bool = False) -> None:
+        """Requests from now on become spans of this opentelemetry.trace.TracerProvider; None: they no longer do."""
+        if self._tracer is not None:
+            self._tracer.close()
+        self._tracer = None
+        if provider is not None:
+            from .tracing import RequestTracer
+
+            self._tracer = RequestTracer(provider, self._config, is_ours=is_ours)
+        self._output_processor.on_finished = None if self._tracer is None else self._tracer.finish
+
+    def begin(self, request: ProcessedRequest, trace_headers: dict[str, str] | None = None) -> None:
+        """A request is about to be sent. `trace_headers`: the caller's trace context, as HTTP headers carry it (W3C traceparent)."""
+        if self._log is not None:
+            self._log.begin()
+        if self._tracer is not None:
+            self._tracer.begin(request, trace_headers)
+
+    def take(self, outputs: EngineCoreOutputs) -> None:
+        """Outputs have come."""
+        if outputs.stats is not None:
+            self.stats = outputs.stats
+            if self._log is not None:
+                self._log.record(outputs.stats)
+
+    def fail(self, error: Exception) -> None:
+        """The engine is gone, and no request will be finished any more."""
+        if self._tracer is not None:
+            self._tracer.fail(error)
+
+    def metrics(self, of_the_engine: dict[str, int]) -> dict[str, int]:
+        """The engine's and this client's own; see above."""
+        return of_the_engine | {
+            "num_inputs_refused": self.num_inputs_refused,
+            "num_bad_engine_frames": self._client.num_bad_frames,
+            "num_dropped_rows": self._output_processor.num_dropped_rows,
+        }
+
+    def close(self) -> None:
+        """Sends the spans that are still here, if they are ours to send. May be called twice."""
+        if self._tracer is not None:
+            self._tracer.close()

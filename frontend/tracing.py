@@ -1,0 +1,186 @@
+"""One OpenTelemetry span tree per request: `llm_request` over `queue`, `prefill` and `decode`, with an event for each preemption.
+May know: opentelemetry (an optional extra; imported when tracing is asked for), the names of the gen_ai conventions, RequestMetrics.
+Must not know: the engine, sockets, text: prompts and outputs never enter a span.
+
+Spans are made when a request ends, from the times that the engine kept: nothing is traced while it runs. The engine's clock is laid on
+the wall clock by the moment at which its last outputs arrived, so children are early or late by the time a message takes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..ipc.config import EngineConfig
+from ..ipc.errors import InvalidParameterError
+from .input_processor import ProcessedRequest
+from .outputs import RequestMetrics
+
+if TYPE_CHECKING:
+    from .output_processor import RequestState
+
+EXPORT_TIMEOUT_S = 3.0  # an endpoint that does not answer costs its spans, and no more than this at the end
+PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"  # OpenTelemetry's own: grpc, http/protobuf
+EXPORTERS = {
+    "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
+    "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+}
+
+
+def check_installed(parameter: str, *modules: str) -> None:
+    """Raises InvalidParameterError when a package of the extra `tracing` is not there."""
+    for module in ("opentelemetry.sdk", *modules):
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:  # a parent package
+            found = False
+        if not found:
+            raise InvalidParameterError(parameter, f"needs {module}, which is not installed: pip install 'quire[tracing]'")
+
+
+def exporter_module() -> str:
+    protocol = os.environ.get(PROTOCOL_VARIABLE, "grpc")
+    if protocol not in EXPORTERS:
+        raise InvalidParameterError("otlp_traces_endpoint", f"{PROTOCOL_VARIABLE} must be one of {', '.join(EXPORTERS)}, got {protocol!r}")
+    return EXPORTERS[protocol]
+
+
+def check_endpoint(endpoint: str | None) -> None:
+    """Raises InvalidParameterError if spans could not be sent to `endpoint`; asked before an engine is started. None: they are not to be."""
+    if endpoint is not None:
+        check_installed("otlp_traces_endpoint", exporter_module())
+
+
+def make_tracer_provider(endpoint: str) -> Any:
+    """A TracerProvider that sends spans to `endpoint` from a thread of its own."""
+    check_endpoint(endpoint)
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    exporter = importlib.import_module(exporter_module()).OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
+    provider = TracerProvider(resource=Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "quire")}))
+    provider.add_span_processor(BatchSpanProcessor(exporter, export_timeout_millis=EXPORT_TIMEOUT_S * 1000))
+    return provider
+
+
+@dataclass(slots=True)
+class _Begun:
+    request: ProcessedRequest
+    parent: Any  # opentelemetry.context.Context
+
+
+class RequestTracer:
+    """Knows the requests under way by the user's ids. `provider` is an opentelemetry.trace.TracerProvider; `is_ours`: close it with us."""
+
+    def __init__(self, provider: Any, config: EngineConfig, *, is_ours: bool = False):
+        check_installed("tracer_provider")
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        if not callable(getattr(provider, "get_tracer", None)):
+            raise InvalidParameterError("tracer_provider", f"must be an OpenTelemetry TracerProvider, got {type(provider).__name__}")
+        self._provider = provider if is_ours else None
+        self._tracer = provider.get_tracer("quire")
+        self._propagator = TraceContextTextMapPropagator()
+        self._model = config.model_config.served_model_name or config.model_config.model
+        self._begun: dict[str, _Begun] = {}
+
+    def begin(self, request: ProcessedRequest, trace_headers: dict[str, str] | None) -> None:
+        """The parent is what the headers name, or else the span that is current in the caller."""
+        from opentelemetry import context
+
+        if trace_headers is None:
+            parent = context.get_current()
+        else:
+            parent = self._propagator.extract({name.lower(): value for name, value in trace_headers.items()}, context.Context())
+        self._begun[request.request_id] = _Begun(request, parent)
+
+    def finish(self, state: RequestState, clock_offset: float) -> None:
+        """The request has ended. `clock_offset` + a moment of the engine's clock = seconds of time.time()."""
+        begun = self._begun.pop(state.request_id, None)
+        if begun is None:
+            return  # it began before tracing was switched on
+        reasons = [str(completion.finish_reason) for completion in state.completions]
+        attributes = _usage(state.metrics) | {"gen_ai.response.finish_reasons": reasons}
+        error = None if state.error is None else (state.error_parameter or "engine", state.error)
+        self._make_spans(begun, attributes, state.metrics, clock_offset, error)
+
+    def fail(self, error: Exception) -> None:
+        """Nothing that has begun will be finished."""
+        for begun in self._begun.values():
+            metrics = RequestMetrics(begun.request.core_request.arrival_time)
+            self._make_spans(begun, {}, metrics, 0.0, (type(error).__name__, str(error)))
+        self._begun.clear()
+
+    def close(self) -> None:
+        provider, self._provider = self._provider, None
+        if provider is not None:
+            provider.shutdown()
+
+    def _make_spans(
+        self, begun: _Begun, attributes: dict[str, Any], metrics: RequestMetrics, clock_offset: float, error: tuple[str, str] | None
+    ) -> None:
+        """`error`: its type and its message."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+        end = metrics.finished_time or time.time()
+
+        def wall(engine_ts: float) -> int:
+            """Nanoseconds, inside the root span."""
+            return int(min(max(engine_ts + clock_offset, metrics.arrival_time), end) * 1e9)
+
+        root = self._tracer.start_span(
+            "llm_request", begun.parent, SpanKind.SERVER, _request_attributes(begun.request, self._model) | attributes,
+            start_time=int(metrics.arrival_time * 1e9),
+        )  # fmt: skip
+        here = set_span_in_context(root, begun.parent)
+        moments = [("queue", metrics.queued_ts), ("prefill", metrics.scheduled_ts), ("decode", metrics.first_token_ts)]
+        ends = [metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts]
+        for (name, start_ts), end_ts in zip(moments, ends, strict=True):
+            if start_ts:
+                child = self._tracer.start_span(name, here, start_time=wall(start_ts))
+                child.end(wall(end_ts) if end_ts else int(end * 1e9))
+        for moment in metrics.preemption_ts:
+            root.add_event("preemption", timestamp=wall(moment))
+        if error is not None:
+            root.set_attribute("error.type", error[0])
+            root.set_status(Status(StatusCode.ERROR, error[1]))
+        root.end(int(end * 1e9))
+
+
+def _request_attributes(request: ProcessedRequest, model: str) -> dict[str, Any]:
+    """What was asked for, under the names of the gen_ai conventions; what is at its default of "nothing" is left out."""
+    core_request, params = request.core_request, request.core_request.sampling_params
+    attributes = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "quire",
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.response.id": request.request_id,
+        "gen_ai.usage.input_tokens": len(core_request.prompt_token_ids),
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k if params.top_k > 0 else None,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
+        "gen_ai.request.presence_penalty": params.presence_penalty or None,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.request.stop_sequences": params.stop_list or None,
+        "gen_ai.request.choice.count": params.n if params.n > 1 else None,
+        "quire.request.priority": core_request.priority or None,
+    }
+    return {name: value for name, value in attributes.items() if value is not None}
+
+
+def _usage(metrics: RequestMetrics) -> dict[str, Any]:
+    attributes = {
+        "gen_ai.usage.output_tokens": metrics.num_generation_tokens,
+        "gen_ai.usage.cache_read.input_tokens": metrics.num_cached_tokens,
+        "gen_ai.response.time_to_first_chunk": metrics.time_to_first_token,
+        "quire.num_preemptions": metrics.num_preemptions or None,
+        "quire.num_recomputed_tokens": metrics.num_recomputed_tokens or None,
+    }
+    return {name: value for name, value in attributes.items() if value is not None}

@@ -1,0 +1,115 @@
+"""n > 1: one message, one prefill; children share the prompt's blocks, copy the last one before they write, and live their own lives.
+May know: the scheduler's test loop, the fake executor and its oracle.
+Must not know: what the frontend makes of the children."""
+
+import pytest
+from quire.core.request import split
+from quire.ipc.messages import EngineCoreRequest, FinishReason, child_request_id
+from quire.ipc.params import SamplingParams, child_seed
+from quire.tests.core.test_scheduler import Loop, distinct
+from quire.tests.fakes import expected_output
+
+BLOCK = 16
+
+
+def family(loop: Loop, num_prompt: int, n: int, **fields) -> dict[str, tuple]:
+    """Adds one request "r"; gives what each child must answer."""
+    loop.add("r", distinct(0, num_prompt), n=n, temperature=1.0, seed=7, **fields)
+    message = EngineCoreRequest("r", distinct(0, num_prompt), SamplingParams(n=n, temperature=1.0, seed=7, max_tokens=fields.get("max_tokens", 8)))
+    return {m.request_id: expected_output(m.prompt_token_ids, m.sampling_params, [], loop.config) for m in split(message)}
+
+
+def assert_answers(loop: Loop, expected: dict[str, tuple]) -> None:
+    assert {request_id: (loop.tokens[request_id], *loop.ends[request_id]) for request_id in expected} == expected
+
+
+def test_children_have_ids_and_seeds_of_their_own():
+    children = split(EngineCoreRequest("r", [1, 2], SamplingParams(n=3, seed=2**63 - 2, max_tokens=4), priority=5, cache_salt="s"))
+    assert [child.request_id for child in children] == ["0_r", "1_r", "2_r"] == [child_request_id("r", i) for i in range(3)]
+    assert [child.sampling_params.seed for child in children] == [2**63 - 2, 2**63 - 1, 0] == [child_seed(2**63 - 2, i) for i in range(3)]
+    assert all((child.sampling_params.n, child.priority, child.cache_salt) == (1, 5, "s") for child in children)
+    message = EngineCoreRequest("r", [1, 2], SamplingParams(seed=1, max_tokens=4))
+    assert split(message) == [message] and split(message)[0] is message
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("num_prompt", [1, 15, 16, 17, 32, 40])
+def test_one_prefill_and_the_last_block_is_copied(num_prompt, caching):
+    loop = Loop(enable_prefix_caching=caching)
+    expected = family(loop, num_prompt, 5)
+    assert loop.step() == {"0_r": num_prompt}
+    assert loop.step() == {"0_r": 1, **{f"{i}_r": 1 for i in range(1, 5)}}
+    tables = [loop.scheduler.kv_cache_manager.get_block_ids(f"{i}_r") for i in range(5)]
+    num_shared, is_partial = (num_prompt - 1) // BLOCK, (num_prompt - 1) % BLOCK > 0
+    assert all(table[:num_shared] == tables[0][:num_shared] for table in tables)
+    assert len({table[num_shared] for table in tables}) == 5
+    copies = loop.executor.steps[-1].blocks_to_copy
+    assert sorted(copies) == ([(tables[0][num_shared], table[num_shared]) for table in tables[1:]] if is_partial else [])
+    loop.run()
+    assert_answers(loop, expected)
+    assert loop.scheduler.stats().num_prompt_tokens == num_prompt + 4  # the last token once more for each: its logits are drawn from again
+    assert loop.scheduler.kv_cache_manager.num_free_blocks == 256
+
+
+def test_a_prompt_in_chunks_is_waited_for_and_others_pass_by():
+    loop = Loop(max_num_batched_tokens=32, enable_prefix_caching=False)
+    expected = family(loop, 80, 3)
+    loop.add("late", distinct(1, 5))
+    assert loop.step() == {"0_r": 32}
+    assert loop.step() == {"0_r": 32}
+    assert loop.step() == {"0_r": 16, "late": 5}  # the children stand aside: nobody computes the prompt twice
+    assert loop.step() == {"0_r": 1, "1_r": 1, "2_r": 1, "late": 1}
+    loop.run()
+    assert_answers(loop, expected)
+
+
+def test_a_child_that_is_aborted_leaves_the_others():
+    loop = Loop()
+    expected = family(loop, 40, 4)
+    loop.step()
+    loop.step()
+    assert [r.request_id for r in loop.scheduler.abort_requests(["2_r"], 0)] == ["2_r"]
+    loop.scheduler.check_integrity()
+    loop.run()
+    del expected["2_r"]
+    assert_answers(loop, expected)
+
+
+def test_a_leader_that_is_aborted_hands_the_prompt_to_the_next():
+    loop = Loop(max_num_batched_tokens=32, enable_prefix_caching=False)
+    expected = family(loop, 80, 3)
+    loop.step()
+    loop.scheduler.abort_requests(["0_r"], 0)
+    assert loop.step() == {"1_r": 32}
+    loop.run()
+    del expected["0_r"]
+    assert_answers(loop, expected)
+
+
+def test_the_parents_id_aborts_all_and_is_free_again():
+    loop = Loop()
+    family(loop, 40, 3)
+    loop.step()
+    assert loop.scheduler.is_in_use("r") and loop.scheduler.is_in_use("1_r")
+    assert loop.scheduler.abort_requests(["r"], client_index=1) == []  # somebody else's
+    assert [r.request_id for r in loop.scheduler.abort_requests(["r"], 0)] == ["0_r", "1_r", "2_r"]
+    assert not loop.scheduler.is_in_use("r") and not loop.scheduler.has_unfinished_requests()
+    loop.scheduler.check_integrity()
+
+
+def test_more_children_than_slots_and_blocks():
+    loop = Loop(max_num_seqs=3, num_gpu_blocks_override=17, max_num_batched_tokens=64)
+    expected = family(loop, 60, 9, max_tokens=30)
+    loop.run()
+    assert_answers(loop, expected)
+    assert set(loop.ends.values()) == {(FinishReason.LENGTH, None)}
+
+
+def test_a_child_that_fails_leaves_the_others():
+    loop = Loop()
+    expected = family(loop, 20, 3)
+    loop.executor.errors["1_r", 2] = "a scripted failure"
+    loop.run()
+    assert loop.ends.pop("1_r") == (FinishReason.ERROR, None)
+    del expected["1_r"]
+    assert_answers(loop, expected)

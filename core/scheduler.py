@@ -348,14 +348,21 @@ class Scheduler:
             request.num_pending_tokens -= step.num_expected[index]
             if request.is_finished:  # since the step was scheduled
                 continue
-            if slot in result.errors:
-                self._fail(request, result.errors[slot], rows)
+            error = result.errors.get(slot)
+            if error is not None and not num_sampled:
+                self._fail(request, error, rows)
                 continue
             if slot in prompt_logprobs:
                 client_rows = rows.of(request.client_index)
                 client_rows.add(request.request_id, request.num_output_tokens, [])
                 client_rows.add_prompt_logprobs(prompt_logprobs[slot])
             reason = self._append_tokens(request, token_ids, rows, logprobs.get(slot)) if num_sampled else None
+            if error is not None:  # with lookahead: after these tokens. If one of them ended the request, what failed was computed in vain
+                if reason is None:
+                    self._fail(request, error, rows)
+                else:
+                    self._finish(request, reason)
+                continue
             if request.status is RequestStatus.RUNNING:  # else it was preempted while the step ran
                 # What was decoded behind a stop was computed in vain, too.
                 num_lookahead = max(step.num_expected[index] - 1, 0)

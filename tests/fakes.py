@@ -284,8 +284,6 @@ class FakeExecutor:
                 if token_id is None:
                     break
                 sampled.append(token_id)
-            if slot in errors:
-                sampled = []
             num_sampled.append(len(sampled))
             token_ids += sampled
             if sampled and (params := state.request.sampling_params) is not None and params.logprobs is not None:

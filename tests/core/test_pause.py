@@ -434,19 +434,18 @@ def test_no_pause_and_no_sleep_changes_an_output(form, seed):
     assert_nothing_left(core)
 
 
-def test_a_step_that_fails_while_a_utility_waits_for_it_is_the_engines_end():
+@pytest.mark.parametrize(
+    "call_for", [["pause", "keep"], ["sleep", 1], ["load_weights", "/new"], ["collective_rpc", "check_health"], ["execute_dummy_batch"]]
+)
+def test_a_step_that_fails_while_a_utility_waits_for_it_is_the_engines_end(call_for):
     """Overlapped: the step is in flight when the call comes. Taken for the call's own failure, its requests would wait for ever."""
     core, _, _ = started(async_scheduling=True)
     core.executor.raise_at_step = 0
     step(core)  # hands the failing step over
-    for method, *args in (("pause", "keep"), ("sleep", 1), ("collective_rpc", "check_health"), ("execute_dummy_batch",)):
-        answers: list[UtilityResult] = []
-        if core._in_flight is None:
-            core._in_flight = in_flight
-        in_flight = core._in_flight
-        with pytest.raises(RuntimeError, match="scripted failure"):
-            core.answer_utility(UtilityCall(1, method, args), 0, answers.append)
-        assert answers == []
+    answers: list[UtilityResult] = []
+    with pytest.raises(RuntimeError, match="scripted failure"):
+        core.answer_utility(UtilityCall(1, call_for[0], call_for[1:]), 0, answers.append)
+    assert answers == []
 
 
 @pytest.mark.parametrize("form", [{}, {"async_scheduling": True}], ids=["plain", "overlapped"])

@@ -76,7 +76,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # sorted by key
         self.running: list[Request] = []  # sorted by key
         self.held: dict[str, Request] = {}  # in order of arrival; see hold_arrivals
-        self._is_holding = False
+        self._is_holding, self._first_held_arrival = False, 0
         self.counters = Counters()
         self.num_steps = 0
         self._num_arrivals = 0
@@ -87,16 +87,17 @@ class Scheduler:
 
     # ------------------------------------------------------------ requests come and go
 
-    def add_request(self, message: EngineCoreRequest, client_index: int = 0) -> None:
-        """Takes a validated request whose id is not in use; n > 1 makes n of it. Arrival is the order of these calls: clients' clocks are
-        not trusted."""
+    def add_request(self, message: EngineCoreRequest, client_index: int = 0, arrival: int | None = None) -> None:
+        """Takes a validated request whose id is not in use; n > 1 makes n of it. Arrival is the order of these calls, or what was reserved
+        earlier: clients' clocks are not trusted."""
         requests = []
-        for child in split(message):
-            key = (child.priority if self.uses_priority else 0, self._num_arrivals)
-            self._num_arrivals += 1
+        if arrival is None:
+            arrival = self.reserve_arrivals(message.sampling_params.n)
+        for place, child in enumerate(split(message), start=arrival):
+            key = (child.priority if self.uses_priority else 0, place)
             request = Request(child, max_model_len=self.max_model_len, client_index=client_index, key=key)
             self.requests[request.request_id] = request
-            if self._is_holding:
+            if self.is_held_back(arrival):
                 self.held[request.request_id] = request
             else:
                 insort(self.waiting, request, key=_by_key)
@@ -109,9 +110,19 @@ class Scheduler:
     def is_in_use(self, request_id: str) -> bool:
         return request_id in self.requests or request_id in self._families
 
+    def reserve_arrivals(self, count: int) -> int:
+        """The next place in the order of arrival, and `count` - 1 behind it, for a request that is added later."""
+        self._num_arrivals += count
+        return self._num_arrivals - count
+
     def hold_arrivals(self) -> None:
         """Requests that come from now on are kept apart: they are not scheduled until release_arrivals."""
-        self._is_holding = True
+        if not self._is_holding:
+            self._is_holding, self._first_held_arrival = True, self._num_arrivals
+
+    def is_held_back(self, arrival: int) -> bool:
+        """Whether a request of this place in the order came after hold_arrivals."""
+        return self._is_holding and arrival >= self._first_held_arrival
 
     def release_arrivals(self) -> None:
         self._is_holding = False

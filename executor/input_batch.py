@@ -93,6 +93,4 @@ def find_unsupported(params: SamplingParams | None) -> str | None:
         return "pooling_params: pooling is not supported"
     if params.seed is None:
         return "seed: must be resolved before the engine sees the request"
-    if params.structured_outputs is not None:
-        return "structured_outputs: is not possible yet"
     return None

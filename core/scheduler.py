@@ -413,7 +413,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         manager = self.kv_cache_manager
-        return SchedulerStats(
+        return self.counters.stats(
             num_running=len(self.running),
             num_waiting=len(self.waiting) + len(self.held) - manager.num_swapped_requests,
             num_swapped=manager.num_swapped_requests,
@@ -421,7 +421,6 @@ class Scheduler:
             num_blocks=len(manager.block_pool.blocks),
             prefix_cache_queries=manager.prefix_cache_queries,
             prefix_cache_hits=manager.prefix_cache_hits,
-            **self.counters.as_dict(),
         )
 
     def state(self) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class EngineCore:
     """
 
     UTILITIES = frozenset({"ping", "scheduler_state", "get_metrics", "check_integrity", "execute_dummy_batch"}) | PauseControl.UTILITIES
+    DRAINING = PauseControl.DRAINING | {"execute_dummy_batch"}  # those that wait for the step in flight before they do anything
 
     def __init__(self, config: EngineConfig, executor: Any = None, report: Report | None = None, *, epoch: int = 0):
         """Loads the model and sizes the KV cache, calling `report(stage, fraction)` on the way. `executor` has Executor's methods."""
@@ -138,11 +139,12 @@ class EngineCore:
         return len(self.scheduler.requests) - len(self.scheduler.held) + num_unchecked
 
     def owes_rows(self) -> bool:
-        return bool(self._rows)
+        """Rows that a client has not been handed, or that a step in flight may bring."""
+        return bool(self._rows) or self._in_flight is not None
 
     def has_work(self) -> bool:
         """True while a step would compute something or deliver a row."""
-        if self._rows or self._in_flight is not None or self.gate.has_checked():
+        if self.owes_rows() or self.gate.has_checked():
             return True
         return self.pausing.can_step and len(self.scheduler.requests) > len(self.scheduler.held)
 
@@ -212,7 +214,12 @@ class EngineCore:
     # ------------------------------------------------------------ utilities
 
     def answer_utility(self, call: UtilityCall, client_index: int, answer: Callable[[UtilityResult], None]) -> None:
-        """Calls a utility for a client. `answer` gets the result or the failure: now, or after the step that brings it, in this thread."""
+        """Calls a utility for a client. `answer` gets the result or the failure: now, or after the step that brings it, in this thread.
+
+        What this raises is not the utility's failure but that of the step in flight, and as bad as if step_fn had raised it.
+        """
+        if call.method in self.DRAINING:
+            self._drain()
 
         def finish(done: Future) -> None:
             error = done.exception()

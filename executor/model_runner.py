@@ -14,6 +14,7 @@ import torch
 from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
 from ..kernels.ops import AttentionMetadata
 from .block_mover import BlockMover
+from .grammar import Grammars
 from .input_batch import InputBatch
 from .logprob_arrays import join_logprobs
 from .prompt_logprobs import PromptScorer
@@ -38,11 +39,12 @@ class ModelInput:
 class ModelRunner:
     """Owns the slots' tables; borrows the model and the operations from the worker."""
 
-    def __init__(self, model: Any, ops: Any, batch: InputBatch, block_size: int, device: torch.device):
+    def __init__(self, model: Any, ops: Any, batch: InputBatch, block_size: int, device: torch.device, grammars: Grammars | None = None):
         self.model = model
         self.batch = batch
         self.block_size = block_size
         self.device = device
+        self.grammars = grammars  # one of the batch's stages, if there is one
         self.sampler = Sampler(ops)
         self.block_mover: BlockMover | None = None  # the worker's gift, once there is a cache
         self.prompt_scorer = PromptScorer(model.compute_logits, ops, model.config.vocab_size)
@@ -77,6 +79,8 @@ class ModelRunner:
 
     def _compute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         inputs = self._prepare_inputs(scheduler_output)
+        if self.grammars is not None:
+            self.grammars.start(inputs.slots[inputs.sampled_rows], self.batch)  # masks are found while the model runs
         hidden = self.model(inputs.token_ids, inputs.positions, inputs.metadata)
         return self._sample(inputs, hidden)
 

@@ -20,7 +20,8 @@ from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
 from ..ipc.failures import pack_exception
 from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, ModelRunnerOutput, Ready, UtilityCall, UtilityResult
-from ..ipc.params import ALL_LOGPROBS, SamplingParams, check_supported
+from ..ipc.params import ALL_LOGPROBS, SamplingParams
+from .grammar_gate import GrammarGate, as_refusal
 from .output_rows import OutputRows
 from .pause import PauseControl
 from .scheduler import ScheduledStep, Scheduler
@@ -35,6 +36,7 @@ class EngineCore:
     """
 
     UTILITIES = frozenset({"ping", "scheduler_state", "get_metrics", "check_integrity", "execute_dummy_batch"}) | PauseControl.UTILITIES
+    DRAINING = PauseControl.DRAINING | {"execute_dummy_batch"}  # those that wait for the step in flight before they do anything
 
     def __init__(self, config: EngineConfig, executor: Any = None, report: Report | None = None, *, epoch: int = 0):
         """Loads the model and sizes the KV cache, calling `report(stage, fraction)` on the way. `executor` has Executor's methods."""
@@ -66,6 +68,7 @@ class EngineCore:
         self.check_every_step = False  # for tests: post_step runs check_integrity
         self.host_counters: Callable[[], dict[str, int]] = dict  # the host's own, for get_metrics; see TransportStats
         self.pausing = PauseControl(self)
+        self.gate = GrammarGate()  # the host sets gate.wake
         self._rows = OutputRows(epoch)
 
     # ------------------------------------------------------------ requests
@@ -74,18 +77,38 @@ class EngineCore:
         """Queues a request. One that cannot be served is answered by an ERROR row in the next outputs; nothing is raised."""
         try:
             check_request(request, self.config)
-            if self.scheduler.is_in_use(request.request_id):
+            if self.scheduler.is_in_use(request.request_id) or request.request_id in self.gate:
                 raise InvalidParameterError("request_id", f"{request.request_id!r} is already in use")
         except InvalidParameterError as refusal:
-            rows = self._rows.of(client_index)
-            rows.add(str(request.request_id), 0, [])
-            rows.finish(FinishReason.ERROR, error=str(refusal), parameter=refusal.parameter)
-            self.scheduler.counters.num_requests_refused += 1
-            return
-        self.scheduler.add_request(request, client_index)
+            return self._refuse(str(request.request_id), refusal, client_index)
+        params = request.sampling_params
+        if params.structured_outputs is None:
+            return self.scheduler.add_request(request, client_index)
+        arrival = self.scheduler.reserve_arrivals(params.n)
+        self.gate.add(request, client_index, arrival, self.executor.check_grammar(params.structured_outputs))
+        self._admit_checked()
+
+    def _refuse(self, request_id: str, refusal: InvalidParameterError, client_index: int) -> None:
+        rows = self._rows.of(client_index)
+        rows.add(request_id, 0, [])
+        rows.finish(FinishReason.ERROR, error=str(refusal), parameter=refusal.parameter)
+        self.scheduler.counters.num_requests_refused += 1
+
+    def _admit_checked(self) -> None:
+        """Requests whose grammar is sound go on to the scheduler, the others are answered."""
+        for gated in self.gate.take():
+            if gated.error is None:
+                self.scheduler.add_request(gated.request, gated.client_index, gated.arrival)
+                self.abort_requests(gated.aborted_ids, gated.client_index)
+            else:
+                self.scheduler.counters.num_grammar_refusals += 1
+                self._refuse(gated.request.request_id, as_refusal(gated.error), gated.client_index)
 
     def abort_requests(self, request_ids: list[str], client_index: int = 0) -> None:
         """Ends those that this client owns and that still live; each is answered by an ABORT row. Others' and unknown ids are ignored."""
+        if self.gate:
+            for gated in self.gate.abort(request_ids, client_index):  # in the scheduler it ends like any other
+                self.scheduler.add_request(gated.request, client_index, gated.arrival)
         for request in self.scheduler.abort_requests(request_ids, client_index):
             rows = self._rows.of(client_index)
             rows.add(request.request_id, request.num_output_tokens, [])
@@ -96,6 +119,7 @@ class EngineCore:
         """The client has left or died: its requests end, what it was owed is thrown away, and its pause is over."""
         mine = [request_id for request_id, request in self.scheduler.requests.items() if request.client_index == client_index]
         self.scheduler.counters.num_requests_orphaned += len(self.scheduler.abort_requests(mine, client_index))
+        self.scheduler.counters.num_requests_orphaned += self.gate.drop_client(client_index)
         self._rows.drop(client_index)
         self.pausing.drop_client(client_index)
 
@@ -104,21 +128,29 @@ class EngineCore:
         by_client: dict[int, list[str]] = {}
         for request_id, request in self.scheduler.requests.items():
             by_client.setdefault(request.client_index, []).append(request_id)
+        for gated in self.gate:
+            by_client.setdefault(gated.client_index, []).append(gated.request.request_id)
         for client_index, request_ids in by_client.items():
             self.abort_requests(request_ids, client_index)
 
     def num_unheld_requests(self) -> int:
         """Unfinished ones, without those that arrived during a pause and are not to begin before its end."""
-        return len(self.scheduler.requests) - len(self.scheduler.held)
+        num_unchecked = sum(not self.scheduler.is_held_back(gated.arrival) for gated in self.gate)
+        return len(self.scheduler.requests) - len(self.scheduler.held) + num_unchecked
 
     def owes_rows(self) -> bool:
-        return bool(self._rows)
+        """Rows that a client has not been handed, or that a step in flight may bring."""
+        return bool(self._rows) or self._in_flight is not None
 
     def has_work(self) -> bool:
         """True while a step would compute something or deliver a row."""
-        if self._rows or self._in_flight is not None:
+        if self.owes_rows() or self.gate.has_checked():
             return True
-        return self.pausing.can_step and self.num_unheld_requests() > 0
+        return self.pausing.can_step and len(self.scheduler.requests) > len(self.scheduler.held)
+
+    def is_idle(self) -> bool:
+        """No work now, and none to come from a check of a grammar."""
+        return not self.has_work() and not self.gate
 
     # ------------------------------------------------------------ the step
 
@@ -157,6 +189,8 @@ class EngineCore:
         return self._rows.take(stats)
 
     def _schedule(self) -> ScheduledStep | None:
+        if self.gate.has_checked():
+            self._admit_checked()
         return self.scheduler.schedule() if self.pausing.can_step else None
 
     def _execute_model(self, step: ScheduledStep) -> ModelRunnerOutput:
@@ -180,7 +214,12 @@ class EngineCore:
     # ------------------------------------------------------------ utilities
 
     def answer_utility(self, call: UtilityCall, client_index: int, answer: Callable[[UtilityResult], None]) -> None:
-        """Calls a utility for a client. `answer` gets the result or the failure: now, or after the step that brings it, in this thread."""
+        """Calls a utility for a client. `answer` gets the result or the failure: now, or after the step that brings it, in this thread.
+
+        What this raises is not the utility's failure but that of the step in flight, and as bad as if step_fn had raised it.
+        """
+        if call.method in self.DRAINING:
+            self._drain()
 
         def finish(done: Future) -> None:
             error = done.exception()
@@ -224,6 +263,7 @@ class EngineCore:
         requests, manager = self.scheduler.requests.values(), self.scheduler.kv_cache_manager
         return self.scheduler.state() | {
             "requests": [request.describe() | {"num_blocks": len(manager.get_block_ids(request.request_id))} for request in requests],
+            "waiting_for_grammar": [gated.request.request_id for gated in self.gate],
             "is_paused": self.pausing.is_paused(),
             "pause_mode": self.pausing.mode,
             "asleep": sorted(self.pausing.asleep),
@@ -236,6 +276,7 @@ class EngineCore:
     def check_integrity(self) -> bool:
         """True, or AssertionError naming what does not hold."""
         self.scheduler.check_integrity()
+        self.gate.check_integrity(self.scheduler.requests)
         return True
 
     def shutdown(self) -> None:
@@ -278,12 +319,14 @@ def check_request(request: EngineCoreRequest, config: EngineConfig) -> None:
     _require(isinstance(request.sampling_params, SamplingParams), "sampling_params", "must be given")
     _check_params(request.sampling_params, config)
     _check_token_ids(request, config)
+    vocab_size = config.model_config.hf_config["vocab_size"]
+    may_end = request.sampling_params.structured_outputs is None or any(0 <= token_id < vocab_size for token_id in request.eos_token_ids)
+    _require(may_end, "ignore_eos", "must be False with structured_outputs, whose end is an end-of-sequence token; and the model must have one")
     _require(type(request.priority) is int, "priority", f"must be an integer, got {request.priority!r}")
     _require(request.cache_salt is None or isinstance(request.cache_salt, str), "cache_salt", "must be a string or None")
 
 
 def _check_params(params: SamplingParams, config: EngineConfig) -> None:
-    check_supported(params)
     _require(params.seed is not None, "seed", "must be resolved by the frontend, got None")
     _require(params.max_tokens is not None, "max_tokens", "must be resolved by the frontend, got None")
     vocab_size, cap = config.model_config.hf_config["vocab_size"], config.model_config.max_logprobs

@@ -110,6 +110,7 @@ class EngineCoreProc:
         core.host_counters = lambda: msgspec.structs.asdict(
             TransportStats(self.input.num_bad_frames, self.output.num_lost_outputs, self.num_overflowed_clients)
         )
+        core.gate.wake = lambda: self.input.events.put(events.Wake())
         self._take_events(block=False)
         self.core = core
         self._tell_all(core.ready)
@@ -127,7 +128,7 @@ class EngineCoreProc:
     # ------------------------------------------------------------ the loop
 
     def _loop(self) -> None:
-        while not self.must_leave and not (self.is_draining and not self.core.has_work()):
+        while not self.must_leave and not (self.is_draining and self.core.is_idle()):
             self._take_events(block=not self._can_step())
             if self._can_step():
                 self._step()

@@ -51,6 +51,7 @@ class ScheduledStep:
     output: SchedulerOutput
     requests: list[Request] = field(default_factory=list)
     num_expected: list[int] = field(default_factory=list)  # tokens that the row is going to sample, if nothing goes wrong
+    num_computed: list[int] = field(default_factory=list)  # of the request's tokens, when the step has run
 
 
 class Scheduler:
@@ -76,7 +77,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # sorted by key
         self.running: list[Request] = []  # sorted by key
         self.held: dict[str, Request] = {}  # in order of arrival; see hold_arrivals
-        self._is_holding = False
+        self._is_holding, self._first_held_arrival = False, 0
         self.counters = Counters()
         self.num_steps = 0
         self._num_arrivals = 0
@@ -87,16 +88,17 @@ class Scheduler:
 
     # ------------------------------------------------------------ requests come and go
 
-    def add_request(self, message: EngineCoreRequest, client_index: int = 0) -> None:
-        """Takes a validated request whose id is not in use; n > 1 makes n of it. Arrival is the order of these calls: clients' clocks are
-        not trusted."""
+    def add_request(self, message: EngineCoreRequest, client_index: int = 0, arrival: int | None = None) -> None:
+        """Takes a validated request whose id is not in use; n > 1 makes n of it. Arrival is the order of these calls, or what was reserved
+        earlier: clients' clocks are not trusted."""
         requests = []
-        for child in split(message):
-            key = (child.priority if self.uses_priority else 0, self._num_arrivals)
-            self._num_arrivals += 1
+        if arrival is None:
+            arrival = self.reserve_arrivals(message.sampling_params.n)
+        for place, child in enumerate(split(message), start=arrival):
+            key = (child.priority if self.uses_priority else 0, place)
             request = Request(child, max_model_len=self.max_model_len, client_index=client_index, key=key)
             self.requests[request.request_id] = request
-            if self._is_holding:
+            if self.is_held_back(arrival):
                 self.held[request.request_id] = request
             else:
                 insort(self.waiting, request, key=_by_key)
@@ -109,9 +111,19 @@ class Scheduler:
     def is_in_use(self, request_id: str) -> bool:
         return request_id in self.requests or request_id in self._families
 
+    def reserve_arrivals(self, count: int) -> int:
+        """The next place in the order of arrival, and `count` - 1 behind it, for a request that is added later."""
+        self._num_arrivals += count
+        return self._num_arrivals - count
+
     def hold_arrivals(self) -> None:
         """Requests that come from now on are kept apart: they are not scheduled until release_arrivals."""
-        self._is_holding = True
+        if not self._is_holding:
+            self._is_holding, self._first_held_arrival = True, self._num_arrivals
+
+    def is_held_back(self, arrival: int) -> bool:
+        """Whether a request of this place in the order came after hold_arrivals."""
+        return self._is_holding and arrival >= self._first_held_arrival
 
     def release_arrivals(self) -> None:
         self._is_holding = False
@@ -206,7 +218,7 @@ class Scheduler:
                 index += 1
                 continue
             num_tokens = min(len(request.token_ids) + num_pending - request.num_computed_tokens, self.max_chunk_tokens, budget)
-            num_lookahead = self._num_lookahead(request, num_tokens)
+            num_lookahead = self._num_lookahead(request, num_tokens) if self.num_lookahead_slots else 0
             block_ids = allocate_slots(request, num_tokens + num_lookahead)
             if block_ids is None and num_lookahead:  # nobody is preempted for what can be done one step later
                 num_lookahead = 0
@@ -222,7 +234,7 @@ class Scheduler:
 
     def _num_lookahead(self, request: Request, num_tokens: int) -> int:
         """Tokens to decode behind the row's first sample, if these `num_tokens` are all there are to compute."""
-        if not self.num_lookahead_slots or request.num_computed_tokens + num_tokens < request.num_tokens + request.num_pending_tokens:
+        if request.num_computed_tokens + num_tokens < request.num_tokens + request.num_pending_tokens:
             return 0
         return min(self.num_lookahead_slots, request.num_tokens_left - 1)
 
@@ -292,11 +304,12 @@ class Scheduler:
         output.new_block_ids.append(block_ids)
         if self.num_lookahead_slots:
             output.num_lookahead_tokens.append(num_lookahead)
-        is_complete = computed + num_tokens == len(request.token_ids) + request.num_pending_tokens
-        num_expected = 1 + num_lookahead if is_complete else 0
-        step.num_expected.append(num_expected)
+        end = computed + num_tokens
+        num_expected = 1 + num_lookahead if end == len(request.token_ids) + request.num_pending_tokens else 0
         request.num_pending_tokens += num_expected
-        request.num_computed_tokens = computed + num_tokens + num_lookahead
+        request.num_computed_tokens = end = end + num_lookahead
+        step.num_expected.append(num_expected)
+        step.num_computed.append(end)
         if computed < request.num_prompt_tokens:
             self.counters.num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - computed)
         if computed < request.num_computed_before_preemption:
@@ -329,28 +342,28 @@ class Scheduler:
         rows.stamp()
         scheduled, logprobs = step.output, {entry.slot: entry for entry in result.logprobs}
         prompt_logprobs = {entry.slot: entry for entry in result.prompt_logprobs}
-        cursor = 0
-        for index, request in enumerate(step.requests):
-            slot, num_sampled = scheduled.slots[index], result.num_sampled[index]
+        cursor, errors, running = 0, result.errors, RequestStatus.RUNNING
+        for request, slot, num_sampled, num_expected, num_computed in zip(
+            step.requests, scheduled.slots, result.num_sampled, step.num_expected, step.num_computed
+        ):
             token_ids = result.token_ids[cursor : cursor + num_sampled]
             cursor += num_sampled
-            request.num_pending_tokens -= step.num_expected[index]
-            if request.is_finished:  # since the step was scheduled
+            request.num_pending_tokens -= num_expected
+            is_running = request.status is running
+            if not is_running and request.is_finished:  # since the step was scheduled
                 continue
-            if slot in result.errors:
-                self._fail(request, result.errors[slot], rows)
+            if slot in errors:
+                self._fail(request, errors[slot], rows)
                 continue
             if slot in prompt_logprobs:
                 client_rows = rows.of(request.client_index)
                 client_rows.add(request.request_id, request.num_output_tokens, [])
                 client_rows.add_prompt_logprobs(prompt_logprobs[slot])
             reason = self._append_tokens(request, token_ids, rows, logprobs.get(slot)) if num_sampled else None
-            if request.status is RequestStatus.RUNNING:  # else it was preempted while the step ran
+            if is_running:  # else it was preempted while the step ran
                 # What was decoded behind a stop was computed in vain, too.
-                num_lookahead = max(step.num_expected[index] - 1, 0)
-                num_computed = scheduled.num_computed_tokens[index] + scheduled.num_scheduled_tokens[index] + num_lookahead
-                request.num_executed_tokens = min(num_computed, len(request.token_ids))
-                self.kv_cache_manager.cache_blocks(request, request.num_executed_tokens)
+                request.num_executed_tokens = num_computed = min(num_computed, len(request.token_ids))
+                self.kv_cache_manager.cache_blocks(request, num_computed)
             if reason is not None:
                 self._finish(request, reason)
 
@@ -358,7 +371,7 @@ class Scheduler:
         self, request: Request, token_ids: list[int], rows: OutputRows, logprobs: SlotLogprobs | None
     ) -> FinishReason | None:
         """Adds what the row sampled, up to where the request ends; returns why it does, or None. Its owner's row is written."""
-        first_index = request.num_output_tokens
+        first_index = len(request.token_ids) - request.num_prompt_tokens
         reason = None
         for count, token_id in enumerate(token_ids, start=1):
             reason = request.append_output_token(token_id)

@@ -12,6 +12,7 @@ from typing import Any
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
+from ..ipc.params import StructuredOutputsParams
 from .worker import Worker
 
 
@@ -49,6 +50,11 @@ class Executor:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """One step. A failure of one request is a row in `errors`; an exception is the whole engine's."""
         return self.worker.execute_model(scheduler_output)
+
+    def check_grammar(self, params: StructuredOutputsParams) -> Future[None]:
+        """Done when structured output can begin: the grammar is sound and compiled. Its exception is the InvalidParameterError of one that
+        is not. Never blocks; the answer takes at most some seconds, mostly milliseconds."""
+        return self.worker.grammars.check(params)
 
     def submit_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """One step, in the executor's own thread: the caller schedules the next one meanwhile. Steps run in the order they were given."""

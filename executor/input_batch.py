@@ -32,7 +32,7 @@ class InputBatch:
         self.seeds = np.zeros(max_num_seqs, np.int64)
         self.num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
         self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
-        self.prompt_logprobs_slots: set[int] = set()  # that want any
+        self.prompt_logprobs_slots: set[int] = set()  # that still want some
         self.stages = stages or LogitsStages((), max_num_seqs)
         self.refusals: dict[int, str] = {}  # slot -> why this request cannot be served
 
@@ -93,6 +93,4 @@ def find_unsupported(params: SamplingParams | None) -> str | None:
         return "pooling_params: pooling is not supported"
     if params.seed is None:
         return "seed: must be resolved before the engine sees the request"
-    if params.structured_outputs is not None:
-        return "structured_outputs: is not possible yet"
     return None

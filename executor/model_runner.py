@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..ipc.messages import Array, ModelRunnerOutput, SchedulerOutput, SlotLogprobs
+from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
 from ..kernels.ops import AttentionMetadata
 from .block_mover import BlockMover
+from .grammar import Grammars
 from .input_batch import InputBatch
+from .logprob_arrays import join_logprobs
 from .prompt_logprobs import PromptScorer
 from .sampler import Sampler
 
@@ -37,11 +39,12 @@ class ModelInput:
 class ModelRunner:
     """Owns the slots' tables; borrows the model and the operations from the worker."""
 
-    def __init__(self, model: Any, ops: Any, batch: InputBatch, block_size: int, device: torch.device):
+    def __init__(self, model: Any, ops: Any, batch: InputBatch, block_size: int, device: torch.device, grammars: Grammars | None = None):
         self.model = model
         self.batch = batch
         self.block_size = block_size
         self.device = device
+        self.grammars = grammars  # one of the batch's stages, if there is one
         self.sampler = Sampler(ops)
         self.block_mover: BlockMover | None = None  # the worker's gift, once there is a cache
         self.prompt_scorer = PromptScorer(model.compute_logits, ops, model.config.vocab_size)
@@ -76,6 +79,8 @@ class ModelRunner:
 
     def _compute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         inputs = self._prepare_inputs(scheduler_output)
+        if self.grammars is not None:
+            self.grammars.start(inputs.slots[inputs.sampled_rows], self.batch)  # masks are found while the model runs
         hidden = self.model(inputs.token_ids, inputs.positions, inputs.metadata)
         return self._sample(inputs, hidden)
 
@@ -185,30 +190,18 @@ class ModelRunner:
 
 
 def merge_outputs(slots: list[int], results: list[tuple[list[int], ModelRunnerOutput]]) -> ModelRunnerOutput:
-    """One output for several passes of one step over `slots`, each pass with the rows it was for. A row that failed once has failed."""
+    """One output for several passes of one step over `slots`, each pass with the rows it was for. A row that failed in one of them keeps
+    what came before: it may have ended there, and then failed in vain."""
     tokens: list[list[int]] = [[] for _ in slots]
-    logprobs: dict[int, list[SlotLogprobs]] = {}
     errors = {slot: error for _, result in results for slot, error in result.errors.items()}
     for rows, result in results:
         token_ids = iter(result.token_ids)
         for row, num_sampled in zip(rows, result.num_sampled, strict=True):
             tokens[row].extend(islice(token_ids, num_sampled))
-        for entry in result.logprobs:
-            logprobs.setdefault(entry.slot, []).append(entry)
-    tokens = [[] if slot in errors else row for slot, row in zip(slots, tokens)]
     return ModelRunnerOutput(
         num_sampled=[len(row) for row in tokens],
         token_ids=[token_id for row in tokens for token_id in row],
-        logprobs=[_concatenate(entries) for slot, entries in logprobs.items() if slot not in errors],
+        logprobs=join_logprobs(result.logprobs for _, result in results),
         errors=errors,
         prompt_logprobs=results[0][1].prompt_logprobs,
     )
-
-
-def _concatenate(entries: list[SlotLogprobs]) -> SlotLogprobs:
-    def joined(arrays: list[Array]) -> Array:
-        num_tokens = sum(array.shape[0] for array in arrays)
-        return Array(arrays[0].dtype, (num_tokens, *arrays[0].shape[1:]), b"".join(array.data for array in arrays))
-
-    columns = ([getattr(entry, name) for entry in entries] for name in ("token_ids", "logprobs", "ranks"))
-    return SlotLogprobs(entries[0].slot, *map(joined, columns))

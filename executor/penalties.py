@@ -13,7 +13,6 @@ from ..ipc.messages import NewRequestData
 from .input_batch import InputBatch
 
 NO_TOKEN = -1
-LARGEST = float(np.finfo(np.float32).max)
 
 
 class TokenCounts:
@@ -82,7 +81,7 @@ class Penalties:
 
     def enter(self, request: NewRequestData) -> bool:
         slot, params = request.slot, request.sampling_params
-        self.repetition[slot] = min(params.repetition_penalty, LARGEST)
+        self.repetition[slot] = params.repetition_penalty
         self.frequency[slot] = params.frequency_penalty
         self.presence[slot] = params.presence_penalty
         self.counts.reset(slot, has_prompt=params.repetition_penalty != 1.0)

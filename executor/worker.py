@@ -19,6 +19,7 @@ from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..kernels import registry
 from . import device as devices
 from .block_mover import BlockMover, shortest_time
+from .grammar import Grammars
 from .input_batch import InputBatch
 from .layers import LayerFactory
 from .loader import fill_with_random_weights, load_weights
@@ -62,6 +63,7 @@ class Worker:
         self.num_threads = devices.set_num_threads(config.device_config.num_threads)
         self.model: Any = None
         self.runner: ModelRunner | None = None
+        self.grammars: Grammars | None = None
         self.asleep: set[str] = set()  # of "weights" and "kv_cache": what is not there
         self._directory: Path | None = None  # where the weights in use came from; None: random ones
         self._weights_bytes = 0
@@ -82,9 +84,10 @@ class Worker:
             self._directory = Path(model_config.model)
         self.model = self._build_model(self._directory, report)
         max_num_seqs, max_model_len = scheduler_config.max_num_seqs, model_config.max_model_len
-        stages = make_stages(ops, shape.vocab_size, max_num_seqs, max_model_len, processors)
+        self.grammars = Grammars(self.config, ops, shape.vocab_size)
+        stages = make_stages(ops, shape.vocab_size, max_num_seqs, max_model_len, processors, self.grammars)
         batch = InputBatch(max_num_seqs, max_model_len, block_size, stages)
-        self.runner = ModelRunner(self.model, ops, batch, block_size, self.device)
+        self.runner = ModelRunner(self.model, ops, batch, block_size, self.device, self.grammars)
 
     def _build_model(self, directory: Path | None, report: Callable[[str, float], None]) -> Any:
         """A model with the weights of `directory`, or with random ones, and without a cache."""
@@ -208,7 +211,9 @@ class Worker:
 
     def shutdown(self) -> None:
         """Lets go of model and cache. May be called twice."""
-        self.model = self.runner = None
+        if self.grammars is not None:
+            self.grammars.shutdown()
+        self.model = self.runner = self.grammars = None
 
 
 def check_same_architecture(config: EngineConfig, model_class: Any, directory: Path) -> None:

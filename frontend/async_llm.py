@@ -13,6 +13,7 @@ from ..ipc.config import EngineConfig
 from ..ipc.errors import EngineDeadError, InvalidParameterError
 from ..ipc.messages import SchedulerStats
 from ..ipc.params import PoolingParams, SamplingParams
+from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
 from .client import EngineClient
 from .engine_args import EngineArgs
 from .input_processor import Prompt
@@ -144,6 +145,27 @@ class AsyncLLM:
             self._output_processor.abort_requests([request_id])
             raise
         return stream
+
+    async def beam_search(self, prompt: Prompt, params: BeamSearchParams, request_id: str) -> BeamSearchOutput:
+        """The params.beam_width likeliest continuations of the prompt, best first. Its steps are requests beside all others."""
+        request = self.text_side.input_processor.process_inputs(request_id, prompt, first_params(params))
+        search, num_steps = BeamSearch(request, params, self.config.model_config), 0
+        while not search.is_done:
+            step = [self._last(p, search.step_params, f"{request_id}-{num_steps}-{i}") for i, p in enumerate(search.step_prompts)]
+            tasks = [asyncio.ensure_future(last) for last in step]
+            try:
+                search.advance(await asyncio.gather(*tasks))
+            finally:  # after a failure or a cancellation, the other beams' requests end too
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            num_steps += 1
+        return search.output(self.tokenizer)
+
+    async def _last(self, prompt: Prompt, params: SamplingParams, request_id: str) -> RequestOutput:
+        async for output in self.generate(prompt, params, request_id):
+            last = output
+        return last
 
     async def abort(self, request_id: str | list[str]) -> None:
         """Ends requests; unknown ids are ignored. Their iterators give a last output with finish_reason "abort"."""

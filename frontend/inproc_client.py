@@ -8,11 +8,12 @@ Must not know: text, sockets, the scheduler.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -54,11 +55,19 @@ class LocalEngine:
 
     def step(self) -> None:
         """One step; its outputs are appended. Raises EngineDeadError if it fails: the engine is then dead."""
-        try:
+        if not self.core.has_work() and self.core.gate:  # a grammar is being checked, in a thread and a process of its own
+            self.core.gate.wait()
+        with self._fatal():
             outputs, model_executed = self.core.step_fn()
             if outputs and CLIENT in outputs:
                 self.outputs.append(outputs[CLIENT])
             self.core.post_step(model_executed)
+
+    @contextlib.contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """Nothing survives an exception in here, and whoever waits for anything is told."""
+        try:
+            yield
         except Exception as error:
             self.death = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")
             self.death.__cause__ = error
@@ -83,7 +92,8 @@ class LocalEngine:
                 future.set_exception(self.death)
                 return
             self.calls.add(future)
-            self.core.answer_utility(call, CLIENT, finish)
+            with self._fatal():
+                self.core.answer_utility(call, CLIENT, finish)
 
         self.submit(run)
         return future
@@ -109,6 +119,11 @@ class LocalEngine:
     def wake(self) -> None:
         """The reader has taken everything: the thread may go on, if it waited for that."""
         self._inbox.put(lambda: None)
+
+    def wake_thread(self) -> None:
+        """There is news for the core. Called from any thread; without one of ours, the caller's next step finds the news itself."""
+        if self._thread is not None:
+            self.wake()
 
     def _run(self) -> None:
         try:
@@ -172,6 +187,7 @@ class InprocClient(EngineClient):
 
         self._engine = engine = LocalEngine(EngineCore(config, executor))
         engine.core.host_counters = engine.count_transport
+        engine.core.gate.wake = engine.wake_thread
         self._close = weakref.finalize(self, engine.close)  # also at exit, for scripts that forget
         self.ready = engine.core.ready
         max_message_bytes = config.service_config.max_message_bytes
@@ -219,7 +235,7 @@ class InprocClient(EngineClient):
         while not engine.outputs:
             if engine.death is not None:
                 raise engine.death
-            if not engine.core.has_work():
+            if engine.core.is_idle():
                 if stall := engine.core.pausing.describe_stall():  # there is no other client that could change it
                     raise EnginePausedError(stall)
                 raise RuntimeError("no request of this client is unfinished: there is nothing to wait for")

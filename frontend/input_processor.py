@@ -16,7 +16,7 @@ from ..ipc.checks import INT64_MAX, require, require_int, require_text, shown
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import EngineCoreRequest
-from ..ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams, check_supported
+from ..ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams
 from .tokenizer import Tokenizer
 
 # A prompt is text, token ids, or a dict with these keys.
@@ -121,12 +121,13 @@ class InputProcessor:
         """What depends on the model; the rest SamplingParams has checked itself."""
         require(not isinstance(params, PoolingParams), "params", "pooling is not possible yet; give SamplingParams")
         require(isinstance(params, SamplingParams), "params", f"must be SamplingParams, got {type(params).__name__}")
-        check_supported(params)
         is_useful = params.n == 1 or not params.is_greedy  # vLLM refuses it too
         require(is_useful, "n", f"must be 1 with temperature=0 (greedy), where all completions are the same, got {params.n}")
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name) and self._tokenizer is None:
                 raise InvalidParameterError(name, "needs a tokenizer: this engine runs with skip_tokenizer_init=True")
+        can_end = params.structured_outputs is None or not params.ignore_eos
+        require(can_end, "ignore_eos", "must be False with structured_outputs: an end-of-sequence token is how such an output ends")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             if ids := getattr(params, name):
                 self._check_range(name, ids)

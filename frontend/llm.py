@@ -12,6 +12,7 @@ import msgspec
 
 from ..ipc.errors import InvalidParameterError
 from ..ipc.params import RequestOutputKind, SamplingParams
+from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
 from .engine_args import EngineArgs
 from .input_processor import ProcessedRequest, Prompt
 from .llm_engine import LLMEngine
@@ -111,19 +112,49 @@ class LLM:
             sampling_params = self.get_default_sampling_params()
         params = _one_each("sampling_params", sampling_params, len(several))
         priorities = _one_each("priority", 0 if priority is None else priority, len(several))
+        return self._run(self._process(several, params, priorities), use_tqdm, trace_headers)
+
+    def _process(self, prompts: list[Prompt], params: list[Any], priorities: list[Any]) -> list[ProcessedRequest]:
+        """Checks and tokenizes all of them, or raises InvalidParameterError for the first that is bad."""
         final_only = {id(p): _final_only(p) for p in params}
         requests = []
-        for i, prompt in enumerate(several):
+        for i, prompt in enumerate(prompts):
             try:
                 request_id = str(self._num_requests + i)
                 requests.append(self.llm_engine.process_inputs(request_id, prompt, final_only[id(params[i])], priority=priorities[i]))
             except InvalidParameterError as error:
-                if len(several) == 1:
+                if len(prompts) == 1:
                     raise
-                where = f"(in request {i} of {len(several)}, counted from 0)"
+                where = f"(in request {i} of {len(prompts)}, counted from 0)"
                 raise InvalidParameterError(error.parameter, f"{error.problem} {where}") from None
         self._num_requests += len(requests)
-        return self._run(requests, use_tqdm, trace_headers)
+        return requests
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool | Callable[..., Any] = False
+    ) -> list[BeamSearchOutput]:
+        """The params.beam_width likeliest continuations of each prompt, best first; all prompts and beams take their steps together.
+
+        Errors are as for generate; a search one of whose steps fails inside the engine gives its message in `error`, the others go on.
+        """
+        several = _prompt_list(prompts)
+        step_params = first_params(params)
+        requests = self._process(several, [step_params] * len(several), [0] * len(several))
+        searches = [BeamSearch(request, params, self.llm_engine.config.model_config) for request in requests]
+        progress = Progress(len(searches), use_tqdm)
+        try:
+            while running := [search for search in searches if not search.is_done]:
+                prompts_of_step = [prompt for search in running for prompt in search.step_prompts]
+                params_of_step = [search.step_params for search in running for _ in search.running]
+                requests = self._process(prompts_of_step, params_of_step, [0] * len(prompts_of_step))
+                outputs = iter(self._run(requests, use_tqdm=False))
+                for search in running:
+                    search.advance([next(outputs) for _ in search.running])
+                    if search.is_done:
+                        progress.update(len(search.prompt_token_ids), sum(len(sequence.tokens) for sequence in search.finished))
+        finally:
+            progress.close()
+        return [search.output(self.get_tokenizer()) for search in searches]
 
     def chat(
         self,
@@ -157,7 +188,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def _run(
-        self, requests: list[ProcessedRequest], use_tqdm: bool | Callable[..., Any], trace_headers: dict[str, str] | None
+        self, requests: list[ProcessedRequest], use_tqdm: bool | Callable[..., Any], trace_headers: dict[str, str] | None = None
     ) -> list[RequestOutput]:
         if self.llm_engine.has_unfinished_requests():
             raise RuntimeError("requests that were added through llm_engine are unfinished: step it until they end, or abort them")
@@ -169,7 +200,7 @@ class LLM:
             while self.llm_engine.has_unfinished_requests():
                 for output in self.llm_engine.step():
                     finished[output.request_id] = output
-                    progress.update(output)
+                    progress.update(len(output.prompt_token_ids), sum(len(completion.token_ids) for completion in output.outputs))
         except BaseException:
             self.llm_engine.abort_all_requests()
             raise
@@ -189,11 +220,12 @@ class Progress:
             make_bar = use_tqdm if callable(use_tqdm) else _tqdm()
             self._bar = make_bar(total=num_requests, desc="Processed prompts", dynamic_ncols=True)
 
-    def update(self, output: RequestOutput) -> None:
+    def update(self, num_input_tokens: int, num_output_tokens: int) -> None:
+        """One request is finished."""
         if self._bar is None:
             return
-        self._num_input_tokens += len(output.prompt_token_ids)
-        self._num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        self._num_input_tokens += num_input_tokens
+        self._num_output_tokens += num_output_tokens
         elapsed_s = max(time.perf_counter() - self._start, 1e-9)
         speeds = (self._num_input_tokens / elapsed_s, self._num_output_tokens / elapsed_s)
         self._bar.set_postfix_str("est. speed input: {:.2f} toks/s, output: {:.2f} toks/s".format(*speeds), refresh=False)

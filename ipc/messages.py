@@ -354,8 +354,8 @@ class SlotPromptLogprobs(Message):
 
 
 class ModelRunnerOutput(Message):
-    """Parallel with SchedulerOutput.slots. num_sampled[i] is 0 for a prompt that is not yet complete, or for a row in `errors`; more than
-    1 with lookahead, or where a grammar left no choice."""
+    """Parallel with SchedulerOutput.slots. num_sampled[i] is 0 for a prompt that is not yet complete, or for a row in `errors` (with
+    lookahead it counts what came before the error); more than 1 with lookahead, or where a grammar left no choice."""
 
     num_sampled: list[int]
     token_ids: list[int]  # sampled tokens of all rows, one after the other

@@ -190,17 +190,6 @@ INTEGER_RANGES = {
 }
 MAY_BE_NONE = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"})
 
-# Parameters that nothing in the engine applies yet. Better a refusal than an answer that ignores them: frontend, core and runner ask here.
-NOT_YET = ("structured_outputs",)
-SAMPLING_DEFAULTS = SamplingParams()
-
-
-def check_supported(params: SamplingParams) -> None:
-    """Raises InvalidParameterError for the first of NOT_YET that is not at its default."""
-    for name in NOT_YET:
-        value, default = getattr(params, name), getattr(SAMPLING_DEFAULTS, name)
-        require(value == default or value in ([], {}), name, f"is not possible yet: it must be left at {default}, got {value!r}")
-
 
 class PoolingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True):
     """What a pooling request wants in place of tokens. The engine refuses it until it can pool."""

@@ -128,6 +128,15 @@ def sample_tokens(
 
 
 @operation
+def apply_grammar_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
+    """In place, logits [B, V] fp32 without NaN: where bitmask has no bit, -inf. bitmask [G, ceil(V / 32)] i32, contiguous; rows [G] i64,
+    all different, the rows of logits that its rows are for; the others stay.
+
+    Token t is bit t % 32 of word t // 32 (llguidance's and xgrammar's layout). Bits beyond V mean nothing.
+    """
+
+
+@operation
 def random_gumbel(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
     """Gumbel(0, 1) noise of each (seed, position, token), seeds and positions [B] i64 -> [B, num_tokens] fp32.
 

@@ -16,7 +16,7 @@ import msgspec
 from quire.ipc.config import EngineConfig, config_fields
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.ipc.messages import Array, FinishReason, ModelRunnerOutput, NewRequestData, PreemptionCosts, SchedulerOutput, SlotLogprobs
-from quire.ipc.params import SamplingParams
+from quire.ipc.params import SamplingParams, StructuredOutputsParams
 
 _MASK = 2**64 - 1
 
@@ -116,6 +116,7 @@ class FakeExecutor:
         self.slots: dict[int, FakeSlot] = {}
         self.kv_cache: list[list[int | None]] = []  # [num_blocks][block_size] digests
         self.holders: Counter[int] = Counter()  # block id -> number of slots whose table has it
+        self.grammar_checks: dict[str, Future[None]] = {}  # by regex
         self.host_cache: dict[int, list[int | None]] = {}  # host block id -> digests
         self.num_host_blocks = 0
         self.thread = ThreadPoolExecutor(1)  # of overlapped steps
@@ -160,6 +161,14 @@ class FakeExecutor:
             self._extend_table(slot, step.new_block_ids[row], step.num_computed_tokens[row], slot in entered)
         self.steps.append(step)
         return self._compute(step)
+
+    def check_grammar(self, params: StructuredOutputsParams) -> Future[None]:
+        """Done when the test says so, with what the test wants; at once where it has scripted nothing."""
+        future = self.grammar_checks.get(params.regex)
+        if future is None:
+            future = Future()
+            future.set_result(None)
+        return future
 
     def _move_blocks(self, step: SchedulerOutput) -> None:
         """Out, in, copies. Nothing that is filled twice, and nothing that is read after it was overwritten, goes unnoticed."""
@@ -275,8 +284,6 @@ class FakeExecutor:
                 if token_id is None:
                     break
                 sampled.append(token_id)
-            if slot in errors:
-                sampled = []
             num_sampled.append(len(sampled))
             token_ids += sampled
             if sampled and (params := state.request.sampling_params) is not None and params.logprobs is not None:

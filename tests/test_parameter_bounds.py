@@ -13,7 +13,7 @@ from quire import InvalidParameterError, RequestOutputKind, SamplingParams
 from quire.core.engine_core import check_request
 from quire.frontend.input_processor import InputProcessor
 from quire.ipc.messages import EngineCoreRequest
-from quire.ipc.params import MAX_BAD_WORDS, MAX_N, MAX_STOPS, NOT_YET, StructuredOutputsParams
+from quire.ipc.params import MAX_BAD_WORDS, MAX_N, MAX_STOPS, StructuredOutputsParams
 from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
 
 VOCAB_SIZE, MAX_MODEL_LEN = 320, 64
@@ -85,12 +85,11 @@ TABLE = [
     ),
 ]  # fmt: skip
 BESIDE = {"min_tokens": {"max_tokens": 16}}
-IS_LATER = {name: pytest.mark.skipif(name in NOT_YET, reason="the engine cannot do it yet") for name, _, _ in TABLE}
 
 
 def cases(column: int) -> list:
     return [
-        pytest.param(row[0], value, id=f"{row[0]}-{i}", marks=[IS_LATER[row[0]]] if column == 1 else [])
+        pytest.param(row[0], value, id=f"{row[0]}-{i}")
         for row in TABLE
         for i, value in enumerate(row[column])
     ]
@@ -164,20 +163,21 @@ def test_structured_outputs_hold_plain_text(field, values) -> None:
 def test_what_depends_on_another_parameter() -> None:
     refused("min_tokens", "must be at most max_tokens=3, got 4", max_tokens=3, min_tokens=4)
     refused("stop", "needs detokenize=True", stop="x", detokenize=False)
-    if "n" not in NOT_YET:
-        refused("n", r"must be 1 with temperature=0 \(greedy\), where all completions are the same, got 3", n=3, temperature=0.0)
+    refused("n", r"must be 1 with temperature=0 \(greedy\), where all completions are the same, got 3", n=3, temperature=0.0)
+    grammar = StructuredOutputsParams(regex="a")
+    refused("ignore_eos", "must be False with structured_outputs", ignore_eos=True, structured_outputs=grammar)
     cut = processed(max_tokens=None, min_tokens=1000).sampling_params
     assert cut.min_tokens == cut.max_tokens < MAX_MODEL_LEN
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=IS_LATER[n]) for n in ("stop", "bad_words", "structured_outputs")])
+@pytest.mark.parametrize("name", ["stop", "bad_words", "structured_outputs"])
 def test_what_needs_a_tokenizer(name) -> None:
     value = StructuredOutputsParams(regex="a") if name == "structured_outputs" else ["x"]
     refused(name, "needs a tokenizer: this engine runs with skip_tokenizer_init=True", [1, 2], tokenizer=None, **{name: value})
     processed([1, 2], tokenizer=None, stop=[], bad_words=[], stop_token_ids=[5])
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=IS_LATER[n]) for n in ("logprobs", "prompt_logprobs")])
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_max_logprobs_caps_what_a_request_may_ask(name) -> None:
     refused(name, "must be at most 5, which max_logprobs allows, got 6", max_logprobs=5, **{name: 6})
     refused(name, "must be at most 5, which max_logprobs allows, got -1", max_logprobs=5, **{name: -1})
@@ -209,12 +209,10 @@ def test_truncated_prompts_keep_their_end() -> None:
     assert text.prompt_token_ids == tiny_tokenizer().encode("the end of it")[-2:]
 
 
-@IS_LATER["logit_bias"]
 def test_biases_are_cut_as_vllm_cuts_them() -> None:
     assert processed(logit_bias={1: 1e300, 2: -101, 3: 5}).sampling_params.logit_bias == {1: 100.0, 2: -100.0, 3: 5.0}
 
 
-@IS_LATER["bad_words"]
 def test_bad_words_are_written_with_and_without_a_space() -> None:
     tokenizer = tiny_tokenizer()
     token_ids = processed(bad_words=["the", " the", "x"]).sampling_params.bad_words_token_ids
@@ -245,7 +243,7 @@ def test_the_engine_refuses_what_a_careless_client_sends(parameter, params) -> N
     request = EngineCoreRequest("r", [1, 2], SamplingParams(**{"seed": 1, **params}))
     with pytest.raises(InvalidParameterError) as refusal:
         check_request(request, text_config())
-    assert refusal.value.parameter in (parameter, *NOT_YET)
+    assert refusal.value.parameter == parameter
 
 
 @pytest.mark.parametrize(("name", "value"), cases(2))

@@ -210,6 +210,19 @@ def test_prompt_logprobs_reach_the_row_with_and_without_a_token():
         assert len(outputs.num_cached_tokens) == len(num_tokens)
 
 
+@pytest.mark.parametrize("num_scheduler_steps", [1, 4])
+def test_what_fails_behind_the_end_of_a_request_does_not_spoil_it(num_scheduler_steps):
+    """With lookahead as without: tokens before an error are delivered, and one that ends the request makes the error void."""
+    loop = Loop(num_scheduler_steps=num_scheduler_steps)
+    for name in ("ends", "fails"):
+        loop.add(name, distinct(0, 20), eos_token_ids=[13])
+        loop.executor.tokens |= {(name, i): token_id for i, token_id in enumerate([5, 6, 13 if name == "ends" else 7])}
+        loop.executor.errors[name, 3] = "no more"
+    loop.run()
+    assert loop.tokens == {"ends": [5, 6, 13], "fails": [5, 6, 7]}
+    assert loop.ends == {"ends": (FinishReason.STOP, None), "fails": (FinishReason.ERROR, None)}
+
+
 def test_the_runner_learns_the_end_of_sequence_tokens():
     loop = Loop()
     loop.add("r", distinct(0, 20), eos_token_ids=[13, 14])

@@ -148,7 +148,8 @@ class Driver:
         for row, count, num_sampled in zip(rows, counts, result.num_sampled):
             row.num_computed += count
             row.error = result.errors.get(row.slot, row.error)
-            assert num_sampled == 0 or row.num_computed == row.num_tokens + num_sampled - 1, "sampled before the prompt was complete"
+            is_whole = row.num_computed == row.num_tokens + num_sampled - 1
+            assert num_sampled == 0 or is_whole or row.error, "sampled before the prompt was complete"
             for _ in range(num_sampled):
                 row.output.append(next(tokens))
             if num_sampled and row.params.logprobs is not None:

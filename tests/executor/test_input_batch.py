@@ -9,7 +9,7 @@ from quire.executor.input_batch import NO_LOGPROBS, WHOLE_VOCABULARY, InputBatch
 from quire.executor.logits_stages import LogitsStages
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.messages import NewRequestData
-from quire.ipc.params import SamplingParams, StructuredOutputsParams
+from quire.ipc.params import SamplingParams
 
 
 def make_batch() -> InputBatch:
@@ -78,8 +78,8 @@ def test_the_whole_vocabulary_and_more_than_there_can_be():
 
 def test_what_the_runner_cannot_do_is_named():
     batch = make_batch()
-    batch.add(request(0, [1], structured_outputs=StructuredOutputsParams(regex="a")))
-    assert batch.refusals[0].startswith("structured_outputs: is not possible yet")
+    batch.add(request(0, [1], seed=None))
+    assert batch.refusals[0].startswith("seed: must be resolved")
 
 
 class Picky:

@@ -106,8 +106,9 @@ def test_what_nobody_wants_is_not_called():
 
 def test_a_row_without_a_token_is_its_requests_error():
     empty = {"allowed_token_ids": [4], "bad_words_token_ids": [[4]]}
-    batch = make_batch(Asked(), Asked(empty), Asked({"min_tokens": 1, "allowed_token_ids": [5]}, eos=[5]), Asked({"repetition_penalty": 1e-45}))
-    logits = make_logits(4).abs() + 1
+    batch = make_batch(Asked(), Asked(empty), Asked({"min_tokens": 1, "allowed_token_ids": [5]}, eos=[5]), Asked({"repetition_penalty": 1e-6}))
+    logits = make_logits(4)
+    logits[3] = 1e35
     rows, errors = run_stages(batch, logits)
     assert errors == {1: ALL_MASKED, 2: ALL_MASKED, 3: NOT_FINITE}
     np.testing.assert_array_equal(rows[0], logits[0])

@@ -67,7 +67,7 @@ def test_several_tokens_in_one_step_are_those_of_several_steps(executor):
     assert len(rows[0].logprobs) == len(rows[1].logprobs) == 9
 
 
-def test_a_row_that_fails_while_it_looks_ahead_has_failed(executor, monkeypatch):
+def test_a_row_that_fails_while_it_looks_ahead_keeps_what_came_before(executor, monkeypatch):
     driver = Driver(executor)
     rows = [driver.add(str(i), prompt) for i, prompt in enumerate(random_prompts(9, 12))]
     driver.step({"0": 9, "1": 12})
@@ -81,7 +81,7 @@ def test_a_row_that_fails_while_it_looks_ahead_has_failed(executor, monkeypatch)
     monkeypatch.setattr(executor.worker.model, "compute_logits", poisoned)
     result = driver.step({"0": 1, "1": 1}, lookahead={"0": 3, "1": 3})
     executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows]))
-    assert passes == [2, 2, 1, 1] and result.num_sampled == [4, 0] and list(result.errors) == [rows[1].slot]
+    assert passes == [2, 2, 1, 1] and result.num_sampled == [4, 1] and list(result.errors) == [rows[1].slot]
 
 
 def test_odd_boundaries_drawn_at_random(executor):
@@ -116,6 +116,18 @@ def test_decodes_between_prefills_come_back_in_the_schedulers_order(executor):
     for row in (late, early_a, chunk, early_b):
         driver.free(row)
     driver.step({})
+
+
+def test_a_failure_in_the_lookahead_leaves_what_came_before(tiny):
+    """The third token could only be one that would complete a bad word."""
+    executor = start_executor(tiny("qwen2"))
+    driver = Driver(executor)
+    bad = driver.add("bad", [1, 2, 3], greedy(allowed_token_ids=[5], bad_words_token_ids=[[5, 5, 5]], logprobs=1))
+    good = driver.add("good", [4, 5, 6], greedy(logprobs=1))
+    result = driver.step({"bad": 3, "good": 3}, {"bad": 4, "good": 4})
+    assert result.num_sampled == [2, 5] and list(result.errors) == [bad.slot] and bad.output == [5, 5]
+    assert [entry.token_ids.shape[0] for entry in result.logprobs] == [2, 5]
+    assert [good.output] == outputs(generate(start_executor(tiny("qwen2")), [[4, 5, 6]], 5))
 
 
 def test_step_without_requests_only_frees(executor):

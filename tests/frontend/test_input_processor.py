@@ -9,7 +9,6 @@ import time
 import pytest
 from quire import InvalidParameterError, PoolingParams, SamplingParams
 from quire.frontend.input_processor import InputProcessor, derive_seed
-from quire.ipc.params import NOT_YET, StructuredOutputsParams
 from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
 
 EOS = [302, 300]
@@ -65,16 +64,6 @@ def test_refused_prompts(prompt, parameter, problem) -> None:
 
 def test_the_longest_prompt_leaves_one_token() -> None:
     assert core_request([1] * 63, SamplingParams(max_tokens=None)).sampling_params.max_tokens == 1
-
-
-NOT_AT_DEFAULT = {"structured_outputs": StructuredOutputsParams(regex="a")}
-
-
-@pytest.mark.parametrize("name", NOT_YET)
-def test_what_comes_later_is_refused_by_name(name) -> None:
-    with pytest.raises(InvalidParameterError, match=f"{name}: is not possible yet") as raised:
-        core_request("a", SamplingParams(**{name: NOT_AT_DEFAULT[name]}))
-    assert raised.value.parameter == name
 
 
 @pytest.mark.parametrize("params", [PoolingParams(), {"temperature": 0}, None])

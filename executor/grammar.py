@@ -1,0 +1,258 @@
+"""Structured output: which tokens each request's grammar lets through, step by step.
+May know: slots, token ids, the compiler of grammars and its checks, bit masks; the tokenizer's file, through the compiler alone.
+Must not know: what a schema means, the model, who scheduled what.
+
+    a request arrives    check: a process of grammar_check.py tries the grammar ──▶ compiled here, in a thread ──▶ cache
+    it enters a slot     enter: a copy of the compiled matcher
+    each step            start: the matchers take the tokens since, and find the next masks, in a thread │ the model runs meanwhile
+                         apply: waits for the masks, and puts -inf where they have no bit
+
+A matcher depends on its request's tokens alone, so what happens between two steps (a preemption, several tokens at once, a sample thrown
+away) needs no care here: `start` reads what the slot's tokens are now. A finished grammar lets through end-of-sequence tokens alone, and
+whatever else the request asks comes after: where min_tokens forbids those too, no token is left, and that is the request's own error.
+A matcher that exceeds llguidance's limits is its request's error as well."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher
+
+from ..ipc.config import EngineConfig
+from ..ipc.errors import InvalidParameterError
+from ..ipc.messages import NewRequestData
+from ..ipc.params import StructuredOutputsParams
+from .grammar_check import COMPILE_STACK_BYTES, CompilerSettings, GrammarCheck
+from .grammar_compiler import GrammarCompiler, is_dead_end, normalize, refusal, shorten
+
+if TYPE_CHECKING:
+    from .input_batch import InputBatch
+
+NUM_CHECKS = 2  # processes: one grammar that uses up its time does not stop the others
+MAX_COMPILED = 512  # grammars kept, the least recently used goes first; some 0.1 MB each
+MAX_VERDICTS = 4096  # of checks kept
+
+
+@dataclass(slots=True)
+class SlotGrammar:
+    """One request's grammar. Used by the thread of masks from the slot's first `start` on."""
+
+    params: StructuredOutputsParams  # normalized
+    eos_token_ids: list[int]
+    num_consumed: int  # of the slot's tokens, prompt included
+    matcher: LLMatcher | None = None  # None: not copied yet
+    is_ended: bool = False  # it has taken an end-of-sequence token; the request will not sample again
+    error: str | None = None
+
+
+class Grammars:
+    """The stage that masks logits (see logits_stages.py), and the way to it. Its threads and processes start with the first grammar."""
+
+    def __init__(self, config: EngineConfig, ops: Any, vocab_size: int):
+        model_config = config.model_config
+        eos = model_config.hf_config.get("eos_token_id")
+        eos_token_id = next(iter(eos), None) if isinstance(eos, list) else eos
+        directory = None if model_config.skip_tokenizer_init else model_config.tokenizer or model_config.model
+        self.settings = None if directory is None else CompilerSettings(directory, vocab_size, eos_token_id)
+        self.compiler = None if self.settings is None else GrammarCompiler(directory, vocab_size, eos_token_id)
+        self.ops = ops
+        self.max_num_seqs = config.scheduler_config.max_num_seqs
+        self._slots: dict[int, SlotGrammar] = {}
+        self._bitmask = np.zeros((0, 0), np.int32)  # by slot [max_num_seqs, num_mask_words], once there is a grammar
+        self._masks: Future | None = None  # of the step that was started last
+        self._started: dict[int, int] = {}  # slot -> num_tokens for which its mask is found or being found
+        self._verdicts: OrderedDict[bytes, Future] = OrderedDict()
+        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._compiled_lock = threading.Lock()
+        self._checks: SimpleQueue[GrammarCheck] = SimpleQueue()
+        self._all_checks: list[GrammarCheck] = []
+        self._check_pool: ThreadPoolExecutor | None = None
+        self._mask_pool: ThreadPoolExecutor | None = None
+        self._executor: LLExecutor | None = None
+
+    # ------------------------------------------------------------ before a request is scheduled
+
+    def check(self, params: StructuredOutputsParams) -> Future[None]:
+        """Done when the grammar is known to be sound and is compiled; its exception is the InvalidParameterError of one that is not.
+
+        Called by one thread. Equal grammars share one check; the answer stays known for a while.
+        """
+        try:
+            if self.compiler is None:
+                raise refusal("needs the tokenizer: this engine runs with skip_tokenizer_init=True")
+            params = normalize(params)
+        except InvalidParameterError as error:
+            future: Future[None] = Future()
+            future.set_exception(error)
+            return future
+        key = key_of(params)
+        future = self._verdicts.get(key)
+        if future is None or future.done() and _is_failure(future):
+            future = self._verdicts[key] = self._submit_check(key, params)
+        self._verdicts.move_to_end(key)
+        if len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return future
+
+    def _submit_check(self, key: bytes, params: StructuredOutputsParams) -> Future[None]:
+        if self._check_pool is None:
+            self._check_pool = ThreadPoolExecutor(NUM_CHECKS, "quire-grammar-check")
+            self._all_checks = [GrammarCheck(self.settings) for _ in range(NUM_CHECKS)]
+            for check in self._all_checks:
+                self._checks.put(check)
+        return _submit(self._check_pool, self._check, key, params)
+
+    def _check(self, key: bytes, params: StructuredOutputsParams) -> None:
+        """In a thread of the pool, which is also the parent of the process that it starts."""
+        check = self._checks.get()
+        try:
+            check.check(params)
+        finally:
+            self._checks.put(check)
+        self._compile(key, params)
+
+    def _compile(self, key: bytes, params: StructuredOutputsParams) -> LLMatcher:
+        """From the cache, or anew. In a thread with a deep stack."""
+        with self._compiled_lock:
+            matcher = self._compiled.get(key)
+            if matcher is not None:
+                self._compiled.move_to_end(key)
+                return matcher
+        matcher = self.compiler.compile(params)
+        with self._compiled_lock:
+            self._compiled[key] = matcher
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    # ------------------------------------------------------------ slots
+
+    def enter(self, request: NewRequestData) -> bool:
+        params = request.sampling_params.structured_outputs if request.sampling_params is not None else None
+        if params is None:
+            return False
+        if self.compiler is None:
+            raise refusal("needs the tokenizer: this engine runs with skip_tokenizer_init=True")
+        if not len(self._bitmask):
+            self._bitmask = np.zeros((self.max_num_seqs, self.compiler.num_mask_words), np.int32)
+            self._mask_pool = ThreadPoolExecutor(1, "quire-grammar-masks")
+        count = request.num_prompt_tokens
+        eos_token_ids = [token_id for token_id in request.eos_token_ids if 0 <= token_id < self.compiler.vocab_size]
+        self._slots[request.slot] = SlotGrammar(normalize(params), eos_token_ids, num_consumed=count)
+        return True
+
+    def leave(self, slot: int) -> None:
+        del self._slots[slot]
+        self._started.pop(slot, None)
+
+    # ------------------------------------------------------------ the step
+
+    def start(self, slots: np.ndarray, batch: InputBatch) -> None:
+        """Begins to find the masks of those of `slots` [R] that have a grammar, after their tokens so far; returns at once."""
+        if not self._slots:
+            return
+        work = []
+        for slot in slots.tolist():
+            grammar = self._slots.get(slot)
+            if grammar is None:
+                continue
+            num_tokens = int(batch.num_tokens[slot])
+            if self._started.get(slot) != num_tokens:
+                work.append((slot, grammar, batch.token_ids[slot, grammar.num_consumed : num_tokens].tolist()))
+                grammar.num_consumed = self._started[slot] = num_tokens
+        if work:
+            self._masks = _submit(self._mask_pool, self._find_masks, work)
+
+    def apply(self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, batch: InputBatch) -> dict[int, str] | None:
+        """See LogitsStage. Waits for what `start` began, or begins it."""
+        self.start(slots, batch)
+        self._masks.result()
+        bitmask = torch.from_numpy(self._bitmask[slots]).to(logits.device)
+        self.ops.apply_grammar_bitmask(logits, bitmask, torch.from_numpy(rows).to(logits.device))
+        grammars = [self._slots[slot] for slot in slots.tolist()]
+        return {int(row): grammar.error for row, grammar in zip(rows, grammars) if grammar.error is not None}
+
+    # ------------------------------------------------------------ the thread of masks
+
+    def _find_masks(self, work: list[tuple[int, SlotGrammar, list[int]]]) -> None:
+        """One call for all matchers, which leaves the GIL to the step for as long as it takes."""
+        ready = [(grammar.matcher, slot) for slot, grammar, token_ids in work if self._advance(grammar, token_ids)]
+        if ready:
+            if self._executor is None:
+                self._executor = LLExecutor(max(1, min(4, torch.get_num_threads())))
+            words = self._bitmask
+            self._executor.unsafe_compute_mask_ptr(ready, words.ctypes.data, words.strides[0], len(words))
+        for slot, grammar, _ in work:
+            self._finish_mask(self._bitmask[slot], grammar)
+
+    def _advance(self, grammar: SlotGrammar, token_ids: list[int]) -> bool:
+        """Takes the tokens; returns whether there is a mask to find."""
+        if grammar.is_ended or grammar.error is not None:
+            return False
+        try:
+            if grammar.matcher is None:
+                grammar.matcher = self._compile(key_of(grammar.params), grammar.params).deep_copy()
+        except InvalidParameterError as error:
+            grammar.error = str(error)
+            return False
+        grammar.is_ended = not set(token_ids).isdisjoint(grammar.eos_token_ids)
+        # Where it refuses a token, it says what is wrong; _finish_mask asks.
+        return not grammar.is_ended and grammar.matcher.consume_tokens(token_ids)
+
+    def _finish_mask(self, words: np.ndarray, grammar: SlotGrammar) -> None:
+        """words [num_mask_words]: where llguidance has set its one end-of-sequence token, the request's are set; a row that means nothing
+        lets everything through."""
+        matcher = grammar.matcher
+        if grammar.error is None and matcher.is_error():
+            problem = "the grammar came to a dead end: nothing can follow" if is_dead_end(matcher) else shorten(matcher.get_error())
+            grammar.error = f"structured_outputs: {problem}"
+        if grammar.error is not None or grammar.is_ended:
+            words[:] = -1
+            return
+        word, bit = divmod(self.compiler.tokenizer.eos_token, 32)
+        view = words.view(np.uint32)
+        if int(view[word]) >> bit & 1 and matcher.is_accepting():
+            view[word] &= np.uint32(~(1 << bit) & 0xFFFFFFFF)
+            for token_id in grammar.eos_token_ids:
+                view[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+
+    def shutdown(self) -> None:
+        """Ends threads and processes. May be called twice."""
+        for check in self._all_checks:
+            check.close()
+        for pool in (self._check_pool, self._mask_pool):
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
+        for check in self._all_checks:
+            check.end()
+
+
+def key_of(params: StructuredOutputsParams) -> bytes:
+    return sha256(msgspec.msgpack.encode(params)).digest()
+
+
+def _is_failure(future: Future) -> bool:
+    """Of the check itself, not of the grammar: the next one may go better."""
+    return future.cancelled() or future.exception() is not None and not isinstance(future.exception(), InvalidParameterError)
+
+
+_stack_lock = threading.Lock()
+
+
+def _submit(pool: ThreadPoolExecutor, function: Any, *args: Any) -> Future:
+    """Threads that a pool starts here have a deep stack: compiling recurses as deep as the grammar is nested."""
+    with _stack_lock:
+        before = threading.stack_size(COMPILE_STACK_BYTES)
+        try:
+            return pool.submit(function, *args)
+        finally:
+            threading.stack_size(before)

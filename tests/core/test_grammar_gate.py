@@ -1,0 +1,196 @@
+"""Requests whose grammar is being checked: their order, what ends them meanwhile, who is woken, and that nobody is forgotten.
+May know: the gate, EngineCore with the fake executor, whose checks end when the test says so.
+Must not know: grammars, llguidance, torch."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+import pytest
+from quire.core.engine_core import EngineCore
+from quire.core.grammar_gate import GrammarGate
+from quire.frontend.inproc_client import InprocClient
+from quire.ipc.errors import InvalidParameterError
+from quire.ipc.messages import EngineCoreRequest, FinishReason
+from quire.ipc.params import SamplingParams, StructuredOutputsParams
+from quire.tests.fakes import FakeExecutor, make_config
+
+
+def request(name: str, regex: str | None = None, **arguments) -> EngineCoreRequest:
+    grammar = None if regex is None else StructuredOutputsParams(regex=regex)
+    params = SamplingParams(temperature=0.0, seed=0, structured_outputs=grammar, **{"max_tokens": 2, **arguments})
+    return EngineCoreRequest(name, [1, 2, 3], params, eos_token_ids=[96])
+
+
+def make_core(*unfinished: str, **arguments) -> EngineCore:
+    """`unfinished`: regexes whose checks have yet to end."""
+    config = make_config(**arguments)
+    executor = FakeExecutor(config)
+    executor.grammar_checks = {regex: Future() for regex in unfinished}
+    core = EngineCore(config, executor)
+    core.check_every_step = True
+    return core
+
+
+def checks(core: EngineCore) -> dict[str, Future]:
+    return core.executor.grammar_checks
+
+
+def run(core: EngineCore) -> dict[str, tuple[int, FinishReason, str | None, str | None]]:
+    """Steps while there is work: request id -> tokens, finish reason, error, parameter, in the order of their ends."""
+    tokens, ends = {}, {}
+    while core.has_work():
+        outputs, _ = core.step_fn()
+        core.post_step(True)
+        assert core.check_integrity()
+        for rows in (outputs or {}).values():
+            for request_id, count in zip(rows.request_ids, rows.num_tokens):
+                tokens[request_id] = tokens.get(request_id, 0) + count
+            for finished in rows.finished:
+                name = rows.request_ids[finished.row]
+                ends[name] = (tokens[name], finished.reason, finished.error, finished.parameter)
+    return ends
+
+
+def test_a_known_grammar_does_not_wait():
+    core = make_core()
+    core.add_request(request("a", "x"))
+    assert not core.gate and core.scheduler.requests.keys() == {"a"}
+    assert run(core)["a"][:2] == (2, FinishReason.LENGTH)
+
+
+def test_others_run_while_a_grammar_is_checked():
+    core = make_core("slow")
+    core.add_request(request("a", "slow"))
+    core.add_request(request("b"))
+    assert set(run(core)) == {"b"}
+    assert core.scheduler_state()["waiting_for_grammar"] == ["a"]
+    assert not core.has_work() and not core.is_idle()
+    checks(core)["slow"].set_result(None)
+    assert core.has_work()
+    assert set(run(core)) == {"a"} and core.is_idle()
+
+
+def test_arrival_counts_not_the_end_of_the_check():
+    core = make_core("slow", max_num_seqs=1)
+    core.add_request(request("a", "slow"))
+    core.add_request(request("b"))
+    core.add_request(request("c"))
+    checks(core)["slow"].set_result(None)
+    assert list(run(core)) == ["a", "b", "c"]
+
+
+def test_a_refused_grammar_is_an_error_row_with_its_parameter():
+    core = make_core("bad")
+    core.add_request(request("a", "bad"))
+    checks(core)["bad"].set_exception(InvalidParameterError("structured_outputs", "is bad"))
+    assert run(core)["a"] == (0, FinishReason.ERROR, "structured_outputs: is bad", "structured_outputs")
+    metrics = core.get_metrics()
+    assert metrics["num_grammar_refusals"] == metrics["num_requests_refused"] == 1
+
+
+def test_a_check_that_fails_by_itself_refuses_too():
+    core = make_core("bad", "cancelled")
+    core.add_request(request("a", "bad"))
+    core.add_request(request("b", "cancelled"))
+    checks(core)["bad"].set_exception(RuntimeError("no process"))
+    checks(core)["cancelled"].cancel()
+    ends = run(core)
+    assert ends["a"][1:] == (FinishReason.ERROR, "structured_outputs: could not be checked: RuntimeError: no process", "structured_outputs")
+    assert ends["b"][1] is FinishReason.ERROR
+
+
+def test_an_abort_answers_at_once_and_the_check_goes_unheard():
+    core = make_core("slow")
+    core.add_request(request("a", "slow"))
+    core.abort_requests(["a", "nobody"], 1)  # another client's
+    assert "a" in core.gate
+    core.abort_requests(["a", "nobody"])
+    assert run(core)["a"][:2] == (0, FinishReason.ABORT)
+    checks(core)["slow"].set_result(None)
+    assert run(core) == {} and core.is_idle()
+
+
+def test_the_id_is_in_use_while_the_check_runs_and_free_after_an_abort():
+    core = make_core("slow")
+    core.add_request(request("a", "slow"))
+    core.add_request(request("a"))
+    assert "already in use" in run(core)["a"][2]
+    core.abort_requests(["a"])
+    run(core)
+    core.add_request(request("a", "slow"))  # the old check's end must not be taken for this one's: they share it here
+    checks(core)["slow"].set_result(None)
+    assert run(core)["a"][:2] == (2, FinishReason.LENGTH) and core.is_idle()
+
+
+def test_a_client_that_leaves_takes_its_waiting_requests_along():
+    core = make_core("slow")
+    core.add_request(request("a", "slow"), 0)
+    core.add_request(request("b", "slow"), 1)
+    core.drop_client(0)
+    assert [gated.request.request_id for gated in core.gate] == ["b"] and core.get_metrics()["num_requests_orphaned"] == 1
+    checks(core)["slow"].set_result(None)
+    assert set(run(core)) == {"b"}
+
+
+def test_a_request_without_an_end_of_sequence_token_is_refused():
+    core = make_core()
+    for eos in ([], [97]):  # ignore_eos; an id outside the vocabulary
+        params = SamplingParams(seed=0, structured_outputs=StructuredOutputsParams(regex="x"))
+        core.add_request(EngineCoreRequest("a", [1], params, eos_token_ids=eos))
+        assert run(core)["a"][2].startswith("ignore_eos: ")
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_pause_counts_who_waits_for_a_grammar(mode):
+    core = make_core("before", "during")
+    core.add_request(request("a", "before"))
+    paused = core.call_utility("pause", [mode])
+    core.add_request(request("b", "during"))
+    if mode == "abort":
+        assert run(core)["a"][1] is FinishReason.ABORT
+    else:
+        assert run(core) == {} and paused.done() == (mode == "keep")
+        checks(core)["before"].set_result(None)
+        assert set(run(core)) == ({"a"} if mode == "wait" else set())
+    checks(core)["during"].set_result(None)
+    assert run(core) == {} and paused.done()
+    core.call_utility("resume", [])
+    assert set(run(core)) == {"abort": {"b"}, "wait": {"b"}, "keep": {"a", "b"}}[mode]
+    assert core.is_idle()
+
+
+def test_a_blocking_client_waits_for_the_check_without_stepping():
+    config = make_config()
+    executor = FakeExecutor(config)
+    executor.grammar_checks["slow"] = check = Future()
+    client = InprocClient(config, executor=executor)
+    try:
+        client.add_request(request("a", "slow"))
+        timer = threading.Timer(0.1, check.set_result, [None])
+        timer.start()
+        assert client.get_output().request_ids == ["a"]
+        timer.join()
+    finally:
+        client.shutdown()
+
+
+def test_a_sleeping_host_is_woken_by_the_end_of_a_check():
+    gate, woken = GrammarGate(), threading.Event()
+    gate.wake = woken.set
+    check: Future = Future()
+    gate.add(request("a"), 0, 0, check)
+    assert not woken.is_set() and not gate.has_checked() and gate.take() == []
+    threading.Thread(target=check.set_result, args=[None]).start()
+    gate.wait()
+    assert woken.wait(5) and gate.has_checked()
+    assert [gated.request.request_id for gated in gate.take()] == ["a"] and not gate
+
+
+def test_integrity_sees_a_forgotten_request():
+    gate, check = GrammarGate(), Future()
+    gate.add(request("a"), 0, 0, check)
+    gate.check_integrity([])
+    with pytest.raises(AssertionError, match="scheduled: .'a'"):
+        gate.check_integrity(["a"])

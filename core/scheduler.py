@@ -352,15 +352,16 @@ class Scheduler:
             is_running = request.status is running
             if not is_running and request.is_finished:  # since the step was scheduled
                 continue
-            if slot in errors:
-                self._fail(request, errors[slot], rows)
-                continue
             if slot in prompt_logprobs:
                 client_rows = rows.of(request.client_index)
                 client_rows.add(request.request_id, request.num_output_tokens, [])
                 client_rows.add_prompt_logprobs(prompt_logprobs[slot])
             reason = self._append_tokens(request, token_ids, rows, logprobs.get(slot)) if num_sampled else None
-            if is_running:  # else it was preempted while the step ran
+            if slot in errors:  # behind the tokens that it did sample; if one of them ended the request, what failed was computed in vain
+                if reason is None:
+                    self._fail(request, errors[slot], rows)
+                    continue
+            elif is_running:  # else it was preempted while the step ran
                 # What was decoded behind a stop was computed in vain, too.
                 request.num_executed_tokens = num_computed = min(num_computed, len(request.token_ids))
                 self.kv_cache_manager.cache_blocks(request, num_computed)

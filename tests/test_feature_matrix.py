@@ -117,6 +117,17 @@ def test_pair(matrix: Matrix, a: Feature, b: Feature) -> None:
             feature.relates(alone, matrix.alone(*[other for other in pair if other is not feature]))
 
 
+def test_everything_at_once(matrix: Matrix) -> None:
+    """One of the two ways to be preempted; whatever else there is, in every request and step."""
+    features = [feature for feature in FEATURES if feature is not RECOMPUTE]
+    alone = matrix.alone(*features)
+    seen = run(matrix.engine(*features), matrix.jobs(*features), *features)
+    assert_same(seen.answers, alone)
+    assert_same_beams(seen.beams, matrix.beams_alone)
+    for feature in features:
+        feature.shows(seen)
+
+
 def assert_same(got: Answers, expected: Answers) -> None:
     assert got.keys() == expected.keys()
     for request_id, want in expected.items():

@@ -88,15 +88,17 @@ class Scheduler:
 
     # ------------------------------------------------------------ requests come and go
 
-    def add_request(self, message: EngineCoreRequest, client_index: int = 0, arrival: int | None = None) -> None:
+    def add_request(
+        self, message: EngineCoreRequest, client_index: int = 0, arrival: int | None = None, queued_time: float | None = None
+    ) -> None:
         """Takes a validated request whose id is not in use; n > 1 makes n of it. Arrival is the order of these calls, or what was reserved
-        earlier: clients' clocks are not trusted."""
+        earlier: clients' clocks are not trusted. `queued_time`: when the engine took it, if that was not now."""
         requests = []
         if arrival is None:
             arrival = self.reserve_arrivals(message.sampling_params.n)
         for place, child in enumerate(split(message), start=arrival):
             key = (child.priority if self.uses_priority else 0, place)
-            request = Request(child, max_model_len=self.max_model_len, client_index=client_index, key=key)
+            request = Request(child, max_model_len=self.max_model_len, client_index=client_index, key=key, queued_time=queued_time)
             self.requests[request.request_id] = request
             if self.is_held_back(arrival):
                 self.held[request.request_id] = request
@@ -217,7 +219,9 @@ class Scheduler:
             if num_pending and request.num_tokens_left <= 0:  # its last token is on its way
                 index += 1
                 continue
-            num_tokens = min(len(request.token_ids) + num_pending - request.num_computed_tokens, self.max_chunk_tokens, budget)
+            num_tokens = len(request.token_ids) + num_pending - request.num_computed_tokens
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, self.max_chunk_tokens, budget)
             num_lookahead = self._num_lookahead(request, num_tokens) if self.num_lookahead_slots else 0
             block_ids = allocate_slots(request, num_tokens + num_lookahead)
             if block_ids is None and num_lookahead:  # nobody is preempted for what can be done one step later
@@ -342,7 +346,7 @@ class Scheduler:
         rows.stamp()
         scheduled, logprobs = step.output, {entry.slot: entry for entry in result.logprobs}
         prompt_logprobs = {entry.slot: entry for entry in result.prompt_logprobs}
-        cursor, errors, running = 0, result.errors, RequestStatus.RUNNING
+        cursor, errors, running, block_size = 0, result.errors, RequestStatus.RUNNING, self.kv_cache_manager.block_size
         for request, slot, num_sampled, num_expected, num_computed in zip(
             step.requests, scheduled.slots, result.num_sampled, step.num_expected, step.num_computed
         ):
@@ -362,9 +366,11 @@ class Scheduler:
                     self._fail(request, errors[slot], rows)
                     continue
             elif is_running:  # else it was preempted while the step ran
-                # What was decoded behind a stop was computed in vain, too.
-                request.num_executed_tokens = num_computed = min(num_computed, len(request.token_ids))
-                self.kv_cache_manager.cache_blocks(request, num_computed)
+                if num_computed > (num_known := len(request.token_ids)):
+                    num_computed = num_known  # what was decoded behind a stop was computed in vain, too
+                if num_computed // block_size > request.num_executed_tokens // block_size:
+                    self.kv_cache_manager.cache_blocks(request, num_computed)
+                request.num_executed_tokens = num_computed
             if reason is not None:
                 self._finish(request, reason)
 
@@ -409,7 +415,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         manager = self.kv_cache_manager
-        return SchedulerStats(
+        return self.counters.stats(
             num_running=len(self.running),
             num_waiting=len(self.waiting) + len(self.held) - manager.num_swapped_requests,
             num_swapped=manager.num_swapped_requests,
@@ -417,7 +423,6 @@ class Scheduler:
             num_blocks=len(manager.block_pool.blocks),
             prefix_cache_queries=manager.prefix_cache_queries,
             prefix_cache_hits=manager.prefix_cache_hits,
-            **self.counters.as_dict(),
         )
 
     def state(self) -> dict[str, Any]:

@@ -5,26 +5,41 @@ Must not know: how a feature is made, or how two of them meet in the engine.
 What is compared: the answers of the pair with those of the same requests, one at a time, by an engine without any of the features; and for
 each feature that is the request's, the latter with those of the same requests without it.
 
-Refused:
-    two of the same option                     swap and recompute are values of preemption_mode: put together they are "swap" with little room
-    n > 1 with temperature 0                   "n: must be 1 with temperature=0 (greedy), where all completions are the same, got 3"
-"""
+No pair is refused by an engine. Three cannot be met in the plain way:
+    recompute and swap      are two values of preemption_mode. Put together they are "swap" with little room, where some must recompute.
+    n and greedy            "n: must be 1 with temperature=0 (greedy), where all completions are the same": here n > 1 is sampled.
+    beam search and what    a request can ask for: BeamSearchParams has no such parameter (REFUSED). Here both run beside each other."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import cached_property
 
-import msgspec
 import pytest
-from quire import EngineArgs, InvalidParameterError, LLMEngine, RequestOutput, SamplingParams
-from quire.tests.features import BLOCK_SIZE, FEATURES, JOBS, PLAIN, RECOMPUTE, SWAP, Answers, Feature, Run, run
+from quire import (
+    LLM, BeamSearchOutput, BeamSearchParams, EngineArgs, InvalidParameterError, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams,
+)  # fmt: skip
+from quire.tests.features import BEAM_PARAMS, BEAM_PROMPTS, BLOCK_SIZE, FEATURES, JOBS, PLAIN, RECOMPUTE, SWAP, Answers, Feature, run
 from quire.tests.workloads import Job
 
 PAIRS = [(a, a) for a in FEATURES] + list(itertools.combinations(FEATURES, 2))
 HOST_BLOCKS = 3  # of the workload's victims some are smaller and some larger
 BLOCK_BYTES = 2 * 5 * BLOCK_SIZE * 2 * 64 * 4  # keys and values, layers, tokens, KV heads, head_dim, fp32 (of the bundled model)
 TOGETHER = {frozenset({RECOMPUTE.name, SWAP.name}): dict(preemption_mode="swap", swap_space=HOST_BLOCKS * BLOCK_BYTES / 2**30)}
+
+EXAMPLES = dict(
+    n=3, temperature=0.0, beam_width=2, max_tokens=5, logprobs=2, prompt_logprobs=2, repetition_penalty=1.5, stop="x", priority=1, seed=4,
+    ignore_eos=True, structured_outputs=StructuredOutputsParams(json_object=True), detokenize=False,
+)  # fmt: skip
+REFUSED = {
+    ("n", "temperature"): r"n: must be 1 with temperature=0 \(greedy\), where all completions are the same, got 3",
+    ("structured_outputs", "ignore_eos"): "ignore_eos: must be False with structured_outputs: an end-of-sequence token is how such an output ends",
+    ("stop", "detokenize"): "stop: needs detokenize=True: stop strings are found in the text",
+} | {
+    ("beam_width", "max_tokens", name): f"Unexpected keyword argument '{name}'"
+    for name in ("n", "logprobs", "prompt_logprobs", "repetition_penalty", "structured_outputs", "stop", "priority", "seed")
+}
 
 
 class Matrix:
@@ -63,6 +78,11 @@ class Matrix:
                 self._alone[key] |= one(engine, job)
         return self._alone[key]
 
+    @cached_property
+    def beams_alone(self) -> list[BeamSearchOutput]:
+        with LLM(engine="inproc", **PLAIN) as llm:
+            return llm.beam_search(BEAM_PROMPTS, BEAM_PARAMS)
+
     def close(self) -> None:
         for engine in self._engines.values():
             engine.shutdown()
@@ -87,9 +107,10 @@ def matrix() -> Iterator[Matrix]:
 def test_pair(matrix: Matrix, a: Feature, b: Feature) -> None:
     pair = {feature.name: feature for feature in (a, b)}.values()
     jobs, alone = matrix.jobs(*pair), matrix.alone(*pair)
-    disturb = next((feature.disturb for feature in pair if feature.disturb), None)
-    seen: Run = run(matrix.engine(*pair), jobs, disturb)
+    seen = run(matrix.engine(*pair), jobs, *pair)
     assert_same(seen.answers, alone)
+    if seen.beams:
+        assert_same_beams(seen.beams, matrix.beams_alone)
     for feature in pair:
         feature.shows(seen)
         if feature.relates is not None:
@@ -104,6 +125,12 @@ def assert_same(got: Answers, expected: Answers) -> None:
         assert numbers(have) == pytest.approx(numbers(want), abs=1e-3), request_id
 
 
+def assert_same_beams(got: list[BeamSearchOutput], expected: list[BeamSearchOutput]) -> None:
+    for have, want in zip(got, expected, strict=True):
+        assert [(s.tokens, s.text, s.finish_reason) for s in have.sequences] == [(s.tokens, s.text, s.finish_reason) for s in want.sequences]
+        assert [s.cum_logprob for s in have.sequences] == pytest.approx([s.cum_logprob for s in want.sequences], abs=1e-3)
+
+
 def in_short(completion) -> tuple:
     return completion.index, completion.token_ids, completion.text, completion.finish_reason, completion.stop_reason
 
@@ -116,8 +143,12 @@ def numbers(output: RequestOutput) -> list[float]:
     return [entries[token_id].logprob for token_ids, logprobs in positions for token_id, entries in zip(token_ids, logprobs, strict=True)]
 
 
-def test_several_greedy_completions_are_refused(matrix: Matrix) -> None:
-    params = msgspec.structs.replace(JOBS[0].params, n=3, temperature=0.0)
-    with pytest.raises(InvalidParameterError, match=r"n: must be 1 with temperature=0 \(greedy\), where all completions are the same, got 3"):
-        matrix.engine().add_request("refused", "Once", params)
-    assert not matrix.engine().has_unfinished_requests() and SamplingParams(n=3).n == 3
+@pytest.mark.parametrize(("parameters", "words"), REFUSED.items(), ids=lambda value: None if isinstance(value, str) else "-".join(value))
+def test_refused_in_one_request(matrix: Matrix, parameters: tuple[str, ...], words: str) -> None:
+    engine = matrix.engine()
+    with pytest.raises((InvalidParameterError, TypeError), match=words):
+        if "beam_width" in parameters:
+            BeamSearchParams(**{name: EXAMPLES[name] for name in parameters})
+        else:
+            engine.add_request("refused", "Once", SamplingParams(**{name: EXAMPLES[name] for name in parameters}))
+    assert not engine.has_unfinished_requests()

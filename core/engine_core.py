@@ -98,7 +98,7 @@ class EngineCore:
         """Requests whose grammar is sound go on to the scheduler, the others are answered."""
         for gated in self.gate.take():
             if gated.error is None:
-                self.scheduler.add_request(gated.request, gated.client_index, gated.arrival)
+                self.scheduler.add_request(gated.request, gated.client_index, gated.arrival, gated.queued_time)
                 self.abort_requests(gated.aborted_ids, gated.client_index)
             else:
                 self.scheduler.counters.num_grammar_refusals += 1
@@ -108,7 +108,7 @@ class EngineCore:
         """Ends those that this client owns and that still live; each is answered by an ABORT row. Others' and unknown ids are ignored."""
         if self.gate:
             for gated in self.gate.abort(request_ids, client_index):  # in the scheduler it ends like any other
-                self.scheduler.add_request(gated.request, client_index, gated.arrival)
+                self.scheduler.add_request(gated.request, client_index, gated.arrival, gated.queued_time)
         for request in self.scheduler.abort_requests(request_ids, client_index):
             rows = self._rows.of(client_index)
             rows.add(request.request_id, request.num_output_tokens, [])

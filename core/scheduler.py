@@ -88,15 +88,17 @@ class Scheduler:
 
     # ------------------------------------------------------------ requests come and go
 
-    def add_request(self, message: EngineCoreRequest, client_index: int = 0, arrival: int | None = None) -> None:
+    def add_request(
+        self, message: EngineCoreRequest, client_index: int = 0, arrival: int | None = None, queued_time: float | None = None
+    ) -> None:
         """Takes a validated request whose id is not in use; n > 1 makes n of it. Arrival is the order of these calls, or what was reserved
-        earlier: clients' clocks are not trusted."""
+        earlier: clients' clocks are not trusted. `queued_time`: when the engine took it, if that was not now."""
         requests = []
         if arrival is None:
             arrival = self.reserve_arrivals(message.sampling_params.n)
         for place, child in enumerate(split(message), start=arrival):
             key = (child.priority if self.uses_priority else 0, place)
-            request = Request(child, max_model_len=self.max_model_len, client_index=client_index, key=key)
+            request = Request(child, max_model_len=self.max_model_len, client_index=client_index, key=key, queued_time=queued_time)
             self.requests[request.request_id] = request
             if self.is_held_back(arrival):
                 self.held[request.request_id] = request

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 
 import psutil
 import pytest
@@ -127,6 +128,23 @@ def test_an_engine_that_is_paused_can_be_asked_to_leave(how):
     client.shutdown()
 
 
+@pytest.mark.parametrize("stop", [["pause", "keep"], ["pause", "wait"], ["sleep", 1]], ids=lambda stop: stop[0] + str(stop[1]))
+def test_a_stopped_engine_with_work_to_do_does_not_spin(stop):
+    client = MPClient(make_config(startup_timeout_s=30.0), command=COMMAND)
+    if stop[1] != "wait":
+        client.add_request(request("r", 200))
+        client.get_output()
+    client.call_utility(*stop)
+    client.add_request(request("held"))
+    process = psutil.Process(client._connection.engine_pid)
+    client.call_utility("ping")
+    before = sum(process.cpu_times()[:2])
+    time.sleep(0.6)
+    used_s = sum(process.cpu_times()[:2]) - before
+    client.shutdown()
+    assert used_s < 0.1
+
+
 # ---------------------------------------------------------------- real models
 
 
@@ -143,11 +161,20 @@ def open_llm(model: str, engine: str, **arguments) -> LLM:
     return LLM(model, engine=engine, dtype="float32", max_model_len=512, num_threads=1, **arguments)
 
 
-@pytest.mark.parametrize("engine", ["inproc", "process"])
-def test_sleep_wake_and_new_weights(models, engine, tmp_path):
+@pytest.mark.parametrize(
+    ("engine", "arguments"),
+    [
+        ("inproc", {}),
+        ("process", {}),
+        ("inproc", {"async_scheduling": True, "num_scheduler_steps": 3}),
+        ("inproc", {"preemption_mode": "swap", "num_gpu_blocks_override": 33}),
+    ],
+    ids=["inproc", "process", "overlapped", "swapping"],
+)
+def test_sleep_wake_and_new_weights(models, engine, arguments, tmp_path):
     with open_llm(models[1], "inproc") as fresh:
         new = tokens_of(fresh)
-    with open_llm(models[0], engine) as llm:
+    with open_llm(models[0], engine, **arguments) as llm:
         old = tokens_of(llm)
         assert old != new
         for level in (1, 2):
@@ -207,9 +234,7 @@ def test_pause_by_itself_in_blocking_code(models):
 
 @pytest.mark.parametrize("engine", ["inproc", "process"])
 def test_asyncio(models, engine):
-    async def main() -> None:
-        llm = AsyncLLM.from_engine_args(EngineArgs(models[0], dtype="float32", max_model_len=512, num_threads=1), engine)
-
+    async def main(llm: AsyncLLM) -> None:
         async def finish(request_id: str, max_tokens: int = 60) -> list:
             params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
             return [output async for output in llm.generate(PROMPTS[0], params, request_id)]
@@ -228,13 +253,12 @@ def test_asyncio(models, engine):
         outputs = [output async for output in stream]
         assert outputs[-1].outputs[0].token_ids == alone
         metrics = outputs[-1].metrics
-        assert metrics.num_preemptions == 1 and metrics.num_recomputed_tokens > 40 and metrics.num_generation_tokens == 60
+        assert metrics.num_preemptions == 1 and metrics.num_recomputed_tokens >= 40 and metrics.num_generation_tokens == 60
         assert min(metrics.queued_time, metrics.prefill_time, metrics.decode_time) >= 0 and metrics.e2e_latency > metrics.decode_time > 0
 
         running = asyncio.create_task(finish("running"))
         while not (await llm.scheduler_state())["running"]:
             await asyncio.sleep(0)
-        late = None
         waiting = asyncio.create_task(llm.pause("wait"))
         while not await llm.is_paused():
             await asyncio.sleep(0)
@@ -247,6 +271,9 @@ def test_asyncio(models, engine):
         await llm.resume()
         await llm.load_weights(models[1])
         assert (await finish("new"))[-1].outputs[0].token_ids != alone
-        llm.shutdown()
 
-    asyncio.run(main())
+    llm = AsyncLLM.from_engine_args(EngineArgs(models[0], dtype="float32", max_model_len=512, num_threads=1), engine)
+    try:
+        asyncio.run(main(llm))
+    finally:
+        llm.shutdown()

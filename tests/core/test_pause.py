@@ -8,14 +8,14 @@ from concurrent.futures import Future
 import pytest
 from quire.core.pause import PauseControl
 from quire.ipc.errors import EnginePausedError, InvalidParameterError, ModelLoadError
-from quire.ipc.messages import EngineCoreRequest, FinishReason, UtilityCall, UtilityResult
+from quire.ipc.messages import EngineCoreRequest, FinishReason, UtilityCall, UtilityResult, child_request_id
 from quire.ipc.params import SamplingParams
 from quire.tests.core.engine_loop import assert_nothing_left, collect, make_core, run, step
 from quire.tests.fakes import expected_output, weights_digest
 
 
-def make_request(request_id="r", max_tokens=8, prompt=(1, 2, 3)) -> EngineCoreRequest:
-    return EngineCoreRequest(request_id, list(prompt), SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens))
+def make_request(request_id="r", max_tokens=8, prompt=(1, 2, 3), n=1) -> EngineCoreRequest:
+    return EngineCoreRequest(request_id, list(prompt), SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, n=n))
 
 
 def long_request(i: int, **fields) -> EngineCoreRequest:
@@ -411,7 +411,9 @@ def test_every_utility_of_the_pause_exists():
 @pytest.mark.parametrize("seed", range(4))
 def test_no_pause_and_no_sleep_changes_an_output(form, seed):
     rng, core = random.Random(seed), make_core(**form)
-    requests = [make_request(f"r{i}", rng.randint(1, 30), [rng.randrange(97) for _ in range(rng.randint(1, 60))]) for i in range(20)]
+    requests = [
+        make_request(f"r{i}", rng.randint(1, 30), [rng.randrange(97) for _ in range(rng.randint(1, 60))], n=rng.choice([1, 1, 3])) for i in range(20)
+    ]
     told: dict = {}
     arriving, paused, asleep, num_steps = list(requests), False, False, 0
     while arriving or core.has_work() or paused or asleep:
@@ -430,7 +432,9 @@ def test_no_pause_and_no_sleep_changes_an_output(form, seed):
         num_steps += 1
         assert num_steps < 5000, core.scheduler_state()
     for request in requests:
-        assert told[request.request_id].tokens == expected(core, request)
+        n = request.sampling_params.n  # greedy, so the completions of one request are alike
+        for name in [request.request_id] if n == 1 else [child_request_id(request.request_id, i) for i in range(n)]:
+            assert told[name].tokens == expected(core, request)
     assert_nothing_left(core)
 
 

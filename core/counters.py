@@ -4,10 +4,10 @@ Must not know: who counts what when, or who reads it. The table of all counters 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from operator import attrgetter
 
-from ..ipc.messages import FinishReason
+from ..ipc.messages import FinishReason, SchedulerStats
 
 
 @dataclass(slots=True)
@@ -35,9 +35,23 @@ class Counters:
         name = f"num_finished_{reason}"
         setattr(self, name, getattr(self, name) + 1)
 
-    def as_dict(self) -> dict[str, int]:
-        return dict(zip(_NAMES, _values(self)))
+    def stats(
+        self,
+        num_running: int,
+        num_waiting: int,
+        num_free_blocks: int,
+        num_blocks: int,
+        prefix_cache_queries: int,
+        prefix_cache_hits: int,
+        num_swapped: int,
+    ) -> SchedulerStats:
+        """With these gauges. Made in every step, so by position: by name it takes ten times as long."""
+        return SchedulerStats(
+            num_running, num_waiting, num_free_blocks, num_blocks, *_first_counters(self),
+            prefix_cache_queries, prefix_cache_hits, num_swapped, *_other_counters(self),
+        )  # fmt: skip
 
 
-_NAMES = tuple(field.name for field in fields(Counters))
-_values = attrgetter(*_NAMES)
+# SchedulerStats begins with four gauges, four counters, two counters of the cache and one more gauge; the rest are counters.
+_first_counters = attrgetter(*SchedulerStats.__struct_fields__[4:8])
+_other_counters = attrgetter(*SchedulerStats.__struct_fields__[11:])

@@ -36,6 +36,7 @@ class EngineCore:
     """
 
     UTILITIES = frozenset({"ping", "scheduler_state", "get_metrics", "check_integrity", "execute_dummy_batch"}) | PauseControl.UTILITIES
+    DRAINING = PauseControl.DRAINING | {"execute_dummy_batch"}  # those that wait for the step in flight before they do anything
 
     def __init__(self, config: EngineConfig, executor: Any = None, report: Report | None = None, *, epoch: int = 0):
         """Loads the model and sizes the KV cache, calling `report(stage, fraction)` on the way. `executor` has Executor's methods."""
@@ -97,7 +98,7 @@ class EngineCore:
         """Requests whose grammar is sound go on to the scheduler, the others are answered."""
         for gated in self.gate.take():
             if gated.error is None:
-                self.scheduler.add_request(gated.request, gated.client_index, gated.arrival)
+                self.scheduler.add_request(gated.request, gated.client_index, gated.arrival, gated.queued_time)
                 self.abort_requests(gated.aborted_ids, gated.client_index)
             else:
                 self.scheduler.counters.num_grammar_refusals += 1
@@ -107,7 +108,7 @@ class EngineCore:
         """Ends those that this client owns and that still live; each is answered by an ABORT row. Others' and unknown ids are ignored."""
         if self.gate:
             for gated in self.gate.abort(request_ids, client_index):  # in the scheduler it ends like any other
-                self.scheduler.add_request(gated.request, client_index, gated.arrival)
+                self.scheduler.add_request(gated.request, client_index, gated.arrival, gated.queued_time)
         for request in self.scheduler.abort_requests(request_ids, client_index):
             rows = self._rows.of(client_index)
             rows.add(request.request_id, request.num_output_tokens, [])
@@ -138,11 +139,12 @@ class EngineCore:
         return len(self.scheduler.requests) - len(self.scheduler.held) + num_unchecked
 
     def owes_rows(self) -> bool:
-        return bool(self._rows)
+        """Rows that a client has not been handed, or that a step in flight may bring."""
+        return bool(self._rows) or self._in_flight is not None
 
     def has_work(self) -> bool:
         """True while a step would compute something or deliver a row."""
-        if self._rows or self._in_flight is not None or self.gate.has_checked():
+        if self.owes_rows() or self.gate.has_checked():
             return True
         return self.pausing.can_step and len(self.scheduler.requests) > len(self.scheduler.held)
 
@@ -212,7 +214,12 @@ class EngineCore:
     # ------------------------------------------------------------ utilities
 
     def answer_utility(self, call: UtilityCall, client_index: int, answer: Callable[[UtilityResult], None]) -> None:
-        """Calls a utility for a client. `answer` gets the result or the failure: now, or after the step that brings it, in this thread."""
+        """Calls a utility for a client. `answer` gets the result or the failure: now, or after the step that brings it, in this thread.
+
+        What this raises is not the utility's failure but that of the step in flight, and as bad as if step_fn had raised it.
+        """
+        if call.method in self.DRAINING:
+            self._drain()
 
         def finish(done: Future) -> None:
             error = done.exception()

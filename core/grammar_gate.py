@@ -8,6 +8,7 @@ Nobody polls: a finished check calls `wake`, which ends the wait of whoever step
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ class GatedRequest:
     client_index: int
     arrival: int  # its place in the scheduler's order
     check: Future
+    queued_time: float = field(default_factory=lambda: time.monotonic())  # its wait here is part of its time in the queue
     aborted_ids: list[str] = field(default_factory=list)  # of its completions, to be aborted as soon as the scheduler has them
 
     @property

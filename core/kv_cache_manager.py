@@ -60,10 +60,10 @@ class KVCacheManager:
         `computed_blocks` come from get_computed_blocks, at admission, when the request holds nothing yet; they start its table.
         """
         table = self._tables.get(request.request_id, ())
-        num_tokens = request.num_computed_tokens + len(computed_blocks) * self.block_size + num_new_tokens
-        num_new_blocks = -(-num_tokens // self.block_size) - len(table) - len(computed_blocks)
-        if num_new_blocks <= 0 and table:
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        if table and num_tokens <= len(table) * self.block_size:
             return []
+        num_new_blocks = -(-num_tokens // self.block_size) - len(table)
         # A hit on a block that nobody holds takes it out of the free list too.
         num_free_hits = sum(block.ref_cnt == 0 for block in computed_blocks)
         if num_new_blocks + num_free_hits > self.block_pool.num_free_blocks:

@@ -46,6 +46,8 @@ class PauseControl:
         {"pause", "resume", "is_paused", "stall_reason", "sleep", "wake_up", "is_sleeping", "reset_prefix_cache", "load_weights", "collective_rpc"}
     )
 
+    DRAINING = frozenset({"pause", "sleep", "reset_prefix_cache", "load_weights", "collective_rpc"})
+
     def __init__(self, core: Any):
         self.mode: str | None = None  # of MODES, while paused
         self.asleep: set[str] = set()  # of TAGS
@@ -66,16 +68,15 @@ class PauseControl:
             raise InvalidParameterError("mode", f"must be one of {', '.join(MODES)}, got {mode!r}")
         if mode == "wait" and self.asleep and core.num_unheld_requests():
             raise EnginePausedError("the engine is asleep, so what is there cannot finish: wake_up() first")
+        core._drain()
         self.mode = mode
         self._owners.add(client_index)
         if mode == "abort":
             core.abort_all_requests()
-        elif mode == "keep":
-            core._drain()
         self._update()
         if mode != "wait":
             return self._when_delivered(lambda: None)
-        return self._when(Wait(lambda: not core.num_unheld_requests() and not core.owes_rows(), lambda: None, ends_with_pause=True))
+        return self._when(Wait(lambda: not (core.num_unheld_requests() or core.owes_rows()), lambda: None, ends_with_pause=True))
 
     def resume(self) -> None:
         """Ends every client's pause: what was frozen goes on, what was held is queued, in the order of arrival."""
@@ -92,9 +93,15 @@ class PauseControl:
 
     def stall_reason(self) -> Future:
         """Why nothing more would come however long one waited, in a sentence; None if something may. Once all rows are delivered."""
-        return self._when_delivered(self.describe_stall)
+        core = self._core
+
+        def goes_on() -> bool:
+            return self.can_step and core.num_unheld_requests() > 0
+
+        return self._when(Wait(lambda: goes_on() or not core.owes_rows(), self.describe_stall))
 
     def describe_stall(self) -> str | None:
+        """The same for now: rows that are owed may come."""
         if self._core.has_work() or self.mode is None and not self.asleep:
             return None
         if self.asleep:
@@ -167,7 +174,10 @@ class PauseControl:
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Forgets all cached blocks, if no request holds one; returns whether it did. `reset_running`: requests that hold some are
         preempted, and recompute theirs."""
-        if reset_running is True:
+        if type(reset_running) is not bool:
+            raise InvalidParameterError("reset_running", f"must be True or False, got {reset_running!r}")
+        self._core._drain()
+        if reset_running:
             self._forget_kv()
             return True
         return self._core.scheduler.reset_prefix_cache()

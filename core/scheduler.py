@@ -51,6 +51,7 @@ class ScheduledStep:
     output: SchedulerOutput
     requests: list[Request] = field(default_factory=list)
     num_expected: list[int] = field(default_factory=list)  # tokens that the row is going to sample, if nothing goes wrong
+    num_computed: list[int] = field(default_factory=list)  # of the request's tokens, when the step has run
 
 
 class Scheduler:
@@ -87,15 +88,17 @@ class Scheduler:
 
     # ------------------------------------------------------------ requests come and go
 
-    def add_request(self, message: EngineCoreRequest, client_index: int = 0, arrival: int | None = None) -> None:
+    def add_request(
+        self, message: EngineCoreRequest, client_index: int = 0, arrival: int | None = None, queued_time: float | None = None
+    ) -> None:
         """Takes a validated request whose id is not in use; n > 1 makes n of it. Arrival is the order of these calls, or what was reserved
-        earlier: clients' clocks are not trusted."""
+        earlier: clients' clocks are not trusted. `queued_time`: when the engine took it, if that was not now."""
         requests = []
         if arrival is None:
             arrival = self.reserve_arrivals(message.sampling_params.n)
         for place, child in enumerate(split(message), start=arrival):
             key = (child.priority if self.uses_priority else 0, place)
-            request = Request(child, max_model_len=self.max_model_len, client_index=client_index, key=key)
+            request = Request(child, max_model_len=self.max_model_len, client_index=client_index, key=key, queued_time=queued_time)
             self.requests[request.request_id] = request
             if self.is_held_back(arrival):
                 self.held[request.request_id] = request
@@ -216,8 +219,10 @@ class Scheduler:
             if num_pending and request.num_tokens_left <= 0:  # its last token is on its way
                 index += 1
                 continue
-            num_tokens = min(len(request.token_ids) + num_pending - request.num_computed_tokens, self.max_chunk_tokens, budget)
-            num_lookahead = self._num_lookahead(request, num_tokens)
+            num_tokens = len(request.token_ids) + num_pending - request.num_computed_tokens
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, self.max_chunk_tokens, budget)
+            num_lookahead = self._num_lookahead(request, num_tokens) if self.num_lookahead_slots else 0
             block_ids = allocate_slots(request, num_tokens + num_lookahead)
             if block_ids is None and num_lookahead:  # nobody is preempted for what can be done one step later
                 num_lookahead = 0
@@ -233,7 +238,7 @@ class Scheduler:
 
     def _num_lookahead(self, request: Request, num_tokens: int) -> int:
         """Tokens to decode behind the row's first sample, if these `num_tokens` are all there are to compute."""
-        if not self.num_lookahead_slots or request.num_computed_tokens + num_tokens < request.num_tokens + request.num_pending_tokens:
+        if request.num_computed_tokens + num_tokens < request.num_tokens + request.num_pending_tokens:
             return 0
         return min(self.num_lookahead_slots, request.num_tokens_left - 1)
 
@@ -303,11 +308,12 @@ class Scheduler:
         output.new_block_ids.append(block_ids)
         if self.num_lookahead_slots:
             output.num_lookahead_tokens.append(num_lookahead)
-        is_complete = computed + num_tokens == len(request.token_ids) + request.num_pending_tokens
-        num_expected = 1 + num_lookahead if is_complete else 0
-        step.num_expected.append(num_expected)
+        end = computed + num_tokens
+        num_expected = 1 + num_lookahead if end == len(request.token_ids) + request.num_pending_tokens else 0
         request.num_pending_tokens += num_expected
-        request.num_computed_tokens = computed + num_tokens + num_lookahead
+        request.num_computed_tokens = end = end + num_lookahead
+        step.num_expected.append(num_expected)
+        step.num_computed.append(end)
         if computed < request.num_prompt_tokens:
             self.counters.num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - computed)
         if computed < request.num_computed_before_preemption:
@@ -340,35 +346,31 @@ class Scheduler:
         rows.stamp()
         scheduled, logprobs = step.output, {entry.slot: entry for entry in result.logprobs}
         prompt_logprobs = {entry.slot: entry for entry in result.prompt_logprobs}
-        cursor = 0
-        for index, request in enumerate(step.requests):
-            slot, num_sampled = scheduled.slots[index], result.num_sampled[index]
+        cursor, errors, running, block_size = 0, result.errors, RequestStatus.RUNNING, self.kv_cache_manager.block_size
+        for request, slot, num_sampled, num_expected, num_computed in zip(
+            step.requests, scheduled.slots, result.num_sampled, step.num_expected, step.num_computed
+        ):
             token_ids = result.token_ids[cursor : cursor + num_sampled]
             cursor += num_sampled
-            request.num_pending_tokens -= step.num_expected[index]
-            if request.is_finished:  # since the step was scheduled
-                continue
-            error = result.errors.get(slot)
-            if error is not None and not num_sampled:
-                self._fail(request, error, rows)
+            request.num_pending_tokens -= num_expected
+            is_running = request.status is running
+            if not is_running and request.is_finished:  # since the step was scheduled
                 continue
             if slot in prompt_logprobs:
                 client_rows = rows.of(request.client_index)
                 client_rows.add(request.request_id, request.num_output_tokens, [])
                 client_rows.add_prompt_logprobs(prompt_logprobs[slot])
             reason = self._append_tokens(request, token_ids, rows, logprobs.get(slot)) if num_sampled else None
-            if error is not None:  # with lookahead: after these tokens. If one of them ended the request, what failed was computed in vain
+            if slot in errors:  # behind the tokens that it did sample; if one of them ended the request, what failed was computed in vain
                 if reason is None:
-                    self._fail(request, error, rows)
-                else:
-                    self._finish(request, reason)
-                continue
-            if request.status is RequestStatus.RUNNING:  # else it was preempted while the step ran
-                # What was decoded behind a stop was computed in vain, too.
-                num_lookahead = max(step.num_expected[index] - 1, 0)
-                num_computed = scheduled.num_computed_tokens[index] + scheduled.num_scheduled_tokens[index] + num_lookahead
-                request.num_executed_tokens = min(num_computed, len(request.token_ids))
-                self.kv_cache_manager.cache_blocks(request, request.num_executed_tokens)
+                    self._fail(request, errors[slot], rows)
+                    continue
+            elif is_running:  # else it was preempted while the step ran
+                if num_computed > (num_known := len(request.token_ids)):
+                    num_computed = num_known  # what was decoded behind a stop was computed in vain, too
+                if num_computed // block_size > request.num_executed_tokens // block_size:
+                    self.kv_cache_manager.cache_blocks(request, num_computed)
+                request.num_executed_tokens = num_computed
             if reason is not None:
                 self._finish(request, reason)
 
@@ -376,7 +378,7 @@ class Scheduler:
         self, request: Request, token_ids: list[int], rows: OutputRows, logprobs: SlotLogprobs | None
     ) -> FinishReason | None:
         """Adds what the row sampled, up to where the request ends; returns why it does, or None. Its owner's row is written."""
-        first_index = request.num_output_tokens
+        first_index = len(request.token_ids) - request.num_prompt_tokens
         reason = None
         for count, token_id in enumerate(token_ids, start=1):
             reason = request.append_output_token(token_id)
@@ -413,7 +415,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         manager = self.kv_cache_manager
-        return SchedulerStats(
+        return self.counters.stats(
             num_running=len(self.running),
             num_waiting=len(self.waiting) + len(self.held) - manager.num_swapped_requests,
             num_swapped=manager.num_swapped_requests,
@@ -421,7 +423,6 @@ class Scheduler:
             num_blocks=len(manager.block_pool.blocks),
             prefix_cache_queries=manager.prefix_cache_queries,
             prefix_cache_hits=manager.prefix_cache_hits,
-            **self.counters.as_dict(),
         )
 
     def state(self) -> dict[str, Any]:

@@ -4,21 +4,23 @@ Must not know: request ids, scheduling, the model. The scheduler owns slots and 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import NewRequestData
 from ..ipc.params import ALL_LOGPROBS, SamplingParams
-from .logits_stages import LogitsStages
 
 NO_LOGPROBS = -1
 WHOLE_VOCABULARY = 2**31 - 1  # of num_logprobs; whoever knows the vocabulary's size takes the smaller
 
 
 class InputBatch:
-    """Tables indexed by slot. Rows of freed slots keep their old values; nobody reads them. `stages` keep theirs, and enter and leave here."""
+    """Tables indexed by slot. Rows of freed slots keep their old values; nobody reads them. `stages` (LogitsStages) keep theirs, and are told
+    here who enters and leaves."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, stages: LogitsStages | None = None):
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, stages: Any):
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)  # prompt + output
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
@@ -32,8 +34,8 @@ class InputBatch:
         self.seeds = np.zeros(max_num_seqs, np.int64)
         self.num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
         self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
-        self.prompt_logprobs_slots: set[int] = set()  # that want any
-        self.stages = stages or LogitsStages((), max_num_seqs)
+        self.prompt_logprobs_slots: set[int] = set()  # that still want some
+        self.stages = stages
         self.refusals: dict[int, str] = {}  # slot -> why this request cannot be served
 
     def add(self, request: NewRequestData) -> None:

@@ -21,16 +21,14 @@ and change rows in place; a stage that no request of the step wants is not calle
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import NewRequestData
-
-if TYPE_CHECKING:
-    from .input_batch import InputBatch
+from .input_batch import InputBatch
 
 ALL_MASKED = (
     "no token is left to choose from: structured_outputs, allowed_token_ids, bad_words, min_tokens and logits processors together mask all"

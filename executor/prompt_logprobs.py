@@ -16,7 +16,7 @@ import torch
 
 from ..ipc.messages import SlotPromptLogprobs
 from ..kernels.ops import AttentionMetadata
-from .input_batch import NO_LOGPROBS, InputBatch
+from .input_batch import InputBatch
 from .logprob_arrays import to_array
 
 LOGITS_BYTES = 64 * 2**20
@@ -39,18 +39,19 @@ class PromptScorer:
         """
         scored, errors, start = [], {}, 0
         for slot, query_len, seq_len in zip(slots.tolist(), metadata.query_lens, metadata.seq_lens_list):
-            first, end = seq_len - query_len + 1, min(seq_len + 1, int(batch.num_prompt_tokens[slot]))  # tokens to score
-            if batch.num_prompt_logprobs[slot] != NO_LOGPROBS and first < end:
-                ids, logprobs, ranks = self._score(hidden[start : start + end - first], batch.token_ids[slot, first:end], self._k(slot, batch))
-                if np.isfinite(logprobs[:, 0]).all():
-                    scored.append(SlotPromptLogprobs(slot, first, to_array(ids), to_array(logprobs), to_array(ranks)))
-                else:
-                    errors[slot] = NOT_FINITE
+            if slot in batch.prompt_logprobs_slots:
+                num_prompt_tokens, k = int(batch.num_prompt_tokens[slot]), min(int(batch.num_prompt_logprobs[slot]), self.vocab_size)
+                first, end = seq_len - query_len + 1, min(seq_len + 1, num_prompt_tokens)  # tokens to score
+                if first < end:
+                    ids, logprobs, ranks = self._score(hidden[start : start + end - first], batch.token_ids[slot, first:end], k)
+                    if np.isfinite(logprobs[:, 0]).all():
+                        scored.append(SlotPromptLogprobs(slot, first, to_array(ids), to_array(logprobs), to_array(ranks)))
+                    else:
+                        errors[slot] = NOT_FINITE
+                if end == num_prompt_tokens:  # the last: from here on the slot costs nothing
+                    batch.prompt_logprobs_slots.discard(slot)
             start += query_len
         return scored, errors
-
-    def _k(self, slot: int, batch: InputBatch) -> int:
-        return min(int(batch.num_prompt_logprobs[slot]), self.vocab_size)
 
     def _score(self, hidden: torch.Tensor, token_ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """hidden [N, hidden_size], token_ids [N] -> ids and log-probabilities [N, k + 1], ranks [N]"""

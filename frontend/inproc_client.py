@@ -8,11 +8,12 @@ Must not know: text, sockets, the scheduler.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -56,11 +57,17 @@ class LocalEngine:
         """One step; its outputs are appended. Raises EngineDeadError if it fails: the engine is then dead."""
         if not self.core.has_work() and self.core.gate:  # a grammar is being checked, in a thread and a process of its own
             self.core.gate.wait()
-        try:
+        with self._fatal():
             outputs, model_executed = self.core.step_fn()
             if outputs and CLIENT in outputs:
                 self.outputs.append(outputs[CLIENT])
             self.core.post_step(model_executed)
+
+    @contextlib.contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """Nothing survives an exception in here, and whoever waits for anything is told."""
+        try:
+            yield
         except Exception as error:
             self.death = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")
             self.death.__cause__ = error
@@ -85,7 +92,8 @@ class LocalEngine:
                 future.set_exception(self.death)
                 return
             self.calls.add(future)
-            self.core.answer_utility(call, CLIENT, finish)
+            with self._fatal():
+                self.core.answer_utility(call, CLIENT, finish)
 
         self.submit(run)
         return future

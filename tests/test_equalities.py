@@ -6,34 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import subprocess
-import sys
 import threading
-import time
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
-from quire import AsyncLLM, EngineArgs, LLMEngine
-from quire.frontend.inproc_client import InprocClient
+from quire import LLMEngine
+from quire.tests.client_forms import ASYNCIO, BLOCKING, MANY_BLOCKS, blocking_engine, make_async_engine, make_engine
 from quire.tests.workloads import assert_same, drive, drive_async, random_jobs
 
 JOBS = random_jobs(200, vocab_size=1500, seed=1)
-MANY_BLOCKS = 1600  # holds all prompts and outputs
 FEW = dict(block_size=8, num_gpu_blocks_override=50)  # one request of the longest kind fits; the others preempt each other all the time
 
-
-# One thread: with several, tests of a tiny model on a busy machine wait for each other more than they compute.
-DEFAULTS = dict(dtype="float32", max_model_len=384, max_num_seqs=32, num_gpu_blocks_override=MANY_BLOCKS, max_num_batched_tokens=2048, num_threads=1)
-
-
-def engine_args(**settings) -> EngineArgs:
-    return EngineArgs(**{**DEFAULTS, **settings})
-
-
-def make_engine(engine: str = "inproc", **settings) -> LLMEngine:
-    return LLMEngine.from_engine_args(engine_args(**settings), engine=engine)
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +79,12 @@ def test_a_warm_prefix_cache_does_not_change_outputs(expected):
         engine.shutdown()
 
 
-@pytest.mark.parametrize("client", ["inproc", "inproc with codec", "process", "daemon", "inproc async", "process async"])
+@pytest.mark.parametrize("client", BLOCKING + ASYNCIO)
 def test_clients_do_not_change_outputs_and_leave_nothing(expected, client, tmp_path):
     make_engine("inproc" if "inproc" in client else "process").shutdown()  # what a process loads once (libraries, threads) is no leak
     gc.collect()
     before = _resources()
-    got, sockets = run_async(client) if "async" in client else run_blocking(client, tmp_path)
+    got, sockets = run_async(client) if client in ASYNCIO else run_blocking(client, tmp_path)
     assert_same(JOBS, got, expected)
     gc.collect()
     assert _resources() == before
@@ -111,15 +95,7 @@ SMALL = dict(max_num_batched_tokens=256, num_gpu_blocks_override=200)
 
 
 def run_blocking(client: str, directory: Path) -> tuple[dict, list[str]]:
-    with ExitStack() as stack:
-        if client == "daemon":
-            engine = make_engine(stack.enter_context(daemon(directory)), **SMALL)
-        elif client == "inproc with codec":
-            config = engine_args(**SMALL).create_engine_config()
-            engine = LLMEngine(config, InprocClient(config, round_trip=True))
-        else:
-            engine = make_engine(client, **SMALL)
-        stack.callback(engine.shutdown)
+    with blocking_engine(client, directory, **SMALL) as engine:
         sockets = _socket_files()
         results = drive(engine, JOBS)
         assert_empty(engine, SMALL["num_gpu_blocks_override"])
@@ -128,7 +104,7 @@ def run_blocking(client: str, directory: Path) -> tuple[dict, list[str]]:
 
 def run_async(client: str) -> tuple[dict, list[str]]:
     async def main():
-        engine = AsyncLLM.from_engine_args(engine_args(**SMALL), engine=client.removesuffix(" async"))
+        engine = make_async_engine(client, **SMALL)
         try:
             sockets = _socket_files()
             results = await drive_async(engine, JOBS)
@@ -141,22 +117,6 @@ def run_async(client: str) -> tuple[dict, list[str]]:
             engine.shutdown()
 
     return asyncio.run(main())
-
-
-@contextmanager
-def daemon(directory: Path):
-    """`quire engine` with the settings under test, its sockets in `directory`; ended by SIGTERM."""
-    address = f"ipc://{directory / 'engine.sock'}"
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**DEFAULTS, **SMALL}.items()]
-    process = subprocess.Popen([sys.executable, "-m", "quire", "engine", "--listen", address, *flags], cwd=directory)
-    try:
-        while not (directory / "engine.sock").exists():
-            assert process.poll() is None, "the daemon did not start"
-            time.sleep(0.02)
-        yield address
-    finally:
-        process.terminate()
-        assert process.wait(30) == 0
 
 
 def test_requests_one_at_a_time_give_the_same(expected):

@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 import msgspec
 
 from ...ipc.config import config_fields
-from ...ipc.params import SamplingParams
+from ...ipc.errors import InvalidParameterError
+from ...ipc.params import SamplingParams, StructuredOutputsParams
 from ..engine_args import describe_type
 
 SAMPLING_HELP = {
@@ -46,7 +47,8 @@ SAMPLING_HELP = {
     "truncate_prompt_tokens": "Keep only the last so many tokens of the prompt; -1: as many as the context takes.",
     "extra_args": "For logits processors of your own.",
 }
-NOT_SAMPLING_FLAGS = frozenset({"output_kind", "detokenize", "stream_interval", "bad_words_token_ids"})  # the command itself decides how it wants its outputs
+# The command itself decides how it wants its outputs; the token ids of bad words are not the user's to give.
+NOT_SAMPLING_FLAGS = frozenset({"output_kind", "detokenize", "stream_interval", "bad_words_token_ids"})
 
 
 @dataclass(frozen=True)
@@ -146,13 +148,15 @@ def _converter(annotation: Any, plain: Any) -> Callable[[str], Any]:
 
     def convert(text: str) -> Any:
         try:
-            if get_origin(plain) is dict:
+            if get_origin(plain) is dict or plain is StructuredOutputsParams:
                 value: Any = json.loads(text)
             elif get_origin(plain) is list:
                 value = text.split(",")
             else:
                 value = None if text.lower() == "none" and plain is not str else text
-            value = msgspec.convert(value, annotation, strict=False)
+            value = convert_plain(value, annotation, strict=False)
+        except InvalidParameterError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
         except json.JSONDecodeError as error:
             raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r} ({error})") from None
         except msgspec.ValidationError:
@@ -164,12 +168,23 @@ def _converter(annotation: Any, plain: Any) -> Callable[[str], Any]:
     return convert
 
 
+def convert_plain(value: Any, annotation: Any, *, strict: bool) -> Any:
+    """A value as JSON gives it -> a field's. Raises msgspec.ValidationError, or InvalidParameterError from within."""
+    if _plain_type(annotation) is not StructuredOutputsParams or value is None:
+        return msgspec.convert(value, annotation, strict=strict, str_keys=True)
+    msgspec.convert(value, dict[str, Any])
+    if unknown := value.keys() - set(StructuredOutputsParams.__struct_fields__):
+        raise InvalidParameterError("structured_outputs", f"has no {min(unknown)!r}; it has {', '.join(StructuredOutputsParams.__struct_fields__)}")
+    return StructuredOutputsParams(**value)
+
+
 def _wanted(annotation: Any, plain: Any) -> str:
     spelled_otherwise = {
         list[int]: "integers separated by commas",
         dict[int, float]: 'a JSON object {"token id": number}',
         dict[str, str]: 'a JSON object {"name": "text"}',
         dict[str, Any]: "a JSON object",
+        StructuredOutputsParams: 'a JSON object such as {"regex": "[0-9]+"}',
     }
     return spelled_otherwise.get(plain) or describe_type(annotation)
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...ipc.errors import InvalidParameterError
-from ...ipc.params import RequestOutputKind, SamplingParams
-from .flags import Parser, given, sampling_flags
+from ...ipc.params import MAX_N, RequestOutputKind, SamplingParams
+from .flags import Parser, convert_plain, given, sampling_flags
 from .session import add_session_flags, check_sampling, default_sampling, open_engine, request_flags
 from .terminal import Interrupts, JsonWriter, Meter, TextWriter
 
@@ -114,8 +114,8 @@ def parse_line(line: str, where: str) -> Prompt:
         if name not in known:
             raise InvalidParameterError("--file", f"{where} has an unknown key {name!r}")
         try:
-            msgspec.convert(value, known[name].type)
-        except msgspec.ValidationError as error:
+            record[name] = convert_plain(value, known[name].type, strict=True)
+        except (msgspec.ValidationError, InvalidParameterError) as error:
             raise InvalidParameterError("--file", f"{where}, {name}: {error}") from None
     return prompt, record
 
@@ -127,7 +127,8 @@ def complete(engine: LLMEngine, prompts: list[Prompt], base: dict[str, Any], arg
     else:
         echo = sys.stdout.isatty() if args.echo is None else args.echo
         titles = [prompt if isinstance(prompt, str) else "" for prompt, _ in prompts]
-        writer, kind = TextWriter(titles, base.get("n", 1), echo=echo, out=sys.stdout), RequestOutputKind.DELTA
+        counts = [min(overrides.get("n", base.get("n", 1)), MAX_N) for _, overrides in prompts]  # more are refused below
+        writer, kind = TextWriter(titles, counts, echo=echo, out=sys.stdout), RequestOutputKind.DELTA
     meter, code = Meter(), 0
     with Interrupts() as interrupts:
         for index, (prompt, overrides) in enumerate(prompts):
@@ -141,7 +142,7 @@ def complete(engine: LLMEngine, prompts: list[Prompt], base: dict[str, Any], arg
             for output in engine.step():
                 meter.count(output)
                 writer.write(int(output.request_id), output)
-                if output.error:
+                if output.finished and output.error:
                     code = code or 1
                     complain(int(output.request_id), prompts, output.error)
         writer.end()

@@ -43,12 +43,13 @@ class Dim:
 class TextWriter:
     """Prints completions in the order of their prompts: the first unfinished one streams, those behind it wait for their turn.
 
-    `titles[i]` is prompt i's text, printed before its completion with `echo`. Where there are several completions, each has a headline.
+    `titles[i]` is prompt i's text, printed before its completions with `echo`; `counts[i]` is how many it has. Where there are several
+    completions, each has a headline.
     """
 
-    def __init__(self, titles: list[str], n: int, *, echo: bool, out: TextIO):
-        self.titles, self.n, self.echo, self.out = titles, n, echo, out
-        self.keys = [(i, k) for i in range(len(titles)) for k in range(n)]
+    def __init__(self, titles: list[str], counts: list[int], *, echo: bool, out: TextIO):
+        self.titles, self.counts, self.echo, self.out = titles, counts, echo, out
+        self.keys = [(i, k) for i, count in enumerate(counts) for k in range(count)]
         self.waiting: dict[tuple[int, int], list[str]] = {key: [] for key in self.keys}
         self.finished: set[tuple[int, int]] = set()
         self.cursor = 0  # index into keys of the completion being printed
@@ -67,7 +68,7 @@ class TextWriter:
 
     def refuse(self, index: int, problem: str) -> None:
         """Prompt `index` will have no output; whoever prints after it need not wait."""
-        self.finished.update((index, k) for k in range(self.n))
+        self.finished.update((index, k) for k in range(self.counts[index]))
         self._pump()
 
     def end(self) -> None:
@@ -90,7 +91,7 @@ class TextWriter:
             self.cursor, self.started = self.cursor + 1, False
 
     def _headline(self, index: int, k: int) -> str:
-        number = f"{index + 1}/{len(self.titles)}" + (f", {k + 1}/{self.n}" if self.n > 1 else "")
+        number = f"{index + 1}/{len(self.titles)}" + (f", {k + 1}/{n}" if (n := self.counts[index]) > 1 else "")
         headline = f"== {number} ==\n" if len(self.keys) > 1 else ""
         return self.dim(headline + (self.titles[index] if self.echo else ""))
 
@@ -127,7 +128,10 @@ class JsonWriter:
             if output.error:
                 line["error"] = output.error
             if completion.logprobs is not None:
+                line["cumulative_logprob"] = completion.cumulative_logprob
                 line["logprobs"] = [_logprobs(position) for position in completion.logprobs]
+            if output.prompt_logprobs is not None and completion.index == 0:  # they are the same for all
+                line["prompt_logprobs"] = [position and _logprobs(position) for position in output.prompt_logprobs]
             self._put(line)
 
     def refuse(self, index: int, problem: str) -> None:

@@ -2,22 +2,27 @@
 May know: Counters, the messages.
 Must not know: who counts."""
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 import pytest
+from msgspec import structs
 from quire.core.counters import Counters
 from quire.ipc.messages import FinishReason, SchedulerStats
 
 
-def test_each_counter_is_a_field_of_the_statistics():
-    counters = Counters(num_preemptions=3, num_failed_utilities=5)
-    stats = SchedulerStats(num_running=1, **counters.as_dict())
-    assert (stats.num_running, stats.num_preemptions, stats.num_failed_utilities) == (1, 3, 5)
-    assert counters.as_dict().keys() == {field.name for field in fields(Counters)}
+GAUGES = ("num_running", "num_waiting", "num_free_blocks", "num_blocks", "prefix_cache_queries", "prefix_cache_hits", "num_swapped")
+
+
+def test_each_number_is_in_its_field_of_the_statistics():
+    names = [field.name for field in fields(Counters)]
+    assert sorted([*names, *GAUGES]) == sorted(SchedulerStats.__struct_fields__)
+    counters = Counters(**{name: 100 + i for i, name in enumerate(names)})
+    gauges = {name: i for i, name in enumerate(GAUGES)}
+    assert structs.asdict(counters.stats(**gauges)) == gauges | asdict(counters)
 
 
 @pytest.mark.parametrize("reason", FinishReason)
 def test_an_end_is_counted_once_under_its_reason(reason):
     counters = Counters()
     counters.count_end(reason)
-    assert {name: value for name, value in counters.as_dict().items() if value} == {f"num_finished_{reason}": 1}
+    assert {name: value for name, value in asdict(counters).items() if value} == {f"num_finished_{reason}": 1}

@@ -5,18 +5,22 @@ Must not know: the scheduler, how MPClient waits."""
 from __future__ import annotations
 
 import ast
+import collections
 import os
+import queue
 import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 
 import psutil
 import pytest
 from quire.core.engine_proc import EngineCoreProc
 from quire.frontend.mp_client import MPClient
+from quire.ipc import engine_input as events
 from quire.ipc.codec import Decoder, Encoder
 from quire.ipc.engine_input import EngineInput
 from quire.ipc.engine_output import EngineOutput
@@ -234,6 +238,27 @@ def test_a_reader_that_pauses_stops_the_steps_not_the_engine(monkeypatch):
     directory.remove()
     os.close(parent_fd)
     os.close(write_fd)
+
+
+def test_what_its_threads_count_is_in_the_metrics():
+    """With stand-ins for the threads: only their counters and the queue of events are asked for."""
+    input_ = types.SimpleNamespace(events=queue.SimpleQueue(), aborts=collections.deque(), num_bad_frames=3)
+    ignore = lambda *args: None  # noqa: E731
+    output = types.SimpleNamespace(num_lost_outputs=4, connect=ignore, disconnect=ignore, send=ignore)
+    proc = EngineCoreProc(input_, output, TroubledExecutor)
+    proc.config = make_config()
+    proc._start()
+    for client_index in range(3):
+        proc._on_event(events.ClientJoined(client_index, "ipc://nowhere"))
+    proc.core.add_request(make_request("r", max_tokens=100), 1)
+    proc._on_event(events.ClientOverflowed(1))
+    proc._on_event(events.ClientLeft(1))
+    proc._on_event(events.ClientLeft(2))
+    metrics = proc.core.get_metrics()
+    counted = {name: value for name, value in metrics.items() if value and name not in ("num_blocks", "num_free_blocks")}
+    assert counted == {
+        "num_bad_frames": 3, "num_lost_outputs": 4, "num_overflowed_clients": 1, "num_requests_orphaned": 1, "num_finished_abort": 1,
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------- the daemon

@@ -2,19 +2,20 @@
 May know: the engine core, its PauseControl, the fake executor and its oracle.
 Must not know: processes, clients' forms, real models."""
 
+import random
 from concurrent.futures import Future
 
 import pytest
 from quire.core.pause import PauseControl
 from quire.ipc.errors import EnginePausedError, InvalidParameterError, ModelLoadError
-from quire.ipc.messages import EngineCoreRequest, FinishReason, UtilityCall, UtilityResult
+from quire.ipc.messages import EngineCoreRequest, FinishReason, UtilityCall, UtilityResult, child_request_id
 from quire.ipc.params import SamplingParams
 from quire.tests.core.engine_loop import assert_nothing_left, collect, make_core, run, step
 from quire.tests.fakes import expected_output, weights_digest
 
 
-def make_request(request_id="r", max_tokens=8, prompt=(1, 2, 3)) -> EngineCoreRequest:
-    return EngineCoreRequest(request_id, list(prompt), SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens))
+def make_request(request_id="r", max_tokens=8, prompt=(1, 2, 3), n=1) -> EngineCoreRequest:
+    return EngineCoreRequest(request_id, list(prompt), SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, n=n))
 
 
 def long_request(i: int, **fields) -> EngineCoreRequest:
@@ -25,21 +26,42 @@ def expected(core, request, weights: int = 0) -> list[int]:
     return expected_output(request.prompt_token_ids, request.sampling_params, [], core.config, weights)[0]
 
 
-def call(core, method: str, *args, client_index: int = 0):
-    """The result of a utility that is due at once."""
+def call(core, method: str, *args, client_index: int = 0, told: dict | None = None):
+    """The result of a utility that is due at once, or with the next step, which may only deliver rows to client 0."""
     result = core.call_utility(method, list(args), client_index)
+    deliver(core, told)
     return result.result(0) if isinstance(result, Future) else result
+
+
+def deliver(core, told: dict | None) -> None:
+    """What is owed already, where nothing more can come: rows of a step that was in flight."""
+    if told is not None and core.owes_rows() and not core.pausing.can_step:
+        for outputs in step(core).values():
+            collect(outputs, told)
 
 
 def started(num_requests: int = 3, num_steps: int = 3, **arguments):
     """A core in the middle of its work: (core, requests, what client 0 was told)."""
     core, told = make_core(**arguments), {}
-    requests = [long_request(i) for i in range(num_requests)]
+    requests = [long_request(i, max_tokens=arguments.get("num_scheduler_steps", 1) * 8) for i in range(num_requests)]
     for request in requests:
         core.add_request(request)
     for _ in range(num_steps):
-        collect(step(core)[0], told)
+        for outputs in step(core).values():
+            collect(outputs, told)
     return core, requests, told
+
+
+FORMS = {
+    "plain": {},
+    "overlapped": {"async_scheduling": True},
+    "multi-step": {"num_scheduler_steps": 4},
+    "overlapped multi-step": {"async_scheduling": True, "num_scheduler_steps": 4},
+    # 3 requests of 48 tokens take 9 blocks and 7 are there; 97 tokens is what one may need
+    "swapping": {"preemption_mode": "swap", "num_gpu_blocks_override": 8, "max_model_len": 97},
+    "chunked": {"max_num_batched_tokens": 16},
+}
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
 def assert_finished(core, requests, told) -> None:
@@ -52,20 +74,22 @@ def assert_finished(core, requests, told) -> None:
 # ------------------------------------------------------------ pause
 
 
-def test_keep_freezes_and_resume_goes_on():
-    core, requests, told = started()
-    call(core, "pause", "keep")
+@every_form
+def test_keep_freezes_and_resume_goes_on(form):
+    core, requests, told = started(**form)
+    call(core, "pause", "keep", told=told)
     assert call(core, "is_paused") is True
-    late = long_request(9)
+    late = long_request(9, max_tokens=requests[0].sampling_params.max_tokens)
     core.add_request(late)
     assert not core.has_work() and core.step_fn() == (None, False)
     state = core.scheduler_state()
-    assert (state["running"], state["held"], state["pause_mode"]) == (["r0", "r1", "r2"], ["r9"], "keep")
-    num_steps = len(core.executor.steps)
+    assert sorted(state["running"] + state["waiting"] + state.get("swapped", [])) == ["r0", "r1", "r2"]
+    assert (state["held"], state["pause_mode"]) == (["r9"], "keep")
+    num_steps, num_preemptions = len(core.executor.steps), core.get_metrics()["num_preemptions"]
     call(core, "resume")
     assert call(core, "is_paused") is False
     assert_finished(core, [*requests, late], told)
-    assert len(core.executor.steps) > num_steps and core.get_metrics()["num_preemptions"] == 0
+    assert len(core.executor.steps) > num_steps and (form or core.get_metrics()["num_preemptions"] == num_preemptions == 0)
 
 
 def test_abort_ends_everybodys_requests_and_holds_the_next():
@@ -119,8 +143,9 @@ def test_wait_is_over_when_the_last_request_leaves_with_its_client():
     assert paused.result(0) is None and core.pausing.is_paused()
 
 
-def test_resume_ends_a_wait_with_an_error():
-    core, requests, told = started()
+@every_form
+def test_resume_ends_a_wait_with_an_error(form):
+    core, requests, told = started(**form)
     paused = core.call_utility("pause", ["wait"], 0)
     call(core, "resume")
     with pytest.raises(EnginePausedError, match="before pause"):
@@ -128,10 +153,11 @@ def test_resume_ends_a_wait_with_an_error():
     assert_finished(core, requests, told)
 
 
-def test_a_wait_can_be_frozen_and_goes_on():
-    core, requests, told = started()
+@every_form
+def test_a_wait_can_be_frozen_and_goes_on(form):
+    core, requests, told = started(**form)
     waits = core.call_utility("pause", ["wait"], 0)
-    call(core, "pause", "keep", client_index=1)
+    call(core, "pause", "keep", client_index=1, told=told)
     assert not core.has_work() and not waits.done()
     again = core.call_utility("pause", ["wait"], 1)
     answers = run(core, {0: told})
@@ -201,12 +227,13 @@ def test_why_nothing_comes():
 # ------------------------------------------------------------ sleep
 
 
+@every_form
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_frees_everything_and_outputs_do_not_change(level):
-    core, requests, told = started()
-    call(core, "sleep", level)
+def test_sleep_frees_everything_and_outputs_do_not_change(level, form):
+    core, requests, told = started(**form)
+    call(core, "sleep", level, told=told)
     assert core.executor.kv_cache == [] and core.executor.asleep == {1: {"kv_cache"}, 2: {"kv_cache", "weights"}}[level]
-    late = long_request(9)
+    late = long_request(9, max_tokens=requests[0].sampling_params.max_tokens)
     core.add_request(late)
     state = core.scheduler_state()
     assert state["running"] == [] and state["num_cached_blocks"] == 0 and state["kv_cache_usage"] == 0.0
@@ -217,9 +244,10 @@ def test_sleep_frees_everything_and_outputs_do_not_change(level):
     assert_finished(core, [*requests, late], told)
 
 
-def test_sleep_deeper_and_wake_in_two_parts():
-    core, requests, told = started()
-    call(core, "sleep", 1)
+@every_form
+def test_sleep_deeper_and_wake_in_two_parts(form):
+    core, requests, told = started(**form)
+    call(core, "sleep", 1, told=told)
     call(core, "sleep", 2)
     assert core.executor.asleep == {"kv_cache", "weights"}
     with pytest.raises(InvalidParameterError, match="tags: the weights are asleep"):
@@ -243,9 +271,10 @@ def test_a_wake_up_that_fails_can_be_tried_again(monkeypatch):
     assert_finished(core, requests, told)
 
 
-def test_sleep_inside_a_pause_needs_both_to_end():
-    core, requests, told = started()
-    call(core, "pause", "keep")
+@every_form
+def test_sleep_inside_a_pause_needs_both_to_end(form):
+    core, requests, told = started(**form)
+    call(core, "pause", "keep", told=told)
     call(core, "sleep")
     call(core, "resume")
     assert not core.has_work()
@@ -274,13 +303,15 @@ def test_unknown_tags_are_refused(tags):
 # ------------------------------------------------------------ cache, weights, workers
 
 
-def test_the_prefix_cache_can_be_reset_under_running_requests():
-    core, requests, told = started()
+@every_form
+def test_the_prefix_cache_can_be_reset_under_running_requests(form):
+    core, requests, told = started(**form)
     assert call(core, "reset_prefix_cache") is False
     assert call(core, "reset_prefix_cache", True) is True
-    assert core.scheduler_state()["num_cached_blocks"] == 0
+    assert core.scheduler_state()["num_cached_blocks"] == 0 and core.get_metrics()["num_preemptions"] > 0
     assert_finished(core, requests, told)
-    assert core.get_metrics()["num_preemptions"] == 3
+    with pytest.raises(InvalidParameterError, match="reset_running: must be True or False"):
+        call(core, "reset_prefix_cache", 1)
 
 
 def test_new_weights_take_over_for_what_is_left():
@@ -371,3 +402,60 @@ def test_a_failure_that_comes_later_is_answered_and_counted():
 
 def test_every_utility_of_the_pause_exists():
     assert all(callable(getattr(PauseControl, name)) for name in PauseControl.UTILITIES)
+
+
+# ------------------------------------------------------------ at random
+
+
+@every_form
+@pytest.mark.parametrize("seed", range(4))
+def test_no_pause_and_no_sleep_changes_an_output(form, seed):
+    rng, core = random.Random(seed), make_core(**form)
+    requests = [
+        make_request(f"r{i}", rng.randint(1, 30), [rng.randrange(97) for _ in range(rng.randint(1, 60))], n=rng.choice([1, 1, 3])) for i in range(20)
+    ]
+    told: dict = {}
+    arriving, paused, asleep, num_steps = list(requests), False, False, 0
+    while arriving or core.has_work() or paused or asleep:
+        if arriving and rng.random() < 0.5:
+            core.add_request(arriving.pop(0))
+        for method, argument in (("pause", "keep"), ("pause", "wait"), ("sleep", 1), ("sleep", 2), ("reset_prefix_cache", True)):
+            if rng.random() < 0.03 and not (method == "pause" and asleep):
+                core.call_utility(method, [argument])
+        if rng.random() < 0.3:
+            core.call_utility("resume", [])
+        if rng.random() < 0.3:
+            core.call_utility("wake_up", [])
+        paused, asleep = core.pausing.is_paused(), core.pausing.is_sleeping()
+        for outputs in step(core).values():
+            collect(outputs, told)
+        num_steps += 1
+        assert num_steps < 5000, core.scheduler_state()
+    for request in requests:
+        n = request.sampling_params.n  # greedy, so the completions of one request are alike
+        for name in [request.request_id] if n == 1 else [child_request_id(request.request_id, i) for i in range(n)]:
+            assert told[name].tokens == expected(core, request)
+    assert_nothing_left(core)
+
+
+@pytest.mark.parametrize(
+    "call_for", [["pause", "keep"], ["sleep", 1], ["load_weights", "/new"], ["collective_rpc", "check_health"], ["execute_dummy_batch"]]
+)
+def test_a_step_that_fails_while_a_utility_waits_for_it_is_the_engines_end(call_for):
+    """Overlapped: the step is in flight when the call comes. Taken for the call's own failure, its requests would wait for ever."""
+    core, _, _ = started(async_scheduling=True)
+    core.executor.raise_at_step = 0
+    step(core)  # hands the failing step over
+    answers: list[UtilityResult] = []
+    with pytest.raises(RuntimeError, match="scripted failure"):
+        core.answer_utility(UtilityCall(1, call_for[0], call_for[1:]), 0, answers.append)
+    assert answers == []
+
+
+@pytest.mark.parametrize("form", [{}, {"async_scheduling": True}], ids=["plain", "overlapped"])
+def test_whoever_asks_why_nothing_comes_is_not_kept_waiting_by_what_does_come(form):
+    core, _, told = started(**form)
+    assert core.call_utility("stall_reason", []).result(0) is None
+    call(core, "pause", "keep", told=told)
+    call(core, "resume")
+    assert core.call_utility("stall_reason", []).result(0) is None

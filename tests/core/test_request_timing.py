@@ -2,11 +2,13 @@
 May know: the engine core, the messages, the fake executor.
 Must not know: what a frontend makes of it."""
 
+from concurrent.futures import Future
+
 import pytest
-from quire.core import engine_core, output_rows, scheduler
+from quire.core import engine_core, grammar_gate, output_rows, scheduler
 from quire.core import request as request_module
 from quire.ipc.messages import EngineCoreRequest, FinishReason, RequestTiming
-from quire.ipc.params import SamplingParams
+from quire.ipc.params import SamplingParams, StructuredOutputsParams
 from quire.tests.core.engine_loop import make_core, step
 
 
@@ -22,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (output_rows, request_module, scheduler, engine_core):
+    for module in (output_rows, request_module, scheduler, engine_core, grammar_gate):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -134,3 +136,13 @@ def test_refused_and_orphaned_requests_are_counted():
     core.drop_client(5)
     metrics = core.get_metrics()
     assert (metrics["num_requests_refused"], metrics["num_requests_orphaned"], metrics["num_finished_abort"]) == (1, 2, 2)
+
+
+def test_the_check_of_its_grammar_is_part_of_a_requests_queue(clock):
+    core = make_core()
+    check = core.executor.grammar_checks["slow"] = Future()
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=3, structured_outputs=StructuredOutputsParams(regex="slow"))
+    core.add_request(EngineCoreRequest("r", [1, 2, 3], params, eos_token_ids=[96]))
+    clock.now += 4.0
+    check.set_result(None)
+    assert tick(core, clock)["r"] == RequestTiming(0, 100.0, 105.0, 105.0, 105.0)

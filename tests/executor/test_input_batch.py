@@ -13,7 +13,7 @@ from quire.ipc.params import SamplingParams
 
 
 def make_batch() -> InputBatch:
-    return InputBatch(max_num_seqs=4, max_model_len=50, block_size=16)
+    return InputBatch(max_num_seqs=4, max_model_len=50, block_size=16, stages=LogitsStages((), 4))
 
 
 def request(slot: int, token_ids: list[int], **params) -> NewRequestData:

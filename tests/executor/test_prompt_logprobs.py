@@ -89,12 +89,12 @@ def test_only_those_who_ask_are_scored(executor):
     asking, other = driver.add("a", PROMPTS[2], greedy(prompt_logprobs=1)), driver.add("b", PROMPTS[3])
     result = driver.step({"b": 30, "a": 16})
     assert [(entry.slot, entry.first_index, entry.token_ids.shape) for entry in result.prompt_logprobs] == [(asking.slot, 1, (16, 2))]
+    assert executor.worker.runner.batch.prompt_logprobs_slots == set()  # all is scored
     result = driver.step({"b": 30, "a": 1})  # the prompt's last token predicts what is sampled
     assert result.prompt_logprobs == [] and result.num_sampled == [1, 1]
     for row in (asking, other):
         driver.free(row)
     driver.step({})
-    assert executor.worker.runner.batch.prompt_logprobs_slots == set()
 
 
 def test_after_a_preemption_the_prompt_is_scored_again_and_equally(executor):

@@ -22,7 +22,7 @@ OPS = registry.select("cpu", torch.float32)
 
 def make_batch(*rows: dict, stages: LogitsStages | None = None) -> InputBatch:
     """Slot i holds i + 1 tokens and the i-th row's parameters."""
-    batch = InputBatch(8, 64, 16, stages)
+    batch = InputBatch(8, 64, 16, stages or LogitsStages((), 8))
     for slot, params in enumerate(rows):
         batch.add(NewRequestData(slot, f"r{slot}", [1] * (slot + 1), 1, SamplingParams(**{"seed": slot, **params})))
     return batch

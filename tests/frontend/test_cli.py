@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from quire import CompletionOutput, InvalidParameterError, Logprob, RequestOutput, SamplingParams
+from quire import CompletionOutput, InvalidParameterError, Logprob, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.__main__ import COMMANDS, main
 from quire.frontend.cli import chat, engine, generate
 from quire.frontend.cli.flags import NOT_SAMPLING_FLAGS, SAMPLING_HELP, engine_flags, given, sampling_flags
@@ -65,6 +65,12 @@ def test_flags_give_values_of_the_fields_types() -> None:
         "max_model_len": 99,
     }
     assert given(args, engine_flags()) == expected
+    words = ["--logit-bias", '{"5": 1.5}', "--allowed-token-ids", "5,6", "--bad-words", "the", "--extra-args", '{"a": [1]}', "--n", "3"]
+    words += ["--structured-outputs", '{"choice": ["yes", "no"]}', "--truncate-prompt-tokens", "-1"]
+    assert given(generate.make_parser([]).parse(words), sampling_flags()) == {
+        "logit_bias": {5: 1.5}, "allowed_token_ids": [5, 6], "bad_words": ["the"], "extra_args": {"a": [1]}, "n": 3,
+        "structured_outputs": StructuredOutputsParams(choice=["yes", "no"]), "truncate_prompt_tokens": -1,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("module", [generate, chat, engine])
@@ -155,6 +161,10 @@ def test_prompts_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     records = tmp_path / "prompts.jsonl"
     records.write_text('{"prompt": "a", "max_tokens": 3}\n{"prompt_token_ids": [1, 2]}\n')
     expected = [("a", {"max_tokens": 3}), ({"prompt_token_ids": [1, 2]}, {})]
+    special = tmp_path / "special.jsonl"
+    special.write_text('{"prompt": "a", "logit_bias": {"5": 1}, "structured_outputs": {"regex": "x+"}}\n')
+    wanted = {"logit_bias": {5: 1.0}, "structured_outputs": StructuredOutputsParams(regex="x+")}
+    assert prompts_of("--file", str(special), monkeypatch=monkeypatch) == [("a", wanted)]
     assert prompts_of("--file", str(records), monkeypatch=monkeypatch) == expected
     assert prompts_of("--file", "-", stdin=records.read_bytes(), monkeypatch=monkeypatch) == expected
 
@@ -168,6 +178,10 @@ def test_prompts_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ('{"prompt": "a", "prompt_token_ids": [1]}', 'must be an object with "prompt"'),
         ('{"prompt": "a", "temprature": 1}', "unknown key 'temprature'"),
         ('{"prompt": "a", "max_tokens": "many"}', "max_tokens: Expected `int"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias: Expected `int"),
+        ('{"prompt": "a", "structured_outputs": {"regexp": "x"}}', "structured_outputs: has no 'regexp'; it has json, regex, "),
+        ('{"prompt": "a", "structured_outputs": {}}', "structured_outputs: must give exactly one of"),
+        ('{"prompt": "a", "structured_outputs": "x"}', "structured_outputs: Expected `object"),
         ("", "holds no prompt"),
     ],
 )
@@ -189,7 +203,7 @@ def news(text: str, finish_reason: str | None = None, index: int = 0) -> Request
 
 def test_text_streams_in_the_order_of_the_prompts() -> None:
     out = io.StringIO()
-    writer = TextWriter(["A", "B", "C"], 1, echo=False, out=out)
+    writer = TextWriter(["A", "B", "C"], [1, 1, 1], echo=False, out=out)
     writer.write(1, news("b1 "))
     assert out.getvalue() == ""  # waits for its turn
     writer.write(0, news("a1 "))
@@ -202,25 +216,44 @@ def test_text_streams_in_the_order_of_the_prompts() -> None:
 
 def test_text_of_one_prompt_is_the_completion_alone() -> None:
     out = io.StringIO()
-    writer = TextWriter(["Once"], 1, echo=False, out=out)
+    writer = TextWriter(["Once"], [1], echo=False, out=out)
     writer.write(0, news(" upon", "stop"))
     assert out.getvalue() == " upon\n"
     out = io.StringIO()
-    writer = TextWriter(["Once"], 1, echo=True, out=out)
+    writer = TextWriter(["Once"], [1], echo=True, out=out)
     writer.write(0, news(" upon"))
     writer.end()  # an interrupt: the shell's prompt must not stand behind the text
     assert out.getvalue() == "Once upon\n"
+
+
+def test_several_completions_of_a_prompt_come_one_after_the_other() -> None:
+    out = io.StringIO()
+    writer = TextWriter(["A", "B"], [2, 1], echo=True, out=out)
+    writer.write(0, news("two", "stop", index=1))
+    writer.write(1, news("b", "stop"))
+    writer.write(0, news("one", "stop"))
+    assert out.getvalue() == "== 1/2, 1/2 ==\nAone\n== 1/2, 2/2 ==\nAtwo\n== 2/2 ==\nBb\n"
+    writer = TextWriter(["A", "B"], [2, 1], echo=False, out=(out := io.StringIO()))
+    writer.refuse(0, "n: too many")
+    writer.write(1, news("b", "stop"))
+    assert out.getvalue() == "== 2/2 ==\nb\n"
 
 
 def test_json_lines() -> None:
     out = io.StringIO()
     output = news(" né", "stop")
     output.outputs[0].logprobs = [{7: Logprob(-2.0, 2, "x"), 1: Logprob(-0.5, 1, "y")}]
+    output.outputs[0].cumulative_logprob = -0.5
+    output.outputs.append(CompletionOutput(1, "b", [5], finish_reason="length"))
+    output.prompt_logprobs = [None, {2: Logprob(-1.0, 1, "t")}]
     output.num_cached_tokens = 1
     writer = JsonWriter(out)
     writer.write(3, output)
     writer.refuse(4, "prompt: too long")
-    first, second = map(json.loads, out.getvalue().splitlines())
+    first, beside, second = map(json.loads, out.getvalue().splitlines())
+    assert (beside["index"], beside["completion"], beside["text"]) == (3, 1, "b") and "prompt_logprobs" not in beside
+    assert first["prompt_logprobs"] == [None, [{"token_id": 2, "logprob": -1.0, "rank": 1, "token": "t"}]]
+    assert first["cumulative_logprob"] == -0.5
     assert first["index"] == 3 and first["text"] == " né" and first["token_ids"] == [1] and first["finish_reason"] == "stop"
     assert first["usage"] == {"prompt_tokens": 2, "completion_tokens": 1, "cached_tokens": 1}
     assert [entry["token_id"] for entry in first["logprobs"][0]] == [1, 7]
@@ -261,6 +294,16 @@ def test_text_and_json_tell_the_same(address: str) -> None:
     assert text.stdout.removesuffix("\n") == line["text"].removesuffix("\n")
     assert line["prompt"] == STORY and line["finish_reason"] == "length" and len(line["token_ids"]) == 8
     assert line["usage"]["completion_tokens"] == 8 and line["usage"]["prompt_tokens"] > 1
+
+
+def test_several_completions_are_all_printed(address: str) -> None:
+    flags = ("--engine", address, "--seed", "3", "--n", "3", "--max-tokens", "8", "--ignore-eos")
+    text = run("generate", STORY, *flags)
+    assert (text.returncode, text.stderr) == (0, "")
+    lines = json_lines(run("generate", STORY, "--json", *flags))
+    assert [line["completion"] for line in lines] == [0, 1, 2] and len({line["text"] for line in lines}) == 3
+    printed = "".join(f"== 1/1, {k + 1}/3 ==\n{line['text']}" + "\n" * (not line["text"].endswith("\n")) for k, line in enumerate(lines))
+    assert text.stdout == printed
 
 
 def test_engine_in_this_process_gives_the_daemons_tokens(address: str, capsys: pytest.CaptureFixture) -> None:

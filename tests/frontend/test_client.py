@@ -304,8 +304,9 @@ def test_pause_abort(open_driver):
     assert_expected([late], collector.until_finished([*requests, late]), driver.config)
 
 
-def test_pause_wait_returns_when_everything_has_finished(open_driver):
-    driver, requests, collector = begin(open_driver)
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_pause_wait_returns_when_everything_has_finished(open_driver, overlapped):
+    driver, requests, collector = begin(open_driver, async_scheduling=overlapped)
     driver.call("pause", "wait")
     state = driver.call("scheduler_state")
     assert state["running"] == state["waiting"] == [] and state["pause_mode"] == "wait"
@@ -317,10 +318,11 @@ def test_pause_wait_returns_when_everything_has_finished(open_driver):
     assert_expected([late], collector.until_finished([*requests, late]), driver.config)
 
 
-def test_waiting_for_oneself(open_driver):
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_waiting_for_oneself(open_driver, overlapped):
     """Blocking code that waits for outputs while its own pause or sleep keeps them from coming is told so. In asyncio another task may
     resume, so there one waits."""
-    driver, requests, collector = begin(open_driver)
+    driver, requests, collector = begin(open_driver, async_scheduling=overlapped)
     for stop, go_on, reason in (("pause", "resume", "paused"), ("sleep", "wake_up", "asleep")):
         driver.call(stop, *(["keep"] if stop == "pause" else []))
         if driver.runner is None:
@@ -372,6 +374,21 @@ def test_new_weights(open_driver):
     for request in again:
         tokens = expected_output(request.prompt_token_ids, request.sampling_params, [], driver.config, weights_digest("/models/new"))[0]
         assert results[request.request_id][0] == tokens
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "async" in form])
+def test_a_wait_that_is_cancelled_leaves_the_pause_and_the_engine(open_driver):
+    driver, requests, collector = begin(open_driver)
+
+    async def give_up():
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(driver.client.call_utility_async("pause", "wait"), 0.02)
+
+    driver.runner.run(give_up())
+    assert driver.call("is_paused") is True
+    assert_expected(requests, collector.until_finished(requests), driver.config)
+    driver.call("resume")
+    assert driver.call("is_paused") is False
 
 
 def test_errors_of_the_utilities_that_change_the_engine(open_driver):

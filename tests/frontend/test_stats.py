@@ -17,7 +17,6 @@ from quire.ipc.messages import SchedulerStats
 from quire.tests.fake_engine import TroubledExecutor
 from quire.tests.frontend.tiny_tokenizers import text_config
 
-OWN_COUNTERS = {"num_inputs_refused", "num_bad_engine_frames", "num_dropped_rows"}
 
 
 class Clock:
@@ -200,6 +199,10 @@ def preempted(engine: LLMEngine) -> None:
     assert run(engine)["a"].metrics.num_preemptions == 1
 
 
+def bad_frames(engine: LLMEngine) -> None:
+    engine.client.num_bad_frames += 2  # as MPClient counts them: test_engine_proc.test_fuzz_towards_the_client
+
+
 def of_an_old_engine(engine: LLMEngine) -> None:
     engine._output_processor._epoch = 5
     engine.add_request("a", [1, 2, 3], GREEDY)
@@ -217,6 +220,7 @@ def of_an_old_engine(engine: LLMEngine) -> None:
         (not_finite, {"num_finished_error": 1}),
         (aborted, {"num_finished_abort": 1}),
         (preempted, {"num_finished_length": 1, "num_preemptions": 1, "num_recomputed_tokens": 39}),
+        (bad_frames, {"num_bad_engine_frames": 2}),
         (of_an_old_engine, {"num_dropped_rows": 1, "num_finished_abort": 1}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -5,9 +5,12 @@ Must not know: exporters' wire formats, real models."""
 from __future__ import annotations
 
 import asyncio
+import gzip
+import http.server
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -241,6 +244,35 @@ def test_an_endpoint_that_does_not_answer_costs_its_spans_alone(monkeypatch, pro
         engine.add_request("a", [1, 2, 3], GREEDY)
         assert len(run(engine)["a"].outputs[0].token_ids) == 8
         engine.shutdown()
+
+
+def test_spans_arrive_at_the_endpoint(monkeypatch):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="opentelemetry-exporter-otlp is not installed")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    received = []
+
+    class Collector(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            received.append(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args) -> None:
+            pass
+
+    monkeypatch.setenv(tracing.PROTOCOL_VARIABLE, "http/protobuf")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        engine = make_engine(None, otlp_traces_endpoint=f"http://127.0.0.1:{server.server_address[1]}/v1/traces")
+        engine.add_request("a", [1, 2, 3], GREEDY)
+        run(engine)
+        engine.shutdown()  # sends what is left
+        server.shutdown()
+    [resource] = [resource for body in received for resource in ExportTraceServiceRequest.FromString(body).resource_spans]
+    assert sorted(span.name for scope in resource.scope_spans for span in scope.spans) == ["decode", "llm_request", "prefill", "queue"]
+    assert {a.key: a.value.string_value for a in resource.resource.attributes}["service.name"] == "quire"
 
 
 def test_nothing_is_imported_when_it_is_off():

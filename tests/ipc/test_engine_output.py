@@ -122,7 +122,7 @@ def test_what_cannot_be_encoded_is_answered(output, readers):
     message = readers[0].read()
     assert (message.epoch, message.request_ids, message.first_indices, message.token_ids) == (7, ["a", "b"], [3, 4], [])
     assert [(end.row, end.reason) for end in message.finished] == [(0, FinishReason.ERROR), (1, FinishReason.ERROR)]
-    assert lost.get() == (0, ["a", "b"])
+    assert lost.get() == (0, ["a", "b"]) and output.num_lost_outputs == 2
     errors: queue.SimpleQueue = queue.SimpleQueue()
     output.on_fatal = errors.put
     output.send(0, EngineCoreOutputs(0, ["x" * LIMIT], [0], [0], []))  # even the error is too large: this must not pass in silence

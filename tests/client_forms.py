@@ -1,0 +1,73 @@
+"""The bundled model behind every form of client, with settings that are the same for all: for tests whose results must not depend on the form.
+May know: the public API, the in-process client's round trip, the command line of the daemon.
+Must not know: what is asked of the engines, or what must be equal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quire import AsyncLLM, EngineArgs, LLMEngine
+from quire.frontend.inproc_client import InprocClient
+
+BLOCKING = ("inproc", "inproc with codec", "process", "daemon")
+ASYNCIO = ("inproc async", "process async")
+MANY_BLOCKS = 1600
+# One thread: with several, tests of a tiny model on a busy machine wait for each other more than they compute.
+DEFAULTS = dict(dtype="float32", max_model_len=384, max_num_seqs=32, num_gpu_blocks_override=MANY_BLOCKS, max_num_batched_tokens=2048, num_threads=1)
+
+
+def engine_args(**settings) -> EngineArgs:
+    return EngineArgs(**{**DEFAULTS, **settings})
+
+
+def make_engine(engine: str = "inproc", **settings) -> LLMEngine:
+    return LLMEngine.from_engine_args(engine_args(**settings), engine=engine)
+
+
+def make_async_engine(client: str, **settings) -> AsyncLLM:
+    """`client`: one of ASYNCIO"""
+    return AsyncLLM.from_engine_args(engine_args(**settings), engine=client.removesuffix(" async"))
+
+
+@contextmanager
+def blocking_engine(client: str, directory: Path, **settings) -> Iterator[LLMEngine]:
+    """`client`: one of BLOCKING. A daemon puts its socket into `directory`."""
+    if client == "daemon":
+        with daemon(directory, **settings) as address, closing(make_engine(address, **settings)) as engine:
+            yield engine
+    elif client == "inproc with codec":
+        config = engine_args(**settings).create_engine_config()
+        with closing(LLMEngine(config, InprocClient(config, round_trip=True))) as engine:
+            yield engine
+    else:
+        with closing(make_engine(client, **settings)) as engine:
+            yield engine
+
+
+@contextmanager
+def closing(engine: LLMEngine) -> Iterator[LLMEngine]:
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+@contextmanager
+def daemon(directory: Path, **settings) -> Iterator[str]:
+    """`quire engine` with these settings, its socket in `directory`; ended by SIGTERM."""
+    address = f"ipc://{directory / 'engine.sock'}"
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**DEFAULTS, **settings}.items()]
+    process = subprocess.Popen([sys.executable, "-m", "quire", "engine", "--listen", address, *flags], cwd=directory)
+    try:
+        while not (directory / "engine.sock").exists():
+            assert process.poll() is None, "the daemon did not start"
+            time.sleep(0.02)
+        yield address
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0

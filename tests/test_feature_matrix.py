@@ -1,0 +1,154 @@
+"""Every pair of features works together, or is refused in a sentence: both are seen at work, and neither changes what the other answers.
+May know: tests/features.py, the public API.
+Must not know: how a feature is made, or how two of them meet in the engine.
+
+What is compared: the answers of the pair with those of the same requests, one at a time, by an engine without any of the features; and for
+each feature that is the request's, the latter with those of the same requests without it.
+
+No pair is refused by an engine. Three cannot be met in the plain way:
+    recompute and swap      are two values of preemption_mode. Put together they are "swap" with little room, where some must recompute.
+    n and greedy            "n: must be 1 with temperature=0 (greedy), where all completions are the same": here n > 1 is sampled.
+    beam search and what    a request can ask for: BeamSearchParams has no such parameter (REFUSED). Here both run beside each other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import cached_property
+
+import pytest
+from quire import (
+    LLM, BeamSearchOutput, BeamSearchParams, EngineArgs, InvalidParameterError, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams,
+)  # fmt: skip
+from quire.tests.features import BEAM_PARAMS, BEAM_PROMPTS, BLOCK_SIZE, FEATURES, JOBS, PLAIN, RECOMPUTE, SWAP, Answers, Feature, run
+from quire.tests.workloads import Job
+
+PAIRS = [(a, a) for a in FEATURES] + list(itertools.combinations(FEATURES, 2))
+HOST_BLOCKS = 3  # of the workload's victims some are smaller and some larger
+BLOCK_BYTES = 2 * 5 * BLOCK_SIZE * 2 * 64 * 4  # keys and values, layers, tokens, KV heads, head_dim, fp32 (of the bundled model)
+TOGETHER = {frozenset({RECOMPUTE.name, SWAP.name}): dict(preemption_mode="swap", swap_space=HOST_BLOCKS * BLOCK_BYTES / 2**30)}
+
+EXAMPLES = dict(
+    n=3, temperature=0.0, beam_width=2, max_tokens=5, logprobs=2, prompt_logprobs=2, repetition_penalty=1.5, stop="x", priority=1, seed=4,
+    ignore_eos=True, structured_outputs=StructuredOutputsParams(json_object=True), detokenize=False,
+)  # fmt: skip
+REFUSED = {
+    ("n", "temperature"): r"n: must be 1 with temperature=0 \(greedy\), where all completions are the same, got 3",
+    ("structured_outputs", "ignore_eos"): "ignore_eos: must be False with structured_outputs: an end-of-sequence token is how such an output ends",
+    ("stop", "detokenize"): "stop: needs detokenize=True: stop strings are found in the text",
+} | {
+    ("beam_width", "max_tokens", name): f"Unexpected keyword argument '{name}'"
+    for name in ("n", "logprobs", "prompt_logprobs", "repetition_penalty", "structured_outputs", "stop", "priority", "seed")
+}
+
+
+class Matrix:
+    """The engines and the answers that many pairs share."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, LLMEngine] = {}
+        self._alone: dict[tuple[str, ...], Answers] = {}
+
+    def engine(self, *features: Feature) -> LLMEngine:
+        settings = PLAIN | {name: value for feature in features for name, value in feature.settings.items()}
+        settings |= TOGETHER.get(frozenset(feature.name for feature in features), {})
+        key = repr(sorted(settings.items()))
+        if key not in self._engines:
+            self._engines[key] = LLMEngine.from_engine_args(EngineArgs(**settings), engine="inproc")
+        return self._engines[key]
+
+    def jobs(self, *features: Feature) -> list[Job]:
+        """JOBS with the changes of those features that are the request's, each knowing what was answered before its own."""
+        jobs, changed = JOBS, ()
+        for feature in features:
+            if feature.change is not None and feature not in changed:
+                without = self.alone(*changed)
+                params = [feature.change(job.params, i, without[job.request_id]) for i, job in enumerate(jobs)]
+                jobs = [Job(job.request_id, job.prompt_token_ids, p, job.priority, job.arrives_at_step, None) for job, p in zip(jobs, params)]
+                changed += (feature,)
+        return jobs
+
+    def alone(self, *features: Feature) -> Answers:
+        """What the plain engine answers to each of these jobs when there is no other. Features of the engine do not count."""
+        key = tuple(feature.name for feature in features if feature.change is not None)
+        if key not in self._alone:
+            engine = self.engine()
+            self._alone[key] = {}
+            for job in self.jobs(*features):
+                self._alone[key] |= one(engine, job)
+        return self._alone[key]
+
+    @cached_property
+    def beams_alone(self) -> list[BeamSearchOutput]:
+        with LLM(engine="inproc", **PLAIN) as llm:
+            return llm.beam_search(BEAM_PROMPTS, BEAM_PARAMS)
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.shutdown()
+
+
+def one(engine: LLMEngine, job: Job) -> Answers:
+    engine.add_request(job.request_id, {"prompt_token_ids": job.prompt_token_ids}, job.params)
+    answers: Answers = {}
+    while engine.has_unfinished_requests():
+        answers |= {output.request_id: output for output in engine.step()}
+    return answers
+
+
+@pytest.fixture(scope="module")
+def matrix() -> Iterator[Matrix]:
+    matrix = Matrix()
+    yield matrix
+    matrix.close()
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids=lambda feature: feature.name)
+def test_pair(matrix: Matrix, a: Feature, b: Feature) -> None:
+    pair = {feature.name: feature for feature in (a, b)}.values()
+    jobs, alone = matrix.jobs(*pair), matrix.alone(*pair)
+    seen = run(matrix.engine(*pair), jobs, *pair)
+    assert_same(seen.answers, alone)
+    if seen.beams:
+        assert_same_beams(seen.beams, matrix.beams_alone)
+    for feature in pair:
+        feature.shows(seen)
+        if feature.relates is not None:
+            feature.relates(alone, matrix.alone(*[other for other in pair if other is not feature]))
+
+
+def assert_same(got: Answers, expected: Answers) -> None:
+    assert got.keys() == expected.keys()
+    for request_id, want in expected.items():
+        have = got[request_id]
+        assert [in_short(c) for c in have.outputs] == [in_short(c) for c in want.outputs], request_id
+        assert numbers(have) == pytest.approx(numbers(want), abs=1e-3), request_id
+
+
+def assert_same_beams(got: list[BeamSearchOutput], expected: list[BeamSearchOutput]) -> None:
+    for have, want in zip(got, expected, strict=True):
+        assert [(s.tokens, s.text, s.finish_reason) for s in have.sequences] == [(s.tokens, s.text, s.finish_reason) for s in want.sequences]
+        assert [s.cum_logprob for s in have.sequences] == pytest.approx([s.cum_logprob for s in want.sequences], abs=1e-3)
+
+
+def in_short(completion) -> tuple:
+    return completion.index, completion.token_ids, completion.text, completion.finish_reason, completion.stop_reason
+
+
+def numbers(output: RequestOutput) -> list[float]:
+    """The log-probabilities of what was sampled and of the prompt, in order; the other candidates may change places where they tie."""
+    positions = [(c.token_ids, c.logprobs) for c in output.outputs if c.logprobs is not None]
+    if output.prompt_logprobs is not None:
+        positions.append((output.prompt_token_ids[1:], output.prompt_logprobs[1:]))
+    return [entries[token_id].logprob for token_ids, logprobs in positions for token_id, entries in zip(token_ids, logprobs, strict=True)]
+
+
+@pytest.mark.parametrize(("parameters", "words"), REFUSED.items(), ids=lambda value: None if isinstance(value, str) else "-".join(value))
+def test_refused_in_one_request(matrix: Matrix, parameters: tuple[str, ...], words: str) -> None:
+    engine = matrix.engine()
+    with pytest.raises((InvalidParameterError, TypeError), match=words):
+        if "beam_width" in parameters:
+            BeamSearchParams(**{name: EXAMPLES[name] for name in parameters})
+        else:
+            engine.add_request("refused", "Once", SamplingParams(**{name: EXAMPLES[name] for name in parameters}))
+    assert not engine.has_unfinished_requests()

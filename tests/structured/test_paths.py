@@ -1,5 +1,4 @@
-"""The same grammars give the same tokens on every path: chunked, preempted, swapped, cached, several tokens per step, steps that overlap,
-through every client, several completions of one request, log-probabilities asked or not.
+"""The same grammars give the same tokens on every path: chunked, preempted, swapped, cached, overlapped, through every client, at n > 1.
 May know: the public API, the generator.
 Must not know: how any of the paths works."""
 
@@ -50,6 +49,8 @@ def expected() -> list:
         dict(num_scheduler_steps=4),
         dict(async_scheduling=True),
         dict(**FEW, async_scheduling=True, preemption_mode="recompute"),
+        dict(enable_jump_forward=False),
+        dict(enable_jump_forward=False, max_num_batched_tokens=16, max_num_seqs=3),
         dict(engine="process"),
     ],
     ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()),

@@ -32,7 +32,11 @@ class EngineClient(ABC):
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
-        """Blocks for the next outputs. To be called only while a request of this client is unfinished."""
+        """Blocks for the next outputs. To be called only while a request of this client is unfinished.
+
+        Raises EnginePausedError when none can come because this client itself has paused the engine or put it to sleep. When another
+        client of a daemon has done it, it waits for that client.
+        """
 
     @abstractmethod
     async def get_output_async(self) -> EngineCoreOutputs:

@@ -5,6 +5,7 @@ Must not know: sockets, the scheduler, who reads the outputs."""
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -50,7 +51,8 @@ class RequestState:
     core_request: EngineCoreRequest
     metrics: RequestMetrics
     completions: list[CompletionState]
-    output_kind: RequestOutputKind
+    is_delta: bool
+    is_final_only: bool
     stream_interval: int
     prompt_logprobs_reader: LogprobsReader | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
@@ -69,15 +71,16 @@ class ProcessedOutputs:
 
 
 @dataclass(slots=True)
-class _Row:
-    """One completion's share of EngineCoreOutputs."""
+class _Extras:
+    """What EngineCoreOutputs says of a row besides its tokens: of most rows nothing."""
 
-    first_index: int
-    token_ids: list[int]
     finished: Finished | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int | None = None
+
+
+NO_EXTRAS = _Extras()
 
 
 class OutputProcessor:
@@ -110,7 +113,8 @@ class OutputProcessor:
             core_request=core_request,
             metrics=RequestMetrics(core_request.arrival_time, num_prompt_tokens=len(core_request.prompt_token_ids)),
             completions=[self._new_completion(i, engine_id, core_request) for i, engine_id in enumerate(engine_ids)],
-            output_kind=params.output_kind,
+            is_delta=params.output_kind == RequestOutputKind.DELTA,
+            is_final_only=params.output_kind == RequestOutputKind.FINAL_ONLY,
             stream_interval=params.stream_interval,
             num_unfinished=params.n,
         )
@@ -180,47 +184,57 @@ class OutputProcessor:
             self._note_timing(outputs.request_ids[timing.row], timing)
         processed = ProcessedOutputs([], [])
         with_news: dict[str, RequestState] = {}  # by the user's id, in the order of their first row
-        for engine_id, row in zip(outputs.request_ids, _rows(outputs), strict=True):
+        extras_of, end = _extras(outputs), 0
+        for i, (engine_id, first_index, num_tokens) in enumerate(zip(outputs.request_ids, outputs.first_indices, outputs.num_tokens, strict=True)):
+            start, end = end, end + num_tokens
             entry = self._by_engine_id.get(engine_id)
             if entry is None:
                 continue
             state, completions = entry
-            if row.num_cached_tokens is not None and state.num_cached_tokens is None:
-                state.num_cached_tokens = state.metrics.num_cached_tokens = row.num_cached_tokens
-            if row.prompt_logprobs is not None:
-                self._read_prompt_logprobs(state, row.prompt_logprobs)
+            extras = extras_of.get(i, NO_EXTRAS)
+            if extras.num_cached_tokens is not None and state.num_cached_tokens is None:
+                state.num_cached_tokens = state.metrics.num_cached_tokens = extras.num_cached_tokens
+            if extras.prompt_logprobs is not None:
+                self._read_prompt_logprobs(state, extras.prompt_logprobs)
             for completion in completions:
-                if completion.finish_reason is None and self._process_row(state, completion, row, now):
+                if completion.finish_reason is not None:
+                    continue
+                num_known = len(completion.token_ids) - first_index  # tokens of the row that came before; less than 0: some are lost
+                new_token_ids = outputs.token_ids[start + max(num_known, 0) : end]
+                is_news = self._process_row(state, completion, new_token_ids, num_known, extras, now)
+                if is_news and (not state.is_final_only or state.num_unfinished == 0):
                     with_news[state.request_id] = state
-                    if completion.finish_reason is not None and row.finished is None:
-                        processed.requests_to_abort.append(completion.engine_id)
+                if completion.finish_reason is not None and extras.finished is None:
+                    processed.requests_to_abort.append(completion.engine_id)
         for state in with_news.values():
             if (output := self._make_output(state)) is not None:
                 processed.request_outputs.append(output)
         return processed
 
-    def _process_row(self, state: RequestState, completion: CompletionState, row: _Row, now: float) -> bool:
+    def _process_row(
+        self, state: RequestState, completion: CompletionState, new_token_ids: list[int], num_known: int, extras: _Extras, now: float
+    ) -> bool:
         """Takes in what the row says about the completion; whether that is anything new."""
-        num_known = len(completion.token_ids) - row.first_index  # tokens of the row that came before
         if num_known < 0:
-            problem = f"output tokens {len(completion.token_ids)} to {row.first_index - 1} did not arrive from the engine"
+            num_tokens = len(completion.token_ids)
+            problem = f"output tokens {num_tokens} to {num_tokens - num_known - 1} did not arrive from the engine"
             self._finish(state, completion, FinishReason.ERROR, error=problem)
             return True
-        new_token_ids = row.token_ids[num_known:]
         if new_token_ids and state.prompt_logprobs is not None and len(state.prompt_logprobs) < len(state.core_request.prompt_token_ids):
             problem = f"log-probabilities of the prompt's tokens from {len(state.prompt_logprobs)} on did not arrive from the engine"
             self._finish(state, completion, FinishReason.ERROR, error=problem)
             return True
-        finished = row.finished
+        finished = extras.finished
         num_used, stop = completion.detokenizer.update(new_token_ids, finished.reason if finished else None)
         if num_used:
             completion.token_ids += new_token_ids[:num_used]
-            state.metrics.last_token_time = now
-            state.metrics.num_generation_tokens += num_used
-            if state.metrics.first_token_time is None:
-                state.metrics.first_token_time = now
-            if row.logprobs is not None and completion.logprobs_reader is not None:
-                positions = completion.logprobs_reader.read(row.logprobs, num_known, num_known + num_used)
+            metrics = state.metrics
+            metrics.last_token_time = now
+            metrics.num_generation_tokens += num_used
+            if metrics.first_token_time is None:
+                metrics.first_token_time = now
+            if extras.logprobs is not None and completion.logprobs_reader is not None:
+                positions = completion.logprobs_reader.read(extras.logprobs, num_known, num_known + num_used)
                 completion.logprobs += positions
                 completion.cumulative_logprob += sum(next(iter(position.values())).logprob for position in positions)
         if stop is not None:
@@ -281,13 +295,14 @@ class OutputProcessor:
 
     def _make_output(self, state: RequestState) -> RequestOutput | None:
         """What the reader asked to see now: everything so far, the news, or (FINAL_ONLY, or between two intervals) nothing."""
-        finished, kind = state.num_unfinished == 0, state.output_kind
-        if kind == RequestOutputKind.FINAL_ONLY and not finished:
+        finished, is_delta = state.num_unfinished == 0, state.is_delta
+        if state.is_final_only and not finished:
             return None
-        due = [completion for completion in state.completions if _is_due(completion, state.stream_interval)]
-        if not due and not finished:
-            return None
-        is_delta = kind == RequestOutputKind.DELTA
+        due = state.completions
+        if len(due) > 1 or state.stream_interval > 1:  # else the news are its
+            due = [completion for completion in due if _is_due(completion, state.stream_interval)]
+            if not due and not finished:
+                return None
         prompt_logprobs = None if state.are_prompt_logprobs_told else state.prompt_logprobs
         state.are_prompt_logprobs_told = is_delta
         return RequestOutput(
@@ -329,18 +344,15 @@ def _completion_output(completion: CompletionState, is_delta: bool) -> Completio
     )
 
 
-def _rows(outputs: EngineCoreOutputs) -> list[_Row]:
-    """The columns, cut into rows."""
-    rows, start = [], 0
-    for first_index, num_tokens in zip(outputs.first_indices, outputs.num_tokens, strict=True):
-        rows.append(_Row(first_index, outputs.token_ids[start : start + num_tokens]))
-        start += num_tokens
+def _extras(outputs: EngineCoreOutputs) -> dict[int, _Extras]:
+    """By row, of those that have any."""
+    extras: dict[int, _Extras] = defaultdict(_Extras)
     for finished in outputs.finished:
-        rows[finished.row].finished = finished
+        extras[finished.row].finished = finished
     for logprobs in outputs.logprobs:
-        rows[logprobs.row].logprobs = logprobs
+        extras[logprobs.row].logprobs = logprobs
     for prompt_logprobs in outputs.prompt_logprobs:
-        rows[prompt_logprobs.row].prompt_logprobs = prompt_logprobs
-    for index, num_cached_tokens in outputs.num_cached_tokens:
-        rows[index].num_cached_tokens = num_cached_tokens
-    return rows
+        extras[prompt_logprobs.row].prompt_logprobs = prompt_logprobs
+    for row, num_cached_tokens in outputs.num_cached_tokens:
+        extras[row].num_cached_tokens = num_cached_tokens
+    return extras

@@ -3,7 +3,8 @@ May know: opentelemetry (an optional extra; imported when tracing is asked for),
 Must not know: the engine, sockets, text: prompts and outputs never enter a span.
 
 Spans are made when a request ends, from the times that the engine kept: nothing is traced while it runs. The engine's clock is laid on
-the wall clock by the moment at which its last outputs arrived, so children are early or late by the time a message takes."""
+the wall clock by the moment at which its last outputs arrived, so children are early or late by the time a message takes. A beam search
+is many requests to the engine, and as many trees; a span of the caller's that is current meanwhile gathers them."""
 
 from __future__ import annotations
 

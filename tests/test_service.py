@@ -234,9 +234,7 @@ def test_pause_by_itself_in_blocking_code(models):
 
 @pytest.mark.parametrize("engine", ["inproc", "process"])
 def test_asyncio(models, engine):
-    async def main() -> None:
-        llm = AsyncLLM.from_engine_args(EngineArgs(models[0], dtype="float32", max_model_len=512, num_threads=1), engine)
-
+    async def main(llm: AsyncLLM) -> None:
         async def finish(request_id: str, max_tokens: int = 60) -> list:
             params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
             return [output async for output in llm.generate(PROMPTS[0], params, request_id)]
@@ -255,13 +253,12 @@ def test_asyncio(models, engine):
         outputs = [output async for output in stream]
         assert outputs[-1].outputs[0].token_ids == alone
         metrics = outputs[-1].metrics
-        assert metrics.num_preemptions == 1 and metrics.num_recomputed_tokens > 40 and metrics.num_generation_tokens == 60
+        assert metrics.num_preemptions == 1 and metrics.num_recomputed_tokens >= 40 and metrics.num_generation_tokens == 60
         assert min(metrics.queued_time, metrics.prefill_time, metrics.decode_time) >= 0 and metrics.e2e_latency > metrics.decode_time > 0
 
         running = asyncio.create_task(finish("running"))
         while not (await llm.scheduler_state())["running"]:
             await asyncio.sleep(0)
-        late = None
         waiting = asyncio.create_task(llm.pause("wait"))
         while not await llm.is_paused():
             await asyncio.sleep(0)
@@ -274,6 +271,9 @@ def test_asyncio(models, engine):
         await llm.resume()
         await llm.load_weights(models[1])
         assert (await finish("new"))[-1].outputs[0].token_ids != alone
-        llm.shutdown()
 
-    asyncio.run(main())
+    llm = AsyncLLM.from_engine_args(EngineArgs(models[0], dtype="float32", max_model_len=512, num_threads=1), engine)
+    try:
+        asyncio.run(main(llm))
+    finally:
+        llm.shutdown()

@@ -114,6 +114,7 @@ class Grammars:
             self._all_checks = [GrammarCheck(self.settings) for _ in range(NUM_CHECKS)]
             for check in self._all_checks:
                 self._checks.put(check)
+            _submit(self._check_pool, lambda: self.compiler.tokenizer)  # read while the first check's process reads it too
         return _submit(self._check_pool, self._check, key, params)
 
     def _check(self, key: bytes, params: StructuredOutputsParams) -> None:

@@ -77,6 +77,7 @@ JOBS = make_jobs()
 
 def run(engine: LLMEngine, jobs: list[Job], *features: Feature) -> Run:
     """Drives the jobs through an engine with nothing in its cache, looking at it after every step."""
+    learn_grammars(engine, jobs)
     assert engine.reset_prefix_cache()
     seen, before = Run(), engine.get_metrics()
     disturb = next((feature.disturb for feature in features if feature.disturb is not None), None)
@@ -92,7 +93,7 @@ def run(engine: LLMEngine, jobs: list[Job], *features: Feature) -> Run:
                 seen.most_at_once = max(seen.most_at_once, count - num_tokens.get(key, 0))
                 num_tokens[key] = count
         seen.states.append(engine.call_utility("scheduler_state"))
-        if step == PAUSE_AT_STEP and disturb is not None:
+        if disturb is not None and not seen.disturbances and step >= PAUSE_AT_STEP and seen.states[-1]["running"]:
             seen.disturbances.append(disturb(engine))
 
     drive(beams or engine, jobs, aborts=False, watch=watch)
@@ -100,6 +101,15 @@ def run(engine: LLMEngine, jobs: list[Job], *features: Feature) -> Run:
     seen.counters = {name: value - before[name] for name, value in engine.get_metrics().items()}
     assert len(seen.answers) == len(jobs) and all(answer.finished and answer.error is None for answer in seen.answers.values()), seen.answers
     return seen
+
+
+def learn_grammars(engine: LLMEngine, jobs: list[Job]) -> None:
+    """A grammar is checked once, for as long as that takes; afterwards requests are scheduled in the step in which they arrive."""
+    for job in jobs:
+        if job.params.structured_outputs is not None:
+            engine.add_request(job.request_id, job.prompt_token_ids[:1], replace(job.params, n=1, max_tokens=1))
+    while engine.has_unfinished_requests():
+        engine.step()
 
 
 # ---------------------------------------------------------------- the engine's side

@@ -18,7 +18,15 @@ from functools import cached_property
 
 import pytest
 from quire import (
-    LLM, BeamSearchOutput, BeamSearchParams, EngineArgs, InvalidParameterError, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams,
+    LLM,
+    BeamSearchOutput,
+    BeamSearchParams,
+    EngineArgs,
+    InvalidParameterError,
+    LLMEngine,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
 )  # fmt: skip
 from quire.tests.features import BEAM_PARAMS, BEAM_PROMPTS, BLOCK_SIZE, FEATURES, JOBS, PLAIN, RECOMPUTE, SWAP, Answers, Feature, run
 from quire.tests.workloads import Job
@@ -115,6 +123,17 @@ def test_pair(matrix: Matrix, a: Feature, b: Feature) -> None:
         feature.shows(seen)
         if feature.relates is not None:
             feature.relates(alone, matrix.alone(*[other for other in pair if other is not feature]))
+
+
+def test_everything_at_once(matrix: Matrix) -> None:
+    """One of the two ways to be preempted; whatever else there is, in every request and step."""
+    features = [feature for feature in FEATURES if feature is not RECOMPUTE]
+    alone = matrix.alone(*features)
+    seen = run(matrix.engine(*features), matrix.jobs(*features), *features)
+    assert_same(seen.answers, alone)
+    assert_same_beams(seen.beams, matrix.beams_alone)
+    for feature in features:
+        feature.shows(seen)
 
 
 def assert_same(got: Answers, expected: Answers) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from quire import LLMEngine, SamplingParams
+from quire import LLMEngine, SamplingParams, StructuredOutputsParams
 from quire.ipc.params import child_seed
 from quire.tests.client_forms import ASYNCIO, BLOCKING, blocking_engine, closing, make_async_engine, make_engine
 from quire.tests.workloads import Job, Result, assert_same, drive, drive_async, random_jobs
@@ -23,7 +23,8 @@ WAYS_TO_SAMPLE = (
     dict(), dict(temperature=1.7), dict(top_k=20), dict(top_p=0.8), dict(min_p=0.02), dict(top_k=50, top_p=0.9, min_p=0.01),
     dict(presence_penalty=1.0), dict(frequency_penalty=0.7), dict(repetition_penalty=1.3), dict(logit_bias={500: 4.0, 501: -100.0}),
     dict(top_p=0.9, presence_penalty=-0.5, repetition_penalty=1.2), dict(top_k=100, min_tokens=10, logprobs=2), dict(n=3),
-    dict(n=4, top_p=0.9, frequency_penalty=0.5),
+    dict(n=4, top_p=0.9, frequency_penalty=0.5), dict(stop=["e", " th"], prompt_logprobs=1),
+    dict(structured_outputs=StructuredOutputsParams(regex="[a-z ]{20,60}"), ignore_eos=False, top_p=0.95),
 )  # fmt: skip
 
 

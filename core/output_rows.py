@@ -8,7 +8,15 @@ import time
 from dataclasses import dataclass, field
 
 from ..ipc.messages import (
-    Array, EngineCoreOutputs, Finished, FinishReason, PromptLogprobs, RequestTiming, SchedulerStats, SlotLogprobs, SlotPromptLogprobs,
+    Array,
+    EngineCoreOutputs,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    RequestTiming,
+    SchedulerStats,
+    SlotLogprobs,
+    SlotPromptLogprobs,
     TokenLogprobs,
 )  # fmt: skip
 from .request import Request

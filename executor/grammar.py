@@ -49,6 +49,7 @@ class SlotGrammar:
     params: StructuredOutputsParams  # normalized
     eos_token_ids: list[int]
     num_consumed: int  # of the slot's tokens, prompt included
+    can_jump: bool  # what the grammar forces is what would be sampled: nothing else of the request's masks tokens or wants log-probabilities
     matcher: LLMatcher | None = None  # None: not copied yet
     is_ended: bool = False  # it has taken an end-of-sequence token; the request will not sample again
     error: str | None = None
@@ -65,7 +66,11 @@ class Grammars:
         self.settings = None if directory is None else CompilerSettings(directory, vocab_size, eos_token_id)
         self.compiler = None if self.settings is None else GrammarCompiler(directory, vocab_size, eos_token_id)
         self.ops = ops
-        self.max_num_seqs = config.scheduler_config.max_num_seqs
+        scheduling = config.scheduler_config
+        self.max_num_seqs = scheduling.max_num_seqs
+        # Steps that are handed over before the last one's tokens are known, or that go on by themselves, cannot jump.
+        is_plain = not scheduling.async_scheduling and scheduling.num_scheduler_steps == 1
+        self.jumps = scheduling.enable_jump_forward and is_plain and not model_config.logits_processors
         self._slots: dict[int, SlotGrammar] = {}
         self._bitmask = np.zeros((0, 0), np.int32)  # by slot [max_num_seqs, num_mask_words], once there is a grammar
         self._masks: Future | None = None  # of the step that was started last
@@ -109,6 +114,7 @@ class Grammars:
             self._all_checks = [GrammarCheck(self.settings) for _ in range(NUM_CHECKS)]
             for check in self._all_checks:
                 self._checks.put(check)
+            _submit(self._check_pool, lambda: self.compiler.tokenizer)  # read while the first check's process reads it too
         return _submit(self._check_pool, self._check, key, params)
 
     def _check(self, key: bytes, params: StructuredOutputsParams) -> None:
@@ -147,7 +153,10 @@ class Grammars:
             self._mask_pool = ThreadPoolExecutor(1, "quire-grammar-masks")
         count = request.num_prompt_tokens
         eos_token_ids = [token_id for token_id in request.eos_token_ids if 0 <= token_id < self.compiler.vocab_size]
-        self._slots[request.slot] = SlotGrammar(normalize(params), eos_token_ids, num_consumed=count)
+        sampling = request.sampling_params
+        is_alone = not (sampling.min_tokens or sampling.bad_words_token_ids or sampling.allowed_token_ids is not None)
+        can_jump = self.jumps and is_alone and sampling.logprobs is None
+        self._slots[request.slot] = SlotGrammar(normalize(params), eos_token_ids, count, can_jump)
         return True
 
     def leave(self, slot: int) -> None:
@@ -180,6 +189,39 @@ class Grammars:
         self.ops.apply_grammar_bitmask(logits, bitmask, torch.from_numpy(rows).to(logits.device))
         grammars = [self._slots[slot] for slot in slots.tolist()]
         return {int(row): grammar.error for row, grammar in zip(rows, grammars) if grammar.error is not None}
+
+    def jump(self, slots: np.ndarray, batch: InputBatch) -> dict[int, list[int]]:
+        """Appends to the slots' tokens what their grammars force behind the tokens just sampled; returns it, by slot.
+
+        Where a mask has one bit, that token is sampled whatever the logits: so it needs no model. Its keys and values are computed with
+        the next step's token, as a small chunk. Also begins to find the masks behind it. `slots` [R] are those that have just sampled.
+        """
+        if not self._slots or not self.jumps:
+            return {}
+        forced = {}
+        for slot in slots.tolist():
+            grammar = self._slots.get(slot)
+            if grammar is not None and grammar.can_jump and (token_ids := self._forced_tokens(slot, grammar, batch)):
+                forced[slot] = token_ids
+        self.start(slots, batch)
+        return forced
+
+    def _forced_tokens(self, slot: int, grammar: SlotGrammar, batch: InputBatch) -> list[int]:
+        """Here and not in the thread of masks, which has nothing to do for this slot: its last mask was just used."""
+        start, room = int(batch.num_tokens[slot]), batch.token_ids.shape[1]
+        can_go_on = self._advance(grammar, batch.token_ids[slot, grammar.num_consumed : start].tolist())
+        grammar.num_consumed = start
+        if not can_go_on:
+            return []
+        token_ids = grammar.matcher.compute_ff_tokens()[: room - start]
+        if token_ids and not self._advance(grammar, token_ids):
+            return []
+        if len(grammar.eos_token_ids) == 1 and start + len(token_ids) < room and grammar.matcher.is_stopped():
+            token_ids += grammar.eos_token_ids
+            grammar.is_ended = True
+        grammar.num_consumed = batch.num_tokens[slot] = end = start + len(token_ids)
+        batch.token_ids[slot, start:end] = token_ids
+        return token_ids
 
     # ------------------------------------------------------------ the thread of masks
 

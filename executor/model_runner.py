@@ -163,7 +163,11 @@ class ModelRunner:
         by_request[inputs.order[sampled_rows[good]]] = sampled.token_ids[good]
         has_token = by_request >= 0
         logprobs = [row for row in sampled.logprobs if row.slot not in errors]
-        return ModelRunnerOutput(has_token.astype(int).tolist(), by_request[has_token].tolist(), logprobs, errors, prompt_logprobs)
+        num_sampled, token_ids = has_token.astype(int).tolist(), by_request[has_token].tolist()
+        if self.grammars is not None and (forced := self.grammars.jump(slots[good], self.batch)):
+            order = inputs.slots[np.argsort(inputs.order)].tolist()
+            num_sampled, token_ids = insert_forced(order, num_sampled, token_ids, forced)
+        return ModelRunnerOutput(num_sampled, token_ids, logprobs, errors, prompt_logprobs)
 
     def _refusals(self, slots: np.ndarray) -> dict[int, str]:
         refusals = self.batch.refusals
@@ -187,6 +191,17 @@ class ModelRunner:
         )
         token_ids, positions = filled(0, torch.int32, num_tokens), filled(0, torch.int64, num_tokens)
         self.model.compute_logits(self.model(token_ids, positions, metadata))
+
+
+def insert_forced(slots: list[int], num_sampled: list[int], token_ids: list[int], forced: dict[int, list[int]]) -> tuple[list[int], list[int]]:
+    """The columns of a ModelRunnerOutput with `forced`, by slot, behind each row's own tokens."""
+    counts, merged, cursor = [], [], 0
+    for slot, count in zip(slots, num_sampled, strict=True):
+        row = token_ids[cursor : cursor + count] + forced.get(slot, [])
+        cursor += count
+        counts.append(len(row))
+        merged += row
+    return counts, merged
 
 
 def merge_outputs(slots: list[int], results: list[tuple[list[int], ModelRunnerOutput]]) -> ModelRunnerOutput:

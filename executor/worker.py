@@ -275,6 +275,7 @@ def plan_num_host_blocks(config: EngineConfig, block_bytes: int, free_bytes: int
     wanted_bytes = int(config.cache_config.swap_space * 2**30)
     num_bytes = min(wanted_bytes, int(free_bytes * SWAP_MEMORY_FRACTION))
     if num_bytes < wanted_bytes:
-        logger.info("swap_space: %.1f GiB wanted, %.1f GiB taken, %d %% of the free memory", wanted_bytes / 2**30, num_bytes / 2**30, 100 * SWAP_MEMORY_FRACTION)
+        sizes = wanted_bytes / 2**30, num_bytes / 2**30, 100 * SWAP_MEMORY_FRACTION
+        logger.info("swap_space: %.1f GiB wanted, %.1f GiB taken, %d %% of the free memory", *sizes)
     blocks_per_sequence = -(-config.model_config.max_model_len // config.cache_config.block_size)
     return min(num_bytes // block_bytes, blocks_per_sequence * config.scheduler_config.max_num_seqs)

@@ -17,7 +17,12 @@ from .client import EngineClient
 from .engine_args import EngineArgs
 from .input_processor import InputProcessor, ProcessedRequest, Prompt
 from .model_files import (
-    NO_GENERATION_CONFIG, SAMPLING_KEYS, default_sampling_arguments, eos_token_ids, find_model_directory, read_generation_config,
+    NO_GENERATION_CONFIG,
+    SAMPLING_KEYS,
+    default_sampling_arguments,
+    eos_token_ids,
+    find_model_directory,
+    read_generation_config,
 )  # fmt: skip
 from .output_processor import OutputProcessor
 from .outputs import RequestOutput

@@ -72,6 +72,9 @@ class SchedulerConfig(Section):
     ] = "auto"
     num_scheduler_steps: Annotated[PositiveInt, Meta(description="Decoding steps per scheduling (multi-step decoding).")] = 1
     async_scheduling: Annotated[bool, Meta(description="Schedule the next step while one runs.")] = False
+    enable_jump_forward: Annotated[
+        bool, Meta(description="Append tokens without the model where a grammar leaves no choice (not with async_scheduling or several scheduler steps).")
+    ] = True
 
 
 class DeviceConfig(Section):

@@ -6,20 +6,24 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 from quire.core.engine_proc import leave, main
 from quire.ipc.config import EngineConfig
+from quire.ipc.params import StructuredOutputsParams
 from quire.tests.fakes import FakeExecutor
 
 COMMAND = [sys.executable, "-P", "-m", "quire.tests.fake_engine"]
 
 
 class TroubledExecutor(FakeExecutor):
-    """hf_overrides: "delay_s" and "raise_at_step" as in FakeExecutor; "at_load": "fail" (ValueError), "die" (SIGKILL), "hang" or "exit"."""
+    """hf_overrides: "delay_s" and "raise_at_step" as in FakeExecutor; "at_load": "fail" (ValueError), "die" (SIGKILL), "hang" or "exit";
+    "grammar_delay_s": how long a grammar's check takes."""
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
@@ -40,6 +44,11 @@ class TroubledExecutor(FakeExecutor):
             print("famous last words", file=sys.stderr, flush=True)
             os._exit(7)
         super().load_model(report)
+
+    def check_grammar(self, params: StructuredOutputsParams) -> Future[None]:
+        future: Future[None] = Future()
+        threading.Timer(self.trouble.get("grammar_delay_s", 0.0), future.set_result, [None]).start()
+        return future
 
 
 @contextmanager

@@ -18,7 +18,15 @@ from functools import cached_property
 
 import pytest
 from quire import (
-    LLM, BeamSearchOutput, BeamSearchParams, EngineArgs, InvalidParameterError, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams,
+    LLM,
+    BeamSearchOutput,
+    BeamSearchParams,
+    EngineArgs,
+    InvalidParameterError,
+    LLMEngine,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
 )  # fmt: skip
 from quire.tests.features import BEAM_PARAMS, BEAM_PROMPTS, BLOCK_SIZE, FEATURES, JOBS, PLAIN, RECOMPUTE, SWAP, Answers, Feature, run
 from quire.tests.workloads import Job

@@ -9,7 +9,6 @@ from msgspec import structs
 from quire.core.counters import Counters
 from quire.ipc.messages import FinishReason, SchedulerStats
 
-
 GAUGES = ("num_running", "num_waiting", "num_free_blocks", "num_blocks", "prefix_cache_queries", "prefix_cache_hits", "num_swapped")
 
 

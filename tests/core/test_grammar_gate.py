@@ -4,6 +4,8 @@ Must not know: grammars, llguidance, torch."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from concurrent.futures import Future
 
@@ -11,9 +13,11 @@ import pytest
 from quire.core.engine_core import EngineCore
 from quire.core.grammar_gate import GrammarGate
 from quire.frontend.inproc_client import InprocClient
+from quire.frontend.mp_client import MPClient
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.messages import EngineCoreRequest, FinishReason
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
+from quire.tests.fake_engine import COMMAND
 from quire.tests.fakes import FakeExecutor, make_config
 
 
@@ -194,3 +198,19 @@ def test_integrity_sees_a_forgotten_request():
     gate.check_integrity([])
     with pytest.raises(AssertionError, match="scheduled: .'a'"):
         gate.check_integrity(["a"])
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["idle engine", "engine asked to leave"])
+def test_a_process_that_has_nothing_else_to_do_wakes_up_for_it(leaves):
+    config = make_config(startup_timeout_s=30.0, hf_overrides={"grammar_delay_s": 0.3})
+    client = MPClient(config, command=COMMAND)
+    try:
+        client.add_request(request("a", "slow"))
+        assert client.call_utility("scheduler_state")["waiting_for_grammar"] == ["a"]
+        if leaves:  # what was taken is finished first
+            os.kill(client._connection.engine_pid, signal.SIGTERM)
+        tokens = 0
+        while tokens < 2:
+            tokens += sum(client.get_output().num_tokens)
+    finally:
+        client.shutdown()

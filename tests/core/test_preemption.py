@@ -122,7 +122,8 @@ def test_the_preempted_keeps_its_place():
 
 def test_a_batch_of_long_prompts_does_not_thrash():
     """Twelve prompts of half the cache each, in chunks: two run at a time, and next to nothing is computed twice."""
-    loop = Loop(num_gpu_blocks_override=33, max_model_len=512, max_num_batched_tokens=32, max_num_seqs=12, enable_prefix_caching=False, preemption_mode="recompute")
+    cache = dict(num_gpu_blocks_override=33, enable_prefix_caching=False, preemption_mode="recompute")
+    loop = Loop(max_model_len=512, max_num_batched_tokens=32, max_num_seqs=12, **cache)
     for i in range(12):
         loop.add(str(i), distinct(i, 230), max_tokens=10)
     loop.run(5000)

@@ -4,6 +4,7 @@ Must not know: the scheduler, the model, llguidance's insides."""
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 
@@ -21,6 +22,7 @@ from quire.ipc.params import SamplingParams, StructuredOutputsParams
 from quire.kernels import registry
 from quire.tests.executor.driver import make_config
 from quire.tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, save_tiny_model
+from quire.tests.structured.generator import numbered
 from tokenizers import Tokenizer
 
 OPS = registry.select("cpu", torch.float32)
@@ -48,8 +50,9 @@ class Bench:
 
     def enter(self, slot: int, output: str = "", eos: list[int] | None = None, **params) -> None:
         kinds = {name: params.pop(name) for name in ("regex", "choice", "grammar") if name in params}
-        structured = StructuredOutputsParams(**kinds) if kinds else None
-        sampling = SamplingParams(seed=0, temperature=0.0, structured_outputs=structured, **params)
+        if kinds:
+            params["structured_outputs"] = StructuredOutputsParams(**kinds)
+        sampling = SamplingParams(seed=0, temperature=0.0, **params)
         token_ids = [5, *self.tokenizer.encode(output).ids]
         self.batch.add(NewRequestData(slot, f"r{slot}", token_ids, 1, sampling, eos_token_ids=[EOS_TOKEN_ID] if eos is None else eos))
 
@@ -213,6 +216,104 @@ def test_masks_are_found_beside_the_step(bench, monkeypatch):
     assert not bench.grammars._masks.done()
     may_go_on.set()
     assert bench.step(0, begin=False)[0] == [{"a"}]
+
+
+# ---------------------------------------------------------------- tokens without the model
+
+
+def jump(bench: Bench, *slots: int) -> dict[int, str]:
+    forced = bench.grammars.jump(np.array(slots), bench.batch)
+    for slot, token_ids in forced.items():
+        end = bench.batch.num_tokens[slot]
+        assert bench.batch.token_ids[slot, end - len(token_ids) : end].tolist() == token_ids
+    return {slot: bench.tokenizer.decode(token_ids, skip_special_tokens=False) for slot, token_ids in forced.items()}
+
+
+def test_what_is_forced_is_appended_and_the_masks_go_on_behind_it(bench):
+    bench.enter(0, choice=["xabc1", "xabc2", "y"])
+    bench.enter(1, choice=["ab", "cd"])
+    bench.enter(2)
+    bench.step(0, 1, 2)
+    bench.append(0, "x")
+    bench.append(1, "c")
+    bench.append(2, "q")
+    assert jump(bench, 0, 1, 2) == {0: "abc", 1: f"d{END}"}
+    assert bench.step(0, 1)[0] == [{"1", "2"}, {"everything"}]
+    bench.append(0, "2")
+    assert jump(bench, 0, 1) == {0: END}
+
+
+def test_one_of_several_end_of_sequence_tokens_is_the_models_choice(bench):
+    bench.enter(0, choice=["ab", "cd"], eos=[EOS_TOKEN_ID, OTHER_EOS])
+    bench.step(0)
+    bench.append(0, "a")
+    assert jump(bench, 0) == {0: "b"}
+    assert bench.step(0)[0] == [{"<|endoftext|>", END}]
+
+
+def test_nothing_is_forced_beyond_the_context(bench):
+    bench.enter(0, choice=["a" + "b" * 100, "c"])
+    bench.step(0)
+    bench.append(0, "a")
+    assert jump(bench, 0) == {0: "b" * 62}  # 64, less the prompt and the sampled token
+    assert bench.batch.num_tokens[0] == 64
+
+
+@pytest.mark.parametrize("params", [dict(min_tokens=2), dict(logprobs=0), dict(allowed_token_ids=[1, 2]), dict(bad_words_token_ids=[[1]])], ids=str)
+def test_who_asks_for_what_only_a_step_can_tell_does_not_jump(bench, params):
+    bench.enter(0, choice=["ab", "cd"], **params)
+    bench.step(0)
+    bench.append(0, "a")
+    assert jump(bench, 0) == {}
+    assert "b" in bench.step(0)[0][0] or bench.step(0)[1]
+
+
+@pytest.mark.parametrize("settings", [dict(enable_jump_forward=False), dict(async_scheduling=True), dict(num_scheduler_steps=2)], ids=str)
+def test_settings_under_which_nobody_jumps(directory, tokenizer, settings):
+    bench = Bench(directory, tokenizer, **settings)
+    bench.enter(0, choice=["ab", "cd"])
+    bench.step(0)
+    bench.append(0, "a")
+    assert jump(bench, 0) == {} and bench.step(0)[0] == [{"b"}]
+    bench.grammars.shutdown()
+
+
+def test_a_grammar_in_error_forces_nothing(bench):
+    bench.enter(0, choice=["ab", "cd"])
+    bench.step(0)
+    bench.append(0, "x")
+    assert jump(bench, 0) == {}
+    assert list(bench.step(0)[1]) == [0]
+
+
+def allowed_ids(bench: Bench, slot: int) -> list[int]:
+    """Without end-of-sequence; none where the grammar has ended or failed."""
+    logits = torch.zeros(1, VOCAB_SIZE)
+    errors = bench.batch.stages(logits, np.array([slot]), bench.batch)
+    allowed = np.flatnonzero(logits[0].numpy() != MASKED).tolist()
+    return [] if errors or len(allowed) == VOCAB_SIZE else [token_id for token_id in allowed if token_id != EOS_TOKEN_ID]
+
+
+def test_forced_tokens_are_those_that_masks_leave_one_by_one(bench):
+    """On random grammars: the tokens of `jump` against masks with one bit."""
+    num_forced, draw, batch = 0, random.Random(0), bench.batch
+    for seed, params in numbered(30_000, 60):
+        for slot in (0, 1):
+            bench.enter(slot, structured_outputs=params)
+        while (allowed := allowed_ids(bench, 0)) and batch.num_tokens[0] < 40:
+            token_id = draw.choice(allowed)
+            for slot in (0, 1):
+                batch.append_tokens(np.array([slot]), np.array([token_id]))
+            jump(bench, 0)
+            end = batch.num_tokens[0] - (batch.token_ids[0, batch.num_tokens[0] - 1] == EOS_TOKEN_ID)
+            while batch.num_tokens[1] < end:
+                (token_id,) = allowed_ids(bench, 1)
+                batch.append_tokens(np.array([1]), np.array([token_id]))
+                num_forced += 1
+            assert (batch.token_ids[0, :end] == batch.token_ids[1, :end]).all(), (seed, params)
+        for slot in (0, 1):
+            batch.remove(slot)
+    assert num_forced > 50
 
 
 # ---------------------------------------------------------------- checks

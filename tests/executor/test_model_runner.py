@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 from quire.executor.executor import Executor
+from quire.executor.model_runner import insert_forced
 from quire.ipc.messages import SchedulerOutput
 from quire.ipc.params import SamplingParams
 from quire.tests.executor.driver import Driver, generate, greedy, start_executor
@@ -268,3 +269,8 @@ def test_refused_parameters_are_the_error_of_their_own_request(executor):
     driver.free(good)
     driver.free(bad)
     driver.step({})
+
+
+def test_forced_tokens_follow_their_rows_own():
+    columns = insert_forced([5, 2, 7, 1], [1, 0, 1, 1], [10, 30, 40], {7: [31, 32], 1: [41], 3: [9]})
+    assert columns == ([1, 0, 3, 2], [10, 30, 31, 32, 40, 41])

@@ -15,7 +15,13 @@ from quire.frontend.llm_engine import make_client
 from quire.frontend.mp_client import MPClient
 from quire.ipc.errors import EngineDeadError, EnginePausedError, InvalidParameterError, ModelLoadError, RemoteTraceback
 from quire.ipc.messages import (
-    EngineCoreOutputs, EngineCoreRequest, Finished, FinishReason, RequestTiming, SchedulerStats, TransportStats,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    Finished,
+    FinishReason,
+    RequestTiming,
+    SchedulerStats,
+    TransportStats,
 )  # fmt: skip
 from quire.ipc.params import SamplingParams
 from quire.tests.fake_engine import COMMAND, TroubledExecutor, daemon

@@ -18,7 +18,6 @@ from quire.tests.fake_engine import TroubledExecutor
 from quire.tests.frontend.tiny_tokenizers import text_config
 
 
-
 class Clock:
     now = 1000.0
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from quire import InvalidParameterError, PoolingParams, RequestOutputKind, SamplingParams
 
+
 def test_defaults_are_vllms() -> None:
     params = SamplingParams()
     assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)

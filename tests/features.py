@@ -19,9 +19,11 @@ import msgspec
 import pytest
 from quire import BeamSearchParams, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.frontend.beam_search import BeamSearch, BeamSearchOutput, first_params
+from quire.tests.answers import Answers
 from quire.tests.workloads import Job, drive
 
 MAX_MODEL_LEN, BLOCK_SIZE = 96, 8
+BLOCK_BYTES = 2 * 5 * BLOCK_SIZE * 2 * 64 * 4  # keys and values, layers, tokens, KV heads, head_dim, fp32 (of the bundled model)
 PLAIN = dict(
     dtype="float32", num_threads=1, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE, max_num_seqs=16, num_gpu_blocks_override=300,
     enable_prefix_caching=False,
@@ -29,7 +31,6 @@ PLAIN = dict(
 FEW_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 1  # one request of the longest kind fits; a few ordinary ones preempt each other
 PAUSE_AT_STEP = 6
 
-Answers = dict[str, RequestOutput]  # by request id, the last of each
 replace = msgspec.structs.replace
 
 

@@ -24,16 +24,15 @@ from quire import (
     EngineArgs,
     InvalidParameterError,
     LLMEngine,
-    RequestOutput,
     SamplingParams,
     StructuredOutputsParams,
 )  # fmt: skip
-from quire.tests.features import BEAM_PARAMS, BEAM_PROMPTS, BLOCK_SIZE, FEATURES, JOBS, PLAIN, RECOMPUTE, SWAP, Answers, Feature, run
+from quire.tests.answers import Answers, answer_alone, assert_same, assert_same_beams
+from quire.tests.features import BEAM_PARAMS, BEAM_PROMPTS, BLOCK_BYTES, FEATURES, JOBS, PLAIN, RECOMPUTE, SWAP, Feature, run
 from quire.tests.workloads import Job
 
 PAIRS = [(a, a) for a in FEATURES] + list(itertools.combinations(FEATURES, 2))
 HOST_BLOCKS = 3  # of the workload's victims some are smaller and some larger
-BLOCK_BYTES = 2 * 5 * BLOCK_SIZE * 2 * 64 * 4  # keys and values, layers, tokens, KV heads, head_dim, fp32 (of the bundled model)
 TOGETHER = {frozenset({RECOMPUTE.name, SWAP.name}): dict(preemption_mode="swap", swap_space=HOST_BLOCKS * BLOCK_BYTES / 2**30)}
 
 EXAMPLES = dict(
@@ -80,10 +79,7 @@ class Matrix:
         """What the plain engine answers to each of these jobs when there is no other. Features of the engine do not count."""
         key = tuple(feature.name for feature in features if feature.change is not None)
         if key not in self._alone:
-            engine = self.engine()
-            self._alone[key] = {}
-            for job in self.jobs(*features):
-                self._alone[key] |= one(engine, job)
+            self._alone[key] = answer_alone(self.engine(), self.jobs(*features))
         return self._alone[key]
 
     @cached_property
@@ -94,14 +90,6 @@ class Matrix:
     def close(self) -> None:
         for engine in self._engines.values():
             engine.shutdown()
-
-
-def one(engine: LLMEngine, job: Job) -> Answers:
-    engine.add_request(job.request_id, {"prompt_token_ids": job.prompt_token_ids}, job.params)
-    answers: Answers = {}
-    while engine.has_unfinished_requests():
-        answers |= {output.request_id: output for output in engine.step()}
-    return answers
 
 
 @pytest.fixture(scope="module")
@@ -134,32 +122,6 @@ def test_everything_at_once(matrix: Matrix) -> None:
     assert_same_beams(seen.beams, matrix.beams_alone)
     for feature in features:
         feature.shows(seen)
-
-
-def assert_same(got: Answers, expected: Answers) -> None:
-    assert got.keys() == expected.keys()
-    for request_id, want in expected.items():
-        have = got[request_id]
-        assert [in_short(c) for c in have.outputs] == [in_short(c) for c in want.outputs], request_id
-        assert numbers(have) == pytest.approx(numbers(want), abs=1e-3), request_id
-
-
-def assert_same_beams(got: list[BeamSearchOutput], expected: list[BeamSearchOutput]) -> None:
-    for have, want in zip(got, expected, strict=True):
-        assert [(s.tokens, s.text, s.finish_reason) for s in have.sequences] == [(s.tokens, s.text, s.finish_reason) for s in want.sequences]
-        assert [s.cum_logprob for s in have.sequences] == pytest.approx([s.cum_logprob for s in want.sequences], abs=1e-3)
-
-
-def in_short(completion) -> tuple:
-    return completion.index, completion.token_ids, completion.text, completion.finish_reason, completion.stop_reason
-
-
-def numbers(output: RequestOutput) -> list[float]:
-    """The log-probabilities of what was sampled and of the prompt, in order; the other candidates may change places where they tie."""
-    positions = [(c.token_ids, c.logprobs) for c in output.outputs if c.logprobs is not None]
-    if output.prompt_logprobs is not None:
-        positions.append((output.prompt_token_ids[1:], output.prompt_logprobs[1:]))
-    return [entries[token_id].logprob for token_ids, logprobs in positions for token_id, entries in zip(token_ids, logprobs, strict=True)]
 
 
 @pytest.mark.parametrize(("parameters", "words"), REFUSED.items(), ids=lambda value: None if isinstance(value, str) else "-".join(value))

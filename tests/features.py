@@ -26,7 +26,7 @@ MAX_MODEL_LEN, BLOCK_SIZE = 96, 8
 BLOCK_BYTES = 2 * 5 * BLOCK_SIZE * 2 * 64 * 4  # keys and values, layers, tokens, KV heads, head_dim, fp32 (of the bundled model)
 PLAIN = dict(
     dtype="float32", num_threads=1, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE, max_num_seqs=16, num_gpu_blocks_override=300,
-    enable_prefix_caching=False,
+    enable_prefix_caching=False, enable_jump_forward=False,
 )  # fmt: skip
 FEW_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 1  # one request of the longest kind fits; a few ordinary ones preempt each other
 PAUSE_AT_STEP = 6
@@ -359,7 +359,9 @@ PENALTIES = Feature(
     change=lambda params, i, _: replace(params, presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.8),
     relates=_relates_as_different,
 )
-STRUCTURED = Feature("structured output", _shows_structure, change=_with_structure, relates=_relates_as_different)
+STRUCTURED = Feature(
+    "structured output", _shows_structure, dict(enable_jump_forward=True), change=_with_structure, relates=_relates_as_different
+)
 STOP = Feature("stop", _shows_stop, change=_with_stop, relates=_relates_stop)
 
 FEATURES = (

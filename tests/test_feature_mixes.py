@@ -68,6 +68,7 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
         max_num_seqs=rng.choice([1, 3, 5, 16]),
         max_num_batched_tokens=rng.choice([8, 16, 33, 2048]),
         long_prefill_token_threshold=rng.choice([0, 0, 3, 20]),
+        enable_jump_forward=rng.random() < 0.5,
     )
     return settings | rng.choice([{}, {}, {}, dict(enable_chunked_prefill=False, max_num_batched_tokens=2048, long_prefill_token_threshold=0)])
 

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from .input_batch import InputBatch
 
 NUM_CHECKS = 2  # processes: one grammar that uses up its time does not stop the others
-MAX_COMPILED = 512  # grammars kept, the least recently used goes first; some 0.1 MB each
+MAX_COMPILED = 512  # grammars kept, the least recently used goes first; usually less than 0.1 MB each
+MAX_COMPILED_BYTES = 4 * 2**20  # of their texts together: compiled they are up to a hundred times as large
 MAX_VERDICTS = 4096  # of checks kept
 
 
@@ -76,7 +77,8 @@ class Grammars:
         self._masks: Future | None = None  # of the step that was started last
         self._started: dict[int, int] = {}  # slot -> num_tokens for which its mask is found or being found
         self._verdicts: OrderedDict[bytes, Future] = OrderedDict()
-        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # with the size of its text
+        self._compiled_bytes = 0
         self._compiled_lock = threading.Lock()
         self._checks: SimpleQueue[GrammarCheck] = SimpleQueue()
         self._all_checks: list[GrammarCheck] = []
@@ -115,29 +117,39 @@ class Grammars:
             for check in self._all_checks:
                 self._checks.put(check)
             _submit(self._check_pool, lambda: self.compiler.tokenizer)  # read while the first check's process reads it too
-        return _submit(self._check_pool, self._check, key, params)
+        future: Future[None] = Future()
+        _submit(self._check_pool, self._check, future, key, params)
+        return future
 
-    def _check(self, key: bytes, params: StructuredOutputsParams) -> None:
+    def _check(self, future: Future[None], key: bytes, params: StructuredOutputsParams) -> None:
         """In a thread of the pool, which is also the parent of the process that it starts."""
         check = self._checks.get()
         try:
             check.check(params)
+            self._compile(key, params)
+        except InvalidParameterError as error:  # a new one: the traceback of this would keep the whole grammar, as long as the verdict is kept
+            future.set_exception(InvalidParameterError(error.parameter, error.problem))
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
         finally:
             self._checks.put(check)
-        self._compile(key, params)
 
     def _compile(self, key: bytes, params: StructuredOutputsParams) -> LLMatcher:
         """From the cache, or anew. In a thread with a deep stack."""
         with self._compiled_lock:
-            matcher = self._compiled.get(key)
-            if matcher is not None:
+            if key in self._compiled:
                 self._compiled.move_to_end(key)
-                return matcher
+                return self._compiled[key][0]
         matcher = self.compiler.compile(params)
         with self._compiled_lock:
-            self._compiled[key] = matcher
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            if key not in self._compiled:  # else another thread was as fast
+                size = len(msgspec.msgpack.encode(params))
+                self._compiled[key] = matcher, size
+                self._compiled_bytes += size
+            while len(self._compiled) > MAX_COMPILED or self._compiled_bytes > MAX_COMPILED_BYTES:
+                self._compiled_bytes -= self._compiled.popitem(last=False)[1][1]
         return matcher
 
     # ------------------------------------------------------------ slots
@@ -284,7 +296,7 @@ def key_of(params: StructuredOutputsParams) -> bytes:
 
 def _is_failure(future: Future) -> bool:
     """Of the check itself, not of the grammar: the next one may go better."""
-    return future.cancelled() or future.exception() is not None and not isinstance(future.exception(), InvalidParameterError)
+    return future.exception() is not None and not isinstance(future.exception(), InvalidParameterError)
 
 
 _stack_lock = threading.Lock()

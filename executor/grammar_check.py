@@ -54,6 +54,8 @@ class GrammarCheck:
 
     def check(self, params: StructuredOutputsParams) -> None:
         """Normalized `params`. Returns within about two seconds. Raises InvalidParameterError for a grammar that is unsound, or that costs too much."""
+        if self._child is not None and self._child.poll() is not None:  # it died of something else, between two checks
+            self.end()
         child = self._child or self._start()
         try:
             _write(child.stdin, msgspec.msgpack.encode(params))

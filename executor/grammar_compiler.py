@@ -3,7 +3,8 @@ May know: llguidance, the tokenizer's file, StructuredOutputsParams.
 Must not know: torch, slots, steps, or which process it runs in (the engine's, and the one of grammar_check.py).
 
 The dialects are llguidance's: JSON schema (draft 2020-12; a keyword it does not implement is an error, never ignored), Rust's `regex` without
-anchors (the whole output matches anyway), Lark with llguidance's extensions, or GBNF. A choice is a regex of escaped characters."""
+look-around, word boundaries and back-references (the whole output matches, with anchors or without), Lark with llguidance's extensions, or
+GBNF. A choice is a regex of escaped characters."""
 
 from __future__ import annotations
 

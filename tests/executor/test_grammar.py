@@ -206,6 +206,20 @@ def test_the_cache_forgets_the_least_recently_used(bench, monkeypatch):
     assert bench.step(0, 1, 2, 3)[0] == [{"a"}, {"b"}, {"c"}, {"b"}]
 
 
+def test_large_grammars_leave_the_cache_earlier(bench, monkeypatch):
+    monkeypatch.setattr(grammar, "MAX_COMPILED_BYTES", 1000)
+    bench.enter(0, choice=["a" * 300])
+    bench.enter(1, choice=["b" * 900])
+    bench.enter(2, choice=["c" * 2000])
+    assert bench.step(0, 1, 2)[0] == [{"a"}, {"b"}, {"c"}]
+    assert not bench.grammars._compiled and bench.grammars._compiled_bytes == 0
+
+
+def test_a_refusal_does_not_keep_the_grammar(bench):
+    error = bench.grammars.check(StructuredOutputsParams(regex="a(")).exception(60)
+    assert isinstance(error, InvalidParameterError) and error.__traceback__ is None
+
+
 def test_masks_are_found_beside_the_step(bench, monkeypatch):
     """`start` returns while they are being found; `apply` waits for them."""
     may_go_on = threading.Event()

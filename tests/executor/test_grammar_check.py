@@ -83,6 +83,13 @@ def test_a_grammar_that_overflows_the_stack_ends_the_process_alone(check):
     check.check(FINE)
 
 
+def test_a_process_that_died_between_two_checks_is_no_refusal(check):
+    check.check(FINE)
+    psutil.Process(pid_of(check)).kill()
+    check._child.wait()
+    check.check(FINE)
+
+
 def test_memory_is_limited(settings, monkeypatch):
     """In a child of its own: the limit is the process's."""
     code = (

@@ -46,6 +46,7 @@ PERSON = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         (dict(json_object=True, disable_any_whitespace=True), ['{"x":[1,2]}'], ['{"x": [1,2]}']),
         (dict(regex="[0-9]{2,3}"), ["12", "123"], ["1", "1234", "12x"]),
         (dict(regex="a|bc"), ["a", "bc"], ["ac", "c"]),  # the alternatives are whole outputs
+        (dict(regex="^ab+$"), ["ab", "abb"], ["a", "b", "xab"]),
         (dict(regex="\\w+é?/\n"), ["xé/\n"], ["xé/"]),
         (dict(choice=["yes", "no", "a|b", ".*"]), ["yes", "no", "a|b", ".*"], ["y", "a", "b", "xx", "yes "]),
         (dict(grammar='start: "x" digits\ndigits: /[0-9]+/'), ["x1", "x123"], ["x", "1"]),  # Lark
@@ -72,6 +73,8 @@ def test_a_choice_is_exactly_its_texts(compiler, text, other):
     [
         (dict(regex="(?=a)"), "look-around"),
         (dict(regex="a("), "unclosed group"),
+        (dict(regex="\\ba"), "lookarounds not supported"),
+        (dict(regex="(a)\\1"), "backreferences are not supported"),
         (dict(json="{"), "EOF"),
         (dict(json={"type": "objekt"}), "Invalid type: objekt"),
         (dict(json={"type": "array", "uniqueItems": True}), "uniqueItems"),  # not implemented is not ignored

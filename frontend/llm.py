@@ -104,15 +104,19 @@ class LLM:
         sampling_params: for all, or one per prompt; None: get_default_sampling_params().
         trace_headers: the caller's trace context, for all of them (LLMEngine.add_request).
         Raises InvalidParameterError before anything is submitted if one prompt or parameter is bad. A request that fails inside the
-        engine ends with finish_reason "error" and its message in `error`; the others go on. Whatever is raised while it runs,
-        KeyboardInterrupt included, aborts all that was submitted.
+        engine ends with finish_reason "error" and its message in `error`; the others go on. What only the engine can refuse, a grammar
+        that does not compile, ends so too among several prompts, with `error_parameter`; of a single one it raises InvalidParameterError.
+        Whatever is raised while it runs, KeyboardInterrupt included, aborts all that was submitted.
         """
         several = _prompt_list(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _one_each("sampling_params", sampling_params, len(several))
         priorities = _one_each("priority", 0 if priority is None else priority, len(several))
-        return self._run(self._process(several, params, priorities), use_tqdm, trace_headers)
+        outputs = self._run(self._process(several, params, priorities), use_tqdm, trace_headers)
+        if len(outputs) == 1 and (parameter := outputs[0].error_parameter) is not None:
+            raise InvalidParameterError(parameter, outputs[0].error.removeprefix(f"{parameter}: "))
+        return outputs
 
     def _process(self, prompts: list[Prompt], params: list[Any], priorities: list[Any]) -> list[ProcessedRequest]:
         """Checks and tokenizes all of them, or raises InvalidParameterError for the first that is bad."""

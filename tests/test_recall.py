@@ -8,6 +8,8 @@ import random
 
 import pytest
 from quire import LLM, SamplingParams
+from quire.frontend.model_files import find_model_directory
+from quire.frontend.tokenizer import Tokenizer
 from quire.tests.bundled_model.data import recall_prompt
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -30,10 +32,17 @@ def test_in_chunks_of_16():
         assert num_right(llm, samples(4)) >= 4
 
 
-def test_under_preemption():
-    with LLM(engine="inproc", num_gpu_blocks_override=260, max_num_batched_tokens=512) as llm:  # two of these prompts fit, six run
-        assert num_right(llm, samples(6)) >= 6
-        assert llm.llm_engine.client.call_utility("get_metrics")["num_preemptions"] >= 1
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_under_preemption(mode):
+    """Two prompts just fit, and their answers do not: one gives way in the middle of its answer."""
+    asked = samples(6)
+    tokenizer = Tokenizer(find_model_directory("bundled"))
+    num_blocks = 1 + sum(-(-len(tokenizer.encode(sample.prompt)) // 16) for sample in asked[:2])
+    with LLM(engine="inproc", max_model_len=2048, num_gpu_blocks_override=num_blocks, max_num_batched_tokens=512, preemption_mode=mode) as llm:
+        assert num_right(llm, asked) >= 6
+        metrics = llm.get_metrics()
+        assert metrics["num_preemptions"] >= 1
+        assert metrics["num_recomputed_tokens" if mode == "recompute" else "num_blocks_swapped_in"] >= 1
 
 
 def test_with_a_warm_prefix_cache():

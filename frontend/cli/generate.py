@@ -143,7 +143,7 @@ def complete(engine: LLMEngine, prompts: list[Prompt], base: dict[str, Any], arg
                 meter.count(output)
                 writer.write(int(output.request_id), output)
                 if output.finished and output.error:
-                    code = code or 1
+                    code = 2 if output.error_parameter else code or 1  # what the engine refuses (a grammar, say) is bad input too
                     complain(int(output.request_id), prompts, output.error)
         writer.end()
         if interrupts.requested:

@@ -151,7 +151,7 @@ def copy_blocks(dtype: torch.dtype) -> list[Case]:
 
     cache, host = rand(10, 8, 2, 16, dtype=dtype), rand(6, 8, 2, 16, dtype=dtype)
     return [
-        Case("within one cache", (cache, cache, torch.tensor([[3, 4], [3, 0], [9, 2]])), own, in_place=(1,)),
+        Case("within one cache", (cache, cache, torch.tensor([[3, 4], [3, 0], [9, 2]])), lambda *args: own(*args) * 2, in_place=(0, 1)),
         Case("out", (cache, host, torch.tensor([[9, 0], [1, 5], [1, 2]])), own, in_place=(1,)),
         Case("in", (host, cache, torch.tensor([[5, 7]])), own, in_place=(1,)),
         Case("nothing", (host, cache, torch.zeros(0, 2, dtype=torch.int64)), own, in_place=(1,)),

@@ -8,7 +8,7 @@ import asyncio
 
 import msgspec
 import pytest
-from quire import LLM, AsyncLLM, EngineArgs, SamplingParams, StructuredOutputsParams
+from quire import LLM, AsyncLLM, EngineArgs, InvalidParameterError, SamplingParams, StructuredOutputsParams
 from quire.tests.structured.generator import numbered
 
 # Every third is greedy; the others are random, each with its own seed.
@@ -108,3 +108,14 @@ def test_several_completions_of_one_request() -> None:
         together = tokens_of(llm.generate("x", params, use_tqdm=False))
         assert together == tokens_of(llm.generate(["x"] * 4, alone, use_tqdm=False))
         assert len({tuple(token_ids) for token_ids, _, _ in together}) > 1
+
+
+def test_a_grammar_that_does_not_compile_is_raised_to_a_single_caller_and_told_to_many() -> None:
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
+    with LLM(**SETTINGS) as llm:
+        with pytest.raises(InvalidParameterError, match="^structured_outputs: cannot be compiled") as raised:
+            llm.generate("x", bad, use_tqdm=False)
+        assert raised.value.parameter == "structured_outputs"
+        refused, fine = llm.generate(["x", "x"], [bad, SamplingParams(max_tokens=3)], use_tqdm=False)
+    assert (refused.error_parameter, refused.outputs[0].finish_reason) == ("structured_outputs", "error")
+    assert fine.error is None and len(fine.outputs[0].token_ids) == 3

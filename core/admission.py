@@ -18,6 +18,7 @@ class Start(NamedTuple):
     num_tokens: int
     blocks: list[KVCacheBlock]  # that hold the beginning of them
     source: KVCacheBlock | None = None  # holds the rest of them, for another request: to be copied
+    is_fork: bool = False  # they are a sibling's, whatever the prefix cache holds
 
 
 def find_start(manager: KVCacheManager, request: Request) -> Start | None:
@@ -32,7 +33,7 @@ def find_start(manager: KVCacheManager, request: Request) -> Start | None:
             num_tokens = request.num_prompt_tokens - 1
             num_blocks, num_more = divmod(num_tokens, manager.block_size)
             blocks = manager.get_blocks(source, num_blocks + 1)
-            return Start(num_tokens, blocks[:num_blocks], blocks[num_blocks] if num_more else None)
+            return Start(num_tokens, blocks[:num_blocks], blocks[num_blocks] if num_more else None, is_fork=True)
     blocks = manager.get_computed_blocks(request)
     return Start(max(len(blocks) * manager.block_size, request.num_swapped_tokens), blocks)
 

@@ -286,7 +286,7 @@ class Scheduler:
             request.scheduled_time = time.monotonic()
         if request.num_cached_tokens is None:  # hits after a preemption are its own old blocks: they say nothing about the cache
             request.num_cached_tokens = min(start.num_tokens, request.num_prompt_tokens)
-            if self.kv_cache_manager.enable_caching and request.reads_prefix_cache:
+            if self.kv_cache_manager.enable_caching and request.reads_prefix_cache and not start.is_fork:
                 self.kv_cache_manager.record_prefix_query(request.num_tokens, start.num_tokens)
         step.output.new_requests.append(
             NewRequestData(

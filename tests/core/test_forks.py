@@ -48,6 +48,8 @@ def test_one_prefill_and_the_last_block_is_copied(num_prompt, caching):
     loop.run()
     assert_answers(loop, expected)
     assert loop.scheduler.stats().num_prompt_tokens == num_prompt + 4  # the last token once more for each: its logits are drawn from again
+    assert loop.scheduler.stats().prefix_cache_hits == 0  # what siblings share says nothing about the cache
+    assert loop.scheduler.stats().num_blocks_copied == (4 if is_partial else 0)
     assert loop.scheduler.kv_cache_manager.num_free_blocks == 256
 
 

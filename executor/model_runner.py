@@ -102,19 +102,18 @@ class ModelRunner:
         query_lens = np.array(scheduler_output.num_scheduled_tokens, np.int64)
         is_prefill = query_lens != 1
         num_decodes = len(query_lens) - int(np.count_nonzero(is_prefill))
-        order = np.argsort(is_prefill, kind="stable")
-        query_lens = query_lens[order]
-        slots = np.array(scheduler_output.slots, np.int64)[order]
-        num_computed = np.array(scheduler_output.num_computed_tokens, np.int64)[order]
-        seq_lens = num_computed + query_lens
-
-        query_start_loc = np.zeros(len(slots) + 1, np.int64)
-        np.cumsum(query_lens, out=query_start_loc[1:])
-        if num_decodes == len(slots):
+        slots, num_computed = np.array(scheduler_output.slots, np.int64), np.array(scheduler_output.num_computed_tokens, np.int64)
+        if num_decodes == len(slots):  # most steps
+            order, query_start_loc = np.arange(num_decodes), np.arange(num_decodes + 1)
             positions, token_slots = num_computed, slots
         else:
+            order = np.argsort(is_prefill, kind="stable")
+            query_lens, slots, num_computed = query_lens[order], slots[order], num_computed[order]
+            query_start_loc = np.zeros(len(slots) + 1, np.int64)
+            np.cumsum(query_lens, out=query_start_loc[1:])
             positions = np.arange(query_start_loc[-1]) + np.repeat(num_computed - query_start_loc[:-1], query_lens)
             token_slots = np.repeat(slots, query_lens)
+        seq_lens = num_computed + query_lens
         block_ids = batch.block_tables[token_slots, positions // block_size]
         slot_mapping = block_ids.astype(np.int64) * block_size + positions % block_size
 
@@ -159,11 +158,14 @@ class ModelRunner:
 
         good = np.array([int(slot) not in errors for slot in slots]) if errors else slice(None)
         self.batch.append_tokens(slots[good], sampled.token_ids[good])
-        by_request = np.full(num_rows, -1, np.int64)  # back in the order of the SchedulerOutput
-        by_request[inputs.order[sampled_rows[good]]] = sampled.token_ids[good]
-        has_token = by_request >= 0
-        logprobs = [row for row in sampled.logprobs if row.slot not in errors]
-        num_sampled, token_ids = has_token.astype(int).tolist(), by_request[has_token].tolist()
+        if len(sampled_rows) == inputs.metadata.num_decodes == num_rows and not errors:  # all in the order of the SchedulerOutput
+            num_sampled, token_ids, logprobs = [1] * num_rows, sampled.token_ids.tolist(), sampled.logprobs
+        else:
+            by_request = np.full(num_rows, -1, np.int64)
+            by_request[inputs.order[sampled_rows[good]]] = sampled.token_ids[good]
+            has_token = by_request >= 0
+            num_sampled, token_ids = has_token.astype(int).tolist(), by_request[has_token].tolist()
+            logprobs = [row for row in sampled.logprobs if row.slot not in errors]
         if self.grammars is not None and (forced := self.grammars.jump(slots[good], self.batch)):
             order = inputs.slots[np.argsort(inputs.order)].tolist()
             num_sampled, token_ids = insert_forced(order, num_sampled, token_ids, forced)

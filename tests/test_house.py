@@ -48,6 +48,7 @@ MIRRORS = {
     "__init__.py": "tests/test_costs.py",
     "__main__.py": "tests/frontend/test_cli.py",
     "frontend/cli/": "tests/frontend/test_cli.py",
+    "frontend/server/routes/": "tests/frontend/server/test_routes.py",
     "frontend/inproc_client.py": "tests/frontend/test_client.py",  # one contract suite over all forms of a client
     "frontend/mp_client.py": "tests/frontend/test_client.py",
     "ipc/errors.py": "tests/ipc/test_failures.py",

@@ -1,0 +1,25 @@
+"""ServerConfig: names that do not clash with the engine's, descriptions for --help, values out of range refused.
+May know: both configuration trees.
+Must not know: what a value does."""
+
+import msgspec
+import pytest
+
+from quire.frontend.server.config import ServerConfig, server_fields
+from quire.ipc.config import config_fields
+
+
+def test_names_are_unique_over_both_trees() -> None:
+    assert not server_fields().keys() & config_fields().keys()
+
+
+@pytest.mark.parametrize("name", sorted(server_fields()))
+def test_every_field_says_what_it_is(name: str) -> None:
+    descriptions = [meta.description for meta in server_fields()[name].type.__metadata__ if meta.description]
+    assert len(descriptions) == 1 and descriptions[0].endswith(".")
+
+
+@pytest.mark.parametrize("bad", [{"port": 65536}, {"port": -1}, {"unknown_params": "maybe"}, {"header_timeout_s": 0}, {"api_keys": []}])
+def test_values_out_of_range_are_refused(bad: dict) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(bad, ServerConfig)

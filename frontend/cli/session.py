@@ -38,6 +38,10 @@ def request_flags(**defaults: Any) -> list[Flag]:
 
 def add_session_flags(parser: Parser) -> None:
     parser.add_flags("engine", session_flags(), COMMON_ENGINE)
+    add_engine_flag(parser)
+
+
+def add_engine_flag(parser: Parser) -> None:
     parser.add_argument(
         "--engine",
         metavar="WHERE",

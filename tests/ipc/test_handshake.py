@@ -81,7 +81,7 @@ def test_a_daemon(open_, tmp_path):
     ("trouble", "expected", "text"),
     [
         ("fail", ValueError, "made of cheese"),
-        ("die", EngineStartError, "load weights, 50%.*SIGKILL"),
+        ("die", EngineStartError, "it had come to: .*SIGKILL"),
         ("exit", EngineStartError, "exited with code 7; its last words:\n    famous last words"),
     ],
 )
@@ -92,7 +92,7 @@ def test_failures(open_, trouble, expected, text):
 
 
 def test_the_deadline(open_):
-    with pytest.raises(EngineStartError, match="did not answer in time .it had come to: load weights, 50%.*startup_timeout_s"):
+    with pytest.raises(EngineStartError, match="did not answer in time .*startup_timeout_s"):
         open_(hf_overrides={"at_load": "hang"}, startup_timeout_s=1.5)
 
 

@@ -128,8 +128,8 @@ def bad_field(problem: str) -> ApiError:
     match = PATH.search(problem)
     param = match[1] if match else None
     sentence = PATH.sub("", problem).replace("`", "'")
-    if param is None and (absent := re.search(r"missing required field '(\w+)'", sentence)):
-        return missing(absent[1])
+    if absent := re.search(r"missing required field '(\w+)'", sentence):
+        return missing(f"{param}.{absent[1]}" if param else absent[1])
     where = f"Invalid value for '{param}': " if param else "Invalid body: "
     return ApiError(400, f"{where}{sentence[:1].lower()}{sentence[1:]}.", code="invalid_type", param=param)
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
+from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
-from ..answer_format import AnswerParser, Content, Part, Reasoning, ToolCallArguments, ToolCallStart
+from ..answer_format import Answer, AnswerParser, Part, ToolCallStart, collect
 from ..outputs import PositionLogprobs
 from .call import Call
 from .errors import invalid
@@ -57,35 +58,22 @@ class ChoiceNews:
 
 
 @dataclass(slots=True)
-class ToolCall:
-    name: str
-    arguments: str = ""  # JSON
-
-
-@dataclass(slots=True)
 class Message:
-    """A whole answer, put together from its parts."""
+    """A whole answer, put together from its news."""
 
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[PositionLogprobs] | None = None
 
     def add(self, news: ChoiceNews) -> None:
-        for part in news.parts:
-            if isinstance(part, Content):
-                self.content += part.text
-            elif isinstance(part, Reasoning):
-                self.reasoning += part.text
-            elif isinstance(part, ToolCallStart):
-                self.tool_calls.append(ToolCall(part.name))
-            elif isinstance(part, ToolCallArguments):
-                self.tool_calls[part.index].arguments += part.text
+        self.parts += news.parts
         if news.logprobs is not None:
             self.logprobs = [*(self.logprobs or []), *news.logprobs]
         self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
+
+    def answer(self) -> Answer:
+        return collect(self.parts)
 
 
 async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> ChatRun:
@@ -97,10 +85,8 @@ async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> ChatRu
     wants_tools = bool(turn.tools) and turn.tool_choice != "none"
     format = state.answer_format
     params = turn.params
-    if wants_tools:
-        format.check_tools(turn.tools, turn.tool_choice)
-        forced = format.forced(turn.tools, turn.tool_choice, parallel=turn.parallel_tool_calls)
-        params = msgspec.structs.replace(params, structured_outputs=forced or params.structured_outputs)
+    if wants_tools and format.tool_format is None:
+        raise InvalidParameterError("tools", "this model's chat template has no place for tools, so it cannot call any")
     if not format.skip_special_tokens:
         params = msgspec.structs.replace(params, skip_special_tokens=False)
 
@@ -122,7 +108,8 @@ async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> ChatRu
     check_context(state, token_ids, params, turn.names)
     check_room(state, token_ids, turn.max_tokens, turn.names)
     job = Job(turn.request_id, token_ids, params, text, turn.priority, turn.cache_salt, turn.names)
-    parsers = [format.parser(turn.tools if wants_tools else None, prompt_text=text) for _ in range(params.n)]
+    tools = turn.tools if wants_tools else None
+    parsers = [format.parser(tools, prompt_text=text, parallel_tool_calls=turn.parallel_tool_calls) for _ in range(params.n)]
     return ChatRun(state, call, job, parsers)
 
 

@@ -87,10 +87,13 @@ def unsupported(param: str, message: str) -> ApiError:
 
 def context_length_exceeded(param: str, max_model_len: int, num_prompt_tokens: int, max_tokens: int | None = None) -> ApiError:
     """OpenAI's sentence, which clients look for. `max_tokens`: those asked for, where it is they that do not fit."""
-    wanted = f"you requested {num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the {param}, {max_tokens} in the completion)"
-    problem = f"your {param} resulted in {num_prompt_tokens} tokens, which leaves none for an answer" if max_tokens is None else wanted
-    message = f"This model's maximum context length is {max_model_len} tokens. However, {problem}. Please reduce the length of the {param}"
-    return ApiError(400, message + ("." if max_tokens is None else " or completion."), code="context_length_exceeded", param=param)
+    if max_tokens is None:
+        problem, remedy = f"your {param} resulted in {num_prompt_tokens} tokens, which leaves none for an answer", param
+    else:
+        total = num_prompt_tokens + max_tokens
+        problem, remedy = f"you requested {total} tokens ({num_prompt_tokens} in the {param}, {max_tokens} in the completion)", f"{param} or completion"
+    message = f"This model's maximum context length is {max_model_len} tokens. However, {problem}. Please reduce the length of the {remedy}."
+    return ApiError(400, message, code="context_length_exceeded", param=param)
 
 
 def not_found(what: str) -> ApiError:

@@ -71,10 +71,14 @@ class ServerState:
         self.engine = engine
 
     def _detect_format(self, engine: AsyncLLM) -> AnswerFormat:
-        config, templates = self.server_config, engine.tokenizer.chat_templates if engine.tokenizer else {}
-        named = self.chat_template or "default"
-        template = templates.get("tool_use") if named == "default" and "tool_use" in templates else templates.get(named, self.chat_template)
-        return detect(template, config.tool_call_parser, config.reasoning_parser)
+        """By the template that will be rendered."""
+        config, tokenizer, named = self.server_config, engine.tokenizer, self.chat_template
+        if tokenizer is None:
+            return detect(None, config.tool_call_parser, config.reasoning_parser)
+        templates = tokenizer.chat_templates
+        template = templates.get(named, named) if named else templates.get("tool_use") or templates.get("default")
+        special_tokens = {tokenizer.added_tokens[token_id]: token_id for token_id in tokenizer.special_ids}
+        return detect(template, config.tool_call_parser, config.reasoning_parser, special_tokens)
 
     def ready_engine(self) -> AsyncLLM:
         """The engine, or the refusal that says why there is none."""

@@ -100,13 +100,14 @@ class ChatAnswer:
         return Json(self._head | {"choices": choices, "usage": self._chat.usage.as_openai()})
 
     def _choice(self, index: int, message: Message) -> dict[str, Any]:
-        said: dict[str, Any] = {"role": "assistant", "content": message.content or (None if message.tool_calls else ""), "refusal": None}
-        if message.reasoning:
-            said["reasoning_content"] = message.reasoning
-        if message.tool_calls:
+        answer = message.answer()
+        said: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if answer.tool_calls else ""), "refusal": None}
+        if answer.reasoning:
+            said["reasoning_content"] = answer.reasoning
+        if answer.tool_calls:
             said["tool_calls"] = [
                 {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in message.tool_calls
+                for call in answer.tool_calls
             ]
         return {"index": index, "message": said, "logprobs": None, "finish_reason": message.finish_reason}
 

@@ -43,8 +43,10 @@ class EngineCore:
         check_config(config)
         report = report or _report_nothing
         if executor is None:
+            report("import", 0.0)
             from ..executor.executor import Executor
 
+            report("import", 1.0)
             executor = Executor(config)
         self.config = config
         self.executor = executor

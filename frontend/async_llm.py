@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from ..ipc.config import EngineConfig
 from ..ipc.errors import EngineDeadError, InvalidParameterError
 from ..ipc.messages import SchedulerStats
 from ..ipc.params import PoolingParams, SamplingParams
+from ..ipc.threads import in_thread
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
 from .client import EngineClient
 from .engine_args import EngineArgs
 from .input_processor import Prompt
-from .llm_engine import TextSide, connect
+from .llm_engine import TextSide, connect, connect_async
 from .model_files import find_model_directory
 from .output_processor import ProcessedOutputs
 from .outputs import RequestOutput
@@ -81,6 +82,28 @@ class AsyncLLM:
             return cls(config, client)
         except BaseException:
             client.shutdown()
+            raise
+
+    @classmethod
+    async def start(cls, args: EngineArgs, engine: str = "process", on_progress: Callable[[str, float], None] | None = None) -> AsyncLLM:
+        """As from_engine_args, while the running loop goes on. Raises the engine's own exception if it cannot start.
+
+        `on_progress(stage, fraction)` is called in the loop's thread, stages in this order, fractions from 0 to 1: "model files" (found, or
+        downloaded), "start" (the engine's process), "import" (its libraries), "load weights", "kv cache", "tokenizer". A stage that an
+        engine does not have is left out; a daemon that has begun before us tells only what is still to come.
+
+        Cancelled, it ends a child, or the loading in this process at the next report, before it raises; only a download goes on. A child
+        dies with the thread that started it, so the loop's thread must live as long as the engine is wanted.
+        """
+        report = on_progress or (lambda stage, fraction: None)
+        config, client = await connect_async(args, engine, report)
+        try:
+            report("tokenizer", 0.0)
+            llm = await in_thread(lambda: cls(config, client))
+            report("tokenizer", 1.0)
+            return llm
+        except BaseException:
+            await client.shutdown_async()
             raise
 
     @property
@@ -282,10 +305,21 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """Leaves the engine: a child exits, a daemon stays. Readers get EngineDeadError. May be called twice."""
+        self._stop_reading()
+        self.client.shutdown()
+        self._telemetry.close()
+
+    async def shutdown_async(self) -> None:
+        """As shutdown, while the loop goes on; a cancellation is raised when it is done."""
+        self._stop_reading()
+        try:
+            await self.client.shutdown_async()
+        finally:
+            await in_thread(self._telemetry.close)  # may send spans
+
+    def _stop_reading(self) -> None:
         task, self._output_task = self._output_task, None
         if task is not None and not task.get_loop().is_closed():
             task.cancel()
         if self._dead_error is None:
             self._fail(EngineDeadError("AsyncLLM.shutdown was called"))
-        self.client.shutdown()
-        self._telemetry.close()

@@ -132,7 +132,7 @@ class Hello(Message, tag="hello"):
 
 
 class Progress(Message, tag="progress"):
-    stage: str  # "import", "load weights", "profile", "kv cache"
+    stage: str  # "import", "load weights", "kv cache"
     fraction: float  # of the stage, 0..1
 
 

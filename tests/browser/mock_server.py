@@ -24,7 +24,8 @@ BLOCK_SIZE, NUM_BLOCKS, STEP_S, MAX_MODEL_LEN = 16, 960, 0.012, 2048
 CHUNK = 96  # prompt tokens of one request per step
 ANSWERS = {
     "xss": 'Look: <img src=x onerror="window.hacked=1"> <script>window.hacked=2</script> and [a](javascript:window.hacked=3).\n```html\n<b>not bold</b>\n```\n',
-    "code": "The sum of a list, in **Python**:\n\n```python\ndef total(numbers: list[float]) -> float:\n    result = 0.0\n    for number in numbers:\n        result += number\n    return result\n```\n\nCall it as `total([1, 2, 3])`; an empty list gives `0.0`.",
+    "code": "The sum of a list, in **Python**:\n\n```python\ndef total(numbers: list[float]) -> float:\n    result = 0.0\n    for number in numbers:\n"
+    "        result += number\n    return result\n```\n\nCall it as `total([1, 2, 3])`; an empty list gives `0.0`.",
     "short": "Yes.",
     "long": "The rain began before the lamps were lit. " * 200,
 }
@@ -129,8 +130,8 @@ class Mock:
         self.counters[f"num_finished_{reason}"] += 1
         # fmt: off
         self.finished.insert(0, {
-            "id": job.id[:-17], "created": time.time(), "model": "quire-demo", "finish_reason": reason, "prompt_tokens": job.num_prompt, "completion_tokens": job.output,
-            "cached_tokens": job.num_cached, "ttft_s": 0.0312 + 0.0001 * job.num_prompt, "e2e_s": job.output * STEP_S + 0.05, "num_preemptions": 0,
+            "id": job.id[:-17], "created": time.time(), "model": "quire-demo", "finish_reason": reason,
+            "prompt_tokens": job.num_prompt, "completion_tokens": job.output, "cached_tokens": job.num_cached, "ttft_s": 0.0312 + 0.0001 * job.num_prompt, "e2e_s": job.output * STEP_S + 0.05, "num_preemptions": 0,
         })
         # fmt: on
 

@@ -112,6 +112,15 @@ class AsyncLLM:
         return self._telemetry.stats
 
     @property
+    def record_token_times(self) -> bool:
+        """Whether the moments of a request's tokens are kept, in RequestMetrics.token_ts; off until it is set. It costs a float per token."""
+        return self._output_processor.record_token_times
+
+    @record_token_times.setter
+    def record_token_times(self, is_wanted: bool) -> None:
+        self._output_processor.record_token_times = is_wanted
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         return self.text_side.tokenizer
 
@@ -271,6 +280,10 @@ class AsyncLLM:
 
     async def scheduler_state(self) -> dict[str, Any]:
         return await self.call_utility("scheduler_state")
+
+    async def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
+        observation = await self.call_utility("observe", since_step, max_blocks)
+        return observation | {"counters": self._telemetry.metrics(observation["counters"])}
 
     def set_tracer_provider(self, provider: Any) -> None:
         self._telemetry.set_tracer_provider(provider)

@@ -14,6 +14,7 @@ from . import __version__
 COMMANDS = {
     "generate": "complete one or many prompts, streaming to the terminal",
     "chat": "talk with the model",
+    "serve": "serve a model over OpenAI's API",
     "engine": "load a model once and serve it to other programs through a socket file",
 }
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE

@@ -39,7 +39,7 @@ async def read(llm: AsyncLLM, request_id: str, params: SamplingParams = ENDLESS,
 @pytest.mark.parametrize("how", ["aclose", "cancel", "abort"])
 @pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}, {"num_scheduler_steps": 4}], ids=str)
 def test_a_request_that_is_left_is_gone_within_two_steps(how, settings):
-    """Both processes read the same clock. The step that runs when it is left is one; overlapped, the next may be on its way already."""
+    """One step runs when it is left, and at most one more is scheduled with it. Both processes read the same clock."""
 
     async def test(llm: AsyncLLM) -> None:
         stream = llm.generate([5, 6, 7], ENDLESS, "left")
@@ -55,8 +55,8 @@ def test_a_request_that_is_left_is_gone_within_two_steps(how, settings):
         while (await llm.observe())["requests"]:
             pass
         await asyncio.sleep(5 * STEP_S)  # whatever was on its way has run
-        last = [record for record in (await llm.observe())["steps"] if record[1] + record[2] + record[3] > left_at]
-        assert 1 <= len(last) <= 2
+        steps = (await llm.observe())["steps"]
+        assert len(steps) >= 2 and sum(start_time > left_at for _, start_time, *_ in steps) <= 1
 
     async def collect(stream) -> None:
         if how == "aclose":

@@ -41,7 +41,7 @@ class App:
         if scope["type"] != "http":
             return await self._refuse_other(scope, receive, send)
         loop = asyncio.get_running_loop()
-        call = Call(new_request_id(scope["headers"]), loop.time(), asyncio.current_task())
+        call = Call(new_request_id(scope["headers"]), loop.time(), asyncio.current_task(), scope["path"])
         scope.setdefault("state", {})["call"] = call
         scope["app"] = self  # starlette's routes then raise their refusals, which _answer_error puts into the API's shape
         status = 0

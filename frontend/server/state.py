@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,12 +17,16 @@ from ..async_llm import AsyncLLM
 from .call import Call
 from .config import ServerConfig
 from .errors import ENGINE_GONE, ApiError, from_exception
-from .sse import EventStream, event
+from .sse import COMMENT, EVENT_STREAM, EventStream, event
 
 logger = logging.getLogger(__name__)
 
 # Where each stage of loading begins and ends, as shares of the whole; measured on small and large models, good enough for an estimate.
 STAGES = {"start": (0.0, 0.02), "import": (0.02, 0.2), "load weights": (0.2, 0.8), "profile": (0.8, 0.9), "kv cache": (0.9, 1.0)}
+
+
+def openai_error_event(error: ApiError) -> bytes:
+    return event(error.as_dict())
 
 
 @dataclass(slots=True)
@@ -106,16 +110,32 @@ class ServerState:
         message = f"The model {name!r} does not exist. This server has {self.model_name!r}."
         raise ApiError(404, message, code="model_not_found", param="model")
 
-    def event_stream(self, events: AsyncIterator[bytes], call: Call) -> EventStream:
-        """The answer that streams `events` in OpenAI's form, with this server's timeouts."""
+    def event_stream(
+        self,
+        events: AsyncIterator[bytes],
+        call: Call,
+        *,
+        error_event: Callable[[ApiError], bytes] = openai_error_event,
+        comment: bytes = COMMENT,
+        media_type: bytes = EVENT_STREAM,
+    ) -> EventStream:
+        """The answer that streams `events`, with this server's timeouts; in OpenAI's form, unless told otherwise."""
         config = self.server_config
 
         def on_error(error: Exception) -> bytes:
             if not isinstance(error, ApiError):
                 logger.error("a stream failed (%s)", call.request_id, exc_info=error)
-            return event(from_exception(error).as_dict())
+            return error_event(from_exception(error))
 
-        return EventStream(events, call, on_error=on_error, keep_alive_s=config.sse_keep_alive_s, write_timeout_s=config.write_timeout_s)
+        return EventStream(
+            events,
+            call,
+            on_error=on_error,
+            keep_alive_s=config.sse_keep_alive_s,
+            write_timeout_s=config.write_timeout_s,
+            comment=comment,
+            media_type=media_type,
+        )
 
     @property
     def max_model_len(self) -> int:

@@ -131,7 +131,8 @@ class Mock:
         # fmt: off
         self.finished.insert(0, {
             "id": job.id[:-17], "created": time.time(), "model": "quire-demo", "finish_reason": reason,
-            "prompt_tokens": job.num_prompt, "completion_tokens": job.output, "cached_tokens": job.num_cached, "ttft_s": 0.0312 + 0.0001 * job.num_prompt, "e2e_s": job.output * STEP_S + 0.05, "num_preemptions": 0,
+            "prompt_tokens": job.num_prompt, "completion_tokens": job.output, "cached_tokens": job.num_cached,
+            "ttft_s": 0.0312 + 0.0001 * job.num_prompt, "e2e_s": job.output * STEP_S + 0.05, "num_preemptions": 0,
         })
         # fmt: on
 

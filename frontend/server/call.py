@@ -7,10 +7,9 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
-import msgspec
 from starlette.requests import Request
 
 from .bodies import Body, decode
@@ -27,6 +26,7 @@ class Call:
     request_id: str  # the x-request-id of the answer
     began: float  # of the loop's clock
     task: asyncio.Task
+    path: str = ""  # of its URL
     tenant: str = ""  # whose key it was: a digest, never the key itself
     unknown_params: list[str] = field(default_factory=list)  # fields of the body that nobody knows
     ignored_params: list[str] = field(default_factory=list)  # fields that the API knows and that change nothing here
@@ -41,6 +41,8 @@ class Call:
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Of every answer."""
         headers = [(b"x-request-id", self.request_id.encode())]
+        if self.path.startswith("/v1/messages"):
+            headers.append((b"request-id", headers[0][1]))  # Anthropic's name for it
         for name, params in ((b"x-unknown-params", self.unknown_params), (b"x-ignored-params", self.ignored_params)):
             if params:
                 headers.append((name, ",".join(params).encode("unicode_escape")[:2000]))  # line breaks and all else that a header must not hold
@@ -107,13 +109,15 @@ def watch_disconnect(request: Request, call: Call) -> None:
 
 def decode_body(raw: bytes, body_type: type[Body], config: ServerConfig, call: Call) -> Body:
     """JSON -> Struct, with unknown fields noted or refused."""
-    body, call.unknown_params = decode(raw, body_type, find_unknown=config.unknown_params != "allow")
-    if call.unknown_params and config.unknown_params == "error":
-        name = call.unknown_params[0]
-        raise invalid(name, f"Unknown parameter: '{name}'.", "unknown_parameter")
+    body, unknown = decode(raw, body_type, find_unknown=config.unknown_params != "allow")
+    note_unknown(unknown, config, call)
     return body
 
 
-def plain(value: Any) -> Any:
-    """A Struct as dicts and lists, without what it does not say."""
-    return msgspec.to_builtins(value)
+def note_unknown(names: Iterable[str], config: ServerConfig, call: Call) -> None:
+    """For the header x-unknown-params: fields, by their paths, that nobody knows or that change nothing here."""
+    if config.unknown_params == "allow" or not (unknown := sorted(names)):
+        return
+    if config.unknown_params == "error":
+        raise invalid(unknown[0], f"Unknown parameter: '{unknown[0]}'.", "unknown_parameter")
+    call.unknown_params += unknown

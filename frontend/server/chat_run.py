@@ -16,8 +16,8 @@ import msgspec
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
-from ..answer_format import Answer, AnswerParser, Part, ToolCallStart, collect
-from ..outputs import PositionLogprobs
+from ..answer_format import Answer, AnswerParser, Content, Part, Reasoning, ToolCallStart, collect
+from ..outputs import CompletionOutput, PositionLogprobs, RequestMetrics
 from .call import Call
 from .errors import invalid
 from .generation import LONG_TEXT, Job, check_context, check_room, run, tokenize
@@ -44,6 +44,10 @@ class ChatTurn:
     cache_salt: str | None = None
     names: dict[str, str] = field(default_factory=lambda: {"prompt": "messages"})
 
+    @property
+    def wants_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
 
 @dataclass(slots=True)
 class ChoiceNews:
@@ -65,9 +69,11 @@ class Message:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[PositionLogprobs] | None = None
+    token_ids: list[int] = field(default_factory=list)
 
     def add(self, news: ChoiceNews) -> None:
         self.parts += news.parts
+        self.token_ids += news.token_ids
         if news.logprobs is not None:
             self.logprobs = [*(self.logprobs or []), *news.logprobs]
         self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
@@ -78,22 +84,31 @@ class Message:
 
 async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> ChatRun:
     """Renders, tokenizes and checks; raises ApiError or InvalidParameterError before the engine is asked."""
-    engine = state.ready_engine()
-    tokenizer = engine.tokenizer
-    if tokenizer is None:
-        raise invalid(turn.names["prompt"], "This model has no tokenizer here, so it cannot chat.")
-    wants_tools = bool(turn.tools) and turn.tool_choice != "none"
-    format = state.answer_format
-    params = turn.params
-    if wants_tools and format.tool_format is None:
-        raise InvalidParameterError("tools", "this model's chat template has no place for tools, so it cannot call any")
+    format, params = state.answer_format, turn.params
+    text, token_ids = await render_turn(state, turn)
     if not format.skip_special_tokens:
         params = msgspec.structs.replace(params, skip_special_tokens=False)
+
+    check_context(state, token_ids, params, turn.names)
+    check_room(state, token_ids, turn.max_tokens, turn.names)
+    job = Job(turn.request_id, token_ids, params, text, turn.priority, turn.cache_salt, turn.names)
+    tools = turn.tools if turn.wants_tools else None
+    parsers = [format.parser(tools, prompt_text=text, parallel_tool_calls=turn.parallel_tool_calls) for _ in range(params.n)]
+    return ChatRun(state, call, job, parsers)
+
+
+async def render_turn(state: ServerState, turn: ChatTurn) -> tuple[str, list[int]]:
+    """The prompt of a turn as text and as token ids, however long."""
+    tokenizer = state.ready_engine().tokenizer
+    if tokenizer is None:
+        raise invalid(turn.names["prompt"], "This model has no tokenizer here, so it cannot chat.")
+    if turn.wants_tools and state.answer_format.tool_format is None:
+        raise InvalidParameterError("tools", "this model's chat template has no place for tools, so it cannot call any")
 
     def render() -> str:
         return tokenizer.apply_chat_template(
             turn.messages,
-            tools=turn.tools if wants_tools else None,
+            tools=turn.tools if turn.wants_tools else None,
             documents=turn.documents,
             chat_template=state.chat_template,
             add_generation_prompt=turn.add_generation_prompt,
@@ -104,13 +119,7 @@ async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> ChatRu
 
     num_characters = sum(len(m["content"]) for m in turn.messages if isinstance(m, dict) and isinstance(m.get("content"), str))
     text = render() if num_characters < LONG_TEXT else await asyncio.to_thread(render)
-    token_ids = await tokenize(state, text, add_special_tokens=False)
-    check_context(state, token_ids, params, turn.names)
-    check_room(state, token_ids, turn.max_tokens, turn.names)
-    job = Job(turn.request_id, token_ids, params, text, turn.priority, turn.cache_salt, turn.names)
-    tools = turn.tools if wants_tools else None
-    parsers = [format.parser(tools, prompt_text=text, parallel_tool_calls=turn.parallel_tool_calls) for _ in range(params.n)]
-    return ChatRun(state, call, job, parsers)
+    return text, await tokenize(state, text, add_special_tokens=False)
 
 
 class ChatRun:
@@ -122,32 +131,59 @@ class ChatRun:
         self._job = job
         self._parsers = parsers
         self._has_calls = [False] * len(parsers)
+        self._reasonings = [Reasoned() for _ in parsers]
         self.usage = Usage()
+        self.metrics: RequestMetrics | None = None  # once `news` has begun
+        self.prompt_logprobs: list[PositionLogprobs | None] | None = None  # likewise
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self._job.token_ids)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self._job.token_ids
 
     async def news(self) -> AsyncIterator[list[ChoiceNews]]:
         """What each output brings; empty lists are left out."""
         async with aclosing(run(self._state, self._call, self._job)) as outputs:
             async for output in outputs:
                 self.usage.add(0, output)
+                self.metrics = output.metrics
+                self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
                 yield [self._read(completion) for completion in output.outputs]
 
-    def _read(self, completion: Any) -> ChoiceNews:
+    def _read(self, completion: CompletionOutput) -> ChoiceNews:
         index, parser = completion.index, self._parsers[completion.index]
         parts = parser.feed(completion.text) if completion.text else []
         reason = completion.finish_reason
         if reason is not None:
             parts = [*parts, *parser.finish()]
-        if not self._has_calls[index]:
-            self._has_calls[index] = any(isinstance(part, ToolCallStart) for part in parts)
-        if reason == "stop" and self._has_calls[index]:
-            reason = "tool_calls"
-        elif reason == "abort":  # paused away, say: what there is was cut short
-            reason = "length"
+        for part in parts:
+            if isinstance(part, Content):
+                self._reasonings[index].is_over = True
+            elif isinstance(part, Reasoning):
+                self._reasonings[index].texts.append(part.text)
+            elif isinstance(part, ToolCallStart):
+                self._has_calls[index] = self._reasonings[index].is_over = True
+        self._reasonings[index].num_tokens += len(completion.token_ids)
+        if reason is not None:
+            self._count_reasoning(self._reasonings[index])
+            if reason == "stop" and self._has_calls[index]:
+                reason = "tool_calls"
+            elif reason == "abort":  # paused away, say: what there is was cut short
+                reason = "length"
         return ChoiceNews(index, parts, completion.token_ids, completion.logprobs, reason, completion.stop_reason)
+
+    def _count_reasoning(self, reasoned: Reasoned) -> None:
+        """The tokens of the reasoning's text, as the tokenizer writes it: the same whether the answer came whole or in pieces."""
+        if not reasoned.texts:
+            return
+        if reasoned.is_over:
+            token_ids = self._state.ready_engine().tokenizer.encode("".join(reasoned.texts), False)
+            self.usage.reasoning_tokens += min(len(token_ids), reasoned.num_tokens)
+        else:
+            self.usage.reasoning_tokens += reasoned.num_tokens
 
     async def messages(self) -> list[Message]:
         """The whole answers, one per choice."""
@@ -157,3 +193,12 @@ class ChatRun:
                 for news in step:
                     found[news.index].add(news)
         return found
+
+
+@dataclass(slots=True)
+class Reasoned:
+    """What one choice has thought so far. `is_over`: content or a call has begun."""
+
+    texts: list[str] = field(default_factory=list)
+    num_tokens: int = 0  # of the whole choice
+    is_over: bool = False

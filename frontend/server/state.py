@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,12 +17,16 @@ from ..async_llm import AsyncLLM
 from .call import Call
 from .config import ServerConfig
 from .errors import ENGINE_GONE, ApiError, from_exception
-from .sse import EventStream, event
+from .sse import COMMENT, EVENT_STREAM, EventStream, event
 
 logger = logging.getLogger(__name__)
 
 # Where each stage of loading begins and ends, as shares of the whole; measured on small and large models, good enough for an estimate.
 STAGES = {"start": (0.0, 0.02), "import": (0.02, 0.2), "load weights": (0.2, 0.8), "profile": (0.8, 0.9), "kv cache": (0.9, 1.0)}
+
+
+def openai_error_event(error: ApiError) -> bytes:
+    return event(error.as_dict())
 
 
 @dataclass(slots=True)
@@ -59,6 +63,7 @@ class ServerState:
         self.engine: AsyncLLM | None = None
         self.chat_template = read_template(server_config.chat_template)
         self.answer_format: AnswerFormat | None = None
+        self.template_text = ""  # the Jinja source of the chat template, "" if the model has none
         self.system_fingerprint = ""
         if engine is not None:
             self.set_engine(engine)
@@ -67,18 +72,24 @@ class ServerState:
         """The engine has come up."""
         self.model_name = engine.config.model_config.served_model_name or self.model_name
         self.system_fingerprint = fingerprint(engine)
+        self.template_text = self._find_template(engine)
         self.answer_format = self._detect_format(engine)
         self.engine = engine
 
+    def _find_template(self, engine: AsyncLLM) -> str:
+        """The one that will be rendered."""
+        named = self.chat_template
+        if engine.tokenizer is None:
+            return ""
+        templates = engine.tokenizer.chat_templates
+        return (templates.get(named, named) if named else templates.get("tool_use") or templates.get("default")) or ""
+
     def _detect_format(self, engine: AsyncLLM) -> AnswerFormat:
-        """By the template that will be rendered."""
-        config, tokenizer, named = self.server_config, engine.tokenizer, self.chat_template
+        config, tokenizer = self.server_config, engine.tokenizer
         if tokenizer is None:
             return detect(None, config.tool_call_parser, config.reasoning_parser)
-        templates = tokenizer.chat_templates
-        template = templates.get(named, named) if named else templates.get("tool_use") or templates.get("default")
         special_tokens = {tokenizer.added_tokens[token_id]: token_id for token_id in tokenizer.special_ids}
-        return detect(template, config.tool_call_parser, config.reasoning_parser, special_tokens)
+        return detect(self.template_text, config.tool_call_parser, config.reasoning_parser, special_tokens)
 
     def ready_engine(self) -> AsyncLLM:
         """The engine, or the refusal that says why there is none."""
@@ -106,16 +117,32 @@ class ServerState:
         message = f"The model {name!r} does not exist. This server has {self.model_name!r}."
         raise ApiError(404, message, code="model_not_found", param="model")
 
-    def event_stream(self, events: AsyncIterator[bytes], call: Call) -> EventStream:
-        """The answer that streams `events` in OpenAI's form, with this server's timeouts."""
+    def event_stream(
+        self,
+        events: AsyncIterator[bytes],
+        call: Call,
+        *,
+        error_event: Callable[[ApiError], bytes] = openai_error_event,
+        comment: bytes = COMMENT,
+        media_type: bytes = EVENT_STREAM,
+    ) -> EventStream:
+        """The answer that streams `events`, with this server's timeouts; in OpenAI's form, unless told otherwise."""
         config = self.server_config
 
         def on_error(error: Exception) -> bytes:
             if not isinstance(error, ApiError):
                 logger.error("a stream failed (%s)", call.request_id, exc_info=error)
-            return event(from_exception(error).as_dict())
+            return error_event(from_exception(error))
 
-        return EventStream(events, call, on_error=on_error, keep_alive_s=config.sse_keep_alive_s, write_timeout_s=config.write_timeout_s)
+        return EventStream(
+            events,
+            call,
+            on_error=on_error,
+            keep_alive_s=config.sse_keep_alive_s,
+            write_timeout_s=config.write_timeout_s,
+            comment=comment,
+            media_type=media_type,
+        )
 
     @property
     def max_model_len(self) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.routing import Route
@@ -63,7 +62,7 @@ async def prepare(state: ServerState, call: Call, body: CompletionBody) -> Compl
         logprobs = logprobs or 0
     if max_tokens == 0:  # the engine gives at least one token, which is then left out
         overrides |= {"n": 1, "min_tokens": 0, "output_kind": RequestOutputKind.FINAL_ONLY}
-    names = field_names(body)
+    names = field_names(body) | {"prompt_token_ids": "prompt"}
     defaults = engine.get_default_sampling_params()
     params = sampling_params(
         body, defaults, state.server_config, max_tokens=max_tokens or 1, logprobs=logprobs, names=names, **overrides,

@@ -1,6 +1,6 @@
-"""The messages of OpenAI's chat: checked by role, and brought into the form that chat templates expect.
-May know: the shapes of OpenAI's messages, what templates on the hub read.
-Must not know: any template, tokens, the engine."""
+"""The messages of OpenAI's chat: their shapes by role, and what of them this server cannot take.
+May know: the shapes of OpenAI's messages.
+Must not know: what a template makes of them (frontend/chat_messages.py), tokens, the engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from msgspec import Meta
 from .call import Call
 from .errors import invalid, missing, unsupported
 from .response_format import check_name
-
-NO_FUNCTION_CALL = "'function_call' is the old form of tool calls; send 'tool_calls'."
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -37,10 +35,11 @@ class FunctionCallParam(msgspec.Struct, kw_only=True):
 
 
 class ToolCallParam(msgspec.Struct, kw_only=True):
-    function: FunctionCallParam
+    function: FunctionCallParam | None = None
     id: str | None = None
     type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})] = "function"
     index: int | None = None  # clients send back what a stream gave them
+    custom: dict[str, Any] | None = None  # of OpenAI's custom tools; refused
 
 
 class SystemMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="system"):
@@ -49,7 +48,7 @@ class SystemMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="system"
 
 
 class DeveloperMessage(SystemMessage, kw_only=True, tag_field="role", tag="developer"):
-    """What newer models call the system message. Templates that do not speak of it get a system message."""
+    """What newer models call the system message."""
 
 
 class UserMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="user"):
@@ -87,76 +86,72 @@ class FunctionMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="funct
 Message = DeveloperMessage | SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
 
 
-def for_template(messages: list[Message], call: Call, template: str, *, at: str = "messages") -> list[dict[str, Any]]:
-    """Plain dicts with text contents and without what was not said. Raises ApiError with the path of what is wrong."""
-    rendered = []
+def plain_messages(messages: list[Message], call: Call) -> list[dict[str, Any]]:
+    """Dicts with text contents and without what was not said, for ChatTurn. Raises ApiError with the path of what is wrong."""
+    if not messages:
+        raise invalid("messages", "'messages' must hold at least one message.", "empty_array")
+    plain = []
     for i, message in enumerate(messages):
-        where = f"{at}[{i}]"
+        where = f"messages[{i}]"
         if isinstance(message, FunctionMessage):
             raise unsupported(f"{where}.role", "Messages of the role 'function' are the old form of the role 'tool'; send that.")
         if isinstance(message, AssistantMessage):
-            rendered.append(_assistant(message, where))
+            plain.append(_assistant(message, where, call))
             continue
         fields: dict[str, Any] = {"role": message.__struct_config__.tag, "content": _text(message.content, where, call)}
-        if isinstance(message, DeveloperMessage) and "developer" not in template:
-            fields["role"] = "system"
         if isinstance(message, ToolMessage):
             fields["tool_call_id"] = message.tool_call_id
         if message.name is not None:
             fields["name"] = message.name
-        rendered.append(fields)
-    return rendered
+        plain.append(fields)
+    return plain
 
 
-def _assistant(message: AssistantMessage, where: str) -> dict[str, Any]:
+def _assistant(message: AssistantMessage, where: str, call: Call) -> dict[str, Any]:
     if message.function_call is not None:
-        raise unsupported(f"{where}.function_call", NO_FUNCTION_CALL)
+        raise unsupported(f"{where}.function_call", "'function_call' is the old form of tool calls; send 'tool_calls'.")
     if message.audio is not None:
         raise unsupported(f"{where}.audio", "This model reads text only: a message cannot refer to audio.")
     content = message.content if message.content is not None else message.refusal
-    if content is None and not message.tool_calls and message.reasoning_content is None and message.reasoning is None:
-        raise missing(f"{where}.content")
-    # Templates put `content` into text: null would be written out as None.
-    fields: dict[str, Any] = {"role": "assistant", "content": "" if content is None else _text(content, where)}
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    if content is None and reasoning is None and not message.tool_calls:
+        raise missing(f"{where}.content")
+    fields: dict[str, Any] = {"role": "assistant", "content": None if content is None else _text(content, where, call, may_refuse=True)}
+    if content is None and not message.tool_calls:
+        fields["content"] = ""
     if reasoning is not None:
-        fields |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        fields["reasoning_content"] = reasoning
     if message.name is not None:
         fields["name"] = message.name
     if message.tool_calls:
-        fields["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+        fields["tool_calls"] = [_tool_call(made, f"{where}.tool_calls[{i}]") for i, made in enumerate(message.tool_calls)]
     return fields
 
 
-def _tool_call(call: ToolCallParam, where: str) -> dict[str, Any]:
-    """The API writes arguments as JSON text, templates want them as an object."""
-    if call.type != "function":
-        raise unsupported(f"{where}.type", f"'{where}.type' must be \"function\", got {call.type!r:.40}.")
-    check_name(call.function.name, f"{where}.function.name")
-    arguments = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-        except (msgspec.DecodeError, RecursionError):
-            path = f"{where}.function.arguments"
-            raise invalid(path, f"'{path}' must be a JSON object as text.") from None
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
+def _tool_call(made: ToolCallParam, where: str) -> dict[str, Any]:
+    if made.type != "function":
+        raise unsupported(f"{where}.type", f"'{where}.type' must be \"function\", got {made.type!r:.40}.")
+    if made.function is None:
+        raise missing(f"{where}.function")
+    check_name(made.function.name, f"{where}.function.name")
+    function = {"name": made.function.name, "arguments": made.function.arguments}
+    return {"type": "function", "function": function} | ({} if made.id is None else {"id": made.id})
 
 
-def _text(content: Content, where: str, call: Call | None = None) -> str:
+def _text(content: Content, where: str, call: Call, *, may_refuse: bool = False) -> str:
+    """Parts of text are joined by newlines, as in vLLM."""
     if isinstance(content, str):
         return content
     texts = []
     for i, part in enumerate(content):
         path = f"{where}.content[{i}]"
-        if part.type == "refusal" and call is None:
+        if part.type == "refusal" and may_refuse:
             texts.append(_required(part.refusal, f"{path}.refusal"))
         elif part.type == "text":
             texts.append(_required(part.text, f"{path}.text"))
         else:
             raise unsupported(f"{path}.type", f"This model reads text only: a content part of type {part.type!r:.40} is not supported.")
-        if part.prompt_cache_breakpoint is not None and call is not None:
+        if part.prompt_cache_breakpoint is not None:
             call.ignored_params.append(f"{path}.prompt_cache_breakpoint")
     return "\n".join(texts)
 

@@ -34,7 +34,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 
 def structured_outputs_of(body: Any) -> StructuredOutputsParams | None:
     """Of a SamplingBody, which may ask in one of three ways."""
-    ways = {"response_format": response_format(body.response_format), "structured_outputs": body.structured_outputs, "guided_*": _guided(body)}
+    guided = {name: kind for name, kind in GUIDED.items() if getattr(body, name) is not None}
+    ways = {"response_format": response_format(body.response_format), "structured_outputs": body.structured_outputs}
+    ways |= {next(iter(guided), "guided"): {kind: getattr(body, name) for name, kind in guided.items()} or None}
     given = [name for name, wanted in ways.items() if wanted is not None]
     if len(given) > 1:
         raise invalid(given[1], f"Give '{given[0]}' or '{given[1]}', not both.")
@@ -47,12 +49,8 @@ def structured_outputs_of(body: Any) -> StructuredOutputsParams | None:
     try:
         return StructuredOutputsParams(**{name: value for name, value in fields.items() if value is not None})
     except InvalidParameterError as error:
-        own = {f"structured_outputs.{kind}": name for name, kind in GUIDED.items()} if given[0] == "guided_*" else {}
+        own = {f"structured_outputs.{kind}": name for name, kind in guided.items()}
         raise refused(error.parameter, error.problem, own) from None
-
-
-def _guided(body: Any) -> dict[str, Any] | None:
-    return {kind: value for name, kind in GUIDED.items() if (value := getattr(body, name)) is not None} or None
 
 
 def response_format(wanted: dict[str, Any] | None) -> StructuredOutputsParams | None:

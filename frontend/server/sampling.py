@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from ...ipc.checks import INT64_MAX
 from ...ipc.errors import InvalidParameterError
-from ...ipc.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from ...ipc.params import RequestOutputKind, SamplingParams
 from .call import Call
 from .config import ServerConfig
 from .errors import invalid, refused, unsupported

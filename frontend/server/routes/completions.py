@@ -83,7 +83,7 @@ def _num_completions(body: CompletionBody, most: int) -> int:
     n, best_of = body.n or 1, body.best_of or body.n or 1
     if best_of < n:
         raise invalid("best_of", f"'best_of' must be at least 'n', which is {n}; got {best_of}.", "integer_below_min_value")
-    if best_of > most:
+    if best_of > most and body.best_of is not None:  # too great an n is found with the other parameters
         raise invalid("best_of", f"'best_of' must be at most {most}, got {best_of}.", "integer_above_max_value")
     if best_of > n and body.stream:
         raise unsupported("best_of", "'best_of' cannot be streamed: which completions are the best is known at their end.")

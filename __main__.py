@@ -15,6 +15,7 @@ COMMANDS = {
     "generate": "complete one or many prompts, streaming to the terminal",
     "chat": "talk with the model",
     "engine": "load a model once and serve it to other programs through a socket file",
+    "bench": "measure a server, or the engine offline",
 }
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
 

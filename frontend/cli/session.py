@@ -36,8 +36,9 @@ def request_flags(**defaults: Any) -> list[Flag]:
     return [dataclasses.replace(flag, default=defaults[flag.name]) if flag.name in defaults else flag for flag in flags]
 
 
-def add_session_flags(parser: Parser) -> None:
-    parser.add_flags("engine", session_flags(), COMMON_ENGINE)
+def add_session_flags(parser: Parser, flags: list[Flag] | None = None) -> None:
+    """`flags`: the engine's, if they are not session_flags."""
+    parser.add_flags("engine", session_flags() if flags is None else flags, COMMON_ENGINE)
     parser.add_argument(
         "--engine",
         metavar="WHERE",

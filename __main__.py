@@ -14,6 +14,7 @@ from . import __version__
 COMMANDS = {
     "generate": "complete one or many prompts, streaming to the terminal",
     "chat": "talk with the model",
+    "serve": "serve a model over OpenAI's API",
     "engine": "load a model once and serve it to other programs through a socket file",
     "bench": "measure a server, or the engine offline",
 }

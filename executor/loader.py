@@ -23,7 +23,7 @@ Report = Callable[[str, float], None]
 
 
 def load_weights(model: Any, directory: Path, report: Report) -> None:
-    """Fills every tensor of model.weights() from `directory`, cast to the parameter's dtype.
+    """Fills every tensor of model.weights() from `directory`, cast to the parameter's dtype. Reports the part of all elements that is there.
 
     Raises ModelLoadError, naming file and tensor, for a name that is missing, that nobody asked for, or that comes twice, for a wrong
     shape, for a type that is not a float, and for a file that cannot be read.
@@ -32,18 +32,19 @@ def load_weights(model: Any, directory: Path, report: Report) -> None:
     tied = dict(model.tied_weights())
     origin: dict[str, str] = {}  # tensor -> the file it came from
     files = find_weight_files(directory)
-    for i, path in enumerate(files):
+    num_loaded, num_expected = 0, sum(tensor.numel() for tensor in expected.values())
+    for path in files:
         try:
             with safe_open(path, framework="pt") as file:
-                names = list(file.keys())
-                for j, name in enumerate(names):
+                for name in file.keys():
                     if name.endswith("rotary_emb.inv_freq"):
                         continue  # a buffer that old checkpoints saved; it follows from the config
                     _check(file.get_slice(name), name, path, expected, tied, origin)
+                    origin[name] = path.name
                     if name in expected:
                         expected[name].copy_(file.get_tensor(name))
-                    origin[name] = path.name
-                    report(_STAGE, (i + (j + 1) / len(names)) / len(files))
+                        num_loaded += expected[name].numel()
+                        report(_STAGE, num_loaded / num_expected)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{path}: not a readable safetensors file: {error}") from error
     if missing := [name for name in expected if name not in origin]:
@@ -105,7 +106,9 @@ def fill_with_random_weights(model: Any, seed: int, report: Report) -> None:
     """load_format="dummy": normal with standard deviation 0.02 (norms around 1), the same for the same seed on every machine."""
     generator = torch.Generator().manual_seed(seed)
     table = list(model.weights())
-    for i, (name, tensor) in enumerate(table):
+    num_filled, num_elements = 0, sum(tensor.numel() for _, tensor in table)
+    for name, tensor in table:
         mean = 1.0 if name.endswith("norm.weight") else 0.0
         tensor.copy_(torch.empty(tensor.shape).normal_(mean, 0.02, generator=generator))
-        report(_STAGE, (i + 1) / len(table))
+        num_filled += tensor.numel()
+        report(_STAGE, num_filled / num_elements)

@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from ..ipc.config import EngineConfig
 from ..ipc.errors import EngineDeadError, InvalidParameterError
 from ..ipc.messages import SchedulerStats
 from ..ipc.params import PoolingParams, SamplingParams
+from ..ipc.threads import in_thread
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
 from .client import EngineClient
 from .engine_args import EngineArgs
 from .input_processor import Prompt
-from .llm_engine import TextSide, connect
+from .llm_engine import TextSide, connect, connect_async
 from .model_files import find_model_directory
 from .output_processor import ProcessedOutputs
 from .outputs import RequestOutput
@@ -83,10 +84,41 @@ class AsyncLLM:
             client.shutdown()
             raise
 
+    @classmethod
+    async def start(cls, args: EngineArgs, engine: str = "process", on_progress: Callable[[str, float], None] | None = None) -> AsyncLLM:
+        """As from_engine_args, while the running loop goes on. Raises the engine's own exception if it cannot start.
+
+        `on_progress(stage, fraction)` is called in the loop's thread, stages in this order, fractions from 0 to 1: "model files" (found, or
+        downloaded), "start" (the engine's process), "import" (its libraries), "load weights", "kv cache", "tokenizer". A stage that an
+        engine does not have is left out; a daemon that has begun before us tells only what is still to come.
+
+        Cancelled, it ends a child, or the loading in this process at the next report, before it raises; only a download goes on. A child
+        dies with the thread that started it, so the loop's thread must live as long as the engine is wanted.
+        """
+        report = on_progress or (lambda stage, fraction: None)
+        config, client = await connect_async(args, engine, report)
+        try:
+            report("tokenizer", 0.0)
+            llm = await in_thread(lambda: cls(config, client))
+            report("tokenizer", 1.0)
+            return llm
+        except BaseException:
+            await client.shutdown_async()
+            raise
+
     @property
     def stats(self) -> SchedulerStats | None:
         """The engine's, after its last step."""
         return self._telemetry.stats
+
+    @property
+    def record_token_times(self) -> bool:
+        """Whether the moments of a request's tokens are kept, in RequestMetrics.token_ts; off until it is set. It costs a float per token."""
+        return self._output_processor.record_token_times
+
+    @record_token_times.setter
+    def record_token_times(self, is_wanted: bool) -> None:
+        self._output_processor.record_token_times = is_wanted
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -249,6 +281,10 @@ class AsyncLLM:
     async def scheduler_state(self) -> dict[str, Any]:
         return await self.call_utility("scheduler_state")
 
+    async def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
+        observation = await self.call_utility("observe", since_step, max_blocks)
+        return observation | {"counters": self._telemetry.metrics(observation["counters"])}
+
     def set_tracer_provider(self, provider: Any) -> None:
         self._telemetry.set_tracer_provider(provider)
 
@@ -282,10 +318,21 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """Leaves the engine: a child exits, a daemon stays. Readers get EngineDeadError. May be called twice."""
+        self._stop_reading()
+        self.client.shutdown()
+        self._telemetry.close()
+
+    async def shutdown_async(self) -> None:
+        """As shutdown, while the loop goes on; a cancellation is raised when it is done."""
+        self._stop_reading()
+        try:
+            await self.client.shutdown_async()
+        finally:
+            await in_thread(self._telemetry.close)  # may send spans
+
+    def _stop_reading(self) -> None:
         task, self._output_task = self._output_task, None
         if task is not None and not task.get_loop().is_closed():
             task.cancel()
         if self._dead_error is None:
             self._fail(EngineDeadError("AsyncLLM.shutdown was called"))
-        self.client.shutdown()
-        self._telemetry.close()

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, Ready
+from ..ipc.threads import in_thread
 
 
 class EngineClient(ABC):
@@ -52,3 +53,7 @@ class EngineClient(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Leaves: a child engine exits, a daemon stays and drops this client's requests."""
+
+    async def shutdown_async(self) -> None:
+        """As shutdown, while the loop goes on: an engine may take as long as a step to leave. A cancellation is raised when it has left."""
+        await in_thread(self.shutdown)

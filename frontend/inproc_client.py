@@ -24,10 +24,16 @@ from ..ipc.codec import BadFrameError, Decoder, Encoder, in_words, whose
 from ..ipc.config import EngineConfig
 from ..ipc.errors import EngineDeadError, EnginePausedError
 from ..ipc.failures import unpack_exception
+from ..ipc.handshake import Report
+from ..ipc.threads import in_thread
 from .client import EngineClient
 
 MAX_QUEUED_OUTPUTS = 256  # the thread steps this far ahead of its reader
 CLIENT = 0  # our index in the core
+
+
+class StartCancelled(Exception):
+    """Ends the making of an engine that nobody waits for any more."""
 
 
 class LocalEngine:
@@ -180,12 +186,12 @@ def _resolve(waiter: asyncio.Future) -> None:
 class InprocClient(EngineClient):
     """See EngineClient. Errors are those of the other forms: the engine's own at start, EngineDeadError after a failed step."""
 
-    def __init__(self, config: EngineConfig, *, executor: Any = None, round_trip: bool = False):
+    def __init__(self, config: EngineConfig, *, executor: Any = None, round_trip: bool = False, report: Report | None = None):
         """`executor` takes the place of the real one. `round_trip` sends every message through the codec and back: for tests, which
-        must not pass on objects that the wire could not carry."""
+        must not pass on objects that the wire could not carry. `report(stage, fraction)` hears how far the engine is; what it raises ends it."""
         from ..core.engine_core import EngineCore
 
-        self._engine = engine = LocalEngine(EngineCore(config, executor))
+        self._engine = engine = LocalEngine(EngineCore(config, executor, report))
         engine.core.host_counters = engine.count_transport
         engine.core.gate.wake = engine.wake_thread
         self._close = weakref.finalize(self, engine.close)  # also at exit, for scripts that forget
@@ -194,6 +200,22 @@ class InprocClient(EngineClient):
         self._encoder = Encoder(max_message_bytes) if round_trip else None
         self._to_engine = Decoder(m.ClientMessage, max_message_bytes)
         self._to_client = Decoder(m.EngineMessage, max_message_bytes)
+
+    @classmethod
+    async def start(cls, config: EngineConfig, on_progress: Report, *, executor: Any = None) -> InprocClient:
+        """A client whose engine is made in a thread while the running loop goes on. Cancelled, it gives up at the engine's next report."""
+        loop, is_cancelled = asyncio.get_running_loop(), threading.Event()
+
+        def tell(stage: str, fraction: float) -> None:
+            if not is_cancelled.is_set():
+                on_progress(stage, fraction)
+
+        def report(stage: str, fraction: float) -> None:
+            if is_cancelled.is_set():
+                raise StartCancelled
+            loop.call_soon_threadsafe(tell, stage, fraction)
+
+        return await in_thread(lambda: cls(config, executor=executor, report=report), on_cancel=is_cancelled.set, discard=cls.shutdown)
 
     # ------------------------------------------------------------ requests
 

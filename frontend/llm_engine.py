@@ -5,6 +5,7 @@ Must not know: how a client reaches its engine, torch, progress bars."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from ..ipc.config import EngineConfig, ModelConfig
 from ..ipc.errors import EngineDeadError, InvalidParameterError, ModelLoadError
 from ..ipc.messages import SchedulerStats
 from ..ipc.params import PoolingParams, SamplingParams
+from ..ipc.threads import in_thread
 from .client import EngineClient
 from .engine_args import EngineArgs
 from .input_processor import InputProcessor, ProcessedRequest, Prompt
@@ -109,6 +111,30 @@ def connect(args: EngineArgs, engine: str, *, asyncio_mode: bool = False) -> tup
     except BaseException:
         client.shutdown()
         raise
+
+
+async def connect_async(args: EngineArgs, engine: str, on_progress: Callable[[str, float], None]) -> tuple[EngineConfig, EngineClient]:
+    """As connect in asyncio_mode, while the running loop goes on; see AsyncLLM.start."""
+    check_endpoint(args.otlp_traces_endpoint)
+    if engine not in ("inproc", "process"):
+        from .mp_client import MPClient
+
+        client = await MPClient.start(args.tree(), engine, on_progress)
+        try:
+            return await in_thread(lambda: args.attach_to(client.ready.config), may_abandon=True), client
+        except BaseException:
+            await client.shutdown_async()
+            raise
+    on_progress("model files", 0.0)
+    config = await in_thread(args.create_engine_config, may_abandon=True)  # perhaps a download
+    on_progress("model files", 1.0)
+    if engine == "inproc":
+        from .inproc_client import InprocClient
+
+        return config, await InprocClient.start(config, on_progress)
+    from .mp_client import MPClient
+
+    return config, await MPClient.start(config, engine, on_progress)
 
 
 class LLMEngine:
@@ -238,6 +264,11 @@ class LLMEngine:
     def scheduler_state(self) -> dict[str, Any]:
         """What waits, runs and is swapped, request by request; whether the engine is paused or asleep."""
         return self.client.call_utility("scheduler_state")
+
+    def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
+        """The engine at work: its last steps and where their time went, its requests, a map of the KV cache; see EngineCore.observe."""
+        observation = self.client.call_utility("observe", since_step, max_blocks)
+        return observation | {"counters": self._telemetry.metrics(observation["counters"])}
 
     def set_tracer_provider(self, provider: Any) -> None:
         """Requests from now on become spans of this opentelemetry.trace.TracerProvider (frontend/tracing.py); None: they no longer do."""

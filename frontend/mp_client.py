@@ -16,36 +16,42 @@ from typing import Any
 import zmq
 
 from ..ipc import messages as m
-from ..ipc.codec import BadFrameError, Decoder
 from ..ipc.config import EngineConfig
 from ..ipc.connection import Connection
-from ..ipc.errors import EngineDeadError, EnginePausedError, EngineStartError
+from ..ipc.errors import EngineDeadError, EnginePausedError
 from ..ipc.failures import unpack_exception
-from ..ipc.process import engine_command
-from ..ipc.sockets import ipc_path, receive
+from ..ipc.handshake import LAST_WORDS_S, Report, open_connection, open_connection_async, report_nothing
+from ..ipc.sockets import receive
+from ..ipc.threads import in_thread
 from .client import EngineClient
 
 MAX_QUEUED_OUTPUTS = 256  # read ahead of the caller; then they stay in the socket, and the engine notices (ipc/engine_output.py)
-LAST_WORDS_S = 0.1  # how long a dead engine's last messages may take to come out of the socket
-HELLO_TIMEOUT_S = 10.0  # for a daemon, whose input thread answers at once
 
 
 class MPClient(EngineClient):
     """See EngineClient. `engine` is "process" or a daemon's address."""
 
-    def __init__(self, config: EngineConfig, engine: str = "process", *, asyncio_mode: bool = False, epoch: int = 0, command: Sequence[str] | None = None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        engine: str = "process",
+        *,
+        asyncio_mode: bool = False,
+        epoch: int = 0,
+        command: Sequence[str] | None = None,
+        connected: tuple[Connection, m.Ready] | None = None,
+    ):
         """Starts or attaches, and returns when the engine is ready. Raises the engine's own exception if it cannot start,
         EngineStartError if it dies or takes longer than startup_timeout_s.
 
         `asyncio_mode`: get_output, which would stop the loop, is refused. `epoch` numbers the engines that one frontend starts one
         after the other; it comes back in every output. `command` starts another program than our engine (see engine_proc.main).
+        `connected`: this has been done already (see `start`).
         """
-        if engine != "process":
-            ipc_path(engine)
-        service = config.service_config
+        self._connection, self.ready = connected or open_connection(config, engine, epoch=epoch, command=command)
+        self._close = weakref.finalize(self, self._connection.close)  # also at exit, for scripts that forget
         self.asyncio_mode = asyncio_mode
         self.is_shared = engine != "process"
-        self.num_bad_frames = 0
         self._outputs: deque[m.EngineCoreOutputs] = deque()
         self._results: dict[int, m.UtilityResult] = {}
         self._calls: dict[int, asyncio.Future | None] = {}  # pending calls; a Future for those of asyncio
@@ -56,68 +62,24 @@ class MPClient(EngineClient):
         self._output_waiter: asyncio.Future | None = None
         self._death: str | None = None  # why the engine is gone
         self._last_words: str | None = None  # its EngineDead
-        self._decoder = Decoder(m.EngineMessage, service.max_message_bytes)
-        self._connection = connection = Connection(service.max_message_bytes)
-        connection.shutdown_timeout_s = service.shutdown_timeout_s
-        self._close = weakref.finalize(self, connection.close)  # also at exit, for scripts that forget
         self._poller = zmq.Poller()
-        try:
-            deadline = time.monotonic() + service.startup_timeout_s
-            if engine == "process":
-                connection.spawn(command or engine_command(), service.max_message_bytes)
-            else:
-                connection.attach(engine)
-            self._poller.register(connection.pull, zmq.POLLIN)
-            self._poller.register(connection.pidfd, zmq.POLLIN)
-            self.ready = self._shake_hands(config, epoch, deadline)
-        except BaseException:
-            connection.shutdown_timeout_s = 0.0  # there is nothing to save
-            self._close()
-            raise
+        self._poller.register(self._connection.pull, zmq.POLLIN)
+        self._poller.register(self._connection.pidfd, zmq.POLLIN)
 
-    # ------------------------------------------------------------ start-up
+    @classmethod
+    async def start(
+        cls, config: EngineConfig, engine: str = "process", on_progress: Report = report_nothing, *, epoch: int = 0, command: Sequence[str] | None = None
+    ) -> MPClient:
+        """A client in asyncio_mode, made while the running loop goes on; `on_progress(stage, fraction)` hears how far the engine is.
 
-    def _shake_hands(self, config: EngineConfig, epoch: int, deadline: float) -> m.Ready:
-        """HELLO → CONFIG → PROGRESS … → READY | FAILED."""
-        is_child = self._connection.process is not None
-        hello = self._receive_hello(deadline if is_child else min(deadline, time.monotonic() + HELLO_TIMEOUT_S))
-        if hello.protocol != m.PROTOCOL:
-            raise EngineStartError(f"the engine speaks protocol {hello.protocol}, this program {m.PROTOCOL}: their versions of quire differ")
-        if is_child:
-            self._connection.send(m.Config(config, epoch))
-        stage = "start"
-        while True:
-            message = self._receive_start(self._connection.pull, deadline, f"it had come to: {stage}")
-            if isinstance(message, m.Ready):
-                return message
-            if isinstance(message, m.Failed):
-                raise unpack_exception(message, EngineStartError)
-            if isinstance(message, m.Progress):
-                stage = f"{message.stage}, {message.fraction:.0%}"
+        Cancelled, it ends a child before it raises.
+        """
+        connected = await open_connection_async(config, engine, on_progress, epoch=epoch, command=command)
+        return cls(config, engine, asyncio_mode=True, connected=connected)
 
-    def _receive_hello(self, deadline: float) -> m.Hello:
-        while True:
-            message = self._receive_start(self._connection.router, deadline, "it sent no HELLO")
-            if isinstance(message, m.Hello):
-                return message
-
-    def _receive_start(self, source: zmq.Socket, deadline: float, where: str) -> Any:
-        """The next message during start-up. Raises EngineStartError when the deadline is over, or the engine's life."""
-        poller = zmq.Poller()
-        poller.register(source, zmq.POLLIN)
-        poller.register(self._connection.pidfd, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll(max(0, int((deadline - time.monotonic()) * 1000))))
-            if not ready:
-                raise EngineStartError(f"the engine did not answer in time ({where}); startup_timeout_s gives it longer")
-            if source not in ready and not source.poll(LAST_WORDS_S * 1000):  # dead; what it said is read first
-                raise EngineStartError(f"{where}: {self._connection.describe_death()}")
-            frames = receive(source)
-            message = self._decode(frames[1:] if source is self._connection.router else frames) if frames else None
-            if isinstance(message, m.EngineDead):
-                raise EngineStartError(message.cause)
-            if message is not None:
-                return message
+    @property
+    def num_bad_frames(self) -> int:
+        return self._connection.num_bad_frames
 
     # ------------------------------------------------------------ what both modes use
 
@@ -129,9 +91,17 @@ class MPClient(EngineClient):
             self._send(m.AbortRequests(request_ids))
 
     def shutdown(self) -> None:
+        self._leave()
+        self._close()
+
+    async def shutdown_async(self) -> None:
+        self._leave()
+        await in_thread(self._close)
+
+    def _leave(self) -> None:
+        """Nobody waits any more, and no loop watches."""
         if self._death is None:
             self._fail_waiters("this client was shut down")
-        self._close()
 
     def _send(self, message: m.ClientMessage) -> None:
         self._raise_if_dead()
@@ -148,20 +118,13 @@ class MPClient(EngineClient):
         if self._death is not None:
             raise EngineDeadError(self._death)
 
-    def _decode(self, frames: list) -> Any:
-        try:
-            return self._decoder.decode(frames)
-        except BadFrameError:
-            self.num_bad_frames += 1
-            return None
-
     def _read(self, everything: bool = False) -> None:
         """Takes in what the socket holds; leaves outputs there while enough are queued and nobody waits for what may be behind them."""
         while everything or self._wants_more():
             frames = receive(self._connection.pull)
             if frames is None:
                 break
-            message = self._decode(frames)
+            message = self._connection.decode(frames)
             if isinstance(message, m.EngineCoreOutputs):
                 self._outputs.append(message)
             elif isinstance(message, m.UtilityResult):

@@ -81,6 +81,7 @@ class _Extras:
 
 
 NO_EXTRAS = _Extras()
+MAX_TOKEN_TS = 4096  # of a request
 
 
 class OutputProcessor:
@@ -96,6 +97,7 @@ class OutputProcessor:
         self.on_finished: Callable[[RequestState, float], None] | None = None  # with each request that ends, and _clock_offset
         self._engine_ts = 0.0  # the engine's clock when its last outputs left
         self._clock_offset = 0.0  # what to add to it for time.time()
+        self.record_token_times = False  # fill RequestMetrics.token_ts
         self.num_dropped_rows = 0  # rows of an earlier engine; rows of requests that ended here are expected, and not counted
 
     def add_request(self, request: ProcessedRequest) -> None:
@@ -233,6 +235,8 @@ class OutputProcessor:
             metrics.num_generation_tokens += num_used
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
+            if self.record_token_times:
+                metrics.token_ts += [self._engine_ts] * min(num_used, MAX_TOKEN_TS - len(metrics.token_ts))
             if extras.logprobs is not None and completion.logprobs_reader is not None:
                 positions = completion.logprobs_reader.read(extras.logprobs, num_known, num_known + num_used)
                 completion.logprobs += positions

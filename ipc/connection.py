@@ -8,12 +8,13 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import zmq
 
-from .codec import Encoder
+from .codec import BadFrameError, Decoder, Encoder
 from .errors import EngineStartError
-from .messages import PROTOCOL, Attach, ClientMessage, Detach, Shutdown
+from .messages import PROTOCOL, Attach, ClientMessage, Detach, EngineMessage, Shutdown
 from .process import EngineProcess
 from .sockets import (
     ENGINE_IDENTITY,
@@ -41,6 +42,8 @@ class Connection:
         self.router = bind_router(self.context, self.directory.address(INPUT_SOCKET), max_message_bytes)
         self.pull = bind_pull(self.context, self.directory.address(OUTPUT_SOCKET), max_message_bytes)
         self.encoder = Encoder(max_message_bytes)
+        self.decoder = Decoder(EngineMessage, max_message_bytes)
+        self.num_bad_frames = 0  # from the engine, dropped
         self.process: EngineProcess | None = None  # a child
         self.pidfd = -1  # of the engine, whoever's child it is
         self.engine_pid = 0
@@ -72,6 +75,14 @@ class Connection:
     def send(self, message: ClientMessage) -> None:
         """Never blocks. Raises zmq.ZMQError when the engine has gone."""
         self.router.send_multipart([ENGINE_IDENTITY, *self.encoder.encode(message)], zmq.NOBLOCK)
+
+    def decode(self, frames: list) -> Any:
+        """The engine's message in these frames, or None where there is none: that is counted."""
+        try:
+            return self.decoder.decode(frames)
+        except BadFrameError:
+            self.num_bad_frames += 1
+            return None
 
     def describe_death(self) -> str:
         """How a dead engine died, as far as can be known from here."""

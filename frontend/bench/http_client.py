@@ -3,8 +3,8 @@ May know: asyncio's transports, httptools.
 Must not know: event streams, JSON, what is measured.
 
 Why not a client that others wrote: a load generator that is slower than the server measures itself. Per streamed chunk (64 streams, each chunk a
-segment of its own, uvloop, tests/bench/bench_client.py) this one takes CLIENT_US, httpx2, which comes with huggingface_hub, HTTPX_US, and aiohttp, which
-would be a new dependency, AIOHTTP_US. The difference is what lies between the socket and the reader: no queue, no lock, no task is woken per chunk."""
+segment of its own, uvloop, tests/bench/bench_client.py) this one takes about 20 us, httpx2, which comes with huggingface_hub, 120, and aiohttp, which
+would be a new dependency, 39. Most of the 20 is the system's: from the received bytes to the noted moment it is 3. No queue, no lock, no task is woken per chunk."""
 
 from __future__ import annotations
 

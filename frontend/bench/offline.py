@@ -67,7 +67,9 @@ def run_throughput(llm: LLM, requests: list[Request], params: list[SamplingParam
     )
 
 
-def run_latency(llm: LLM, requests: list[Request], params: list[SamplingParams], num_iters: int, on_iter: Callable[[], None]) -> tuple[list[float], list[Phases]]:
+def run_latency(
+    llm: LLM, requests: list[Request], params: list[SamplingParams], num_iters: int, on_iter: Callable[[], None]
+) -> tuple[list[float], list[Phases]]:
     """The same batch num_iters times, with nothing of it in the prefix cache: the seconds of each, and its phases."""
     seconds, phases = [], []
     for _ in range(num_iters):

@@ -75,5 +75,6 @@ def workload_options(args: argparse.Namespace, seed: int) -> WorkloadOptions:
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Every flag as JSON can hold it, the key excepted."""
-    return {name: str(value) if value == float("inf") else value for name, value in vars(args).items() if name != "api_key"}
+    """Every flag as JSON can hold it, the key excepted, and the bookkeeping of where settings came from."""
+    values = {name: value for name, value in vars(args).items() if name not in ("api_key", "settings", "config", "print_config")}
+    return {name: str(value) if value == float("inf") else value for name, value in values.items()}

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ...ipc.errors import InvalidParameterError
 from ..bench.workloads import Request, WorkloadOptions, make_requests
 from .bench import Adder, add_sampling, add_workload, settings_of, workload_options
-from .flags import Parser, engine_flags, given
-from .session import add_session_flags
+from .flags import ENGINE, Parser, engine_flags, given
+from .session import COMMON_ENGINE
 
 if TYPE_CHECKING:
     from ..bench.offline import OfflineRun, Phases, ReadLimit
@@ -58,7 +58,7 @@ def _add_run(parser: Parser) -> None:
     add = Adder(parser, "run")
     add_sampling(add, ignore_eos=True)
     add("--temperature", "0: greedy", rare=True, type=float, default=1.0, metavar="X")
-    add_session_flags(parser, engine_flags())
+    parser.add_flags("engine", [*engine_flags(), ENGINE], COMMON_ENGINE)
 
 
 def throughput(argv: list[str]) -> int:
@@ -144,7 +144,7 @@ def open_llm(args: argparse.Namespace) -> Iterator[LLM]:
     from ..llm import LLM
 
     arguments = given(args, engine_flags())
-    with LLM(arguments.pop("model", "bundled"), engine=args.engine, **arguments) as llm:
+    with LLM(arguments.pop("model", "bundled"), engine=getattr(args, "engine", ENGINE.default), **arguments) as llm:
         yield llm
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import RequestOutputKind, SamplingParams
-from .flags import Parser, given
+from .flags import Flag, Parser, given
 from .session import add_session_flags, check_sampling, default_sampling, open_engine, request_flags
 from .terminal import Dim, Interrupts
 
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 USAGE = "quire chat [--system TEXT] [sampling flags] [engine flags]"
 DESCRIPTION = "Talks with the model. /clear starts over, /exit or Ctrl-D leaves, Ctrl-C stops the answer. From a pipe: one turn per line."
-COMMON_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop")
+COMMON_SAMPLING = ("temperature", "top_p", "max_tokens", "stop")
+SYSTEM = Flag("system", str | None, None, "What the model is told before the first turn.")
 DEFAULTS = {"max_tokens": None}  # an answer may fill the context
 
 
 def make_parser(argv: list[str]) -> Parser:
     parser = Parser("quire chat", USAGE, DESCRIPTION, show_all="--help-all" in argv)
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the first turn")
+    parser.add_flags("conversation", [SYSTEM], ("system",))
     parser.add_flags("sampling", request_flags(**DEFAULTS), COMMON_SAMPLING)
     add_session_flags(parser)
     return parser
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
     if getattr(args, "skip_tokenizer_init", False):
         raise InvalidParameterError("skip_tokenizer_init", "a conversation needs the tokenizer")
     with open_engine(args) as engine:
-        conversation = Conversation(engine, {**default_sampling(engine, **DEFAULTS), **sampling}, args.system)
+        conversation = Conversation(engine, {**default_sampling(engine, **DEFAULTS), **sampling}, getattr(args, "system", None))
         return talk_interactively(conversation) if sys.stdin.isatty() else talk_line_by_line(conversation)
 
 

@@ -8,7 +8,7 @@ import sys
 
 from ...ipc.process import exec_daemon
 from ..engine_args import EngineArgs
-from .flags import Parser, engine_flags, given
+from .flags import LISTEN, Parser, engine_flags, given
 
 USAGE = "quire engine --listen ipc://PATH [MODEL] [engine flags]"
 DESCRIPTION = "Loads MODEL and serves programs that attach with LLM(engine=...) or --engine at this address, until SIGTERM or Ctrl-C."
@@ -18,24 +18,26 @@ COMMON = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "kv_cache_memory_bytes",
-    "enable_prefix_caching",
     "num_threads",
 )
 
 
 def make_parser(argv: list[str]) -> Parser:
     parser = Parser("quire engine", USAGE, DESCRIPTION, show_all="--help-all" in argv)
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", default="bundled", help="directory of the model, or its name on the hub [the bundled model]"
-    )
-    parser.add_argument("--listen", metavar="ADDRESS", required=True, help="where programs attach: ipc:// and the path of a socket file")
+    parser.add_model()
+    parser.add_flags("daemon", [LISTEN], ("listen",))
     # The seed belongs to the programs that attach; the model has no flag of its own here.
     parser.add_flags("engine", [flag for flag in engine_flags() if flag.name not in ("model", "seed")], COMMON)
     return parser
 
 
 def main(argv: list[str]) -> int:
-    args = make_parser(argv).parse(argv)
-    config = EngineArgs(**given(args, engine_flags())).create_engine_config()
-    print(f"quire engine: starting {args.model} at {args.listen}", file=sys.stderr)
-    exec_daemon(args.listen, config)
+    parser = make_parser(argv)
+    args = parser.parse(argv)
+    listen = getattr(args, "listen", None)
+    if listen is None:
+        parser.error("the following arguments are required: --listen")
+    engine_args = EngineArgs(**given(args, engine_flags()))
+    config = engine_args.create_engine_config()
+    print(f"quire engine: starting {engine_args.model} at {listen}", file=sys.stderr)
+    exec_daemon(listen, config)

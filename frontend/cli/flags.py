@@ -1,5 +1,5 @@
-"""Command-line flags made from the fields of the configuration tree and of SamplingParams, and the parser that reads them.
-May know: names, types, ranges, defaults and descriptions of those fields.
+"""Command-line flags made from the fields of the configuration trees and of SamplingParams, and the parser that reads them.
+May know: names, types, ranges, defaults and descriptions of those fields; sources.py, for what is not on the command line.
 Must not know: what any of them does."""
 
 from __future__ import annotations
@@ -7,18 +7,15 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import math
-import types
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, get_args
 
 import msgspec
 
 from ...ipc.config import config_fields
-from ...ipc.errors import InvalidParameterError
-from ...ipc.params import SamplingParams, StructuredOutputsParams
-from ..engine_args import describe_type
+from ...ipc.params import SamplingParams
+from .values import from_text, is_literal, plain_type
 
 SAMPLING_HELP = {
     "n": "Completions per prompt.",
@@ -51,6 +48,10 @@ SAMPLING_HELP = {
 NOT_SAMPLING_FLAGS = frozenset({"output_kind", "detokenize", "stream_interval", "bad_words_token_ids"})
 
 
+# Never printed, whatever asks for the settings or complains about them.
+SECRETS = frozenset({"api_key"})
+
+
 @dataclass(frozen=True)
 class Flag:
     """One field as a flag. `type` is the field's annotation; `default` is only shown: a flag that is not given leaves no trace."""
@@ -59,19 +60,61 @@ class Flag:
     type: Any
     default: Any
     help: str
+    check: Callable[[Any], None] | None = None  # raises ValueError with a sentence, for what the type cannot say
+    positional: bool = False
+    decided_later: bool = False  # the default is what somebody else makes of it: the model's recommendation, a random number
 
     @property
     def option(self) -> str:
         return "--" + self.name.replace("_", "-")
 
+    @property
+    def variable(self) -> str:
+        return "QUIRE_" + self.name.upper()
+
+    @property
+    def secret(self) -> bool:
+        return self.name in SECRETS
+
+
+def _check_engine(where: str) -> None:
+    if where not in ("inproc", "process") and not where.startswith("ipc://"):
+        raise ValueError(f"must be inproc, process or an address ipc://PATH, got {where!r}")
+
+
+ENGINE = Flag(
+    "engine", str, "process", "process: a child process; inproc: this process; ipc://PATH: a daemon that `quire engine` started.", _check_engine
+)
+def _check_keys(keys: list[str]) -> None:
+    if not all(keys):
+        raise ValueError("must not hold an empty key")
+
+
+LISTEN = Flag("listen", str | None, None, "Where programs attach: ipc:// and the path of a socket file.")
+
 
 def engine_flags() -> list[Flag]:
-    return [Flag(name, field.type, _default(field), _description(field.type)) for name, (_, field) in config_fields().items()]
+    return _flags_of({name: field for name, (_, field) in config_fields().items()})
+
+
+def server_flags() -> list[Flag]:
+    from ..server.config import server_fields
+
+    return [replace(flag, check=_check_keys) if flag.secret else flag for flag in _flags_of(server_fields())]
+
+
+def _flags_of(fields: Mapping[str, msgspec.structs.FieldInfo]) -> list[Flag]:
+    return [Flag(name, field.type, _default(field), _description(field.type)) for name, field in fields.items()]
 
 
 def sampling_flags() -> list[Flag]:
     fields = [field for field in msgspec.structs.fields(SamplingParams) if field.name not in NOT_SAMPLING_FLAGS]
     return [Flag(field.name, field.type, _default(field), SAMPLING_HELP[field.name]) for field in fields]
+
+
+def all_flag_names() -> set[str]:
+    """The settings of any command: a variable of another command's is no mistake."""
+    return {flag.name for flag in (*engine_flags(), *server_flags(), *sampling_flags(), ENGINE, LISTEN)}
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Any:
@@ -82,38 +125,88 @@ def _description(annotation: Any) -> str:
     return next((meta.description for meta in getattr(annotation, "__metadata__", ()) if meta.description), "")
 
 
-def _plain_type(annotation: Any) -> Any:
-    """Annotated[X | None, ...] -> X; of several alternatives the last one, which is the widest (str | list[str] -> list[str])."""
-    if get_origin(annotation) is Annotated:
-        return _plain_type(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        return _plain_type([arg for arg in get_args(annotation) if arg is not type(None)][-1])
-    return annotation
-
-
 class Parser(argparse.ArgumentParser):
-    """argparse with one sentence per mistake (exit code 2), the nearest flag for an unknown one, and a short and a full help."""
+    """argparse with one sentence per mistake (exit code 2), the nearest flag for an unknown one, a short and a full help; and the
+    settings that its flags stand for may come from the environment or a file as well (sources.py)."""
 
     def __init__(self, prog: str, usage: str, description: str, *, show_all: bool = False):
         super().__init__(prog=prog, usage=usage, description=description, add_help=False, allow_abbrev=False)
         self.show_all = show_all
+        self.groups: list[tuple[str, list[Flag]]] = []
         self.add_argument("-h", "--help", action="help", help="show the most used flags")
-        self.add_argument("--help-all", action="help", help="show all flags")
+        self.add_argument("--help-all", action="help", help="show all flags, and their environment variables")
 
     def add_flags(self, title: str, flags: Iterable[Flag], common: tuple[str, ...]) -> None:
         """Adds a group of flags; those that `common` does not name appear only under --help-all."""
         group = self.add_argument_group(title)
-        for flag in flags:
-            options = _argparse_options(flag)
-            if flag.name not in common and not self.show_all:
-                options["help"] = argparse.SUPPRESS
-            group.add_argument(flag.option, dest=flag.name, default=argparse.SUPPRESS, **options)
+        self.groups.append((title, list(flags)))
+        for flag in self.groups[-1][1]:
+            group.add_argument(flag.option, dest=flag.name, default=argparse.SUPPRESS, **self._options(flag, flag.name in common))
+
+    def add_model(self) -> None:
+        """The model as an argument without a name. It is a setting like any other, and not also a flag."""
+        (flag,) = [replace(flag, positional=True) for flag in engine_flags() if flag.name == "model"]
+        self.groups.append(("model", [flag]))
+        self.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=self._help(flag))
+
+    def _add_sources(self) -> None:
+        """Last, so that they stand behind the command's own in the help."""
+        group = self.add_argument_group("settings")
+        group.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings by name; flags and QUIRE_<NAME> variables win over it")
+        group.add_argument("--print-config", action="store_true", help="print every setting with where it came from, and leave")
+        if self.show_all:
+            from .sources import OTHER_VARIABLES
+
+            others = "; ".join(f"{name} ({what})" for name, what in OTHER_VARIABLES.items())
+            self.epilog = f"Further environment variables: {others}; HF_HOME and HF_HUB_OFFLINE (the hub's); OMP_NUM_THREADS."
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
+        """The arguments, and the settings from everywhere as attributes; `settings` says where each came from.
+
+        With --print-config it prints them and raises SystemExit(0). Raises InvalidParameterError for a bad file or variable.
+        """
+        if self.groups:
+            self._add_sources()
         args, unknown = self.parse_known_intermixed_args(argv)
         if unknown:
             self.error(self._unknown(unknown[0]))
+        if self.groups:
+            self._add_settings(args)
         return args
+
+    def _add_settings(self, args: argparse.Namespace) -> None:
+        from .sources import collect, render
+
+        flags = {flag.name: flag for _, group in self.groups for flag in group}
+        args.settings = collect(flags, given(args, flags.values()), args.config, self.prog)
+        for name, setting in args.settings.items():
+            setattr(args, name, setting.value)
+        if args.print_config:
+            print(render(self.groups, args.settings, self.prog), end="")
+            self.exit()
+
+    def _options(self, flag: Flag, is_common: bool) -> dict[str, Any]:
+        """The keyword arguments of add_argument for this flag's type."""
+        plain = plain_type(flag.type)
+        help_text = self._help(flag) if is_common or self.show_all else argparse.SUPPRESS
+        if plain is bool:
+            return {"action": argparse.BooleanOptionalAction, "help": help_text}
+        if is_literal(flag.type):
+            choices = get_args(plain)
+            return {"type": type(choices[0]), "choices": choices, "help": help_text}
+        if plain == list[str]:
+            return {"action": "append", "metavar": "TEXT", "help": help_text}
+        metavar = {int: "N", float: "X", str: "TEXT", list[int]: "ID,ID"}.get(plain, "JSON")
+        return {"type": _converter(flag), "metavar": metavar, "help": help_text}
+
+    def _help(self, flag: Flag) -> str:
+        default = flag.default
+        if isinstance(default, bool):
+            shown = "on" if default else "off"
+        else:
+            shown = "" if default is None or "Default:" in flag.help else json.dumps(default) if isinstance(default, dict) else str(default)
+        marks = [shown] * bool(shown) + [flag.variable] * self.show_all
+        return (flag.help + (f" [{', '.join(marks)}]" if marks else "")).replace("%", "%%")
 
     def _unknown(self, word: str) -> str:
         option = word.split("=")[0]
@@ -126,69 +219,18 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def _argparse_options(flag: Flag) -> dict[str, Any]:
-    """The keyword arguments of add_argument for this field's type."""
-    plain = _plain_type(flag.type)
-    default = "none" if flag.default is None else json.dumps(flag.default) if isinstance(flag.default, dict) else flag.default
-    names_default = "Default:" in flag.help or flag.default is None
-    help_text = (flag.help if names_default else f"{flag.help} [{default}]").replace("%", "%%")
-    if plain is bool:
-        return {"action": argparse.BooleanOptionalAction, "help": f"{flag.help} [{'on' if flag.default else 'off'}]"}
-    if get_origin(plain) is Literal:
-        choices = get_args(plain)
-        return {"type": type(choices[0]), "choices": choices, "help": help_text}
-    if plain == list[str]:
-        return {"action": "append", "metavar": "TEXT", "help": help_text}
-    metavar = {int: "N", float: "X", str: "TEXT", list[int]: "ID,ID"}.get(plain, "JSON")
-    return {"type": _converter(flag.type, plain), "metavar": metavar, "help": help_text}
-
-
-def _converter(annotation: Any, plain: Any) -> Callable[[str], Any]:
-    """text -> value, by msgspec's lax conversion, so that a flag accepts exactly what its field accepts."""
+def _converter(flag: Flag) -> Callable[[str], Any]:
+    """For argparse: text -> the field's value."""
 
     def convert(text: str) -> Any:
         try:
-            if get_origin(plain) is dict or plain is StructuredOutputsParams:
-                value: Any = json.loads(text)
-            elif get_origin(plain) is list:
-                value = text.split(",")
-            else:
-                value = None if text.lower() == "none" and plain is not str else text
-            value = convert_plain(value, annotation, strict=False)
-        except InvalidParameterError as error:
+            return from_text(flag, text)
+        except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
-        except json.JSONDecodeError as error:
-            raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r} ({error})") from None
-        except msgspec.ValidationError:
-            raise argparse.ArgumentTypeError(f"must be {_wanted(annotation, plain)}, got {text!r}") from None
-        if isinstance(value, float) and not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"must be a finite number, got {text!r}")
-        return value
 
     return convert
 
 
-def convert_plain(value: Any, annotation: Any, *, strict: bool) -> Any:
-    """A value as JSON gives it -> a field's. Raises msgspec.ValidationError, or InvalidParameterError from within."""
-    if _plain_type(annotation) is not StructuredOutputsParams or value is None:
-        return msgspec.convert(value, annotation, strict=strict, str_keys=True)
-    msgspec.convert(value, dict[str, Any])
-    if unknown := value.keys() - set(StructuredOutputsParams.__struct_fields__):
-        raise InvalidParameterError("structured_outputs", f"has no {min(unknown)!r}; it has {', '.join(StructuredOutputsParams.__struct_fields__)}")
-    return StructuredOutputsParams(**value)
-
-
-def _wanted(annotation: Any, plain: Any) -> str:
-    spelled_otherwise = {
-        list[int]: "integers separated by commas",
-        dict[int, float]: 'a JSON object {"token id": number}',
-        dict[str, str]: 'a JSON object {"name": "text"}',
-        dict[str, Any]: "a JSON object",
-        StructuredOutputsParams: 'a JSON object such as {"regex": "[0-9]+"}',
-    }
-    return spelled_otherwise.get(plain) or describe_type(annotation)
-
-
 def given(args: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:
-    """Those of the flags that were on the command line."""
+    """Those of the flags' settings that were given anywhere."""
     return {flag.name: getattr(args, flag.name) for flag in flags if hasattr(args, flag.name)}

@@ -13,16 +13,17 @@ import msgspec
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import MAX_N, RequestOutputKind, SamplingParams
-from .flags import Parser, convert_plain, given, sampling_flags
+from .flags import Parser, given, sampling_flags
 from .session import add_session_flags, check_sampling, default_sampling, open_engine, request_flags
 from .terminal import Interrupts, JsonWriter, Meter, TextWriter
+from .values import convert_plain
 
 if TYPE_CHECKING:
     from ..llm_engine import LLMEngine
 
 USAGE = "quire generate [PROMPT ...] [--file FILE] [--json] [sampling flags] [engine flags]"
 DESCRIPTION = "Completes each PROMPT; `-`, or no prompt at all, reads one from standard input. Several prompts run together."
-COMMON_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop")
+COMMON_SAMPLING = ("temperature", "top_p", "max_tokens", "stop")
 DEFAULTS = {"max_tokens": 256}  # SamplingParams' own default of 16, vLLM's, ends a story in its first sentence
 
 Prompt = tuple[Any, dict[str, Any]]  # what LLMEngine takes as a prompt, and the sampling parameters of this prompt alone

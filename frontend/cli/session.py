@@ -15,43 +15,30 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...ipc.params import SamplingParams
-from .flags import Flag, Parser, engine_flags, given, sampling_flags
+from .flags import ENGINE, Flag, Parser, engine_flags, given, sampling_flags
 from .terminal import Dim
 
 if TYPE_CHECKING:
     from ..llm_engine import LLMEngine
 
-COMMON_ENGINE = ("model", "dtype", "max_model_len", "seed")
+COMMON_ENGINE = ("model", "dtype", "seed", "engine")
 SEED_HELP = "Seed of the random numbers: the same seed, prompts and flags give the same tokens."
 
 
 def session_flags() -> list[Flag]:
     """The engine's flags; its `seed` is drawn anew for every run, so that a story told twice is not the same story."""
-    return [dataclasses.replace(flag, default="random", help=SEED_HELP) if flag.name == "seed" else flag for flag in engine_flags()]
+    random_seed = {"default": "random", "help": SEED_HELP, "decided_later": True}
+    return [dataclasses.replace(flag, **random_seed) if flag.name == "seed" else flag for flag in engine_flags()] + [ENGINE]
 
 
 def request_flags(**defaults: Any) -> list[Flag]:
-    """The sampling flags without the request's own seed (--seed is the run's), with these defaults shown."""
-    flags = [flag for flag in sampling_flags() if flag.name != "seed"]
+    """The sampling flags without the request's own seed (--seed is the run's), with these defaults shown; the model may recommend others."""
+    flags = [dataclasses.replace(flag, decided_later=True) for flag in sampling_flags() if flag.name != "seed"]
     return [dataclasses.replace(flag, default=defaults[flag.name]) if flag.name in defaults else flag for flag in flags]
 
 
-def add_session_flags(parser: Parser, flags: list[Flag] | None = None) -> None:
-    """`flags`: the engine's, if they are not session_flags."""
-    parser.add_flags("engine", session_flags() if flags is None else flags, COMMON_ENGINE)
-    parser.add_argument(
-        "--engine",
-        metavar="WHERE",
-        type=_engine,
-        default="process",
-        help="process: a child process [default]; inproc: this process; ipc://PATH: a daemon that `quire engine` started",
-    )
-
-
-def _engine(text: str) -> str:
-    if text in ("inproc", "process") or text.startswith("ipc://"):
-        return text
-    raise argparse.ArgumentTypeError(f"must be inproc, process or an address ipc://PATH, got {text!r}")
+def add_session_flags(parser: Parser) -> None:
+    parser.add_flags("engine", session_flags(), COMMON_ENGINE)
 
 
 @contextmanager
@@ -63,7 +50,7 @@ def open_engine(args: argparse.Namespace) -> Iterator[LLMEngine]:
     engine_args = EngineArgs(**{"seed": secrets.randbits(63)} | given(args, engine_flags()))
     notice = Dim(sys.stderr)(f"loading {engine_args.model} ...") if sys.stderr.isatty() else ""
     print(notice, end="\r" if notice else "", file=sys.stderr, flush=True)
-    engine = LLMEngine.from_engine_args(engine_args, engine=args.engine)
+    engine = LLMEngine.from_engine_args(engine_args, engine=getattr(args, "engine", ENGINE.default))
     try:
         print("\x1b[K" if notice else "", end="", file=sys.stderr, flush=True)
         yield engine

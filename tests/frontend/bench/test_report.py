@@ -13,7 +13,8 @@ from quire.frontend.bench.openai_client import Outcome
 from quire.frontend.bench.report import client_figures, client_warning, format_results, results_as_json, write_json
 from quire.frontend.bench.statistics import summarize_run
 
-GOOD = Outcome(start=100.0, num_prompt_tokens=4, num_output_tokens=3, counted_by="usage", token_times=[100.1, 100.12, 100.16], end=100.16, finish_reason="length")
+TIMES = [100.1, 100.12, 100.16]
+GOOD = Outcome(start=100.0, num_prompt_tokens=4, num_output_tokens=3, counted_by="usage", token_times=TIMES, end=100.16, finish_reason="length")
 BAD = Outcome(start=100.5, end=100.6, failure="HTTP 429", failure_text="queue\nis full")
 REPORT = LoadReport([GOOD, BAD], start=100.0, duration_s=2.0, peak_concurrency=2, client_cpu_s=0.1, lags=[0.001] * 99, send_delays=[0.0, 0.002])
 

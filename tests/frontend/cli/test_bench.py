@@ -41,7 +41,14 @@ def test_help_is_short_and_help_all_is_not(mode: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("mode", MODES)
 def test_help_imports_nothing_heavy(mode: str) -> None:
-    code = f"import sys, json; sys.argv = ['quire', 'bench', '{mode}', '--help']; from quire.__main__ import main\ntry: main()\nexcept SystemExit: pass\nprint(json.dumps(list(sys.modules)))"
+    code = f"""
+import sys, json
+from quire.__main__ import main
+try:
+    main(["bench", "{mode}", "--help"])
+except SystemExit:
+    print(json.dumps(list(sys.modules)))
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert set(json.loads(done.stdout.splitlines()[-1])) & HEAVY == set()
 

@@ -1,0 +1,72 @@
+"""What an answer is made of: parts as they come, and the whole that they come to.
+May know: nothing but their names.
+Must not know: how any model writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+
+class Content(msgspec.Struct, frozen=True, gc=False):
+    """Text for the reader."""
+
+    text: str
+
+
+class Reasoning(msgspec.Struct, frozen=True, gc=False):
+    """Text of the model's thinking, without the marks around it."""
+
+    text: str
+
+
+class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
+    """The call number `index` of this answer begins. Its arguments follow, before the next call's start."""
+
+    index: int
+    name: str
+
+
+class ToolCallArguments(msgspec.Struct, frozen=True, gc=False):
+    """A piece of the JSON text of a call's arguments. Put together they are a JSON object, unless the model stopped within it."""
+
+    index: int
+    text: str
+
+
+Part = Content | Reasoning | ToolCallStart | ToolCallArguments
+
+
+class ToolCall(msgspec.Struct):
+    name: str
+    arguments: str  # JSON text, as in OpenAI's API
+
+
+class Answer(msgspec.Struct):
+    """All parts put together: what an answer that is not streamed holds."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = []
+
+
+def collect(parts: Iterable[Part]) -> Answer:
+    answer = Answer()
+    contents: list[str] = []
+    reasonings: list[str] = []
+    arguments: list[list[str]] = []
+    for part in parts:
+        if isinstance(part, Content):
+            contents.append(part.text)
+        elif isinstance(part, Reasoning):
+            reasonings.append(part.text)
+        elif isinstance(part, ToolCallStart):
+            answer.tool_calls.append(ToolCall(part.name, ""))
+            arguments.append([])
+        else:
+            arguments[part.index].append(part.text)
+    answer.content, answer.reasoning = "".join(contents), "".join(reasonings)
+    for call, pieces in zip(answer.tool_calls, arguments, strict=True):
+        call.arguments = "".join(pieces)
+    return answer

@@ -1,0 +1,98 @@
+"""Tool calls as JSON objects that hold name and arguments: {"name": "f", "arguments": {…}}, one between marks, or a list of them.
+May know: TextStream, JSON.
+Must not know: which models write so (formats.py)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from .json_text import read_held_json, read_held_string, read_json
+from .text_stream import Malformed, Reader, TextStream
+from .tool_calls import Calls
+
+
+@dataclass(frozen=True)
+class JsonCalls:
+    """`starts` are the marks before calls, `end` the one behind them."""
+
+    starts: tuple[str, ...]
+    end: str = ""
+    argument_key: str = "arguments"
+    bare_beginnings: str = ""
+    bare_separator: str = ""
+
+    def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
+        """All calls behind a mark (or "", for those that stand without one), and the mark that ends them."""
+        yield from stream.skip_space()
+        is_list = yield from stream.accept("[")
+        while True:
+            yield from stream.skip_space()
+            yield from read_call_object(stream, calls, only_known=not mark)
+            yield from stream.skip_space()
+            if not (is_list and (yield from stream.accept(","))):
+                break
+        if is_list:
+            yield from stream.expect("]")
+            yield from stream.skip_space()
+        if mark and self.end:
+            yield from stream.accept(self.end)
+        stream.drop()
+
+
+NAME_KEYS = frozenset({"name", "tool_name"})
+ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
+
+
+def read_call_object(stream: TextStream, calls: Calls, *, only_known: bool = False) -> Reader:
+    """`only_known`: an object that names no tool of this request is no call but a JSON answer."""
+    yield from stream.expect("{")
+    name, arguments, has_started = None, None, False
+    while True:
+        yield from stream.skip_space()
+        key = yield from read_held_string(stream)
+        yield from stream.skip_space()
+        yield from stream.expect(":")
+        yield from stream.skip_space()
+        if key in NAME_KEYS and name is None:
+            name = yield from read_held_string(stream)
+            if only_known and name not in calls.schemas:
+                raise Malformed
+        elif key in ARGUMENT_KEYS and name is not None and not has_started:
+            yield from read_arguments(stream, calls, name)
+            has_started = True
+        elif key in ARGUMENT_KEYS and arguments is None:
+            arguments = yield from read_held_json(stream)
+        else:
+            yield from read_json(stream)  # an id, a type
+        yield from stream.skip_space()
+        if not (yield from stream.accept(",")):
+            break
+    yield from stream.expect("}")
+    if name is None:
+        raise Malformed
+    if not has_started:
+        calls.start(name)
+        calls.emit_arguments(_plain_arguments(arguments or "{}"))
+    stream.drop()
+
+
+def read_arguments(stream: TextStream, calls: Calls, name: str) -> Reader:
+    """The call starts where its arguments do; they are handed on as they come."""
+    if (yield from stream.peek()) != "{":
+        arguments = _plain_arguments((yield from read_held_json(stream)))
+        calls.start(name)
+        calls.emit_arguments(arguments)
+        return
+    calls.start(name)
+    stream.sink = calls.arguments_part
+    yield from read_json(stream)
+    stream.close_sink()
+
+
+def _plain_arguments(text: str) -> str:
+    """Some models write null for no arguments, or the JSON of the arguments as a string."""
+    value = json.loads(text, strict=False)
+    if value is None:
+        return "{}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,131 @@
+"""AnswerParser: one completion's text, piece by piece, to content, reasoning and tool calls.
+May know: formats through their protocols, TextStream.
+Must not know: which model it is, tokens, requests."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+from .answer import Content, Part, Reasoning, ToolCallArguments, ToolCallStart
+from .text_stream import Malformed, Reader, TextStream
+from .tool_calls import Calls, ToolFormat
+
+
+@dataclass(frozen=True)
+class ReasoningMarks:
+    """Between them a model puts its reasoning, before anything else."""
+
+    start: str
+    end: str
+
+    def is_open_at_end_of(self, prompt_text: str) -> bool:
+        """Does the prompt end with the mark, as DeepSeek-R1's and QwQ's templates write it, so that the answer begins within its reasoning?
+
+        Only the very end counts: a message may speak of the marks.
+        """
+        return prompt_text.rstrip().endswith(self.start)
+
+
+class AnswerParser:
+    """The parts do not depend on how the text was cut. Nothing of the text is lost but the marks and the white space around them; what looks
+    like a call and is none comes out as content. A call that breaks off keeps what was handed on of it.
+
+    `tool_format` None: tool calls are not looked for; `reasoning_marks` None: reasoning is not. `max_calls`: calls beyond are left out.
+    """
+
+    def __init__(
+        self,
+        tool_format: ToolFormat | None,
+        reasoning_marks: ReasoningMarks | None,
+        schemas: dict[str, dict[str, Any]],
+        *,
+        begins_in_reasoning: bool = False,
+        max_calls: int | None = None,
+    ):
+        self._stream = TextStream()
+        self._calls = Calls(self._stream, schemas)
+        self._tool_format = tool_format
+        self._reasoning_marks = reasoning_marks
+        self._begins_in_reasoning = begins_in_reasoning
+        self._max_calls = max_calls
+        self._steps = self._read_answer()
+        next(self._steps, None)
+
+    def feed(self, text: str) -> list[Part]:
+        """The parts that this text completes."""
+        self._stream.append(text)
+        return self._advance()
+
+    def finish(self) -> list[Part]:
+        """After the last text: the rest."""
+        self._stream.has_ended = True
+        return self._advance()
+
+    def _advance(self) -> list[Part]:
+        next(self._steps, None)
+        parts = self._stream.take_parts()
+        if self._max_calls is None:
+            return parts
+        return [part for part in parts if not isinstance(part, (ToolCallStart, ToolCallArguments)) or part.index < self._max_calls]
+
+    def _read_answer(self) -> Reader:
+        if self._reasoning_marks is not None:
+            yield from self._read_reasoning(self._reasoning_marks)
+        if self._tool_format is None:
+            yield from self._read_content(())
+        else:
+            yield from self._read_content_and_calls(self._tool_format)
+
+    def _read_reasoning(self, marks: ReasoningMarks) -> Reader:
+        """At the beginning of the answer only: an answer may speak of <think> later on."""
+        stream = self._stream
+        if not self._begins_in_reasoning:
+            yield from stream.skip_space()
+            if not (yield from stream.accept(marks.start)):
+                stream.position = 0
+                return
+        elif marks.start:
+            yield from stream.skip_space()
+            yield from stream.accept(marks.start)  # some models open it again
+        yield from stream.skip_space()
+        stream.drop()
+        stream.sink = Reasoning
+        yield from stream.read_until((marks.end,))
+        yield from stream.skip_space()
+        stream.drop()
+
+    def _read_content(self, marks: tuple[str, ...]) -> Generator[None, None, str | None]:
+        self._stream.sink = Content
+        return (yield from self._stream.read_until(marks))
+
+    def _read_content_and_calls(self, tool_format: ToolFormat) -> Reader:
+        stream, may_be_bare, has_called = self._stream, True, False
+        while True:
+            mark: str | None = ""
+            try:
+                if not (may_be_bare and (yield from self._begins_bare(tool_format, has_called))):
+                    mark = yield from self._read_content(tool_format.starts)
+                    if mark is None:
+                        return
+                yield from tool_format.read(stream, self._calls, mark)
+                yield from stream.skip_space()
+                stream.drop()
+                may_be_bare = has_called = True
+            except Malformed:
+                stream.give_up()
+                may_be_bare = False
+
+    def _begins_bare(self, tool_format: ToolFormat, has_called: bool) -> Generator[None, None, bool]:
+        if not tool_format.bare_beginnings:
+            return False
+        stream = self._stream
+        yield from stream.skip_space()
+        if has_called and tool_format.bare_separator and (yield from stream.accept(tool_format.bare_separator)):
+            yield from stream.skip_space()
+        character = yield from stream.peek()
+        if character and character in tool_format.bare_beginnings:
+            return True
+        stream.position = 0
+        return False

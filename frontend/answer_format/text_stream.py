@@ -1,0 +1,131 @@
+"""TextStream: text that arrives in pieces, read by generators as if all of it were there, and handed on as parts.
+May know: parts, marks as plain strings.
+Must not know: any model's format.
+
+A reader is a generator. Where it needs text that has not come yet it yields, and goes on when some has: so each format is written down in the
+order in which it is read. What a reader finds must not depend on how the text was cut, so it decides on characters alone, never on the end
+of what happens to be there.
+
+    buffer:   │ consumed, not handed on │ not read yet │
+              0                      position        len
+Consumed text is handed on through the open sink (content, say) whenever the reader pauses; without a sink it stays, so that it can become
+content if it turns out to be no call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+
+from ..detokenizer import length_of_possible_stop
+from .answer import Part
+
+Reader = Generator[None, None, None]
+MAX_HELD_SPACE = 64  # white space before a mark belongs to it, as far as this
+
+
+class Malformed(Exception):
+    """The text is not what the format demands. What was not handed on of it becomes content."""
+
+
+class TextStream:
+    def __init__(self) -> None:
+        self.buffer = ""
+        self.position = 0
+        self.has_ended = False
+        self.parts: list[Part] = []
+        self.sink: Callable[[str], Part] | None = None
+        self.retry_position = 0  # where content goes on if the reader behind a mark fails: behind the mark, which cannot match again
+
+    # ------------------------------------------------------------ the reader's side
+
+    def more(self) -> Generator[None, None, bool]:
+        """Waits for text. False: there is none to come."""
+        if self.has_ended:
+            return False
+        self.flush()
+        yield
+        return not self.has_ended
+
+    def peek(self) -> Generator[None, None, str]:
+        """The next character, or "" at the end."""
+        while self.position >= len(self.buffer):
+            if not (yield from self.more()):
+                return ""
+        return self.buffer[self.position]
+
+    def accept(self, literal: str) -> Generator[None, None, bool]:
+        """Consumes `literal` if it comes next."""
+        while True:
+            there = self.buffer[self.position : self.position + len(literal)]
+            if there == literal:
+                self.position += len(literal)
+                return True
+            if not literal.startswith(there) or not (yield from self.more()):
+                return False
+
+    def expect(self, literal: str) -> Reader:
+        if not (yield from self.accept(literal)):
+            raise Malformed
+
+    def skip_space(self) -> Reader:
+        while (yield from self.peek()).isspace():
+            self.position += 1
+
+    def read_until(self, marks: tuple[str, ...]) -> Generator[None, None, str | None]:
+        """Consumes all before the first of `marks`, without the white space before it, and then the mark, which it returns.
+
+        With a sink the text is handed on; the mark is not. None: no mark came; the rest is consumed.
+        """
+        while True:
+            found = [(index, mark) for mark in marks if (index := self.buffer.find(mark, self.position)) != -1]
+            if found:
+                index, mark = min(found, key=lambda pair: (pair[0], -len(pair[1])))
+                self.position = self._before_space(index)
+                self.close_sink()
+                self.position += self.buffer.index(mark, self.position) - self.position + len(mark)
+                self.retry_position = self.position
+                return mark
+            num_held = max((length_of_possible_stop(self.buffer[self.position :], mark) for mark in marks), default=0)
+            self.position = self._before_space(len(self.buffer) - num_held) if marks else len(self.buffer)
+            if not (yield from self.more()):
+                self.position = len(self.buffer)
+                self.close_sink()
+                return None
+
+    def _before_space(self, index: int) -> int:
+        """`index`, or where the white space before it begins."""
+        least = max(self.position, index - MAX_HELD_SPACE)
+        return least + len(self.buffer[least:index].rstrip())
+
+    # ------------------------------------------------------------ handing on
+
+    def emit(self, part: Part) -> None:
+        """Hands on a part that stands for all that was consumed."""
+        self.drop()
+        self.parts.append(part)
+
+    def drop(self) -> None:
+        """Forgets what was consumed: it was the format's, or a part says it."""
+        self.buffer, self.position, self.retry_position = self.buffer[self.position :], 0, 0
+
+    def flush(self) -> None:
+        """Hands on what was consumed, if there is a sink."""
+        if self.sink is not None and self.position:
+            self.emit(self.sink(self.buffer[: self.position]))
+
+    def close_sink(self) -> None:
+        self.flush()
+        self.sink = None
+
+    def give_up(self) -> None:
+        """After Malformed: what was not handed on is to be read again, as content."""
+        self.close_sink()
+        self.position = self.retry_position
+
+    # ------------------------------------------------------------ the writer's side
+
+    def append(self, text: str) -> None:
+        self.buffer += text
+
+    def take_parts(self) -> list[Part]:
+        parts, self.parts = self.parts, []
+        return parts

@@ -1,0 +1,196 @@
+"""Where a command's settings come from: flags over QUIRE_* variables over a file over defaults; and printing them with their sources.
+May know: the command's flags, the environment, YAML and TOML files.
+Must not know: argparse, what any setting does."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...ipc.errors import InvalidParameterError
+from .flags import Flag, all_flag_names
+from .values import from_plain, from_text
+
+PREFIX = "QUIRE_"
+CONFIG_VARIABLE = "QUIRE_CONFIG"
+# Variables that are no settings of a command.
+OTHER_VARIABLES = {
+    CONFIG_VARIABLE: "file with settings, as --config",
+    "QUIRE_TRACEBACK": "1: an internal error shows where it happened",
+}
+# Kubernetes gives every container variables for each service of its namespace; one called "quire" must not set our port.
+KUBERNETES = re.compile(r"QUIRE_(?:.*_)?(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT_\d+_.*)")
+HIDDEN = "<hidden>"  # stands for a secret in what --print-config prints; read back it is refused, lest a server run without its keys
+
+
+@dataclass(frozen=True)
+class Setting:
+    value: Any
+    source: str  # "flag --port", "environment QUIRE_PORT" or "file quire.yaml"
+
+
+def collect(flags: Mapping[str, Flag], command_line: Mapping[str, Any], file: str | None, command: str) -> dict[str, Setting]:
+    """Every setting that was given, by name, from the source that counts. Raises InvalidParameterError naming variable, or file and key."""
+    origin = "--config" if file is not None else CONFIG_VARIABLE
+    file = file if file is not None else os.environ.get(CONFIG_VARIABLE) or None
+    settings = read_file(flags, file, origin, command) if file is not None else {}
+    settings |= read_environment(flags, os.environ)
+    for name, value in command_line.items():
+        settings[name] = Setting(value, "the command line" if flags[name].positional else f"flag {flags[name].option}")
+        _check(flags[name], value)
+    for name, setting in settings.items():
+        if setting.value == HIDDEN and flags[name].secret:
+            raise InvalidParameterError(
+                origin, f"{file}: {name} is not written there but {HIDDEN}, as --print-config prints it; give it by {flags[name].option} or "
+                f"{PREFIX}{name.upper()}, or take it out"
+            )  # fmt: skip
+    return settings
+
+
+def _check(flag: Flag, value: Any) -> None:
+    """What argparse has put together from several flags has not been looked at as a whole."""
+    try:
+        if flag.check is not None:
+            flag.check(value)
+    except ValueError as error:
+        raise InvalidParameterError(flag.option, str(error)) from None
+
+
+# ------------------------------------------------------------ environment
+
+
+def read_environment(flags: Mapping[str, Flag], environ: Mapping[str, str]) -> dict[str, Setting]:
+    """QUIRE_<NAME> of this command's settings; a variable of another command's is left alone, one of nobody's is warned of."""
+    settings = {}
+    for variable in sorted(name for name in environ if name.startswith(PREFIX)):
+        name, text = variable.removeprefix(PREFIX).lower(), environ[variable]
+        if variable in OTHER_VARIABLES or KUBERNETES.fullmatch(variable) or re.match(r"(tcp|udp|sctp)://", text):
+            continue
+        if name not in flags:
+            _warn_of_unknown(variable, {*flags, *all_flag_names()})
+            continue
+        if not text and not flags[name].secret:  # as compose files write "not set"; an empty key is a mistake, and not no key
+            continue
+        try:
+            settings[name] = Setting(from_text(flags[name], text), f"environment {variable}")
+        except ValueError as error:
+            raise InvalidParameterError(variable, str(error)) from None
+    return settings
+
+
+def _warn_of_unknown(variable: str, names: set[str]) -> None:
+    if variable.removeprefix(PREFIX).lower() in names:
+        return
+    near = difflib.get_close_matches(variable, [*OTHER_VARIABLES, *(PREFIX + name.upper() for name in sorted(names))], n=1)
+    advice = f"did you mean {near[0]}?" if near else "it is not used"
+    print(f"quire: there is no setting for the variable {variable}; {advice}", file=sys.stderr)
+
+
+# ------------------------------------------------------------ files
+
+
+def read_file(flags: Mapping[str, Flag], file: str, origin: str, command: str) -> dict[str, Setting]:
+    """A YAML or TOML file (by its ending; JSON is YAML) of names and values. Every key must be one of this command's settings."""
+    settings: dict[str, Setting] = {}
+    for key, value in _parse(Path(file), origin).items():
+        name = key.replace("-", "_") if isinstance(key, str) else key
+        if name not in flags:
+            raise InvalidParameterError(origin, f"{file}: {_unknown(name, flags, command)}")
+        if name in settings:
+            raise InvalidParameterError(origin, f"{file}: {name} is there twice")
+        try:
+            value = value if flags[name].secret and value == HIDDEN else from_plain(flags[name], value)
+        except ValueError as error:
+            raise InvalidParameterError(origin, f"{file}: {name} {error}") from None
+        settings[name] = Setting(value, f"file {file}")
+    return settings
+
+
+def _unknown(name: Any, flags: Mapping[str, Flag], command: str) -> str:
+    if name in all_flag_names():
+        return f"{name} is no setting of {command}"
+    near = difflib.get_close_matches(str(name), flags, n=1)
+    return f"there is no setting {name!r}; " + (f"did you mean {near[0]}?" if near else f"{command} --help-all shows all")
+
+
+def _parse(path: Path, origin: str) -> dict[Any, Any]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InvalidParameterError(origin, f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidParameterError(origin, f"{path} is not UTF-8 (byte {error.start})") from None
+    if path.suffix not in (".toml", ".yaml", ".yml", ".json"):
+        raise InvalidParameterError(origin, f"{path} must end in .yaml, .yml, .json or .toml")
+    value = _parse_toml(text, path, origin) if path.suffix == ".toml" else _parse_yaml(text, path, origin)
+    if not isinstance(value, dict):
+        raise InvalidParameterError(origin, f"{path} must hold names and values (dtype: float32), not a {type(value).__name__}")
+    return value
+
+
+def _parse_toml(text: str, path: Path, origin: str) -> Any:
+    import tomllib
+
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InvalidParameterError(origin, f"{path} is not TOML: {error}") from None
+
+
+def _parse_yaml(text: str, path: Path, origin: str) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML forbids a key twice, but the library takes the last one."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if twice := [key for key in keys if keys.count(key) > 1]:
+                raise yaml.constructor.ConstructorError(problem=f"{twice[0]} is there twice", problem_mark=node.start_mark)
+            return super().construct_mapping(node, deep)
+
+    try:
+        value = yaml.load(text, Loader)
+        return {} if value is None else value
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2026-99-99
+        mark = getattr(error, "problem_mark", None)
+        where = f" (line {mark.line + 1})" if mark else ""
+        raise InvalidParameterError(origin, f"{path} is not YAML: {getattr(error, 'problem', None) or error}{where}") from None
+
+
+# ------------------------------------------------------------ printing
+
+
+def render(groups: Iterable[tuple[str, list[Flag]]], settings: Mapping[str, Setting], command: str) -> str:
+    """All settings as YAML with their sources as comments. Given to --config, it makes the same settings; a default that is only
+    decided later (by the model, or by chance) stands there as a comment, because to fix it now would change it."""
+    lines = [f"# {command}: what is set, and where it came from; {command} --config FILE takes it back"]
+    for title, flags in groups:
+        lines += ["", f"# {title}"]
+        for flag in flags:
+            setting = settings.get(flag.name)
+            value = setting.value if setting else flag.default
+            source = setting.source if setting else "default"
+            if flag.secret and value:
+                how_many = f"{len(value)} given, " if isinstance(value, list) else ""
+                value, source = HIDDEN, f"{how_many}{source}; never printed"
+            comment = "# " if setting is None and flag.decided_later else ""
+            lines.append(f"{f'{comment}{flag.name}: {_yaml(value)}':<48} # {source}")
+    return "\n".join(lines) + "\n"
+
+
+def _yaml(value: Any) -> str:
+    """One value as it may stand behind a key."""
+    import msgspec
+    import yaml
+
+    if isinstance(value, msgspec.Struct):
+        value = {name: item for name, item in msgspec.structs.asdict(value).items() if item not in (None, False)}
+    # Inside a list, so that texts are written as they must be beside brackets and comments; None and "none" differ as they do in YAML.
+    return yaml.safe_dump([value], default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False).strip()[1:-1]

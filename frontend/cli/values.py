@@ -1,0 +1,131 @@
+"""From text, and from what YAML, TOML or JSON hold, to the value of a field: one rule for flags, environment and files.
+May know: the fields' types and ranges, msgspec's conversion.
+Must not know: which fields there are, where a value was written."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import types
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+
+from ...ipc.errors import InvalidParameterError
+from ...ipc.params import StructuredOutputsParams
+from ..engine_args import describe_type
+
+if TYPE_CHECKING:
+    from .flags import Flag
+
+UNITS = {"": 1, **{f"{p}i": 2 ** (10 * k) for k, p in enumerate("KMGT", start=1)}, **{p: 10 ** (3 * k) for k, p in enumerate("KMGT", start=1)}}
+SWITCH = {"on": True, "yes": True, "off": False, "no": False}  # beside true, false, 1 and 0
+
+
+def plain_type(annotation: Any) -> Any:
+    """Annotated[X | None, ...] -> X; of several alternatives the last one, which is the widest (str | list[str] -> list[str])."""
+    if get_origin(annotation) is Annotated:
+        return plain_type(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return plain_type([arg for arg in get_args(annotation) if arg is not type(None)][-1])
+    return annotation
+
+
+def from_text(flag: Flag, text: str) -> Any:
+    """What stands on a command line or in the environment. Raises ValueError with a sentence."""
+    plain = plain_type(flag.type)
+    try:
+        if get_origin(plain) is dict or plain is StructuredOutputsParams or get_origin(plain) is list and text.lstrip().startswith("["):
+            value: Any = json.loads(text)
+        elif plain == list[str]:
+            value = [text]
+        elif get_origin(plain) is list:
+            value = text.split(",")
+        else:
+            value = _scalar(flag, text, plain)
+        return _checked(flag, value, text, strict=False)
+    except (json.JSONDecodeError, RecursionError) as error:
+        kind = "list" if get_origin(plain) is list else "object"
+        raise ValueError(f"must be a JSON {kind}{_got(flag, text)} ({error})") from None
+
+
+def from_plain(flag: Flag, value: Any) -> Any:
+    """What stands in a file. Raises ValueError with a sentence."""
+    plain = plain_type(flag.type)
+    if isinstance(value, str) and plain is not str:  # YAML reads 1e-5 as text; "none" and "4GiB" are meant
+        return from_text(flag, value)
+    return _checked(flag, value, value, strict=True)
+
+
+def _scalar(flag: Flag, text: str, plain: Any) -> Any:
+    if text.lower() == "none" and plain is not str:
+        return None
+    if plain is bool:
+        return SWITCH.get(text.lower(), text)
+    if flag.name.endswith("_bytes") and not text.lstrip("+-").isdigit():
+        return parse_bytes(text)
+    return text
+
+
+def _checked(flag: Flag, value: Any, written: Any, *, strict: bool) -> Any:
+    try:
+        value = convert_plain(value, flag.type, strict=strict)
+    except msgspec.ValidationError:
+        raise ValueError(f"must be {wanted(flag.type)}{_got(flag, written)}") from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"must be a finite number{_got(flag, written)}")
+    if flag.check is not None and value is not None:
+        flag.check(value)
+    return value
+
+
+def _got(flag: Flag, written: Any) -> str:
+    return "" if flag.secret else f", got {written!r}"
+
+
+def convert_plain(value: Any, annotation: Any, *, strict: bool) -> Any:
+    """A value as JSON gives it -> a field's. Raises msgspec.ValidationError, or InvalidParameterError from within."""
+    if plain_type(annotation) is not StructuredOutputsParams or value is None:
+        return msgspec.convert(value, annotation, strict=strict, str_keys=True)
+    msgspec.convert(value, dict[str, Any])
+    if unknown := value.keys() - set(StructuredOutputsParams.__struct_fields__):
+        raise InvalidParameterError("structured_outputs", f"has no {min(unknown)!r}; it has {', '.join(StructuredOutputsParams.__struct_fields__)}")
+    return StructuredOutputsParams(**value)
+
+
+def wanted(annotation: Any) -> str:
+    """A type in the words of somebody who writes text."""
+    plain = plain_type(annotation)
+    spelled_otherwise = {
+        bool: "true or false",
+        list[int]: "integers separated by commas",
+        list[str]: "a list of texts",
+        dict[int, float]: 'a JSON object {"token id": number}',
+        dict[str, str]: 'a JSON object {"name": "text"}',
+        dict[str, Any]: "a JSON object",
+        StructuredOutputsParams: 'a JSON object such as {"regex": "[0-9]+"}',
+    }
+    return spelled_otherwise.get(plain) or describe_type(annotation)
+
+
+def is_literal(annotation: Any) -> bool:
+    return get_origin(plain_type(annotation)) is Literal
+
+
+def parse_bytes(text: str) -> int:
+    """ "24GiB" (1024 each, also 24Gi), "24GB" (1000 each, also 24G), or a plain number of bytes. Raises ValueError with a sentence."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
+    unit = (match[2] or "").capitalize() if match else None
+    if unit not in UNITS:
+        raise ValueError(f"must be a number of bytes such as 24GiB, 500MB or 1048576, got {text!r}")
+    return int(float(match[1]) * UNITS[unit])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """ "1.5 GiB": four digits at most before the unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

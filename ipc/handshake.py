@@ -1,0 +1,185 @@
+"""How a client and its engine begin: start it or attach to it, then HELLO → CONFIG → PROGRESS … → READY or FAILED.
+May know: connections, messages, deadlines.
+Must not know: requests, or what an engine does while it loads.
+
+The conversation is written once, in `_converse`, which says what it waits for; `open_connection` waits by blocking, and
+`open_connection_async` in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+import zmq
+
+from .config import EngineConfig
+from .connection import Connection
+from .errors import EngineStartError
+from .failures import unpack_exception
+from .messages import PROTOCOL, Config, EngineDead, Failed, Hello, Progress, Ready
+from .process import engine_command
+from .sockets import ipc_path, receive
+from .threads import in_thread
+
+LAST_WORDS_S = 0.1  # how long a dead engine's last messages may take to come out of the socket
+HELLO_TIMEOUT_S = 10.0  # for a daemon, whose input thread answers at once
+
+Report = Callable[[str, float], None]
+
+
+class Awaited(NamedTuple):
+    """What the conversation waits for."""
+
+    source: zmq.Socket
+    deadline: float  # of time.monotonic()
+    where: str  # how far it has come, for the error
+
+
+def open_connection(config: EngineConfig, engine: str, *, epoch: int = 0, command: Sequence[str] | None = None) -> tuple[Connection, Ready]:
+    """Starts an engine ("process": `command`, or our own) or attaches to the daemon at the address `engine`; returns when it is ready.
+
+    Raises the engine's own exception if it cannot start, EngineStartError if it dies or takes longer than startup_timeout_s.
+    """
+    deadline = time.monotonic() + config.service_config.startup_timeout_s
+    connection = _make_connection(config, engine)
+    try:
+        if engine == "process":
+            connection.spawn(command or engine_command(), config.service_config.max_message_bytes)
+        else:
+            connection.attach(engine)
+        conversation = _converse(connection, config, epoch, deadline, report_nothing)
+        awaited = next(conversation)
+        while True:
+            awaited = conversation.send(_receive(connection, awaited))
+    except StopIteration as end:
+        return connection, end.value
+    except BaseException:
+        connection.shutdown_timeout_s = 0.0  # there is nothing to save
+        connection.close()
+        raise
+
+
+async def open_connection_async(
+    config: EngineConfig, engine: str, on_progress: Report, *, epoch: int = 0, command: Sequence[str] | None = None
+) -> tuple[Connection, Ready]:
+    """As open_connection, while the running loop goes on. Cancelled, it ends a child before it raises.
+
+    A child is started by this thread, which must live as long as it is wanted: it dies with the thread (PR_SET_PDEATHSIG).
+    """
+    deadline = time.monotonic() + config.service_config.startup_timeout_s
+    connection = _make_connection(config, engine)
+    try:
+        if engine == "process":
+            connection.spawn(command or engine_command(), config.service_config.max_message_bytes)
+        else:
+            await in_thread(lambda: connection.attach(engine))
+        conversation = _converse(connection, config, epoch, deadline, on_progress)
+        awaited = next(conversation)
+        while True:
+            message = await _receive_async(connection, awaited)
+            try:
+                awaited = conversation.send(message)
+            except StopIteration as end:  # which must not leave a coroutine
+                return connection, end.value
+    except BaseException:
+        connection.shutdown_timeout_s = 0.0
+        await in_thread(connection.close)
+        raise
+
+
+def _make_connection(config: EngineConfig, engine: str) -> Connection:
+    if engine != "process":
+        ipc_path(engine)
+    connection = Connection(config.service_config.max_message_bytes)
+    connection.shutdown_timeout_s = config.service_config.shutdown_timeout_s
+    return connection
+
+
+def _converse(connection: Connection, config: EngineConfig, epoch: int, deadline: float, report: Report) -> Generator[Awaited, Any, Ready]:
+    """Is sent each message that comes; returns the engine's Ready."""
+    is_child = connection.process is not None
+    report("start", 0.0)
+    hello = None
+    while not isinstance(hello, Hello):
+        hello = yield Awaited(connection.router, deadline if is_child else min(deadline, time.monotonic() + HELLO_TIMEOUT_S), "it sent no HELLO")
+    if hello.protocol != PROTOCOL:
+        raise EngineStartError(f"the engine speaks protocol {hello.protocol}, this program {PROTOCOL}: their versions of quire differ")
+    if is_child:
+        connection.send(Config(config, epoch))
+    report("start", 1.0)
+    stage = "start"
+    while True:
+        message = yield Awaited(connection.pull, deadline, f"it had come to: {stage}")
+        if isinstance(message, Ready):
+            return message
+        if isinstance(message, Failed):
+            raise unpack_exception(message, EngineStartError)
+        if isinstance(message, Progress):
+            stage = f"{message.stage}, {message.fraction:.0%}"
+            report(message.stage, message.fraction)
+
+
+# ---------------------------------------------------------------- two ways of waiting
+
+
+def _receive(connection: Connection, awaited: Awaited) -> Any:
+    """The next message. Raises EngineStartError when the deadline is over, or the engine's life."""
+    source, poller = awaited.source, zmq.Poller()
+    poller.register(source, zmq.POLLIN)
+    poller.register(connection.pidfd, zmq.POLLIN)
+    while (message := _take(connection, source)) is None:
+        ready = dict(poller.poll(max(0, int((awaited.deadline - time.monotonic()) * 1000))))
+        if not ready:
+            raise _too_late(awaited)
+        if source not in ready and not source.poll(LAST_WORDS_S * 1000):  # dead; what it said is read first
+            raise _died(connection, awaited)
+    return message
+
+
+async def _receive_async(connection: Connection, awaited: Awaited) -> Any:
+    """As _receive."""
+    loop, news, is_dead, deadline = asyncio.get_running_loop(), asyncio.Event(), False, awaited.deadline
+    watched = (awaited.source.get(zmq.FD), connection.pidfd)
+    for fd in watched:
+        loop.add_reader(fd, news.set)
+    try:
+        while (message := _take(connection, awaited.source)) is None:  # ZMQ's descriptor tells of changes only: look before each wait
+            if not is_dead and select.select([connection.pidfd], [], [], 0)[0]:
+                is_dead, deadline = True, time.monotonic() + LAST_WORDS_S
+                loop.remove_reader(connection.pidfd)
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    await news.wait()
+            except TimeoutError:
+                raise (_died(connection, awaited) if is_dead else _too_late(awaited)) from None
+            news.clear()
+        return message
+    finally:
+        for fd in watched:
+            loop.remove_reader(fd)
+
+
+def _take(connection: Connection, source: zmq.Socket) -> Any:
+    """A message that lies there, or None."""
+    while (frames := receive(source)) is not None:
+        message = connection.decode(frames[1:] if source is connection.router else frames)
+        if isinstance(message, EngineDead):
+            raise EngineStartError(message.cause)
+        if message is not None:
+            return message
+    return None
+
+
+def _too_late(awaited: Awaited) -> EngineStartError:
+    return EngineStartError(f"the engine did not answer in time ({awaited.where}); startup_timeout_s gives it longer")
+
+
+def _died(connection: Connection, awaited: Awaited) -> EngineStartError:
+    return EngineStartError(f"{awaited.where}: {connection.describe_death()}")
+
+
+def report_nothing(stage: str, fraction: float) -> None:
+    pass

@@ -1,0 +1,54 @@
+"""Blocking calls beside an event loop, each in a thread of its own that ends with it: no pool whose threads stay.
+May know: threads, asyncio.
+Must not know: what is called."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def in_thread(
+    function: Callable[[], T], *, on_cancel: Callable[[], None] | None = None, discard: Callable[[T], None] | None = None, may_abandon: bool = False
+) -> T:
+    """function() while the loop goes on; its exception is raised here.
+
+    A cancellation is raised when the function has returned, so that nothing is left half done: `on_cancel` may tell it to hurry (called in
+    the loop), `discard` gets the result that nobody will have (in the thread). `may_abandon`: the cancellation is raised at once, and the
+    thread ends when it ends; for functions that hold nothing.
+    """
+    future: Future[T] = Future()
+    is_cancelled = threading.Event()
+
+    def run() -> None:
+        try:
+            result = function()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    thread = threading.Thread(target=run, name="quire-blocking", daemon=True)
+    thread.start()
+    done, cancellation = asyncio.wrap_future(future), None
+    while not done.done():
+        try:
+            await asyncio.wait([done])
+        except asyncio.CancelledError as error:
+            if may_abandon:
+                raise
+            if on_cancel is not None and not is_cancelled.is_set():
+                on_cancel()
+            is_cancelled.set()
+            cancellation = error
+    thread.join()  # it has nothing left to do
+    if cancellation is None:
+        return done.result()
+    if done.exception() is None and discard is not None:
+        await in_thread(lambda: discard(done.result()))
+    raise cancellation

@@ -1,0 +1,18 @@
+"""The parts of an answer put together.
+May know: answer.py.
+Must not know: formats."""
+
+from quire.frontend.answer_format import Answer, Content, Reasoning, ToolCall, ToolCallArguments, ToolCallStart, collect
+
+
+def test_parts_put_together() -> None:
+    parts = [
+        Reasoning("a"), Reasoning("b"), Content("c"), ToolCallStart(0, "f"), ToolCallArguments(0, '{"x"'), ToolCallArguments(0, ": 1}"),
+        ToolCallStart(1, "g"), ToolCallArguments(1, "{}"), Content("d"),
+    ]  # fmt: skip
+    assert collect(parts) == Answer("cd", "ab", [ToolCall("f", '{"x": 1}'), ToolCall("g", "{}")])
+
+
+def test_answers_share_nothing() -> None:
+    collect([ToolCallStart(0, "f")])
+    assert collect([]) == Answer("", "", [])

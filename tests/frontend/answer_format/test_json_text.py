@@ -1,0 +1,85 @@
+"""JSON read character by character, against Python's json.
+May know: json_text.py, TextStream, json.
+Must not know: formats."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire.frontend.answer_format.answer import Content
+from quire.frontend.answer_format.json_text import read_json
+from quire.frontend.answer_format.text_stream import Malformed, TextStream
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+)
+
+
+def read(pieces: list[str]) -> tuple[str, str]:
+    """(what was handed on, what stands behind the value). Raises Malformed."""
+    stream = TextStream()
+    stream.sink = Content
+    reader = read_json(stream)
+    next(reader, None)
+    for piece in pieces:
+        stream.append(piece)
+        next(reader, None)
+    stream.has_ended = True
+    next(reader, None)
+    stream.close_sink()
+    return "".join(part.text for part in stream.parts), stream.buffer
+
+
+@given(VALUES, st.booleans(), st.sampled_from([None, 1]), st.integers(1, 9))
+def test_every_value_passes_as_it_is(value, ascii_only, indent, size) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
+    pieces = [(text + " tail")[i : i + size] for i in range(0, len(text) + 5, size)]
+    assert read(pieces) == (text, " tail")
+
+
+@given(st.text(alphabet='{}[]",:\\ 01-.eEtrufalsn\n', max_size=12), st.integers(1, 3))
+def test_accepts_what_python_accepts(text, size) -> None:
+    try:
+        value, end = json.JSONDecoder(strict=False).raw_decode(text.lstrip(" \n"))
+        end += len(text) - len(text.lstrip(" \n"))
+    except ValueError:
+        end = None
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    try:
+        passed, rest = read(pieces)
+    except Malformed:
+        # Ours refuses letters right behind a number ("1e", "truef"), which could only be the beginning of something else.
+        assert end is None or text[:end].lstrip(" \n")[0] not in '{["'
+    else:
+        assert json.loads(passed) == value
+        assert rest == text[end:]
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"a"', '{"a": }', "[1,]", "{,}", '"\\x"', '"\\u12g4"', '"abc', "tru", "01", "[" * 300, "{'a': 1}", "1" * 2000])
+def test_refusals(text) -> None:
+    for pieces in ([text], list(text)):
+        with pytest.raises(Malformed):
+            read(pieces)
+
+
+def test_raw_control_characters_become_escapes() -> None:
+    for pieces in (['{"a": "x\ny\t\x01"}'], list('{"a": "x\ny\t\x01"}')):
+        assert read(pieces) == ('{"a": "x\\ny\\t\\u0001"}', "")
+
+
+def test_text_is_handed_on_at_once() -> None:
+    stream = TextStream()
+    stream.sink = Content
+    reader = read_json(stream)
+    next(reader)
+    shown = []
+    for piece in ['{"a', '": "b', "c\\", "u00", 'e9"', ", ", '"n": 1', "2", "}"]:
+        stream.append(piece)
+        next(reader, None)
+        shown.append("".join(part.text for part in stream.take_parts()))
+    stream.close_sink()
+    assert [*shown, stream.parts[-1].text] == ['{"a', '": "b', "c", "", '\\u00e9"', ", ", '"n": ', "", "", "12}"]

@@ -1,0 +1,84 @@
+"""The parser as a whole: reasoning, content and calls in one answer, whatever the cuts; nothing is lost.
+May know: the answer format's interface.
+Must not know: models, servers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quire.frontend.answer_format import Answer, AnswerFormat, Content, Reasoning, ToolCall, collect, detect
+from quire.frontend.answer_format.parser import ReasoningMarks
+from quire.tests.frontend.answer_format.cuts import parse, parse_pieces
+
+FORMAT = detect("<think> </think> <tool_call>")
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
+
+
+def test_reasoning_then_content_then_calls() -> None:
+    text = f"<think>\nHm, <tool_call> it is.\n</think>\n\nI shall look.\n{CALL}\n{CALL}\n"
+    calls = [ToolCall("f", '{"a": "b"}')] * 2
+    assert parse(FORMAT, text) == Answer("I shall look.", "Hm, <tool_call> it is.", calls)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "answer"),
+    [
+        ("", "<think>\n\n</think>\n\nYes", Answer("Yes", "")),
+        ("…<think>\n", "Hm.\n</think>\n\nYes", Answer("Yes", "Hm.")),
+        ("…<think>", "<think>\nHm.</think>Yes", Answer("Yes", "Hm.")),  # opened twice
+        ("…<think>\n", "Hm. It goes on", Answer("", "Hm. It goes on")),
+        ("…<think>\n\n</think>\n\n", "Yes </think>", Answer("Yes </think>", "")),
+        ("<think> is a mark\n", "Yes", Answer("Yes", "")),
+        ("", "It says <think>x</think>", Answer("It says <think>x</think>", "")),
+        ("", " \n<thin", Answer(" \n<thin", "")),
+        ("", "", Answer("", "")),
+    ],
+)
+def test_where_reasoning_begins_and_ends(prompt, text, answer) -> None:
+    assert parse(FORMAT, text, prompt_text=prompt) == answer
+
+
+def test_what_is_not_asked_for_stays_content() -> None:
+    text = f"<think>Hm.</think> Yes\n{CALL}"
+    assert parse(FORMAT, text, reasoning=False, prompt_text="<think>") == Answer("<think>Hm.</think> Yes", "", [ToolCall("f", '{"a": "b"}')])
+    assert parse(FORMAT, text, tools=[]) == Answer(f"Yes\n{CALL}", "Hm.")
+    assert parse(detect("plain"), text) == Answer(text, "")
+
+
+def test_only_one_call() -> None:
+    assert parse(FORMAT, CALL * 3, parallel_tool_calls=False) == Answer("", "", [ToolCall("f", '{"a": "b"}')])
+
+
+def test_text_flows_at_once() -> None:
+    pieces = ["<think>", "One", " two", "</think>", "Three", " <", "four", ">"]
+    assert parse_pieces(FORMAT, pieces) == [Reasoning("One"), Reasoning(" two"), Content("Three"), Content(" <four"), Content(">")]
+
+
+FRAGMENTS = st.sampled_from(
+    ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '{"a": 1}', "}", '"x\\n"', "[", "]", ",", " ", "\n", "<", "ab", "{", CALL]
+)
+TEXTS = st.lists(FRAGMENTS, max_size=14).map("".join)
+
+
+@settings(max_examples=300)
+@given(TEXTS, st.integers(0, 10**6), st.sampled_from(["", "<think>\n"]))
+def test_the_cut_does_not_matter(text, seed, prompt) -> None:
+    parse(FORMAT, text, prompt_text=prompt)
+
+
+@settings(max_examples=300)
+@given(TEXTS)
+def test_nothing_is_lost(text) -> None:
+    """Without reasoning and calls that are whole: what is not content is white space, marks, and what the calls say."""
+    answer = collect(parse_pieces(FORMAT, [text], reasoning=False))
+    if not answer.tool_calls:
+        assert answer.content == text
+    said = answer.content + "".join(call.name + call.arguments for call in answer.tool_calls)
+    for letter in "ab1fx\\":
+        assert said.count(letter) >= text.count(letter) - len(answer.tool_calls) * 11 * (letter in "abf")
+
+
+def test_marks_that_begin_alike() -> None:
+    marks = AnswerFormat(None, None, "x", ReasoningMarks("<a>", "<a/>"))
+    assert parse(marks, "<a>x<a>y<a/>z") == Answer("z", "x<a>y")

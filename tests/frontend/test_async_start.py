@@ -1,0 +1,177 @@
+"""AsyncLLM.start and shutdown_async in every form: the loop goes on, progress is told, a cancelled or failed start leaves nothing behind.
+May know: AsyncLLM, the clients, the fake engine, the bundled model.
+Must not know: sockets, what an engine computes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+from quire import AsyncLLM, EngineArgs, EngineDeadError, ModelLoadError, SamplingParams
+from quire.frontend.inproc_client import InprocClient
+from quire.frontend.mp_client import MPClient
+from quire.ipc.errors import EngineStartError
+from quire.tests.fake_engine import COMMAND, TroubledExecutor, daemon
+from quire.tests.fakes import make_config
+from quire.tests.frontend.test_mp_client import state
+from quire.tests.frontend.tiny_tokenizers import text_config
+
+SMALL = EngineArgs(dtype="float32", max_model_len=128, max_num_seqs=2, num_gpu_blocks_override=64, num_threads=1)
+
+
+class Watcher:
+    """Collects progress, and counts the loop's turns meanwhile."""
+
+    def __init__(self):
+        self.reports: list[tuple[str, float]] = []
+        self.num_turns = 0
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        assert threading.current_thread() is threading.main_thread() and asyncio.get_running_loop()
+        self.reports.append((stage, fraction))
+
+    @property
+    def stages(self) -> list[str]:
+        return list(dict.fromkeys(stage for stage, _ in self.reports))
+
+    async def count(self) -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            self.num_turns += 1
+
+
+async def use(args: EngineArgs, engine: str) -> Watcher:
+    watcher = Watcher()
+    counter = asyncio.create_task(watcher.count())
+    llm = await asyncio.wait_for(AsyncLLM.start(args, engine, watcher), 60)
+    outputs = [output async for output in llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), "a")]
+    assert outputs[-1].finished and len(outputs[-1].outputs[0].token_ids) == 3
+    late = asyncio.create_task(anext(llm.generate([5], SamplingParams(max_tokens=None, ignore_eos=True), "b")))
+    await asyncio.sleep(0)
+    await llm.shutdown_async()
+    await llm.shutdown_async()
+    with pytest.raises(EngineDeadError, match="shutdown"):
+        await late
+    counter.cancel()
+    return watcher
+
+
+@pytest.mark.parametrize("engine", ["process", "inproc"])
+def test_the_bundled_model(engine):
+    threads = threading.active_count()
+    watcher = asyncio.run(use(SMALL, engine))
+    start = ["start"] if engine == "process" else []
+    assert watcher.stages == ["model files", *start, "import", "load weights", "kv cache", "tokenizer"]
+    fractions = [fraction for stage, fraction in watcher.reports if stage == "load weights"]
+    assert fractions == sorted(fractions) and fractions[-1] == 1.0 and len(set(fractions)) > 5
+    assert watcher.num_turns > 3
+    if engine == "process":  # in this process torch keeps threads of its own
+        assert threading.active_count() == threads
+
+
+def test_a_daemon(tmp_path):
+    with daemon(tmp_path, text_config()) as (address, process):
+        watcher = asyncio.run(use(EngineArgs(), address))
+        assert watcher.stages[0] == "start" and watcher.stages[-1] == "tokenizer"
+        with pytest.raises(EngineStartError, match="no engine listens"):
+            asyncio.run(AsyncLLM.start(EngineArgs(), f"{address}-other"))
+        assert process.poll() is None
+
+
+def test_an_argument_that_differs_from_the_daemons_leaves_it(tmp_path):
+    with daemon(tmp_path, text_config()) as (address, process):
+        before = state()
+        with pytest.raises(ValueError, match="max_num_seqs"):
+            asyncio.run(AsyncLLM.start(EngineArgs(max_num_seqs=3), address))
+        assert state() == before and process.poll() is None
+
+
+@pytest.mark.parametrize("engine", ["process", "inproc"])
+def test_a_model_that_is_not_there(engine):
+    with pytest.raises(ModelLoadError, match="no such directory"):
+        asyncio.run(AsyncLLM.start(EngineArgs("./nowhere"), engine))
+
+
+def test_failures_have_the_engines_own_type():
+    async def main() -> None:
+        config = make_config(hf_overrides={"at_load": "fail"})
+        with pytest.raises(ValueError, match="made of cheese"):
+            await MPClient.start(config, command=COMMAND)
+        with pytest.raises(ValueError, match="made of cheese"):
+            await InprocClient.start(config, Watcher(), executor=TroubledExecutor(config))
+
+    asyncio.run(main())
+
+
+def test_a_tokenizer_that_is_not_there_ends_the_engine(tmp_path, monkeypatch):
+    """The engine is ready by then."""
+
+    async def main() -> None:
+        with pytest.raises(ModelLoadError, match="tokenizer"):
+            await AsyncLLM.start(EngineArgs(**{**SMALL.__dict__, "tokenizer": str(tmp_path)}), "process")
+
+    asyncio.run(main())  # first uses open what stays
+    before = state()
+    asyncio.run(main())
+    assert state() == before
+
+
+async def cancelled_at(start, watcher: Watcher, stage: str) -> float:
+    """Cancels `start` when `stage` was told; returns the seconds until it had ended."""
+    task, counter = asyncio.create_task(start), asyncio.create_task(watcher.count())
+    while stage not in watcher.stages:
+        await asyncio.sleep(0.005)
+        assert not task.done()
+    begin = time.monotonic()
+    task.cancel()
+    turns = watcher.num_turns
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    counter.cancel()
+    took = time.monotonic() - begin
+    assert took < 0.1 or watcher.num_turns > turns
+    num_reports = len(watcher.reports)
+    await asyncio.sleep(0.02)
+    assert len(watcher.reports) == num_reports
+    return took
+
+
+@pytest.mark.parametrize("stage", ["start", "load weights"])
+def test_a_cancelled_start_of_a_child_leaves_nothing(stage):
+    def run() -> float:
+        watcher = Watcher()
+        return asyncio.run(cancelled_at(MPClient.start(make_config(hf_overrides={"at_load": "hang"}), on_progress=watcher, command=COMMAND), watcher, stage))
+
+    run()
+    before = state()
+    assert run() < 5  # a second until SIGKILL, since the fake engine hangs
+    assert state() == before
+
+
+def test_a_cancelled_attachment_leaves_the_daemon(tmp_path):
+    with daemon(tmp_path, make_config(hf_overrides={"at_load": "hang"})) as (address, process):
+        watcher = Watcher()
+        asyncio.run(cancelled_at(MPClient.start(make_config(), address, watcher), watcher, "start"))
+        assert process.poll() is None
+
+
+def test_a_cancelled_start_in_this_process_gives_up_at_the_next_report():
+    class Slow(TroubledExecutor):
+        is_shut_down_early = False
+
+        def load_model(self, report) -> None:
+            for i in range(1000):
+                report("load weights", i / 1000)
+                time.sleep(0.01)
+
+        def shutdown(self) -> None:
+            self.is_shut_down_early = True
+
+    async def main() -> None:
+        watcher, executor = Watcher(), Slow(make_config())
+        assert await cancelled_at(InprocClient.start(make_config(), watcher, executor=executor), watcher, "load weights") < 5
+        assert executor.is_shut_down_early and threading.active_count() == 1
+
+    asyncio.run(main())

@@ -1,0 +1,115 @@
+"""The start of an engine, blocking and in a loop: same progress, same errors, and nothing left when it fails or is cancelled.
+May know: handshake, the fake engine.
+Must not know: MPClient."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from quire.ipc.errors import EngineStartError, InvalidParameterError, RemoteTraceback
+from quire.ipc.handshake import open_connection, open_connection_async
+from quire.tests.fake_engine import COMMAND, daemon
+from quire.tests.fakes import make_config
+
+
+def opened_blocking(engine: str, command, reports, **arguments):
+    return open_connection(make_config(**arguments), engine, epoch=3, command=command)
+
+
+def opened_in_a_loop(engine: str, command, reports, **arguments):
+    def report(stage: str, fraction: float) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        reports.append((stage, fraction))
+
+    async def main():
+        ticks: list[float] = []
+        ticker = asyncio.create_task(tick(ticks))
+        made = await open_connection_async(make_config(**arguments), engine, report, epoch=3, command=command)
+        ticker.cancel()
+        assert len(ticks) > 1 or engine != "process"  # attaching takes no time
+        return made
+
+    return asyncio.run(main())
+
+
+async def tick(ticks: list[float]) -> None:
+    """Shows that the loop goes on."""
+    while True:
+        await asyncio.sleep(0.005)
+        ticks.append(time.monotonic())
+
+
+@pytest.fixture(params=[opened_blocking, opened_in_a_loop], ids=["blocking", "in a loop"])
+def open_(request):
+    threads, children = threading.active_count(), psutil.Process().children()
+    connections = []
+
+    def open_one(engine: str = "process", command=COMMAND, **arguments):
+        reports: list[tuple[str, float]] = []
+        connection, ready = request.param(engine, command, reports, **{"startup_timeout_s": 30.0, **arguments})
+        connections.append(connection)
+        return connection, ready, reports
+
+    open_one.is_async = request.param is opened_in_a_loop
+    yield open_one
+    for connection in connections:
+        connection.close()
+    assert threading.active_count() == threads and psutil.Process().children() == children
+
+
+def test_a_child(open_):
+    connection, ready, reports = open_()
+    assert ready.epoch == 3 and ready.config == make_config(startup_timeout_s=30.0) and connection.process is not None
+    if open_.is_async:
+        loading = [("load weights", 0.5), ("load weights", 1.0), ("kv cache", 0.0), ("kv cache", 1.0)]
+        assert reports == [("start", 0.0), ("start", 1.0), *loading]
+
+
+def test_a_daemon(open_, tmp_path):
+    with daemon(tmp_path, make_config()) as (address, process):
+        connection, ready, _ = open_(address)
+        assert connection.engine_pid == process.pid and ready.config == make_config()
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("trouble", "expected", "text"),
+    [
+        ("fail", ValueError, "made of cheese"),
+        ("die", EngineStartError, "it had come to: .*SIGKILL"),
+        ("exit", EngineStartError, "exited with code 7; its last words:\n    famous last words"),
+    ],
+)
+def test_failures(open_, trouble, expected, text):
+    with pytest.raises(expected, match=text) as caught:
+        open_(hf_overrides={"at_load": trouble})
+    assert (trouble != "fail") or isinstance(caught.value.__cause__, RemoteTraceback)
+
+
+def test_the_deadline(open_):
+    with pytest.raises(EngineStartError, match="did not answer in time .*startup_timeout_s"):
+        open_(hf_overrides={"at_load": "hang"}, startup_timeout_s=1.5)
+
+
+def test_no_engine(open_, tmp_path):
+    with pytest.raises(EngineStartError, match="(?s)it sent no HELLO.*No module named"):
+        open_(command=[sys.executable, "-m", "quire.no_such_engine"])
+    with pytest.raises(EngineStartError, match="no engine listens"):
+        open_(f"ipc://{tmp_path}/nobody")
+    with pytest.raises(InvalidParameterError, match="ipc://PATH"):
+        open_("tcp://localhost:1")
+
+
+def test_a_report_that_raises_ends_the_start():
+    def report(stage: str, fraction: float) -> None:
+        if stage == "load weights":
+            raise KeyError(stage)
+
+    with pytest.raises(KeyError):
+        asyncio.run(open_connection_async(make_config(), "process", report, command=COMMAND))
+    assert psutil.Process().children() == []

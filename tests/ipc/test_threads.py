@@ -1,0 +1,77 @@
+"""in_thread: results, exceptions and cancellations of blocking calls beside a loop.
+May know: in_thread, asyncio.
+Must not know: who uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from quire.ipc.threads import in_thread
+
+
+def test_results_and_exceptions():
+    async def main() -> None:
+        assert await in_thread(lambda: threading.current_thread() is threading.main_thread()) is False
+        with pytest.raises(ZeroDivisionError):
+            await in_thread(lambda: 1 / 0)
+        assert threading.active_count() == 1
+
+    asyncio.run(main())
+
+
+def test_a_cancellation_waits_for_the_end_and_the_result_is_discarded():
+    async def main() -> None:
+        begun, go_on, discarded = threading.Event(), threading.Event(), []
+
+        def work() -> str:
+            begun.set()
+            assert go_on.wait(10)
+            return "result"
+
+        task = asyncio.create_task(in_thread(work, on_cancel=go_on.set, discard=discarded.append))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert discarded == ["result"] and threading.active_count() == 1
+
+    asyncio.run(main())
+
+
+def test_cancelled_twice_it_still_waits():
+    async def main() -> None:
+        go_on, ended = threading.Event(), []
+
+        def work() -> None:
+            assert go_on.wait(10)
+            ended.append(True)
+
+        task = asyncio.create_task(in_thread(work))
+        for _ in range(2):
+            await asyncio.sleep(0.01)
+            task.cancel()
+        await asyncio.sleep(0.01)
+        assert not task.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended == [True]
+
+    asyncio.run(main())
+
+
+def test_what_may_be_abandoned_is_not_waited_for():
+    async def main() -> None:
+        go_on = threading.Event()
+        task = asyncio.create_task(in_thread(lambda: go_on.wait(10), may_abandon=True))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert threading.active_count() == 2
+        go_on.set()
+
+    asyncio.run(main())

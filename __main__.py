@@ -16,11 +16,8 @@ COMMANDS = {
     "chat": "talk with the model",
     "serve": "serve a model over OpenAI's API",
     "engine": "load a model once and serve it to other programs through a socket file",
-<<<<<<< HEAD
     "plan": "what a model needs and what this machine gives: weights, context, requests at once",
-=======
     "bench": "measure a server, or the engine offline",
->>>>>>> main
 }
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -73,6 +74,9 @@ class AsyncLLM:
         self._streams: dict[str, RequestStream] = {}  # by request id; from generate's start to its end
         self._output_task: asyncio.Task | None = None
         self._dead_error: EngineDeadError | None = None
+        self._last_output_time = self._busy_since = 0.0  # of time.monotonic(); the second: the first unfinished request came
+        self._idle = asyncio.Event()  # no stream is open
+        self._idle.set()
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, engine: str = "process") -> AsyncLLM:
@@ -153,7 +157,7 @@ class AsyncLLM:
                 yield output
         finally:
             if self._streams.get(request_id) is stream:  # else the id has been used again after an abort
-                del self._streams[request_id]
+                self._end_stream(request_id)
                 self._abort([request_id])
         yield output
 
@@ -166,17 +170,25 @@ class AsyncLLM:
         except InvalidParameterError:
             self._telemetry.num_inputs_refused += 1
             raise
+        if not self._output_processor.has_unfinished_requests():
+            self._busy_since = time.monotonic()
         self._output_processor.add_request(request)
         self._telemetry.begin(request, trace_headers)
         stream = self._streams[request_id] = RequestStream()
+        self._idle.clear()
         try:
             self._ensure_output_task()
             self.client.add_request(request.core_request)
         except BaseException:
-            del self._streams[request_id]
+            self._end_stream(request_id)
             self._output_processor.abort_requests([request_id])
             raise
         return stream
+
+    def _end_stream(self, request_id: str) -> None:
+        del self._streams[request_id]
+        if not self._streams:
+            self._idle.set()
 
     async def beam_search(self, prompt: Prompt, params: BeamSearchParams, request_id: str) -> BeamSearchOutput:
         """The params.beam_width likeliest continuations of the prompt, best first. Its steps are requests beside all others."""
@@ -215,6 +227,16 @@ class AsyncLLM:
     def get_num_unfinished_requests(self) -> int:
         return self._output_processor.num_unfinished_requests()
 
+    async def wait_until_idle(self, timeout_s: float | None = None) -> bool:
+        """Waits until every stream has been read to its end or left; False if some are still open after `timeout_s`. Begins and ends
+        nothing itself: who drains lets no new request in meanwhile, and aborts what is left."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
     # ------------------------------------------------------------ outputs
 
     def _ensure_output_task(self) -> None:
@@ -225,6 +247,7 @@ class AsyncLLM:
         try:
             while True:
                 outputs = await self.client.get_output_async()
+                self._last_output_time = time.monotonic()
                 self._telemetry.take(outputs)
                 self._deliver(self._output_processor.process_outputs(outputs))
                 await asyncio.sleep(0)  # readers run after every step, even if the next outputs are there already
@@ -266,6 +289,29 @@ class AsyncLLM:
         """Raises EngineDeadError, with the cause, when the engine is gone."""
         if self._dead_error is not None:
             raise EngineDeadError(*self._dead_error.args) from self._dead_error
+
+    @property
+    def silent_for_s(self) -> float:
+        """Seconds since the engine last told anything, while requests of ours are unfinished; 0.0 while none is. It costs nothing to ask.
+
+        Long silence need not mean harm: chunks of a long prompt give no output, nor does a paused engine. `is_responsive` knows.
+        """
+        if not self._output_processor.has_unfinished_requests():
+            return 0.0
+        return time.monotonic() - max(self._last_output_time, self._busy_since)
+
+    async def is_responsive(self, timeout_s: float) -> bool:
+        """Whether the engine goes on, for a readiness check: outputs came within the last `timeout_s`, or it answers a call within
+        `timeout_s`. It answers between two steps, also while it is paused, asleep or idle; so False means that it is dead, or that one step
+        takes longer."""
+        if self._dead_error is None and time.monotonic() - self._last_output_time < timeout_s:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.call_utility("ping")
+        except (TimeoutError, EngineDeadError):
+            return False
+        return True
 
     async def call_utility(self, method: str, *args: Any) -> Any:
         """Any of EngineCore.UTILITIES, by name."""

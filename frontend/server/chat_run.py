@@ -49,6 +49,15 @@ class ChatTurn:
         return bool(self.tools) and self.tool_choice != "none"
 
 
+def thinking_variables(enabled: bool | None, effort: str | None = None) -> dict[str, Any]:
+    """What templates call the switch of a model that may think or not, and how hard; a template that knows no such name goes on without.
+
+    None: as the template has it.
+    """
+    switch = {} if enabled is None else {"enable_thinking": enabled, "thinking": enabled}
+    return switch | ({} if effort is None else {"reasoning_effort": effort})
+
+
 @dataclass(slots=True)
 class ChoiceNews:
     """What is new in one choice. `finish_reason`: "stop", "length", "tool_calls", or None while it goes on."""

@@ -53,6 +53,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_beam_search": ((False,), "Beam search is not offered over HTTP; LLM.beam_search has it."),
 }
 
+Number = int | float
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0, le=INT64_MAX)]

@@ -4,13 +4,16 @@ Must not know: how a format is read (the modules of the families do), requests."
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from ...ipc.errors import InvalidParameterError
 from .json_calls import JsonCalls
+from .named_calls import MistralCalls, NamedCalls
 from .parser import AnswerParser, ReasoningMarks
+from .python_calls import PythonCalls
+from .tagged_calls import TaggedCalls
 from .tool_calls import ToolFormat
 
 AUTO, NONE = "auto", "none"
@@ -23,10 +26,72 @@ class ToolRow:
     format: ToolFormat
 
 
-# The first whose marks are all there: a format whose marks include another's stands before it.
-TOOL_FORMATS = (ToolRow("hermes", ("<tool_call>",), JsonCalls(starts=("<tool_call>",), end="</tool_call>")),)
+LLAMA_JSON = JsonCalls(starts=("<|python_tag|>",), argument_key="parameters", bare_beginnings="{[", bare_separator=";")
 
-REASONING_FORMATS = {"think": ReasoningMarks("<think>", "</think>")}
+# The first whose marks are all there: a format whose marks include another's stands before it. Without marks: only by the flag.
+TOOL_FORMATS = (
+    ToolRow(
+        "qwen3_coder",
+        ("<tool_call>", "<function=", "<parameter="),
+        TaggedCalls("<tool_call>", "</tool_call>", "<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", values_have_lines=True),
+    ),
+    ToolRow(
+        "seed_oss",
+        ("<seed:tool_call>",),
+        TaggedCalls("<seed:tool_call>", "</seed:tool_call>", "<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>"),
+    ),
+    ToolRow(
+        "glm45",
+        ("<tool_call>", "<arg_key>"),
+        TaggedCalls("<tool_call>", "", "", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>"),
+    ),
+    ToolRow(
+        "minimax_m2",
+        ("<minimax:tool_call>",),
+        TaggedCalls(
+            "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', '">', '<parameter name="', '">', "", "</parameter>", "</invoke>"
+        ),
+    ),
+    ToolRow(
+        "deepseek_v3",
+        ("<｜tool▁calls▁begin｜>", "```json"),
+        NamedCalls(
+            "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", has_type=True
+        ),
+    ),
+    ToolRow(
+        "deepseek_v31",
+        ("<｜tool▁calls▁begin｜>",),
+        NamedCalls("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    ),
+    ToolRow(
+        "kimi_k2",
+        ("<|tool_calls_section_begin|>",),
+        NamedCalls(
+            "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"
+        ),
+    ),
+    ToolRow("mistral", ("[TOOL_CALLS]",), MistralCalls()),
+    ToolRow("phi4_mini", ("<|tool|>", "<|/tool|>"), JsonCalls(starts=("<|tool_call|>", "functools"), end="<|/tool_call|>")),
+    ToolRow("phi4_mini", ("functools[",), JsonCalls(starts=("<|tool_call|>", "functools"), end="<|/tool_call|>")),
+    ToolRow("granite", ("<|tool_call|>",), JsonCalls(starts=("<|tool_call|>",))),
+    ToolRow("lfm2", ("<|tool_call_start|>",), PythonCalls(starts=("<|tool_call_start|>",), end="<|tool_call_end|>")),
+    ToolRow("olmo3", ("<function_calls>",), PythonCalls(starts=("<function_calls>",), end="</function_calls>")),
+    ToolRow("tool_calls", ("<tool_calls>",), JsonCalls(starts=("<tool_calls>",), end="</tool_calls>")),  # Jamba, Hunyuan, MiniMax-M1
+    ToolRow("nemotron", ("<TOOLCALL>",), JsonCalls(starts=("<TOOLCALL>",), end="</TOOLCALL>")),
+    ToolRow("internlm", ("<|action_start|>",), JsonCalls(starts=("<|action_start|><|plugin|>",), end="<|action_end|>", argument_key="parameters")),
+    ToolRow("hermes", ("<tool_call>",), JsonCalls(starts=("<tool_call>",), end="</tool_call>")),
+    ToolRow("pythonic", ("func_name1(",), PythonCalls(starts=("<|python_start|>",), end="<|python_end|>", bare_beginnings="[")),
+    ToolRow("llama3_json", ("dictionary of argument name",), LLAMA_JSON),
+    ToolRow("llama3_json", ("<|python_tag|>",), LLAMA_JSON),
+    ToolRow("json", (), JsonCalls(bare_beginnings="{[", bare_separator=",")),
+)
+
+REASONING_FORMATS = {
+    "think": ReasoningMarks("<think>", "</think>"),
+    "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>"),
+}
 
 
 @dataclass(frozen=True)
@@ -37,15 +102,20 @@ class AnswerFormat:
     tool_format: ToolFormat | None
     reasoning_name: str | None
     reasoning_marks: ReasoningMarks | None
-    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    special_tokens: Mapping[str, int] | None = None
 
     @property
     def skip_special_tokens(self) -> bool:
-        """What SamplingParams must say: False where special tokens are marks that the parser must see."""
-        marks = [*self.tool_format.starts] if self.tool_format else []
-        if self.reasoning_marks:
-            marks += [self.reasoning_marks.start, self.reasoning_marks.end]
-        return not any(mark in self.special_tokens for mark in marks)
+        """What SamplingParams must say: False where marks that the parser must see are special tokens, or may be."""
+        marks = [text for value in self._mark_values() for text in ([value] if isinstance(value, str) else value)]
+        if self.special_tokens is None:
+            return not any(marks)
+        return not any(token in mark for token in self.special_tokens for mark in marks)
+
+    def _mark_values(self) -> Iterator[str | tuple[str, ...]]:
+        for marks in (self.tool_format, self.reasoning_marks):
+            if marks is not None:
+                yield from (value for value in astuple(marks) if isinstance(value, (str, tuple)))
 
     def parser(
         self, tools: list[dict[str, Any]] | None = None, reasoning: bool = True, prompt_text: str = "", parallel_tool_calls: bool = True
@@ -69,19 +139,19 @@ def detect(
 ) -> AnswerFormat:
     """The format of a model. The two names override what its template shows; "none" turns the search for calls or reasoning off.
 
-    `special_tokens`: the tokenizer's, text -> id. Raises InvalidParameterError for a name that no format has.
+    `special_tokens`: the tokenizer's, text -> id; None: not known. Raises InvalidParameterError for a name that no format has.
     """
     row = _tool_row(chat_template or "", tool_call_parser)
     reasoning_name = _reasoning_name(chat_template or "", reasoning_parser)
     marks = REASONING_FORMATS[reasoning_name] if reasoning_name else None
-    return AnswerFormat(row and row.name, row and row.format, reasoning_name, marks, special_tokens or {})
+    return AnswerFormat(row and row.name, row and row.format, reasoning_name, marks, special_tokens)
 
 
 def _tool_row(template: str, wanted: str) -> ToolRow | None:
     if wanted == NONE:
         return None
     if wanted == AUTO:
-        return next((row for row in TOOL_FORMATS if all(mark in template for mark in row.marks)), None)
+        return next((row for row in TOOL_FORMATS if row.marks and all(mark in template for mark in row.marks)), None)
     rows = {row.name: row for row in TOOL_FORMATS}
     if wanted not in rows:
         raise InvalidParameterError("tool_call_parser", f"must be one of {', '.join([AUTO, NONE, *rows])}, got {wanted!r}")

@@ -1,4 +1,4 @@
-"""Tool calls as JSON objects that hold name and arguments: {"name": "f", "arguments": {…}}, one between marks, or a list of them.
+"""Tool calls as JSON objects that hold name and arguments: {"name": "f", "arguments": {…}}, one or several between marks, or a list of them.
 May know: TextStream, JSON.
 Must not know: which models write so (formats.py)."""
 
@@ -16,7 +16,7 @@ from .tool_calls import Calls
 class JsonCalls:
     """`starts` are the marks before calls, `end` the one behind them."""
 
-    starts: tuple[str, ...]
+    starts: tuple[str, ...] = ()
     end: str = ""
     argument_key: str = "arguments"
     bare_beginnings: str = ""
@@ -30,7 +30,8 @@ class JsonCalls:
             yield from stream.skip_space()
             yield from read_call_object(stream, calls, only_known=not mark)
             yield from stream.skip_space()
-            if not (is_list and (yield from stream.accept(","))):
+            follows = (yield from stream.accept(",")) if is_list else (yield from stream.peek()) == "{"
+            if not follows:
                 break
         if is_list:
             yield from stream.expect("]")

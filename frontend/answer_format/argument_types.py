@@ -6,10 +6,14 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from typing import Any
 
 MAX_REFERENCES = 20  # a schema may refer to itself
 TYPE_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
+LIMITS_OF_TEXT = frozenset({"pattern", "format", "minLength", "maxLength", "const", "anyOf", "oneOf", "allOf", "not", "$ref"})
+DEFINITIONS = ("$defs", "definitions")
+PLAIN_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "title", "description", "strict", "$schema", *DEFINITIONS})
 LITERAL_NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -41,6 +45,26 @@ def _referred(reference: Any, root: dict[str, Any]) -> Any:
     for name in reference[2:].split("/"):
         found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
     return found
+
+
+def plain_arguments(schema: dict[str, Any]) -> dict[str, tuple[dict[str, Any], bool]] | None:
+    """The arguments of a function one by one: schema (with the definitions it may refer to), is it required? None where the function's
+    schema demands more than that, or names them in ways that no call can write."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not schema.keys() <= PLAIN_KEYWORDS or not isinstance(required, list):
+        return None
+    if not set(required) <= properties.keys() or not all(re.fullmatch(r"[\w.-]+", key) and isinstance(properties[key], dict) for key in properties):
+        return None
+    definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
+    return {key: ({**definitions, **value}, key in required) for key, value in properties.items()}
+
+
+def can_stand_alone(schema: dict[str, Any], types: frozenset[str]) -> bool:
+    """Can a value be written without quotes, so that `to_json` makes of any text that follows the schema what was meant?"""
+    if types != {"string"}:
+        return bool(types) and "string" not in types
+    texts = schema.get("enum", [])
+    return not LIMITS_OF_TEXT & schema.keys() and all(isinstance(text, str) and text == text.strip() for text in texts)
 
 
 def to_json(text: str, types: frozenset[str]) -> str:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from .forced import Functions, write_json_calls
+from .grammar_text import GrammarText
 from .json_calls import JsonCalls, read_arguments
 from .text_stream import Malformed, Reader, TextStream
 from .tool_calls import MAX_NAME_LENGTH, Calls
@@ -29,9 +31,19 @@ class NamedCalls:
     separator: str
     call_end: str
     section_end: str
-    has_type: bool = False
+    call_form: str  # between call_start and call_end, as this model writes it, with NAME and ARGUMENTS
+    between: str = ""
     bare_beginnings: str = ""
     bare_separator: str = ""
+
+    def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+        before, after = self.call_form.split("ARGUMENTS")
+        frame = (self.section_start, self.between, self.section_end)
+
+        def before_arguments(name: str) -> str:
+            return self.call_start + before.replace("NAME", name)
+
+        return write_json_calls(grammar, functions, several, before_arguments, after + self.call_end, frame)
 
     @property
     def starts(self) -> tuple[str, ...]:
@@ -73,8 +85,14 @@ class MistralCalls:
     """[TOOL_CALLS] [{"name": …, "arguments": …}, …], or since 2025 [TOOL_CALLS]NAME[ARGS]{…} once per call."""
 
     starts: tuple[str, ...] = ("[TOOL_CALLS]",)
+    name_is_before: bool = False
     bare_beginnings: str = ""
     bare_separator: str = ""
+
+    def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+        if self.name_is_before:
+            return write_json_calls(grammar, functions, several, "[TOOL_CALLS]{}[ARGS]".format, "")
+        return JsonCalls(self.starts, is_list=True).write(grammar, functions, several)
 
     def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
         yield from stream.skip_space()

@@ -27,6 +27,10 @@ class ReasoningMarks:
         """
         return prompt_text.rstrip().endswith(self.start)
 
+    def is_closed_at_end_of(self, prompt_text: str) -> bool:
+        """Does the prompt end with reasoning already done (or left out, as Qwen3's template writes it without enable_thinking)?"""
+        return prompt_text.rstrip().endswith(self.end)
+
 
 class AnswerParser:
     """The parts do not depend on how the text was cut. Nothing of the text is lost but the marks and the white space around them; what looks

@@ -8,13 +8,17 @@ import json
 import re
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
-from .argument_types import read_literal
+from .argument_types import plain_arguments, read_literal
+from .forced import Functions, write_repeated
+from .grammar_text import GrammarText
 from .json_calls import read_call_object
 from .text_stream import Malformed, Reader, TextStream
 from .tool_calls import MAX_NAME_LENGTH, Calls
 
 NAME_CHARACTER = re.compile(r"[\w.\-]")
+NAME = re.compile(r"[\w.\-]+")
 CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -26,6 +30,32 @@ class PythonCalls:
     end: str = ""
     bare_beginnings: str = ""
     bare_separator: str = ""
+    call_per_line: bool = False  # in place of a list
+
+    def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+        start, end = (self.starts[0] if self.starts else "", self.end) if not self.bare_beginnings else ("", "")
+        if self.call_per_line:
+            frame = (f"{start}\n", "\n", f"\n{end}")
+        else:
+            frame = (f"{start}[", ", ", f"]{end}")
+        return write_repeated(grammar, [self._write_call(grammar, name, schema) for name, schema in functions], several, frame)
+
+    def _write_call(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str:
+        """Values as JSON, which `read` takes for Python. A JSON object where the arguments cannot be written one by one."""
+        properties = plain_arguments(schema)
+        if properties is None or not NAME.fullmatch(name):
+            before = grammar.literal(f'{{"name": {json.dumps(name)}, "parameters": ')
+            return f"{before} {grammar.arguments(schema)} {grammar.literal('}')}"
+        written = {key: f"{grammar.literal(key + '=')} {grammar.json(value)}" for key, (value, _) in properties.items()}
+        required = [written[key] for key, (_, is_required) in properties.items() if is_required]
+        optional = [written[key] for key, (_, is_required) in properties.items() if not is_required]
+        comma = grammar.literal(", ")
+        if required:
+            arguments = f" {comma} ".join(required) + "".join(f" ({comma} {text})?" for text in optional)
+        else:  # one line for each argument that may come first
+            firsts = [" ".join([text, *(f"({comma} {later})?" for later in optional[i + 1 :])]) for i, text in enumerate(optional)]
+            arguments = f"({grammar.any_of(firsts)})?" if firsts else ""
+        return f"{grammar.literal(f'{name}(')} {arguments} {grammar.literal(')')}"
 
     def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
         yield from stream.skip_space()

@@ -4,10 +4,14 @@ Must not know: which models write so (formats.py)."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
+from typing import Any
 
-from .argument_types import to_json
+from .argument_types import allowed_types, can_stand_alone, plain_arguments, to_json
+from .forced import Functions, write_repeated
+from .grammar_text import GrammarText
 from .json_calls import read_call_object
 from .text_stream import Malformed, Reader, TextStream
 from .tool_calls import MAX_NAME_LENGTH, Calls
@@ -32,9 +36,41 @@ class TaggedCalls:
     value_start: str
     value_end: str
     call_end: str
+    padding: str = "\n"  # as the model writes it between the tags
+    between_key_and_value: str = ""
     values_have_lines: bool = False  # a line break behind value_start and before value_end is none of the value's
     bare_beginnings: str = ""
     bare_separator: str = ""
+
+    def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+        section = self.section_end or self.call_end
+        calls = [self._write_call(grammar, name, schema) or self._write_json(grammar, name, schema) for name, schema in functions]
+        opening = self.section_start + (self.padding if self.name_start else "")
+        return write_repeated(grammar, [f"{grammar.literal(opening)} {c} {grammar.literal(section)}" for c in calls], several, ("", "\n", ""))
+
+    def _write_json(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str:
+        before = grammar.literal(f'{{"name": {json.dumps(name)}, "arguments": ')
+        return f"{before} {grammar.arguments(schema)} {grammar.literal('}' + self.padding)}"
+
+    def _write_call(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str | None:
+        """None where tags cannot keep to the schema: texts with a pattern, say, or a text or a number where both are allowed."""
+        properties = plain_arguments(schema)
+        if properties is None or not all(can_stand_alone(value, allowed_types(value, schema)) for value, _ in properties.values()):
+            return None
+        line = "\n" if self.values_have_lines else ""
+        pieces = [grammar.literal(self.name_start + name + self.name_end + self.padding)]
+        for key, (value_schema, is_required) in properties.items():
+            before = grammar.literal(f"{self.key_start}{key}{self.key_end}{self.between_key_and_value}{self.value_start}{line}")
+            after = line + self.value_end + self.padding
+            if allowed_types(value_schema, schema) != {"string"}:
+                value = f"{grammar.json(value_schema)} {grammar.literal(after)}"
+            elif "enum" in value_schema:
+                value = f"{grammar.any_of(map(grammar.literal, value_schema['enum']))} {grammar.literal(after)}"
+            else:
+                value = grammar.text_until(after)
+            pieces.append(f"({before} {value}){'' if is_required else '?'}")
+        ending = self.call_end + self.padding if self.section_end else ""
+        return " ".join([*pieces, grammar.literal(ending)])
 
     @property
     def starts(self) -> tuple[str, ...]:
@@ -47,6 +83,8 @@ class TaggedCalls:
             yield from stream.skip_space()
             if not is_inside and (yield from stream.peek()) == "{":
                 yield from read_call_object(stream, calls)
+                yield from stream.skip_space()
+                yield from stream.accept("" if self.section_end else self.call_end)
             else:
                 if not is_inside:
                     yield from stream.expect(self.name_start)

@@ -5,11 +5,15 @@ Must not know: how calls are written."""
 from __future__ import annotations
 
 import json
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .answer import ToolCallArguments, ToolCallStart
 from .argument_types import allowed_types
 from .text_stream import Reader, TextStream
+
+if TYPE_CHECKING:
+    from .forced import Functions
+    from .grammar_text import GrammarText
 
 
 MAX_NAME_LENGTH = 256
@@ -67,3 +71,6 @@ class ToolFormat(Protocol):
 
     def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
         """Reads what stands behind `mark` (consumed), up to the end of the call or calls. Raises Malformed."""
+
+    def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+        """An expression for a call to one of `functions`, or `several`, that `read` understands."""

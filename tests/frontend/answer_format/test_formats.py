@@ -27,8 +27,3 @@ def test_flags_override() -> None:
             detect(template, **{parameter: "x"})
 
 
-def test_marks_that_are_special_tokens_must_not_be_skipped() -> None:
-    assert detect("<tool_call>", special_tokens={"<s>": 1}).skip_special_tokens
-    assert not detect("<tool_call>").skip_special_tokens  # nobody said
-    assert not detect("<tool_call>", special_tokens={"<tool_call>": 7}).skip_special_tokens
-    assert not detect("</think>", special_tokens={"</think>": 7}).skip_special_tokens

@@ -73,7 +73,8 @@ def to_json(text: str, types: frozenset[str]) -> str:
         return json.dumps(text, ensure_ascii=False)
     try:
         value = read_literal(text)
-    except ValueError:
+        json.dumps(value, allow_nan=False)  # 1e999 has become infinite
+    except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     name = TYPE_NAMES[type(value)]
     if name == "number" and value.is_integer() and "integer" in types and "number" not in types:

@@ -120,8 +120,8 @@ def _read_value(stream: TextStream) -> Generator[None, None, str]:
     try:
         if not character:
             raise Malformed
-        return json.dumps(read_literal(stream.buffer[start : stream.position]), ensure_ascii=False)
-    except ValueError:
+        return json.dumps(read_literal(stream.buffer[start : stream.position]), ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
         raise Malformed from None
 
 

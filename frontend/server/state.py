@@ -17,6 +17,7 @@ from ..async_llm import AsyncLLM
 from .call import Call
 from .config import ServerConfig
 from .errors import ENGINE_GONE, ApiError, from_exception
+from .request_log import RequestLog
 from .sse import COMMENT, EVENT_STREAM, EventStream, event
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class ServerState:
         self.started = time.time()  # seconds since 1970
         self.began = time.monotonic()
         self.engine: AsyncLLM | None = None
+        self.request_log = RequestLog()
         self.chat_template = read_template(server_config.chat_template)
         self.answer_format: AnswerFormat | None = None
         self.system_fingerprint = ""
@@ -72,6 +74,7 @@ class ServerState:
         self.model_name = engine.config.model_config.served_model_name or self.model_name
         self.system_fingerprint = fingerprint(engine)
         self.answer_format = self._detect_format(engine)
+        engine.record_token_times = True  # for the time lines of requests
         self.engine = engine
 
     def _detect_format(self, engine: AsyncLLM) -> AnswerFormat:

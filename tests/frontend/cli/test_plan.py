@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,11 @@ def test_where_memory_does_not_suffice_the_plan_stands_beneath_the_error(capsys:
     assert sentence.endswith("lower max_model_len to at most 176") and "\n" not in sentence
     assert plan.startswith("bundled: Qwen2ForCausalLM, 3.97 million parameters")
     assert plan.endswith("quire serve bundled --dtype float32 --max-model-len 176 --kv-cache-memory-bytes 1048576\n")
+
+
+def test_a_server_that_cannot_start_says_so_with_the_plan() -> None:
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--kv-cache-memory-bytes", "1MiB", "--dtype", "float32"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    sentence, plan = done.stderr.split("quire: kv_cache_memory_bytes: ")[1].split("\n\n", 1)
+    assert "at most 176" in sentence and plan.endswith("quire serve bundled --dtype float32 --max-model-len 176 --kv-cache-memory-bytes 1048576\n")

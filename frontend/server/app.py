@@ -1,0 +1,91 @@
+"""The ASGI application: every route, and what is done alike for all of them: ids, keys, errors, the end of a request.
+May know: starlette's router, ServerState, the modules under routes/.
+Must not know: what a route does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.routing import Route, Router
+
+from .auth import Keys
+from .call import Call, new_request_id
+from .errors import ApiError, from_exception, from_status
+from .routes import chat, completions, engine_view, health, messages, models, page, responses
+from .sse import Json
+from .state import ServerState
+
+logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("quire.access")
+FAMILIES = (health, models, completions, chat, responses, messages, engine_view, page)
+
+
+def make_app(state: ServerState) -> App:
+    """The whole server over `state`."""
+    routes: list[Route] = [route for family in FAMILIES for route in family.routes(state)]
+    return App(state, Router(routes, redirect_slashes=False))
+
+
+class App:
+    """Around the router: gives each request its Call, asks for a key, and turns whatever is raised into an answer of the API's shape."""
+
+    def __init__(self, state: ServerState, router: Router):
+        self.state = state
+        self._router = router
+        self._keys = Keys(state.server_config)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self._refuse_other(scope, receive, send)
+        loop = asyncio.get_running_loop()
+        call = Call(new_request_id(scope["headers"]), loop.time(), asyncio.current_task(), scope["path"])
+        scope.setdefault("state", {})["call"] = call
+        scope["app"] = self  # starlette's routes then raise their refusals, which _answer_error puts into the API's shape
+        status = 0
+
+        async def send_with_headers(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *call.headers()]
+            await send(message)
+
+        try:
+            call.tenant = self._keys.check(scope)
+            await self._router(scope, receive, send_with_headers)
+        except asyncio.CancelledError:
+            if not call.is_disconnected:
+                raise
+            call.task.uncancel()
+        except Exception as error:
+            await self._answer_error(error, scope, receive, send_with_headers, has_begun=bool(status))
+        finally:
+            if call.watcher is not None:
+                call.watcher.cancel()
+            if self.state.server_config.access_log:
+                took_ms = 1000 * (loop.time() - call.began)
+                shown = "left" if call.is_disconnected else status
+                access_logger.info("%s %s %s %.1f ms %s", scope["method"], scope["path"], shown, took_ms, call.request_id)
+
+    async def _answer_error(self, error: Exception, scope: Any, receive: Any, send: Any, *, has_begun: bool) -> None:
+        if isinstance(error, HTTPException):
+            refusal, headers = from_status(error.status_code, scope["path"], scope["method"]), dict(error.headers or {})
+        else:
+            refusal, headers = from_exception(error), {}
+        if not isinstance(error, (ApiError, HTTPException)) and refusal.status >= 500:
+            logger.error("%s %s failed (%s)", scope["method"], scope["path"], scope["state"]["call"].request_id, exc_info=error)
+        if has_begun:
+            raise error  # too late for an answer: the connection breaks off
+        await Json(refusal.body(scope["path"]), refusal.status, headers | refusal.headers())(scope, receive, send)
+
+    async def _refuse_other(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            while True:
+                message = await receive()
+                await send({"type": f"{message['type']}.complete"})
+                if message["type"] == "lifespan.shutdown":
+                    return
+        await send({"type": "websocket.close", "code": 1003})

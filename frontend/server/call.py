@@ -1,0 +1,152 @@
+"""Call: one HTTP request on its way through the server, and the reading of its body.
+May know: starlette's Request, msgspec, the limits of ServerConfig.
+Must not know: routes, the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from .config import ServerConfig
+from .errors import ApiError, invalid, missing
+
+USERS_ID = re.compile(r"[!-~]{1,128}")  # what we take as x-request-id from a client: printable ASCII without spaces
+PATH = re.compile(r" - at `\$\.?(.*)`$")
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+@dataclass(slots=True)
+class Call:
+    """In scope["state"]["call"] of every request; made by app.py."""
+
+    request_id: str  # the x-request-id of the answer
+    began: float  # of the loop's clock
+    task: asyncio.Task
+    path: str = ""  # of its URL
+    tenant: str = ""  # whose key it was: a digest, never the key itself
+    unknown_params: list[str] = field(default_factory=list)  # fields of the body that nobody knows
+    is_disconnected: bool = False
+    watcher: asyncio.Task | None = None
+
+    @property
+    def suffix(self) -> str:
+        """For ids in the answer: chatcmpl-<suffix>."""
+        return self.request_id.removeprefix("req-")
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Of every answer."""
+        headers = [(b"x-request-id", self.request_id.encode())]
+        if self.path.startswith("/v1/messages"):
+            headers.append((b"request-id", headers[0][1]))  # Anthropic's name for it
+        if self.unknown_params:
+            headers.append((b"x-unknown-params", ",".join(self.unknown_params).encode("ascii", "backslashreplace")))
+        return headers
+
+
+def call_of(request: Request) -> Call:
+    return request.scope["state"]["call"]
+
+
+def new_request_id(headers: list[tuple[bytes, bytes]]) -> str:
+    """The client's own x-request-id where it sent a decent one."""
+    for name, value in headers:
+        if name == b"x-request-id" and USERS_ID.fullmatch(text := value.decode("latin-1")):
+            return text
+    return f"req-{secrets.token_hex(12)}"
+
+
+async def read_body(request: Request, config: ServerConfig, body_type: type[Body]) -> Body:
+    """The body, decoded and checked. From here on the handler's task is cancelled when the client goes away.
+
+    Raises ApiError: 413 too large, 408 too slow, 400 for everything that is wrong in it, with `param`.
+    """
+    raw = await _receive(request, config)
+    call = call_of(request)
+    watch_disconnect(request, call)
+    return decode_body(raw, body_type, config, call)
+
+
+async def _receive(request: Request, config: ServerConfig) -> bytes:
+    too_large = ApiError(413, f"The body must have at most {config.max_body_bytes} bytes.", code="request_too_large")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > config.max_body_bytes:
+        raise too_large
+    chunks, num_bytes = [], 0
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ApiError(400, "The client left before its request was complete.", code="client_disconnected")
+                chunks.append(message.get("body", b""))
+                num_bytes += len(chunks[-1])
+                if num_bytes > config.max_body_bytes:
+                    raise too_large
+                if not message.get("more_body"):
+                    return b"".join(chunks)
+    except TimeoutError:
+        message = f"The body did not arrive within {config.body_timeout_s:g} s."
+        raise ApiError(408, message, code="request_timeout") from None
+
+
+def watch_disconnect(request: Request, call: Call) -> None:
+    """Cancels the handler's task when the client goes away, whether it streams or computes. The body has been read."""
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        call.is_disconnected = True
+        call.task.cancel()
+
+    call.watcher = asyncio.get_running_loop().create_task(watch())
+
+
+def decode_body(raw: bytes, body_type: type[Body], config: ServerConfig, call: Call) -> Body:
+    """JSON -> Struct, with unknown fields noted or refused."""
+    try:
+        given = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        body = msgspec.json.decode(raw, type=body_type)
+    except msgspec.ValidationError as error:
+        raise bad_field(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None
+    note_unknown(given.keys() - known_fields(body_type), config, call)
+    return body
+
+
+def note_unknown(names: Iterable[str], config: ServerConfig, call: Call) -> None:
+    """For the header x-unknown-params: fields, by their paths, that nobody knows or that change nothing here."""
+    if config.unknown_params == "allow" or not (unknown := sorted(names)):
+        return
+    if config.unknown_params == "error":
+        raise invalid(unknown[0], f"Unknown parameter: '{unknown[0]}'.", "unknown_parameter")
+    call.unknown_params += unknown
+
+
+def bad_field(problem: str) -> ApiError:
+    """msgspec's sentence as an error that names the field: "Expected `int`, got `str` - at `$.max_tokens`"."""
+    match = PATH.search(problem)
+    param = match[1] if match else None
+    sentence = PATH.sub("", problem).replace("`", "'")
+    if absent := re.search(r"missing required field '(\w+)'", sentence):
+        return missing(f"{param}.{absent[1]}" if param else absent[1])
+    where = f"Invalid value for '{param}': " if param else "Invalid body: "
+    return ApiError(400, f"{where}{sentence[:1].lower()}{sentence[1:]}.", code="invalid_type", param=param)
+
+
+def known_fields(body_type: type[msgspec.Struct]) -> set[str]:
+    return set(body_type.__struct_encode_fields__)
+
+
+def plain(value: Any) -> Any:
+    """A Struct as dicts and lists, without what it does not say."""
+    return msgspec.to_builtins(value)

@@ -1,0 +1,185 @@
+"""One turn of a conversation: rendered, run, and its text taken apart into content, reasoning and tool calls.
+May know: chat templates, answer formats, generation.
+Must not know: which API asked. OpenAI's chat, Responses, Anthropic's messages and Ollama's chat only write these events down.
+
+    ChatTurn ──prepare_chat──▶ ChatRun ──news()──▶ [ChoiceNews, ...] per step ──▶ each API's events, or Message for a whole answer"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ...ipc.errors import InvalidParameterError
+from ...ipc.params import SamplingParams
+from ..answer_format import Answer, AnswerParser, Part, ToolCallStart, collect
+from ..outputs import PositionLogprobs, RequestMetrics
+from .call import Call
+from .errors import invalid
+from .generation import LONG_TEXT, Job, check_context, check_room, run, tokenize
+from .state import ServerState
+from .usage import Usage
+
+
+@dataclass(slots=True)
+class ChatTurn:
+    """What a chat API asks for, in one form. `tool_choice`: "auto", "none", "required" or the name of a function as {"name": ...}."""
+
+    request_id: str
+    messages: list[dict[str, Any]]
+    params: SamplingParams
+    max_tokens: int | None = None  # asked for by name, and refused if the context cannot hold them
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    template_variables: dict[str, Any] = field(default_factory=dict)
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+    names: dict[str, str] = field(default_factory=lambda: {"prompt": "messages"})
+
+    @property
+    def wants_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+
+def thinking_variables(enabled: bool | None, effort: str | None = None) -> dict[str, Any]:
+    """What templates call the switch of a model that may think or not, and how hard; a template that knows no such name goes on without.
+
+    None: as the template has it.
+    """
+    switch = {} if enabled is None else {"enable_thinking": enabled, "thinking": enabled}
+    return switch | ({} if effort is None else {"reasoning_effort": effort})
+
+
+@dataclass(slots=True)
+class ChoiceNews:
+    """What is new in one choice. `finish_reason`: "stop", "length", "tool_calls", or None while it goes on."""
+
+    index: int
+    parts: list[Part]
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class Message:
+    """A whole answer, put together from its news."""
+
+    parts: list[Part] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[PositionLogprobs] | None = None
+
+    def add(self, news: ChoiceNews) -> None:
+        self.parts += news.parts
+        if news.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *news.logprobs]
+        self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
+
+    def answer(self) -> Answer:
+        return collect(self.parts)
+
+
+async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> ChatRun:
+    """Renders, tokenizes and checks; raises ApiError or InvalidParameterError before the engine is asked."""
+    format, params = state.answer_format, turn.params
+    text, token_ids = await render_turn(state, turn)
+    if not format.skip_special_tokens:
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+
+    check_context(state, token_ids, params, turn.names)
+    check_room(state, token_ids, turn.max_tokens, turn.names)
+    job = Job(turn.request_id, token_ids, params, text, turn.priority, turn.cache_salt, turn.names)
+    tools = turn.tools if turn.wants_tools else None
+    parsers = [format.parser(tools, prompt_text=text, parallel_tool_calls=turn.parallel_tool_calls) for _ in range(params.n)]
+    return ChatRun(state, call, job, parsers)
+
+
+async def render_turn(state: ServerState, turn: ChatTurn) -> tuple[str, list[int]]:
+    """The prompt of a turn as text and as token ids, however long."""
+    tokenizer = state.ready_engine().tokenizer
+    if tokenizer is None:
+        raise invalid(turn.names["prompt"], "This model has no tokenizer here, so it cannot chat.")
+    if turn.wants_tools and state.answer_format.tool_format is None:
+        raise InvalidParameterError("tools", "this model's chat template has no place for tools, so it cannot call any")
+
+    def render() -> str:
+        return tokenizer.apply_chat_template(
+            turn.messages,
+            tools=turn.tools if turn.wants_tools else None,
+            documents=turn.documents,
+            chat_template=state.chat_template,
+            add_generation_prompt=turn.add_generation_prompt,
+            continue_final_message=turn.continue_final_message,
+            tokenize=False,
+            **(state.server_config.chat_template_kwargs | turn.template_variables),
+        )
+
+    num_characters = sum(len(m["content"]) for m in turn.messages if isinstance(m, dict) and isinstance(m.get("content"), str))
+    text = render() if num_characters < LONG_TEXT else await asyncio.to_thread(render)
+    return text, await tokenize(state, text, add_special_tokens=False)
+
+
+class ChatRun:
+    """A checked turn, ready to run once. `usage` counts while `news` is read."""
+
+    def __init__(self, state: ServerState, call: Call, job: Job, parsers: list[AnswerParser]):
+        self._state = state
+        self._call = call
+        self._job = job
+        self._parsers = parsers
+        self._has_calls = [False] * len(parsers)
+        self.usage = Usage()
+        self.metrics: RequestMetrics | None = None  # once `news` has begun
+
+    @property
+    def request_id(self) -> str:
+        return self._job.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self._job.params
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._job.token_ids)
+
+    async def news(self) -> AsyncIterator[list[ChoiceNews]]:
+        """What each output brings; empty lists are left out."""
+        async with aclosing(run(self._state, self._call, self._job)) as outputs:
+            async for output in outputs:
+                self.usage.add(0, output)
+                self.metrics = output.metrics
+                yield [self._read(completion) for completion in output.outputs]
+
+    def _read(self, completion: Any) -> ChoiceNews:
+        index, parser = completion.index, self._parsers[completion.index]
+        parts = parser.feed(completion.text) if completion.text else []
+        reason = completion.finish_reason
+        if reason is not None:
+            parts = [*parts, *parser.finish()]
+        if not self._has_calls[index]:
+            self._has_calls[index] = any(isinstance(part, ToolCallStart) for part in parts)
+        if reason == "stop" and self._has_calls[index]:
+            reason = "tool_calls"
+        elif reason == "abort":  # paused away, say: what there is was cut short
+            reason = "length"
+        return ChoiceNews(index, parts, completion.token_ids, completion.logprobs, reason, completion.stop_reason)
+
+    async def messages(self) -> list[Message]:
+        """The whole answers, one per choice."""
+        found = [Message() for _ in self._parsers]
+        async with aclosing(self.news()) as steps:
+            async for step in steps:
+                for news in step:
+                    found[news.index].add(news)
+        return found

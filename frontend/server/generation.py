@@ -1,0 +1,137 @@
+"""One request to the engine on behalf of a call: tokenized, checked against the context, run, and its errors in the API's words.
+May know: AsyncLLM, SamplingParams, RequestOutput, ApiError.
+Must not know: the shape of any API's answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from ...ipc.params import SamplingParams
+from ..outputs import RequestOutput
+from .call import Call
+from .errors import INTERNAL, ApiError, context_length_exceeded, invalid, refused
+from .state import ServerState
+
+LONG_TEXT = 20_000  # characters; the tokenizer takes milliseconds for more, which other requests should not wait for
+
+
+@dataclass(slots=True)
+class Job:
+    """One prompt. `names`: the engine's parameters -> the body's fields, for errors; `prompt` also names the field of the prompt."""
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    text: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    names: dict[str, str] = field(default_factory=dict)
+
+
+async def tokenize(state: ServerState, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids. A long text is read in a thread: the tokenizer lets go of the interpreter."""
+    tokenizer = state.ready_engine().tokenizer
+    if tokenizer is None:
+        raise invalid("prompt", "This model has no tokenizer here: prompts must be token ids.")
+    if len(text) < LONG_TEXT:
+        return tokenizer.encode(text, add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+
+
+def check_context(state: ServerState, token_ids: list[int], params: SamplingParams, names: dict[str, str]) -> None:
+    """OpenAI's refusals for prompts and answers that do not fit; without it the engine would cut max_tokens to what fits."""
+    max_model_len, num_prompt_tokens = state.max_model_len, len(token_ids)
+    param = names.get("prompt", "prompt")
+    if params.truncate_prompt_tokens is not None:
+        return
+    if not num_prompt_tokens:
+        raise invalid(param, f"'{param}' must not be empty.")
+    if num_prompt_tokens >= max_model_len:
+        raise context_length_exceeded(param, max_model_len, num_prompt_tokens)
+
+
+def check_room(state: ServerState, token_ids: list[int], max_tokens: int | None, names: dict[str, str]) -> None:
+    """Refuses an answer length that was asked for and that the context cannot hold, as OpenAI and vLLM do."""
+    if max_tokens is not None and len(token_ids) + max_tokens > state.max_model_len:
+        raise context_length_exceeded(names.get("prompt", "prompt"), state.max_model_len, len(token_ids), max_tokens)
+
+
+async def run(state: ServerState, call: Call, job: Job) -> AsyncIterator[RequestOutput]:
+    """The engine's outputs for one prompt. Closing it, or cancelling who reads it, aborts the request. Raises ApiError."""
+    engine = state.ready_engine()
+    salt = job.cache_salt
+    if state.server_config.salt_per_key and call.tenant:
+        salt = f"{call.tenant}:{salt or ''}"
+    prompt = {"prompt_token_ids": job.token_ids} | ({"prompt": job.text} if job.text is not None else {}) | ({"cache_salt": salt} if salt else {})
+    last, reason = None, "abort"  # unless an output says otherwise, the client left
+    try:
+        async with aclosing(engine.generate(prompt, job.params, job.request_id, priority=job.priority)) as outputs:
+            async for output in outputs:
+                last, reason = output, finish_reason(output) or reason
+                if output.error is not None:
+                    raise failure(output, job.names)
+                yield output
+    finally:
+        if last is not None:
+            state.request_log.add(job.request_id, last.metrics, {"model": state.model_name, "finish_reason": reason})
+
+
+def finish_reason(output: RequestOutput) -> str | None:
+    """The last one that this output tells of; with n > 1 the completions have each their own."""
+    return next((completion.finish_reason for completion in reversed(output.outputs) if completion.finish_reason), None)
+
+
+def failure(output: RequestOutput, names: dict[str, str]) -> ApiError:
+    """A request that the engine ended with an error: the user's mistake, with the parameter's name, or ours."""
+    if output.error_parameter is None:
+        return ApiError(500, INTERNAL, code="internal_error")
+    problem = output.error.removeprefix(f"{output.error_parameter}: ")
+    return refused(output.error_parameter, problem, names)
+
+
+async def all_of(runs: list[AsyncIterator[RequestOutput]]) -> list[RequestOutput]:
+    """The last outputs of several runs side by side; the first failure ends them all."""
+    last: dict[int, RequestOutput] = {}
+    async with aclosing(merged(runs)) as outputs:
+        async for index, output in outputs:
+            last[index] = output
+    return [last[index] for index in range(len(runs))]
+
+
+async def merged(runs: list[AsyncIterator[RequestOutput]]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """(index of the run, output) of several runs side by side, as they come; the first failure ends them all."""
+    if len(runs) == 1:
+        async with aclosing(runs[0]) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput | None, BaseException | None]] = asyncio.Queue(maxsize=2 * len(runs))
+
+    async def pump(index: int, outputs: AsyncIterator[RequestOutput]) -> None:
+        error = None
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    await queue.put((index, output, None))
+        except Exception as failed:
+            error = failed
+        await queue.put((index, None, error))
+
+    tasks = [asyncio.ensure_future(pump(index, outputs)) for index, outputs in enumerate(runs)]
+    try:
+        num_running = len(tasks)
+        while num_running:
+            index, output, error = await queue.get()
+            if error is not None:
+                raise error
+            if output is None:
+                num_running -= 1
+            else:
+                yield index, output
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,112 @@
+"""The server's process: the port first, then the engine; signals; the way out.
+May know: uvicorn, sockets of the port, AsyncLLM's start and end.
+Must not know: routes, requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+
+from ...ipc.errors import InvalidParameterError, ModelLoadError, QuireError
+from ..async_llm import AsyncLLM
+from ..engine_args import EngineArgs
+from .app import make_app
+from .config import ServerConfig
+from .state import ServerState
+
+logger = logging.getLogger(__name__)
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def serve(config: ServerConfig, args: EngineArgs, engine: str) -> int:
+    """Runs until a signal, or until the engine cannot be loaded or dies. Returns the exit code."""
+    listener = open_port(config)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    state = ServerState(config, args.served_model_name or args.model)
+    server = Server(config, state, args, engine)
+    address = listener.getsockname()
+    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+    print(f"quire serve: http://{shown}:{address[1]} (loading {args.model})", file=sys.stderr, flush=True)
+    if config.host not in ("127.0.0.1", "localhost", "::1") and not (config.api_key or config.api_key_file):
+        print(f"quire serve: warning: {config.host} is open to everybody who can reach this machine; --api-key asks for a key", file=sys.stderr, flush=True)
+    server.run(sockets=[listener])
+    if server.failure is not None:
+        raise server.failure
+    return 0
+
+
+def open_port(config: ServerConfig) -> socket.socket:
+    """The listening socket, before anything slow happens. Raises InvalidParameterError if the address cannot be had."""
+    try:
+        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.host, config.port))
+        listener.listen(2048)
+    except OSError as error:
+        name = "host" if isinstance(error, socket.gaierror) else "port"
+        raise InvalidParameterError(name, f"cannot listen on {config.host}:{config.port}: {error.strerror or error}") from None
+    listener.setblocking(False)
+    return listener
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with the engine's life beside it. `failure`: why the engine is not, or no longer, there."""
+
+    def __init__(self, config: ServerConfig, state: ServerState, args: EngineArgs, engine: str):
+        super().__init__(
+            uvicorn.Config(
+                make_app(state),
+                loop="uvloop",
+                http="httptools",
+                ws="none",
+                log_config=None,
+                access_log=False,  # app.py writes one line per request when it has ended
+                server_header=False,
+                date_header=True,
+                proxy_headers=False,
+                timeout_keep_alive=round(config.keep_alive_timeout_s),
+                timeout_graceful_shutdown=round(config.drain_timeout_s),
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
+            )
+        )
+        self.state = state
+        self.failure: QuireError | None = None
+        self._args = args
+        self._engine = engine
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, the second one ends at once."""
+        if self.should_exit:
+            self.force_exit = True
+        self.state.is_draining = self.should_exit = True
+        if sig == signal.SIGINT:
+            self._captured_signals.append(sig)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        loading = asyncio.create_task(self._load())
+        try:
+            await super().serve(sockets)
+        finally:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            if self.state.engine is not None:
+                await self.state.engine.shutdown_async()
+
+    async def _load(self) -> None:
+        try:
+            engine = await AsyncLLM.start(self._args, self._engine, self.state.loading.report)
+        except (InvalidParameterError, ModelLoadError, QuireError) as error:
+            self.state.loading.error = str(error)
+            self.failure = error
+            self.should_exit = True
+            return
+        self.state.set_engine(engine)
+        print(f"quire serve: ready: {self.state.model_name}", file=sys.stderr, flush=True)

@@ -1,0 +1,143 @@
+"""Answers: JSON, and streams of server-sent events with little work per event.
+May know: ASGI, msgspec, the loop's clock.
+Must not know: what an event says.
+
+A stream's first event decides its status: until there is one, a failure is still a plain answer. Silence is broken by comments."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from .call import Call
+
+logger = logging.getLogger(__name__)
+DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+encode = msgspec.json.Encoder().encode
+
+
+class Json(Response):
+    """Any msgspec-encodable value."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return content if isinstance(content, bytes) else encode(content)
+
+
+def event(value: Any) -> bytes:
+    """One `data:` event."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
+def named_event(name: str, value: Any) -> bytes:
+    """One event with a name, for the APIs that name theirs."""
+    return b"event: " + name.encode() + b"\ndata: " + encode(value) + b"\n\n"
+
+
+class EventStream:
+    """The answer that sends `events` as they come. An ASGI application, to be returned by a handler in place of a Response.
+
+    events: whole events, several may be joined; closed (`aclose`) however the stream ends, which aborts what feeds it.
+    on_error: makes the last event of an exception; what was raised before the first event is raised again instead, for a proper status.
+    keep_alive_s: silence after which `comment` is sent. write_timeout_s: how long a client may leave what was sent unread.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        call: Call,
+        *,
+        on_error: Callable[[Exception], bytes],
+        keep_alive_s: float,
+        write_timeout_s: float,
+        comment: bytes = COMMENT,
+        media_type: bytes = EVENT_STREAM,
+    ):
+        self._events = events
+        self._call = call
+        self._on_error = on_error
+        self._keep_alive_s = keep_alive_s
+        self._write_timeout_s = write_timeout_s
+        self._comment = comment
+        self._media_type = media_type
+        self._last_sent = 0.0  # of the loop's clock; while a send is under way, when it began
+        self._is_sending = False
+        self._has_started = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._commenting: asyncio.Task | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        loop = asyncio.get_running_loop()
+        self._last_sent = loop.time()
+        self._arm(loop, send)
+        try:
+            async for chunk in self._events:
+                if not self._has_started:
+                    await self._start(send)
+                await self._write(loop, send, chunk, True)
+            if not self._has_started:
+                await self._start(send)
+            self._disarm()
+            await self._write(loop, send, b"", False)
+        except Exception as error:
+            if not self._has_started:
+                raise
+            self._disarm()
+            await self._write(loop, send, self._on_error(error), True)
+            await self._write(loop, send, b"", False)
+        finally:
+            self._disarm()
+            await self._events.aclose()
+
+    async def _start(self, send: Any) -> None:
+        self._has_started = True
+        headers = [(b"content-type", self._media_type), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _write(self, loop: asyncio.AbstractEventLoop, send: Any, chunk: bytes, more: bool) -> None:
+        if self._commenting is not None:
+            await self._commenting
+        self._last_sent, self._is_sending = loop.time(), True
+        await send({"type": "http.response.body", "body": chunk, "more_body": more})
+        self._is_sending = False
+
+    # ------------------------------------------------------------ silence, and readers that do not read
+
+    def _arm(self, loop: asyncio.AbstractEventLoop, send: Any) -> None:
+        """One timer for the whole stream, which looks at the time of the last event: an event costs it nothing."""
+
+        def tick() -> None:
+            silent_s = loop.time() - self._last_sent
+            is_sending = self._is_sending or self._commenting is not None
+            if is_sending:
+                if silent_s >= self._write_timeout_s:
+                    logger.info("%s: the client has not read for %.0f s; its request is aborted", self._call.request_id, silent_s)
+                    self._call.is_disconnected = True
+                    self._call.task.cancel()
+                    return
+            elif silent_s >= self._keep_alive_s:
+                self._last_sent = loop.time()
+                self._commenting = loop.create_task(self._send_comment(send))
+            due_s = self._write_timeout_s if is_sending else self._keep_alive_s
+            self._timer = loop.call_later(max(0.01, self._last_sent + due_s - loop.time()), tick)
+
+        self._timer = loop.call_later(self._keep_alive_s, tick)
+
+    async def _send_comment(self, send: Any) -> None:
+        if not self._has_started:
+            await self._start(send)
+        await send({"type": "http.response.body", "body": self._comment, "more_body": True})
+        self._commenting = None
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

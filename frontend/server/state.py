@@ -1,0 +1,164 @@
+"""ServerState: the one object that every route is given: configurations, the engine or how far its loading has come, names of models.
+May know: AsyncLLM, the configurations, the clock.
+Must not know: HTTP beyond the refusals that it raises."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from ..answer_format import AnswerFormat, detect
+from ..async_llm import AsyncLLM
+from .call import Call
+from .config import ServerConfig
+from .errors import ENGINE_GONE, ApiError, from_exception
+from .request_log import RequestLog
+from .sse import COMMENT, EVENT_STREAM, EventStream, event
+
+logger = logging.getLogger(__name__)
+
+# Where each stage of loading begins and ends, as shares of the whole; measured on small and large models, good enough for an estimate.
+STAGES = {"start": (0.0, 0.02), "import": (0.02, 0.2), "load weights": (0.2, 0.8), "profile": (0.8, 0.9), "kv cache": (0.9, 1.0)}
+
+
+def openai_error_event(error: ApiError) -> bytes:
+    return event(error.as_dict())
+
+
+@dataclass(slots=True)
+class Loading:
+    """How far the engine has come up."""
+
+    stage: str = "start"
+    fraction: float = 0.0  # of everything, 0..1
+    began: float = field(default_factory=time.monotonic)
+    error: str | None = None  # why it will not come up
+
+    def report(self, stage: str, fraction: float) -> None:
+        """`fraction` is that of the stage."""
+        begin, end = STAGES.get(stage, (self.fraction, self.fraction))
+        self.stage, self.fraction = stage, max(self.fraction, begin + (end - begin) * min(1.0, max(0.0, fraction)))
+
+    @property
+    def remaining_s(self) -> float | None:
+        """An estimate in seconds; None while there is nothing to base it on."""
+        elapsed_s = time.monotonic() - self.began
+        return elapsed_s * (1 - self.fraction) / self.fraction if self.fraction >= 0.05 else None
+
+
+class ServerState:
+    """`engine` is None while it loads; `is_draining` is set by SIGTERM and never taken back."""
+
+    def __init__(self, server_config: ServerConfig, model_name: str, engine: AsyncLLM | None = None):
+        self.server_config = server_config
+        self.model_name = model_name  # as the user named it; the engine's own once it is there
+        self.loading = Loading()
+        self.is_draining = False
+        self.started = time.time()  # seconds since 1970
+        self.began = time.monotonic()
+        self.engine: AsyncLLM | None = None
+        self.request_log = RequestLog()
+        self.chat_template = read_template(server_config.chat_template)
+        self.answer_format: AnswerFormat | None = None
+        self.system_fingerprint = ""
+        if engine is not None:
+            self.set_engine(engine)
+
+    def set_engine(self, engine: AsyncLLM) -> None:
+        """The engine has come up."""
+        self.model_name = engine.config.model_config.served_model_name or self.model_name
+        self.system_fingerprint = fingerprint(engine)
+        self.answer_format = self._detect_format(engine)
+        engine.record_token_times = True  # for the time lines of requests
+        self.engine = engine
+
+    def _detect_format(self, engine: AsyncLLM) -> AnswerFormat:
+        """By the template that will be rendered."""
+        config, tokenizer, named = self.server_config, engine.tokenizer, self.chat_template
+        if tokenizer is None:
+            return detect(None, config.tool_call_parser, config.reasoning_parser)
+        templates = tokenizer.chat_templates
+        template = templates.get(named, named) if named else templates.get("tool_use") or templates.get("default")
+        special_tokens = {tokenizer.added_tokens[token_id]: token_id for token_id in tokenizer.special_ids}
+        return detect(template, config.tool_call_parser, config.reasoning_parser, special_tokens)
+
+    def ready_engine(self) -> AsyncLLM:
+        """The engine, or the refusal that says why there is none."""
+        if self.is_draining:
+            raise ApiError(503, "The server is shutting down.", code="shutting_down")
+        if self.engine is None:
+            raise self._not_loaded()
+        if self.engine.errored:
+            raise ApiError(503, ENGINE_GONE, code="engine_dead")
+        return self.engine
+
+    def _not_loaded(self) -> ApiError:
+        loading = self.loading
+        if loading.error is not None:
+            return ApiError(503, "The model could not be loaded; the server's log has the cause.", code="model_load_failed")
+        remaining_s = loading.remaining_s
+        words = "" if remaining_s is None else f", about {max(1, round(remaining_s))} s to go"
+        message = f"The model is loading: {loading.stage}, {loading.fraction:.0%}{words}."
+        return ApiError(503, message, code="model_loading", retry_after_s=min(30.0, remaining_s or 2.0))
+
+    def check_model(self, name: str | None) -> str:
+        """The served name for the `model` of a body. Raises a 404 for a model that is not here."""
+        if name in (None, "", self.model_name):
+            return self.model_name
+        message = f"The model {name!r} does not exist. This server has {self.model_name!r}."
+        raise ApiError(404, message, code="model_not_found", param="model")
+
+    def event_stream(
+        self,
+        events: AsyncIterator[bytes],
+        call: Call,
+        *,
+        error_event: Callable[[ApiError], bytes] = openai_error_event,
+        comment: bytes = COMMENT,
+        media_type: bytes = EVENT_STREAM,
+    ) -> EventStream:
+        """The answer that streams `events`, with this server's timeouts; in OpenAI's form, unless told otherwise."""
+        config = self.server_config
+
+        def on_error(error: Exception) -> bytes:
+            if not isinstance(error, ApiError):
+                logger.error("a stream failed (%s)", call.request_id, exc_info=error)
+            return error_event(from_exception(error))
+
+        return EventStream(
+            events,
+            call,
+            on_error=on_error,
+            keep_alive_s=config.sse_keep_alive_s,
+            write_timeout_s=config.write_timeout_s,
+            comment=comment,
+            media_type=media_type,
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        return self.ready_engine().config.model_config.max_model_len
+
+
+def read_template(wanted: str | None) -> str | None:
+    """The text of a file, or the name of one of the model's templates as it is."""
+    if wanted is None:
+        return None
+    path = Path(wanted).expanduser()
+    return path.read_text(encoding="utf-8") if path.is_file() else wanted
+
+
+def fingerprint(engine: AsyncLLM) -> str:
+    """Changes when anything changes that may change an answer: the model, its settings, the engine's version."""
+    from hashlib import blake2b
+
+    from ... import __version__
+
+    config = engine.config
+    parts = (config.model_config, config.load_config, config.device_config, __version__)
+    return "fp_" + blake2b(msgspec.json.encode(parts), digest_size=5).hexdigest()

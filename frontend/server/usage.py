@@ -1,0 +1,42 @@
+"""Usage: how many tokens a call has cost, in the words of each API.
+May know: RequestOutput.
+Must not know: text, routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..outputs import RequestOutput
+
+
+class Usage:
+    """Counts over the outputs of one call, deltas or last ones; prompts are known by their index."""
+
+    def __init__(self) -> None:
+        self._num_prompt_tokens: dict[int, int] = {}
+        self._num_cached_tokens: dict[int, int] = {}
+        self.completion_tokens = 0
+        self.reasoning_tokens = 0
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        self._num_prompt_tokens[prompt_index] = len(output.prompt_token_ids)
+        self._num_cached_tokens[prompt_index] = output.num_cached_tokens or 0
+        for completion in output.outputs:
+            self.completion_tokens += len(completion.token_ids)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self._num_prompt_tokens.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self._num_cached_tokens.values())
+
+    def as_openai(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+        }

@@ -1,0 +1,62 @@
+"""One real server for all tests of the server: `quire serve` in a process of its own, over the bundled model, spoken to over HTTP.
+May know: the command line, httpx.
+Must not know: how the server is built."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import httpx2 as httpx
+import pytest
+
+START_TIMEOUT_S = 90
+
+
+@contextmanager
+def running_server(*flags: str, wait: bool = True) -> Iterator[httpx.Client]:
+    """`quire serve` on a free port, ready to work (with `wait`): a client with two more attributes, `process` (its Popen) and `log` (a function)."""
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stderr=log, stdout=log)
+
+        def read_log() -> str:
+            return os.pread(log.fileno(), 10**6, 0).decode()
+
+        try:
+            with httpx.Client(base_url=address_in(read_log, process), timeout=60) as client:
+                client.process, client.log = process, read_log
+                if wait:
+                    wait_until_ready(client)
+                yield client
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=30)
+            finally:
+                process.kill()
+
+
+def address_in(read_log: Callable[[], str], process: subprocess.Popen) -> str:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not (match := re.search(r"http://\S+", read_log())):
+        assert process.poll() is None and time.monotonic() < deadline, read_log()
+        time.sleep(0.01)
+    return match[0]
+
+
+def wait_until_ready(client: httpx.Client) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while client.get("/health/ready").status_code != 200:
+        assert client.process.poll() is None and time.monotonic() < deadline, client.log()
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[httpx.Client]:
+    with running_server() as client:
+        yield client

@@ -1,0 +1,24 @@
+"""The application around the routes, over HTTP: ids, errors in shape, headers.
+May know: the session's server.
+Must not know: what a route does."""
+
+import httpx2 as httpx
+
+
+def test_every_answer_has_an_id(server: httpx.Client) -> None:
+    for path in ("/health", "/v1/models", "/nowhere"):
+        assert server.get(path).headers["x-request-id"].startswith("req-")
+    assert server.get("/v1/models", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
+
+
+def test_unknown_routes_and_methods(server: httpx.Client) -> None:
+    answer = server.get("/v1/nowhere")
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"
+    answer = server.put("/v1/models")
+    assert answer.status_code == 405 and answer.json()["error"]["code"] == "method_not_allowed" and "GET" in answer.headers["allow"]
+
+
+def test_unknown_parameters_are_named_in_a_header(server: httpx.Client) -> None:
+    body = {"prompt": "The sun", "max_tokens": 1, "colour": "red", "shape": 1}
+    answer = server.post("/v1/completions", json=body)
+    assert answer.status_code == 200 and answer.headers["x-unknown-params"] == "colour,shape"

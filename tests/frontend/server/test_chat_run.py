@@ -1,0 +1,89 @@
+"""One turn, run: parts put together, finish reasons of the API, refusals before the engine is asked.
+May know: chat_run, a scripted engine.
+Must not know: any API's shape."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+
+import pytest
+
+from quire.frontend.answer_format import ToolCall, detect
+from quire.frontend.outputs import CompletionOutput, RequestOutput
+from quire.frontend.server.call import Call
+from quire.frontend.server.chat_run import ChatRun, ChatTurn, Message, prepare_chat
+from quire.frontend.server.errors import ApiError
+from quire.ipc.errors import InvalidParameterError
+from quire.ipc.params import SamplingParams
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+class ScriptedEngine:
+    """Says the pieces it was given, as deltas."""
+
+    def __init__(self, pieces: list[str], reason: str = "stop"):
+        self.pieces, self.reason = pieces, reason
+        self.tokenizer = SimpleNamespace(apply_chat_template=lambda messages, **_: str(messages), encode=lambda text, special: [1] * len(text.split()))
+
+    async def generate(self, prompt: dict, params: SamplingParams, request_id: str, **_: object) -> AsyncIterator[RequestOutput]:
+        for i, piece in enumerate(self.pieces):
+            is_last = i == len(self.pieces) - 1
+            completion = CompletionOutput(0, piece, [i], finish_reason=self.reason if is_last else None)
+            yield RequestOutput(request_id, None, prompt["prompt_token_ids"], [completion], is_last)
+
+
+def state_over(engine: ScriptedEngine, template: str = "<tool_call></think>") -> SimpleNamespace:
+    config = SimpleNamespace(salt_per_key=False, chat_template_kwargs={})
+    return SimpleNamespace(ready_engine=lambda: engine, server_config=config, max_model_len=20, answer_format=detect(template), chat_template=None)
+
+
+def run_turn(engine: ScriptedEngine, **turn: object) -> Message:
+    async def run() -> Message:
+        call = Call("req-1", 0.0, asyncio.current_task())
+        fields = {"request_id": "r", "messages": [{"role": "user", "content": "hi"}], "params": SamplingParams()} | turn
+        chat: ChatRun = await prepare_chat(state_over(engine), call, ChatTurn(**fields))
+        (message,) = await chat.messages()
+        assert chat.usage.completion_tokens == len(engine.pieces)
+        return message
+
+    return asyncio.run(run())
+
+
+def test_reasoning_content_and_a_call_are_told_apart() -> None:
+    pieces = ["<think>we", "ll</think>\n\nlet me see ", '<tool_call>\n{"name": "add", "argu', 'ments": {"a": 1}}\n</tool_call>']
+    message = run_turn(ScriptedEngine(pieces), tools=TOOLS)
+    answer = message.answer()
+    assert answer.reasoning.strip() == "well" and answer.content.strip() == "let me see"
+    assert [(c.name, c.arguments) for c in answer.tool_calls] == [("add", '{"a": 1}')] and isinstance(answer.tool_calls[0], ToolCall)
+    assert message.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize(("reason", "told"), [("stop", "stop"), ("length", "length"), ("abort", "length")])
+def test_finish_reasons_are_the_apis(reason: str, told: str) -> None:
+    assert run_turn(ScriptedEngine(["hello"], reason)).finish_reason == told
+
+
+def test_without_tools_a_mark_is_text() -> None:
+    assert run_turn(ScriptedEngine(["<tool_call>x"])).answer().content == "<tool_call>x"
+
+
+def test_what_does_not_fit_the_context_is_refused() -> None:
+    with pytest.raises(ApiError) as caught:
+        run_turn(ScriptedEngine([""]), messages=[{"role": "user", "content": "word " * 30}])
+    assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
+    with pytest.raises(ApiError, match="requested"):
+        run_turn(ScriptedEngine([""]), max_tokens=19)
+
+
+def test_tools_of_a_model_without_them_are_refused() -> None:
+    async def run() -> None:
+        state = state_over(ScriptedEngine([""]), "a template without tools")
+        turn = ChatTurn("r", [{"role": "user", "content": "hi"}], SamplingParams(), tools=TOOLS)
+        await prepare_chat(state, Call("req-1", 0.0, asyncio.current_task()), turn)
+
+    with pytest.raises(InvalidParameterError) as caught:
+        asyncio.run(run())
+    assert caught.value.parameter == "tools"
+
+

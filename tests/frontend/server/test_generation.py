@@ -1,0 +1,77 @@
+"""Runs side by side: what comes, in which order of indices, and how the first failure ends them all.
+May know: generation.py.
+Must not know: an engine."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+
+from quire.frontend.outputs import RequestOutput
+from quire.frontend.server.errors import ApiError
+from quire.frontend.server.generation import all_of, failure, merged
+
+
+class Runs:
+    """Runs that say their numbers one by one; `failing` fails at its second."""
+
+    def __init__(self, num_runs: int, failing: int | None = None):
+        self.failing = failing
+        self.closed: list[int] = []
+        self.runs = [self.run(i) for i in range(num_runs)]
+
+    async def run(self, i: int) -> AsyncIterator[RequestOutput]:
+        try:
+            for step in range(3):
+                await asyncio.sleep(0.001 * i)
+                if i == self.failing and step == 1:
+                    raise ApiError(400, "no")
+                yield RequestOutput(f"{i}-{step}", None, [], [], step == 2)
+        finally:
+            self.closed.append(i)
+
+
+@pytest.mark.parametrize("num_runs", [1, 5])
+def test_all_of_gives_the_last_outputs_in_order(num_runs: int) -> None:
+    runs = Runs(num_runs)
+    assert [output.request_id for output in asyncio.run(all_of(runs.runs))] == [f"{i}-2" for i in range(num_runs)]
+    assert sorted(runs.closed) == list(range(num_runs))
+
+
+@pytest.mark.parametrize("num_runs", [1, 5])
+def test_the_first_failure_ends_them_all(num_runs: int) -> None:
+    runs = Runs(num_runs, failing=0)
+    with pytest.raises(ApiError, match="no"):
+        asyncio.run(all_of(runs.runs))
+    assert 0 in runs.closed
+
+
+def test_merged_gives_everything_of_everyone_in_its_own_order() -> None:
+    async def run() -> dict[int, list[str]]:
+        seen: dict[int, list[str]] = {}
+        async with aclosing(merged(Runs(4).runs)) as outputs:
+            async for i, output in outputs:
+                seen.setdefault(i, []).append(output.request_id)
+        return seen
+
+    assert asyncio.run(run()) == {i: [f"{i}-0", f"{i}-1", f"{i}-2"] for i in range(4)}
+
+
+def test_leaving_early_closes_them() -> None:
+    async def run() -> Runs:
+        runs = Runs(3)
+        async with aclosing(merged(runs.runs)) as outputs:
+            async for _ in outputs:
+                break
+        return runs
+
+    assert 0 in asyncio.run(run()).closed
+
+
+def test_a_refusal_of_the_engine_is_the_users_and_a_failure_is_ours() -> None:
+    refused = RequestOutput("r", None, [], [], True, error="structured_outputs: too deep", error_parameter="structured_outputs")
+    error = failure(refused, {"structured_outputs": "response_format"})
+    assert (error.status, error.param) == (400, "response_format") and error.message == "response_format: too deep"
+    ours = failure(RequestOutput("r", None, [], [], True, error="logits are not finite"), {})
+    assert ours.status == 500 and "logits" not in ours.message

@@ -1,0 +1,60 @@
+"""ServerState: what it says while nothing is loaded, when loading failed, and while it drains.
+May know: ServerState, ApiError.
+Must not know: an engine."""
+
+import pytest
+
+from quire.frontend.server.config import ServerConfig
+from quire.frontend.server.errors import ApiError
+from quire.frontend.server.state import ServerState, read_template
+
+
+def refusal(state: ServerState) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        state.ready_engine()
+    assert caught.value.status == 503
+    return caught.value
+
+
+def test_loading_says_how_far_it_is_and_when_to_come_again() -> None:
+    state = ServerState(ServerConfig(), "m")
+    state.loading.began -= 10.0
+    state.loading.report("load weights", 0.5)
+    error = refusal(state)
+    assert error.code == "model_loading" and "load weights, 50%" in error.message and "s to go" in error.message
+    assert 8 <= int(error.headers()["retry-after"]) <= 12
+
+
+def test_progress_never_goes_back() -> None:
+    state = ServerState(ServerConfig(), "m")
+    for stage, fraction in (("import", 1.0), ("load weights", 0.9), ("import", 0.2), ("an unknown stage", 0.5)):
+        before = state.loading.fraction
+        state.loading.report(stage, fraction)
+        assert state.loading.fraction >= before
+
+
+def test_a_failure_keeps_its_words_to_the_log() -> None:
+    state = ServerState(ServerConfig(), "m")
+    state.loading.error = "cannot read a secret path"
+    error = refusal(state)
+    assert error.code == "model_load_failed" and "secret" not in error.message and error.headers() == {}
+
+
+def test_draining_refuses() -> None:
+    state = ServerState(ServerConfig(), "m")
+    state.is_draining = True
+    assert refusal(state).code == "shutting_down"
+
+
+def test_models_by_name() -> None:
+    state = ServerState(ServerConfig(), "m")
+    assert state.check_model(None) == state.check_model("m") == "m"
+    with pytest.raises(ApiError, match="'gpt-4' does not exist") as caught:
+        state.check_model("gpt-4")
+    assert (caught.value.status, caught.value.code, caught.value.param) == (404, "model_not_found", "model")
+
+
+def test_a_template_is_a_file_or_a_name(tmp_path) -> None:
+    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    assert read_template(str(tmp_path / "mine.jinja")) == "{{ messages }}"
+    assert read_template("tool_use") == "tool_use" and read_template(None) is None

@@ -146,6 +146,14 @@ class ChatRun:
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None  # likewise
 
     @property
+    def request_id(self) -> str:
+        return self._job.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self._job.params
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self._job.token_ids)
 

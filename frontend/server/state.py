@@ -91,8 +91,7 @@ class ServerState:
         config, tokenizer = self.server_config, engine.tokenizer
         if tokenizer is None:
             return detect(None, config.tool_call_parser, config.reasoning_parser)
-        special_tokens = {tokenizer.added_tokens[token_id]: token_id for token_id in tokenizer.special_ids}
-        return detect(self.template_text, config.tool_call_parser, config.reasoning_parser, special_tokens)
+        return detect(self.template_text, config.tool_call_parser, config.reasoning_parser, tokenizer)
 
     def ready_engine(self) -> AsyncLLM:
         """The engine, or the refusal that says why there is none."""

@@ -152,7 +152,7 @@ def sampling_params(
 ) -> SamplingParams:
     """`defaults`: what the model's authors recommend; `overrides` win over the body; `names`: the engine's parameters -> the body's fields.
 
-    Raises ApiError naming the field.
+    Raises ApiError naming the field, or without `names` InvalidParameterError.
     """
     given = {name: value for name in SAME if (value := getattr(body, name)) is not None}
     if body.n is not None and body.n > config.max_n:
@@ -175,6 +175,8 @@ def sampling_params(
     try:
         return SamplingParams(**start | given | fixed | overrides)
     except InvalidParameterError as error:
+        if names is None:
+            raise
         raise refused(error.parameter, error.problem, names) from None
 
 

@@ -12,6 +12,7 @@ from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.errors import ApiError
 from quire.frontend.server.routes.chat import ChatBody
 from quire.frontend.server.sampling import IGNORED, UNSUPPORTED, SamplingBody, StreamOptions, check_fields, field_names, sampling_params
+from quire.ipc.errors import InvalidParameterError
 from quire.ipc.params import RequestOutputKind, SamplingParams
 
 RECOMMENDED = SamplingParams(temperature=0.6, top_k=20)
@@ -49,8 +50,10 @@ def test_the_servers_own_limits(fields: dict, param: str) -> None:
 @pytest.mark.parametrize("fields", [{"temperature": -1}, {"top_p": 0}, {"presence_penalty": 3}, {"min_tokens": 9}, {"top_k": -2}])
 def test_the_engines_limits(fields: dict) -> None:
     with pytest.raises(ApiError) as caught:
-        params(**fields)
+        params(names={}, **fields)
     assert caught.value.param == next(iter(fields)) and caught.value.status == 400
+    with pytest.raises(InvalidParameterError):
+        params(**fields)
 
 
 def test_errors_have_the_bodys_names() -> None:

@@ -66,7 +66,10 @@ async def run(state: ServerState, call: Call, job: Job) -> AsyncIterator[Request
     if state.server_config.salt_per_key and call.tenant:
         salt = f"{call.tenant}:{salt or ''}"
     prompt = {"prompt_token_ids": job.token_ids} | ({"prompt": job.text} if job.text is not None else {}) | ({"cache_salt": salt} if salt else {})
-    async with aclosing(engine.generate(prompt, job.params, job.request_id, priority=job.priority)) as outputs:
+    async with (
+        state.admission.slot(call.tenant, id(call), job.params.n, len(job.token_ids), job.priority),
+        aclosing(engine.generate(prompt, job.params, job.request_id, priority=job.priority)) as outputs,
+    ):
         async for output in outputs:
             if output.error is not None:
                 raise failure(output, job.names)

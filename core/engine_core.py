@@ -17,11 +17,12 @@ from typing import Any
 import msgspec
 
 from ..ipc.config import EngineConfig
-from ..ipc.errors import InvalidParameterError
+from ..ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ..ipc.failures import pack_exception
 from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, ModelRunnerOutput, Ready, UtilityCall, UtilityResult
 from ..ipc.params import ALL_LOGPROBS, SamplingParams
 from .grammar_gate import GrammarGate, as_refusal
+from .observation import StepRecords, observe
 from .output_rows import OutputRows
 from .pause import PauseControl
 from .scheduler import ScheduledStep, Scheduler
@@ -35,7 +36,7 @@ class EngineCore:
     Raises in the constructor whatever keeps the engine from starting: ModelLoadError, InvalidParameterError, …
     """
 
-    UTILITIES = frozenset({"ping", "scheduler_state", "get_metrics", "check_integrity", "execute_dummy_batch"}) | PauseControl.UTILITIES
+    UTILITIES = frozenset({"ping", "observe", "scheduler_state", "get_metrics", "check_integrity", "execute_dummy_batch"}) | PauseControl.UTILITIES
     DRAINING = PauseControl.DRAINING | {"execute_dummy_batch"}  # those that wait for the step in flight before they do anything
 
     def __init__(self, config: EngineConfig, executor: Any = None, report: Report | None = None, *, epoch: int = 0):
@@ -72,6 +73,7 @@ class EngineCore:
         self.pausing = PauseControl(self)
         self.gate = GrammarGate()  # the host sets gate.wake
         self._rows = OutputRows(epoch)
+        self._step_records = StepRecords()
 
     # ------------------------------------------------------------ requests
 
@@ -193,13 +195,21 @@ class EngineCore:
     def _schedule(self) -> ScheduledStep | None:
         if self.gate.has_checked():
             self._admit_checked()
-        return self.scheduler.schedule() if self.pausing.can_step else None
+        if not self.pausing.can_step:
+            return None
+        start_time = time.monotonic()
+        step = self.scheduler.schedule()
+        if step is not None:
+            self._step_records.begin(step, start_time, self.scheduler.counters)
+        return step
 
     def _execute_model(self, step: ScheduledStep) -> ModelRunnerOutput:
         return self.executor.execute_model(step.output)
 
     def _process_model_outputs(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
+        self._step_records.executed(step)
         self.scheduler.update_from_output(step, output, self._rows)
+        self._step_records.end(step, self.scheduler.counters)
 
     def post_step(self, model_executed: bool) -> None:
         """Called after each step when its outputs are on their way: what must not delay them."""
@@ -271,6 +281,16 @@ class EngineCore:
             "asleep": sorted(self.pausing.asleep),
         }
 
+    def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
+        """The engine at work, to be asked again and again, a millisecond each time; plain values. Moments are of time.monotonic().
+
+        "time": now. "step": the number of the last step, -1 before the first. "steps": of those newer than `since_step`, at most the last
+        512, see StepRecords.newer_than. "requests": see observation.describe_requests; state "waiting", "running", "swapped", "held" (by a
+        pause) or "grammar". "num_blocks", "blocks", "blocks_per_cell": the KV cache in at most `max_blocks` letters, see
+        observation.map_blocks. "counters": get_metrics().
+        """
+        return observe(self.scheduler, self.gate, self._step_records, since_step, max_blocks) | {"counters": self.get_metrics()}
+
     def get_metrics(self) -> dict[str, int]:
         """Every gauge and counter of the engine and its host, by name. The table is in frontend/stats.py."""
         return msgspec.structs.asdict(self.scheduler.stats()) | self.host_counters()
@@ -304,7 +324,7 @@ def check_num_blocks(config: EngineConfig, num_blocks: int) -> None:
     block_size, max_model_len = config.cache_config.block_size, config.model_config.max_model_len
     capacity = (num_blocks - 1) * block_size
     if capacity < max_model_len:
-        raise InvalidParameterError(
+        raise NotEnoughMemoryError(
             "max_model_len",
             f"must be at most {max(capacity, 0)}, the tokens that fit a KV cache of {num_blocks} blocks of {block_size} (one is reserved), "
             f"got {max_model_len}; a larger kv_cache_memory_bytes or gpu_memory_utilization makes room for more",

@@ -38,6 +38,9 @@ class KVCacheManager:
     def get_block_ids(self, request_id: str) -> list[int]:
         return [block.block_id for block in self._tables.get(request_id, ())]
 
+    def num_blocks_of(self, request_id: str) -> int:
+        return len(self._tables.get(request_id, ()))
+
     def get_computed_blocks(self, request: Request) -> list[KVCacheBlock]:
         """The longest run of cached blocks that begins the request's tokens: a look, nothing is taken or counted.
 

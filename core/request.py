@@ -16,6 +16,7 @@ from ..ipc.messages import EngineCoreRequest, FinishReason, RequestTiming, child
 from ..ipc.params import child_seed
 
 MAX_PREEMPTION_TIMES = 32
+MAX_PREFILL_CHUNKS = 512
 
 
 class RequestStatus(IntEnum):
@@ -79,7 +80,7 @@ class Request:
         "_hash_root", "block_hashes", "client_index", "eos_token_ids", "first_token_time", "key", "max_output_tokens", "min_tokens",
         "num_cached_tokens", "num_computed_before_preemption", "num_computed_tokens", "num_executed_tokens", "num_pending_tokens",
         "num_preemptions", "num_prompt_tokens", "num_recomputed_tokens", "num_resumed_tokens", "num_swapped_tokens", "parent_id",
-        "preemption_times", "queued_time", "reads_prefix_cache", "report_index", "request_id", "sampling_params", "scheduled_time",
+        "preemption_times", "prefill_chunks", "queued_time", "reads_prefix_cache", "report_index", "request_id", "sampling_params", "scheduled_time",
         "siblings", "slot", "status", "stop_reason", "stop_token_ids", "token_ids",
     )  # fmt: skip
 
@@ -122,6 +123,7 @@ class Request:
         self.scheduled_time = self.first_token_time = 0.0
         self.num_preemptions = self.num_recomputed_tokens = 0
         self.preemption_times: list[float] = []  # the first MAX_PREEMPTION_TIMES
+        self.prefill_chunks: list[tuple[int, float, float, int]] = []  # the first MAX_PREFILL_CHUNKS; see RequestTiming
         self.report_index = self.num_resumed_tokens  # with the output token of this index the client hears of the times again
         self.block_hashes: list[bytes] = []
         self._hash_root = hash_root(message.cache_salt)
@@ -172,11 +174,16 @@ class Request:
             self.preemption_times.append(now)
         self.report_index = self.num_output_tokens
 
+    def note_prefill(self, step: int, start_time: float, end_time: float, num_tokens: int) -> None:
+        """A step has computed a part of its prompt, or anew what was lost in a preemption."""
+        if len(self.prefill_chunks) < MAX_PREFILL_CHUNKS:
+            self.prefill_chunks.append((step, start_time, end_time, num_tokens))
+
     def timing(self, row: int, now: float) -> RequestTiming:
         """For row `row` of its client's outputs."""
         return RequestTiming(
             row, self.queued_time, self.scheduled_time, self.first_token_time, now if self.first_token_time else 0.0,
-            self.num_preemptions, self.num_recomputed_tokens, self.preemption_times.copy(),
+            self.num_preemptions, self.num_recomputed_tokens, self.preemption_times.copy(), self.prefill_chunks.copy(),
         )  # fmt: skip
 
     def extend_block_hashes(self, block_size: int) -> list[bytes]:

@@ -52,6 +52,12 @@ class ScheduledStep:
     requests: list[Request] = field(default_factory=list)
     num_expected: list[int] = field(default_factory=list)  # tokens that the row is going to sample, if nothing goes wrong
     num_computed: list[int] = field(default_factory=list)  # of the request's tokens, when the step has run
+    prefills: list[tuple[Request, int]] = field(default_factory=list)  # rows that compute a prompt, or anew what was preempted; their tokens
+    # Moments of time.monotonic(), and what the scheduling did; see observation.py, which writes them.
+    start_time: float = 0.0
+    scheduled_time: float = 0.0
+    execute_time: float = 0.0  # its execution began
+    num_preemptions: int = 0
 
 
 class Scheduler:
@@ -314,10 +320,10 @@ class Scheduler:
         request.num_computed_tokens = end = end + num_lookahead
         step.num_expected.append(num_expected)
         step.num_computed.append(end)
-        if computed < request.num_prompt_tokens:
-            self.counters.num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - computed)
-        if computed < request.num_computed_before_preemption:
-            num_recomputed_tokens = min(num_tokens, request.num_computed_before_preemption - computed)
+        if computed < request.num_prompt_tokens or computed < request.num_computed_before_preemption:
+            step.prefills.append((request, num_tokens))
+            self.counters.num_prompt_tokens += min(num_tokens, max(0, request.num_prompt_tokens - computed))
+            num_recomputed_tokens = min(num_tokens, max(0, request.num_computed_before_preemption - computed))
             request.num_recomputed_tokens += num_recomputed_tokens
             self.counters.num_recomputed_tokens += num_recomputed_tokens
 
@@ -344,6 +350,8 @@ class Scheduler:
     def update_from_output(self, step: ScheduledStep, result: ModelRunnerOutput, rows: OutputRows) -> None:
         """Takes the sampled tokens, ends the requests that end with them, and writes the clients' rows."""
         rows.stamp()
+        for request, num_tokens in step.prefills:
+            request.note_prefill(step.output.step, step.execute_time, rows.now, num_tokens)
         scheduled, logprobs = step.output, {entry.slot: entry for entry in result.logprobs}
         prompt_logprobs = {entry.slot: entry for entry in result.prompt_logprobs}
         cursor, errors, running, block_size = 0, result.errors, RequestStatus.RUNNING, self.kv_cache_manager.block_size

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -34,27 +35,34 @@ class RequestStream:
     def __init__(self) -> None:
         self._unread: RequestOutput | None = None
         self._error: EngineDeadError | None = None
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future | None = None  # that waits
 
     def put(self, output: RequestOutput) -> None:
         if self._unread is None:
             self._unread = output
+            self._wake()
         else:
             self._unread.merge(output)
-        self._news.set()
 
     def fail(self, error: EngineDeadError) -> None:
         self._error = error
-        self._news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def get(self) -> RequestOutput:
-        """Waits for news. What came before a failure is read before it raises."""
-        await self._news.wait()
+        """Waits for news. What came before a failure is read before it raises. For one reader."""
+        if self._unread is None and self._error is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
         if self._unread is None:
             raise EngineDeadError(*self._error.args) from self._error
         output, self._unread = self._unread, None
-        if self._error is None:
-            self._news.clear()
         return output
 
 
@@ -73,6 +81,9 @@ class AsyncLLM:
         self._streams: dict[str, RequestStream] = {}  # by request id; from generate's start to its end
         self._output_task: asyncio.Task | None = None
         self._dead_error: EngineDeadError | None = None
+        self._last_output_time = self._busy_since = 0.0  # of time.monotonic(); the second: the first unfinished request came
+        self._idle = asyncio.Event()  # no stream is open
+        self._idle.set()
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, engine: str = "process") -> AsyncLLM:
@@ -112,6 +123,15 @@ class AsyncLLM:
         return self._telemetry.stats
 
     @property
+    def record_token_times(self) -> bool:
+        """Whether the moments of a request's tokens are kept, in RequestMetrics.token_ts; off until it is set. It costs a float per token."""
+        return self._output_processor.record_token_times
+
+    @record_token_times.setter
+    def record_token_times(self, is_wanted: bool) -> None:
+        self._output_processor.record_token_times = is_wanted
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         return self.text_side.tokenizer
 
@@ -144,7 +164,7 @@ class AsyncLLM:
                 yield output
         finally:
             if self._streams.get(request_id) is stream:  # else the id has been used again after an abort
-                del self._streams[request_id]
+                self._end_stream(request_id)
                 self._abort([request_id])
         yield output
 
@@ -157,17 +177,25 @@ class AsyncLLM:
         except InvalidParameterError:
             self._telemetry.num_inputs_refused += 1
             raise
+        if not self._output_processor.has_unfinished_requests():
+            self._busy_since = time.monotonic()
         self._output_processor.add_request(request)
         self._telemetry.begin(request, trace_headers)
         stream = self._streams[request_id] = RequestStream()
+        self._idle.clear()
         try:
             self._ensure_output_task()
             self.client.add_request(request.core_request)
         except BaseException:
-            del self._streams[request_id]
+            self._end_stream(request_id)
             self._output_processor.abort_requests([request_id])
             raise
         return stream
+
+    def _end_stream(self, request_id: str) -> None:
+        del self._streams[request_id]
+        if not self._streams:
+            self._idle.set()
 
     async def beam_search(self, prompt: Prompt, params: BeamSearchParams, request_id: str) -> BeamSearchOutput:
         """The params.beam_width likeliest continuations of the prompt, best first. Its steps are requests beside all others."""
@@ -206,6 +234,16 @@ class AsyncLLM:
     def get_num_unfinished_requests(self) -> int:
         return self._output_processor.num_unfinished_requests()
 
+    async def wait_until_idle(self, timeout_s: float | None = None) -> bool:
+        """Waits until every stream has been read to its end or left; False if some are still open after `timeout_s`. Begins and ends
+        nothing itself: who drains lets no new request in meanwhile, and aborts what is left."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
     # ------------------------------------------------------------ outputs
 
     def _ensure_output_task(self) -> None:
@@ -216,6 +254,7 @@ class AsyncLLM:
         try:
             while True:
                 outputs = await self.client.get_output_async()
+                self._last_output_time = time.monotonic()
                 self._telemetry.take(outputs)
                 self._deliver(self._output_processor.process_outputs(outputs))
                 await asyncio.sleep(0)  # readers run after every step, even if the next outputs are there already
@@ -258,6 +297,29 @@ class AsyncLLM:
         if self._dead_error is not None:
             raise EngineDeadError(*self._dead_error.args) from self._dead_error
 
+    @property
+    def silent_for_s(self) -> float:
+        """Seconds since the engine last told anything, while requests of ours are unfinished; 0.0 while none is. It costs nothing to ask.
+
+        Long silence need not mean harm: chunks of a long prompt give no output, nor does a paused engine. `is_responsive` knows.
+        """
+        if not self._output_processor.has_unfinished_requests():
+            return 0.0
+        return time.monotonic() - max(self._last_output_time, self._busy_since)
+
+    async def is_responsive(self, timeout_s: float) -> bool:
+        """Whether the engine goes on, for a readiness check: outputs came within the last `timeout_s`, or it answers a call within
+        `timeout_s`. It answers between two steps, also while it is paused, asleep or idle; so False means that it is dead, or that one step
+        takes longer."""
+        if self._dead_error is None and time.monotonic() - self._last_output_time < timeout_s:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.call_utility("ping")
+        except (TimeoutError, EngineDeadError):
+            return False
+        return True
+
     async def call_utility(self, method: str, *args: Any) -> Any:
         """Any of EngineCore.UTILITIES, by name."""
         self.check_health()
@@ -271,6 +333,10 @@ class AsyncLLM:
 
     async def scheduler_state(self) -> dict[str, Any]:
         return await self.call_utility("scheduler_state")
+
+    async def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
+        observation = await self.call_utility("observe", since_step, max_blocks)
+        return observation | {"counters": self._telemetry.metrics(observation["counters"])}
 
     def set_tracer_provider(self, provider: Any) -> None:
         self._telemetry.set_tracer_provider(provider)

@@ -265,6 +265,11 @@ class LLMEngine:
         """What waits, runs and is swapped, request by request; whether the engine is paused or asleep."""
         return self.client.call_utility("scheduler_state")
 
+    def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
+        """The engine at work: its last steps and where their time went, its requests, a map of the KV cache; see EngineCore.observe."""
+        observation = self.client.call_utility("observe", since_step, max_blocks)
+        return observation | {"counters": self._telemetry.metrics(observation["counters"])}
+
     def set_tracer_provider(self, provider: Any) -> None:
         """Requests from now on become spans of this opentelemetry.trace.TracerProvider (frontend/tracing.py); None: they no longer do."""
         self._telemetry.set_tracer_provider(provider)

@@ -35,6 +35,20 @@ def find_model_directory(model: str, *, revision: str | None = None, weights: bo
     return _download(model, revision, CONFIG_PATTERNS + (WEIGHT_PATTERNS if weights else []))
 
 
+def find_cached_directory(model: str, revision: str | None = None) -> Path | None:
+    """Where a hub's model lies in the cache, without a look at the network; None for one that is not there, and for what is no hub's name."""
+    if model == BUNDLED or Path(model).expanduser().exists() or _looks_like_a_path(model):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:
+        return None
+    return Path(found).resolve().parent if isinstance(found, str) else None
+
+
 def _looks_like_a_path(model: str) -> bool:
     return model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1
 

@@ -42,6 +42,9 @@ class RequestMetrics:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     preemption_ts: list[float] = field(default_factory=list)  # of the first 32 of each completion
+    # (the engine's step, start, end, tokens) of the first 512 of each completion: its prompt, and what was computed anew after a preemption
+    prefill_chunks: list[tuple[int, float, float, int]] = field(default_factory=list)
+    token_ts: list[float] = field(default_factory=list)  # of the first 4096 tokens of all completions; only if record_token_times says so
 
     @property
     def time_to_first_token(self) -> float | None:

@@ -20,5 +20,6 @@ def merge_timings(timings: Iterable[RequestTiming]) -> dict[str, Any]:
         "last_token_ts": max(timing.last_token_time for timing in timings),
         "num_preemptions": sum(timing.num_preemptions for timing in timings),
         "num_recomputed_tokens": sum(timing.num_recomputed_tokens for timing in timings),
+        "prefill_chunks": sorted((chunk for timing in timings for chunk in timing.prefill_chunks), key=lambda chunk: chunk[1]),
         "preemption_ts": sorted(moment for timing in timings for moment in timing.preemption_times),
     }

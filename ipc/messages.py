@@ -236,6 +236,7 @@ class RequestTiming(Message):
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     preemption_times: list[float] = []  # of the first of them
+    prefill_chunks: list[tuple[int, float, float, int]] = []  # the first of them: (step, start, end, tokens), recomputation included
 
 
 class EngineCoreOutputs(Message, tag="outputs"):

@@ -15,13 +15,13 @@ from .auth import Keys
 from .call import Call, new_request_id
 from .cors import Cors
 from .errors import ApiError, from_status
-from .routes import chat, completions, health, models
+from .routes import chat, completions, engine_view, health, messages, models, page
 from .sse import Json
 from .state import ServerState
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
-FAMILIES = (health, models, completions, chat)
+FAMILIES = (health, models, completions, chat, messages, engine_view, page)
 
 
 def make_app(state: ServerState) -> App | Cors:
@@ -46,7 +46,7 @@ class App:
         if scope["type"] != "http":
             return await self._refuse_other(scope, receive, send)
         loop = asyncio.get_running_loop()
-        call = Call(new_request_id(scope["headers"]), loop.time(), asyncio.current_task())
+        call = Call(new_request_id(scope["headers"]), loop.time(), asyncio.current_task(), scope["path"])
         scope.setdefault("state", {})["call"] = call
         scope["app"] = self  # starlette's routes then raise their refusals, which _answer_error puts into the API's shape
         status = 0

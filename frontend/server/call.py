@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ class Call:
     request_id: str  # the x-request-id of the answer
     began: float  # of the loop's clock
     task: asyncio.Task
+    path: str = ""  # of its URL
     tenant: str = ""  # whose key it was: a digest, never the key itself
     unknown_params: list[str] = field(default_factory=list)  # fields of the body that nobody knows
     is_disconnected: bool = False
@@ -41,6 +43,8 @@ class Call:
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Of every answer."""
         headers = [(b"x-request-id", self.request_id.encode())]
+        if self.path.startswith("/v1/messages"):
+            headers.append((b"request-id", headers[0][1]))  # Anthropic's name for it
         if self.unknown_params:
             headers.append((b"x-unknown-params", ",".join(self.unknown_params).encode("ascii", "backslashreplace")))
         return headers
@@ -114,12 +118,17 @@ def decode_body(raw: bytes | bytearray, body_type: type[Body], config: ServerCon
         raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None
-    if config.unknown_params != "allow":
-        call.unknown_params = sorted(given.keys() - known_fields(body_type))
-        if call.unknown_params and config.unknown_params == "error":
-            name = call.unknown_params[0]
-            raise invalid(name, f"Unknown parameter: '{name}'.", "unknown_parameter")
+    note_unknown(given.keys() - known_fields(body_type), config, call)
     return body
+
+
+def note_unknown(names: Iterable[str], config: ServerConfig, call: Call) -> None:
+    """For the header x-unknown-params: fields, by their paths, that nobody knows or that change nothing here."""
+    if config.unknown_params == "allow" or not (unknown := sorted(names)):
+        return
+    if config.unknown_params == "error":
+        raise invalid(unknown[0], f"Unknown parameter: '{unknown[0]}'.", "unknown_parameter")
+    call.unknown_params += unknown
 
 
 def bad_field(problem: str) -> ApiError:

@@ -17,7 +17,7 @@ import msgspec
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
 from ..answer_format import Answer, AnswerParser, Part, ToolCallStart, collect
-from ..outputs import PositionLogprobs
+from ..outputs import PositionLogprobs, RequestMetrics
 from .call import Call
 from .errors import invalid
 from .generation import LONG_TEXT, Job, check_context, check_room, run, tokenize
@@ -43,6 +43,19 @@ class ChatTurn:
     priority: int = 0
     cache_salt: str | None = None
     names: dict[str, str] = field(default_factory=lambda: {"prompt": "messages"})
+
+    @property
+    def wants_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+
+def thinking_variables(enabled: bool | None, effort: str | None = None) -> dict[str, Any]:
+    """What templates call the switch of a model that may think or not, and how hard; a template that knows no such name goes on without.
+
+    None: as the template has it.
+    """
+    switch = {} if enabled is None else {"enable_thinking": enabled, "thinking": enabled}
+    return switch | ({} if effort is None else {"reasoning_effort": effort})
 
 
 @dataclass(slots=True)
@@ -78,22 +91,31 @@ class Message:
 
 async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> ChatRun:
     """Renders, tokenizes and checks; raises ApiError or InvalidParameterError before the engine is asked."""
-    engine = state.ready_engine()
-    tokenizer = engine.tokenizer
-    if tokenizer is None:
-        raise invalid(turn.names["prompt"], "This model has no tokenizer here, so it cannot chat.")
-    wants_tools = bool(turn.tools) and turn.tool_choice != "none"
-    format = state.answer_format
-    params = turn.params
-    if wants_tools and format.tool_format is None:
-        raise InvalidParameterError("tools", "this model's chat template has no place for tools, so it cannot call any")
+    format, params = state.answer_format, turn.params
+    text, token_ids = await render_turn(state, turn)
     if not format.skip_special_tokens:
         params = msgspec.structs.replace(params, skip_special_tokens=False)
+
+    check_context(state, token_ids, params, turn.names)
+    check_room(state, token_ids, turn.max_tokens, turn.names)
+    job = Job(turn.request_id, token_ids, params, text, turn.priority, turn.cache_salt, turn.names)
+    tools = turn.tools if turn.wants_tools else None
+    parsers = [format.parser(tools, prompt_text=text, parallel_tool_calls=turn.parallel_tool_calls) for _ in range(params.n)]
+    return ChatRun(state, call, job, parsers)
+
+
+async def render_turn(state: ServerState, turn: ChatTurn) -> tuple[str, list[int]]:
+    """The prompt of a turn as text and as token ids, however long."""
+    tokenizer = state.ready_engine().tokenizer
+    if tokenizer is None:
+        raise invalid(turn.names["prompt"], "This model has no tokenizer here, so it cannot chat.")
+    if turn.wants_tools and state.answer_format.tool_format is None:
+        raise InvalidParameterError("tools", "this model's chat template has no place for tools, so it cannot call any")
 
     def render() -> str:
         return tokenizer.apply_chat_template(
             turn.messages,
-            tools=turn.tools if wants_tools else None,
+            tools=turn.tools if turn.wants_tools else None,
             documents=turn.documents,
             chat_template=state.chat_template,
             add_generation_prompt=turn.add_generation_prompt,
@@ -104,13 +126,7 @@ async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> ChatRu
 
     num_characters = sum(len(m["content"]) for m in turn.messages if isinstance(m, dict) and isinstance(m.get("content"), str))
     text = render() if num_characters < LONG_TEXT else await asyncio.to_thread(render)
-    token_ids = await tokenize(state, text, add_special_tokens=False)
-    check_context(state, token_ids, params, turn.names)
-    check_room(state, token_ids, turn.max_tokens, turn.names)
-    job = Job(turn.request_id, token_ids, params, text, turn.priority, turn.cache_salt, turn.names)
-    tools = turn.tools if wants_tools else None
-    parsers = [format.parser(tools, prompt_text=text, parallel_tool_calls=turn.parallel_tool_calls) for _ in range(params.n)]
-    return ChatRun(state, call, job, parsers)
+    return text, await tokenize(state, text, add_special_tokens=False)
 
 
 class ChatRun:
@@ -123,6 +139,7 @@ class ChatRun:
         self._parsers = parsers
         self._has_calls = [False] * len(parsers)
         self.usage = Usage()
+        self.metrics: RequestMetrics | None = None  # once `news` has begun
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -133,6 +150,7 @@ class ChatRun:
         async with aclosing(run(self._state, self._call, self._job)) as outputs:
             async for output in outputs:
                 self.usage.add(0, output)
+                self.metrics = output.metrics
                 yield [self._read(completion) for completion in output.outputs]
 
     def _read(self, completion: Any) -> ChoiceNews:

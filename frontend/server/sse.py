@@ -19,6 +19,7 @@ from .call import Call
 logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
 encode = msgspec.json.Encoder().encode
 
 
@@ -46,10 +47,8 @@ class EventStream:
 
     events: whole events, several may be joined; closed (`aclose`) however the stream ends, which aborts what feeds it.
     on_error: makes the last event of an exception; what was raised before the first event is raised again instead, for a proper status.
-    keep_alive_s: silence after which a comment is sent. write_timeout_s: how long a client may leave what was sent unread.
+    keep_alive_s: silence after which `comment` is sent. write_timeout_s: how long a client may leave what was sent unread.
     """
-
-    media_type = b"text/event-stream; charset=utf-8"
 
     def __init__(
         self,
@@ -60,6 +59,7 @@ class EventStream:
         keep_alive_s: float,
         write_timeout_s: float,
         comment: bytes = COMMENT,
+        media_type: bytes = EVENT_STREAM,
     ):
         self._events = events
         self._call = call
@@ -67,6 +67,7 @@ class EventStream:
         self._keep_alive_s = keep_alive_s
         self._write_timeout_s = write_timeout_s
         self._comment = comment
+        self._media_type = media_type
         self._last_sent = 0.0  # of the loop's clock; while a send is under way, when it began
         self._is_sending = False
         self._has_started = False
@@ -98,7 +99,7 @@ class EventStream:
 
     async def _start(self, send: Any) -> None:
         self._has_started = True
-        headers = [(b"content-type", self.media_type), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        headers = [(b"content-type", self._media_type), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _write(self, loop: asyncio.AbstractEventLoop, send: Any, chunk: bytes, more: bool) -> None:

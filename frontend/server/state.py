@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,13 +20,18 @@ from .admission import Admission
 from .call import Call
 from .config import ServerConfig
 from .errors import ENGINE_GONE, ApiError, from_exception
-from .sse import EventStream, event
+from .request_log import RequestLog
+from .sse import COMMENT, EVENT_STREAM, EventStream, event
 
 logger = logging.getLogger(__name__)
 SHUTDOWN_RETRY_S = 5.0  # until whatever takes over is there
 
 # Where each stage of loading begins and ends, as shares of the whole; measured on small and large models, good enough for an estimate.
 STAGES = {"start": (0.0, 0.02), "import": (0.02, 0.2), "load weights": (0.2, 0.8), "profile": (0.8, 0.9), "kv cache": (0.9, 1.0)}
+
+
+def openai_error_event(error: ApiError) -> bytes:
+    return event(error.as_dict())
 
 
 @dataclass(slots=True)
@@ -61,6 +66,7 @@ class ServerState:
         self.started = time.time()  # seconds since 1970
         self.began = time.monotonic()
         self.engine: AsyncLLM | None = None
+        self.request_log = RequestLog()
         self.chat_template = read_template(server_config.chat_template)
         self.answer_format: AnswerFormat | None = None
         self.system_fingerprint = ""
@@ -77,6 +83,7 @@ class ServerState:
         config = self.server_config
         most = config.max_concurrent_requests or 2 * engine.config.scheduler_config.max_num_seqs
         self.admission = Admission(most, config.max_queued_requests, config.max_queued_tokens)
+        engine.record_token_times = True  # for the time lines of requests
         self.engine = engine
 
     def on_refused(self, code: str) -> None:
@@ -122,17 +129,33 @@ class ServerState:
         message = f"The model {name!r} does not exist. This server has {self.model_name!r}."
         raise ApiError(404, message, code="model_not_found", param="model")
 
-    def event_stream(self, events: AsyncIterator[bytes], call: Call) -> EventStream:
-        """The answer that streams `events` in OpenAI's form, with this server's timeouts."""
+    def event_stream(
+        self,
+        events: AsyncIterator[bytes],
+        call: Call,
+        *,
+        error_event: Callable[[ApiError], bytes] = openai_error_event,
+        comment: bytes = COMMENT,
+        media_type: bytes = EVENT_STREAM,
+    ) -> EventStream:
+        """The answer that streams `events`, with this server's timeouts; in OpenAI's form, unless told otherwise."""
         config = self.server_config
 
         def on_error(error: Exception) -> bytes:
             refusal = self.explain(error)
             if refusal.status == 500 and not isinstance(error, ApiError):
                 logger.error("a stream failed (%s)", call.request_id, exc_info=error)
-            return event(refusal.as_dict())
+            return error_event(refusal)
 
-        return EventStream(events, call, on_error=on_error, keep_alive_s=config.sse_keep_alive_s, write_timeout_s=config.write_timeout_s)
+        return EventStream(
+            events,
+            call,
+            on_error=on_error,
+            keep_alive_s=config.sse_keep_alive_s,
+            write_timeout_s=config.write_timeout_s,
+            comment=comment,
+            media_type=media_type,
+        )
 
     @property
     def max_model_len(self) -> int:

@@ -5,7 +5,7 @@ Must not know: what a frontend makes of it."""
 from concurrent.futures import Future
 
 import pytest
-from quire.core import engine_core, grammar_gate, output_rows, scheduler
+from quire.core import engine_core, grammar_gate, observation, output_rows, scheduler
 from quire.core import request as request_module
 from quire.ipc.messages import EngineCoreRequest, FinishReason, RequestTiming
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
@@ -24,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (output_rows, request_module, scheduler, engine_core, grammar_gate):
+    for module in (output_rows, request_module, scheduler, engine_core, grammar_gate, observation):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -43,9 +43,10 @@ def tick(core, clock) -> dict[str, RequestTiming]:
 def test_the_first_token_and_the_last_row_tell_the_times(clock):
     core = make_core()
     core.add_request(make_request())
-    assert tick(core, clock) == {"r": RequestTiming(0, 100.0, 101.0, 101.0, 101.0)}
+    chunks = [(0, 101.0, 101.0, 3)]
+    assert tick(core, clock) == {"r": RequestTiming(0, 100.0, 101.0, 101.0, 101.0, prefill_chunks=chunks)}
     assert tick(core, clock) == {}
-    assert tick(core, clock) == {"r": RequestTiming(0, 100.0, 101.0, 101.0, 103.0)}
+    assert tick(core, clock) == {"r": RequestTiming(0, 100.0, 101.0, 101.0, 103.0, prefill_chunks=chunks)}
 
 
 def test_one_token_is_told_once(clock):
@@ -53,7 +54,7 @@ def test_one_token_is_told_once(clock):
     core.add_request(make_request(max_tokens=1))
     clock.now += 5.0
     outputs = step(core)[0]
-    assert outputs.timings == [RequestTiming(0, 100.0, 105.0, 105.0, 105.0)] and outputs.timestamp == 105.0
+    assert outputs.timings == [RequestTiming(0, 100.0, 105.0, 105.0, 105.0, prefill_chunks=[(0, 105.0, 105.0, 3)])] and outputs.timestamp == 105.0
 
 
 def test_a_request_that_never_ran_has_no_later_times(clock):
@@ -72,11 +73,12 @@ def test_an_aborted_and_a_failed_request_end_where_they_end(clock):
     core.add_request(make_request("bad"))
     core.add_request(make_request("gone", max_tokens=50))
     tick(core, clock)
-    assert tick(core, clock)["bad"] == RequestTiming(0, 100.0, 101.0, 101.0, 102.0)
+    chunks = [(0, 101.0, 101.0, 3)]
+    assert tick(core, clock)["bad"] == RequestTiming(0, 100.0, 101.0, 101.0, 102.0, prefill_chunks=chunks)
     clock.now += 7.0
     core.abort_requests(["gone"])
     clock.now += 1.0
-    assert tick(core, clock)["gone"] == RequestTiming(0, 100.0, 101.0, 101.0, 109.0)
+    assert tick(core, clock)["gone"] == RequestTiming(0, 100.0, 101.0, 101.0, 109.0, prefill_chunks=chunks)
 
 
 def test_preemptions_are_told_when_the_request_is_back(clock):
@@ -145,4 +147,74 @@ def test_the_check_of_its_grammar_is_part_of_a_requests_queue(clock):
     core.add_request(EngineCoreRequest("r", [1, 2, 3], params, eos_token_ids=[96]))
     clock.now += 4.0
     check.set_result(None)
-    assert tick(core, clock)["r"] == RequestTiming(0, 100.0, 105.0, 105.0, 105.0)
+    assert tick(core, clock)["r"] == RequestTiming(0, 100.0, 105.0, 105.0, 105.0, prefill_chunks=[(0, 105.0, 105.0, 3)])
+
+
+# ---------------------------------------------------------------- prefill chunks
+
+
+def last_timing(core, clock, request_id: str = "r") -> RequestTiming:
+    timing = None
+    while core.has_work():
+        timing = tick(core, clock).get(request_id, timing)
+    return timing
+
+
+@pytest.mark.parametrize("arguments", [{}, {"async_scheduling": True}, {"num_scheduler_steps": 3}], ids=str)
+def test_each_chunk_of_a_prompt_is_told(clock, arguments):
+    core = make_core(max_num_batched_tokens=16, **arguments)
+    core.add_request(make_request(prompt=range(40)))
+    chunks = last_timing(core, clock).prefill_chunks
+    assert [(step, num_tokens) for step, _, _, num_tokens in chunks] == [(0, 16), (1, 16), (2, 8)]
+    moments = [moment for _, start, end, _ in chunks for moment in (start, end)]
+    assert moments == sorted(moments) and moments[0] >= 101.0
+
+
+def test_what_the_cache_holds_is_no_chunk(clock):
+    core = make_core()
+    core.add_request(make_request("first", prompt=range(40)))
+    last_timing(core, clock, "first")
+    core.add_request(make_request(prompt=range(40)))
+    assert [num_tokens for *_, num_tokens in last_timing(core, clock).prefill_chunks] == [8]
+
+
+def test_what_is_computed_anew_is_a_chunk(clock):
+    core = make_core(enable_prefix_caching=False)
+    core.add_request(make_request(max_tokens=6, prompt=range(40)))
+    tick(core, clock)
+    tick(core, clock)
+    core.scheduler.preempt_all()
+    assert [num_tokens for *_, num_tokens in last_timing(core, clock).prefill_chunks] == [40, 42]
+
+
+def test_output_alone_that_is_computed_anew_is_a_chunk(clock):
+    core = make_core()
+    core.add_request(make_request(max_tokens=40, prompt=range(32)))
+    for _ in range(20):
+        tick(core, clock)
+    core.scheduler.preempt_all()  # 52 tokens, of which 48 are found again
+    assert [num_tokens for *_, num_tokens in last_timing(core, clock).prefill_chunks] == [32, 4]
+
+
+def test_what_comes_back_from_host_memory_is_no_chunk(clock):
+    core = make_core(num_gpu_blocks_override=17, preemption_mode="swap", enable_prefix_caching=False)
+    core.add_request(make_request("first", max_tokens=100, prompt=[5] * 100))
+    core.add_request(make_request(max_tokens=100, prompt=range(20)))
+    timing = last_timing(core, clock)
+    assert timing.num_preemptions > 0 and [num_tokens for *_, num_tokens in timing.prefill_chunks] == [20]
+
+
+def test_siblings_tell_their_own_chunks(clock):
+    core = make_core()
+    core.add_request(EngineCoreRequest("r", list(range(40)), SamplingParams(n=2, temperature=1.0, seed=0, max_tokens=3)))
+    chunks = {}
+    while core.has_work():
+        chunks |= {request_id: timing.prefill_chunks for request_id, timing in tick(core, clock).items()}
+    assert {request_id: [num_tokens for *_, num_tokens in told] for request_id, told in chunks.items()} == {"0_r": [40], "1_r": [1]}
+
+
+def test_chunks_are_bounded(clock, monkeypatch):
+    monkeypatch.setattr(request_module, "MAX_PREFILL_CHUNKS", 5)
+    core = make_core(max_num_batched_tokens=2)
+    core.add_request(make_request(prompt=range(40)))
+    assert len(last_timing(core, clock).prefill_chunks) == 5

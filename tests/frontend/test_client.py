@@ -197,6 +197,22 @@ def test_utilities_between_outputs(open_driver):
     assert metrics["num_bad_frames"] == 0
 
 
+def test_observe(open_driver):
+    driver, requests = open_driver(), make_requests(10)
+    for request in requests:
+        driver.client.add_request(request)
+    driver.collect(10)
+    seen = driver.call("observe", -1, 100)
+    assert seen["requests"] == [] and [record[0] for record in seen["steps"]] == list(range(seen["step"] + 1))
+    assert all(type(record) is list and len(record) == 9 for record in seen["steps"])
+    assert (seen["num_blocks"], seen["blocks_per_cell"], len(seen["blocks"])) == (257, 3, 86) and set(seen["blocks"]) <= set("-.c")
+    assert seen["counters"] == driver.call("get_metrics")
+    assert driver.call("observe", seen["step"])["steps"] == []
+    with pytest.raises(InvalidParameterError, match="max_blocks: must be between") as caught:
+        driver.call("observe", 0, 0)
+    assert caught.value.parameter == "max_blocks"
+
+
 def test_utility_errors(open_driver):
     driver = open_driver()
     with pytest.raises(InvalidParameterError, match="must be one of") as caught:

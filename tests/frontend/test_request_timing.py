@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from msgspec.structs import replace
 from quire import SamplingParams
+from quire.frontend import output_processor
 from quire.frontend.input_processor import InputProcessor
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.outputs import RequestMetrics
@@ -91,6 +93,28 @@ def test_completions_of_one_request_share_their_metrics():
     metrics = output.metrics
     assert output.finished and (metrics.queued_time, metrics.prefill_time, metrics.decode_time) == (1.0, 2.0, 6.0)
     assert metrics.num_generation_tokens == 3
+
+
+def test_chunks_of_all_completions_in_order():
+    processor, i = started(n=2)
+    first, second = (3, 11.0, 12.0, 40), (5, 12.5, 13.0, 1)
+    processor.process_outputs(timed(row(f"1_{i}", 0, HELLO[:1]), RequestTiming(0, 10.0, 12.0, 14.0, 14.0, prefill_chunks=[second]), 14.0))
+    processor.process_outputs(timed(row(f"0_{i}", 0, HELLO[:1]), RequestTiming(0, 10.0, 11.0, 13.0, 13.0, prefill_chunks=[first]), 15.0))
+    [output] = processor.abort_requests(["r"]).request_outputs
+    assert output.metrics.prefill_chunks == [first, second]
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_the_moments_of_tokens_if_wanted_and_bounded(is_wanted, monkeypatch):
+    monkeypatch.setattr(output_processor, "MAX_TOKEN_TS", 4)
+    processor, i = started()
+    processor.record_token_times = is_wanted
+    processor.process_outputs(timed(row(i, 0, HELLO[:1]), RequestTiming(0, 10.0, 11.0, 13.0, 13.0), 13.0))
+    processor.process_outputs(replace(row(i, 1, [HELLO[1]] * 2), timestamp=14.0))
+    processor.process_outputs(replace(row(i, 3, [HELLO[1]] * 3), timestamp=15.0))
+    [output] = processor.abort_requests(["r"]).request_outputs
+    assert output.metrics.num_generation_tokens == 6
+    assert output.metrics.token_ts == ([13.0, 14.0, 14.0, 15.0] if is_wanted else [])
 
 
 def test_times_of_requests_that_have_ended_here_are_ignored():

@@ -1,0 +1,160 @@
+"""The engine at work, for people who watch it: the last steps and where their time went, the requests, a map of the KV cache.
+May know: the scheduler's requests and steps, the block pool, the grammar gate.
+Must not know: who watches, sockets, torch.
+
+A step's time has three parts. schedule: choosing the rows. execute: the model, and whatever else the executor does for the step; with
+num_scheduler_steps > 1 all its tokens. process: what the tokens mean for their requests, before the rows are sent. They add up where one
+follows the other. With async_scheduling a step is scheduled while the one before runs, and its execution begins when it was handed over
+and the one before was done, and ends when we took its result: then the steps' execute parts follow each other, and the rest hides
+behind them.
+
+    plain       | schedule 1 | execute 1 | process 1 | schedule 2 | execute 2 | process 2 |
+    overlapped  | schedule 1 | execute 1                     | execute 2                  |
+                             | schedule 2                    | process 1 | schedule 3     | process 2 …"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from ..ipc.errors import InvalidParameterError
+from .block_pool import BlockPool
+from .counters import Counters
+from .grammar_gate import GatedRequest, GrammarGate
+from .request import Request, RequestStatus
+from .scheduler import ScheduledStep, Scheduler
+
+MAX_STEPS = 512  # that are kept
+MAX_CELLS = 2**16  # of a map
+LETTERS = bytes.maketrans(bytes(range(5)), b"-.cus")  # from how busy a block is
+
+
+class StepRecords:
+    """A ring of the last steps, written in every step: so it costs a microsecond, and nothing is computed before somebody asks."""
+
+    def __init__(self) -> None:
+        self._ring: deque[tuple] = deque(maxlen=MAX_STEPS)
+        self._executed_time = 0.0  # of the step before
+        self._num_preemptions = self._num_generation_tokens = 0  # accounted for
+
+    def begin(self, step: ScheduledStep, start_time: float, counters: Counters) -> None:
+        """It has been scheduled, from `start_time` on."""
+        step.start_time, step.scheduled_time = start_time, time.monotonic()
+        step.num_preemptions = counters.num_preemptions - self._num_preemptions  # and those since the step before, of a sleep
+        self._num_preemptions = counters.num_preemptions
+
+    def executed(self, step: ScheduledStep) -> None:
+        """Its result is there."""
+        step.execute_time = max(step.scheduled_time, self._executed_time)
+        self._executed_time = time.monotonic()
+
+    def end(self, step: ScheduledStep, counters: Counters) -> None:
+        """Its result has been processed."""
+        num_generation_tokens, executed = counters.num_generation_tokens, self._executed_time
+        self._ring.append(
+            (
+                step.output.step, step.start_time, step.scheduled_time - step.start_time, executed - step.execute_time, time.monotonic() - executed,
+                sum([num_tokens for _, num_tokens in step.prefills]) if step.prefills else 0,
+                num_generation_tokens - self._num_generation_tokens, len(step.requests), step.num_preemptions,
+            )
+        )  # fmt: skip
+        self._num_generation_tokens = num_generation_tokens
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last one; -1 before the first."""
+        return self._ring[-1][0] if self._ring else -1
+
+    def newer_than(self, since_step: int) -> list[list]:
+        """In order: [step, start_time, schedule_s, execute_s, process_s, num_prefill_tokens, num_decode_tokens, num_requests,
+        num_preemptions]. Prefill tokens are those computed of prompts, or again after a preemption; decode tokens those that were sampled."""
+        newer = []
+        for record in reversed(self._ring):
+            if record[0] <= since_step:
+                break
+            newer.append(list(record))
+        newer.reverse()
+        return newer
+
+
+def check_observe(since_step: Any, max_blocks: Any) -> None:
+    if type(since_step) is not int or since_step < -1:
+        raise InvalidParameterError("since_step", f"must be the number of a step, or -1 for all that are kept, got {since_step!r}")
+    if type(max_blocks) is not int or not 1 <= max_blocks <= MAX_CELLS:
+        raise InvalidParameterError("max_blocks", f"must be between 1 and {MAX_CELLS}, got {max_blocks!r}")
+
+
+def observe(scheduler: Scheduler, gate: GrammarGate, records: StepRecords, since_step: int, max_blocks: int) -> dict[str, Any]:
+    """All but the counters, in plain values; see EngineCore.observe."""
+    check_observe(since_step, max_blocks)
+    blocks, blocks_per_cell = map_blocks(scheduler.kv_cache_manager.block_pool, max_blocks)
+    return {
+        "time": time.monotonic(),
+        "step": records.last_step,
+        "steps": records.newer_than(since_step),
+        "requests": [*describe_requests(scheduler), *map(_describe_gated, gate)],
+        "num_blocks": len(scheduler.kv_cache_manager.block_pool.blocks),
+        "blocks": blocks,
+        "blocks_per_cell": blocks_per_cell,
+    }
+
+
+def describe_requests(scheduler: Scheduler) -> list[dict[str, Any]]:
+    """In the order of arrival."""
+    num_blocks, held = scheduler.kv_cache_manager.num_blocks_of, scheduler.held
+    return [
+        {
+            "request_id": request_id,
+            "state": _state(request, held),
+            "num_prompt_tokens": request.num_prompt_tokens,
+            "num_computed_tokens": request.num_computed_tokens or request.num_swapped_tokens,
+            "num_output_tokens": len(request.token_ids) - request.num_prompt_tokens,
+            "max_tokens": request.max_output_tokens,
+            "num_blocks": num_blocks(request_id),
+            "num_cached_tokens": request.num_cached_tokens or 0,
+            "num_preemptions": request.num_preemptions,
+            "priority": request.key[0],
+            "queued_time": request.queued_time,
+        }
+        for request_id, request in scheduler.requests.items()
+    ]
+
+
+def _state(request: Request, held: dict[str, Request]) -> str:
+    if request.status is RequestStatus.RUNNING:
+        return "running"
+    if request.status is RequestStatus.SWAPPED:
+        return "swapped"
+    return "held" if request.request_id in held else "waiting"
+
+
+def _describe_gated(gated: GatedRequest) -> dict[str, Any]:
+    """One that waits for its grammar: nothing is computed, and with n > 1 its completions are still one."""
+    request = gated.request
+    return {
+        "request_id": request.request_id,
+        "state": "grammar",
+        "num_prompt_tokens": len(request.prompt_token_ids),
+        "num_computed_tokens": 0,
+        "num_output_tokens": len(request.resume_tokens),
+        "max_tokens": request.sampling_params.max_tokens,
+        "num_blocks": 0,
+        "num_cached_tokens": 0,
+        "num_preemptions": 0,
+        "priority": request.priority,
+        "queued_time": gated.queued_time,
+    }
+
+
+def map_blocks(pool: BlockPool, max_cells: int) -> tuple[str, int]:
+    """One letter per cell, and blocks per cell. "-" the null block, "." free, "c" free and findable, "u" used by one request, "s" by more;
+    of a cell with several blocks the busiest of theirs, in this order."""
+    busy = bytes(
+        [(3 if n == 1 else 4) if (n := block.ref_cnt) else (1 if block.block_hash is None else 2) for block in pool.blocks]
+    )
+    busy = b"\0" + busy[1:]
+    blocks_per_cell = -(-len(busy) // max_cells)
+    if blocks_per_cell > 1:
+        busy = bytes([max(busy[i : i + blocks_per_cell]) for i in range(0, len(busy), blocks_per_cell)])
+    return busy.translate(LETTERS).decode(), blocks_per_cell

@@ -1,0 +1,121 @@
+"""When requests are sent: arrivals, the limit on those under way, conversations turn by turn, and whether this client kept up.
+May know: asyncio, requests and their outcomes.
+Must not know: HTTP, what a request holds, statistics, terminals.
+
+              arrival times (seeded)             at most max_concurrency
+    requests ───────────────────────▶ dispatcher ───────────────────────▶ one task per request ──▶ outcomes, in the requests' order"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from time import perf_counter, process_time
+from typing import Any
+
+from .openai_client import Outcome
+from .workloads import Request
+
+LAG_INTERVAL_S = 0.05
+Send = Callable[[Any, int], Awaitable[Outcome]]  # (prompt or messages, max_tokens)
+
+
+def arrival_times(num_requests: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds from the start, `rate` per second in the mean. The times between are gamma distributed: burstiness 1 is a Poisson process,
+    less comes in bursts, more is evener. A rate of infinity: all at once."""
+    if rate == float("inf"):
+        return [0.0] * num_requests
+    rng = random.Random(f"arrivals {seed}")
+    return list(accumulate(rng.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(num_requests)))
+
+
+@dataclass
+class LoadReport:
+    """What a run left. `outcomes` holds None for what had not ended when it was interrupted."""
+
+    outcomes: list[Outcome | None]
+    start: float = 0.0  # perf_counter's
+    was_interrupted: bool = False
+    duration_s: float = 0.0
+    peak_concurrency: int = 0
+    client_cpu_s: float = 0.0
+    lags: list[float] = field(default_factory=list)  # by how much the event loop was late, every LAG_INTERVAL_S
+    send_delays: list[float] = field(default_factory=list)  # of requests that no limit held back: sent after they were due
+
+
+class LoadRunner:
+    """One run. `interrupt()` ends it early: what is under way is dropped, what has ended is kept."""
+
+    def __init__(
+        self, send: Send, *, as_messages: bool, max_concurrency: int | None = None, on_outcome: Callable[[Outcome], None] = lambda outcome: None
+    ):
+        self._send, self._as_messages, self._on_outcome = send, as_messages, on_outcome
+        self._slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+        self._num_under_way = 0
+        self._dispatcher: asyncio.Task[None] | None = None
+
+    async def run(self, requests: list[Request], times: list[float]) -> LoadReport:
+        """Sends request i at times[i], or as soon after as the limit lets it. Outcomes: one per turn, in the order of the requests."""
+        self._report = report = LoadReport([], start=perf_counter())
+        self._turns: list[list[Outcome | None]] = [[None] * (1 + len(request.follow_ups)) for request in requests]
+        cpu = process_time()
+        lag = asyncio.create_task(self._watch_lag())
+        self._dispatcher = asyncio.create_task(self._dispatch(requests, times))
+        try:
+            await self._dispatcher
+        except asyncio.CancelledError:
+            if not report.was_interrupted:
+                raise
+        finally:
+            lag.cancel()
+        report.outcomes = [outcome for turns in self._turns for outcome in turns]
+        report.client_cpu_s = process_time() - cpu
+        report.duration_s = perf_counter() - report.start
+        return report
+
+    def interrupt(self) -> None:
+        if self._dispatcher is not None and not self._dispatcher.done():
+            self._report.was_interrupted = True
+            self._dispatcher.cancel()
+
+    async def _dispatch(self, requests: list[Request], times: list[float]) -> None:
+        async with asyncio.TaskGroup() as tasks:  # cancelled, it cancels all that is under way
+            for request, turns, at in zip(requests, self._turns, times):
+                due = self._report.start + at
+                if (wait := due - perf_counter()) > 0:
+                    await asyncio.sleep(wait)
+                if self._slots is None or not self._slots.locked():
+                    self._report.send_delays.append(perf_counter() - due)
+                if self._slots is not None:
+                    await self._slots.acquire()
+                tasks.create_task(self._converse(request, turns))
+
+    async def _converse(self, request: Request, turns: list[Outcome | None]) -> None:
+        """Sends a request, and each of its follow-ups behind all that was said; a failure ends the conversation."""
+        self._num_under_way += 1
+        self._report.peak_concurrency = max(self._report.peak_concurrency, self._num_under_way)
+        try:
+            said: Any = [{"role": "user", "content": request.prompt}] if self._as_messages else request.prompt
+            for i, follow_up in enumerate([*request.follow_ups, None]):
+                turns[i] = outcome = await self._send(said, request.max_tokens)
+                self._on_outcome(outcome)
+                if outcome.failure is not None:
+                    del turns[i + 1 :]
+                    return
+                if outcome.num_prompt_tokens is None and not request.follow_ups:
+                    outcome.num_prompt_tokens = request.num_prompt_tokens
+                if follow_up is not None:
+                    answer = [{"role": "assistant", "content": outcome.text}, {"role": "user", "content": follow_up}]
+                    said = said + answer if self._as_messages else f"{said}{outcome.text}\n{follow_up}"
+        finally:
+            self._num_under_way -= 1
+            if self._slots is not None:
+                self._slots.release()
+
+    async def _watch_lag(self) -> None:
+        while True:
+            due = perf_counter() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self._report.lags.append(max(0.0, perf_counter() - due))

@@ -1,0 +1,127 @@
+"""`quire bench throughput` and `latency`: the offline engine over the same workloads, its phases beside what the machine can read.
+May know: LLM, RequestMetrics, workloads.
+Must not know: HTTP, command lines, the engine's inside."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from ...ipc.errors import InvalidParameterError
+from ...ipc.params import SamplingParams
+from .machine import measure_read_bandwidth
+from .statistics import Summary, summarize
+from .workloads import Request
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+    from ..outputs import RequestMetrics, RequestOutput
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Where a batch's time went by the engine's own clock, in seconds, and the tokens of each phase."""
+
+    prefill_s: float  # from the first step to the last first token
+    decode_s: float  # from there to the last token
+    num_prefill_tokens: int  # those found in the prefix cache not counted
+    num_decode_tokens: int
+
+
+@dataclass(frozen=True)
+class OfflineRun:
+    seconds: float
+    num_input_tokens: int
+    num_output_tokens: int
+    num_failures: int
+    first_error: str | None
+    phases: dict[str, Summary | None]  # queued, prefill and decode time per request
+
+
+def sampling_params(request: Request, *, ignore_eos: bool, temperature: float, seed: int) -> SamplingParams:
+    return SamplingParams(max_tokens=request.max_tokens, ignore_eos=ignore_eos, temperature=temperature, seed=seed)
+
+
+def engine_prompt(request: Request) -> Any:
+    return {"prompt_token_ids": request.prompt} if isinstance(request.prompt, list) else request.prompt
+
+
+def run_throughput(llm: LLM, requests: list[Request], params: list[SamplingParams], use_tqdm: bool) -> OfflineRun:
+    """All requests at once. Raises InvalidParameterError for one that the engine cannot take, before anything runs."""
+    start = perf_counter()
+    outputs = llm.generate([engine_prompt(request) for request in requests], params, use_tqdm=use_tqdm)
+    seconds = perf_counter() - start
+    failures = [output.error for output in outputs if output.error is not None]
+    finished = [output.metrics for output in outputs if output.error is None]
+    return OfflineRun(
+        seconds,
+        sum(len(output.prompt_token_ids) for output in outputs),
+        _num_output_tokens(outputs),
+        len(failures),
+        failures[0] if failures else None,
+        {phase: summarize(v for m in finished if (v := getattr(m, phase)) is not None) for phase in ("queued_time", "prefill_time", "decode_time")},
+    )
+
+
+def run_latency(
+    llm: LLM, requests: list[Request], params: list[SamplingParams], num_iters: int, on_iter: Callable[[], None]
+) -> tuple[list[float], list[Phases]]:
+    """The same batch num_iters times, with nothing of it in the prefix cache: the seconds of each, and its phases."""
+    seconds, phases = [], []
+    for _ in range(num_iters):
+        llm.reset_prefix_cache()
+        start = perf_counter()
+        outputs = llm.generate([engine_prompt(request) for request in requests], params, use_tqdm=False)
+        seconds.append(perf_counter() - start)
+        if error := next((output.error for output in outputs if output.error is not None), None):
+            raise InvalidParameterError("batch", f"a request of it failed: {error}")
+        phases.append(batch_phases([output.metrics for output in outputs], _num_output_tokens(outputs)))
+        on_iter()
+    return seconds, phases
+
+
+def batch_phases(metrics: list[RequestMetrics], num_output_tokens: int) -> Phases:
+    begin = min(m.scheduled_ts for m in metrics)
+    first_tokens, end = max(m.first_token_ts for m in metrics), max(m.last_token_ts for m in metrics)
+    num_prefill_tokens = sum(m.num_prompt_tokens - (m.num_cached_tokens or 0) for m in metrics)
+    return Phases(first_tokens - begin, end - first_tokens, num_prefill_tokens, num_output_tokens - len(metrics))
+
+
+def _num_output_tokens(outputs: list[RequestOutput]) -> int:
+    return sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+
+
+@dataclass(frozen=True)
+class ReadLimit:
+    """A decode step reads every weight once, so a machine cannot do more steps per second than it can read the weights."""
+
+    weight_bytes: int
+    bandwidth: float  # bytes per second, measured
+
+    @property
+    def max_steps_per_s(self) -> float:
+        return self.bandwidth / self.weight_bytes
+
+
+def measure_read_limit(directory: Path, bytes_per_parameter: int, num_threads: int | None) -> ReadLimit:
+    """Call it while nothing else runs. Weights are counted in the dtype that the engine computes in."""
+    weight_bytes = num_parameters(directory) * bytes_per_parameter
+    return ReadLimit(weight_bytes, measure_read_bandwidth(weight_bytes, num_threads or len(os.sched_getaffinity(0))))
+
+
+def num_parameters(directory: Path) -> int:
+    """Elements of all tensors, from the headers of the *.safetensors files: 8 bytes of length, then JSON."""
+    import math
+
+    import msgspec
+
+    total = 0
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")))
+        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return total

@@ -1,0 +1,234 @@
+"""One streamed request to a server of the OpenAI API: what is sent, what comes, and when.
+May know: /v1/completions, /v1/chat/completions and /v1/models, the quirks of those who serve them.
+Must not know: any one server's extensions, workloads, when requests are sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import msgspec
+
+from .http_client import Answer, Failure, HttpClient
+from .sse import SseError, SseParser
+
+ERROR_IN_STREAM = "error in stream"
+BAD_STREAM = "bad stream"  # no event stream, or data that is no chunk
+INCOMPLETE_STREAM = "incomplete stream"  # it ended in good order, without a finish reason or [DONE]
+NO_TOKENS = "no tokens"
+MAX_ERROR_TEXT = 500
+
+
+class Delta(msgspec.Struct, gc=False):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class Choice(msgspec.Struct, gc=False):
+    text: str | None = None
+    delta: Delta | None = None
+    finish_reason: str | None = None
+
+
+class Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Chunk(msgspec.Struct, gc=False):
+    """Of a chunk what is looked at; msgspec passes over the rest."""
+
+    choices: list[Choice] | None = None
+    usage: Usage | None = None
+    error: Any = None
+    message: str | None = None  # errors of servers that leave out the object around them
+
+
+CHUNKS = msgspec.json.Decoder(Chunk)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request. Moments are perf_counter's."""
+
+    start: float
+    num_prompt_tokens: int | None = None  # None: the server does not say, and nobody counted
+    num_output_tokens: int = 0
+    counted_by: str = "chunks"  # the output tokens: "usage", "tokenizer" or "chunks"
+    token_times: list[float] = field(default_factory=list)  # when chunks with tokens came; a chunk may hold several
+    end: float = 0.0
+    finish_reason: str | None = None
+    text: str = ""
+    failure: str | None = None  # its kind
+    failure_text: str = ""
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds to the first token."""
+        return self.token_times[0] - self.start if self.token_times else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per token after the first; None of a single token."""
+        return (self.token_times[-1] - self.token_times[0]) / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else None
+
+    @property
+    def e2e(self) -> float:
+        """Seconds to the last token or finish reason."""
+        return self.end - self.start
+
+    @property
+    def itls(self) -> list[float]:
+        """Seconds between chunks that follow each other."""
+        return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:])]
+
+
+class StreamReader:
+    """Reads one stream into an Outcome. A chunk holds tokens if it holds text, or, of completions, if it holds a choice: a token may
+    have no text of its own. A chat's first chunk, which has only a role, holds none."""
+
+    def __init__(self, outcome: Outcome):
+        self.outcome = outcome
+        self.usage: Usage | None = None
+        self.is_done = False
+        self._events = SseParser()
+        self._pieces: list[str] = []
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Raises Failure for an error in the stream, and for what is no stream of chunks."""
+        try:
+            events = self._events.feed(data)
+        except SseError as error:
+            raise Failure(BAD_STREAM, str(error)) from None
+        for event in events:
+            self._take(event, now)
+
+    def finish(self, now: float) -> None:
+        """The answer is complete. Raises Failure if it is no whole one."""
+        for event in self._events.finish():
+            self._take(event, now)
+        self.outcome.text = "".join(self._pieces)
+        if not self.is_done and self.outcome.finish_reason is None:
+            raise Failure(INCOMPLETE_STREAM if self.outcome.token_times else BAD_STREAM, "it ended without a finish reason and without [DONE]")
+        if not self.outcome.token_times:
+            raise Failure(NO_TOKENS, f"the answer is empty (finish reason {self.outcome.finish_reason})")
+
+    def _take(self, event: bytes, now: float) -> None:
+        try:
+            chunk = CHUNKS.decode(event)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._take_no_chunk(event, now, error)
+            return
+        if chunk.choices:
+            outcome = self.outcome
+            for choice in chunk.choices:
+                text, has_tokens = choice.text, choice.text is not None
+                if (delta := choice.delta) is not None:
+                    text = delta.content or delta.reasoning_content or delta.reasoning
+                    has_tokens = bool(text or delta.tool_calls)
+                if text:
+                    self._pieces.append(text)
+                if choice.finish_reason:
+                    outcome.finish_reason = choice.finish_reason
+                    has_tokens = bool(text or delta is not None and delta.tool_calls)  # most servers end with an empty chunk
+                if has_tokens:
+                    outcome.token_times.append(now)
+            outcome.end = now
+        if chunk.usage is not None:
+            self.usage = chunk.usage
+        if chunk.error is not None or chunk.message is not None and chunk.choices is None:
+            raise Failure(ERROR_IN_STREAM, error_text(event))
+
+    def _take_no_chunk(self, event: bytes, now: float, error: Exception) -> None:
+        stripped = event.strip()
+        if stripped == b"[DONE]":
+            self.is_done = True
+        elif b"\n" in stripped:  # events whose blank lines were left out
+            for line in stripped.split(b"\n"):
+                self._take(line, now)
+        elif stripped:
+            raise Failure(BAD_STREAM, f"{error}: {stripped[:MAX_ERROR_TEXT].decode(errors='replace')}")
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What all requests of a run have in common. `extra_body` may replace anything, and a None in it leaves a field out."""
+
+    model: str | None = None
+    endpoint: str = "completions"  # or "chat"
+    include_usage: bool = True
+    ignore_eos: bool = False
+    temperature: float | None = None
+    extra_body: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        return "/chat/completions" if self.endpoint == "chat" else "/completions"
+
+    def body(self, prompt: str | list[int] | list[dict[str, Any]], max_tokens: int) -> bytes:
+        fields: dict[str, Any] = {"model": self.model, "messages" if self.endpoint == "chat" else "prompt": prompt, "max_tokens": max_tokens}
+        fields |= {"temperature": self.temperature, "stream": True, "stream_options": {"include_usage": True} if self.include_usage else None}
+        fields |= {"ignore_eos": self.ignore_eos or None, **self.extra_body}
+        return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
+
+
+async def stream_request(client: HttpClient, options: RequestOptions, prompt: Any, max_tokens: int) -> Outcome:
+    """Sends one request and reads its stream; every failure is told by the Outcome, none is raised."""
+    body = options.body(prompt, max_tokens)
+    outcome = Outcome(start=perf_counter())
+    reader = StreamReader(outcome)
+    try:
+        try:
+            answer = await client.exchange("POST", options.path, body, reader.feed)
+        except Failure:
+            if not reader.is_done:  # after [DONE] all is said, and how the connection ends is of no interest
+                raise
+        else:
+            check_answer(answer)
+        reader.finish(perf_counter())
+    except Failure as failure:
+        outcome.failure, outcome.failure_text = failure.kind, failure.text
+    outcome.end = outcome.end or perf_counter()
+    if reader.usage is not None and reader.usage.completion_tokens:
+        outcome.num_prompt_tokens, outcome.num_output_tokens, outcome.counted_by = reader.usage.prompt_tokens, reader.usage.completion_tokens, "usage"
+    else:
+        outcome.num_output_tokens = len(outcome.token_times)
+    return outcome
+
+
+def check_answer(answer: Answer) -> None:
+    """Raises Failure for an answer that is no stream."""
+    if answer.status != 200:
+        raise Failure(f"HTTP {answer.status}", error_text(bytes(answer.body)))
+    if "json" in (kind := answer.headers.get("content-type", "")):
+        raise Failure(BAD_STREAM, f"the answer to a request with stream=true is {kind}")
+
+
+async def first_model(client: HttpClient) -> str | None:
+    """The first name of /v1/models; None where the server has no such route. Raises Failure where there is no server, or it refuses."""
+    answer = await client.exchange("GET", "/models")
+    if answer.status in (404, 405, 501):
+        return None
+    if answer.status != 200:
+        raise Failure(f"HTTP {answer.status}", error_text(bytes(answer.body)))
+    try:
+        return msgspec.json.decode(bytes(answer.body))["data"][0]["id"]
+    except (msgspec.DecodeError, KeyError, IndexError, TypeError):
+        return None
+
+
+def error_text(body: bytes) -> str:
+    """The sentence in an error's body, whatever its shape, or its beginning."""
+    try:
+        found = msgspec.json.decode(body)
+        for key in ("error", "detail", "message"):
+            if isinstance(found, dict) and found.get(key):
+                found = found[key]
+        if isinstance(found, str):
+            return found[:MAX_ERROR_TEXT]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    return body[:MAX_ERROR_TEXT].decode(errors="replace").strip() or "(an empty answer)"

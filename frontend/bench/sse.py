@@ -1,0 +1,47 @@
+"""Server-sent events: bytes as they arrive -> the data of whole events.
+May know: the format (WHATWG HTML, section "Server-sent events").
+Must not know: HTTP, JSON, what the data means."""
+
+from __future__ import annotations
+
+MAX_EVENT_BYTES = 64 * 2**20
+
+
+class SseError(ValueError):
+    """What came is no event stream that could be kept in memory."""
+
+
+class SseParser:
+    """`feed` takes bytes cut anywhere and returns the data of the events that they complete; `finish` what the end of the stream completes.
+
+    Lines end with LF, CRLF or CR; comments and the fields event, id and retry are passed over; several data lines are one event, joined by LF.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""  # an unfinished line
+        self._data: list[bytes] = []  # of the unfinished event
+        self._after_cr = False  # an LF that comes next belongs to the last line's CR
+
+    def feed(self, data: bytes) -> list[bytes]:
+        if self._after_cr and data[:1] == b"\n":
+            data = data[1:]
+        if not data:
+            return []
+        self._after_cr = data[-1:] == b"\r"
+        lines = (self._rest + data).splitlines(keepends=True)  # of bytes: at LF, CR and CRLF only
+        self._rest = b"" if lines[-1][-1:] in b"\r\n" else lines.pop()
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise SseError(f"a line of more than {MAX_EVENT_BYTES} bytes")
+        events = []
+        for line in lines:
+            line = line.rstrip(b"\r\n")
+            if line.startswith(b"data:"):
+                self._data.append(line[6:] if line[5:6] == b" " else line[5:])
+            elif not line and self._data:
+                events.append(self._data[0] if len(self._data) == 1 else b"\n".join(self._data))
+                self._data = []
+        return events
+
+    def finish(self) -> list[bytes]:
+        """The event that the end cut short, for servers that leave out the last blank line; the format would have it dropped."""
+        return self.feed(b"\n\n")

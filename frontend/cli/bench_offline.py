@@ -1,0 +1,175 @@
+"""`quire bench throughput` and `quire bench latency`: their flags, the engine they open, what they print.
+May know: LLM, the options of frontend/bench.
+Must not know: how an engine is reached, HTTP, torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...ipc.errors import InvalidParameterError
+from ..bench.workloads import Request, WorkloadOptions, make_requests
+from .bench import Adder, add_sampling, add_workload, settings_of, workload_options
+from .flags import ENGINE, Parser, engine_flags, given
+from .session import COMMON_ENGINE
+
+if TYPE_CHECKING:
+    from ..bench.offline import OfflineRun, Phases, ReadLimit
+    from ..llm import LLM
+
+BYTES_PER_PARAMETER = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def throughput_parser(argv: list[str]) -> Parser:
+    parser = Parser(
+        "quire bench throughput",
+        "quire bench throughput [--model NAME] [workload flags] [engine flags]",
+        "Gives the offline engine all requests at once and reports tokens per second.",
+        show_all="--help-all" in argv,
+    )
+    add_workload(parser, num_prompts=200, tokenizer=False)
+    _add_run(parser)
+    return parser
+
+
+def latency_parser(argv: list[str]) -> Parser:
+    parser = Parser(
+        "quire bench latency",
+        "quire bench latency [--batch-size N] [--input-len N] [--output-len N] [engine flags]",
+        "Runs one batch again and again, and reports how long it takes and what the machine's memory would allow.",
+        show_all="--help-all" in argv,
+    )
+    add = Adder(parser, "batch")
+    add("--batch-size", "requests that run together", type=int, default=8, metavar="N")
+    add("--input-len", "tokens of each prompt", type=int, default=32, metavar="N")
+    add("--output-len", "tokens of each answer", type=int, default=128, metavar="N")
+    add("--num-iters", "measured runs of the batch", type=int, default=10, metavar="N")
+    add("--num-iters-warmup", "runs before those", rare=True, type=int, default=2, metavar="N")
+    _add_run(parser)
+    return parser
+
+
+def _add_run(parser: Parser) -> None:
+    add = Adder(parser, "run")
+    add_sampling(add, ignore_eos=True)
+    add("--temperature", "0: greedy", rare=True, type=float, default=1.0, metavar="X")
+    parser.add_flags("engine", [*engine_flags(), ENGINE], COMMON_ENGINE)
+
+
+def throughput(argv: list[str]) -> int:
+    args = throughput_parser(argv).parse(argv)
+    options = workload_options(args, getattr(args, "seed", 0))
+    with open_llm(args) as llm:
+        from ..bench.offline import run_throughput
+        from ..bench.report import milliseconds_table, stamp, write_json
+
+        requests = make_requests(options, _tokenizer(llm))
+        run = run_throughput(llm, requests, _params(args, requests), use_tqdm=sys.stderr.isatty())
+    print(format_throughput(run, len(requests)))
+    phases = [("in the queue", "queued_time"), ("prefill, first step to first token", "prefill_time"), ("decode, first to last token", "decode_time")]
+    print("\nper request, ms, by the engine's clock")
+    print("\n".join(milliseconds_table([(title, run.phases[phase]) for title, phase in phases])))
+    if args.json:
+        write_json(args.json, {**stamp(), "settings": settings_of(args), "num_requests": len(requests), **asdict(run)})
+    return 1 if run.num_failures == len(requests) else 0
+
+
+def format_throughput(run: OfflineRun, num_requests: int) -> str:
+    num_tokens = run.num_input_tokens + run.num_output_tokens
+    lines = [
+        f"{num_requests} requests in {run.seconds:.2f} s: {num_requests / run.seconds:.2f} requests/s",
+        f"{run.num_input_tokens} tokens in, {run.num_output_tokens} out: "
+        f"{run.num_output_tokens / run.seconds:.1f} output tokens/s, {num_tokens / run.seconds:.1f} tokens/s in all",
+    ]
+    if run.num_failures:
+        lines.append(f"{run.num_failures} requests failed; the first: {run.first_error}")
+    return "\n".join(lines)
+
+
+def latency(argv: list[str]) -> int:
+    args = latency_parser(argv).parse(argv)
+    for name, least in (("batch_size", 1), ("num_iters", 1), ("num_iters_warmup", 0), ("output_len", 2)):
+        if getattr(args, name) < least:
+            raise InvalidParameterError("--" + name.replace("_", "-"), f"must be at least {least}, got {getattr(args, name)}")
+    options = WorkloadOptions(
+        num_prompts=args.batch_size, input_len=args.input_len, output_len=args.output_len, token_ids=True, seed=getattr(args, "seed", 0)
+    )
+    with open_llm(args) as llm:
+        from ..bench.offline import measure_read_limit, run_latency
+        from ..bench.report import milliseconds_table, stamp, write_json
+        from ..bench.statistics import summarize
+
+        requests = make_requests(options, _tokenizer(llm))
+        config = llm.llm_engine.config
+        limit = measure_read_limit(Path(config.model_config.model), BYTES_PER_PARAMETER[config.model_config.dtype], config.device_config.num_threads)
+        params = _params(args, requests)
+        run_latency(llm, requests, params, args.num_iters_warmup, lambda: None)
+        seconds, phases = run_latency(llm, requests, params, args.num_iters, _progress(args.num_iters))
+    rows = [
+        ("the batch", summarize(seconds)),
+        ("prefill, first step to first tokens", summarize(phase.prefill_s for phase in phases)),
+        ("decode, from there to the last token", summarize(phase.decode_s for phase in phases)),
+    ]
+    print(f"{args.batch_size} x ({args.input_len} tokens in, {args.output_len} out), {args.num_iters} times; ms\n")
+    print("\n".join(milliseconds_table(rows)))
+    print("\n" + format_phases(phases, limit, args.batch_size))
+    if args.json:
+        result = {"seconds": seconds, "phases": [asdict(phase) for phase in phases], "read_limit": asdict(limit)}
+        write_json(args.json, {**stamp(), "settings": settings_of(args), **result})
+    return 0
+
+
+def format_phases(phases: list[Phases], limit: ReadLimit, batch_size: int) -> str:
+    """The median run's rates. A decode step gives every request of the batch one token."""
+    prefill = sorted(phases, key=lambda phase: phase.prefill_s)[len(phases) // 2]
+    decode = sorted(phases, key=lambda phase: phase.decode_s)[len(phases) // 2]
+    prefill_rate = prefill.num_prefill_tokens / prefill.prefill_s
+    decode_rate = decode.num_decode_tokens / decode.decode_s
+    steps = decode_rate / batch_size
+    return "\n".join([
+        f"prefill {prefill_rate:.0f} tokens/s, decode {decode_rate:.0f} tokens/s (medians)",
+        f"decode {steps:.0f} steps/s read {steps * limit.weight_bytes / 1e9:.2f} GB/s of weights; "
+        f"this machine reads {limit.weight_bytes / 1e6:.1f} MB at {limit.bandwidth / 1e9:.2f} GB/s: {100 * steps / limit.max_steps_per_s:.0f} % of its limit",
+    ])  # fmt: skip
+
+
+@contextmanager
+def open_llm(args: argparse.Namespace) -> Iterator[LLM]:
+    """The engine that the flags ask for; its seed is 0 unless one is given, so that runs can be compared."""
+    from ..llm import LLM
+
+    arguments = given(args, engine_flags())
+    with LLM(arguments.pop("model", "bundled"), engine=getattr(args, "engine", ENGINE.default), **arguments) as llm:
+        yield llm
+
+
+def _tokenizer(llm: LLM) -> Any:
+    if llm.get_tokenizer() is None:
+        raise InvalidParameterError("skip_tokenizer_init", "prompts are made with the tokenizer")
+    return llm.get_tokenizer()
+
+
+def _params(args: argparse.Namespace, requests: list[Request]) -> list[Any]:
+    from ..bench.offline import sampling_params
+
+    seed = getattr(args, "seed", 0)
+    return [sampling_params(r, ignore_eos=args.ignore_eos, temperature=args.temperature, seed=seed + i) for i, r in enumerate(requests)]
+
+
+def _progress(total: int) -> Any:
+    """A bar on standard error, where that is a terminal; called after each run of the batch."""
+    from tqdm import tqdm
+
+    bar = tqdm(total=total, desc="batches", disable=None, leave=False)
+
+    def on_iter() -> None:
+        bar.update(1)
+        if bar.n >= total:
+            bar.close()
+
+    return on_iter

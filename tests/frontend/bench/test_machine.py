@@ -1,0 +1,21 @@
+"""The machine's description and its measured speed.
+May know: machine.
+Must not know: what is measured on it. No figure is asserted that depends on the machine."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from quire.frontend.bench.machine import describe_machine, measure_read_bandwidth
+
+
+def test_the_description_is_json_and_names_nobody() -> None:
+    text = json.dumps(describe_machine())
+    assert all(describe_machine()[key] for key in ("processor", "num_cores", "memory_gib", "system", "python", "quire"))
+    assert socket.gethostname() not in text and str(Path.home()) not in text
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_bandwidth_is_measured_even_in_no_time(num_threads: int) -> None:
+    assert 1e6 < measure_read_bandwidth(4 * 2**20, num_threads, seconds=0.0) < 1e14

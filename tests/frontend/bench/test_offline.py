@@ -1,0 +1,58 @@
+"""The offline benchmarks' phases, from metrics by hand and from the bundled model.
+May know: offline, LLM, the bundled model.
+Must not know: command lines."""
+
+from collections.abc import Iterator
+
+import pytest
+from quire import LLM
+from quire.frontend.bench.offline import ReadLimit, batch_phases, measure_read_limit, num_parameters, run_latency, run_throughput, sampling_params
+from quire.frontend.bench.workloads import Request, WorkloadOptions, make_requests
+from quire.frontend.model_files import find_model_directory
+from quire.frontend.outputs import RequestMetrics
+from quire.ipc.params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(engine="inproc", max_model_len=256, num_threads=1) as llm:
+        yield llm
+
+
+def workload(llm: LLM, **options) -> tuple[list[Request], list[SamplingParams]]:
+    requests = make_requests(WorkloadOptions(**options), llm.get_tokenizer())
+    return requests, [sampling_params(request, ignore_eos=True, temperature=0.0, seed=0) for request in requests]
+
+
+def test_throughput(llm: LLM) -> None:
+    requests, params = workload(llm, num_prompts=5, input_len=20, output_len=6)
+    run = run_throughput(llm, requests, params, use_tqdm=False)
+    assert (run.num_output_tokens, run.num_failures, run.first_error) == (30, 0, None)
+    assert run.num_input_tokens == sum(request.num_prompt_tokens for request in requests)
+    assert {phase: summary.count for phase, summary in run.phases.items()} == {"queued_time": 5, "prefill_time": 5, "decode_time": 5}
+    assert 0 < run.phases["decode_time"].max < run.seconds
+
+
+def test_latency_s_batches_do_not_find_each_other_in_the_cache(llm: LLM) -> None:
+    requests, params = workload(llm, num_prompts=3, input_len=40, output_len=4, token_ids=True)
+    iters = []
+    seconds, phases = run_latency(llm, requests, params, 2, lambda: iters.append(None))
+    assert len(seconds) == len(phases) == len(iters) == 2
+    assert [(phase.num_prefill_tokens, phase.num_decode_tokens) for phase in phases] == [(120, 9)] * 2
+    assert all(0 < phase.prefill_s + phase.decode_s <= took for phase, took in zip(phases, seconds))
+
+
+def test_phases_of_a_batch() -> None:
+    first = RequestMetrics(0.0, scheduled_ts=10.0, first_token_ts=12.0, last_token_ts=20.0, num_prompt_tokens=30, num_cached_tokens=16)
+    second = RequestMetrics(0.0, scheduled_ts=11.0, first_token_ts=13.0, last_token_ts=19.0, num_prompt_tokens=30)
+    phases = batch_phases([first, second], num_output_tokens=12)
+    assert (phases.prefill_s, phases.decode_s, phases.num_prefill_tokens, phases.num_decode_tokens) == (3.0, 7.0, 44, 10)
+
+
+def test_the_limit_is_the_weights_over_the_bandwidth(llm: LLM) -> None:
+    directory = find_model_directory("bundled")
+    size = (directory / "model.safetensors").stat().st_size
+    limit = measure_read_limit(directory, 4, 1)
+    assert limit.weight_bytes == 4 * num_parameters(directory)
+    assert size / 4 - 4096 < num_parameters(directory) <= size / 2  # stored in 2 or 4 bytes each, behind a header
+    assert ReadLimit(1000, 5000.0).max_steps_per_s == 5.0 and limit.max_steps_per_s > 0

@@ -1,0 +1,153 @@
+"""AsyncLLM over an engine in a process of its own, with steps that take a while: aborts, drains, silence, what can be observed.
+May know: AsyncLLM, MPClient, the fake engine.
+Must not know: sockets, how the engine schedules."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+from quire import AsyncLLM, InvalidParameterError, RequestOutputKind, SamplingParams
+from quire.frontend.mp_client import MPClient
+from quire.tests.fake_engine import COMMAND
+from quire.tests.frontend.tiny_tokenizers import text_config
+
+STEP_S = 0.02
+ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+
+
+def with_llm(test, step_s: float = STEP_S, **settings) -> None:
+    async def run() -> None:
+        settings.setdefault("max_model_len", 4096)
+        config = text_config(hf_overrides={"delay_s": step_s}, **settings)
+        llm = AsyncLLM(config, await MPClient.start(config, command=COMMAND))
+        try:
+            await asyncio.wait_for(test(llm), 30)
+        finally:
+            await llm.shutdown_async()
+
+    asyncio.run(run())
+
+
+async def read(llm: AsyncLLM, request_id: str, params: SamplingParams = ENDLESS, prompt=(5, 6, 7)) -> list:
+    return [output async for output in llm.generate(list(prompt), params, request_id)]
+
+
+@pytest.mark.parametrize("how", ["aclose", "cancel", "abort"])
+@pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}, {"num_scheduler_steps": 4}], ids=str)
+def test_a_request_that_is_left_is_gone_within_two_steps(how, settings):
+    """One step runs when it is left, and at most one more is scheduled with it. Both processes read the same clock."""
+
+    async def test(llm: AsyncLLM) -> None:
+        stream = llm.generate([5, 6, 7], ENDLESS, "left")
+        await anext(stream)
+        reader = asyncio.create_task(collect(stream))
+        await asyncio.sleep(3 * STEP_S)
+        left_at = time.monotonic()
+        if how == "abort":
+            await llm.abort("left")
+        else:
+            reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        while (await llm.observe())["requests"]:
+            pass
+        await asyncio.sleep(5 * STEP_S)  # whatever was on its way has run
+        steps = (await llm.observe())["steps"]
+        assert len(steps) >= 2 and sum(start_time > left_at for _, start_time, *_ in steps) <= 1
+
+    async def collect(stream) -> None:
+        if how == "aclose":
+            try:
+                await asyncio.sleep(100)
+            finally:
+                await stream.aclose()
+        async for _ in stream:
+            pass
+
+    with_llm(test, **settings)
+
+
+def test_waiting_until_every_stream_has_ended():
+    async def test(llm: AsyncLLM) -> None:
+        assert await llm.wait_until_idle(0) and await llm.wait_until_idle()
+        short = SamplingParams(max_tokens=3, ignore_eos=True)
+        tasks = [asyncio.create_task(read(llm, f"short-{i}", short)) for i in range(5)]
+        await asyncio.sleep(0)
+        assert await llm.wait_until_idle(0) is False
+        assert await llm.wait_until_idle(20) and all(await asyncio.gather(*tasks))
+        endless = asyncio.create_task(read(llm, "endless"))
+        assert await llm.wait_until_idle()  # it has not begun
+        await asyncio.sleep(0)
+        assert await llm.wait_until_idle(2 * STEP_S) is False
+        await llm.abort("endless")
+        assert await llm.wait_until_idle(20) and (await endless)[-1].outputs[0].finish_reason == "abort"
+        unread = llm.generate([5], SamplingParams(max_tokens=2, ignore_eos=True), "unread")
+        await anext(unread)
+        assert await llm.wait_until_idle(5 * STEP_S) is False and not llm.has_unfinished_requests()
+        await unread.aclose()
+        assert await llm.wait_until_idle(0)
+
+    with_llm(test)
+
+
+def test_a_refused_request_leaves_it_idle():
+    async def test(llm: AsyncLLM) -> None:
+        with pytest.raises(InvalidParameterError):
+            await read(llm, "a", prompt=())
+        llm.client.shutdown()
+        with pytest.raises(RuntimeError):
+            await read(llm, "b")
+        assert await llm.wait_until_idle(0) and llm.silent_for_s == 0.0
+
+    with_llm(test)
+
+
+def test_silence_and_responsiveness():
+    async def test(llm: AsyncLLM) -> None:
+        assert llm.silent_for_s == 0.0 and await llm.is_responsive(10)
+        stream = llm.generate([5, 6, 7], ENDLESS, "a")
+        await anext(stream)
+        assert llm.silent_for_s < 5
+        pid = llm.client._connection.engine_pid
+        os.kill(pid, signal.SIGSTOP)  # an engine that hangs
+        await asyncio.sleep(0.3)
+        assert llm.silent_for_s > 0.1 and await llm.is_responsive(0.1) is False
+        os.kill(pid, signal.SIGCONT)
+        assert await llm.is_responsive(10)
+        await llm.pause("keep")
+        await asyncio.sleep(0.2)
+        assert llm.silent_for_s > 0.1 and await llm.is_responsive(0.1 + STEP_S)
+        await llm.resume()
+        await stream.aclose()
+        assert llm.silent_for_s == 0.0
+        await llm.shutdown_async()
+        assert await llm.is_responsive(10) is False
+
+    with_llm(test)
+
+
+def test_the_life_of_a_request():
+    """Chunks, preemptions and moments of tokens, all on the engine's clock and in their order."""
+
+    async def test(llm: AsyncLLM) -> None:
+        llm.record_token_times = True
+        params = SamplingParams(n=2, seed=1, max_tokens=120, ignore_eos=True)
+        [first, second] = await asyncio.gather(read(llm, "a", params, [5] * 60), read(llm, "b", params, [6] * 60))
+        for metrics in (first[-1].metrics, second[-1].metrics):
+            assert len(metrics.token_ts) == metrics.num_generation_tokens == 240
+            assert metrics.token_ts == sorted(metrics.token_ts) and metrics.token_ts[0] == metrics.first_token_ts
+            starts = [start for _, start, _, _ in metrics.prefill_chunks]
+            assert starts == sorted(starts) and metrics.prefill_chunks[0][1] >= metrics.scheduled_ts
+            # The second completion computes the last token of the prompt; whoever comes back also computes the token sampled last.
+            least = 60 + 1 + metrics.num_recomputed_tokens
+            assert least <= sum(num_tokens for *_, num_tokens in metrics.prefill_chunks) <= least + metrics.num_preemptions
+        assert first[-1].metrics.num_preemptions + second[-1].metrics.num_preemptions > 0
+        observed = await llm.observe()
+        known = {record[0] for record in observed["steps"]}
+        assert {chunk[0] for chunk in first[-1].metrics.prefill_chunks} <= known
+        assert observed["counters"]["num_inputs_refused"] == 0 and observed["counters"]["num_preemptions"] > 0
+
+    with_llm(test, 0.0, max_model_len=256, max_num_batched_tokens=16, num_gpu_blocks_override=20, enable_prefix_caching=False, preemption_mode="recompute")

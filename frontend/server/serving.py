@@ -130,7 +130,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Waits for what runs while the port still answers: 503 for new work, and for the balancer that asks /health/ready. Then uvicorn's own
         end: no new connections, the old ones closed when what lies in them has been read."""
-        self.state.is_draining = True
+        self.state.is_draining = self.failure is None  # else its state says what is wrong
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.state.server_config.drain_timeout_s
         running = set(self.server_state.tasks)

@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from quire.frontend.mp_client import MPClient
 from quire.tests.fake_engine import daemon
 from quire.tests.fakes import make_config
 
@@ -68,17 +67,8 @@ def server() -> Iterator[httpx.Client]:
 
 
 @contextmanager
-def slow_engine(delay_s: float, **settings: Any) -> Iterator[str]:
-    """The address of an engine with the fake executor whose steps take `delay_s`; prompts are token ids, and there is no text."""
+def slow_engine(delay_s: float, **settings: Any) -> Iterator[tuple[str, subprocess.Popen]]:
+    """An engine (its address, its process) with the fake executor whose steps take `delay_s`; prompts are token ids, and there is no text."""
     defaults = {"max_model_len": 10_000, "num_gpu_blocks_override": 5001, "hf_overrides": {"delay_s": delay_s}}
-    with tempfile.TemporaryDirectory() as directory, daemon(Path(directory), make_config(**defaults | settings)) as (address, _):
-        yield address
-
-
-def ask_engine(address: str, *methods: str) -> list[Any]:
-    """The engine's own word, past the server: results of its utilities, between two of its steps."""
-    client = MPClient(make_config(), address)
-    try:
-        return [client.call_utility(method) for method in methods]
-    finally:
-        client.shutdown()
+    with tempfile.TemporaryDirectory() as directory, daemon(Path(directory), make_config(**defaults | settings)) as engine:
+        yield engine

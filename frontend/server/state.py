@@ -96,8 +96,7 @@ class ServerState:
             return detect(None, config.tool_call_parser, config.reasoning_parser)
         templates = tokenizer.chat_templates
         template = templates.get(named, named) if named else templates.get("tool_use") or templates.get("default")
-        special_tokens = {tokenizer.added_tokens[token_id]: token_id for token_id in tokenizer.special_ids}
-        return detect(template, config.tool_call_parser, config.reasoning_parser, special_tokens)
+        return detect(template, config.tool_call_parser, config.reasoning_parser, tokenizer)
 
     def ready_engine(self) -> AsyncLLM:
         """The engine, or the refusal that says why there is none."""

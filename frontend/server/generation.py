@@ -73,7 +73,10 @@ async def run(state: ServerState, call: Call, job: Job) -> AsyncIterator[Request
     prompt = {"prompt_token_ids": job.token_ids} | ({"prompt": job.text} if job.text is not None else {}) | ({"cache_salt": salt} if salt else {})
     last = None
     try:
-        async with aclosing(engine.generate(prompt, job.params, job.request_id, priority=job.priority)) as outputs:
+        async with (
+            state.admission.slot(call.tenant, id(call), job.params.n, len(job.token_ids), job.priority),
+            aclosing(engine.generate(prompt, job.params, job.request_id, priority=job.priority)) as outputs,
+        ):
             async for last in outputs:
                 if last.error is not None:
                     raise failure(last, job.names)

@@ -35,27 +35,34 @@ class RequestStream:
     def __init__(self) -> None:
         self._unread: RequestOutput | None = None
         self._error: EngineDeadError | None = None
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future | None = None  # that waits
 
     def put(self, output: RequestOutput) -> None:
         if self._unread is None:
             self._unread = output
+            self._wake()
         else:
             self._unread.merge(output)
-        self._news.set()
 
     def fail(self, error: EngineDeadError) -> None:
         self._error = error
-        self._news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def get(self) -> RequestOutput:
-        """Waits for news. What came before a failure is read before it raises."""
-        await self._news.wait()
+        """Waits for news. What came before a failure is read before it raises. For one reader."""
+        if self._unread is None and self._error is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
         if self._unread is None:
             raise EngineDeadError(*self._error.args) from self._error
         output, self._unread = self._unread, None
-        if self._error is None:
-            self._news.clear()
         return output
 
 

@@ -292,6 +292,7 @@ def serving(mock: Mock):
     """The address of a server over `mock`, in a thread of this process."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    listener.listen()  # who comes before the thread is up waits
     server = uvicorn.Server(uvicorn.Config(make_app(mock), log_level="warning", ws="none", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -2,7 +2,7 @@
 May know: playwright, the mock server, the page's element ids.
 Must not know: how the page does it.
 
-Not run by default: `pip install -e '.[test,browser]' && pytest -m browser`, with a Chromium that is installed (QUIRE_CHROMIUM names another)."""
+Not run by default: `pip install -e '.[test,browser]' && pytest -m browser`, with a Chromium that is installed (CHROMIUM names another)."""
 
 import json
 import os
@@ -20,9 +20,9 @@ PATIENCE_MS = 10_000
 @pytest.fixture(scope="session")
 def chromium():
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[browser]'")
-    path = os.environ.get("QUIRE_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
-        pytest.skip("no Chromium is installed (Debian: apt-get install chromium); QUIRE_CHROMIUM can name one")
+        pytest.skip("no Chromium is installed (Debian: apt-get install chromium); CHROMIUM can name one")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser

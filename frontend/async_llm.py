@@ -103,6 +103,8 @@ class AsyncLLM:
         downloaded), "start" (the engine's process), "import" (its libraries), "load weights", "kv cache", "tokenizer". A stage that an
         engine does not have is left out; a daemon that has begun before us tells only what is still to come.
 
+        The loop goes on but for the reading of a large tokenizer.json, whose library lets nobody else run: half a second for 150,000 tokens.
+
         Cancelled, it ends a child, or the loading in this process at the next report, before it raises; only a download goes on. A child
         dies with the thread that started it, so the loop's thread must live as long as the engine is wanted.
         """

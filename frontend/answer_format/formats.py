@@ -146,7 +146,7 @@ class AnswerFormat:
     def forced(
         self, tools: list[dict[str, Any]], tool_choice: Any, *, parallel_tool_calls: bool = True, prompt_text: str = ""
     ) -> StructuredOutputsParams | None:
-        """What makes the model call a tool where `tool_choice` demands it ("required", or {"name": ...} for one of `tools`), with arguments
+        """What makes the model call a tool where `tool_choice` demands it ("required", or for one of `tools` {"name": ...}, or the same within {"function": ...}), with arguments
         that keep to the tool's schema, in the model's own format; None for "auto" and "none". The parser understands all of it.
 
         A function that was named is called once, as is any without `parallel_tool_calls`. The model reasons first where its prompt lets it.
@@ -158,7 +158,8 @@ class AnswerFormat:
             raise InvalidParameterError("tool_choice", "cannot be a demand: how this model writes tool calls is not known")
         functions = functions_of(tools)
         if isinstance(tool_choice, dict):
-            functions = [(name, schema) for name, schema in functions if name == tool_choice["name"]]
+            wanted = tool_choice.get("function", tool_choice)["name"]
+            functions = [(name, schema) for name, schema in functions if name == wanted]
         grammar = self._grammar()
         several = parallel_tool_calls and not isinstance(tool_choice, dict)
         return self._finished(grammar, self.tool_format.write(grammar, functions, several), prompt_text)

@@ -51,18 +51,19 @@ class Blocks:
         events: list[BlockEvent] = []
         for part in parts:
             if isinstance(part, ToolCallStart):
-                events += self._begin(CALL, part.name)
+                events += self.begin(CALL, part.name)
                 continue
             kind = TEXT if isinstance(part, Content) else REASONING if isinstance(part, Reasoning) else CALL
             if not part.text:
                 continue
             if self._open is None or self._open.kind != kind:
-                events += self._begin(kind)
+                events += self.begin(kind)
             self._open.pieces.append(part.text)
             events.append((DELTA, self._open, part.text))
         return events
 
-    def _begin(self, kind: str, name: str = "") -> list[BlockEvent]:
+    def begin(self, kind: str, name: str = "") -> list[BlockEvent]:
+        """Opens a block, and ends the one that was open."""
         events = self.close()
         self._open = Block(kind, len(self.blocks), name)
         self.blocks.append(self._open)

@@ -142,6 +142,14 @@ class ChatRun:
         self.metrics: RequestMetrics | None = None  # once `news` has begun
 
     @property
+    def request_id(self) -> str:
+        return self._job.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self._job.params
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self._job.token_ids)
 

@@ -66,11 +66,25 @@ async def run(state: ServerState, call: Call, job: Job) -> AsyncIterator[Request
     if state.server_config.salt_per_key and call.tenant:
         salt = f"{call.tenant}:{salt or ''}"
     prompt = {"prompt_token_ids": job.token_ids} | ({"prompt": job.text} if job.text is not None else {}) | ({"cache_salt": salt} if salt else {})
-    async with aclosing(engine.generate(prompt, job.params, job.request_id, priority=job.priority)) as outputs:
-        async for output in outputs:
-            if output.error is not None:
-                raise failure(output, job.names)
-            yield output
+    last, reason = None, "abort"  # unless an output says otherwise, the client left
+    try:
+        async with (
+            state.admission.slot(call.tenant, id(call), job.params.n, len(job.token_ids), job.priority),
+            aclosing(engine.generate(prompt, job.params, job.request_id, priority=job.priority)) as outputs,
+        ):
+            async for output in outputs:
+                last, reason = output, finish_reason(output) or reason
+                if output.error is not None:
+                    raise failure(output, job.names)
+                yield output
+    finally:
+        if last is not None:
+            state.request_log.add(job.request_id, last.metrics, {"model": state.model_name, "finish_reason": reason})
+
+
+def finish_reason(output: RequestOutput) -> str | None:
+    """The last one that this output tells of; with n > 1 the completions have each their own."""
+    return next((completion.finish_reason for completion in reversed(output.outputs) if completion.finish_reason), None)
 
 
 def failure(output: RequestOutput, names: dict[str, str]) -> ApiError:

@@ -186,7 +186,7 @@ def _tools(body: PromptBody) -> tuple[list[dict[str, Any]] | None, Any]:
         return tools, "required"
     if choice.name not in {tool["function"]["name"] for tool in tools}:
         raise invalid("tool_choice.name", "'tool_choice.name' must be the name of one of 'tools'.")
-    return tools, {"type": "function", "function": {"name": choice.name}}
+    return tools, {"name": choice.name}
 
 
 def _tool(tool: ToolIn, i: int) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def test_sampling() -> None:
         ({"type": "auto"}, "auto"),
         ({"type": "none"}, "none"),
         ({"type": "any"}, "required"),
-        ({"type": "tool", "name": "add"}, {"type": "function", "function": {"name": "add"}}),
+        ({"type": "tool", "name": "add"}, {"name": "add"}),
     ],
 )
 def test_tool_choices(choice: dict, told: Any) -> None:

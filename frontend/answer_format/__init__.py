@@ -3,6 +3,7 @@ May know: chat templates' text, JSON, StructuredOutputsParams.
 Must not know: tokens, requests, HTTP, the shape of any API's body."""
 
 from .answer import Answer, Content, Part, Reasoning, ToolCall, ToolCallArguments, ToolCallStart, collect
+from .forced import ToolChoice
 from .formats import AnswerFormat, detect
 from .parser import AnswerParser
 
@@ -16,6 +17,7 @@ __all__ = [
     "ToolCall",
     "ToolCallArguments",
     "ToolCallStart",
+    "ToolChoice",
     "collect",
     "detect",
 ]

@@ -73,24 +73,23 @@ async def read_body(request: Request, config: ServerConfig, body_type: type[Body
     return decode_body(raw, body_type, config, call)
 
 
-async def _receive(request: Request, config: ServerConfig) -> bytes:
+async def _receive(request: Request, config: ServerConfig) -> bytearray:
     too_large = ApiError(413, f"The body must have at most {config.max_body_bytes} bytes.", code="request_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > config.max_body_bytes:
         raise too_large
-    chunks, num_bytes = [], 0
+    body = bytearray()  # not a list of chunks: a dripping client may send one byte in each
     try:
         async with asyncio.timeout(config.body_timeout_s):
             while True:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
                     raise ApiError(400, "The client left before its request was complete.", code="client_disconnected")
-                chunks.append(message.get("body", b""))
-                num_bytes += len(chunks[-1])
-                if num_bytes > config.max_body_bytes:
+                body += message.get("body", b"")
+                if len(body) > config.max_body_bytes:
                     raise too_large
                 if not message.get("more_body"):
-                    return b"".join(chunks)
+                    return body
     except TimeoutError:
         message = f"The body did not arrive within {config.body_timeout_s:g} s."
         raise ApiError(408, message, code="request_timeout") from None
@@ -108,7 +107,7 @@ def watch_disconnect(request: Request, call: Call) -> None:
     call.watcher = asyncio.get_running_loop().create_task(watch())
 
 
-def decode_body(raw: bytes, body_type: type[Body], config: ServerConfig, call: Call) -> Body:
+def decode_body(raw: bytes | bytearray, body_type: type[Body], config: ServerConfig, call: Call) -> Body:
     """JSON -> Struct, with unknown fields noted or refused."""
     try:
         given = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])

@@ -68,7 +68,10 @@ async def run(state: ServerState, call: Call, job: Job) -> AsyncIterator[Request
     prompt = {"prompt_token_ids": job.token_ids} | ({"prompt": job.text} if job.text is not None else {}) | ({"cache_salt": salt} if salt else {})
     last, reason = None, "abort"  # unless an output says otherwise, the client left
     try:
-        async with aclosing(engine.generate(prompt, job.params, job.request_id, priority=job.priority)) as outputs:
+        async with (
+            state.admission.slot(call.tenant, id(call), job.params.n, len(job.token_ids), job.priority),
+            aclosing(engine.generate(prompt, job.params, job.request_id, priority=job.priority)) as outputs,
+        ):
             async for output in outputs:
                 last, reason = output, finish_reason(output) or reason
                 if output.error is not None:

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from quire.frontend.answer_format import ToolCall, detect
-from quire.frontend.outputs import CompletionOutput, RequestOutput
+from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.frontend.server.admission import Admission
 from quire.frontend.server.call import Call
 from quire.frontend.server.chat_run import ChatRun, ChatTurn, Message, prepare_chat
 from quire.frontend.server.errors import ApiError
+from quire.frontend.server.request_log import RequestLog
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.params import SamplingParams
 
@@ -30,12 +32,15 @@ class ScriptedEngine:
         for i, piece in enumerate(self.pieces):
             is_last = i == len(self.pieces) - 1
             completion = CompletionOutput(0, piece, [i], finish_reason=self.reason if is_last else None)
-            yield RequestOutput(request_id, None, prompt["prompt_token_ids"], [completion], is_last)
+            yield RequestOutput(request_id, None, prompt["prompt_token_ids"], [completion], is_last, RequestMetrics(0.0))
 
 
 def state_over(engine: ScriptedEngine, template: str = "<tool_call></think>") -> SimpleNamespace:
     config = SimpleNamespace(salt_per_key=False, chat_template_kwargs={})
-    return SimpleNamespace(ready_engine=lambda: engine, server_config=config, max_model_len=20, answer_format=detect(template), chat_template=None)
+    return SimpleNamespace(
+        ready_engine=lambda: engine, server_config=config, max_model_len=20, model_name="m", answer_format=detect(template), chat_template=None,
+        admission=Admission(8, 8, 100), request_log=RequestLog(),
+    )  # fmt: skip
 
 
 def run_turn(engine: ScriptedEngine, **turn: object) -> Message:

@@ -94,6 +94,5 @@ def test_the_same_text_as_openais_chat(server: httpx.Client) -> None:
 
 
 def test_a_format(server: httpx.Client) -> None:
-    schema = {"type": "object", "properties": {"sum": {"enum": [4, 5]}}, "required": ["sum"], "additionalProperties": False}
-    body = CHAT | {"format": schema, "stream": False, "options": {"temperature": 0, "num_predict": 64}}
-    assert msgspec.json.decode(server.post("/api/chat", json=body).json()["message"]["content"]).keys() == {"sum"}
+    body = CHAT | {"format": {"enum": ["four", "five"]}, "stream": False, "options": {"temperature": 0, "num_predict": 16}}
+    assert server.post("/api/chat", json=body).json()["message"]["content"] in ('"four"', '"five"')

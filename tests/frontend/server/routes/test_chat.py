@@ -204,6 +204,3 @@ def test_a_schema_that_makes_no_sense_is_the_tools(tool_server: httpx.Client) ->
     bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "nonsense"}}}}}
     answer = tool_server.post("/v1/chat/completions", json=BODY | {"tools": [bad], "tool_choice": "required"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-    format = {"type": "json_object"}
-    answer = tool_server.post("/v1/chat/completions", json=BODY | {"tools": [WEATHER], "response_format": format})
-    assert (answer.status_code, answer.json()["error"]["param"], answer.json()["error"]["code"]) == (400, "response_format", "unsupported_value")

@@ -16,7 +16,7 @@ import msgspec
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
-from ..answer_format import Answer, AnswerParser, Content, Part, Reasoning, ToolCallStart, collect
+from ..answer_format import Answer, AnswerFormat, AnswerParser, Content, Part, Reasoning, ToolCallStart, collect
 from ..outputs import CompletionOutput, PositionLogprobs, RequestMetrics
 from .call import Call
 from .errors import invalid
@@ -100,10 +100,24 @@ async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> ChatRu
 
     check_context(state, token_ids, params, turn.names)
     check_room(state, token_ids, turn.max_tokens, turn.names)
-    job = Job(turn.request_id, token_ids, params, text, turn.priority, turn.cache_salt, turn.names)
     tools = turn.tools if turn.wants_tools else None
+    params, names = shape_answer(format, turn, params, text)
+    job = Job(turn.request_id, token_ids, params, text, turn.priority, turn.cache_salt, names)
     parsers = [format.parser(tools, prompt_text=text, parallel_tool_calls=turn.parallel_tool_calls) for _ in range(params.n)]
     return ChatRun(state, call, job, parsers)
+
+
+def shape_answer(format: AnswerFormat, turn: ChatTurn, params: SamplingParams, text: str) -> tuple[SamplingParams, dict[str, str]]:
+    """The parameters with the grammar of what the turn demands, and the names of fields for the errors of that grammar."""
+    asked, names, options = params.structured_outputs, turn.names, {"parallel_tool_calls": turn.parallel_tool_calls, "prompt_text": text}
+    shape = format.forced(turn.tools, turn.tool_choice, **options) if turn.wants_tools else None
+    if shape is not None:
+        names = names | {"structured_outputs": "tools"}
+    elif asked is not None:
+        shape = format.after_reasoning(asked, tools=turn.tools if turn.wants_tools else None, **options)
+    if shape is None or shape is asked:
+        return params, names
+    return msgspec.structs.replace(params, structured_outputs=shape), names
 
 
 async def render_turn(state: ServerState, turn: ChatTurn) -> tuple[str, list[int]]:

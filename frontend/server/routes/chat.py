@@ -14,7 +14,7 @@ from ....ipc.checks import INT64_MAX
 from ..call import Call, call_of, read_body
 from ..chat_answer import ChatAnswer
 from ..chat_run import ChatTurn, prepare_chat
-from ..errors import invalid, unsupported
+from ..errors import invalid
 from ..openai_messages import Message, plain_messages
 from ..openai_tools import Tool, ToolChoice, checked_tools
 from ..sampling import MAX_LOGPROBS, SamplingBody, check_fields, field_names, sampling_params
@@ -80,9 +80,6 @@ def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
     defaults = state.ready_engine().get_default_sampling_params()
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(body, defaults, state.server_config, max_tokens=max_tokens, logprobs=logprobs, names=names)
-    if params.structured_outputs is not None and tools and tool_choice == "auto":
-        name = names.get("structured_outputs", "structured_outputs")
-        raise unsupported(name, f"'{name}' would keep the model from calling tools; set 'tool_choice' to none or required, or leave one of the two out.")
     continues = bool(body.continue_final_message)
     if continues and body.messages[-1].__struct_config__.tag != "assistant":
         raise invalid("continue_final_message", "The last of 'messages' must be the assistant's to be continued.")

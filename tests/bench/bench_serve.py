@@ -67,7 +67,8 @@ def measure_http(args: argparse.Namespace, round_: int, port: int, server: psuti
         tokens = sum(outcome.num_output_tokens for outcome in outcomes)
         cpu = after.user + after.system - before.user - before.system
         chunks = sum(len(outcome.token_times) for outcome in outcomes)
-        return {"seconds": seconds, "tokens": tokens, "chunks": chunks, "cpu_us": 1e6 * cpu / tokens, "client_cpu_share": own / seconds}
+        system_us = 1e6 * (after.system - before.system) / tokens
+        return {"seconds": seconds, "tokens": tokens, "chunks": chunks, "cpu_us": 1e6 * cpu / tokens, "system_us": system_us, "client_cpu_share": own / seconds}
 
     return uvloop.run(main())
 

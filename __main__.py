@@ -16,6 +16,10 @@ COMMANDS = {
     "chat": "talk with the model",
     "serve": "serve a model over OpenAI's API",
     "engine": "load a model once and serve it to other programs through a socket file",
+    "models": "what is in the hub's cache on this machine, and what it lacks",
+    "doctor": "what this machine and a model lack, and what to do about it",
+    "top": "watch the engine of a running server",
+    "plan": "what a model needs and what this machine gives: weights, context, requests at once",
     "bench": "measure a server, or the engine offline",
 }
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -36,8 +40,9 @@ HELP = "\n".join(
 )
 
 
-def fail(sentence: str, code: int) -> int:
-    print(f"quire: {sentence}", file=sys.stderr)
+def fail(error: Exception | str, code: int) -> int:
+    """The error as one sentence, and beneath it the notes that somebody added (a plan, where memory does not suffice)."""
+    print("\n\n".join([f"quire: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     return code
 
 
@@ -84,9 +89,9 @@ def run_command(command: str, argv: list[str]) -> int:
     try:
         return import_module(f".frontend.cli.{command}", __package__).main(argv)
     except (InvalidParameterError, ModelLoadError) as error:
-        return fail(str(error), EXIT_USAGE)
+        return fail(error, EXIT_USAGE)
     except QuireError as error:
-        return fail(str(error), EXIT_FAILURE)
+        return fail(error, EXIT_FAILURE)
     except (BrokenPipeError, KeyboardInterrupt):
         raise
     except OSError as error:  # a full disk behind `>`, a limit of the system

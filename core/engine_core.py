@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ..ipc.config import EngineConfig
-from ..ipc.errors import InvalidParameterError
+from ..ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ..ipc.failures import pack_exception
 from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, ModelRunnerOutput, Ready, UtilityCall, UtilityResult
 from ..ipc.params import ALL_LOGPROBS, SamplingParams
@@ -324,7 +324,7 @@ def check_num_blocks(config: EngineConfig, num_blocks: int) -> None:
     block_size, max_model_len = config.cache_config.block_size, config.model_config.max_model_len
     capacity = (num_blocks - 1) * block_size
     if capacity < max_model_len:
-        raise InvalidParameterError(
+        raise NotEnoughMemoryError(
             "max_model_len",
             f"must be at most {max(capacity, 0)}, the tokens that fit a KV cache of {num_blocks} blocks of {block_size} (one is reserved), "
             f"got {max_model_len}; a larger kv_cache_memory_bytes or gpu_memory_utilization makes room for more",

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..ipc.decoder_config import DecoderConfig
 from ..kernels.ops import AttentionMetadata
-from .decoder_config import DecoderConfig
 from .layers import Attention, GatedMLP, LayerFactory, Weights
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..ipc.decoder_config import DecoderConfig
 from ..kernels.ops import AttentionMetadata
-from .decoder_config import DecoderConfig
 from .device import pack_linear
 from .rope import make_cos_sin_cache
 

@@ -1,5 +1,5 @@
 """Rotary position embeddings: the table of cosines and sines that a model's config asks for.
-May know: the rope part of a config.json, in its old form (rope_theta, rope_scaling) and transformers 5's (rope_parameters).
+May know: the rope parameters of a config.json as ipc/decoder_config.py reads them.
 Must not know: layers, requests, how a table is applied (kernels/ops.py: rotary_embedding)."""
 
 from __future__ import annotations
@@ -10,49 +10,6 @@ from typing import Any
 import torch
 
 from ..ipc.errors import ModelLoadError
-
-_KEYS = {  # by type: required, optional
-    "default": (set(), set()),
-    "linear": ({"factor"}, set()),
-    "dynamic": ({"factor"}, {"original_max_position_embeddings"}),
-    "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, {"original_max_position_embeddings"}),
-    "yarn": (
-        {"factor"},
-        {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
-    ),
-}
-DEFAULT_THETA = 10000.0
-
-
-def parse_rope_parameters(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """The rope part of a config in one form: rope_type, rope_theta, and the type's own keys, checked.
-
-    Raises ModelLoadError for an unknown type, a missing key, or a key whose meaning is not known here: it would change the angles.
-    """
-    given = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        raise ModelLoadError(f"rope parameters must be an object, got {given!r}")
-    parameters = {key: value for key, value in given.items() if value is not None}
-    rope_type = parameters.pop("rope_type", None) or parameters.get("type", "default")
-    parameters.pop("type", None)
-    if rope_type not in _KEYS:
-        raise ModelLoadError(f"rope type {rope_type!r} is not supported; supported: {', '.join(_KEYS)}")
-    if parameters.pop("partial_rotary_factor", hf_config.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ModelLoadError("partial_rotary_factor other than 1 is not supported")
-    theta = parameters.pop("rope_theta", hf_config.get("rope_theta") or DEFAULT_THETA)
-    required, optional = _KEYS[rope_type]
-    if missing := required - parameters.keys():
-        raise ModelLoadError(f"rope type {rope_type!r} lacks {', '.join(sorted(missing))}")
-    if unknown := parameters.keys() - required - optional:
-        raise ModelLoadError(f"rope type {rope_type!r} does not know {', '.join(sorted(unknown))}")
-    for key, value in {"rope_theta": theta, **parameters}.items():
-        if not isinstance(value, (int, float)):
-            raise ModelLoadError(f"rope parameter {key} must be a number, got {value!r}")
-    if rope_type in ("llama3", "yarn"):
-        # As transformers: the key beside the rope parameters wins, and the model's own length stands in for a missing one.
-        original = parameters.get("original_max_position_embeddings", hf_config["max_position_embeddings"])
-        parameters["original_max_position_embeddings"] = hf_config.get("original_max_position_embeddings") or original
-    return {"rope_type": rope_type, "rope_theta": theta, **parameters}
 
 
 def inverse_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:

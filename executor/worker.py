@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from ..ipc.config import EngineConfig
-from ..ipc.errors import InvalidParameterError, ModelLoadError
+from ..ipc.errors import ModelLoadError
+from ..ipc.machine import free_memory_bytes
+from ..ipc.memory_plan import check_weights_fit, plan_num_blocks, plan_num_host_blocks
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..kernels import registry
 from . import device as devices
@@ -30,8 +32,6 @@ from .token_stages import make_stages
 
 logger = logging.getLogger(__name__)
 
-CPU_MEMORY_FRACTION = 0.4  # of what is free once the weights are loaded; the rest is for activations and for other programs
-SWAP_MEMORY_FRACTION = 0.25  # of what is free then: the most that swap_space takes
 MEASURED_TOKENS = 32  # of a forward pass, to learn what recomputing costs
 PLUGINS = "quire.plugins"  # entry points of installed packages: modules that register kernels or models when they are imported
 
@@ -95,6 +95,7 @@ class Worker:
         make = LayerFactory(self._ops, self.dtype, self.device)
         model = self._model_class(self._model_class.parse_config(model_config.hf_config), make, model_config.max_model_len)
         self._weights_bytes = sum(tensor.nbytes for _, tensor in model.weights())
+        check_weights_fit(self._weights_bytes, model_config.dtype, free_memory_bytes())  # their pages are taken when they are filled, not yet
         if directory is None:
             fill_with_random_weights(model, model_config.seed, report)
         else:
@@ -109,8 +110,8 @@ class Worker:
         return per_token * self.config.cache_config.block_size
 
     def determine_num_blocks(self) -> int:
-        """How many KV-cache blocks to make, the null block included. Raises InvalidParameterError when one full sequence would not fit."""
-        return plan_num_blocks(self.config, self.block_bytes, devices.free_memory_bytes())
+        """How many KV-cache blocks to make, the null block included. Raises NotEnoughMemoryError when one full sequence would not fit."""
+        return plan_num_blocks(self.config, self.block_bytes, free_memory_bytes())
 
     def initialize_kv_cache(self, num_blocks: int) -> int:
         """Allocates the cache, gives each layer its part, runs the model once, and returns the cache's size in bytes."""
@@ -128,7 +129,7 @@ class Worker:
         """Sets host memory aside for blocks of preempted requests. Returns the number of blocks, and what bringing a request back costs."""
         mode, block_size = self.config.scheduler_config.preemption_mode, self.config.cache_config.block_size
         if mode != "recompute":
-            self._num_host_blocks = plan_num_host_blocks(self.config, self.block_bytes, devices.free_memory_bytes())
+            self._num_host_blocks = plan_num_host_blocks(self.config, self.block_bytes, free_memory_bytes())
         self._make_block_mover()
         if mode != "auto" or not self._num_host_blocks:
             return self._num_host_blocks, PreemptionCosts()
@@ -197,7 +198,7 @@ class Worker:
 
     def load_weights(self, path: str) -> None:
         """Takes the weights in the directory `path` in place of its own, which go on if anything is wrong: the new model is built beside
-        the old one, so there must be memory for both. Raises ModelLoadError."""
+        the old one, so there must be memory for both. Raises ModelLoadError, NotEnoughMemoryError."""
         directory = Path(path)
         check_same_architecture(self.config, self._model_class, directory)
         model = self._build_model(directory, _report_nothing)
@@ -240,42 +241,3 @@ def check_same_architecture(config: EngineConfig, model_class: Any, directory: P
 
 def _report_nothing(stage: str, fraction: float) -> None:
     pass
-
-
-def plan_num_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> int:
-    """KV-cache blocks, the null block included: num_gpu_blocks_override, or what fits kv_cache_memory_bytes, or else the smaller of what
-    max_num_seqs sequences of max_model_len need and what fits CPU_MEMORY_FRACTION of `free_bytes`.
-
-    Raises InvalidParameterError when a sequence of max_model_len would not fit: with no other left to preempt, it could never end.
-    """
-    cache_config, max_model_len = config.cache_config, config.model_config.max_model_len
-    blocks_per_sequence = -(-max_model_len // cache_config.block_size)
-    wanted = 1 + blocks_per_sequence * config.scheduler_config.max_num_seqs
-    if cache_config.num_gpu_blocks_override is not None:
-        num_blocks, origin = cache_config.num_gpu_blocks_override, "num_gpu_blocks_override"
-    elif cache_config.kv_cache_memory_bytes is not None:
-        num_blocks, origin = cache_config.kv_cache_memory_bytes // block_bytes, "kv_cache_memory_bytes"
-    else:
-        num_blocks, origin = min(wanted, int(free_bytes * CPU_MEMORY_FRACTION) // block_bytes), "kv_cache_memory_bytes"
-    needed = 1 + blocks_per_sequence
-    if num_blocks < needed:
-        fitting = max(0, num_blocks - 1) * cache_config.block_size
-        or_shorter = f", or lower max_model_len to at most {fitting}" if fitting else ""
-        raise InvalidParameterError(
-            origin,
-            f"one sequence of max_model_len={max_model_len} tokens needs {needed} KV-cache blocks ({needed * block_bytes} bytes), "
-            f"there is room for {num_blocks} ({num_blocks * block_bytes} bytes), that is {fitting} tokens; "
-            f"give more memory through kv_cache_memory_bytes{or_shorter}",
-        )
-    return num_blocks
-
-
-def plan_num_host_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> int:
-    """Host blocks for preempted requests: what fits swap_space and SWAP_MEMORY_FRACTION of `free_bytes`, no more than all requests need."""
-    wanted_bytes = int(config.cache_config.swap_space * 2**30)
-    num_bytes = min(wanted_bytes, int(free_bytes * SWAP_MEMORY_FRACTION))
-    if num_bytes < wanted_bytes:
-        sizes = wanted_bytes / 2**30, num_bytes / 2**30, 100 * SWAP_MEMORY_FRACTION
-        logger.info("swap_space: %.1f GiB wanted, %.1f GiB taken, %d %% of the free memory", *sizes)
-    blocks_per_sequence = -(-config.model_config.max_model_len // config.cache_config.block_size)
-    return min(num_bytes // block_bytes, blocks_per_sequence * config.scheduler_config.max_num_seqs)

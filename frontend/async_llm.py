@@ -35,27 +35,34 @@ class RequestStream:
     def __init__(self) -> None:
         self._unread: RequestOutput | None = None
         self._error: EngineDeadError | None = None
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future | None = None  # that waits
 
     def put(self, output: RequestOutput) -> None:
         if self._unread is None:
             self._unread = output
+            self._wake()
         else:
             self._unread.merge(output)
-        self._news.set()
 
     def fail(self, error: EngineDeadError) -> None:
         self._error = error
-        self._news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def get(self) -> RequestOutput:
-        """Waits for news. What came before a failure is read before it raises."""
-        await self._news.wait()
+        """Waits for news. What came before a failure is read before it raises. For one reader."""
+        if self._unread is None and self._error is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
         if self._unread is None:
             raise EngineDeadError(*self._error.args) from self._error
         output, self._unread = self._unread, None
-        if self._error is None:
-            self._news.clear()
         return output
 
 
@@ -95,6 +102,8 @@ class AsyncLLM:
         `on_progress(stage, fraction)` is called in the loop's thread, stages in this order, fractions from 0 to 1: "model files" (found, or
         downloaded), "start" (the engine's process), "import" (its libraries), "load weights", "kv cache", "tokenizer". A stage that an
         engine does not have is left out; a daemon that has begun before us tells only what is still to come.
+
+        The loop goes on but for the reading of a large tokenizer.json, whose library lets nobody else run: half a second for 150,000 tokens.
 
         Cancelled, it ends a child, or the loading in this process at the next report, before it raises; only a download goes on. A child
         dies with the thread that started it, so the loop's thread must live as long as the engine is wanted.

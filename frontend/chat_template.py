@@ -1,5 +1,5 @@
 """Chat templates: from messages to the text of a prompt, as the authors of the model wrote it down in Jinja.
-May know: jinja2 (imported on first use), the files that hold templates, the shape of messages.
+May know: jinja2 (imported on first use), the files that hold templates; messages through chat_messages.py.
 Must not know: tokens, requests. A template comes with a model and is not trusted: it runs in jinja2's sandbox on plain data."""
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..ipc.errors import InvalidParameterError, ModelLoadError
+from .chat_messages import normalize_messages
 from .model_files import read_json_if_exists
+from .template_traits import TemplateTraits, find_traits
 
 if TYPE_CHECKING:
     import jinja2
@@ -61,24 +63,34 @@ def render_chat(
 ) -> str:
     """The prompt's text. With continue_final_message it ends where the last message's content ends, so that the model goes on with it.
 
-    Raises InvalidParameterError naming `messages` or `chat_template`, with the template's own words where it refuses.
+    Raises InvalidParameterError naming the place in `messages`, `tools` (of a template that ignores them) or `chat_template`, with the
+    template's own words where it refuses.
     """
     import jinja2
 
     if add_generation_prompt and continue_final_message:
         raise InvalidParameterError("continue_final_message", "cannot be combined with add_generation_prompt")
-    messages = _checked_messages(messages)
+    messages = normalize_messages(messages)
+    if tools or any("tool_calls" in message or message["role"] == "developer" for message in messages):
+        messages = _adapted(template, messages, with_tools=bool(tools))
     if continue_final_message:
         messages[-1]["content"] = (messages[-1].get("content") or "") + CONTINUE_MARK
     try:
         text = _compile(template).render(
-            messages=messages, tools=tools, documents=documents, add_generation_prompt=add_generation_prompt, **(variables or {})
+            messages=messages, tools=tools or None, documents=documents, add_generation_prompt=add_generation_prompt, **(variables or {})
         )
     except jinja2.TemplateSyntaxError as error:
         raise InvalidParameterError("chat_template", f"is not valid Jinja: {error.message} (line {error.lineno})") from error
     except Exception as error:  # a template can fail in any way that Python can
         raise InvalidParameterError("messages", f"the chat template refuses them: {error}") from error
     return _cut_at_mark(text) if continue_final_message else text
+
+
+def _adapted(template: str, messages: list[dict[str, Any]], *, with_tools: bool) -> list[dict[str, Any]]:
+    traits = template_traits(template)
+    if with_tools and not traits.takes_tools:
+        raise InvalidParameterError("tools", "the model's chat template does not write tools into the prompt, so the model would never see them")
+    return traits.adapt(messages)
 
 
 def _cut_at_mark(text: str) -> str:
@@ -89,24 +101,14 @@ def _cut_at_mark(text: str) -> str:
     return head if tail.startswith(" ") else head.rstrip()
 
 
-def _checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """Copies of the messages with a role and, where `content` is a list of parts, the parts' text joined by newlines."""
-    if not isinstance(messages, list) or not messages:
-        raise InvalidParameterError("messages", "must be a list of at least one message")
-    checked = []
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InvalidParameterError("messages", f"messages[{i}] must be a dict with a string `role`, got {message!r}")
-        checked.append({**message, "content": _content_text(message["content"], i)} if "content" in message else dict(message))
-    return checked
+@lru_cache(maxsize=32)
+def template_traits(template: str) -> TemplateTraits:
+    """What the template can do with tools. A template that is no Jinja can do nothing; what is wrong with it, rendering says."""
 
+    def render(messages: list[dict[str, Any]], tools: list[dict] | None) -> str:
+        return _compile(template).render(messages=messages, tools=tools, documents=None, add_generation_prompt=False, bos_token="", eos_token="")
 
-def _content_text(content: Any, i: int) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-        return "\n".join(part["text"] for part in content)
-    raise InvalidParameterError("messages", f"messages[{i}].content must be a string, None or a list of parts with `text`")
+    return find_traits(template, render)
 
 
 @lru_cache(maxsize=32)

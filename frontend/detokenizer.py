@@ -51,9 +51,8 @@ class IncrementalDetokenizer:
 
     def take_delta(self) -> str:
         """The text shown since the last call. (A reader uses either this or `text`.)"""
-        delta = "".join(self._shown[self._num_taken :])
-        self._num_taken = len(self._shown)
-        return delta
+        start, self._num_taken = self._num_taken, len(self._shown)
+        return self._shown[start] if start + 1 == self._num_taken else "".join(self._shown[start:])
 
     def update(self, token_ids: list[int], finish_reason: FinishReason | None = None) -> tuple[int, str | None]:
         """Appends new tokens; `finish_reason` is given with the last ones.
@@ -61,6 +60,9 @@ class IncrementalDetokenizer:
         Returns how many of them belong to the output (fewer than all when a stop string ends it early) and that stop string.
         """
         if self._decoder is None:
+            return len(token_ids), None
+        if finish_reason is None and token_ids and not self._stops:  # nearly all
+            self._shown.append(self._decoder.decode(token_ids))
             return len(token_ids), None
         # The token that ended the request is an output token, but no text.
         hidden = 1 if finish_reason is FinishReason.STOP and not self._include_stop else 0
@@ -142,6 +144,7 @@ class PieceTable(dict[int, bytes]):
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._byte_of_character = _byte_level_alphabet() if byte_level else None
+        self._texts: dict[int, str | None] = {}
         self.num_stripped = num_stripped  # spaces that the decoder takes off the beginning of a text
         self.errors = "replace" if byte_level else "quire.replace_each_byte"
 
@@ -150,6 +153,15 @@ class PieceTable(dict[int, bytes]):
         piece = b"" if token is None or token_id in self._skipped else self._bytes_of(token)
         self[token_id] = piece
         return piece
+
+    def text_of(self, token_id: int) -> str | None:
+        """The token's text if it is made of whole characters, or None."""
+        if token_id not in self._texts:
+            try:
+                self._texts[token_id] = self[token_id].decode()
+            except UnicodeDecodeError:
+                self._texts[token_id] = None
+        return self._texts[token_id]
 
     def _bytes_of(self, token: str) -> bytes:
         if self._byte_of_character is not None:
@@ -172,19 +184,26 @@ class PieceDecoder:
         # A prompt given as ids may end within a character. The output may complete it; if it does not, its U+FFFD is the prompt's.
         self._utf8.decode(b"".join(table[i] for i in prompt_token_ids[-MAX_CHARACTER_TOKENS:]))
         num_begun = len(self._utf8.getstate()[0])
+        self._is_within_character = num_begun > 0
         self._num_of_prompt = min(num_begun, 1) if table.errors == "replace" else num_begun
         at_start = table.num_stripped and not any(table[i] for i in prompt_token_ids)
         self._num_to_strip = table.num_stripped if at_start else 0
 
     def decode(self, token_ids: list[int]) -> str:
         table = self._table
-        return self._own(self._utf8.decode(b"".join([table[i] for i in token_ids])))
+        if len(token_ids) == 1 and not self._is_within_character and (text := table.text_of(token_ids[0])) is not None:
+            return self._own(text)  # by far the most common, in a third of the time
+        text = self._utf8.decode(b"".join([table[i] for i in token_ids]))
+        self._is_within_character = bool(self._utf8.getstate()[0])
+        return self._own(text)
 
     def flush(self) -> str:
         return self._own(self._utf8.decode(b"", final=True))
 
     def _own(self, text: str) -> str:
         """Without what is the prompt's, or would be stripped from a whole text."""
+        if not (self._num_of_prompt or self._num_to_strip):
+            return text
         if self._num_of_prompt and text:
             text = text[self._num_of_prompt :] if text.startswith(REPLACEMENT) else text
             self._num_of_prompt = 0

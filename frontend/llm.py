@@ -59,6 +59,9 @@ class LLM:
     def scheduler_state(self) -> dict[str, Any]:
         return self.llm_engine.scheduler_state()
 
+    def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
+        return self.llm_engine.observe(since_step, max_blocks)
+
     def set_tracer_provider(self, provider: Any) -> None:
         self.llm_engine.set_tracer_provider(provider)
 

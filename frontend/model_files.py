@@ -35,6 +35,20 @@ def find_model_directory(model: str, *, revision: str | None = None, weights: bo
     return _download(model, revision, CONFIG_PATTERNS + (WEIGHT_PATTERNS if weights else []))
 
 
+def find_cached_directory(model: str, revision: str | None = None) -> Path | None:
+    """Where a hub's model lies in the cache, without a look at the network; None for one that is not there, and for what is no hub's name."""
+    if model == BUNDLED or Path(model).expanduser().exists() or _looks_like_a_path(model):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:
+        return None
+    return Path(found).resolve().parent if isinstance(found, str) else None
+
+
 def _looks_like_a_path(model: str) -> bool:
     return model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1
 
@@ -64,6 +78,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_json_if_exists(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
+
+
+def missing_weight_files(directory: Path) -> list[str]:
+    """The safetensors files that the engine would look for and not find. Raises ModelLoadError for an index that cannot be read."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file() or not index.is_file():
+        return [] if single.is_file() else [single.name]
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+        raise ModelLoadError(f"{index} has no weight_map of names")
+    return [shard for shard in sorted(set(shards.values())) if not (directory / shard).is_file()]
 
 
 def read_hf_config(directory: Path, overrides: dict[str, Any]) -> dict[str, Any]:

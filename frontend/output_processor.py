@@ -202,7 +202,7 @@ class OutputProcessor:
                 if completion.finish_reason is not None:
                     continue
                 num_known = len(completion.token_ids) - first_index  # tokens of the row that came before; less than 0: some are lost
-                new_token_ids = outputs.token_ids[start + max(num_known, 0) : end]
+                new_token_ids = outputs.token_ids[start + num_known if num_known > 0 else start : end]
                 is_news = self._process_row(state, completion, new_token_ids, num_known, extras, now)
                 if is_news and (not state.is_final_only or state.num_unfinished == 0):
                     with_news[state.request_id] = state
@@ -229,7 +229,7 @@ class OutputProcessor:
         finished = extras.finished
         num_used, stop = completion.detokenizer.update(new_token_ids, finished.reason if finished else None)
         if num_used:
-            completion.token_ids += new_token_ids[:num_used]
+            completion.token_ids += new_token_ids if num_used == len(new_token_ids) else new_token_ids[:num_used]
             metrics = state.metrics
             metrics.last_token_time = now
             metrics.num_generation_tokens += num_used
@@ -309,19 +309,12 @@ class OutputProcessor:
                 return None
         prompt_logprobs = None if state.are_prompt_logprobs_told else state.prompt_logprobs
         state.are_prompt_logprobs_told = is_delta
-        return RequestOutput(
-            request_id=state.request_id,
-            prompt=state.prompt,
-            prompt_token_ids=state.core_request.prompt_token_ids,
-            outputs=[_completion_output(completion, is_delta) for completion in (due if is_delta else state.completions)],
-            finished=finished,
-            metrics=state.metrics,
-            num_cached_tokens=state.num_cached_tokens,
-            prompt_logprobs=prompt_logprobs,
-            error=state.error,
-            error_parameter=state.error_parameter,
-            kind_is_delta=is_delta,
-        )
+        told = due if is_delta else state.completions
+        outputs = [_completion_output(told[0], is_delta)] if len(told) == 1 else [_completion_output(completion, is_delta) for completion in told]
+        return RequestOutput(  # one for every token of a stream: by name it takes twice as long
+            state.request_id, state.prompt, state.core_request.prompt_token_ids, outputs, finished, state.metrics, state.num_cached_tokens,
+            prompt_logprobs, state.error, state.error_parameter, is_delta,
+        )  # fmt: skip
 
 
 def _is_due(completion: CompletionState, stream_interval: int) -> bool:
@@ -338,13 +331,13 @@ def _completion_output(completion: CompletionState, is_delta: bool) -> Completio
     completion.num_told = len(completion.token_ids)
     completion.is_end_told = finish_reason is not None
     return CompletionOutput(
-        index=completion.index,
-        text=completion.detokenizer.take_delta() if is_delta else completion.detokenizer.text,
-        token_ids=completion.token_ids[start:],
-        cumulative_logprob=completion.cumulative_logprob,
-        logprobs=None if completion.logprobs is None else completion.logprobs[start:],
-        finish_reason=None if finish_reason is None else str(finish_reason),
-        stop_reason=completion.stop_reason,
+        completion.index,
+        completion.detokenizer.take_delta() if is_delta else completion.detokenizer.text,
+        completion.token_ids[start:],
+        completion.cumulative_logprob,
+        None if completion.logprobs is None else completion.logprobs[start:],
+        None if finish_reason is None else str(finish_reason),
+        completion.stop_reason,
     )
 
 

@@ -19,6 +19,10 @@ class InvalidParameterError(QuireError, ValueError):
         return f"{self.parameter}: {self.problem}"
 
 
+class NotEnoughMemoryError(InvalidParameterError):
+    """The weights, or the KV cache of one sequence, do not fit the memory. The text gives the largest value that does, if there is one."""
+
+
 class ModelLoadError(QuireError, RuntimeError):
     """The model's files are missing, corrupt, or of an architecture that Quire does not run."""
 

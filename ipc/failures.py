@@ -21,6 +21,7 @@ _BY_NAME: dict[str, type[Exception]] = {
         errors.QuireError, errors.ModelLoadError, errors.EngineDeadError, errors.EngineStartError, errors.EnginePausedError,
     )
 }  # fmt: skip
+_WITH_PARAMETER = {cls.__name__: cls for cls in (errors.InvalidParameterError, errors.NotEnoughMemoryError)}
 
 
 def pack_exception(error: BaseException) -> Failed:
@@ -39,8 +40,8 @@ def unpack_exception(failed: Failed, default: type[Exception]) -> Exception:
 
     Its `__cause__` is a RemoteTraceback.
     """
-    if failed.error_type == errors.InvalidParameterError.__name__:
-        error: Exception = errors.InvalidParameterError(failed.parameter or "?", failed.message)
+    if failed.error_type in _WITH_PARAMETER:
+        error: Exception = _WITH_PARAMETER[failed.error_type](failed.parameter or "?", failed.message)
     elif failed.error_type in _BY_NAME:
         error = _BY_NAME[failed.error_type](failed.message)
     else:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...ipc.decoder_config import DecoderConfig, parse_decoder_config
 from ..decoder import Decoder
-from ..decoder_config import DecoderConfig, parse_decoder_config
 from ..layers import Attention, GatedMLP, LayerFactory
 
 

@@ -4,13 +4,20 @@ Must not know: how a format is read (the modules of the families do), requests."
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from ...ipc.errors import InvalidParameterError
+from ...ipc.params import StructuredOutputsParams
+from ..tokenizer import Tokenizer
+from .forced import functions_of, write_after_reasoning, write_structure
+from .grammar_text import GrammarText
 from .json_calls import JsonCalls
+from .named_calls import MistralCalls, NamedCalls
 from .parser import AnswerParser, ReasoningMarks
+from .python_calls import PythonCalls
+from .tagged_calls import TaggedCalls
 from .tool_calls import ToolFormat
 
 AUTO, NONE = "auto", "none"
@@ -23,10 +30,77 @@ class ToolRow:
     format: ToolFormat
 
 
-# The first whose marks are all there: a format whose marks include another's stands before it.
-TOOL_FORMATS = (ToolRow("hermes", ("<tool_call>",), JsonCalls(starts=("<tool_call>",), end="</tool_call>")),)
+DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+KIMI = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>")
+QWEN_CODER = ("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>")
+PHI = JsonCalls(starts=("<|tool_call|>", "functools"), end="<|/tool_call|>", is_list=True)
+LLAMA_JSON = JsonCalls(starts=("<|python_tag|>",), argument_key="parameters", bare_beginnings="{[", bare_separator=";")
 
-REASONING_FORMATS = {"think": ReasoningMarks("<think>", "</think>")}
+# The first whose marks are all there: a format whose marks include another's stands before it. Without marks: only by the flag.
+TOOL_FORMATS = (
+    ToolRow(
+        "qwen3_coder",
+        ("<tool_call>", "<function=", "<parameter="),
+        TaggedCalls("<tool_call>", "</tool_call>", *QWEN_CODER, values_have_lines=True),
+    ),
+    ToolRow(
+        "seed_oss",
+        ("<seed:tool_call>",),
+        TaggedCalls("<seed:tool_call>", "</seed:tool_call>", *QWEN_CODER),
+    ),
+    ToolRow(
+        "glm45",
+        ("<tool_call>", "<arg_key>"),
+        TaggedCalls("<tool_call>", "", "", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", between_key_and_value="\n"),
+    ),
+    ToolRow(
+        "minimax_m2",
+        ("<minimax:tool_call>",),
+        TaggedCalls(
+            "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', '">', '<parameter name="', '">', "", "</parameter>", "</invoke>"
+        ),
+    ),
+    ToolRow(
+        "deepseek_v3",
+        ("<｜tool▁calls▁begin｜>", "```json"),
+        NamedCalls(
+            *DEEPSEEK, call_form="function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```", between="\n"
+        ),
+    ),
+    ToolRow(
+        "deepseek_v31",
+        ("<｜tool▁calls▁begin｜>",),
+        NamedCalls(*DEEPSEEK, call_form="NAME<｜tool▁sep｜>ARGUMENTS"),
+    ),
+    ToolRow(
+        "kimi_k2",
+        ("<|tool_calls_section_begin|>",),
+        NamedCalls(
+            *KIMI, call_form="functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS"
+        ),
+    ),
+    ToolRow("mistral_v11", ("[TOOL_CALLS]", "[ARGS]"), MistralCalls(name_is_before=True)),
+    ToolRow("mistral", ("[TOOL_CALLS]",), MistralCalls()),
+    ToolRow("phi4_mini", ("<|tool|>", "<|/tool|>"), PHI),
+    ToolRow("phi4_mini", ("functools[",), PHI),
+    ToolRow("granite", ("<|tool_call|>",), JsonCalls(starts=("<|tool_call|>",), is_list=True)),
+    ToolRow("lfm2", ("<|tool_call_start|>",), PythonCalls(starts=("<|tool_call_start|>",), end="<|tool_call_end|>")),
+    ToolRow("olmo3", ("<function_calls>",), PythonCalls(starts=("<function_calls>",), end="</function_calls>", call_per_line=True)),
+    ToolRow("tool_calls", ("<tool_calls>",), JsonCalls(starts=("<tool_calls>",), end="</tool_calls>", is_list=True)),  # Jamba, Hunyuan, MiniMax-M1
+    ToolRow("nemotron", ("<TOOLCALL>",), JsonCalls(starts=("<TOOLCALL>",), end="</TOOLCALL>", is_list=True)),
+    ToolRow("internlm", ("<|action_start|>",), JsonCalls(starts=("<|action_start|><|plugin|>",), end="<|action_end|>", argument_key="parameters")),
+    ToolRow("hermes", ("<tool_call>",), JsonCalls(starts=("<tool_call>",), end="</tool_call>", padding="\n")),
+    ToolRow("pythonic", ("func_name1(",), PythonCalls(starts=("<|python_start|>",), end="<|python_end|>", bare_beginnings="[")),
+    ToolRow("llama3_json", ("dictionary of argument name",), LLAMA_JSON),
+    ToolRow("llama3_json", ("<|python_tag|>",), LLAMA_JSON),
+    ToolRow("json", (), JsonCalls(bare_beginnings="{[", bare_separator=",")),
+)
+
+REASONING_FORMATS = {
+    "think": ReasoningMarks("<think>", "</think>"),
+    "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>"),
+}
 
 
 @dataclass(frozen=True)
@@ -37,15 +111,21 @@ class AnswerFormat:
     tool_format: ToolFormat | None
     reasoning_name: str | None
     reasoning_marks: ReasoningMarks | None
-    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
 
     @property
     def skip_special_tokens(self) -> bool:
-        """What SamplingParams must say: False where special tokens are marks that the parser must see."""
-        marks = [*self.tool_format.starts] if self.tool_format else []
-        if self.reasoning_marks:
-            marks += [self.reasoning_marks.start, self.reasoning_marks.end]
-        return not any(mark in self.special_tokens for mark in marks)
+        """What SamplingParams must say: False where marks that the parser must see are special tokens, or may be."""
+        marks = [text for value in self._mark_values() for text in ([value] if isinstance(value, str) else value)]
+        if self.tokenizer is None:
+            return not any(marks)
+        special = [self.tokenizer.added_tokens[i] for i in self.tokenizer.special_ids]
+        return not any(token in mark for token in special for mark in marks)
+
+    def _mark_values(self) -> Iterator[str | tuple[str, ...]]:
+        for marks in (self.tool_format, self.reasoning_marks):
+            if marks is not None:
+                yield from (value for value in astuple(marks) if isinstance(value, (str, tuple)))
 
     def parser(
         self, tools: list[dict[str, Any]] | None = None, reasoning: bool = True, prompt_text: str = "", parallel_tool_calls: bool = True
@@ -53,7 +133,7 @@ class AnswerFormat:
         """For one completion. `tools` as in OpenAI's chat API (their schemas give the types that some formats do not write down);
         None or []: nothing is taken for a call. `reasoning` False: reasoning stays in the content, with its marks. `prompt_text`: the
         rendered prompt, whose end may have begun the reasoning. Without `parallel_tool_calls` only the first call is handed on."""
-        schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools or []}
+        schemas = dict(functions_of(tools or []))
         marks = self.reasoning_marks if reasoning else None
         return AnswerParser(
             self.tool_format if tools else None,
@@ -63,25 +143,72 @@ class AnswerFormat:
             max_calls=None if parallel_tool_calls else 1,
         )
 
+    def forced(
+        self, tools: list[dict[str, Any]], tool_choice: Any, *, parallel_tool_calls: bool = True, prompt_text: str = ""
+    ) -> StructuredOutputsParams | None:
+        """What makes the model call a tool where `tool_choice` demands it ("required", or for one of `tools` {"name": ...}, or the same within {"function": ...}), with arguments
+        that keep to the tool's schema, in the model's own format; None for "auto" and "none". The parser understands all of it.
+
+        A function that was named is called once, as is any without `parallel_tool_calls`. The model reasons first where its prompt lets it.
+        Raises InvalidParameterError for a model whose format of calls is not known.
+        """
+        if tool_choice in ("auto", "none"):
+            return None
+        if self.tool_format is None:
+            raise InvalidParameterError("tool_choice", "cannot be a demand: how this model writes tool calls is not known")
+        functions = functions_of(tools)
+        if isinstance(tool_choice, dict):
+            wanted = tool_choice.get("function", tool_choice)["name"]
+            functions = [(name, schema) for name, schema in functions if name == wanted]
+        grammar = self._grammar()
+        several = parallel_tool_calls and not isinstance(tool_choice, dict)
+        return self._finished(grammar, self.tool_format.write(grammar, functions, several), prompt_text)
+
+    def after_reasoning(
+        self,
+        params: StructuredOutputsParams,
+        prompt_text: str,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        parallel_tool_calls: bool = True,
+    ) -> StructuredOutputsParams:
+        """The same structure for the answer of a model that may reason before it, or call `tools` in its place. Without this the structure
+        would begin within the reasoning, and no tool could be called."""
+        reasons = self.reasoning_marks is not None and not self.reasoning_marks.is_closed_at_end_of(prompt_text)
+        calls = self.tool_format is not None and bool(tools)
+        if not reasons and not calls:
+            return params
+        grammar = self._grammar()
+        answer = write_structure(grammar, params)
+        if calls:
+            answer = grammar.any_of([answer, self.tool_format.write(grammar, functions_of(tools), parallel_tool_calls)])
+        return self._finished(grammar, answer, prompt_text)
+
+    def _grammar(self) -> GrammarText:
+        return GrammarText({text: i for i, text in self.tokenizer.added_tokens.items()} if self.tokenizer else {})
+
+    def _finished(self, grammar: GrammarText, answer: str, prompt_text: str) -> StructuredOutputsParams:
+        return StructuredOutputsParams(grammar=grammar.finished(write_after_reasoning(grammar, answer, self.reasoning_marks, prompt_text)))
+
 
 def detect(
-    chat_template: str | None, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO, special_tokens: Mapping[str, int] | None = None
+    chat_template: str | None, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO, tokenizer: Tokenizer | None = None
 ) -> AnswerFormat:
     """The format of a model. The two names override what its template shows; "none" turns the search for calls or reasoning off.
 
-    `special_tokens`: the tokenizer's, text -> id. Raises InvalidParameterError for a name that no format has.
+    `tokenizer` tells which marks are tokens of their own. Raises InvalidParameterError for a name that no format has.
     """
     row = _tool_row(chat_template or "", tool_call_parser)
     reasoning_name = _reasoning_name(chat_template or "", reasoning_parser)
     marks = REASONING_FORMATS[reasoning_name] if reasoning_name else None
-    return AnswerFormat(row and row.name, row and row.format, reasoning_name, marks, special_tokens or {})
+    return AnswerFormat(row and row.name, row and row.format, reasoning_name, marks, tokenizer)
 
 
 def _tool_row(template: str, wanted: str) -> ToolRow | None:
     if wanted == NONE:
         return None
     if wanted == AUTO:
-        return next((row for row in TOOL_FORMATS if all(mark in template for mark in row.marks)), None)
+        return next((row for row in TOOL_FORMATS if row.marks and all(mark in template for mark in row.marks)), None)
     rows = {row.name: row for row in TOOL_FORMATS}
     if wanted not in rows:
         raise InvalidParameterError("tool_call_parser", f"must be one of {', '.join([AUTO, NONE, *rows])}, got {wanted!r}")

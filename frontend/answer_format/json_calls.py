@@ -1,4 +1,4 @@
-"""Tool calls as JSON objects that hold name and arguments: {"name": "f", "arguments": {…}}, one between marks, or a list of them.
+"""Tool calls as JSON objects that hold name and arguments: {"name": "f", "arguments": {…}}, one or several between marks, or a list of them.
 May know: TextStream, JSON.
 Must not know: which models write so (formats.py)."""
 
@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from .forced import Functions, write_json_calls
+from .grammar_text import GrammarText
 from .json_text import read_held_json, read_held_string, read_json
 from .text_stream import Malformed, Reader, TextStream
 from .tool_calls import Calls
@@ -16,11 +18,25 @@ from .tool_calls import Calls
 class JsonCalls:
     """`starts` are the marks before calls, `end` the one behind them."""
 
-    starts: tuple[str, ...]
+    starts: tuple[str, ...] = ()
     end: str = ""
     argument_key: str = "arguments"
     bare_beginnings: str = ""
     bare_separator: str = ""
+
+    is_list: bool = False  # calls are written as one list
+    padding: str = ""  # between marks and objects
+
+    def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+        start, end = f"{self.starts[0] if self.starts else ''}{self.padding}", f"{self.padding}{self.end}"
+        if self.is_list:
+            return write_json_calls(grammar, functions, several, self._before_arguments, "}", (f"{start}[", ", ", f"]{end}"))
+        if self.bare_beginnings:
+            return write_json_calls(grammar, functions, several, self._before_arguments, "}", ("", f"{self.bare_separator} ", ""))
+        return write_json_calls(grammar, functions, several, lambda name: start + self._before_arguments(name), "}" + end, ("", self.padding, ""))
+
+    def _before_arguments(self, name: str) -> str:
+        return f'{{"name": {json.dumps(name)}, "{self.argument_key}": '
 
     def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
         """All calls behind a mark (or "", for those that stand without one), and the mark that ends them."""
@@ -30,7 +46,8 @@ class JsonCalls:
             yield from stream.skip_space()
             yield from read_call_object(stream, calls, only_known=not mark)
             yield from stream.skip_space()
-            if not (is_list and (yield from stream.accept(","))):
+            follows = (yield from stream.accept(",")) if is_list else (yield from stream.peek()) == "{"
+            if not follows:
                 break
         if is_list:
             yield from stream.expect("]")

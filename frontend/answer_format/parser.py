@@ -27,6 +27,10 @@ class ReasoningMarks:
         """
         return prompt_text.rstrip().endswith(self.start)
 
+    def is_closed_at_end_of(self, prompt_text: str) -> bool:
+        """Does the prompt end with reasoning already done (or left out, as Qwen3's template writes it without enable_thinking)?"""
+        return prompt_text.rstrip().endswith(self.end)
+
 
 class AnswerParser:
     """The parts do not depend on how the text was cut. Nothing of the text is lost but the marks and the white space around them; what looks
@@ -110,12 +114,18 @@ class AnswerParser:
                     if mark is None:
                         return
                 yield from tool_format.read(stream, self._calls, mark)
-                yield from stream.skip_space()
-                stream.drop()
+                yield from self._drop_last_space()
                 may_be_bare = has_called = True
             except Malformed:
                 stream.give_up()
                 may_be_bare = False
+
+    def _drop_last_space(self) -> Reader:
+        """White space between a call and the end is the format's; before more content it is content."""
+        yield from self._stream.skip_space()
+        if (yield from self._stream.peek()):
+            self._stream.position = 0
+        self._stream.drop()
 
     def _begins_bare(self, tool_format: ToolFormat, has_called: bool) -> Generator[None, None, bool]:
         if not tool_format.bare_beginnings:

@@ -13,6 +13,7 @@ content if it turns out to be no call."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator
 
 from ..detokenizer import length_of_possible_stop
@@ -33,6 +34,7 @@ class TextStream:
         self.has_ended = False
         self.parts: list[Part] = []
         self.sink: Callable[[str], Part] | None = None
+        self._max_held_space = MAX_HELD_SPACE
         self.retry_position = 0  # where content goes on if the reader behind a mark fails: behind the mark, which cannot match again
 
     # ------------------------------------------------------------ the reader's side
@@ -70,11 +72,23 @@ class TextStream:
         while (yield from self.peek()).isspace():
             self.position += 1
 
-    def read_until(self, marks: tuple[str, ...]) -> Generator[None, None, str | None]:
-        """Consumes all before the first of `marks`, without the white space before it, and then the mark, which it returns.
+    def read_while(self, allowed: re.Pattern[str], most: int) -> Generator[None, None, str]:
+        """Consumes characters that match `allowed`; the text. Raises Malformed beyond `most` of them."""
+        text = ""
+        while (character := (yield from self.peek())) and allowed.match(character):
+            text += character
+            self.position += 1
+            if len(text) > most:
+                raise Malformed
+        return text
+
+    def read_until(self, marks: tuple[str, ...], *, keeps_space: bool = False) -> Generator[None, None, str | None]:
+        """Consumes all before the first of `marks`, and then the mark, which it returns. White space before a mark belongs to it, unless
+        `keeps_space`.
 
         With a sink the text is handed on; the mark is not. None: no mark came; the rest is consumed.
         """
+        self._max_held_space = 0 if keeps_space else MAX_HELD_SPACE
         while True:
             found = [(index, mark) for mark in marks if (index := self.buffer.find(mark, self.position)) != -1]
             if found:
@@ -93,7 +107,7 @@ class TextStream:
 
     def _before_space(self, index: int) -> int:
         """`index`, or where the white space before it begins."""
-        least = max(self.position, index - MAX_HELD_SPACE)
+        least = max(self.position, index - self._max_held_space)
         return least + len(self.buffer[least:index].rstrip())
 
     # ------------------------------------------------------------ handing on

@@ -4,10 +4,19 @@ Must not know: how calls are written."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import json
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .answer import ToolCallArguments, ToolCallStart
+from .argument_types import allowed_types
 from .text_stream import Reader, TextStream
+
+if TYPE_CHECKING:
+    from .forced import Functions
+    from .grammar_text import GrammarText
+
+
+MAX_NAME_LENGTH = 256
 
 
 class Calls:
@@ -17,6 +26,7 @@ class Calls:
         self.schemas = schemas
         self._stream = stream
         self._index = -1
+        self._before_key = "{"
 
     def start(self, name: str) -> None:
         self._index += 1
@@ -25,9 +35,31 @@ class Calls:
     def emit_arguments(self, text: str) -> None:
         self._stream.emit(self.arguments_part(text))
 
+    def start_object(self, name: str) -> None:
+        """A call whose arguments come one by one: then `key`, its value, …, `end_object`."""
+        self.start(name)
+        self._before_key = "{"
+
+    def key(self, key: str) -> None:
+        self.emit_arguments(f"{self._before_key}{json.dumps(key, ensure_ascii=False)}: ")
+        self._before_key = ", "
+
+    def end_object(self) -> None:
+        self.emit_arguments("{}" if self._before_key == "{" else "}")
+
     def arguments_part(self, text: str) -> ToolCallArguments:
         """Of the call that was started last."""
         return ToolCallArguments(self._index, text)
+
+    def string_part(self, text: str) -> ToolCallArguments:
+        """A piece of the inside of a string among the arguments."""
+        return ToolCallArguments(self._index, json.dumps(text, ensure_ascii=False)[1:-1])
+
+    def types_of(self, name: str, key: str) -> frozenset[str]:
+        """What the schema allows this argument to be; empty: anything."""
+        schema = self.schemas.get(name) or {}
+        properties = schema.get("properties")
+        return allowed_types(properties.get(key), schema) if isinstance(properties, dict) else frozenset()
 
 
 class ToolFormat(Protocol):
@@ -39,3 +71,6 @@ class ToolFormat(Protocol):
 
     def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
         """Reads what stands behind `mark` (consumed), up to the end of the call or calls. Raises Malformed."""
+
+    def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+        """An expression for a call to one of `functions`, or `several`, that `read` understands."""

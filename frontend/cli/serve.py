@@ -5,6 +5,7 @@ Must not know: routes, requests, torch."""
 from __future__ import annotations
 
 from .flags import ENGINE, Parser, engine_flags, given, server_flags
+from .plan import plan_beneath
 
 USAGE = "quire serve [MODEL] [server flags] [engine flags]"
 DESCRIPTION = "Serves MODEL over OpenAI's API until Ctrl-C or SIGTERM. Without MODEL: the small one that comes with Quire."
@@ -27,4 +28,7 @@ def main(argv: list[str]) -> int:
     from ..server.serving import serve
 
     # A daemon's settings are its own: what is not given is taken from it, the model too.
-    return serve(ServerConfig(**given(args, server_flags())), EngineArgs(**given(args, engine_flags())), getattr(args, "engine", ENGINE.default))
+    arguments = given(args, engine_flags())
+    engine_args = EngineArgs(**arguments)
+    with plan_beneath(engine_args, arguments):
+        return serve(ServerConfig(**given(args, server_flags())), engine_args, getattr(args, "engine", ENGINE.default))

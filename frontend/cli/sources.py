@@ -193,4 +193,4 @@ def _yaml(value: Any) -> str:
     if isinstance(value, msgspec.Struct):
         value = {name: item for name, item in msgspec.structs.asdict(value).items() if item not in (None, False)}
     # Inside a list, so that texts are written as they must be beside brackets and comments; None and "none" differ as they do in YAML.
-    return yaml.safe_dump([value], default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False).strip()[1:-1]
+    return yaml.safe_dump([value], default_flow_style=True, width=float("inf"), sort_keys=False).strip()[1:-1]

@@ -13,20 +13,25 @@ from starlette.routing import Route, Router
 
 from .auth import Keys
 from .call import Call, new_request_id
-from .errors import ApiError, from_exception, from_status
-from .routes import chat, completions, health, models, page
+from .cors import Cors
+from .errors import ApiError, from_status
+from .routes import chat, completions, engine_view, health, messages, models, ollama, ollama_models, page, responses
 from .sse import Json
 from .state import ServerState
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
-FAMILIES = (health, models, completions, chat, page)
+FAMILIES = (health, models, completions, chat, responses, messages, ollama, ollama_models, engine_view, page)
 
 
-def make_app(state: ServerState) -> App:
+def make_app(state: ServerState) -> App | Cors:
     """The whole server over `state`."""
-    routes: list[Route] = [route for family in FAMILIES for route in family.routes(state)]
-    return App(state, Router(routes, redirect_slashes=False))
+    app = App(state, Router(all_routes(state), redirect_slashes=False))
+    return Cors(app, state.server_config.allowed_origins) if state.server_config.allowed_origins else app
+
+
+def all_routes(state: ServerState) -> list[Route]:
+    return [route for family in FAMILIES for route in family.routes(state)]
 
 
 class App:
@@ -68,14 +73,15 @@ class App:
             if self.state.server_config.access_log:
                 took_ms = 1000 * (loop.time() - call.began)
                 shown = "left" if call.is_disconnected else status
-                access_logger.info("%s %s %s %.1f ms %s", scope["method"], scope["path"], shown, took_ms, call.request_id)
+                path = scope["raw_path"].decode("ascii", "replace")  # as it was sent: the decoded one may hold line breaks
+                access_logger.info("%s %s %s %.1f ms %s", scope["method"], path, shown, took_ms, call.request_id)
 
     async def _answer_error(self, error: Exception, scope: Any, receive: Any, send: Any, *, has_begun: bool) -> None:
         if isinstance(error, HTTPException):
             refusal, headers = from_status(error.status_code, scope["path"], scope["method"]), dict(error.headers or {})
         else:
-            refusal, headers = from_exception(error), {}
-        if not isinstance(error, (ApiError, HTTPException)) and refusal.status >= 500:
+            refusal, headers = self.state.explain(error), {}
+        if not isinstance(error, (ApiError, HTTPException)) and refusal.status == 500:
             logger.error("%s %s failed (%s)", scope["method"], scope["path"], scope["state"]["call"].request_id, exc_info=error)
         if has_begun:
             raise error  # too late for an answer: the connection breaks off

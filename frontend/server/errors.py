@@ -16,6 +16,8 @@ Must not know: routes, requests, how an answer is sent.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -118,6 +120,20 @@ def refused(parameter: str, problem: str, names: dict[str, str] | None = None) -
     """A parameter that the frontend or the engine refused, under the name that it has in the body."""
     param = (names or {}).get(parameter, parameter)
     return invalid(param, f"{param}: {problem}")
+
+
+@contextmanager
+def named(names: dict[str, str]) -> Iterator[None]:
+    """What is refused within is told by the names that the body's API has for it: the house's (OpenAI's) names -> the API's."""
+    try:
+        yield
+    except InvalidParameterError as error:
+        raise refused(error.parameter, error.problem, names) from None
+    except ApiError as error:
+        if error.param in names:
+            error.message = error.message.replace(f"'{error.param}'", f"'{names[error.param]}'")
+            error.param = names[error.param]
+        raise
 
 
 def from_status(status: int, path: str, method: str) -> ApiError:

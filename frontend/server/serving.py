@@ -5,7 +5,9 @@ Must not know: routes, requests."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -18,9 +20,11 @@ from ..async_llm import AsyncLLM
 from ..engine_args import EngineArgs
 from .app import make_app
 from .config import ServerConfig
+from .protocol import SPARE_CONNECTIONS, Protocol
 from .state import ServerState
 
 logger = logging.getLogger(__name__)
+OTHER_FILES = 128  # that a process has open beside its connections
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -28,6 +32,7 @@ def serve(config: ServerConfig, args: EngineArgs, engine: str) -> int:
     """Runs until a signal, or until the engine cannot be loaded or dies. Returns the exit code."""
     listener = open_port(config)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # when it starts and ends we say ourselves
     state = ServerState(config, args.served_model_name or args.model)
     server = Server(config, state, args, engine)
     address = listener.getsockname()
@@ -35,6 +40,7 @@ def serve(config: ServerConfig, args: EngineArgs, engine: str) -> int:
     print(f"quire serve: http://{shown}:{address[1]} (loading {args.model})", file=sys.stderr, flush=True)
     if config.host not in ("127.0.0.1", "localhost", "::1") and not (config.api_key or config.api_key_file):
         print(f"quire serve: warning: {config.host} is open to everybody who can reach this machine; --api-key asks for a key", file=sys.stderr, flush=True)
+    raise_open_files_limit(config.max_connections)
     server.run(sockets=[listener])
     if server.failure is not None:
         raise server.failure
@@ -56,6 +62,17 @@ def open_port(config: ServerConfig) -> socket.socket:
     return listener
 
 
+def raise_open_files_limit(max_connections: int) -> None:
+    """Every connection is an open file. Where the system does not allow as many, a full table of files would keep new ones out unheard."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max_connections + SPARE_CONNECTIONS + OTHER_FILES
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        logger.warning("max_connections=%d needs %d open files, the system allows %d (ulimit -Hn)", max_connections, wanted, hard)
+        wanted = hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 class Server(uvicorn.Server):
     """uvicorn, with the engine's life beside it. `failure`: why the engine is not, or no longer, there."""
 
@@ -64,8 +81,9 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 make_app(state),
                 loop="uvloop",
-                http="httptools",
+                http=functools.partial(Protocol, limits=config, on_refused=state.on_refused),
                 ws="none",
+                lifespan="off",
                 log_config=None,
                 access_log=False,  # app.py writes one line per request when it has ended
                 server_header=False,
@@ -100,6 +118,33 @@ class Server(uvicorn.Server):
             if self.state.engine is not None:
                 await self.state.engine.shutdown_async()
 
+    async def on_tick(self, counter: int) -> bool:
+        """A dead engine ends the server, as it does with vLLM: whoever supervises it knows how to start it again, and nothing else would. Every
+        request gets its error first, and /health tells of it while they do."""
+        engine = self.state.engine
+        if engine is not None and engine.errored and self.failure is None and not self.should_exit:
+            self.failure = engine.dead_error
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Waits for what runs while the port still answers: 503 for new work, and for the balancer that asks /health/ready. Then uvicorn's own
+        end: no new connections, the old ones closed when what lies in them has been read."""
+        self.state.is_draining = self.failure is None  # else its state says what is wrong
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.state.server_config.drain_timeout_s
+        running = set(self.server_state.tasks)
+        if running:
+            print(f"quire serve: {len(running)} requests are left to finish; a second signal ends them at once", file=sys.stderr, flush=True)
+        while running and not self.force_exit and loop.time() < deadline:
+            _, running = await asyncio.wait(running, timeout=0.05)
+        if running:
+            logger.warning("%d requests had not ended and are cut off", len(running))
+            if self.state.engine is not None:
+                await self.state.engine.shutdown_async()  # each of them is told
+        self.config.timeout_graceful_shutdown = 1 if running else max(1, round(deadline - loop.time()))
+        await super().shutdown(sockets)
+
     async def _load(self) -> None:
         try:
             engine = await AsyncLLM.start(self._args, self._engine, self.state.loading.report)
@@ -109,4 +154,5 @@ class Server(uvicorn.Server):
             self.should_exit = True
             return
         self.state.set_engine(engine)
+        await engine.call_utility("ping")  # from here on its death is noticed even if nobody asks anything of it
         print(f"quire serve: ready: {self.state.model_name}", file=sys.stderr, flush=True)

@@ -6,20 +6,25 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from ...ipc.errors import EngineDeadError
 from ..answer_format import AnswerFormat, detect
 from ..async_llm import AsyncLLM
+from .admission import Admission
 from .call import Call
 from .config import ServerConfig
 from .errors import ENGINE_GONE, ApiError, from_exception
+from .request_log import RequestLog
 from .sse import COMMENT, EVENT_STREAM, EventStream, event
 
 logger = logging.getLogger(__name__)
+SHUTDOWN_RETRY_S = 5.0  # until whatever takes over is there
 
 # Where each stage of loading begins and ends, as shares of the whole; measured on small and large models, good enough for an estimate.
 STAGES = {"start": (0.0, 0.02), "import": (0.02, 0.2), "load weights": (0.2, 0.8), "profile": (0.8, 0.9), "kv cache": (0.9, 1.0)}
@@ -61,9 +66,13 @@ class ServerState:
         self.started = time.time()  # seconds since 1970
         self.began = time.monotonic()
         self.engine: AsyncLLM | None = None
+        self.request_log = RequestLog()
         self.chat_template = read_template(server_config.chat_template)
         self.answer_format: AnswerFormat | None = None
+        self.template_text = ""  # the Jinja source of the chat template, "" if the model has none
         self.system_fingerprint = ""
+        self.admission: Admission | None = None  # with the engine
+        self.num_refused_connections: Counter[str] = Counter()  # by code; by protocol.py, before there is a request
         if engine is not None:
             self.set_engine(engine)
 
@@ -71,28 +80,44 @@ class ServerState:
         """The engine has come up."""
         self.model_name = engine.config.model_config.served_model_name or self.model_name
         self.system_fingerprint = fingerprint(engine)
+        self.template_text = self._find_template(engine)
         self.answer_format = self._detect_format(engine)
+        config = self.server_config
+        most = config.max_concurrent_requests or 2 * engine.config.scheduler_config.max_num_seqs
+        self.admission = Admission(most, config.max_queued_requests, config.max_queued_tokens)
+        engine.record_token_times = True  # for the time lines of requests
         self.engine = engine
 
+    def on_refused(self, code: str) -> None:
+        self.num_refused_connections[code] += 1
+
+    def _find_template(self, engine: AsyncLLM) -> str:
+        """The one that will be rendered."""
+        named = self.chat_template
+        if engine.tokenizer is None:
+            return ""
+        templates = engine.tokenizer.chat_templates
+        return (templates.get(named, named) if named else templates.get("tool_use") or templates.get("default")) or ""
+
     def _detect_format(self, engine: AsyncLLM) -> AnswerFormat:
-        """By the template that will be rendered."""
-        config, tokenizer, named = self.server_config, engine.tokenizer, self.chat_template
+        config, tokenizer = self.server_config, engine.tokenizer
         if tokenizer is None:
             return detect(None, config.tool_call_parser, config.reasoning_parser)
-        templates = tokenizer.chat_templates
-        template = templates.get(named, named) if named else templates.get("tool_use") or templates.get("default")
-        special_tokens = {tokenizer.added_tokens[token_id]: token_id for token_id in tokenizer.special_ids}
-        return detect(template, config.tool_call_parser, config.reasoning_parser, special_tokens)
+        return detect(self.template_text, config.tool_call_parser, config.reasoning_parser, tokenizer)
 
     def ready_engine(self) -> AsyncLLM:
         """The engine, or the refusal that says why there is none."""
         if self.is_draining:
-            raise ApiError(503, "The server is shutting down.", code="shutting_down")
+            raise shutting_down()
         if self.engine is None:
             raise self._not_loaded()
         if self.engine.errored:
             raise ApiError(503, ENGINE_GONE, code="engine_dead")
         return self.engine
+
+    def explain(self, error: Exception) -> ApiError:
+        """What a client is told: from_exception, but that an engine which is gone while the server shuts down is no accident."""
+        return shutting_down() if self.is_draining and isinstance(error, EngineDeadError) else from_exception(error)
 
     def _not_loaded(self) -> ApiError:
         loading = self.loading
@@ -123,9 +148,10 @@ class ServerState:
         config = self.server_config
 
         def on_error(error: Exception) -> bytes:
-            if not isinstance(error, ApiError):
+            refusal = self.explain(error)
+            if refusal.status == 500 and not isinstance(error, ApiError):
                 logger.error("a stream failed (%s)", call.request_id, exc_info=error)
-            return error_event(from_exception(error))
+            return error_event(refusal)
 
         return EventStream(
             events,
@@ -140,6 +166,10 @@ class ServerState:
     @property
     def max_model_len(self) -> int:
         return self.ready_engine().config.model_config.max_model_len
+
+
+def shutting_down() -> ApiError:
+    return ApiError(503, "The server is shutting down.", code="shutting_down", retry_after_s=SHUTDOWN_RETRY_S)
 
 
 def read_template(wanted: str | None) -> str | None:

@@ -4,7 +4,7 @@ Must not know: why blocks are moved."""
 
 import pytest
 import torch
-from quire.executor.worker import plan_num_host_blocks
+from quire.ipc.memory_plan import plan_num_host_blocks
 from quire.ipc.messages import SchedulerOutput
 from quire.tests.executor.driver import make_config, start_executor
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quire.executor.rope import inverse_frequencies, make_cos_sin_cache, parse_rope_parameters
+from quire.executor.rope import inverse_frequencies, make_cos_sin_cache
+from quire.ipc.decoder_config import parse_rope_parameters
 from quire.ipc.errors import ModelLoadError
 
 BASE = {"max_position_embeddings": 4096, "hidden_size": 256, "num_attention_heads": 4}

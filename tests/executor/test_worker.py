@@ -1,4 +1,4 @@
-"""The worker's memory arithmetic, the cache it makes, and what it refuses.
+"""The cache that the worker makes, and what it refuses.
 May know: worker.py, the driver, tiny checkpoints.
 Must not know: what the model computes."""
 
@@ -9,57 +9,10 @@ import shutil
 import pytest
 import torch
 from quire import LLM, SamplingParams
-from quire.executor.worker import Worker, load_plugins, plan_num_blocks
+from quire.executor.worker import Worker, load_plugins
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.kernels import registry
 from quire.tests.executor.driver import generate, greedy, make_config, start_executor
-
-BLOCK_BYTES = 1000
-PLENTY = 10**12
-
-
-def plan(tiny, free_bytes: int = PLENTY, **arguments) -> int:
-    defaults = {"max_model_len": 100, "max_num_seqs": 4, "block_size": 16, "kv_cache_memory_bytes": None}
-    return plan_num_blocks(make_config(tiny(), **{**defaults, **arguments}), BLOCK_BYTES, free_bytes)
-
-
-def test_no_more_than_all_sequences_need(tiny):
-    assert plan(tiny) == 1 + 4 * 7  # 100 tokens take 7 blocks of 16; block 0 is the null block
-    assert plan(tiny, max_model_len=96) == 1 + 4 * 6
-    assert plan(tiny, max_num_seqs=1, block_size=128) == 1 + 1
-
-
-def test_no_more_than_two_fifths_of_what_is_free(tiny):
-    assert plan(tiny, free_bytes=50_000) == 20
-    assert plan(tiny, free_bytes=49_999) == 19
-    assert plan(tiny, free_bytes=20_000) == 8  # one sequence and the null block
-
-
-def test_given_bytes_and_given_blocks_override(tiny):
-    assert plan(tiny, free_bytes=0, kv_cache_memory_bytes=12_999) == 12
-    assert plan(tiny, kv_cache_memory_bytes=10**6) == 1000  # more than all sequences need: room for the prefix cache
-    assert plan(tiny, free_bytes=0, num_gpu_blocks_override=9) == 9
-    assert plan(tiny, kv_cache_memory_bytes=12_999, num_gpu_blocks_override=11) == 11
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parameter", "blocks", "fitting"),
-    [
-        ({"free_bytes": 19_999}, "kv_cache_memory_bytes", 7, 96),
-        ({"free_bytes": 0}, "kv_cache_memory_bytes", 0, 0),
-        ({"kv_cache_memory_bytes": 7_999}, "kv_cache_memory_bytes", 7, 96),
-        ({"num_gpu_blocks_override": 3}, "num_gpu_blocks_override", 3, 32),
-    ],
-)
-def test_one_sequence_must_fit(tiny, arguments, parameter, blocks, fitting):
-    with pytest.raises(InvalidParameterError) as caught:
-        plan(tiny, **arguments)
-    assert caught.value.parameter == parameter
-    for figure in (
-        "max_model_len=100 tokens needs 8 KV-cache blocks (8000 bytes)", f"room for {blocks} ({blocks * 1000} bytes)", f"{fitting} tokens",
-        "kv_cache_memory_bytes",
-    ):  # fmt: skip
-        assert figure in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,21 @@
-"""Which format a template shows, and what overrides it.
-May know: formats.py.
+"""Which format a template shows, what overrides it, and that what each template writes is read back.
+May know: formats.py, chat templates.
 Must not know: how formats are read."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from quire import InvalidParameterError
-from quire.frontend.answer_format import detect
+from quire.frontend.answer_format import Answer, ToolCall, detect
+from quire.frontend.answer_format.formats import TOOL_FORMATS
+from quire.frontend.chat_template import choose_template, render_chat
+from quire.frontend.model_files import find_model_directory
+from quire.frontend.tokenizer import Tokenizer
+from quire.tests.frontend.answer_format.cuts import function, parse
+from quire.tests.frontend.answer_format.grammars import marked_tokenizer
+from quire.tests.frontend.answer_format.templates import TEMPLATES
 
 
 def test_a_template_without_marks_has_no_format() -> None:
@@ -27,7 +36,71 @@ def test_flags_override() -> None:
             detect(template, **{parameter: "x"})
 
 
+
+
+# ---------------------------------------------------------------- real shapes, there and back
+
+CALLS = [
+    ToolCall("get_weather", '{"city": "New \\"York\\"\\n{}", "days": 3, "units": ["C", {"é": null}]}'),
+    ToolCall("f", '{"flag": true, "ratio": -0.5}'),
+    ToolCall("g", "{}"),
+]
+SINGLE = {"flag": "boolean", "ratio": "number"}
+TOOLS = [function("get_weather", city="string", days="integer", units="array"), function("f", **SINGLE), function("g")]
+
+
+def turn(calls: list[ToolCall], content: str | None) -> dict:
+    ids = [f"functions.{call.name}:{i}" for i, call in enumerate(calls)]
+    return {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [
+            {"id": i, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for i, c in zip(ids, calls, strict=True)
+        ],
+    }
+
+
+@pytest.mark.parametrize("calls", [CALLS, CALLS[2:]], ids=["three calls", "one call"])
+@pytest.mark.parametrize("content", [None, "Let me see."])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_template_writes_is_read_back(name, content, calls) -> None:
+    template, user = TEMPLATES[name], {"role": "user", "content": "What is the weather?"}
+    answer_format = detect(template)
+    assert answer_format.tool_name == name
+    prompt = render_chat(template, [user], tools=TOOLS, add_generation_prompt=True)
+    whole = render_chat(template, [user, turn(calls, content)], tools=TOOLS)
+    assert whole.startswith(prompt)
+    if answer_format.tool_format.bare_beginnings and content:
+        return  # such models write either text or calls
+    answer = parse(answer_format, whole[len(prompt) :].removesuffix("<|im_end|>\n"), TOOLS)
+    assert (answer.content, [call.name for call in answer.tool_calls]) == (content or "", [call.name for call in calls])
+    for read, written in zip(answer.tool_calls, calls, strict=True):
+        assert json.loads(read.arguments) == json.loads(written.arguments)
+
+
+def test_reasoning_of_an_earlier_turn_is_read_back() -> None:
+    template = TEMPLATES["hermes"]
+    message = {"role": "assistant", "content": "Sunny.", "reasoning_content": "Hm, <tool_call>?"}
+    text = render_chat(template, [message]).removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")
+    assert parse(detect(template), text) == Answer("Sunny.", "Hm, <tool_call>?")
+
+
+def test_every_format_has_its_template() -> None:
+    assert {row.name for row in TOOL_FORMATS if row.marks} == TEMPLATES.keys()
+
+
 def test_marks_that_are_special_tokens_must_not_be_skipped() -> None:
-    assert detect("<tool_call>").skip_special_tokens
-    assert not detect("<tool_call>", special_tokens={"<tool_call>": 7}).skip_special_tokens
-    assert not detect("</think>", special_tokens={"</think>": 7}).skip_special_tokens
+    special, plain = marked_tokenizer(("<tool_call>",)), marked_tokenizer(("<tool_call>",), special=False)
+    assert detect("<tool_call>", tokenizer=plain).skip_special_tokens
+    assert not detect("<tool_call>", tokenizer=special).skip_special_tokens
+    assert detect("[TOOL_CALLS]", tokenizer=special).skip_special_tokens
+    assert not detect("<tool_call>").skip_special_tokens  # nobody said
+    assert not detect("</think>", tokenizer=marked_tokenizer(("</think>",))).skip_special_tokens
+
+
+def test_the_bundled_model_takes_no_tools() -> None:
+    tokenizer = Tokenizer(find_model_directory("bundled"))
+    template = choose_template(tokenizer.chat_templates, None)
+    assert detect(template, tokenizer=tokenizer).tool_name is None
+    with pytest.raises(InvalidParameterError, match="tools: the model's chat template does not write tools into the prompt"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tools=TOOLS)

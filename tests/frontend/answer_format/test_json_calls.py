@@ -67,7 +67,7 @@ def test_arguments_are_handed_on_as_they_come() -> None:
 
 def test_a_list_between_marks() -> None:
     text = '<calls>[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]</calls> done'
-    assert parse(LIST, text) == Answer("done", "", [ToolCall("f", "{}"), ToolCall("g", "{}")])
+    assert parse(LIST, text) == Answer(" done", "", [ToolCall("f", "{}"), ToolCall("g", "{}")])
     assert parse(LIST, text.replace(', {"name": "g"', ", g")).tool_calls == [ToolCall("f", "{}")]
 
 

@@ -1,5 +1,5 @@
 """One real server for all tests of the server: `quire serve` in a process of its own, over the bundled model, spoken to over HTTP.
-May know: the command line, httpx.
+May know: the command line, httpx, the fake engine.
 Must not know: how the server is built."""
 
 import os
@@ -10,9 +10,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import pytest
+from quire.tests.fake_engine import daemon
+from quire.tests.fakes import make_config
 
 START_TIMEOUT_S = 90
 
@@ -60,3 +64,11 @@ def wait_until_ready(client: httpx.Client) -> None:
 def server() -> Iterator[httpx.Client]:
     with running_server() as client:
         yield client
+
+
+@contextmanager
+def slow_engine(delay_s: float, **settings: Any) -> Iterator[tuple[str, subprocess.Popen]]:
+    """An engine (its address, its process) with the fake executor whose steps take `delay_s`; prompts are token ids, and there is no text."""
+    defaults = {"max_model_len": 10_000, "num_gpu_blocks_override": 5001, "hf_overrides": {"delay_s": delay_s}}
+    with tempfile.TemporaryDirectory() as directory, daemon(Path(directory), make_config(**defaults | settings)) as engine:
+        yield engine

@@ -1,7 +1,14 @@
-"""The server's process: its port before its model, the way out.
-May know: serving.py, the session's server.
-Must not know: routes."""
+"""The server's process: its port before its model, the way out by signals and by failures.
+May know: serving.py, the session's server, engines whose steps are slow.
+Must not know: routes beyond one that streams."""
 
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx2 as httpx
 import pytest
@@ -9,7 +16,8 @@ import pytest
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.serving import open_port
 from quire.ipc.errors import InvalidParameterError
-from quire.tests.frontend.server.conftest import running_server, wait_until_ready
+from quire.tests.fake_engine import wait_until
+from quire.tests.frontend.server.conftest import running_server, slow_engine, wait_until_ready
 
 
 def test_the_port_is_open_while_the_model_loads() -> None:
@@ -35,3 +43,101 @@ def test_ports() -> None:
 
 def test_the_session_server_is_ready(server: httpx.Client) -> None:
     assert server.get("/health/ready").json()["status"] == "ready"
+
+
+class Streaming(threading.Thread):
+    """A stream read to its end, in a thread."""
+
+    def __init__(self, client: httpx.Client, max_tokens: int):
+        super().__init__()
+        self._url = client.base_url.join("/v1/completions")
+        self._body = {"prompt": [1, 2, 3], "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        self.events: list[str] = []
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", self._url, json=self._body, timeout=30) as answer:
+                self.events += [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        except httpx.TransportError as error:
+            self.events.append(type(error).__name__)
+
+
+@contextmanager
+def busy_server(max_tokens: int, *flags: str) -> Iterator[tuple[httpx.Client, Streaming, subprocess.Popen]]:
+    """A server with one stream under way, and its engine's process."""
+    with slow_engine(0.05) as (address, engine), running_server("--engine", address, *flags) as client:
+        streaming = Streaming(client, max_tokens)
+        wait_until(lambda: client.get("/v1/engine/state").json()["counters"]["num_running"] == 1)
+        yield client, streaming, engine
+
+
+def error_of(streaming: Streaming) -> dict:
+    streaming.join(timeout=30)
+    return json.loads(streaming.events[-1])["error"]
+
+
+def test_sigterm_lets_streams_finish_and_refuses_what_is_new() -> None:
+    with busy_server(30) as (client, streaming, _):
+        client.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: client.get("/health/ready").status_code == 503)
+        assert client.get("/health").status_code == 200
+        answer = client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1})
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "shutting_down" and int(answer.headers["retry-after"]) > 0
+        streaming.join(timeout=30)
+        assert streaming.events[-1] == "[DONE]" and json.loads(streaming.events[-2])["choices"][0]["finish_reason"] == "length"
+        assert client.process.wait(timeout=30) == 0
+        assert "Traceback" not in client.log() and "are left to finish" in client.log()
+
+
+def test_streams_that_take_too_long_are_told_why_they_end() -> None:
+    with busy_server(5000, "--drain-timeout-s", "0.3") as (client, streaming, _):
+        client.process.send_signal(signal.SIGTERM)
+        assert error_of(streaming)["code"] == "shutting_down"
+        assert client.process.wait(timeout=30) == 0 and "Traceback" not in client.log()
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_second_signal_ends_at_once(sent: signal.Signals, code: int) -> None:
+    with busy_server(5000) as (client, streaming, _):
+        client.process.send_signal(sent)
+        wait_until(lambda: client.get("/health/ready").status_code == 503)
+        assert client.process.poll() is None
+        client.process.send_signal(sent)
+        assert client.process.wait(timeout=15) == code  # drain_timeout_s is 30
+        assert error_of(streaming)["code"] == "shutting_down" and "Traceback" not in client.log()
+
+
+def test_an_engine_that_dies_ends_its_streams_and_then_the_server() -> None:
+    with busy_server(5000) as (client, streaming, engine):
+        engine.kill()
+        error = error_of(streaming)
+        assert error["code"] == "engine_dead" and error["type"] == "service_unavailable"
+        assert client.process.wait(timeout=15) == 1
+        assert "Traceback" not in client.log() and "\nquire: " in client.log()
+
+
+def test_an_engine_that_dies_while_nobody_asks() -> None:
+    with slow_engine(0.0) as (address, engine), running_server("--engine", address) as client:
+        engine.kill()
+        assert client.process.wait(timeout=15) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "sentence"),
+    [
+        (["--engine", "ipc:///nowhere/engine.sock"], 1, "/nowhere/engine.sock"),
+        (["--max-model-len", "64", "--num-gpu-blocks-override", "2"], 2, "num_gpu_blocks_override"),
+    ],
+)
+def test_an_engine_that_does_not_come_up(flags: list[str], code: int, sentence: str) -> None:
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code and "Traceback" not in ended.stderr
+    assert any(line.startswith("quire: ") and sentence in line for line in ended.stderr.splitlines()), ended.stderr
+
+
+def test_a_port_that_is_taken(server: httpx.Client) -> None:
+    port = server.base_url.port
+    ended = subprocess.run([sys.executable, "-m", "quire", "serve", "--port", str(port)], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in ended.stderr

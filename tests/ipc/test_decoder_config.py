@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from quire.executor.decoder_config import parse_decoder_config
+from quire.ipc.decoder_config import parse_decoder_config
 from quire.ipc.errors import ModelLoadError
 from quire.tests.tiny_models import KINDS, make_tiny_config
 

@@ -1,0 +1,124 @@
+"""Arguments that a model wrote without saying their type, as XML-like formats do: made JSON by what the tool's schema allows.
+May know: JSON schemas, Python's and JSON's literals.
+Must not know: how the text came."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any
+
+MAX_REFERENCES = 20  # a schema may refer to itself
+TYPE_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
+LIMITS_OF_TEXT = frozenset({"pattern", "format", "minLength", "maxLength", "const", "anyOf", "oneOf", "allOf", "not", "$ref"})
+DEFINITIONS = ("$defs", "definitions")
+PLAIN_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "title", "description", "strict", "$schema", *DEFINITIONS})
+LITERAL_NAMES = {"true": True, "false": False, "null": None}
+
+
+def allowed_types(schema: Any, root: dict[str, Any], depth: int = 0) -> frozenset[str]:
+    """JSON's names of the types that a schema allows; empty where it does not say."""
+    if not isinstance(schema, dict) or depth > MAX_REFERENCES:
+        return frozenset()
+    stated = schema.get("type")
+    if stated is not None:
+        return frozenset(name for name in (stated if isinstance(stated, list) else [stated]) if isinstance(name, str))
+    if "$ref" in schema:
+        return allowed_types(_referred(schema["$ref"], root), root, depth + 1)
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    if isinstance(values, list) and values:
+        return frozenset(TYPE_NAMES.get(type(value), "string") for value in values)
+    for key in ("anyOf", "oneOf", "allOf"):
+        branches = schema.get(key)
+        if isinstance(branches, list) and branches:
+            found = [allowed_types(branch, root, depth + 1) for branch in branches]
+            return frozenset().union(*found) if all(found) or key == "allOf" else frozenset()
+    return frozenset({"object"}) if "properties" in schema else frozenset()
+
+
+def _referred(reference: Any, root: dict[str, Any]) -> Any:
+    """What a "#/…" within the schema stands for; None for any other."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found: Any = root
+    for name in reference[2:].split("/"):
+        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found
+
+
+def plain_arguments(schema: dict[str, Any]) -> dict[str, tuple[dict[str, Any], bool]] | None:
+    """The arguments of a function one by one: schema (with the definitions it may refer to), is it required? None where the function's
+    schema demands more than that, or names them in ways that no call can write."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not schema.keys() <= PLAIN_KEYWORDS or not isinstance(required, list):
+        return None
+    if not set(required) <= properties.keys() or not all(re.fullmatch(r"[\w.-]+", key) and isinstance(properties[key], dict) for key in properties):
+        return None
+    definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
+    return {key: ({**definitions, **value}, key in required) for key, value in properties.items()}
+
+
+def can_stand_alone(schema: dict[str, Any], types: frozenset[str]) -> bool:
+    """Can a value be written without quotes, so that `to_json` makes of any text that follows the schema what was meant?"""
+    if types != {"string"}:
+        return bool(types) and "string" not in types
+    texts = schema.get("enum", [])
+    return not LIMITS_OF_TEXT & schema.keys() and all(isinstance(text, str) and text == text.strip() for text in texts)
+
+
+def to_json(text: str, types: frozenset[str]) -> str:
+    """The JSON of an argument: what the text says if that is of an allowed type, else the text itself as a string."""
+    if types == {"string"}:
+        return json.dumps(text, ensure_ascii=False)
+    try:
+        value = read_literal(text)
+        json.dumps(value, allow_nan=False)  # 1e999 has become infinite
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    name = TYPE_NAMES[type(value)]
+    if name == "number" and value.is_integer() and "integer" in types and "number" not in types:
+        value, name = int(value), "integer"
+    is_allowed = not types or name in types or name == "integer" and "number" in types
+    return json.dumps(value if is_allowed and name != "string" else text, ensure_ascii=False)
+
+
+def read_literal(text: str) -> Any:
+    """A value written as JSON or as Python. Raises ValueError for anything else."""
+    text = text.strip()
+    try:
+        return json.loads(text, strict=False, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return _value_of(ast.parse(text, mode="eval").body)
+    except (SyntaxError, MemoryError, RecursionError, ValueError) as error:
+        raise ValueError(f"no literal: {error}") from None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _value_of(node: ast.expr) -> Any:
+    """Only what JSON can say; names only as JSON writes its constants."""
+    if isinstance(node, ast.Constant) and type(node.value) in TYPE_NAMES and node.value not in (float("inf"), float("-inf")):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in LITERAL_NAMES:
+        return LITERAL_NAMES[node.id]
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_value_of(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        return {_key_of(key): _value_of(value) for key, value in zip(node.keys, node.values, strict=True)}
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        value = _value_of(node.operand)
+        if type(value) in (int, float):
+            return -value if isinstance(node.op, ast.USub) else value
+    raise ValueError(ast.dump(node)[:50])
+
+
+def _key_of(node: ast.expr | None) -> str:
+    key = None if node is None else _value_of(node)
+    if not isinstance(key, str):
+        raise ValueError("keys must be strings")
+    return key

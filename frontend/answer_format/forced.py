@@ -1,0 +1,63 @@
+"""Grammars that make a model call tools, or keep it to a structure once it has finished its reasoning.
+May know: GrammarText, StructuredOutputsParams, marks of reasoning.
+Must not know: which format it is (formats write their own calls), the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ...ipc.params import StructuredOutputsParams
+from .grammar_text import GrammarText
+from .parser import ReasoningMarks
+
+Functions = list[tuple[str, dict[str, Any]]]  # name, schema of the arguments
+
+SPACE = r"[ \n]{0,4}"  # that a model may write behind its reasoning
+
+
+def functions_of(tools: list[dict[str, Any]]) -> Functions:
+    """Of tools as OpenAI's chat API has them."""
+    return [(tool["function"]["name"], tool["function"].get("parameters") or {}) for tool in tools]
+
+
+def write_json_calls(
+    grammar: GrammarText, functions: Functions, several: bool, before: Callable[[str], str], after: str, frame: tuple[str, str, str] = ("", "", "")
+) -> str:
+    """Calls that are a text with the name, the JSON of the arguments, and a text; `frame`: before the first, between two, behind the last."""
+    calls = [f"{grammar.literal(before(name))} {grammar.arguments(schema)} {grammar.literal(after)}" for name, schema in functions]
+    return write_repeated(grammar, calls, several, frame)
+
+
+def write_repeated(grammar: GrammarText, calls: list[str], several: bool, frame: tuple[str, str, str]) -> str:
+    opening, between, closing = map(grammar.literal, frame)
+    call = grammar.any_of(calls)
+    return f"{opening} {call} {f'({between} {call})*' if several else ''} {closing}"
+
+
+def write_after_reasoning(grammar: GrammarText, answer: str, marks: ReasoningMarks | None, prompt_text: str) -> str:
+    """The answer, behind the reasoning where the prompt has begun or allows it."""
+    if marks is None or marks.is_closed_at_end_of(prompt_text):
+        return answer
+    reasoning = f"{grammar.text_until(marks.end)} {grammar.regex(SPACE)}"
+    if marks.is_open_at_end_of(prompt_text):
+        return f"{reasoning} {answer}"
+    return f"({grammar.literal(marks.start)} {reasoning})? {answer}"
+
+
+def write_structure(grammar: GrammarText, params: StructuredOutputsParams) -> str:
+    """What `params` ask for, as part of a larger grammar."""
+    if params.json is not None or params.json_object:
+        schema = params.json if params.json is not None else {"type": "object"}
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        spacing = {"whitespace_flexible": False} if params.disable_any_whitespace else {}
+        if params.whitespace_pattern is not None:
+            spacing["whitespace_pattern"] = params.whitespace_pattern
+        return f"%json {json.dumps({**schema, 'x-guidance': spacing} if isinstance(schema, dict) else schema)}"
+    if params.regex is not None:
+        return grammar.regex(params.regex)
+    if params.choice is not None:
+        return grammar.any_of(map(grammar.literal, params.choice))
+    return f"%lark {{\n{params.grammar}\n}}"
+

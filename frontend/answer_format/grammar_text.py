@@ -1,0 +1,65 @@
+"""GrammarText: writes a grammar in Lark with llguidance's extensions, piece by piece.
+May know: llguidance's dialect as text, the tokens that a tokenizer was given beside its vocabulary.
+Must not know: llguidance itself, formats of answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# As Python's json.dumps writes, and with it most chat templates.
+USUAL_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ANY_TEXT = "/(?s:.*)/"
+# With these a schema may allow properties that `properties` does not list.
+OPEN_KEYWORDS = frozenset(
+    {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "$ref", "allOf", "anyOf", "oneOf", "if"}
+)
+
+
+class GrammarText:
+    """`added_tokens` (text -> id) are matched as tokens, never as text: so llguidance wants it, and so the model was trained."""
+
+    def __init__(self, added_tokens: Mapping[str, int]):
+        self._added_tokens = added_tokens
+        alternatives = "|".join(re.escape(token) for token in sorted(added_tokens, key=len, reverse=True))
+        self._added_token = re.compile(f"({alternatives})" if alternatives else r"(?!)")
+        self._rules: list[str] = []
+
+    def literal(self, text: str) -> str:
+        """This text alone."""
+        pieces = [piece for piece in self._added_token.split(text) if piece]
+        return " ".join(f"<[{self._added_tokens[p]}]>" if p in self._added_tokens else json.dumps(p, ensure_ascii=False) for p in pieces)
+
+    def rule(self, expression: str, attributes: str = "") -> str:
+        """The name of a rule for it."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {expression}")
+        return name
+
+    def any_of(self, expressions: Iterable[str]) -> str:
+        return self.rule(" | ".join(expressions))
+
+    def regex(self, pattern: str) -> str:
+        """Text that matches, all of it."""
+        escaped = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", pattern, flags=re.DOTALL)
+        return self.rule(f"/{escaped}/".replace("\n", r"\n"))
+
+    def json(self, schema: dict[str, Any]) -> str:
+        return f"%json {json.dumps({**schema, 'x-guidance': USUAL_SPACING})}"
+
+    def arguments(self, schema: dict[str, Any]) -> str:
+        """An object for a function with this schema. Where the schema does not speak of other properties than those it lists, there are none."""
+        closed = {} if OPEN_KEYWORDS & schema.keys() else {"additionalProperties": False}
+        return self.json({"type": "object", **schema, **closed})
+
+    def text_until(self, end: str) -> str:
+        """Any text, up to `end` and with it."""
+        found = self._added_token.search(end)
+        if found:
+            return f"{self.rule(ANY_TEXT)} {self.literal(end[found.start() :])}"
+        return self.rule(ANY_TEXT, f"[suffix={json.dumps(end, ensure_ascii=False)}]")
+
+    def finished(self, start: str) -> str:
+        return "\n".join([f"start: {start}", *self._rules])

@@ -1,0 +1,114 @@
+"""Tool calls whose name stands before the JSON of their arguments: DeepSeek's, Kimi's, Mistral's.
+May know: TextStream, JSON.
+Must not know: which models write so (formats.py)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from .forced import Functions, write_json_calls
+from .grammar_text import GrammarText
+from .json_calls import JsonCalls, read_arguments
+from .text_stream import Malformed, Reader, TextStream
+from .tool_calls import MAX_NAME_LENGTH, Calls
+
+NAME_CHARACTER = re.compile(r"[^\s<>{}\[\]\"'`|｜]")
+KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
+FENCE = "```"
+
+
+@dataclass(frozen=True)
+class NamedCalls:
+    """section_start (call_start NAME separator {…} call_end)* section_end
+
+    DeepSeek V3 and R1 write the call's type before the separator, the name behind it and the arguments between fences of ```json; V3.1 and
+    Kimi as above, Kimi's name within an id, functions.NAME:0. The characters tell which.
+    """
+
+    section_start: str
+    call_start: str
+    separator: str
+    call_end: str
+    section_end: str
+    call_form: str  # between call_start and call_end, as this model writes it, with NAME and ARGUMENTS
+    between: str = ""
+    bare_beginnings: str = ""
+    bare_separator: str = ""
+
+    def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+        before, after = self.call_form.split("ARGUMENTS")
+        frame = (self.section_start, self.between, self.section_end)
+
+        def before_arguments(name: str) -> str:
+            return self.call_start + before.replace("NAME", name)
+
+        return write_json_calls(grammar, functions, several, before_arguments, after + self.call_end, frame)
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return (self.section_start, self.call_start)
+
+    def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
+        if mark == self.section_start:
+            yield from stream.skip_space()
+            yield from stream.expect(self.call_start)
+        while True:
+            yield from self._read_call(stream, calls)
+            yield from stream.skip_space()
+            yield from stream.accept(self.call_end)
+            stream.drop()
+            yield from stream.skip_space()
+            if not (yield from stream.accept(self.call_start)):
+                break
+        yield from stream.accept(self.section_end)
+        stream.drop()
+
+    def _read_call(self, stream: TextStream, calls: Calls) -> Reader:
+        name = yield from _read_name(stream)
+        yield from stream.expect(self.separator)
+        yield from stream.skip_space()
+        is_fenced = (yield from stream.peek()) != "{"
+        if is_fenced:
+            name = yield from _read_name(stream)
+            yield from stream.skip_space()
+            yield from stream.expect(f"{FENCE}json")
+            yield from stream.skip_space()
+        yield from read_arguments(stream, calls, KIMI_ID.fullmatch(name)[1])
+        if is_fenced:
+            yield from stream.skip_space()
+            yield from stream.accept(FENCE)
+
+
+@dataclass(frozen=True)
+class MistralCalls:
+    """[TOOL_CALLS] [{"name": …, "arguments": …}, …], or since 2025 [TOOL_CALLS]NAME[ARGS]{…} once per call."""
+
+    starts: tuple[str, ...] = ("[TOOL_CALLS]",)
+    name_is_before: bool = False
+    bare_beginnings: str = ""
+    bare_separator: str = ""
+
+    def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+        if self.name_is_before:
+            return write_json_calls(grammar, functions, several, "[TOOL_CALLS]{}[ARGS]".format, "")
+        return JsonCalls(self.starts, is_list=True).write(grammar, functions, several)
+
+    def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
+        yield from stream.skip_space()
+        if (yield from stream.peek()) in ("[", "{"):
+            yield from JsonCalls(self.starts).read(stream, calls, mark)
+            return
+        name = yield from _read_name(stream)
+        if (yield from stream.accept("[CALL_ID]")):
+            yield from _read_name(stream)
+        yield from stream.accept("[ARGS]")
+        yield from stream.skip_space()
+        yield from read_arguments(stream, calls, name)
+
+
+def _read_name(stream: TextStream) -> Reader:
+    name = yield from stream.read_while(NAME_CHARACTER, MAX_NAME_LENGTH)
+    if not name:
+        raise Malformed
+    return name

@@ -1,0 +1,138 @@
+"""Tool calls as Python writes them: [f(a=1, b="x"), g()], as Llama's, LFM2's and OLMo's models do.
+May know: TextStream, Python's literals.
+Must not know: which models write so (formats.py)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+from .argument_types import plain_arguments, read_literal
+from .forced import Functions, write_repeated
+from .grammar_text import GrammarText
+from .json_calls import read_call_object
+from .text_stream import Malformed, Reader, TextStream
+from .tool_calls import MAX_NAME_LENGTH, Calls
+
+NAME_CHARACTER = re.compile(r"[\w.\-]")
+NAME = re.compile(r"[\w.\-]+")
+CLOSERS = {"(": ")", "[": "]", "{": "}"}
+
+
+@dataclass(frozen=True)
+class PythonCalls:
+    """Arguments are handed on one by one. A list of JSON objects with name and arguments is understood as well."""
+
+    starts: tuple[str, ...] = ()
+    end: str = ""
+    bare_beginnings: str = ""
+    bare_separator: str = ""
+    call_per_line: bool = False  # in place of a list
+
+    def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+        start, end = (self.starts[0] if self.starts else "", self.end) if not self.bare_beginnings else ("", "")
+        if self.call_per_line:
+            frame = (f"{start}\n", "\n", f"\n{end}")
+        else:
+            frame = (f"{start}[", ", ", f"]{end}")
+        return write_repeated(grammar, [self._write_call(grammar, name, schema) for name, schema in functions], several, frame)
+
+    def _write_call(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str:
+        """Values as JSON, which `read` takes for Python. A JSON object where the arguments cannot be written one by one."""
+        properties = plain_arguments(schema)
+        if properties is None or not NAME.fullmatch(name):
+            before = grammar.literal(f'{{"name": {json.dumps(name)}, "parameters": ')
+            return f"{before} {grammar.arguments(schema)} {grammar.literal('}')}"
+        written = {key: f"{grammar.literal(key + '=')} {grammar.json(value)}" for key, (value, _) in properties.items()}
+        required = [written[key] for key, (_, is_required) in properties.items() if is_required]
+        optional = [written[key] for key, (_, is_required) in properties.items() if not is_required]
+        comma = grammar.literal(", ")
+        if required:
+            arguments = f" {comma} ".join(required) + "".join(f" ({comma} {text})?" for text in optional)
+        else:  # one line for each argument that may come first
+            firsts = [" ".join([text, *(f"({comma} {later})?" for later in optional[i + 1 :])]) for i, text in enumerate(optional)]
+            arguments = f"({grammar.any_of(firsts)})?" if firsts else ""
+        return f"{grammar.literal(f'{name}(')} {arguments} {grammar.literal(')')}"
+
+    def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
+        yield from stream.skip_space()
+        is_list = yield from stream.accept("[")
+        while True:
+            yield from stream.skip_space()
+            if (yield from stream.peek()) == "{":
+                yield from read_call_object(stream, calls, only_known=not mark)
+            else:
+                yield from _read_call(stream, calls, only_known=not mark)
+            yield from stream.skip_space()
+            if not (yield from stream.accept(",")) and (is_list or not NAME_CHARACTER.match((yield from stream.peek()))):
+                break
+        if is_list:
+            yield from stream.expect("]")
+            yield from stream.skip_space()
+        if mark and self.end:
+            yield from stream.accept(self.end)
+        stream.drop()
+
+
+def _read_call(stream: TextStream, calls: Calls, only_known: bool) -> Reader:
+    name = yield from stream.read_while(NAME_CHARACTER, MAX_NAME_LENGTH)
+    if not name or only_known and name not in calls.schemas:
+        raise Malformed
+    yield from stream.expect("(")
+    has_started = False
+    while True:
+        yield from stream.skip_space()
+        if (yield from stream.accept(")")):
+            break
+        key = yield from stream.read_while(NAME_CHARACTER, MAX_NAME_LENGTH)
+        yield from stream.skip_space()
+        yield from stream.expect("=")
+        value = yield from _read_value(stream)
+        if not has_started:
+            calls.start_object(name)
+            has_started = True
+        calls.key(key)
+        calls.emit_arguments(value)
+        if not (yield from stream.accept(",")):
+            yield from stream.expect(")")
+            break
+    if not has_started:
+        calls.start_object(name)
+    calls.end_object()
+
+
+def _read_value(stream: TextStream) -> Generator[None, None, str]:
+    """Consumes a literal up to the comma or bracket behind it; its JSON."""
+    start = stream.position
+    closers: list[str] = []
+    while (character := (yield from stream.peek())) and (closers or character not in ",)"):
+        if character in "'\"":
+            yield from _skip_string(stream, character)
+            continue
+        if character in CLOSERS:
+            closers.append(CLOSERS[character])
+        elif character in ")]}" and (not closers or character != closers.pop()):
+            raise Malformed
+        stream.position += 1
+    try:
+        if not character:
+            raise Malformed
+        return json.dumps(read_literal(stream.buffer[start : stream.position]), ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        raise Malformed from None
+
+
+def _skip_string(stream: TextStream, quote: str) -> Reader:
+    stream.position += 1
+    while (character := (yield from stream.peek())) != quote:
+        if not character:
+            raise Malformed
+        if character == "\\":
+            stream.position += 1
+            if not (yield from stream.peek()):
+                raise Malformed
+        stream.position += 1
+    stream.position += 1

@@ -1,0 +1,100 @@
+"""`quire plan`: what a model needs, what this machine or a named amount of memory gives, and the flags that make it run.
+May know: EngineArgs, the plan's figures, the terminal.
+Must not know: how the figures are found, torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ...ipc.errors import NotEnoughMemoryError, QuireError
+from .flags import Parser, engine_flags, given
+from .values import format_bytes, format_count, parse_bytes
+
+if TYPE_CHECKING:
+    from ..engine_args import EngineArgs
+    from ..plan import Plan
+
+USAGE = "quire plan [MODEL] [--memory SIZE] [--json] [engine flags]"
+DESCRIPTION = "Reads MODEL's config.json and says what it weighs, the longest context, and how many requests run at once. Nothing is loaded."
+COMMON = ("dtype", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "block_size")
+
+
+def make_parser(argv: list[str]) -> Parser:
+    parser = Parser("quire plan", USAGE, DESCRIPTION, show_all="--help-all" in argv)
+    parser.add_model()
+    parser.add_argument("--memory", metavar="SIZE", type=_size, help="plan for so much memory, e.g. 24GiB [what this machine has free]")
+    parser.add_argument("--json", action="store_true", help="the figures as one JSON object, in bytes and tokens")
+    parser.add_flags("engine", [flag for flag in engine_flags() if flag.name != "model"], COMMON)
+    return parser
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def main(argv: list[str]) -> int:
+    args = make_parser(argv).parse(argv)
+    from ..engine_args import EngineArgs
+    from ..plan import make_plan
+
+    arguments = given(args, engine_flags())
+    plan = make_plan(EngineArgs(**arguments), args.memory, arguments)
+    if args.json:
+        derived = {name: getattr(plan, name) for name in ("fits", "least_memory_bytes", "least_kv_cache_bytes")}
+        print(msgspec.json.encode({**msgspec.structs.asdict(plan), **derived, "command": command(plan)}).decode())
+    else:
+        print(render(plan), end="")
+    return 0 if plan.longest_context or plan.fits_as else 1
+
+
+def render(plan: Plan) -> str:
+    """The plan as lines of text."""
+    context = f"context {plan.model_context:,} tokens" if plan.model_context else "no context length in config.json"
+    lines = [f"{plan.model}: {plan.architecture}, {format_count(plan.num_parameters)} parameters, {context}", ""]
+    other = ", ".join(f"{name}: {format_bytes(size)}" for name, size in plan.weights_bytes_by_dtype.items() if name != plan.dtype)
+    room = plan.kv_cache_bytes or -(-plan.longest_context // plan.block_size) * plan.block_size * plan.kv_bytes_per_token
+    rest = plan.free_bytes - room
+    table = [
+        ("memory, as named" if plan.memory_is_named else "memory that is free here", plan.memory_bytes, ""),
+        (f"  weights, {plan.dtype}", plan.weights_bytes, other),
+        ("  engine and frontend", plan.runtime_bytes, ""),
+        ("  KV cache", room, f"{format_bytes(plan.kv_bytes_per_token)} per token"),
+        ("  left for activations, swap space and others" if rest >= 0 else "  missing", abs(rest), ""),
+    ]
+    lines += [f"{name:<44} {format_bytes(size):>10}   {note}".rstrip() for name, size, note in table] + [""]
+    if not plan.longest_context:
+        lines.append(f"It does not fit: max_model_len={plan.max_model_len:,} needs at least {format_bytes(plan.least_memory_bytes)}.")
+        return "\n".join([*lines, *([f"As {plan.fits_as} it does:", "", command(plan)] if plan.fits_as else []), ""])
+    lines.append(f"{'longest context':<44} {plan.longest_context:>10,}   tokens")
+    if plan.longest_context < plan.max_model_len:
+        least = format_bytes(plan.least_kv_cache_bytes), format_bytes(plan.least_memory_bytes)
+        lines[-1] += "; max_model_len={:,} needs a KV cache of {}, {} in all".format(plan.max_model_len, *least)
+    lines += [f"{f'requests of {length:,} tokens at once':<44} {number:>10,}" for length, number in plan.concurrency.items()]
+    return "\n".join([*lines, "", command(plan), ""])
+
+
+def command(plan: Plan) -> str:
+    """The line to copy, empty where nothing makes the model fit."""
+    return shlex.join(["quire", "serve", plan.model, *plan.flags]) if plan.longest_context or plan.fits_as else ""
+
+
+@contextlib.contextmanager
+def plan_beneath(args: EngineArgs, arguments: dict[str, Any]) -> Iterator[None]:
+    """Where an engine started inside does not fit the memory, its error has the plan as a note, which the command line prints beneath it."""
+    try:
+        yield
+    except NotEnoughMemoryError as error:
+        from ..plan import make_plan
+
+        with contextlib.suppress(QuireError):  # a model that only a plug-in knows has no plan
+            error.add_note(render(make_plan(args, given=arguments)).rstrip())
+        raise

@@ -1,0 +1,78 @@
+"""What a model weighs, from its config.json alone: parameters, bytes of weights, bytes of KV cache per token.
+May know: config.json as ipc/decoder_config.py reads it, which projections of which architecture have biases and norms.
+Must not know: torch, weights' files, memory. tests/frontend/test_model_sizes.py compares it with the models in executor/models/."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..ipc.decoder_config import DecoderConfig, parse_decoder_config
+from ..ipc.errors import ModelLoadError
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """None: as config.json says (attention_bias)."""
+
+    honours: tuple[str, ...]
+    default_head_dim: int | None = None
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    qk_norm: bool = False
+
+    def parse(self, hf_config: dict[str, Any]) -> DecoderConfig:
+        return parse_decoder_config(hf_config, default_head_dim=self.default_head_dim, honours=self.honours)
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture(honours=("attention_bias", "mlp_bias")),
+    "Qwen2ForCausalLM": Architecture(honours=("attention_bias",), qkv_bias=True, o_bias=False),
+    "Qwen3ForCausalLM": Architecture(honours=("attention_bias",), default_head_dim=128, qk_norm=True),
+}
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    architecture: str
+    config: DecoderConfig
+    num_parameters: int
+
+    def weights_bytes(self, dtype: str) -> int:
+        return self.num_parameters * DTYPE_BYTES[dtype]
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Keys and values of all layers."""
+        config = self.config
+        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * DTYPE_BYTES[dtype]
+
+
+def measure_model(hf_config: dict[str, Any]) -> ModelSizes:
+    """Raises ModelLoadError, in the engine's own words, for a model that it would refuse."""
+    name = find_architecture(hf_config)
+    config = ARCHITECTURES[name].parse(hf_config)
+    return ModelSizes(name, config, _count_parameters(config, ARCHITECTURES[name]))
+
+
+def find_architecture(hf_config: dict[str, Any]) -> str:
+    """The first supported name in `architectures`. Raises ModelLoadError that lists what is supported."""
+    architectures = hf_config.get("architectures") or []
+    for name in architectures:
+        if name in ARCHITECTURES:
+            return name
+    named = f"architecture {', '.join(map(str, architectures))} is not supported" if architectures else "config.json names no architecture"
+    raise ModelLoadError(f"{named}; supported: {', '.join(sorted(ARCHITECTURES))}")
+
+
+def _count_parameters(config: DecoderConfig, architecture: Architecture) -> int:
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_rows, kv_rows = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    has_qkv_bias = config.attention_bias if architecture.qkv_bias is None else architecture.qkv_bias
+    has_o_bias = config.attention_bias if architecture.o_bias is None else architecture.o_bias
+    attention = (hidden + has_qkv_bias) * (q_rows + 2 * kv_rows) + (q_rows + has_o_bias) * hidden + 2 * head_dim * architecture.qk_norm
+    mlp = 3 * hidden * inner + (2 * inner + hidden) * config.mlp_bias
+    norms = 2 * hidden
+    embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)  # a tied head is the embedding's own table
+    return embeddings + config.num_hidden_layers * (attention + mlp + norms) + hidden

@@ -1,0 +1,149 @@
+"""What a model needs and what a machine gives, before anything is loaded: the figures that the engine will come to when it starts.
+May know: config.json, sizes, the arithmetic of ipc/memory_plan.py, memory as the system reports it.
+Must not know: torch, weights' files, how a plan is shown."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+import msgspec
+
+from ..ipc.config import EngineConfig, config_fields
+from ..ipc.errors import NotEnoughMemoryError
+from ..ipc.machine import free_memory_bytes
+from ..ipc.memory_plan import CPU_MEMORY_FRACTION, affordable_blocks, fitting_tokens, plan_num_blocks
+from .engine_args import EngineArgs, model_context
+from .model_files import find_cached_directory, find_model_directory
+from .model_sizes import measure_model
+
+RUNTIME_BYTES = 384 * 2**20  # the engine process without weights and cache (260 MiB measured: Python and torch), and a frontend (100)
+CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
+NOT_COPIED = frozenset({"model", "max_model_len", "kv_cache_memory_bytes"})  # of the arguments; the plan decides them
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    model: str  # as the user calls it
+    architecture: str
+    num_parameters: int
+    dtype: str
+    weights_bytes: int
+    weights_bytes_by_dtype: dict[str, int]
+    kv_bytes_per_token: int
+    block_size: int
+    model_context: int | None
+    max_model_len: int  # asked for; by default the model's context
+    memory_bytes: int
+    memory_is_named: bool  # else it is what this machine has free
+    runtime_bytes: int
+    num_blocks: int  # KV-cache blocks that the engine will make; 0: it will refuse to start
+    kv_cache_bytes: int
+    longest_context: int  # tokens of one sequence that fit, no more than the model takes; 0: not even the weights and one block fit
+    concurrency: dict[int, int]  # tokens per request -> requests that run at once, no more than max_num_seqs
+    flags: list[str]  # that make it run, empty where nothing does
+    fits_as: str | None  # the dtype of `flags`, where this one does not fit at all and that one does
+
+    @property
+    def fits(self) -> bool:
+        return self.num_blocks > 0
+
+    @property
+    def least_memory_bytes(self) -> int:
+        """Memory for the weights and one sequence of max_model_len, as the engine divides it when left to itself."""
+        return self.weights_bytes + self.runtime_bytes + ceil(self.least_kv_cache_bytes / CPU_MEMORY_FRACTION)
+
+    @property
+    def least_kv_cache_bytes(self) -> int:
+        """KV cache for one sequence of max_model_len, the null block included."""
+        return (1 + -(-self.max_model_len // self.block_size)) * self.block_size * self.kv_bytes_per_token
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left for the KV cache and everything else; negative where the weights do not fit."""
+        return self.memory_bytes - self.weights_bytes - self.runtime_bytes
+
+
+def make_plan(args: EngineArgs, memory_bytes: int | None = None, given: dict[str, Any] | None = None) -> Plan:
+    """The plan for `args` on this machine, or for `memory_bytes`. Raises what the engine would for a model that it does not run.
+
+    `given`: the arguments that the user chose, for the flags to copy.
+    """
+    config = resolve(args)
+    sizes = measure_model(config.model_config.hf_config)
+    memory = free_memory_bytes() if memory_bytes is None else memory_bytes
+    dtype, block_size = config.model_config.dtype, config.cache_config.block_size
+    block_bytes = sizes.kv_bytes_per_token(dtype) * block_size
+    free = memory - sizes.weights_bytes(dtype) - RUNTIME_BYTES
+    room = affordable_blocks(config, block_bytes, free) if free > 0 else 0
+    context = model_context(config.model_config.hf_config)
+    longest = min(fitting_tokens(config, room), context or fitting_tokens(config, room))
+    try:
+        num_blocks = plan_num_blocks(config, block_bytes, free) if free > 0 else 0
+    except NotEnoughMemoryError:
+        num_blocks = 0
+    lengths = sorted({*(length for length in CONTEXTS if length < longest), longest} - {0})
+    most, usable = config.scheduler_config.max_num_seqs, (num_blocks or room) - 1
+    flags, fits_as = _flags(config, longest, (num_blocks or room) * block_bytes if memory_bytes is not None else None, given or {}), None
+    if not longest and dtype == "float32":
+        arguments = {name: getattr(args, name) for name in config_fields()} | {"dtype": "bfloat16"}
+        flags = make_plan(EngineArgs(**arguments), memory_bytes, {**(given or {}), "dtype": "bfloat16"}).flags
+        fits_as = "bfloat16" if flags else None
+    return Plan(
+        model=args.model,
+        architecture=sizes.architecture,
+        num_parameters=sizes.num_parameters,
+        dtype=dtype,
+        weights_bytes=sizes.weights_bytes(dtype),
+        weights_bytes_by_dtype={name: sizes.weights_bytes(name) for name in ("bfloat16", "float32")},
+        kv_bytes_per_token=sizes.kv_bytes_per_token(dtype),
+        block_size=block_size,
+        model_context=context,
+        max_model_len=config.model_config.max_model_len,
+        memory_bytes=memory,
+        memory_is_named=memory_bytes is not None,
+        runtime_bytes=RUNTIME_BYTES,
+        num_blocks=num_blocks,
+        kv_cache_bytes=num_blocks * block_bytes,
+        longest_context=longest,
+        concurrency={length: min(most, usable // -(-length // block_size)) for length in lengths},
+        flags=flags,
+        fits_as=fits_as,
+    )
+
+
+def resolve(args: EngineArgs) -> EngineConfig:
+    """The configuration that the engine would receive. Of the model only small files are wanted, and a model in the hub's cache needs no network."""
+    arguments = {name: getattr(args, name) for name in config_fields()}
+    directory = find_cached_directory(args.model, args.revision) or find_model_directory(args.model, revision=args.revision, weights=False)
+    arguments |= {"model": str(directory), "tokenizer": None, "generation_config": "none", "load_format": "dummy"}
+    return EngineArgs(**arguments).create_engine_config()
+
+
+def _flags(config: EngineConfig, longest: int, kv_cache_bytes: int | None, given: dict[str, Any]) -> list[str]:
+    if not longest:
+        return []
+    flags: dict[str, Any] = {name: value for name, value in given.items() if name not in NOT_COPIED}
+    if config.model_config.max_model_len > longest:
+        flags["max_model_len"] = round_down(longest) if kv_cache_bytes is None else longest
+    elif "max_model_len" in given:
+        flags["max_model_len"] = given["max_model_len"]
+    if config.cache_config.kv_cache_memory_bytes is not None:
+        flags["kv_cache_memory_bytes"] = config.cache_config.kv_cache_memory_bytes
+    elif kv_cache_bytes is not None:  # a machine other than this one: what it has free, its engine would measure itself
+        flags["kv_cache_memory_bytes"] = kv_cache_bytes
+    return [word for name, value in flags.items() for word in _words(name, value)]
+
+
+def round_down(length: int) -> int:
+    """Free memory changes by the minute; a figure to copy leaves a little."""
+    step = 1024 if length >= 8192 else 256 if length >= 1024 else 1
+    return length // step * step
+
+
+def _words(name: str, value: Any) -> list[str]:
+    option = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [option if value else option.replace("--", "--no-", 1)]
+    if isinstance(value, list):
+        return [word for item in value for word in (option, str(item))]
+    return [option, msgspec.json.encode(value).decode() if isinstance(value, dict) else str(value)]

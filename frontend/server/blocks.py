@@ -1,0 +1,83 @@
+"""Blocks: an answer's parts as a row of blocks, text, reasoning or a call each, as Anthropic's API and OpenAI's Responses have them.
+May know: the parts of an answer.
+Must not know: what an API calls a block, or how it writes one down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ..answer_format import Content, Part, Reasoning, ToolCallStart
+from .chat_run import ChatRun, Message
+
+TEXT, REASONING, CALL = "text", "reasoning", "call"
+START, DELTA, STOP = "start", "delta", "stop"
+BlockEvent = tuple[str, "Block", str]  # what happens, to which block, the text that is new in it
+
+
+@dataclass(slots=True)
+class Block:
+    """`text`: what is said, thought, or the JSON of a call's arguments."""
+
+    kind: str
+    index: int  # among all blocks
+    name: str = ""  # of the function that is called
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def arguments(self) -> dict[str, Any] | None:
+        """Those of a call; None if they are no JSON object, because the answer was cut short within them."""
+        try:
+            found = msgspec.json.decode(self.text or "{}")
+        except msgspec.DecodeError:
+            return None
+        return found if isinstance(found, dict) else None
+
+
+class Blocks:
+    """Told of parts as they come, says which blocks begin, grow and end. One block is open at a time: the last."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._open: Block | None = None
+
+    def feed(self, parts: Iterable[Part]) -> list[BlockEvent]:
+        events: list[BlockEvent] = []
+        for part in parts:
+            if isinstance(part, ToolCallStart):
+                events += self.begin(CALL, part.name)
+                continue
+            kind = TEXT if isinstance(part, Content) else REASONING if isinstance(part, Reasoning) else CALL
+            if not part.text:
+                continue
+            if self._open is None or self._open.kind != kind:
+                events += self.begin(kind)
+            self._open.pieces.append(part.text)
+            events.append((DELTA, self._open, part.text))
+        return events
+
+    def begin(self, kind: str, name: str = "") -> list[BlockEvent]:
+        """Opens a block, and ends the one that was open."""
+        events = self.close()
+        self._open = Block(kind, len(self.blocks), name)
+        self.blocks.append(self._open)
+        return [*events, (START, self._open, "")]
+
+    def close(self) -> list[BlockEvent]:
+        """Ends the open block, if there is one."""
+        block, self._open = self._open, None
+        return [] if block is None else [(STOP, block, "")]
+
+
+async def read_blocks(chat: ChatRun) -> tuple[list[Block], Message]:
+    """The whole answer, and why it ended."""
+    (message,) = await chat.messages()
+    blocks = Blocks()
+    blocks.feed(message.parts)
+    return blocks.blocks, message

@@ -1,0 +1,50 @@
+"""RequestLog: what became of the last requests, for those who ask afterwards.
+May know: RequestMetrics, plain values about a request.
+Must not know: prompts or answers (none is kept), HTTP, who asks."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..outputs import RequestMetrics
+
+MAX_REQUESTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """One entry. `summary`: what HTTP knew of it (model, finish_reason, ...), as it goes into the answer."""
+
+    request_id: str
+    metrics: RequestMetrics
+    summary: dict[str, Any]
+
+
+class RequestLog:
+    """The last `capacity` finished requests by id, oldest out first."""
+
+    def __init__(self, capacity: int = MAX_REQUESTS):
+        self._capacity = capacity
+        self._requests: OrderedDict[str, FinishedRequest] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request_id: str, metrics: RequestMetrics, summary: dict[str, Any]) -> None:
+        """Notes a finished request. An id that comes again replaces the earlier one: a client may choose its ids."""
+        moments = array("d", metrics.token_ts)  # at most 4096, 32 KiB: a quarter of the list's memory
+        self._requests.pop(request_id, None)
+        self._requests[request_id] = FinishedRequest(request_id, replace(metrics, token_ts=moments), summary)
+        while len(self._requests) > self._capacity:
+            self._requests.popitem(last=False)
+
+    def get(self, request_id: str) -> FinishedRequest | None:
+        return self._requests.get(request_id)
+
+    def recent(self, limit: int) -> list[FinishedRequest]:
+        """The last `limit` ones, latest first."""
+        newest = reversed(self._requests.values())
+        return [request for request, _ in zip(newest, range(limit))]

@@ -1,0 +1,70 @@
+"""The answers of /v1/responses that are kept: so many, so many bytes, each for the key that asked for it.
+May know: the items of a conversation as they are sent.
+Must not know: HTTP, how an answer is made."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+MAX_BYTES = 256 * 2**20  # of all that is kept, as JSON; a conversation counts whole for each of its answers
+
+
+@dataclass(slots=True)
+class Stored:
+    """`input_items`: the whole conversation before the answer, earlier answers included."""
+
+    response: dict[str, Any]
+    input_items: list[dict[str, Any]]
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """What the next turn goes on from."""
+        return [*self.input_items, *self.response["output"]]
+
+
+class ResponseStore:
+    """The oldest go first. With `most` 0 nothing is kept. An answer is found only by the tenant that it was made for."""
+
+    def __init__(self, most: int, max_bytes: int = MAX_BYTES):
+        self._most = most
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[tuple[str, str], tuple[Stored, int]] = OrderedDict()
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def keeps(self) -> bool:
+        return self._most > 0
+
+    def put(self, tenant: str, stored: Stored) -> None:
+        size = len(msgspec.json.encode((stored.response, stored.input_items)))
+        self._kept[tenant, stored.response["id"]] = (stored, size)
+        self._num_bytes += size
+        while len(self._kept) > self._most or self._num_bytes > self._max_bytes:
+            _, (_, freed) = self._kept.popitem(last=False)
+            self._num_bytes -= freed
+
+    def get(self, tenant: str, response_id: str) -> Stored | None:
+        found = self._kept.get((tenant, response_id))
+        return None if found is None else found[0]
+
+    def pop(self, tenant: str, response_id: str) -> Stored | None:
+        found = self._kept.pop((tenant, response_id), None)
+        if found is None:
+            return None
+        self._num_bytes -= found[1]
+        return found[0]
+
+    def find_item(self, tenant: str, item_id: str) -> dict[str, Any] | None:
+        """An item of any of the tenant's conversations, the latest first: clients refer to items by their id."""
+        for (owner, _), (stored, _) in reversed(self._kept.items()):
+            if owner == tenant:
+                for item in reversed(stored.conversation()):
+                    if item["id"] == item_id:
+                        return item
+        return None

@@ -1,0 +1,333 @@
+"""From a body of /v1/responses to a turn of a conversation.
+May know: the fields and items of OpenAI's Responses, what chat templates expect of messages and tools.
+Must not know: the answer's shape, where answers are kept, HTTP."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import msgspec
+
+from ...ipc.params import StructuredOutputsParams
+from .chat_run import ChatTurn, thinking_variables
+from .errors import invalid, missing, unsupported
+from .sampling import Number, SamplingBody, sampling_params
+from .state import ServerState
+
+# The house's names of what can be refused -> this API's.
+NAMES = {
+    "prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs",
+    "structured_outputs": "text.format", "structured_outputs.json": "text.format.schema",
+}  # fmt: skip
+ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+LOGPROBS = "message.output_text.logprobs"
+MAX_METADATA = 16
+
+
+class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A piece of content: input_text, output_text, refusal, reasoning_text or summary_text."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One step of a conversation: a message, a call, its result, or a thought. What a type does not have stays None."""
+
+    type: str | None = None  # None: a message
+    id: str | None = None
+    status: str | None = None
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    summary: list[Part] | None = None
+    encrypted_content: str | None = None
+    phase: str | None = None
+
+
+class ToolIn(msgspec.Struct, kw_only=True):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolRef(msgspec.Struct, kw_only=True):
+    type: str
+    name: str | None = None
+
+
+class ToolChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
+    type: str
+    name: str | None = None
+    mode: str | None = None
+    tools: list[ToolRef] | None = None
+
+
+class Format(msgspec.Struct, kw_only=True, omit_defaults=True):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, kw_only=True):
+    format: Format | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(msgspec.Struct, kw_only=True):
+    effort: str | None = None
+    summary: str | None = None  # models here give the reasoning itself
+    generate_summary: str | None = None
+
+
+class ResponseStreamOptions(msgspec.Struct, kw_only=True):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesBody(msgspec.Struct, kw_only=True):
+    """POST /v1/responses. None: as if it had not been sent."""
+
+    model: str | None = None
+    input: str | list[Item] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None  # of built-in tools, of which there are none
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    text: TextConfig | None = None
+    tools: list[ToolIn] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
+    truncation: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None  # every prefix is cached
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None  # there is one
+    # refused
+    background: bool | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    # what users of other servers know
+    top_k: int | None = None
+    min_p: Number | None = None
+    seed: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def check_body(body: ResponsesBody) -> None:
+    """Refuses what this server does not do, in a sentence each."""
+    if body.background:
+        raise unsupported("background", "'background' is not supported: answers are made while the client waits. Leave it out and stream.")
+    if body.conversation is not None:
+        raise unsupported("conversation", "'conversation' is not supported: go on from a stored answer with 'previous_response_id'.")
+    if body.prompt is not None:
+        raise unsupported("prompt", "'prompt' refers to a template stored at OpenAI, which is not here: give 'input' and 'instructions'.")
+    if body.truncation not in (None, "auto", "disabled"):
+        raise invalid("truncation", f"'truncation' must be auto or disabled, got {body.truncation!r:.40}.")
+    if len(body.metadata or {}) > MAX_METADATA:
+        raise invalid("metadata", f"'metadata' can have at most {MAX_METADATA} pairs, got {len(body.metadata)}.", "object_above_max_properties")
+
+
+def turn_of(state: ServerState, body: ResponsesBody, request_id: str, items: list[Item], num_earlier: int) -> ChatTurn:
+    """`items`: the whole conversation, the first `num_earlier` of them from earlier turns.
+
+    Raises ApiError, or InvalidParameterError under the house's names.
+    """
+    format = _structured_outputs(body.text and body.text.format)
+    wants_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or [])
+    params = sampling_params(
+        SamplingBody(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            min_p=body.min_p,
+            seed=body.seed,
+            stream=body.stream or wants_logprobs,  # which token belongs to which item shows only as they come
+        ),
+        state.ready_engine().get_default_sampling_params(),
+        state.server_config,
+        max_tokens=body.max_output_tokens,
+        logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+        structured_outputs=format,
+    )
+    tools, tool_choice = _tools(body)
+    effort = body.reasoning and body.reasoning.effort
+    return ChatTurn(
+        request_id,
+        messages_of(body.instructions, items, num_earlier),
+        params,
+        body.max_output_tokens,
+        tools,
+        tool_choice,
+        body.parallel_tool_calls is not False,
+        thinking_variables(None if effort is None else effort != "none", effort) | (body.chat_template_kwargs or {}),
+        names=NAMES,
+    )
+
+
+def _structured_outputs(format: Format | None) -> StructuredOutputsParams | None:
+    if format is None or format.type == "text":
+        return None
+    if format.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if format.type != "json_schema":
+        raise unsupported("text.format.type", f"'text.format.type' must be text, json_object or json_schema, got {format.type!r:.40}.")
+    if format.schema is None:
+        raise missing("text.format.schema")
+    return StructuredOutputsParams(json=format.schema)
+
+
+# ------------------------------------------------------------ tools
+
+
+def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]] | None, Any]:
+    """In the form of OpenAI's chat, which chat templates know, and which of them is to be called."""
+    tools = {}
+    for i, tool in enumerate(body.tools or []):
+        if tool.type != "function":
+            message = f"'tools[{i}]' is a {tool.type!r:.40}, which OpenAI's servers run; this server has only functions, which the client runs."
+            raise unsupported(f"tools[{i}].type", message)
+        if not tool.name:
+            raise missing(f"tools[{i}].name")
+        described = {"description": tool.description} if tool.description else {}
+        tools[tool.name] = {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.parameters or {"type": "object"}}}
+    choice = body.tool_choice
+    if isinstance(choice, ToolChoice):
+        return _chosen(choice, tools)
+    if choice not in (None, "auto", "none", "required"):
+        raise invalid("tool_choice", f"'tool_choice' must be none, auto, required or an object that names a function, got {choice!r:.40}.")
+    if choice == "required" and not tools:
+        raise invalid("tool_choice", "'tool_choice' can be required only with 'tools'.")
+    return list(tools.values()) or None, choice or "auto"
+
+
+def _chosen(choice: ToolChoice, tools: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], Any]:
+    if choice.type == "function":
+        if choice.name not in tools:
+            raise invalid("tool_choice.name", "'tool_choice.name' must be the name of one of 'tools'.")
+        return list(tools.values()), {"name": choice.name}
+    if choice.type != "allowed_tools":
+        raise unsupported("tool_choice.type", f"'tool_choice.type' must be function or allowed_tools, got {choice.type!r:.40}.")
+    if choice.mode not in ("auto", "required"):
+        raise invalid("tool_choice.mode", "'tool_choice.mode' must be auto or required.")
+    allowed = [ref.name for ref in choice.tools or []]
+    if not allowed or any(name not in tools for name in allowed):
+        raise invalid("tool_choice.tools", "'tool_choice.tools' must be functions out of 'tools', at least one.")
+    return [tools[name] for name in tools if name in allowed], choice.mode
+
+
+# ------------------------------------------------------------ items
+
+
+def items_of(body: ResponsesBody) -> list[Item]:
+    """The new items, each with an id."""
+    if body.input is None:
+        raise missing("input")
+    items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    for item in items:
+        item.type = item.type or "message"
+        if item.type == "message" and isinstance(item.content, str):
+            item.content = [Part(type="output_text" if item.role == "assistant" else "input_text", text=item.content)]
+        item.id = item.id or f"{ID_PREFIXES.get(item.type, 'item')}_{secrets.token_hex(16)}"
+    return items
+
+
+def messages_of(instructions: str | None, items: list[Item], num_earlier: int = 0) -> list[dict[str, Any]]:
+    """As chat templates expect them: thoughts and calls belong to the assistant's message that they stand next to."""
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    names: dict[str, str] = {}  # of functions, by the ids of their calls
+    for i, item in enumerate(items):
+        _add(messages, item, f"input[{i - num_earlier}]", names)
+    if not items:
+        raise invalid("input", "'input' must hold at least one item.", "empty_array")
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], item: Item, where: str, names: dict[str, str]) -> None:
+    last = messages[-1] if messages else {"role": ""}
+    if item.type == "message":
+        _add_message(messages, last, item, where)
+    elif item.type == "reasoning":
+        thought = "\n".join(part.text or "" for part in (item.content if isinstance(item.content, list) else None) or item.summary or [])
+        messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
+    elif item.type == "function_call":
+        for field in ("call_id", "name", "arguments"):
+            if not getattr(item, field):
+                raise missing(f"{where}.{field}")
+        names[item.call_id] = item.name
+        if last["role"] != "assistant":
+            last = {"role": "assistant", "content": ""}
+            messages.append(last)
+        function = {"name": item.name, "arguments": _arguments(item.arguments, f"{where}.arguments")}
+        last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    elif item.type == "function_call_output":
+        if item.call_id not in names:
+            raise invalid(f"{where}.call_id", f"'{where}.call_id' must be that of an earlier function_call.")
+        if item.output is None:
+            raise missing(f"{where}.output")
+        content = _text(item.output, f"{where}.output")
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": content})
+    else:
+        message = f"'{where}' is of the type {item.type!r:.40}; this server knows message, reasoning, function_call and function_call_output."
+        raise unsupported(f"{where}.type", message)
+
+
+def _add_message(messages: list[dict[str, Any]], last: dict[str, Any], item: Item, where: str) -> None:
+    if item.role not in ("user", "assistant", "system", "developer"):
+        raise invalid(f"{where}.role", f"'{where}.role' must be user, assistant, system or developer.")
+    if item.content is None:
+        raise missing(f"{where}.content")
+    text = _text(item.content, f"{where}.content")
+    role = "system" if item.role == "developer" else item.role  # templates know the older name
+    if role == "system" and last["role"] == "system" and len(messages) == 1:
+        last["content"] += "\n" + text  # many templates take one system message only
+    elif role == "assistant" and last["role"] == "assistant" and not last["content"] and "tool_calls" not in last:
+        last["content"] = text  # of the thought before it
+    else:
+        messages.append({"role": role, "content": text})
+
+
+def _arguments(text: str, where: str) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise invalid(where, f"'{where}' must be the JSON text of an object.")
+    return found
+
+
+def _text(content: str | list[Part], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for j, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in ("input_text", "output_text", "text", "refusal"):
+            raise unsupported(f"{where}[{j}].type", f"'{where}[{j}]' is of the type {part.type!r:.40}: this model reads text only.")
+        if text is None:
+            raise missing(f"{where}[{j}].{'refusal' if part.type == 'refusal' else 'text'}")
+        texts.append(text)
+    return "\n".join(texts)

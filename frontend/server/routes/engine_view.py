@@ -1,0 +1,68 @@
+"""The engine at work, for those who watch: its state between two steps, and the time lines of the last requests.
+May know: ServerState, AsyncLLM.observe, the request log, how a time line is written.
+Must not know: what is shown of it, or by whom."""
+
+from __future__ import annotations
+
+import re
+import time
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..errors import ApiError, invalid
+from ..request_log import MAX_REQUESTS, FinishedRequest
+from ..sse import Json
+from ..state import ServerState
+from ..time_line import chrome_trace, summary_of, time_line
+
+MAX_CELLS = 4096  # characters of the map of blocks; more blocks share one
+
+
+def routes(state: ServerState) -> list[Route]:
+    async def engine_state(request: Request) -> Response:
+        """`since`: the number of the last step that the caller has seen, -1 for none; steps after it are told."""
+        since = _number(request, "since", default=-1, largest=2**63 - 1)
+        engine = state.ready_engine()
+        observed = await engine.observe(since, MAX_CELLS)
+        config = engine.config
+        about = {
+            "model": state.model_name,
+            "max_model_len": config.model_config.max_model_len,
+            "block_size": config.cache_config.block_size,
+            "uptime_s": time.monotonic() - state.began,
+        }
+        return Json(observed | about)
+
+    async def recent(request: Request) -> Response:
+        limit = _number(request, "limit", default=100, largest=MAX_REQUESTS)
+        return Json({"object": "list", "data": [summary_of(one) for one in state.request_log.recent(limit)]})
+
+    async def one(request: Request) -> Response:
+        return Json(time_line(found(request)))
+
+    async def trace(request: Request) -> Response:
+        return Json(chrome_trace(found(request)))
+
+    def found(request: Request) -> FinishedRequest:
+        request_id = request.path_params["request_id"]
+        if (entry := state.request_log.get(request_id)) is None:
+            message = f"No finished request {request_id!r} is known here; the last {MAX_REQUESTS} are."
+            raise ApiError(404, message, code="request_not_found")
+        return entry
+
+    return [
+        Route("/v1/engine/state", engine_state),
+        Route("/v1/requests", recent),
+        Route("/v1/requests/{request_id}/trace", trace),
+        Route("/v1/requests/{request_id}", one),
+    ]
+
+
+def _number(request: Request, name: str, *, default: int, largest: int) -> int:
+    """A query parameter that is a whole number; besides those from 0 on it may be its default."""
+    text = request.query_params.get(name, str(default))
+    if re.fullmatch(r"-?[0-9]{1,19}", text) and (int(text) == default or 0 <= int(text) <= largest):
+        return int(text)
+    raise invalid(name, f"{name} must be a whole number from {min(default, 0)} to {largest}, got {text[:40]!r}")

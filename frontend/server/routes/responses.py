@@ -1,0 +1,164 @@
+"""/v1/responses: OpenAI's API of conversations that the server may keep.
+May know: the store, what a body means and how an answer is written (responses_turn.py, responses_answer.py).
+Must not know: templates, the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..call import Call, call_of, read_body
+from ..chat_run import ChatRun, ChatTurn, prepare_chat, render_turn
+from ..errors import ApiError, invalid, named, not_found, unsupported
+from ..response_store import ResponseStore, Stored
+from ..responses_answer import ResponsesAnswer, new_response_id
+from ..responses_turn import NAMES, Item, ResponsesBody, check_body, items_of, turn_of
+from ..sse import Json
+from ..state import ServerState
+
+MAX_LISTED, LISTED = 100, 20  # items of one page of a list, OpenAI's
+
+
+def routes(state: ServerState) -> list[Route]:
+    api = ResponsesApi(state)
+    one = "/v1/responses/{response_id}"
+    return [
+        Route("/v1/responses", api.create, methods=["POST"]),
+        Route("/v1/responses/input_tokens", api.count_tokens, methods=["POST"]),
+        Route(one, api.retrieve, methods=["GET"]),
+        Route(one, api.delete, methods=["DELETE"]),
+        Route(f"{one}/cancel", api.cancel, methods=["POST"]),
+        Route(f"{one}/input_items", api.input_items, methods=["GET"]),
+    ]
+
+
+class ResponsesApi:
+    """The handlers, around the answers that are kept."""
+
+    def __init__(self, state: ServerState):
+        self._state = state
+        self._store = ResponseStore(state.server_config.max_stored_responses)
+
+    async def create(self, request: Request) -> Any:
+        state = self._state
+        body, call = await read_body(request, state.server_config, ResponsesBody), call_of(request)
+        model = state.check_model(body.model)
+        check_body(body)
+        if body.store and not self._store.keeps:
+            raise unsupported("store", "'store' is not possible: this server runs with --max-stored-responses 0.")
+        items, num_earlier = self._conversation(call, body)
+        with named(NAMES):
+            turn = turn_of(state, body, new_response_id(), items, num_earlier)
+            chat = await prepare_truncated(state, call, turn) if body.truncation == "auto" else await prepare_chat(state, call, turn)
+        body.store = body.store is not False and self._store.keeps
+        stored_items = [msgspec.to_builtins(item) for item in items] if body.store else []
+
+        def keep(response: dict[str, Any]) -> None:
+            if body.store:
+                self._store.put(call.tenant, Stored(response, stored_items))
+
+        answer = ResponsesAnswer(state, call, body, model, chat, keep)
+        return answer.stream() if body.stream else await answer.whole()
+
+    async def count_tokens(self, request: Request) -> Response:
+        body, call = await read_body(request, self._state.server_config, ResponsesBody), call_of(request)
+        self._state.check_model(body.model)
+        check_body(body)
+        items, num_earlier = self._conversation(call, body)
+        with named(NAMES):
+            _, token_ids = await render_turn(self._state, turn_of(self._state, body, new_response_id(), items, num_earlier))
+        return Json({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+
+    def _conversation(self, call: Call, body: ResponsesBody) -> tuple[list[Item], int]:
+        """Every item of it, those of earlier turns first, and how many those are."""
+        self._state.ready_engine()
+        items = [self._resolved(call, item, f"input[{i}]") for i, item in enumerate(items_of(body))]
+        if body.previous_response_id is None:
+            return items, 0
+        previous = self._store.get(call.tenant, body.previous_response_id)
+        if previous is None:
+            message = f"Previous response with id {body.previous_response_id!r:.100} not found. It is kept only if it was stored, and not for ever."
+            raise invalid("previous_response_id", message, "previous_response_not_found")
+        earlier = msgspec.convert(previous.conversation(), list[Item])
+        return [*earlier, *items], len(earlier)
+
+    def _resolved(self, call: Call, item: Item, where: str) -> Item:
+        if item.type != "item_reference":
+            return item
+        found = self._store.find_item(call.tenant, item.id)
+        if found is None:
+            raise invalid(f"{where}.id", f"'{where}.id' refers to the item {item.id!r:.100}, which is not stored.", "item_not_found")
+        return msgspec.convert(found, Item)
+
+    # ------------------------------------------------------------ what is kept
+
+    def _stored(self, request: Request) -> Stored:
+        self._state.ready_engine()
+        response_id = request.path_params["response_id"]
+        found = self._store.get(call_of(request).tenant, response_id)
+        if found is None:
+            raise not_found(f"Response with id {response_id!r:.100} not found.")
+        return found
+
+    async def retrieve(self, request: Request) -> Response:
+        if request.query_params.get("stream") == "true":
+            raise unsupported("stream", "Only answers made in the background can be streamed again, and there are none here.")
+        return Json(self._stored(request).response)
+
+    async def delete(self, request: Request) -> Response:
+        response_id = self._stored(request).response["id"]
+        self._store.pop(call_of(request).tenant, response_id)
+        return Json({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        self._stored(request)
+        raise ApiError(400, "Only answers made in the background can be cancelled, and there are none here: close the connection.", code="not_cancellable")
+
+    async def input_items(self, request: Request) -> Response:
+        items, query = self._stored(request).input_items, request.query_params
+        limit = query.get("limit", str(LISTED))
+        if not limit.isdigit() or not 1 <= int(limit) <= MAX_LISTED:
+            raise invalid("limit", f"'limit' must be an integer between 1 and {MAX_LISTED}, got {limit!r:.40}.")
+        if query.get("order", "desc") not in ("asc", "desc"):
+            raise invalid("order", "'order' must be asc or desc.")
+        if query.get("order", "desc") == "desc":
+            items = items[::-1]
+        if (after := query.get("after")) is not None:
+            ids = [item["id"] for item in items]
+            if after not in ids:
+                raise invalid("after", f"'after' must be the id of one of the items, got {after!r:.100}.")
+            items = items[ids.index(after) + 1 :]
+        page = items[: int(limit)]
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+        return Json({"object": "list", "data": page, **ends, "has_more": len(page) < len(items)})
+
+
+async def prepare_truncated(state: ServerState, call: Call, turn: ChatTurn) -> ChatRun:
+    """As prepare_chat, after leaving out as few of the oldest messages as makes the rest fit; system messages stay. Cuts only before a
+    message of the user: no answer or result of a tool is left without its question."""
+    try:
+        return await prepare_chat(state, call, turn)
+    except ApiError as error:
+        if error.code != "context_length_exceeded":
+            raise
+        refusal, best = error, None
+    messages = turn.messages
+    num_system = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    cuts = [i for i in range(num_system + 1, len(messages)) if messages[i]["role"] == "user"]
+    while cuts:  # the least cut that is enough
+        middle = len(cuts) // 2
+        turn.messages = messages[:num_system] + messages[cuts[middle] :]
+        try:
+            best = await prepare_chat(state, call, turn)
+            cuts = cuts[:middle]
+        except ApiError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            cuts = cuts[middle + 1 :]
+    if best is None:
+        raise refusal
+    return best

@@ -1,0 +1,186 @@
+"""Calls that must be made: for every format, what the grammar lets through the parser reads as calls that keep to the tools' schemas.
+May know: the answer format's interface, the public API (the bundled model), jsonschema.
+Must not know: how grammars are enforced."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+from quire import LLM, InvalidParameterError, SamplingParams, StructuredOutputsParams
+from quire.frontend.answer_format import AnswerFormat, collect, detect
+from quire.frontend.answer_format.forced import functions_of
+from quire.frontend.answer_format.formats import TOOL_FORMATS
+from quire.tests.frontend.answer_format.cuts import function, parse
+from quire.tests.frontend.answer_format.grammars import accepts, marked_tokenizer
+
+WEATHER = function("weather", city={"type": "string", "enum": ["Paris", "New York"]}, days={"type": "integer", "maximum": 14}, hot="boolean")
+WEATHER["function"]["parameters"]["required"] = ["city"]
+POINTS = function("points", a={"type": "array", "items": {"$ref": "#/$defs/P"}, "maxItems": 2}, s={"type": "string", "maxLength": 8})
+POINTS["function"]["parameters"] |= {"required": ["a", "s"], "$defs": {"P": {"type": "object", "properties": {"x": {"type": "boolean"}}, "additionalProperties": False}}}
+CHOICE = function("choice", o={"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]}, k={"enum": [1, 2]})
+NOW = {"type": "function", "function": {"name": "now"}}
+WRITE = function("write", text="string")
+WRITE["function"]["parameters"]["required"] = ["text"]
+TOOLS = [WEATHER, POINTS, CHOICE, NOW]
+NAMES = list(dict.fromkeys(row.name for row in TOOL_FORMATS))
+REQUIRED = (TOOLS, "required")
+
+# What each format's models write for two calls, weather(city="Paris", days=3) and now().
+WRITTEN = {
+    "qwen3_coder": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+    ),
+    "glm45": (
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n"
+        "<tool_call>now\n</tool_call>"
+    ),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{\"city\": \"Paris\", \"days\": 3}\n```<｜tool▁call▁end｜>\n"
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+    "kimi_k2": (
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Paris", "days": 3}<|tool_call_end|>'
+        "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+    ),
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris", "days": 3}}, {"name": "now", "arguments": {}}]',
+    "mistral_v11": '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 3}[TOOL_CALLS]now[ARGS]{}',
+    "lfm2": '<|tool_call_start|>[weather(city="Paris", days=3), now()]<|tool_call_end|>',
+    "hermes": (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    ),
+    "pythonic": '[weather(city="Paris", days=3), now()]',
+    "llama3_json": '{"name": "weather", "parameters": {"city": "Paris", "days": 3}}; {"name": "now", "parameters": {}}',
+}  # fmt: skip
+MARKS = (
+    "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|tool_call_start|>", "<|tool_call_end|>",
+)  # fmt: skip
+
+
+def assert_calls(answer_format: AnswerFormat, text: str, several: bool = True) -> None:
+    """All of the text is calls, valid ones."""
+    answer = parse(answer_format, text, TOOLS)
+    assert answer.content == "" and (len(answer.tool_calls) == 1 or several and answer.tool_calls), text
+    schemas = dict(functions_of(TOOLS))
+    for call in answer.tool_calls:
+        jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+
+
+@pytest.mark.parametrize("marks", [(), MARKS], ids=["as text", "as tokens"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_model_s_own_format(name, marks) -> None:
+    tokenizer = marked_tokenizer(marks)
+    answer_format = detect("", name, tokenizer=tokenizer)
+    text = WRITTEN[name]
+    answer = parse(answer_format, text, TOOLS)
+    assert [(call.name, json.loads(call.arguments)) for call in answer.tool_calls] == [("weather", {"city": "Paris", "days": 3}), ("now", {})]
+    assert accepts(tokenizer, answer_format.forced(*REQUIRED), text)
+    assert not accepts(tokenizer, answer_format.forced(*REQUIRED, parallel_tool_calls=False), text)
+    assert not accepts(tokenizer, answer_format.forced(*REQUIRED), text.replace("Paris", "London"))
+    assert not accepts(tokenizer, answer_format.forced(*REQUIRED), "Hello")
+    only_now = answer_format.forced(TOOLS, {"name": "now"})
+    assert not accepts(tokenizer, only_now, text)
+    if name == "hermes":
+        once = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+        assert accepts(tokenizer, only_now, once) and not accepts(tokenizer, only_now, f"{once}\n{once}")
+
+
+@pytest.fixture(scope="module")
+def outputs() -> list:
+    """(format, several calls?, completion) of the bundled model under the grammar of every format."""
+    asked = [(detect("", name), several, seed) for name in NAMES for several, seed in ((False, 1), (False, 2), (True, 3))]
+    params = [
+        SamplingParams(
+            max_tokens=160, temperature=(0.0, 0.8, 1.5)[seed % 3], seed=seed, structured_outputs=f.forced(*REQUIRED, parallel_tool_calls=several)
+        )
+        for f, several, seed in asked
+    ]
+    with LLM(engine="inproc", num_threads=1, dtype="float32", max_num_seqs=64, max_model_len=256, num_gpu_blocks_override=1 + 64 * 16) as llm:
+        answers = llm.generate(["Answer: "] * len(asked), params, use_tqdm=False)
+    return [(f, several, answer.outputs[0]) for (f, several, _), answer in zip(asked, answers, strict=True)]
+
+
+def test_the_bundled_model_s_calls_parse(outputs) -> None:
+    finished = [(f, several, completion) for f, several, completion in outputs if completion.finish_reason == "stop"]
+    assert len(finished) > 0.6 * len(outputs), [completion.finish_reason for _, _, completion in outputs]
+    assert {f.tool_name for f, _, _ in finished} == set(NAMES)
+    for answer_format, several, completion in finished:
+        assert_calls(answer_format, completion.text, several)
+
+
+def test_calls_that_were_cut_off_begin_as_calls(outputs) -> None:
+    for answer_format, _, completion in outputs:
+        parser = answer_format.parser(TOOLS)
+        answer = collect(parser.feed(completion.text) + parser.finish())
+        assert answer.tool_calls or completion.finish_reason == "length", completion.text
+
+
+def test_free_text_in_tags() -> None:
+    answer_format = detect("", "qwen3_coder", tokenizer=marked_tokenizer())
+    text = "<tool_call>\n<function=write>\n<parameter=text>\nOne <b>\n\n\"two\"\n</parameter>\n</function>\n</tool_call>"
+    assert accepts(marked_tokenizer(), answer_format.forced([WRITE], "required"), text)
+    assert json.loads(parse(answer_format, text, [WRITE]).tool_calls[0].arguments) == {"text": 'One <b>\n\n"two"'}
+
+
+# ---------------------------------------------------------------- reasoning before it
+
+
+@pytest.mark.parametrize("marks", [(), MARKS], ids=["as text", "as tokens"])
+def test_reasoning_comes_first_where_the_prompt_allows_it(marks) -> None:
+    tokenizer = marked_tokenizer(marks)
+    answer_format = detect("<tool_call></think>", tokenizer=tokenizer)
+    call = WRITTEN["hermes"]
+    cases = [  # prompt, output, accepted
+        ("…<think>\n", f"Hm.\n</think>\n\n{call}", True),
+        ("…<think>\n", call, False),
+        ("", f"<think>\nHm.\n</think>\n\n{call}", True),
+        ("", call, True),
+        ("…<think>\n\n</think>\n\n", call, True),
+        ("…<think>\n\n</think>\n\n", f"<think>\n</think>\n\n{call}", False),
+    ]
+    for prompt, text, is_accepted in cases:
+        assert accepts(tokenizer, answer_format.forced(*REQUIRED, prompt_text=prompt), text) is is_accepted, (prompt, text)
+        if is_accepted:
+            assert len(parse(answer_format, text, TOOLS, prompt_text=prompt).tool_calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("structure", "good", "bad"),
+    [
+        (dict(json={"type": "integer"}), "5", '"5"'),
+        (dict(json='{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}', disable_any_whitespace=True), '{"a":1}', '{"a": 1}'),
+        (dict(json_object=True), '{"a": [1]}', "[]"),
+        (dict(regex="[0-9]+/[0-9]+"), "1/2", "1"),
+        (dict(choice=["yes", "no"]), "yes", "maybe"),
+        (dict(grammar='start: "a" b\nb: "b"'), "ab", "a"),
+    ],
+    ids=str,
+)
+def test_a_structure_behind_reasoning(structure, good, bad) -> None:
+    tokenizer = marked_tokenizer(MARKS)
+    answer_format, params = detect("</think>", tokenizer=tokenizer), StructuredOutputsParams(**structure)
+    thinking = answer_format.after_reasoning(params, "…<think>\n")
+    assert accepts(tokenizer, thinking, f"Hm.\n</think>\n\n{good}")
+    assert not accepts(tokenizer, thinking, f"Hm.\n</think>\n\n{bad}") and not accepts(tokenizer, thinking, good)
+    assert answer_format.after_reasoning(params, "…<think>\n\n</think>\n\n") is params
+    assert detect("").after_reasoning(params, "<think>") is params
+
+
+def test_a_structure_or_calls() -> None:
+    """response_format beside tools that may be called."""
+    tokenizer = marked_tokenizer(MARKS)
+    answer_format = detect("", "hermes", tokenizer=tokenizer)
+    either = answer_format.after_reasoning(StructuredOutputsParams(json={"type": "integer"}), "", tools=TOOLS)
+    assert accepts(tokenizer, either, "5") and accepts(tokenizer, either, WRITTEN["hermes"])
+    assert not accepts(tokenizer, either, "Hello")
+
+
+def test_what_forces_nothing() -> None:
+    assert detect("", "hermes").forced(TOOLS, "auto") is None
+    assert detect("", "hermes").forced([], "none") is None
+    with pytest.raises(InvalidParameterError, match="tool_choice: cannot be a demand: how this model writes tool calls is not known"):
+        detect("").forced(*REQUIRED)

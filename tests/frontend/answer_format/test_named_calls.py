@@ -1,0 +1,62 @@
+"""Calls whose name stands before their arguments: DeepSeek's, Kimi's, Mistral's.
+May know: named_calls.py through the formats that use it.
+Must not know: models."""
+
+from __future__ import annotations
+
+import pytest
+from quire.frontend.answer_format import Answer, ToolCall, ToolCallArguments, ToolCallStart, detect
+from quire.tests.frontend.answer_format.cuts import parse, parse_pieces
+
+V3, V31, KIMI, MISTRAL = (detect("", name) for name in ("deepseek_v3", "deepseek_v31", "kimi_k2", "mistral"))
+BEGIN, CALL, SEP, END, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+BOTH = [ToolCall("f", '{"a": "b"}'), ToolCall("g", "{}")]
+
+
+@pytest.mark.parametrize("answer_format", [V3, V31])
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'{BEGIN}{CALL}function{SEP}f\n```json\n{{"a": "b"}}\n```{END}\n{CALL}function{SEP}g\n```json\n{{}}\n```{END}{CLOSE}',
+        f'{BEGIN}{CALL}f{SEP}{{"a": "b"}}{END}{CALL}g{SEP}{{}}{END}{CLOSE}',
+        f'{CALL}f{SEP}{{"a": "b"}}{END}{CALL}g{SEP}{{}}',
+    ],
+)
+def test_deepseek(answer_format, text) -> None:
+    assert parse(answer_format, f"Let me see.{text}") == Answer("Let me see.", "", BOTH)
+
+
+def test_kimi() -> None:
+    names = KIMI.tool_format
+    calls = [f"{names.call_start}functions.{call.name}:{i}{names.separator}{call.arguments}{names.call_end}" for i, call in enumerate(BOTH)]
+    assert parse(KIMI, names.section_start + "".join(calls) + names.section_end) == Answer("", "", BOTH)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "b"}, "id": "abcdefghi"}, {"name": "g", "arguments": {}}]',
+        '[TOOL_CALLS]f{"a": "b"}[TOOL_CALLS]g{}',
+        '[TOOL_CALLS]f[ARGS]{"a": "b"}[TOOL_CALLS]g[ARGS]{}',
+        '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": "b"}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}',
+        '[TOOL_CALLS]{"name": "f", "arguments": {"a": "b"}}[TOOL_CALLS]{"name": "g"}',
+    ],
+)
+def test_mistral(text) -> None:
+    assert parse(MISTRAL, text) == Answer("", "", BOTH)
+    assert parse(MISTRAL, f"Well. {text}") == Answer("Well.", "", BOTH)
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "text"),
+    [(V31, f"{BEGIN} and"), (V31, f"{CALL}f{SEP}"), (V3, f"{BEGIN}{CALL}function{SEP}f\n``` "), (MISTRAL, "[TOOL_CALLS] "), (MISTRAL, "[TOOL_CALLS]f x"), (V31, CALL + "x" * 300 + SEP + "{}")],
+)
+def test_what_is_no_call_stays_content(answer_format, text) -> None:
+    assert parse(answer_format, text) == Answer(text, "")
+
+
+def test_arguments_are_handed_on_as_they_come() -> None:
+    pieces = [BEGIN, CALL, "f", SEP, '{"a": "o', "ne t", 'wo"}', END, CLOSE]
+    assert parse_pieces(V31, pieces) == [
+        ToolCallStart(0, "f"), ToolCallArguments(0, '{"a": "o'), ToolCallArguments(0, "ne t"), ToolCallArguments(0, 'wo"}')
+    ]  # fmt: skip

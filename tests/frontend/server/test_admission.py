@@ -1,0 +1,264 @@
+"""Admission as an object with a clock of the test's own: bounds, order, fairness, cancellation, and what it says about waiting.
+May know: admission.py, asyncio, hypothesis.
+Must not know: HTTP, the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.frontend.server.admission import MAX_RETRY_AFTER_S, Admission
+from quire.frontend.server.errors import ApiError
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@dataclass
+class World:
+    """Requests that stay inside until they are told to leave; every change is checked against the bounds."""
+
+    admission: Admission
+    entered: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    tasks: dict[str, asyncio.Task] = field(default_factory=dict)
+    inside: dict[str, asyncio.Event] = field(default_factory=dict)
+
+    async def _request(self, name: str, key: str, n: int, num_tokens: int, priority: int, group: object) -> None:
+        try:
+            async with self.admission.slot(key, group or name, n, num_tokens, priority):
+                self.entered.append(name)
+                self.inside[name] = asyncio.Event()
+                try:
+                    await self.inside[name].wait()
+                finally:
+                    del self.inside[name]
+        except ApiError:
+            self.refused.append(name)
+
+    async def arrive(self, name: str, key: str = "", n: int = 1, num_tokens: int = 0, priority: int = 0, group: object = None) -> None:
+        self.tasks[name] = asyncio.create_task(self._request(name, key, n, num_tokens, priority, group))
+        await settle()
+        self.check()
+
+    async def leave(self, name: str) -> None:
+        self.inside[name].set()
+        await settle()
+        self.check()
+
+    def check(self) -> None:
+        admission, lines = self.admission, self.admission._lines
+        waiting = [slot for line in lines.values() for *_, slot in line]
+        assert admission.num_running <= admission.max_running or len(self.inside) == 1
+        assert len({slot.group for slot in waiting}) == admission.num_waiting_groups <= admission.max_waiting
+        assert sum(slot.num_tokens for slot in waiting) == admission.num_waiting_tokens <= admission.max_waiting_tokens
+        assert len(waiting) == admission.num_waiting and all(lines.values())
+        if waiting:
+            assert not admission.has_room(next(iter(lines.values()))[0][-1]), "there is room, and somebody waits"
+
+    async def end(self) -> None:
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+        assert self.admission.num_running == self.admission.num_waiting == self.admission.num_waiting_tokens == 0
+        assert not self.admission._lines and not self.admission._groups
+
+
+def in_world(test, *bounds: int, clock: Clock | None = None) -> None:
+    async def run() -> None:
+        world = World(Admission(*bounds, clock or Clock()))
+        await test(world)
+        await world.end()
+
+    asyncio.run(run())
+
+
+def test_first_come_first_served_within_a_key_and_keys_take_turns() -> None:
+    async def test(world: World) -> None:
+        await world.arrive("first")
+        for name in ("a1", "a2", "a3", "b1", "b2", "c1"):
+            await world.arrive(name, name[0])
+        for _ in range(6):
+            await world.leave(world.entered[-1])
+        assert world.entered == ["first", "a1", "b1", "c1", "a2", "b2", "a3"]
+
+    in_world(test, 1, 10, 10)
+
+
+def test_priorities_count_within_one_key_only() -> None:
+    async def test(world: World) -> None:
+        await world.arrive("first")
+        for name, key, priority in (("a1", "a", 5), ("b1", "b", 9), ("a2", "a", -1), ("a3", "a", 5)):
+            await world.arrive(name, key, priority=priority)
+        for _ in range(4):
+            await world.leave(world.entered[-1])
+        assert world.entered == ["first", "a2", "b1", "a1", "a3"]
+
+    in_world(test, 1, 10, 10)
+
+
+def test_completions_count_each_and_nobody_overtakes_a_heavy_one() -> None:
+    async def test(world: World) -> None:
+        await world.arrive("a", n=3)
+        await world.arrive("heavy", n=4)
+        await world.arrive("light")
+        assert world.entered == ["a"] and world.admission.num_running == 3  # there is room for the light one, which is not first
+        await world.leave("a")
+        assert world.entered == ["a", "heavy"]
+        await world.leave("heavy")
+        await world.arrive("giant", n=9)
+        await world.leave("light")
+        assert world.entered == ["a", "heavy", "light", "giant"]  # alone, since it would never fit
+
+    in_world(test, 4, 10, 10)
+
+
+def test_bounds() -> None:
+    async def test(world: World) -> None:
+        await world.arrive("in", num_tokens=1000)  # what is let in at once needs no room in the queue
+        await world.arrive("a", num_tokens=6)
+        await world.arrive("b", num_tokens=5)
+        assert world.refused == ["b"]  # too many tokens
+        await world.arrive("c", num_tokens=2)
+        await world.arrive("d", num_tokens=1)
+        assert world.refused == ["b", "d"]  # too many requests
+        await world.arrive("c2", num_tokens=1, group="c")
+        assert world.refused == ["b", "d"]  # of a call that waits already
+        assert world.admission.num_refused == {"tokens": 1, "requests": 1}
+
+    in_world(test, 1, 2, 10)
+
+
+def test_a_queue_of_none() -> None:
+    async def test(world: World) -> None:
+        await world.arrive("a")
+        await world.arrive("b")
+        assert world.refused == ["b"]
+
+    in_world(test, 1, 0, 10)
+
+
+def test_let_in_and_cancelled_in_the_same_moment() -> None:
+    async def test(world: World) -> None:
+        for name in ("a", "b", "c"):
+            await world.arrive(name)
+        world.inside["a"].set()
+        while not world.admission.num_waiting == 1:
+            await asyncio.sleep(0)
+        world.tasks["b"].cancel()
+        await settle()
+        assert world.entered == ["a", "c"] and world.admission.num_running == 1
+        # cancelled first, its turn comes before it has noticed
+        await world.arrive("d")
+        await world.arrive("e")
+        world.tasks["d"].cancel()
+        world.inside["c"].set()
+        await settle()
+        world.check()
+        assert world.entered == ["a", "c", "e"]
+
+    in_world(test, 1, 10, 10)
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("arrive"), st.sampled_from("abc"), st.integers(1, 5), st.integers(0, 8), st.integers(-1, 1)),
+        st.tuples(st.just("leave"), st.integers(0, 20)),
+        st.tuples(st.just("cancel"), st.integers(0, 20)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(EVENTS, st.integers(1, 4), st.integers(0, 6), st.integers(1, 20))
+def test_any_order_of_events(events: list[tuple], max_running: int, max_waiting: int, max_waiting_tokens: int) -> None:
+    """Bounds hold at every moment, a cancelled waiter leaves no trace, and everybody who is neither refused nor cancelled gets in."""
+
+    async def test(world: World) -> None:
+        cancelled = set()
+        for number, event in enumerate(events):
+            if event[0] == "arrive":
+                await world.arrive(f"{number}", *event[1:])
+            elif event[0] == "leave" and world.inside:
+                await world.leave(sorted(world.inside)[event[1] % len(world.inside)])
+            elif event[0] == "cancel" and (names := [n for n, task in world.tasks.items() if not task.done()]):
+                name = names[event[1] % len(names)]
+                cancelled.add(name)
+                world.tasks[name].cancel()
+                await settle()
+                world.check()
+        while world.inside:
+            await world.leave(next(iter(world.inside)))
+        assert set(world.tasks) <= {*world.entered, *world.refused, *cancelled} and not world.admission.num_waiting
+
+    in_world(test, max_running, max_waiting, max_waiting_tokens)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from("aaaaab"), min_size=1, max_size=40))
+def test_no_key_waits_for_more_than_one_of_each_other_key(keys: list[str]) -> None:
+    async def test(world: World) -> None:
+        await world.arrive("first", "x")
+        for number, key in enumerate(keys):
+            await world.arrive(f"{key}{number}", key)
+        while world.inside:
+            await world.leave(next(iter(world.inside)))
+        order = [name[0] for name in world.entered[1:]]
+        both = 2 * min(order.count("a"), order.count("b"))
+        assert order[:both] in (["a", "b"] * (both // 2), ["b", "a"] * (both // 2))
+
+    in_world(test, 1, 100, 100)
+
+
+def test_what_is_said_about_waiting_follows_the_pace() -> None:
+    clock = Clock()
+
+    async def test(world: World) -> None:
+        await world.arrive("0", num_tokens=10)
+        for number in range(1, 101):
+            await world.arrive(f"{number}", num_tokens=10)
+        for number in range(20):  # two in a second
+            clock.now += 0.5
+            await world.leave(f"{number}")
+        assert world.admission.num_waiting == 80
+        assert world.admission.expected_wait_s("requests") == pytest.approx(40, rel=0.1)
+        assert world.admission.expected_wait_s("tokens") == pytest.approx(40, rel=0.1)
+        for number in range(20, 25):  # then one in twenty seconds: the last half minute counts
+            clock.now += 20
+            await world.leave(f"{number}")
+        assert world.admission.expected_wait_s() == pytest.approx(75 * 31 / 3, rel=0.1) or world.admission.expected_wait_s() == MAX_RETRY_AFTER_S
+
+    in_world(test, 1, 200, 10_000, clock=clock)
+
+
+def test_the_refusal_says_when_to_come_again() -> None:
+    clock = Clock()
+
+    async def test(world: World) -> None:
+        for name in ("a", "b", "c"):
+            await world.arrive(name)
+        clock.now += 10
+        with pytest.raises(ApiError) as caught:
+            async with world.admission.slot("", "d"):
+                raise AssertionError("it was let in")
+        error = caught.value
+        assert (error.status, error.type, error.code) == (429, "rate_limit_error", "rate_limit_exceeded")
+        # Two wait, nothing has finished in ten seconds: as if one would in the eleventh.
+        assert error.headers() == {"retry-after": "22"} and "22 s" in error.message and "2 requests" in error.message
+
+    in_world(test, 1, 2, 100, clock=clock)

@@ -1,0 +1,125 @@
+"""Clients that leave, and queues: over HTTP, with an engine whose steps are slow enough to be counted.
+May know: the server's routes and flags, the engine's utilities.
+Must not know: how the server notices."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx2 as httpx
+import pytest
+
+from quire.frontend.mp_client import MPClient
+from quire.tests.fake_engine import wait_until
+from quire.tests.fakes import make_config
+from quire.tests.frontend.server.conftest import running_server, slow_engine
+
+STEP_S = 0.15
+ENDLESS = {"prompt": [1, 2, 3], "max_tokens": 5000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[tuple[httpx.Client, MPClient]]:
+    """A server that lets two completions into its engine and two calls wait, and the engine itself."""
+    flags = ("--max-concurrent-requests", "2", "--max-queued-requests", "2", "--max-queued-tokens", "100", "--drain-timeout-s", "1")
+    with slow_engine(STEP_S) as (address, _), running_server("--engine", address, *flags) as client:
+        engine = MPClient(make_config(), address)
+        yield client, engine
+        engine.shutdown()
+
+
+class Asking:
+    """A POST whose answer nobody has read yet."""
+
+    def __init__(self, client: httpx.Client, body: dict):
+        raw = json.dumps(body).encode()
+        self.socket = socket.create_connection(("127.0.0.1", client.base_url.port))
+        self.socket.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (len(raw), raw))
+
+    def status(self) -> int:
+        self.socket.settimeout(30)
+        return int(self.socket.recv(65536).split()[1])
+
+    def leave(self) -> None:
+        self.socket.close()
+
+
+def num_in_engine(engine: MPClient) -> int:
+    return len(engine.call_utility("scheduler_state")["requests"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_who_leaves_is_aborted_within_two_steps(slow: tuple[httpx.Client, MPClient], stream: bool, n: int) -> None:
+    client, engine = slow
+    asking = Asking(client, ENDLESS | {"stream": stream, "n": n, "temperature": 1})
+    wait_until(lambda: engine.call_utility("get_metrics")["num_running"] == n)
+    before = engine.call_utility("get_metrics")["num_generation_tokens"]
+    asking.leave()
+    wait_until(lambda: num_in_engine(engine) == 0)
+    # the step under way when it left, the one before which the server's message came, and one that may lie between our two questions
+    assert engine.call_utility("get_metrics")["num_generation_tokens"] - before <= 3 * n
+
+
+def test_the_queue_over_http(slow: tuple[httpx.Client, MPClient]) -> None:
+    client, engine = slow
+    running = [Asking(client, ENDLESS) for _ in range(2)]
+    wait_until(lambda: num_in_engine(engine) == 2)
+    waiting = [Asking(client, ENDLESS)]
+    time.sleep(0.1)
+    answer = client.post("/v1/completions", json=ENDLESS | {"prompt": [1] * 99})
+    assert answer.status_code == 429 and "tokens" in answer.json()["error"]["message"]
+    waiting.append(Asking(client, ENDLESS))
+    time.sleep(0.1)
+    for body in (ENDLESS, ENDLESS | {"stream": True}):  # a stream's refusal is a plain answer too
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 429 and 1 <= int(answer.headers["retry-after"]) <= 600
+        assert answer.json()["error"] | {"message": ""} == {"message": "", "type": "rate_limit_error", "param": None, "code": "rate_limit_exceeded"}
+    assert num_in_engine(engine) == 2
+    # who waits and leaves makes room for another, and the engine never hears of it
+    waiting[0].leave()
+    short = threading.Thread(target=client.post, args=("/v1/completions",), kwargs={"json": ENDLESS | {"max_tokens": 1}})
+    wait_until(lambda: _is_free(client))
+    short.start()
+    running[0].leave()
+    running[1].leave()
+    short.join(timeout=30)
+    assert not short.is_alive()
+    wait_until(lambda: num_in_engine(engine) == 1)  # the other one that waited
+    waiting[1].leave()
+    wait_until(lambda: num_in_engine(engine) == 0)
+
+
+def _is_free(client: httpx.Client) -> bool:
+    """Whether the queue takes one more, which then leaves it."""
+    asking = Asking(client, ENDLESS)
+    asking.socket.settimeout(0.1)
+    try:
+        return b" 429 " not in asking.socket.recv(1000)
+    except TimeoutError:
+        return True
+    finally:
+        asking.leave()
+
+
+def test_many_prompts_in_one_call_are_one_request_of_the_queue(slow: tuple[httpx.Client, MPClient]) -> None:
+    client, engine = slow
+    answer = client.post("/v1/completions", json={"prompt": [[1, number] for number in range(2, 12)], "max_tokens": 1})
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 10
+    assert num_in_engine(engine) == 0
+
+
+def test_half_a_body_and_gone(slow: tuple[httpx.Client, MPClient]) -> None:
+    client, _ = slow
+    connection = http.client.HTTPConnection("127.0.0.1", client.base_url.port)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("content-length", "1000")
+    connection.endheaders(b'{"prompt": ')
+    connection.close()
+    wait_until(lambda: "/v1/completions left" in client.log() or "/v1/completions 400" in client.log())
+    assert "Traceback" not in client.log()

@@ -1,0 +1,156 @@
+"""From bodies of OpenAI's Responses to turns: items of every kind, tools, formats, and what is refused under which name.
+May know: responses_turn.py, a state with a scripted engine.
+Must not know: answers, HTTP."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.frontend.server.chat_run import ChatTurn
+from quire.frontend.server.config import ServerConfig
+from quire.frontend.server.errors import ApiError, named
+from quire.frontend.server.responses_turn import LOGPROBS, NAMES, Item, ResponsesBody, check_body, items_of, messages_of, turn_of
+from quire.frontend.server.state import ServerState
+from quire.ipc.params import RequestOutputKind
+from quire.tests.frontend.server.scripted import ScriptedEngine
+
+STATE = ServerState(ServerConfig(), "scripted", ScriptedEngine([""]))
+TOOL = {"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object"}, "strict": True}
+IN_CHAT = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+CALL = {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": '{"a": 1}'}
+RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "3"}
+THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+
+
+def turn(input: Any = "hi", **fields: Any) -> ChatTurn:
+    body = msgspec.convert({"input": input, **fields}, ResponsesBody)
+    check_body(body)
+    with named(NAMES):
+        return turn_of(STATE, body, "resp_1", items_of(body), 0)
+
+
+def test_text_is_a_message_of_the_user() -> None:
+    assert turn("hi", instructions="be brief").messages == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+
+
+def test_a_conversation_with_a_tool() -> None:
+    found = turn(
+        [
+            {"role": "developer", "content": "in verse"},
+            {"role": "user", "content": [{"type": "input_text", "text": "one"}, {"type": "input_text", "text": "two"}]},
+            THOUGHT,
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "let me", "annotations": []}]},
+            CALL,
+            CALL | {"call_id": "call_2"},
+            RESULT,
+            RESULT | {"call_id": "call_2", "output": [{"type": "input_text", "text": "4"}]},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no more"}]},
+        ],
+        instructions="be brief",
+        tools=[TOOL],
+    )
+    function = {"name": "add", "arguments": {"a": 1}}
+    calls = [{"id": f"call_{i}", "type": "function", "function": function} for i in (1, 2)]
+    assert found.messages == [
+        {"role": "system", "content": "be brief\nin verse"},
+        {"role": "user", "content": "one\ntwo"},
+        {"role": "assistant", "content": "let me", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_1", "name": "add", "content": "3"},
+        {"role": "tool", "tool_call_id": "call_2", "name": "add", "content": "4"},
+        {"role": "assistant", "content": "no more"},
+    ]
+    assert found.tools == [IN_CHAT] and found.tool_choice == "auto"
+
+
+def test_a_thought_before_a_call_without_words() -> None:
+    (message,) = messages_of(None, [msgspec.convert(item, Item) for item in (THOUGHT, CALL)])
+    assert (message["reasoning_content"], message["content"], len(message["tool_calls"])) == ("hm", "", 1)
+
+
+def test_items_get_ids_and_keep_their_own() -> None:
+    items = items_of(msgspec.convert({"input": [{"role": "user", "content": "hi"}, THOUGHT, CALL, RESULT]}, ResponsesBody))
+    assert [item.id.split("_")[0] for item in items] == ["msg", "rs", "fc", "fco"] and items[1].id == "rs_1"
+    assert msgspec.to_builtins(items[0].content) == [{"type": "input_text", "text": "hi"}]
+
+
+def test_sampling() -> None:
+    found = turn(temperature=0.5, top_p=0.9, max_output_tokens=7, seed=3, top_k=5)
+    params = found.params
+    assert (params.temperature, params.top_p, params.max_tokens, params.seed, params.top_k, found.max_tokens) == (0.5, 0.9, 7, 3, 5, 7)
+    assert params.logprobs is None and params.output_kind == RequestOutputKind.FINAL_ONLY
+    assert turn(stream=True).params.output_kind == RequestOutputKind.DELTA
+    assert turn(include=[LOGPROBS]).params.logprobs == 0 and turn(top_logprobs=2).params.logprobs == 2
+
+
+def test_formats() -> None:
+    assert turn(text={"format": {"type": "text"}}).params.structured_outputs is None
+    assert turn(text={"format": {"type": "json_object"}}).params.structured_outputs.json_object
+    schema = {"type": "object"}
+    assert turn(text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}).params.structured_outputs.json == schema
+
+
+@pytest.mark.parametrize(
+    ("choice", "told", "num_tools"),
+    [
+        (None, "auto", 2),
+        ("none", "none", 2),
+        ("required", "required", 2),
+        ({"type": "function", "name": "sub"}, {"name": "sub"}, 2),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "sub"}]}, "required", 1),
+    ],
+)
+def test_tool_choices(choice: Any, told: Any, num_tools: int) -> None:
+    found = turn(tools=[TOOL, TOOL | {"name": "sub"}], tool_choice=choice, parallel_tool_calls=False)
+    assert found.tool_choice == told and len(found.tools) == num_tools and not found.parallel_tool_calls
+
+
+def test_effort_is_a_variable_of_the_template() -> None:
+    assert turn(reasoning={"effort": "low"}).template_variables == {"enable_thinking": True, "thinking": True, "reasoning_effort": "low"}
+    assert turn(reasoning={"effort": "none"}).template_variables["enable_thinking"] is False
+    assert turn(reasoning={"summary": "auto"}).template_variables == {}
+
+
+@pytest.mark.parametrize(
+    ("input", "fields", "param"),
+    [
+        (None, {}, "input"),
+        ([], {}, "input"),
+        ([{"role": "robot", "content": "hi"}], {}, "input[0].role"),
+        ([{"role": "user"}], {}, "input[0].content"),
+        ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], {}, "input[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "input_text"}]}], {}, "input[0].content[0].text"),
+        ([{"type": "computer_call"}], {}, "input[0].type"),
+        ([CALL | {"arguments": "{"}], {}, "input[0].arguments"),
+        ([{"type": "function_call", "name": "add", "arguments": "{}"}], {}, "input[0].call_id"),
+        ([RESULT], {}, "input[0].call_id"),
+        ([CALL, {"type": "function_call_output", "call_id": "call_1"}], {}, "input[1].output"),
+        ("hi", {"background": True}, "background"),
+        ("hi", {"conversation": "conv_1"}, "conversation"),
+        ("hi", {"prompt": {"id": "x"}}, "prompt"),
+        ("hi", {"truncation": "hard"}, "truncation"),
+        ("hi", {"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+        ("hi", {"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ("hi", {"tools": [{"type": "function"}]}, "tools[0].name"),
+        ("hi", {"tool_choice": "required"}, "tool_choice"),
+        ("hi", {"tool_choice": "maybe"}, "tool_choice"),
+        ("hi", {"tools": [TOOL], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice.name"),
+        ("hi", {"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ("hi", {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
+        ("hi", {"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.mode"),
+        ("hi", {"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ("hi", {"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+        ("hi", {"max_output_tokens": 0}, "max_output_tokens"),
+        ("hi", {"top_p": 2}, "top_p"),
+    ],
+)
+def test_refusals_name_the_field(input: Any, fields: dict, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        turn(input, **fields)
+    assert (caught.value.status, caught.value.param) == (400, param) and param.removesuffix(".type") in caught.value.message
+
+
+def test_indices_count_from_the_new_items() -> None:
+    with pytest.raises(ApiError) as caught:
+        messages_of(None, [Item(type="message", role="user", content="hi"), Item(type="message", role="robot", content="hi")], 1)
+    assert caught.value.param == "input[0].role"

@@ -1,0 +1,60 @@
+"""What config.json says a model weighs is what its layers weigh, for every architecture that the executor runs.
+May know: model_sizes.py, the executor's models, tiny configurations.
+Must not know: memory, files."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from quire.executor import models
+from quire.executor.layers import LayerFactory
+from quire.frontend.model_sizes import ARCHITECTURES, DTYPE_BYTES, find_architecture, measure_model
+from quire.ipc.errors import ModelLoadError
+from quire.tests.tiny_models import KINDS, make_tiny_config
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"tie_word_embeddings": True},
+    {"attention_bias": True},
+    {"num_key_value_heads": 4, "num_hidden_layers": 1, "vocab_size": 333},
+]
+CASES = [(kind, variant) for kind in KINDS for variant in VARIANTS] + [("llama", {"mlp_bias": True, "head_dim": 10})]
+
+
+def test_the_frontend_knows_the_executors_models() -> None:
+    assert set(ARCHITECTURES) == set(models._MODELS)
+
+
+@pytest.mark.parametrize(("kind", "variant"), CASES)
+def test_sizes_are_those_of_the_layers(kind: str, variant: dict[str, Any]) -> None:
+    hf_config = make_tiny_config(kind, **variant).to_dict()
+    hf_config["architectures"] = [{"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[kind] + "ForCausalLM"]
+    model_class = models.find_model_class(hf_config)
+    ops = SimpleNamespace(rms_norm=None, fused_add_rms_norm=None, silu_and_mul=None)
+    model = model_class(model_class.parse_config(hf_config), LayerFactory(ops, torch.bfloat16, torch.device("cpu")), 64)
+    sizes = measure_model(hf_config)
+    assert sizes.config == model_class.parse_config(hf_config)
+    assert sizes.num_parameters == sum(tensor.numel() for _, tensor in model.weights())
+    assert sizes.weights_bytes("bfloat16") == sum(tensor.nbytes for _, tensor in model.weights())
+    heads = [layer.num_kv_heads * layer.head_dim for layer in model.attention_layers()]
+    assert sizes.kv_bytes_per_token("bfloat16") == 2 * 2 * sum(heads)
+
+
+def test_bytes_of_a_type_are_torchs() -> None:
+    assert {name: getattr(torch, name).itemsize for name in DTYPE_BYTES} == DTYPE_BYTES
+
+
+@pytest.mark.parametrize("hf_config", [{}, {"architectures": []}, {"architectures": ["NobodysForCausalLM"]}, {"architectures": ["A", "B"]}])
+def test_an_unknown_architecture_is_refused_as_the_executor_does(hf_config: dict[str, Any]) -> None:
+    with pytest.raises(ModelLoadError) as ours:
+        find_architecture(hf_config)
+    with pytest.raises(ModelLoadError) as theirs:
+        models.find_model_class(hf_config)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_of_several_architectures_the_first_supported_counts() -> None:
+    assert find_architecture({"architectures": ["Other", "Qwen3ForCausalLM", "LlamaForCausalLM"]}) == "Qwen3ForCausalLM"

@@ -1,0 +1,81 @@
+"""Cores and memory of this process, limits of its cgroups included.
+May know: machine.py, a made-up file tree in place of /proc and /sys.
+Must not know: what they are for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+from quire.ipc import machine
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"proc/self/cgroup": "0::/"}, None),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}, None),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "150000 100000"}, 1.5),
+        # the limit of an ancestor binds as well
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/cpu.max": "200000 100000", "sys/fs/cgroup/a/b/cpu.max": "300000 100000"}, 2.0),
+        (
+            {
+                "proc/self/cgroup": "5:memory:/m\n4:cpu,cpuacct:/job\n0::/",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "50000",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            0.5,
+        ),
+    ],
+)
+def test_cgroup_cpu_quota(tmp_path, files, cores):
+    assert machine.cgroup_cpu_quota(write(tmp_path, files)) == cores
+
+
+def test_no_cgroups_no_limit(tmp_path):
+    assert machine.cgroup_cpu_quota(tmp_path) is None
+    assert machine.cgroup_free_memory(tmp_path) is None
+
+
+def test_cgroup_free_memory(tmp_path):
+    v2 = {
+        "proc/self/cgroup": "0::/job",
+        "sys/fs/cgroup/job/memory.max": "1000",
+        "sys/fs/cgroup/job/memory.current": "700",
+        "sys/fs/cgroup/job/memory.stat": "anon 500\ninactive_file 150",
+        "sys/fs/cgroup/memory.max": "max",
+    }
+    assert machine.cgroup_free_memory(write(tmp_path / "v2", v2)) == 450
+    v1 = {
+        "proc/self/cgroup": "9:memory:/job",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "1000",
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "900",
+    }
+    assert machine.cgroup_free_memory(write(tmp_path / "v1", v1)) == 100
+
+
+def test_threads_follow_affinity_and_quota(monkeypatch):
+    affinity = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(machine, "cgroup_cpu_quota", lambda: None)
+    assert machine.available_cores() == affinity
+    for quota, cores in ((0.5, 1), (1.0, 1), (1000.0, affinity)):
+        monkeypatch.setattr(machine, "cgroup_cpu_quota", lambda quota=quota: quota)
+        assert machine.available_cores() == cores
+
+
+def test_free_memory_is_the_tighter_of_machine_and_cgroup(monkeypatch):
+    monkeypatch.setattr(machine, "cgroup_free_memory", lambda: 12345)
+    assert machine.free_memory_bytes() == 12345
+    monkeypatch.setattr(machine, "cgroup_free_memory", lambda: None)
+    assert 0 < machine.free_memory_bytes() <= psutil.virtual_memory().total

@@ -1,0 +1,69 @@
+"""How memory is divided: number of blocks, the longest sequence, and refusals that give the figures.
+May know: memory_plan.py, the configuration.
+Must not know: models. Whether an engine allocates just that, tests/frontend/test_plan.py shows."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from quire.ipc.config import EngineConfig
+from quire.ipc.errors import InvalidParameterError, NotEnoughMemoryError
+from quire.ipc.failures import pack_exception, unpack_exception
+from quire.ipc.memory_plan import check_weights_fit, plan_num_blocks
+
+BLOCK_BYTES = 1000
+PLENTY = 10**12
+
+
+def plan(free_bytes: int = PLENTY, max_model_len: int = 100, max_num_seqs: int = 4, **cache_arguments) -> int:
+    sections = {
+        "model_config": {"max_model_len": max_model_len}, "scheduler_config": {"max_num_seqs": max_num_seqs}, "cache_config": cache_arguments,
+    }  # fmt: skip
+    return plan_num_blocks(msgspec.convert(sections, EngineConfig), BLOCK_BYTES, free_bytes)
+
+
+def test_no_more_than_all_sequences_need():
+    assert plan() == 1 + 4 * 7  # 100 tokens take 7 blocks of 16; block 0 is the null block
+    assert plan(max_model_len=96) == 1 + 4 * 6
+    assert plan(max_num_seqs=1, block_size=128) == 1 + 1
+
+
+def test_no_more_than_two_fifths_of_what_is_free():
+    assert plan(free_bytes=50_000) == 20
+    assert plan(free_bytes=49_999) == 19
+    assert plan(free_bytes=20_000) == 8  # one sequence and the null block
+
+
+def test_given_bytes_and_given_blocks_override():
+    assert plan(free_bytes=0, kv_cache_memory_bytes=12_999) == 12
+    assert plan(kv_cache_memory_bytes=10**6) == 1000  # more than all sequences need: room for the prefix cache
+    assert plan(free_bytes=0, num_gpu_blocks_override=9) == 9
+    assert plan(kv_cache_memory_bytes=12_999, num_gpu_blocks_override=11) == 11
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parameter", "blocks", "fitting"),
+    [
+        ({"free_bytes": 19_999}, "kv_cache_memory_bytes", 7, 96),
+        ({"free_bytes": 0}, "kv_cache_memory_bytes", 0, 0),
+        ({"kv_cache_memory_bytes": 7_999}, "kv_cache_memory_bytes", 7, 96),
+        ({"num_gpu_blocks_override": 3}, "num_gpu_blocks_override", 3, 32),
+    ],
+)
+def test_one_sequence_must_fit(arguments, parameter, blocks, fitting):
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        plan(**arguments)
+    assert caught.value.parameter == parameter
+    for figure in (
+        "max_model_len=100 tokens needs 8 KV-cache blocks (8000 bytes)", f"room for {blocks} ({blocks * 1000} bytes)", f"{fitting} tokens",
+        "kv_cache_memory_bytes",
+    ):  # fmt: skip
+        assert figure in str(caught.value)
+
+
+def test_weights_must_fit():
+    check_weights_fit(1000, "float32", 1000)
+    with pytest.raises(NotEnoughMemoryError, match="^model: its weights take 1001 bytes as bfloat16, and 1000 are free") as caught:
+        check_weights_fit(1001, "bfloat16", 1000)
+    again = unpack_exception(pack_exception(caught.value), RuntimeError)
+    assert type(again) is NotEnoughMemoryError and str(again) == str(caught.value) and isinstance(again, InvalidParameterError)

@@ -79,7 +79,7 @@ async def run(state: ServerState, call: Call, job: Job) -> AsyncIterator[Request
                 yield output
     finally:
         if last is not None:
-            state.request_log.add(job.request_id, last.metrics, {"model": state.model_name, "finish_reason": reason})
+            state.request_log.add(job.request_id, last.metrics, {"x_request_id": call.request_id, "model": state.model_name, "finish_reason": reason})
 
 
 def finish_reason(output: RequestOutput) -> str | None:

@@ -9,10 +9,10 @@ import httpx2 as httpx
 import pytest
 
 
-def complete(server: httpx.Client, **more: object) -> dict:
+def complete(server: httpx.Client, **more: object) -> httpx.Response:
     answer = server.post("/v1/completions", json={"prompt": "Once upon a time", "max_tokens": 12, "ignore_eos": True, **more})
     assert answer.status_code == 200, answer.text
-    return answer.json()
+    return answer
 
 
 def test_the_state_of_the_engine(server: httpx.Client) -> None:
@@ -38,10 +38,11 @@ def test_a_request_is_seen_while_it_runs(server: httpx.Client) -> None:
 
 
 def test_a_finished_request_has_a_time_line_and_a_trace(server: httpx.Client) -> None:
-    complete(server)
+    answer = complete(server)
     listed = server.get("/v1/requests", params={"limit": 1}).json()["data"]
     assert len(listed) == 1 and listed[0]["finish_reason"] == "length" and listed[0]["completion_tokens"] == 12
     line = server.get(f"/v1/requests/{listed[0]['id']}").json()
+    assert listed[0]["id"].startswith(answer.json()["id"]) and server.get(f"/v1/requests/{answer.headers['x-request-id']}").json() == line
     names = [event["name"] for event in line["events"]]
     assert names[0] == "queued" and names[-1] == "finished" and "prefill_chunk" in names
     assert names.count("decode_step") == 11 and line["prompt_tokens"] == listed[0]["prompt_tokens"] > 0

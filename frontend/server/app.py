@@ -15,13 +15,13 @@ from .auth import Keys
 from .call import Call, new_request_id
 from .cors import Cors
 from .errors import ApiError, from_status
-from .routes import chat, completions, engine_view, health, messages, models, page, responses
+from .routes import chat, completions, engine_view, health, messages, models, ollama, ollama_models, page, responses
 from .sse import Json
 from .state import ServerState
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
-FAMILIES = (health, models, completions, chat, responses, messages, engine_view, page)
+FAMILIES = (health, models, completions, chat, responses, messages, ollama, ollama_models, engine_view, page)
 
 
 def make_app(state: ServerState) -> App | Cors:

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
-from ..outputs import RequestOutput
+from ..outputs import RequestMetrics, RequestOutput
 from .call import Call
 from .errors import INTERNAL, ApiError, context_length_exceeded, invalid, refused
 from .state import ServerState
@@ -35,10 +36,14 @@ async def tokenize(state: ServerState, text: str, *, add_special_tokens: bool = 
     """Token ids. A long text is read in a thread: the tokenizer lets go of the interpreter."""
     tokenizer = state.ready_engine().tokenizer
     if tokenizer is None:
-        raise invalid("prompt", "This model has no tokenizer here: prompts must be token ids.")
+        raise no_tokenizer()
     if len(text) < LONG_TEXT:
         return tokenizer.encode(text, add_special_tokens)
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+
+
+def no_tokenizer() -> ApiError:
+    return invalid("prompt", "This model has no tokenizer here: prompts must be token ids.")
 
 
 def check_context(state: ServerState, token_ids: list[int], params: SamplingParams, names: dict[str, str]) -> None:
@@ -66,20 +71,24 @@ async def run(state: ServerState, call: Call, job: Job) -> AsyncIterator[Request
     if state.server_config.salt_per_key and call.tenant:
         salt = f"{call.tenant}:{salt or ''}"
     prompt = {"prompt_token_ids": job.token_ids} | ({"prompt": job.text} if job.text is not None else {}) | ({"cache_salt": salt} if salt else {})
-    last, reason = None, "abort"  # unless an output says otherwise, the client left
+    last = None
+    metrics: list[RequestMetrics] = []
     try:
         async with (
             state.admission.slot(call.tenant, id(call), job.params.n, len(job.token_ids), job.priority),
-            aclosing(engine.generate(prompt, job.params, job.request_id, priority=job.priority)) as outputs,
+            aclosing(engine.generate(prompt, job.params, job.request_id, priority=job.priority, on_submitted=metrics.append)) as outputs,
         ):
-            async for output in outputs:
-                last, reason = output, finish_reason(output) or reason
-                if output.error is not None:
-                    raise failure(output, job.names)
-                yield output
+            async for last in outputs:
+                if last.error is not None:
+                    raise failure(last, job.names)
+                yield last
+    except InvalidParameterError as error:
+        raise refused(error.parameter, error.problem, job.names) from None
     finally:
-        if last is not None:
-            state.request_log.add(job.request_id, last.metrics, {"x_request_id": call.request_id, "model": state.model_name, "finish_reason": reason})
+        if metrics:
+            reason = (last and finish_reason(last)) or ("error" if engine.errored else "abort")  # unless its end was told, the client left
+            summary = {"x_request_id": call.request_id, "model": state.model_name, "finish_reason": reason}
+            state.request_log.add(job.request_id, metrics[0], summary)
 
 
 def finish_reason(output: RequestOutput) -> str | None:

@@ -67,19 +67,18 @@ async def run(state: ServerState, call: Call, job: Job) -> AsyncIterator[Request
         salt = f"{call.tenant}:{salt or ''}"
     prompt = {"prompt_token_ids": job.token_ids} | ({"prompt": job.text} if job.text is not None else {}) | ({"cache_salt": salt} if salt else {})
     last, reason = None, "abort"  # unless an output says otherwise, the client left
-    try:
-        async with (
-            state.admission.slot(call.tenant, id(call), job.params.n, len(job.token_ids), job.priority),
-            aclosing(engine.generate(prompt, job.params, job.request_id, priority=job.priority)) as outputs,
-        ):
-            async for output in outputs:
-                last, reason = output, finish_reason(output) or reason
-                if output.error is not None:
-                    raise failure(output, job.names)
-                yield output
-    finally:
-        if last is not None:
-            state.request_log.add(job.request_id, last.metrics, {"model": state.model_name, "finish_reason": reason})
+    async with state.admission.slot(call.tenant, id(call), job.params.n, len(job.token_ids), job.priority) as slot:
+        try:
+            async with aclosing(engine.generate(prompt, job.params, job.request_id, priority=job.priority)) as outputs:
+                async for output in outputs:
+                    last, reason = output, finish_reason(output) or reason
+                    if output.error is not None:
+                        raise failure(output, job.names)
+                    yield output
+        finally:
+            if last is not None:
+                state.request_log.add(job.request_id, last.metrics, {"model": state.model_name, "finish_reason": reason})
+                state.meters.request_ended(job.params, last.metrics, reason, slot.queued_s)
 
 
 def finish_reason(output: RequestOutput) -> str | None:

@@ -16,6 +16,9 @@ COMMANDS = {
     "chat": "talk with the model",
     "serve": "serve a model over OpenAI's API",
     "engine": "load a model once and serve it to other programs through a socket file",
+    "models": "what is in the hub's cache on this machine, and what it lacks",
+    "doctor": "what this machine and a model lack, and what to do about it",
+    "top": "watch the engine of a running server",
     "plan": "what a model needs and what this machine gives: weights, context, requests at once",
     "bench": "measure a server, or the engine offline",
 }

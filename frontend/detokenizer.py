@@ -51,9 +51,8 @@ class IncrementalDetokenizer:
 
     def take_delta(self) -> str:
         """The text shown since the last call. (A reader uses either this or `text`.)"""
-        delta = "".join(self._shown[self._num_taken :])
-        self._num_taken = len(self._shown)
-        return delta
+        start, self._num_taken = self._num_taken, len(self._shown)
+        return self._shown[start] if start + 1 == self._num_taken else "".join(self._shown[start:])
 
     def update(self, token_ids: list[int], finish_reason: FinishReason | None = None) -> tuple[int, str | None]:
         """Appends new tokens; `finish_reason` is given with the last ones.
@@ -61,6 +60,9 @@ class IncrementalDetokenizer:
         Returns how many of them belong to the output (fewer than all when a stop string ends it early) and that stop string.
         """
         if self._decoder is None:
+            return len(token_ids), None
+        if finish_reason is None and token_ids and not self._stops:  # nearly all
+            self._shown.append(self._decoder.decode(token_ids))
             return len(token_ids), None
         # The token that ended the request is an output token, but no text.
         hidden = 1 if finish_reason is FinishReason.STOP and not self._include_stop else 0

@@ -80,6 +80,17 @@ def read_json_if_exists(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
+def missing_weight_files(directory: Path) -> list[str]:
+    """The safetensors files that the engine would look for and not find. Raises ModelLoadError for an index that cannot be read."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file() or not index.is_file():
+        return [] if single.is_file() else [single.name]
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+        raise ModelLoadError(f"{index} has no weight_map of names")
+    return [shard for shard in sorted(set(shards.values())) if not (directory / shard).is_file()]
+
+
 def read_hf_config(directory: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     """config.json with `overrides` laid over it; objects are merged, key by key."""
     return _merged(read_json(directory / "config.json"), overrides)

@@ -202,7 +202,7 @@ class OutputProcessor:
                 if completion.finish_reason is not None:
                     continue
                 num_known = len(completion.token_ids) - first_index  # tokens of the row that came before; less than 0: some are lost
-                new_token_ids = outputs.token_ids[start + max(num_known, 0) : end]
+                new_token_ids = outputs.token_ids[start + num_known if num_known > 0 else start : end]
                 is_news = self._process_row(state, completion, new_token_ids, num_known, extras, now)
                 if is_news and (not state.is_final_only or state.num_unfinished == 0):
                     with_news[state.request_id] = state
@@ -229,7 +229,7 @@ class OutputProcessor:
         finished = extras.finished
         num_used, stop = completion.detokenizer.update(new_token_ids, finished.reason if finished else None)
         if num_used:
-            completion.token_ids += new_token_ids[:num_used]
+            completion.token_ids += new_token_ids if num_used == len(new_token_ids) else new_token_ids[:num_used]
             metrics = state.metrics
             metrics.last_token_time = now
             metrics.num_generation_tokens += num_used
@@ -309,7 +309,8 @@ class OutputProcessor:
                 return None
         prompt_logprobs = None if state.are_prompt_logprobs_told else state.prompt_logprobs
         state.are_prompt_logprobs_told = is_delta
-        outputs = [_completion_output(completion, is_delta) for completion in (due if is_delta else state.completions)]
+        told = due if is_delta else state.completions
+        outputs = [_completion_output(told[0], is_delta)] if len(told) == 1 else [_completion_output(completion, is_delta) for completion in told]
         return RequestOutput(  # one for every token of a stream: by name it takes twice as long
             state.request_id, state.prompt, state.core_request.prompt_token_ids, outputs, finished, state.metrics, state.num_cached_tokens,
             prompt_logprobs, state.error, state.error_parameter, is_delta,

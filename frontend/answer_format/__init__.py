@@ -3,7 +3,6 @@ May know: chat templates' text, JSON, StructuredOutputsParams.
 Must not know: tokens, requests, HTTP, the shape of any API's body."""
 
 from .answer import Answer, Content, Part, Reasoning, ToolCall, ToolCallArguments, ToolCallStart, collect
-from .forced import ToolChoice
 from .formats import AnswerFormat, detect
 from .parser import AnswerParser
 
@@ -17,7 +16,6 @@ __all__ = [
     "ToolCall",
     "ToolCallArguments",
     "ToolCallStart",
-    "ToolChoice",
     "collect",
     "detect",
 ]

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from ...ipc.params import StructuredOutputsParams
 from .grammar_text import GrammarText
@@ -19,16 +17,9 @@ Functions = list[tuple[str, dict[str, Any]]]  # name, schema of the arguments
 SPACE = r"[ \n]{0,4}"  # that a model may write behind its reasoning
 
 
-class ToolChoice(msgspec.Struct, frozen=True):
-    """Whether the model may or must call tools, and which ones (as in OpenAI's chat API)."""
-
-    mode: Literal["none", "auto", "required"]
-    tools: list[dict[str, Any]] = []
-    is_named: bool = False  # one function was named: it is called once
-
-    @property
-    def functions(self) -> Functions:
-        return [(tool["function"]["name"], tool["function"].get("parameters") or {}) for tool in self.tools]
+def functions_of(tools: list[dict[str, Any]]) -> Functions:
+    """Of tools as OpenAI's chat API has them."""
+    return [(tool["function"]["name"], tool["function"].get("parameters") or {}) for tool in tools]
 
 
 def write_json_calls(

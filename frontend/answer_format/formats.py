@@ -11,7 +11,7 @@ from typing import Any
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import StructuredOutputsParams
 from ..tokenizer import Tokenizer
-from .forced import ToolChoice, write_after_reasoning, write_structure
+from .forced import functions_of, write_after_reasoning, write_structure
 from .grammar_text import GrammarText
 from .json_calls import JsonCalls
 from .named_calls import MistralCalls, NamedCalls
@@ -133,7 +133,7 @@ class AnswerFormat:
         """For one completion. `tools` as in OpenAI's chat API (their schemas give the types that some formats do not write down);
         None or []: nothing is taken for a call. `reasoning` False: reasoning stays in the content, with its marks. `prompt_text`: the
         rendered prompt, whose end may have begun the reasoning. Without `parallel_tool_calls` only the first call is handed on."""
-        schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools or []}
+        schemas = dict(functions_of(tools or []))
         marks = self.reasoning_marks if reasoning else None
         return AnswerParser(
             self.tool_format if tools else None,
@@ -144,35 +144,51 @@ class AnswerFormat:
         )
 
     def forced(
-        self, choice: ToolChoice, *, parallel_tool_calls: bool = True, reasoning: bool = True, prompt_text: str = ""
+        self, tools: list[dict[str, Any]], tool_choice: Any, *, parallel_tool_calls: bool = True, prompt_text: str = ""
     ) -> StructuredOutputsParams | None:
-        """What makes the model call a tool where the choice demands it, with arguments that keep to the tool's schema, in the model's own
-        format; None where it may answer as it likes. The parser understands all of it.
+        """What makes the model call a tool where `tool_choice` demands it ("required", or for one of `tools` {"name": ...}, or the same within {"function": ...}), with arguments
+        that keep to the tool's schema, in the model's own format; None for "auto" and "none". The parser understands all of it.
 
-        A function that was named is called once, as is any without `parallel_tool_calls`. The model may reason first where its prompt lets it.
+        A function that was named is called once, as is any without `parallel_tool_calls`. The model reasons first where its prompt lets it.
         Raises InvalidParameterError for a model whose format of calls is not known.
         """
-        if choice.mode != "required":
+        if tool_choice in ("auto", "none"):
             return None
         if self.tool_format is None:
-            raise InvalidParameterError("tool_choice", f"cannot be {choice.mode}: how this model writes tool calls is not known")
+            raise InvalidParameterError("tool_choice", "cannot be a demand: how this model writes tool calls is not known")
+        functions = functions_of(tools)
+        if isinstance(tool_choice, dict):
+            wanted = tool_choice.get("function", tool_choice)["name"]
+            functions = [(name, schema) for name, schema in functions if name == wanted]
         grammar = self._grammar()
-        calls = self.tool_format.write(grammar, choice.functions, several=parallel_tool_calls and not choice.is_named)
-        return self._finished(grammar, calls, reasoning, prompt_text)
+        several = parallel_tool_calls and not isinstance(tool_choice, dict)
+        return self._finished(grammar, self.tool_format.write(grammar, functions, several), prompt_text)
 
-    def after_reasoning(self, params: StructuredOutputsParams, prompt_text: str) -> StructuredOutputsParams:
-        """The same structure for the answer of a model that reasons before it: without this the structure would begin within the reasoning."""
-        if self.reasoning_marks is None or self.reasoning_marks.is_closed_at_end_of(prompt_text):
+    def after_reasoning(
+        self,
+        params: StructuredOutputsParams,
+        prompt_text: str,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        parallel_tool_calls: bool = True,
+    ) -> StructuredOutputsParams:
+        """The same structure for the answer of a model that may reason before it, or call `tools` in its place. Without this the structure
+        would begin within the reasoning, and no tool could be called."""
+        reasons = self.reasoning_marks is not None and not self.reasoning_marks.is_closed_at_end_of(prompt_text)
+        calls = self.tool_format is not None and bool(tools)
+        if not reasons and not calls:
             return params
         grammar = self._grammar()
-        return self._finished(grammar, write_structure(grammar, params), True, prompt_text)
+        answer = write_structure(grammar, params)
+        if calls:
+            answer = grammar.any_of([answer, self.tool_format.write(grammar, functions_of(tools), parallel_tool_calls)])
+        return self._finished(grammar, answer, prompt_text)
 
     def _grammar(self) -> GrammarText:
         return GrammarText({text: i for i, text in self.tokenizer.added_tokens.items()} if self.tokenizer else {})
 
-    def _finished(self, grammar: GrammarText, answer: str, reasoning: bool, prompt_text: str) -> StructuredOutputsParams:
-        marks = self.reasoning_marks if reasoning else None
-        return StructuredOutputsParams(grammar=grammar.finished(write_after_reasoning(grammar, answer, marks, prompt_text)))
+    def _finished(self, grammar: GrammarText, answer: str, prompt_text: str) -> StructuredOutputsParams:
+        return StructuredOutputsParams(grammar=grammar.finished(write_after_reasoning(grammar, answer, self.reasoning_marks, prompt_text)))
 
 
 def detect(

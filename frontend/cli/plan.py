@@ -14,7 +14,7 @@ import msgspec
 
 from ...ipc.errors import NotEnoughMemoryError, QuireError
 from .flags import Parser, engine_flags, given
-from .values import format_bytes, parse_bytes
+from .values import format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:
     from ..engine_args import EngineArgs
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 def render(plan: Plan) -> str:
     """The plan as lines of text."""
     context = f"context {plan.model_context:,} tokens" if plan.model_context else "no context length in config.json"
-    lines = [f"{plan.model}: {plan.architecture}, {_parameters(plan.num_parameters)} parameters, {context}", ""]
+    lines = [f"{plan.model}: {plan.architecture}, {format_count(plan.num_parameters)} parameters, {context}", ""]
     other = ", ".join(f"{name}: {format_bytes(size)}" for name, size in plan.weights_bytes_by_dtype.items() if name != plan.dtype)
     room = plan.kv_cache_bytes or -(-plan.longest_context // plan.block_size) * plan.block_size * plan.kv_bytes_per_token
     rest = plan.free_bytes - room
@@ -85,10 +85,6 @@ def render(plan: Plan) -> str:
 def command(plan: Plan) -> str:
     """The line to copy, empty where nothing makes the model fit."""
     return shlex.join(["quire", "serve", plan.model, *plan.flags]) if plan.longest_context or plan.fits_as else ""
-
-
-def _parameters(number: int) -> str:
-    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"
 
 
 @contextlib.contextmanager

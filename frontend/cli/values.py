@@ -122,6 +122,11 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * UNITS[unit])
 
 
+def format_count(number: int) -> str:
+    """ "8.19B": parameters as the names of models give them."""
+    return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
+
+
 def format_bytes(num_bytes: float) -> str:
     """ "1.5 GiB": four digits at most before the unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):

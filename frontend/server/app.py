@@ -15,14 +15,14 @@ from .auth import Keys
 from .call import Call, new_request_id
 from .cors import Cors
 from .errors import ApiError, from_status
-from .routes import admin, chat, completions, engine_view, health, messages, metrics, models, page, responses
+from .routes import admin, chat, completions, engine_view, health, messages, metrics, models, ollama, ollama_models, page, responses
 from .sse import Json
 from .state import ServerState
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
 CLIENT_LEFT = 499  # nginx's number, for the metrics only
-FAMILIES = (health, models, completions, chat, responses, messages, engine_view, metrics, admin, page)
+FAMILIES = (health, models, completions, chat, responses, messages, ollama, ollama_models, engine_view, metrics, admin, page)
 
 
 def make_app(state: ServerState) -> App | Cors:

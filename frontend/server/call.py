@@ -9,17 +9,14 @@ import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request
 
+from .bodies import Body, decode
 from .config import ServerConfig
-from .errors import ApiError, invalid, missing
+from .errors import ApiError, invalid
 
 USERS_ID = re.compile(r"[!-~]{1,128}")  # what we take as x-request-id from a client: printable ASCII without spaces
-PATH = re.compile(r" - at `\$\.?(.*)`$")
-Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 @dataclass(slots=True)
@@ -32,6 +29,7 @@ class Call:
     path: str = ""  # of its URL
     tenant: str = ""  # whose key it was: a digest, never the key itself
     unknown_params: list[str] = field(default_factory=list)  # fields of the body that nobody knows
+    ignored_params: list[str] = field(default_factory=list)  # fields that the API knows and that change nothing here
     is_disconnected: bool = False
     watcher: asyncio.Task | None = None
 
@@ -45,8 +43,9 @@ class Call:
         headers = [(b"x-request-id", self.request_id.encode())]
         if self.path.startswith("/v1/messages"):
             headers.append((b"request-id", headers[0][1]))  # Anthropic's name for it
-        if self.unknown_params:
-            headers.append((b"x-unknown-params", ",".join(self.unknown_params).encode("ascii", "backslashreplace")))
+        for name, params in ((b"x-unknown-params", self.unknown_params), (b"x-ignored-params", self.ignored_params)):
+            if params:
+                headers.append((name, ",".join(params).encode("unicode_escape")[:2000]))  # line breaks and all else that a header must not hold
         return headers
 
 
@@ -109,16 +108,8 @@ def watch_disconnect(request: Request, call: Call) -> None:
 
 def decode_body(raw: bytes | bytearray, body_type: type[Body], config: ServerConfig, call: Call) -> Body:
     """JSON -> Struct, with unknown fields noted or refused."""
-    try:
-        given = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        body = msgspec.json.decode(raw, type=body_type)
-    except msgspec.ValidationError as error:
-        raise bad_field(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
-    except RecursionError:
-        raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None
-    note_unknown(given.keys() - known_fields(body_type), config, call)
+    body, unknown = decode(raw, body_type, find_unknown=config.unknown_params != "allow")
+    note_unknown(unknown, config, call)
     return body
 
 
@@ -129,23 +120,3 @@ def note_unknown(names: Iterable[str], config: ServerConfig, call: Call) -> None
     if config.unknown_params == "error":
         raise invalid(unknown[0], f"Unknown parameter: '{unknown[0]}'.", "unknown_parameter")
     call.unknown_params += unknown
-
-
-def bad_field(problem: str) -> ApiError:
-    """msgspec's sentence as an error that names the field: "Expected `int`, got `str` - at `$.max_tokens`"."""
-    match = PATH.search(problem)
-    param = match[1] if match else None
-    sentence = PATH.sub("", problem).replace("`", "'")
-    if absent := re.search(r"missing required field '(\w+)'", sentence):
-        return missing(f"{param}.{absent[1]}" if param else absent[1])
-    where = f"Invalid value for '{param}': " if param else "Invalid body: "
-    return ApiError(400, f"{where}{sentence[:1].lower()}{sentence[1:]}.", code="invalid_type", param=param)
-
-
-def known_fields(body_type: type[msgspec.Struct]) -> set[str]:
-    return set(body_type.__struct_encode_fields__)
-
-
-def plain(value: Any) -> Any:
-    """A Struct as dicts and lists, without what it does not say."""
-    return msgspec.to_builtins(value)

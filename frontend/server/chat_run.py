@@ -16,8 +16,8 @@ import msgspec
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
-from ..answer_format import Answer, AnswerParser, Part, ToolCallStart, collect
-from ..outputs import PositionLogprobs, RequestMetrics
+from ..answer_format import Answer, AnswerFormat, AnswerParser, Content, Part, Reasoning, ToolCallStart, collect
+from ..outputs import CompletionOutput, PositionLogprobs, RequestMetrics
 from .call import Call
 from .errors import invalid
 from .generation import LONG_TEXT, Job, check_context, check_room, run, tokenize
@@ -78,9 +78,11 @@ class Message:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[PositionLogprobs] | None = None
+    token_ids: list[int] = field(default_factory=list)
 
     def add(self, news: ChoiceNews) -> None:
         self.parts += news.parts
+        self.token_ids += news.token_ids
         if news.logprobs is not None:
             self.logprobs = [*(self.logprobs or []), *news.logprobs]
         self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
@@ -98,10 +100,24 @@ async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> ChatRu
 
     check_context(state, token_ids, params, turn.names)
     check_room(state, token_ids, turn.max_tokens, turn.names)
-    job = Job(turn.request_id, token_ids, params, text, turn.priority, turn.cache_salt, turn.names)
     tools = turn.tools if turn.wants_tools else None
+    params, names = shape_answer(format, turn, params, text)
+    job = Job(turn.request_id, token_ids, params, text, turn.priority, turn.cache_salt, names)
     parsers = [format.parser(tools, prompt_text=text, parallel_tool_calls=turn.parallel_tool_calls) for _ in range(params.n)]
     return ChatRun(state, call, job, parsers)
+
+
+def shape_answer(format: AnswerFormat, turn: ChatTurn, params: SamplingParams, text: str) -> tuple[SamplingParams, dict[str, str]]:
+    """The parameters with the grammar of what the turn demands, and the names of fields for the errors of that grammar."""
+    asked, names, options = params.structured_outputs, turn.names, {"parallel_tool_calls": turn.parallel_tool_calls, "prompt_text": text}
+    shape = format.forced(turn.tools, turn.tool_choice, **options) if turn.wants_tools else None
+    if shape is not None:
+        names = names | {"structured_outputs": "tools"}
+    elif asked is not None:
+        shape = format.after_reasoning(asked, tools=turn.tools if turn.wants_tools else None, **options)
+    if shape is None or shape is asked:
+        return params, names
+    return msgspec.structs.replace(params, structured_outputs=shape), names
 
 
 async def render_turn(state: ServerState, turn: ChatTurn) -> tuple[str, list[int]]:
@@ -138,8 +154,10 @@ class ChatRun:
         self._job = job
         self._parsers = parsers
         self._has_calls = [False] * len(parsers)
+        self._reasonings = [Reasoned() for _ in parsers]
         self.usage = Usage()
         self.metrics: RequestMetrics | None = None  # once `news` has begun
+        self.prompt_logprobs: list[PositionLogprobs | None] | None = None  # likewise
 
     @property
     def request_id(self) -> str:
@@ -153,27 +171,50 @@ class ChatRun:
     def num_prompt_tokens(self) -> int:
         return len(self._job.token_ids)
 
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self._job.token_ids
+
     async def news(self) -> AsyncIterator[list[ChoiceNews]]:
         """What each output brings; empty lists are left out."""
         async with aclosing(run(self._state, self._call, self._job)) as outputs:
             async for output in outputs:
                 self.usage.add(0, output)
                 self.metrics = output.metrics
+                self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
                 yield [self._read(completion) for completion in output.outputs]
 
-    def _read(self, completion: Any) -> ChoiceNews:
+    def _read(self, completion: CompletionOutput) -> ChoiceNews:
         index, parser = completion.index, self._parsers[completion.index]
         parts = parser.feed(completion.text) if completion.text else []
         reason = completion.finish_reason
         if reason is not None:
             parts = [*parts, *parser.finish()]
-        if not self._has_calls[index]:
-            self._has_calls[index] = any(isinstance(part, ToolCallStart) for part in parts)
-        if reason == "stop" and self._has_calls[index]:
-            reason = "tool_calls"
-        elif reason == "abort":  # paused away, say: what there is was cut short
-            reason = "length"
+        for part in parts:
+            if isinstance(part, Content):
+                self._reasonings[index].is_over = True
+            elif isinstance(part, Reasoning):
+                self._reasonings[index].texts.append(part.text)
+            elif isinstance(part, ToolCallStart):
+                self._has_calls[index] = self._reasonings[index].is_over = True
+        self._reasonings[index].num_tokens += len(completion.token_ids)
+        if reason is not None:
+            self._count_reasoning(self._reasonings[index])
+            if reason == "stop" and self._has_calls[index]:
+                reason = "tool_calls"
+            elif reason == "abort":  # paused away, say: what there is was cut short
+                reason = "length"
         return ChoiceNews(index, parts, completion.token_ids, completion.logprobs, reason, completion.stop_reason)
+
+    def _count_reasoning(self, reasoned: Reasoned) -> None:
+        """The tokens of the reasoning's text, as the tokenizer writes it: the same whether the answer came whole or in pieces."""
+        if not reasoned.texts:
+            return
+        if reasoned.is_over:
+            token_ids = self._state.ready_engine().tokenizer.encode("".join(reasoned.texts), False)
+            self.usage.reasoning_tokens += min(len(token_ids), reasoned.num_tokens)
+        else:
+            self.usage.reasoning_tokens += reasoned.num_tokens
 
     async def messages(self) -> list[Message]:
         """The whole answers, one per choice."""
@@ -183,3 +224,12 @@ class ChatRun:
                 for news in step:
                     found[news.index].add(news)
         return found
+
+
+@dataclass(slots=True)
+class Reasoned:
+    """What one choice has thought so far. `is_over`: content or a call has begun."""
+
+    texts: list[str] = field(default_factory=list)
+    num_tokens: int = 0  # of the whole choice
+    is_over: bool = False

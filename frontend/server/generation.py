@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
 from ..outputs import RequestOutput
 from .call import Call
@@ -35,10 +36,14 @@ async def tokenize(state: ServerState, text: str, *, add_special_tokens: bool = 
     """Token ids. A long text is read in a thread: the tokenizer lets go of the interpreter."""
     tokenizer = state.ready_engine().tokenizer
     if tokenizer is None:
-        raise invalid("prompt", "This model has no tokenizer here: prompts must be token ids.")
+        raise no_tokenizer()
     if len(text) < LONG_TEXT:
         return tokenizer.encode(text, add_special_tokens)
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+
+
+def no_tokenizer() -> ApiError:
+    return invalid("prompt", "This model has no tokenizer here: prompts must be token ids.")
 
 
 def check_context(state: ServerState, token_ids: list[int], params: SamplingParams, names: dict[str, str]) -> None:
@@ -66,17 +71,19 @@ async def run(state: ServerState, call: Call, job: Job) -> AsyncIterator[Request
     if state.server_config.salt_per_key and call.tenant:
         salt = f"{call.tenant}:{salt or ''}"
     prompt = {"prompt_token_ids": job.token_ids} | ({"prompt": job.text} if job.text is not None else {}) | ({"cache_salt": salt} if salt else {})
-    last, reason = None, "abort"  # unless an output says otherwise, the client left
+    last = None
     async with state.admission.slot(call.tenant, id(call), job.params.n, len(job.token_ids), job.priority) as slot:
         try:
             async with aclosing(engine.generate(prompt, job.params, job.request_id, priority=job.priority)) as outputs:
-                async for output in outputs:
-                    last, reason = output, finish_reason(output) or reason
-                    if output.error is not None:
-                        raise failure(output, job.names)
-                    yield output
+                async for last in outputs:
+                    if last.error is not None:
+                        raise failure(last, job.names)
+                    yield last
+        except InvalidParameterError as error:
+            raise refused(error.parameter, error.problem, job.names) from None
         finally:
             if last is not None:
+                reason = finish_reason(last) or "abort"  # unless its end was told, the client left
                 state.request_log.add(job.request_id, last.metrics, {"model": state.model_name, "finish_reason": reason})
                 state.meters.request_ended(job.params, last.metrics, reason, slot.queued_s)
 

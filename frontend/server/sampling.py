@@ -1,67 +1,143 @@
-"""From the fields of a body to SamplingParams: OpenAI's own and the extensions that vLLM's users know.
+"""From the fields of a body to SamplingParams: OpenAI's own and the extensions that vLLM's users know; and which fields change nothing here.
 May know: SamplingParams, what the APIs call its fields.
 Must not know: prompts, the engine's limits (the InputProcessor knows those)."""
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
-from ...ipc.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from ...ipc.checks import INT64_MAX
+from ...ipc.errors import InvalidParameterError
+from ...ipc.params import RequestOutputKind, SamplingParams
+from .call import Call
 from .config import ServerConfig
-from .errors import invalid, missing, unsupported
+from .errors import invalid, refused, unsupported
+from .response_format import GUIDED, StructuredOutputs, structured_outputs_of
 
 MAX_STOPS = 16  # OpenAI allows 4; its clients' users of other servers are used to more
+MAX_LOGPROBS = 20
 # The fields that mean in SamplingParams what they mean in a body.
 SAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "stop",
     "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids",
     "bad_words", "truncate_prompt_tokens", "prompt_logprobs",
 )  # fmt: skip
+# The fields that OpenAI's API knows and that change nothing here, with the values that ask for nothing anyway.
+IGNORED: dict[str, tuple[Any, ...]] = {
+    "user": (),
+    "safety_identifier": (),
+    "prompt_cache_key": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "metadata": ({},),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
+    "guided_decoding_backend": (),
+    "length_penalty": (1.0,),
+    "early_stopping": (False,),
+}
+# The fields that ask for what this server cannot do, each with the values that do not, and the sentence that refuses it.
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "audio": ((), "This model gives text only: 'audio' is not supported."),
+    "modalities": ((["text"], []), "This model gives text only: 'modalities' can only be [\"text\"]."),
+    "prediction": ((), "Predicted outputs are not supported: leave 'prediction' out; the answer is the same."),
+    "web_search_options": ((), "This server cannot search the web: 'web_search_options' is not supported."),
+    "moderation": ((), "This server does not moderate: 'moderation' is not supported."),
+    "functions": (([],), "'functions' is the old form of tools, with answers of another shape; send 'tools'."),
+    "function_call": ((), "'function_call' is the old form of 'tool_choice', with answers of another shape; send 'tool_choice'."),
+    "chat_template": ((), "Templates are not taken from requests; the server's flag --chat-template sets one."),
+    "use_beam_search": ((False,), "Beam search is not offered over HTTP; LLM.beam_search has it."),
+}
+
 Number = int | float
+Probability = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Count = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+TokenId = Annotated[int, Meta(ge=0)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # OpenAI pads its chunks against eavesdroppers
+    continuous_usage_stats: bool | None = None  # vLLM's: usage in every chunk
 
 
 class SamplingBody(msgspec.Struct, kw_only=True):
     """The fields that OpenAI's completions and chat share, and vLLM's extensions to both. None: as if it had not been sent."""
 
     model: str | None = None
-    n: int | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    seed: int | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    stop: str | list[str] | None = None
-    logit_bias: dict[str, Number] | None = None
-    user: str | None = None
+    n: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
+    logit_bias: dict[Annotated[str, Meta(pattern=r"^[0-9]+$")], Annotated[float, Meta(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
+    # OpenAI's fields that change nothing here
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     # what vLLM's users know
-    top_k: int | None = None
-    min_p: Number | None = None
-    repetition_penalty: Number | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
+    min_p: Probability | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
-    truncate_prompt_tokens: int | None = None
-    prompt_logprobs: int | None = None
-    structured_outputs: dict[str, Any] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None  # guided_*: the names that structured_outputs' parts had before
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    priority: Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
 
 
-class StreamOptions(msgspec.Struct, kw_only=True):
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # OpenAI pads its chunks against eavesdroppers; accepted and not needed here
-    continuous_usage_stats: bool | None = None  # vLLM's: usage in every chunk
+def check_fields(body: SamplingBody, call: Call) -> None:
+    """Refuses the fields that ask for what this server cannot do, and notes those that it ignores."""
+    for name, (harmless, sentence) in UNSUPPORTED.items():
+        value = getattr(body, name, None)
+        if value is not None and value not in harmless:
+            raise unsupported(name, sentence)
+    for name, harmless in IGNORED.items():
+        value = getattr(body, name, None)
+        if value is not None and value not in harmless:
+            call.ignored_params.append(name)
+    if body.stream_options is not None:
+        if not body.stream:
+            raise invalid("stream_options", "The 'stream_options' parameter is only allowed when 'stream' is enabled.")
+        if body.stream_options.include_obfuscation:
+            call.ignored_params.append("stream_options.include_obfuscation")
+    if body.stream and body.prompt_logprobs is not None:
+        raise unsupported("prompt_logprobs", "'prompt_logprobs' are not available with 'stream'; 'echo' with 'logprobs' is, in /v1/completions.")
 
 
 def sampling_params(
@@ -71,11 +147,12 @@ def sampling_params(
     *,
     max_tokens: int | None,
     logprobs: int | None,
-    structured_outputs: StructuredOutputsParams | None = None,
+    names: dict[str, str] | None = None,
+    **overrides: Any,
 ) -> SamplingParams:
-    """`defaults`: what the model's authors recommend; `structured_outputs`: what wins over the body's own (a forced tool call).
+    """`defaults`: what the model's authors recommend; `overrides` win over the body; `names`: the engine's parameters -> the body's fields.
 
-    Raises ApiError, or InvalidParameterError naming the field.
+    Raises ApiError naming the field, or without `names` InvalidParameterError.
     """
     given = {name: value for name in SAME if (value := getattr(body, name)) is not None}
     if body.n is not None and body.n > config.max_n:
@@ -84,54 +161,28 @@ def sampling_params(
         raise invalid("stop", f"'stop' can have at most {MAX_STOPS} strings, got {len(body.stop)}.", "array_above_max_length")
     if "stop" in given:
         given["stop"] = [text for text in ([body.stop] if isinstance(body.stop, str) else body.stop) if text] or None
+    if body.seed is not None:
+        given["seed"] = body.seed % (INT64_MAX + 1)  # the API allows negative ones
     if body.logit_bias:
-        given["logit_bias"] = _logit_bias(body.logit_bias)
-    wanted = structured_outputs or _structured_outputs(body)
+        given["logit_bias"] = {int(token_id): bias for token_id, bias in body.logit_bias.items()}  # JSON has only strings as keys
     start = {field: getattr(defaults, field) for field in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-    return SamplingParams(
-        **start | given,
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        structured_outputs=wanted,
-        output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
-    )
+    fixed = {
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "structured_outputs": structured_outputs_of(body),
+        "output_kind": RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
+    }
+    try:
+        return SamplingParams(**start | given | fixed | overrides)
+    except InvalidParameterError as error:
+        if names is None:
+            raise
+        raise refused(error.parameter, error.problem, names) from None
 
 
-def _logit_bias(bias: dict[str, Number]) -> dict[int, float]:
-    """JSON has only strings as keys."""
-    converted = {}
-    for key, value in bias.items():
-        if not key.lstrip("-").isdigit():
-            raise invalid("logit_bias", f"The keys of 'logit_bias' must be token ids, got {key!r:.40}.")
-        if not -100 <= value <= 100:
-            raise invalid("logit_bias", f"The values of 'logit_bias' must be between -100 and 100, got {value} for token {key}.")
-        converted[int(key)] = float(value)
-    return converted
-
-
-def _structured_outputs(body: SamplingBody) -> StructuredOutputsParams | None:
-    own = body.structured_outputs
-    wanted = response_format(body.response_format)
-    if own is None:
-        return wanted
-    if wanted is not None:
-        raise invalid("structured_outputs", "Give 'structured_outputs' or 'response_format', not both.")
-    if unknown := own.keys() - set(StructuredOutputsParams.__struct_fields__):
-        raise invalid("structured_outputs", f"'structured_outputs' has no {min(unknown)!r}; it has {', '.join(StructuredOutputsParams.__struct_fields__)}.")
-    return StructuredOutputsParams(**own)
-
-
-def response_format(wanted: dict[str, Any] | None) -> StructuredOutputsParams | None:
-    """OpenAI's `response_format` object."""
-    kind = None if wanted is None else wanted.get("type")
-    if wanted is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return StructuredOutputsParams(json_object=True)
-    if kind != "json_schema":
-        raise unsupported("response_format.type", f"'response_format.type' must be text, json_object or json_schema, got {json.dumps(kind)}.")
-    inner = wanted.get("json_schema")
-    schema = inner.get("schema") if isinstance(inner, dict) else None
-    if not isinstance(schema, dict):
-        raise missing("response_format.json_schema.schema")
-    return StructuredOutputsParams(json=schema)
+def field_names(body: SamplingBody) -> dict[str, str]:
+    """The engine's parameters -> the fields of this body that asked for them, where their names differ."""
+    if body.structured_outputs is not None:
+        return {}
+    guided = next((name for name in GUIDED if getattr(body, name) is not None), "response_format")
+    return {name: guided for name in ("structured_outputs", *(f"structured_outputs.{kind}" for kind in GUIDED.values()))}

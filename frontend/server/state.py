@@ -69,6 +69,7 @@ class ServerState:
         self.request_log = RequestLog()
         self.chat_template = read_template(server_config.chat_template)
         self.answer_format: AnswerFormat | None = None
+        self.template_text = ""  # the Jinja source of the chat template, "" if the model has none
         self.system_fingerprint = ""
         self.admission: Admission | None = None  # with the engine
         self.meters = Meters()
@@ -79,6 +80,7 @@ class ServerState:
         """The engine has come up."""
         self.model_name = engine.config.model_config.served_model_name or self.model_name
         self.system_fingerprint = fingerprint(engine)
+        self.template_text = self._find_template(engine)
         self.answer_format = self._detect_format(engine)
         config = self.server_config
         most = config.max_concurrent_requests or 2 * engine.config.scheduler_config.max_num_seqs
@@ -86,14 +88,19 @@ class ServerState:
         engine.record_token_times = True  # for the time lines of requests
         self.engine = engine
 
+    def _find_template(self, engine: AsyncLLM) -> str:
+        """The one that will be rendered."""
+        named = self.chat_template
+        if engine.tokenizer is None:
+            return ""
+        templates = engine.tokenizer.chat_templates
+        return (templates.get(named, named) if named else templates.get("tool_use") or templates.get("default")) or ""
+
     def _detect_format(self, engine: AsyncLLM) -> AnswerFormat:
-        """By the template that will be rendered."""
-        config, tokenizer, named = self.server_config, engine.tokenizer, self.chat_template
+        config, tokenizer = self.server_config, engine.tokenizer
         if tokenizer is None:
             return detect(None, config.tool_call_parser, config.reasoning_parser)
-        templates = tokenizer.chat_templates
-        template = templates.get(named, named) if named else templates.get("tool_use") or templates.get("default")
-        return detect(template, config.tool_call_parser, config.reasoning_parser, tokenizer)
+        return detect(self.template_text, config.tool_call_parser, config.reasoning_parser, tokenizer)
 
     def ready_engine(self) -> AsyncLLM:
         """The engine, or the refusal that says why there is none."""

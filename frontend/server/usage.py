@@ -6,7 +6,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from ..outputs import RequestOutput
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class UsageCounts(msgspec.Struct):
+    """OpenAI's object."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class Usage:
@@ -32,11 +52,10 @@ class Usage:
     def cached_tokens(self) -> int:
         return sum(self._num_cached_tokens.values())
 
+    def counts(self) -> UsageCounts:
+        prompt_tokens, completion_tokens = self.prompt_tokens, self.completion_tokens
+        cached, reasoning = PromptTokensDetails(self.cached_tokens), CompletionTokensDetails(self.reasoning_tokens)
+        return UsageCounts(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached, reasoning)
+
     def as_openai(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
-        }
+        return msgspec.to_builtins(self.counts())

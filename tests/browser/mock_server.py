@@ -231,6 +231,21 @@ def make_app(mock: Mock) -> Starlette:
         job.ends_at = len(words)
         return StreamingResponse(stream(mock, job, words, asked == "break"), media_type="text/event-stream", headers={"x-request-id": "req-unlike"})
 
+    async def completions(request: Request) -> Response:
+        """Several prompts in one call, as the page's burst sends them."""
+        body = await request.json()
+        mock.bodies.append(body)
+        mock.advance()
+        jobs = [mock.add(120, 96, body["max_tokens"], f"cmpl-{len(mock.bodies):06x}bb41c93e7d-{i}") for i in range(len(body["prompt"]))]
+        while any(job in mock.jobs for job in jobs):
+            if await request.is_disconnected():
+                mock.num_aborted += len(jobs)
+                for job in [job for job in jobs if job in mock.jobs]:
+                    mock._finish(job, "abort")
+            await asyncio.sleep(0.02)
+            mock.advance()
+        return JSONResponse({"choices": []})
+
     routes = [
         *page.routes(SimpleNamespace(server_config=SimpleNamespace(page=True))),
         Route("/v1/engine/state", guarded(state)),
@@ -238,6 +253,7 @@ def make_app(mock: Mock) -> Starlette:
         Route("/v1/requests/{id}", guarded(one)),
         Route("/v1/requests/{id}/trace", guarded(one)),
         Route("/v1/chat/completions", guarded(chat), methods=["POST"]),
+        Route("/v1/completions", guarded(completions), methods=["POST"]),
     ]
     return Starlette(routes=routes)
 
@@ -276,6 +292,7 @@ def serving(mock: Mock):
     """The address of a server over `mock`, in a thread of this process."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    listener.listen()  # who comes before the thread is up waits
     server = uvicorn.Server(uvicorn.Config(make_app(mock), log_level="warning", ws="none", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

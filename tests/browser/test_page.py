@@ -2,7 +2,7 @@
 May know: playwright, the mock server, the page's element ids.
 Must not know: how the page does it.
 
-Not run by default: `pip install -e '.[test,browser]' && pytest -m browser`, with a Chromium that is installed (QUIRE_CHROMIUM names another)."""
+Not run by default: `pip install -e '.[test,browser]' && pytest -m browser`, with a Chromium that is installed (CHROMIUM names another)."""
 
 import json
 import os
@@ -20,9 +20,9 @@ PATIENCE_MS = 10_000
 @pytest.fixture(scope="session")
 def chromium():
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[browser]'")
-    path = os.environ.get("QUIRE_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
-        pytest.skip("no Chromium is installed (Debian: apt-get install chromium); QUIRE_CHROMIUM can name one")
+        pytest.skip("no Chromium is installed (Debian: apt-get install chromium); CHROMIUM can name one")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
@@ -222,10 +222,10 @@ def test_a_running_request_tells_where_it_is_and_later_how_it_went(page, mock) -
 
 def test_a_burst_of_requests_can_be_sent_and_stopped(page, mock) -> None:
     page.click("#burst")
-    wait_until(page, lambda: len(mock.bodies) == 12)
-    page.wait_for_selector("#burst:has-text('Stop these requests')")
-    page.click("#burst")
-    wait_until(page, lambda: mock.num_aborted > 0 and not mock.jobs)
+    wait_until(page, lambda: sum(len(body["prompt"]) for body in mock.bodies) == 12)
+    wait_for(page, "document.getElementById('running').textContent === '10'")  # the view is not cut off by the requests it shows
+    page.click("#burst:has-text('Stop these requests')")
+    wait_until(page, lambda: mock.num_aborted == 12 and not mock.jobs)
     page.wait_for_selector("#no-rows :text('Nothing runs.')")
 
 

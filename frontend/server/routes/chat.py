@@ -1,52 +1,65 @@
 """/v1/chat/completions: OpenAI's chat.
-May know: chat_run, sampling, the shape of OpenAI's chat completions.
+May know: chat_run, chat_answer, sampling, the fields of OpenAI's body.
 Must not know: templates, formats of tool calls, the engine."""
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
-from ...answer_format import Content, Part, Reasoning, ToolCallStart
+from ....ipc.checks import INT64_MAX
 from ..call import Call, call_of, read_body
-from ..chat_run import ChatRun, ChatTurn, ChoiceNews, Message, prepare_chat
-from ..sampling import Number, SamplingBody, sampling_params
-from ..sse import DONE, EventStream, Json, encode, event
+from ..chat_answer import ChatAnswer
+from ..chat_run import ChatTurn, prepare_chat
+from ..errors import invalid
+from ..openai_messages import Message, plain_messages
+from ..openai_tools import Tool, ToolChoice, checked_tools
+from ..sampling import MAX_LOGPROBS, SamplingBody, check_fields, field_names, sampling_params
 from ..state import ServerState
+
+# What the template is given under these names is not the user's to set; some have a field of their own.
+RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "self"})
+MaxTokens = Annotated[int, Meta(ge=1, le=INT64_MAX)]
 
 
 class ChatBody(SamplingBody, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    # refused
+    audio: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    prediction: dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
+    moderation: dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    function_call: str | dict[str, Any] | None = None
+    chat_template: str | None = None
+    # what vLLM's users know
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
-    top_k: int | None = None
-    min_p: Number | None = None
+    include_reasoning: bool | None = None
 
 
 def routes(state: ServerState) -> list[Route]:
     async def create(request: Request) -> Any:
         body = await read_body(request, state.server_config, ChatBody)
         call, model = call_of(request), state.check_model(body.model)
-        answer = ChatAnswer(state, call, body, model, await prepare_chat(state, call, _turn(state, call, body)))
+        answer = ChatAnswer(state, call, body, model, await prepare_chat(state, call, chat_turn(state, call, body)))
         if body.stream:
             return answer.stream()
         return await answer.whole()
@@ -54,103 +67,53 @@ def routes(state: ServerState) -> list[Route]:
     return [Route("/v1/chat/completions", create, methods=["POST"])]
 
 
-def _turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
+def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
+    """The body, checked."""
+    check_fields(body, call)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "'logprobs' must be true where 'top_logprobs' is given.")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    names = field_names(body) | {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    tools, tool_choice = checked_tools(body.tools, body.tool_choice, call)
     defaults = state.ready_engine().get_default_sampling_params()
-    params = sampling_params(body, defaults, state.server_config, max_tokens=max_tokens, logprobs=logprobs)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = sampling_params(body, defaults, state.server_config, max_tokens=max_tokens, logprobs=logprobs, names=names)
     continues = bool(body.continue_final_message)
+    if continues and body.messages[-1].__struct_config__.tag != "assistant":
+        raise invalid("continue_final_message", "The last of 'messages' must be the assistant's to be continued.")
     return ChatTurn(
-        f"chatcmpl-{call.suffix}",
-        body.messages,
-        params,
-        max_tokens,
-        body.tools,
-        "auto" if body.tool_choice is None else body.tool_choice,
-        body.parallel_tool_calls is not False,
-        body.chat_template_kwargs or {},
-        body.documents,
-        not continues if body.add_generation_prompt is None else body.add_generation_prompt,
-        continues,
-        body.priority or 0,
-        body.cache_salt,
-        {"prompt": "messages", "max_tokens": name},
+        request_id=f"chatcmpl-{call.suffix}",
+        messages=plain_messages(body.messages, call),
+        params=params,
+        max_tokens=max_tokens,
+        tools=tools,
+        tool_choice=tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        template_variables=_template_variables(state, call, body),
+        documents=body.documents,
+        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=continues,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+        names=names,
     )
 
 
-class ChatAnswer:
-    """The answer to one checked body: whole or streamed."""
-
-    def __init__(self, state: ServerState, call: Call, body: ChatBody, model: str, chat: ChatRun):
-        self._state = state
-        self._call = call
-        self._body = body
-        self._chat = chat
-        self._head = {
-            "id": f"chatcmpl-{call.suffix}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": state.system_fingerprint,
-        }
-
-    async def whole(self) -> Response:
-        choices = [self._choice(index, message) for index, message in enumerate(await self._chat.messages())]
-        return Json(self._head | {"choices": choices, "usage": self._chat.usage.as_openai()})
-
-    def _choice(self, index: int, message: Message) -> dict[str, Any]:
-        answer = message.answer()
-        said: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if answer.tool_calls else ""), "refusal": None}
-        if answer.reasoning:
-            said["reasoning_content"] = answer.reasoning
-        if answer.tool_calls:
-            said["tool_calls"] = [
-                {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in answer.tool_calls
-            ]
-        return {"index": index, "message": said, "logprobs": None, "finish_reason": message.finish_reason}
-
-    def stream(self) -> EventStream:
-        return self._state.event_stream(self._events(), self._call)
-
-    async def _events(self) -> AsyncIterator[bytes]:
-        options = self._body.stream_options
-        wants_usage = bool(options and options.include_usage)
-        chunk_head = self._head | {"object": "chat.completion.chunk"}
-        end = {"usage": None} if wants_usage else {}
-
-        def chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
-            return event(chunk_head | {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}]} | end)
-
-        # A chunk of plain content is its text between two constants.
-        head, tail = encode(chunk_head)[:-1], b'},"logprobs":null,"finish_reason":null}]' + (b',"usage":null}' if wants_usage else b"}") + b"\n\n"
-        starts: dict[int, bytes] = {}
-
-        def of(news: ChoiceNews) -> list[bytes]:
-            index, chunks = news.index, []
-            if (start := starts.get(index)) is None:
-                start = starts[index] = b"data: " + head + b',"choices":[{"index":%d,"delta":{"content":' % index
-                chunks.append(chunk(index, {"role": "assistant", "content": "", "refusal": None}))
-            for part in news.parts:
-                chunks.append(start + encode(part.text) + tail if isinstance(part, Content) else chunk(index, _delta(part)))
-            if news.finish_reason is not None:
-                chunks.append(chunk(index, {}, news.finish_reason))
-            return chunks
-
-        async with aclosing(self._chat.news()) as steps:
-            async for step in steps:
-                if chunks := [one for news in step for one in of(news)]:
-                    yield b"".join(chunks)
-        if wants_usage:
-            yield event(chunk_head | {"choices": [], "usage": self._chat.usage.as_openai()})
-        yield DONE
-
-
-def _delta(part: Part) -> dict[str, Any]:
-    if isinstance(part, Reasoning):
-        return {"reasoning_content": part.text}
-    if isinstance(part, ToolCallStart):
-        function = {"name": part.name, "arguments": ""}
-        return {"tool_calls": [{"index": part.index, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}]}
-    return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+def _template_variables(state: ServerState, call: Call, body: ChatBody) -> dict[str, Any]:
+    """reasoning_effort is a matter of the template: of models that can be told how much to think, it reads one of these."""
+    variables: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        template = state.template_text
+        if "reasoning_effort" in template:
+            variables["reasoning_effort"] = body.reasoning_effort
+        elif body.reasoning_effort == "none" and "enable_thinking" in template:
+            variables["enable_thinking"] = False
+        else:
+            call.ignored_params.append("reasoning_effort")
+    given = body.chat_template_kwargs or {}
+    if reserved := RESERVED_VARIABLES & given.keys():
+        name = f"chat_template_kwargs.{min(reserved)}"
+        raise invalid(name, f"'{name}' cannot be set: the template's variables of this name are the server's.")
+    return variables | given

@@ -1,39 +1,38 @@
 """/v1/completions: text in, text out.
-May know: generation, sampling, the shape of OpenAI's text completions.
+May know: generation, sampling, completion_answer.
 Must not know: chat, tools, the engine."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
-from typing import Any
+import asyncio
+from typing import Annotated, Any
 
+from msgspec import Meta
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
-from ...outputs import CompletionOutput, RequestOutput
+from ....ipc.checks import INT64_MAX
+from ....ipc.params import RequestOutputKind
 from ..call import Call, call_of, read_body
+from ..completion_answer import CompletionAnswer
 from ..errors import invalid, missing, unsupported
-from ..generation import Job, all_of, check_context, check_room, merged, run, tokenize
-from ..sampling import SamplingBody, sampling_params
-from ..sse import DONE, EventStream, Json, encode, event
+from ..generation import LONG_TEXT, Job, check_context, check_room, no_tokenizer
+from ..sampling import MAX_LOGPROBS, SamplingBody, TokenId, check_fields, field_names, sampling_params
 from ..state import ServerState
-from ..usage import Usage
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+FORMS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
 class CompletionBody(SamplingBody, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: str | list[Any] | None = None  # text, texts, token ids, or lists of token ids
-    max_tokens: int | None = None
-    logprobs: int | None = None
+    prompt: str | list[str | TokenId | list[TokenId]] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=INT64_MAX)] | None = None
+    logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: str | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, Meta(ge=1)] | None = None
 
 
 def routes(state: ServerState) -> list[Route]:
@@ -50,103 +49,76 @@ def routes(state: ServerState) -> list[Route]:
 async def prepare(state: ServerState, call: Call, body: CompletionBody) -> CompletionAnswer:
     """Checks everything there is to check before the engine is asked."""
     engine, model = state.ready_engine(), state.check_model(body.model)
+    check_fields(body, call)
     if body.suffix:
         raise unsupported("suffix", "This model cannot fill in the middle: 'suffix' is not supported.")
-    if body.best_of not in (None, body.n or 1):
-        raise unsupported("best_of", "'best_of' is not supported beyond 'n'; give 'n'.")
+    num_runs = _num_completions(body, state.server_config.max_n)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = sampling_params(body, engine.get_default_sampling_params(), state.server_config, max_tokens=max_tokens, logprobs=body.logprobs)
+    overrides: dict[str, Any] = {"n": num_runs}
+    logprobs = body.logprobs
+    if body.echo and logprobs is not None:
+        overrides["prompt_logprobs"] = logprobs
+    if num_runs > (body.n or 1):  # the best are chosen by their log-probabilities
+        logprobs = logprobs or 0
+    if max_tokens == 0:  # the engine gives at least one token, which is then left out
+        overrides |= {"n": 1, "min_tokens": 0, "output_kind": RequestOutputKind.FINAL_ONLY}
+    names = field_names(body) | {"prompt_token_ids": "prompt"}
+    defaults = engine.get_default_sampling_params()
+    params = sampling_params(
+        body, defaults, state.server_config, max_tokens=max_tokens or 1, logprobs=logprobs, names=names, **overrides,
+    )  # fmt: skip
+    prompts = _prompts(body.prompt, state.server_config.max_prompts_per_request)
     jobs = []
-    for index, prompt in enumerate(_prompts(body.prompt, state.server_config.max_prompts_per_request)):
-        token_ids = await tokenize(state, prompt) if isinstance(prompt, str) else prompt
-        check_context(state, token_ids, params, {})
-        check_room(state, token_ids, body.max_tokens, {})
-        text = prompt if isinstance(prompt, str) else None
-        jobs.append(Job(f"cmpl-{call.suffix}-{index}", token_ids, params, text, body.priority or 0, body.cache_salt))
-    return CompletionAnswer(state, call, body, model, jobs)
+    for index, token_ids in enumerate(await _tokenized(state, prompts, body.add_special_tokens is not False)):
+        check_context(state, token_ids, params, names)
+        if params.truncate_prompt_tokens is None:
+            check_room(state, token_ids, body.max_tokens, names)
+        text = prompts[index] if isinstance(prompts[index], str) else None
+        jobs.append(Job(f"cmpl-{call.suffix}-{index}", token_ids, params, text, body.priority or 0, body.cache_salt, names))
+    return CompletionAnswer(state, call, body, model, jobs, gives_tokens=max_tokens > 0)
+
+
+def _num_completions(body: CompletionBody, most: int) -> int:
+    """How many the engine makes per prompt: `best_of`, of which the `n` best are returned, or `n`."""
+    n, best_of = body.n or 1, body.best_of or body.n or 1
+    if best_of < n:
+        raise invalid("best_of", f"'best_of' must be at least 'n', which is {n}; got {best_of}.", "integer_below_min_value")
+    if best_of > most and body.best_of is not None:  # too great an n is found with the other parameters
+        raise invalid("best_of", f"'best_of' must be at most {most}, got {best_of}.", "integer_above_max_value")
+    if best_of > n and body.stream:
+        raise unsupported("best_of", "'best_of' cannot be streamed: which completions are the best is known at their end.")
+    return best_of
 
 
 def _prompts(prompt: Any, most: int) -> list[str | list[int]]:
     """The four forms of `prompt` as a list of texts and lists of token ids."""
     if prompt is None:
         raise missing("prompt")
-    is_single = isinstance(prompt, str) or bool(prompt) and isinstance(prompt[0], int)
-    prompts = [prompt] if is_single else prompt
-    if not all(isinstance(one, str) or isinstance(one, list) and set(map(type, one)) <= {int} for one in prompts):
-        raise invalid("prompt", "'prompt' must be a string, a list of strings, a list of token ids, or a list of those.", "invalid_type")
-    if not prompts:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
         raise invalid("prompt", "'prompt' must not be an empty list.", "empty_array")
-    if len(prompts) > most:
-        raise invalid("prompt", f"'prompt' can hold at most {most} prompts, got {len(prompts)}.", "array_above_max_length")
-    return prompts
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return [prompt]
+    if int in kinds:
+        raise invalid("prompt", f"'prompt' must be {FORMS}.", "invalid_type")
+    if len(prompt) > most:
+        raise invalid("prompt", f"'prompt' can hold at most {most} prompts, got {len(prompt)}.", "array_above_max_length")
+    return prompt
 
 
-class CompletionAnswer:
-    """The answer to one checked body: whole or streamed."""
-
-    def __init__(self, state: ServerState, call: Call, body: CompletionBody, model: str, jobs: list[Job]):
-        self._state = state
-        self._call = call
-        self._body = body
-        self._jobs = jobs
-        self._n = body.n or 1
-        self._usage = Usage()
-        self._head = {
-            "id": f"cmpl-{call.suffix}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": state.system_fingerprint,
-        }
-
-    def _runs(self) -> list[AsyncIterator[RequestOutput]]:
-        return [run(self._state, self._call, job) for job in self._jobs]
-
-    async def whole(self) -> Response:
-        choices = []
-        for index, output in enumerate(await all_of(self._runs())):
-            self._usage.add(index, output)
-            choices += [self._choice(index, completion) for completion in output.outputs]
-        return Json(self._head | {"choices": choices, "usage": self._usage.as_openai()})
-
-    def _choice(self, prompt_index: int, completion: CompletionOutput) -> dict[str, Any]:
-        return {
-            "index": prompt_index * self._n + completion.index,
-            "text": completion.text,
-            "logprobs": None,
-            "finish_reason": finish_reason(completion),
-        }
-
-    def stream(self) -> EventStream:
-        return self._state.event_stream(self._events(), self._call)
-
-    async def _events(self) -> AsyncIterator[bytes]:
-        options = self._body.stream_options
-        wants_usage = bool(options and options.include_usage)
-        # All that does not change from chunk to chunk is written once: a chunk is its text between two constants.
-        head = encode(self._head)[:-1]
-        tail = b',"logprobs":null,"finish_reason":null}]' + (b',"usage":null}' if wants_usage else b"}") + b"\n\n"
-        starts: dict[int, bytes] = {}
-        async with aclosing(merged(self._runs())) as outputs:
-            async for prompt_index, output in outputs:
-                self._usage.add(prompt_index, output)
-                chunks = []
-                for completion in output.outputs:
-                    index = prompt_index * self._n + completion.index
-                    if completion.finish_reason is not None:
-                        end = {"usage": None} if wants_usage else {}
-                        chunks.append(event(self._head | {"choices": [self._choice(prompt_index, completion)]} | end))
-                    elif completion.text:
-                        if (start := starts.get(index)) is None:
-                            start = starts[index] = b"data: " + head + b',"choices":[{"index":%d,"text":' % index
-                        chunks.append(start + encode(completion.text) + tail)
-                if chunks:
-                    yield b"".join(chunks)
-        if wants_usage:
-            yield event(self._head | {"choices": [], "usage": self._usage.as_openai()})
-        yield DONE
-
-
-def finish_reason(completion: CompletionOutput) -> str | None:
-    """Only what OpenAI's list has: an aborted completion was cut short."""
-    return "length" if completion.finish_reason == "abort" else completion.finish_reason
+async def _tokenized(state: ServerState, prompts: list[str | list[int]], adds_special_tokens: bool) -> list[list[int]]:
+    """Much text is read in a thread: the tokenizer lets go of the interpreter."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if not texts:
+        return prompts
+    tokenizer = state.ready_engine().tokenizer
+    if tokenizer is None:
+        raise no_tokenizer()
+    if sum(map(len, texts)) < LONG_TEXT:
+        encoded = [tokenizer.encode(text, adds_special_tokens) for text in texts]
+    else:
+        encoded = await asyncio.to_thread(tokenizer.encode_batch, texts, adds_special_tokens)
+    of_texts = iter(encoded)
+    return [next(of_texts) if isinstance(prompt, str) else prompt for prompt in prompts]

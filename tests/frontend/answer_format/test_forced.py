@@ -9,7 +9,8 @@ import json
 import jsonschema
 import pytest
 from quire import LLM, InvalidParameterError, SamplingParams, StructuredOutputsParams
-from quire.frontend.answer_format import AnswerFormat, ToolChoice, collect, detect
+from quire.frontend.answer_format import AnswerFormat, collect, detect
+from quire.frontend.answer_format.forced import functions_of
 from quire.frontend.answer_format.formats import TOOL_FORMATS
 from quire.tests.frontend.answer_format.cuts import function, parse
 from quire.tests.frontend.answer_format.grammars import accepts, marked_tokenizer
@@ -24,7 +25,7 @@ WRITE = function("write", text="string")
 WRITE["function"]["parameters"]["required"] = ["text"]
 TOOLS = [WEATHER, POINTS, CHOICE, NOW]
 NAMES = list(dict.fromkeys(row.name for row in TOOL_FORMATS))
-REQUIRED = ToolChoice("required", TOOLS)
+REQUIRED = (TOOLS, "required")
 
 # What each format's models write for two calls, weather(city="Paris", days=3) and now().
 WRITTEN = {
@@ -64,7 +65,7 @@ def assert_calls(answer_format: AnswerFormat, text: str, several: bool = True) -
     """All of the text is calls, valid ones."""
     answer = parse(answer_format, text, TOOLS)
     assert answer.content == "" and (len(answer.tool_calls) == 1 or several and answer.tool_calls), text
-    schemas = dict(REQUIRED.functions)
+    schemas = dict(functions_of(TOOLS))
     for call in answer.tool_calls:
         jsonschema.validate(json.loads(call.arguments), schemas[call.name])
 
@@ -77,12 +78,15 @@ def test_the_model_s_own_format(name, marks) -> None:
     text = WRITTEN[name]
     answer = parse(answer_format, text, TOOLS)
     assert [(call.name, json.loads(call.arguments)) for call in answer.tool_calls] == [("weather", {"city": "Paris", "days": 3}), ("now", {})]
-    assert accepts(tokenizer, answer_format.forced(REQUIRED), text)
-    assert not accepts(tokenizer, answer_format.forced(REQUIRED, parallel_tool_calls=False), text)
-    assert not accepts(tokenizer, answer_format.forced(REQUIRED), text.replace("Paris", "London"))
-    assert not accepts(tokenizer, answer_format.forced(REQUIRED), "Hello")
-    only_now = answer_format.forced(ToolChoice("required", [NOW], is_named=True))
+    assert accepts(tokenizer, answer_format.forced(*REQUIRED), text)
+    assert not accepts(tokenizer, answer_format.forced(*REQUIRED, parallel_tool_calls=False), text)
+    assert not accepts(tokenizer, answer_format.forced(*REQUIRED), text.replace("Paris", "London"))
+    assert not accepts(tokenizer, answer_format.forced(*REQUIRED), "Hello")
+    only_now = answer_format.forced(TOOLS, {"name": "now"})
     assert not accepts(tokenizer, only_now, text)
+    if name == "hermes":
+        once = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+        assert accepts(tokenizer, only_now, once) and not accepts(tokenizer, only_now, f"{once}\n{once}")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +95,7 @@ def outputs() -> list:
     asked = [(detect("", name), several, seed) for name in NAMES for several, seed in ((False, 1), (False, 2), (True, 3))]
     params = [
         SamplingParams(
-            max_tokens=160, temperature=(0.0, 0.8, 1.5)[seed % 3], seed=seed, structured_outputs=f.forced(REQUIRED, parallel_tool_calls=several)
+            max_tokens=160, temperature=(0.0, 0.8, 1.5)[seed % 3], seed=seed, structured_outputs=f.forced(*REQUIRED, parallel_tool_calls=several)
         )
         for f, several, seed in asked
     ]
@@ -118,7 +122,7 @@ def test_calls_that_were_cut_off_begin_as_calls(outputs) -> None:
 def test_free_text_in_tags() -> None:
     answer_format = detect("", "qwen3_coder", tokenizer=marked_tokenizer())
     text = "<tool_call>\n<function=write>\n<parameter=text>\nOne <b>\n\n\"two\"\n</parameter>\n</function>\n</tool_call>"
-    assert accepts(marked_tokenizer(), answer_format.forced(ToolChoice("required", [WRITE])), text)
+    assert accepts(marked_tokenizer(), answer_format.forced([WRITE], "required"), text)
     assert json.loads(parse(answer_format, text, [WRITE]).tool_calls[0].arguments) == {"text": 'One <b>\n\n"two"'}
 
 
@@ -139,7 +143,7 @@ def test_reasoning_comes_first_where_the_prompt_allows_it(marks) -> None:
         ("…<think>\n\n</think>\n\n", f"<think>\n</think>\n\n{call}", False),
     ]
     for prompt, text, is_accepted in cases:
-        assert accepts(tokenizer, answer_format.forced(REQUIRED, prompt_text=prompt), text) is is_accepted, (prompt, text)
+        assert accepts(tokenizer, answer_format.forced(*REQUIRED, prompt_text=prompt), text) is is_accepted, (prompt, text)
         if is_accepted:
             assert len(parse(answer_format, text, TOOLS, prompt_text=prompt).tool_calls) == 2
 
@@ -166,8 +170,17 @@ def test_a_structure_behind_reasoning(structure, good, bad) -> None:
     assert detect("").after_reasoning(params, "<think>") is params
 
 
+def test_a_structure_or_calls() -> None:
+    """response_format beside tools that may be called."""
+    tokenizer = marked_tokenizer(MARKS)
+    answer_format = detect("", "hermes", tokenizer=tokenizer)
+    either = answer_format.after_reasoning(StructuredOutputsParams(json={"type": "integer"}), "", tools=TOOLS)
+    assert accepts(tokenizer, either, "5") and accepts(tokenizer, either, WRITTEN["hermes"])
+    assert not accepts(tokenizer, either, "Hello")
+
+
 def test_what_forces_nothing() -> None:
-    assert detect("", "hermes").forced(ToolChoice("auto", TOOLS)) is None
-    assert detect("", "hermes").forced(ToolChoice("none")) is None
-    with pytest.raises(InvalidParameterError, match="tool_choice: cannot be required: how this model writes tool calls is not known"):
-        detect("").forced(REQUIRED)
+    assert detect("", "hermes").forced(TOOLS, "auto") is None
+    assert detect("", "hermes").forced([], "none") is None
+    with pytest.raises(InvalidParameterError, match="tool_choice: cannot be a demand: how this model writes tool calls is not known"):
+        detect("").forced(*REQUIRED)

@@ -38,7 +38,7 @@ def test_the_plan_in_words(model: str, capsys: pytest.CaptureFixture) -> None:
     code, out, err = call(capsys, "plan", model, "--memory", "24GiB", "--dtype", "bfloat16")
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0] == f"{model}: Qwen3ForCausalLM, 8.19 billion parameters, context 40,960 tokens"
+    assert lines[0] == f"{model}: Qwen3ForCausalLM, 8.19B parameters, context 40,960 tokens"
     figures = {name.strip(): rest.split() for line in lines[2:] if "   " in line.strip() for name, rest in [line.strip().split("   ", 1)]}
     assert figures["memory, as named"] == ["24.0", "GiB"]
     assert figures["weights, bfloat16"][:5] == ["15.3", "GiB", "float32:", "30.5", "GiB"]
@@ -84,7 +84,7 @@ def test_where_memory_does_not_suffice_the_plan_stands_beneath_the_error(capsys:
     sentence, _, plan = err.partition("\n\n")
     assert sentence.startswith("quire: kv_cache_memory_bytes: one sequence of max_model_len=4096 tokens needs 257 KV-cache blocks")
     assert sentence.endswith("lower max_model_len to at most 176") and "\n" not in sentence
-    assert plan.startswith("bundled: Qwen2ForCausalLM, 3.97 million parameters")
+    assert plan.startswith("bundled: Qwen2ForCausalLM, 3.97M parameters")
     assert plan.endswith("quire serve bundled --dtype float32 --max-model-len 176 --kv-cache-memory-bytes 1048576\n")
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-
 from quire.tests.frontend.server.conftest import running_server
 
 

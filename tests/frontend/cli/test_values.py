@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire import StructuredOutputsParams
 from quire.frontend.cli.flags import ENGINE, Flag, engine_flags, sampling_flags, server_flags
-from quire.frontend.cli.values import format_bytes, from_plain, from_text, parse_bytes
+from quire.frontend.cli.values import format_bytes, format_count, from_plain, from_text, parse_bytes
 
 FLAGS = {flag.name: flag for flag in (*engine_flags(), *server_flags(), *sampling_flags(), ENGINE)}
 
@@ -108,3 +108,4 @@ def test_no_sizes(text: str) -> None:
 
 def test_sizes_are_written_short() -> None:
     assert [format_bytes(n) for n in (0, 1023, 1024, 1.5 * 2**30, 2**50)] == ["0 B", "1023 B", "1.0 KiB", "1.5 GiB", "1024.0 TiB"]
+    assert [format_count(n) for n in (3_970_304, 8_190_735_360)] == ["3.97M", "8.19B"]

@@ -44,13 +44,13 @@ def state_over(engine: ScriptedEngine, template: str = "<tool_call></think>") ->
     )  # fmt: skip
 
 
-def run_turn(engine: ScriptedEngine, **turn: object) -> Message:
+def run_turn(engine: ScriptedEngine, num_reasoning_tokens: int = 0, **turn: object) -> Message:
     async def run() -> Message:
         call = Call("req-1", 0.0, asyncio.current_task())
         fields = {"request_id": "r", "messages": [{"role": "user", "content": "hi"}], "params": SamplingParams()} | turn
         chat: ChatRun = await prepare_chat(state_over(engine), call, ChatTurn(**fields))
         (message,) = await chat.messages()
-        assert chat.usage.completion_tokens == len(engine.pieces)
+        assert chat.usage.completion_tokens == len(engine.pieces) and chat.usage.reasoning_tokens == num_reasoning_tokens
         return message
 
     return asyncio.run(run())
@@ -58,16 +58,20 @@ def run_turn(engine: ScriptedEngine, **turn: object) -> Message:
 
 def test_reasoning_content_and_a_call_are_told_apart() -> None:
     pieces = ["<think>we", "ll</think>\n\nlet me see ", '<tool_call>\n{"name": "add", "argu', 'ments": {"a": 1}}\n</tool_call>']
-    message = run_turn(ScriptedEngine(pieces), tools=TOOLS)
+    message = run_turn(ScriptedEngine(pieces), num_reasoning_tokens=1, tools=TOOLS)
     answer = message.answer()
     assert answer.reasoning.strip() == "well" and answer.content.strip() == "let me see"
     assert [(c.name, c.arguments) for c in answer.tool_calls] == [("add", '{"a": 1}')] and isinstance(answer.tool_calls[0], ToolCall)
-    assert message.finish_reason == "tool_calls"
+    assert message.finish_reason == "tool_calls" and message.token_ids == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("reason", "told"), [("stop", "stop"), ("length", "length"), ("abort", "length")])
 def test_finish_reasons_are_the_apis(reason: str, told: str) -> None:
     assert run_turn(ScriptedEngine(["hello"], reason)).finish_reason == told
+
+
+def test_thinking_that_was_cut_short_is_all_there_is() -> None:
+    assert run_turn(ScriptedEngine(["<think>a", "b c", " d"], "length"), num_reasoning_tokens=3).answer().content == ""
 
 
 def test_without_tools_a_mark_is_text() -> None:

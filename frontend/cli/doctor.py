@@ -1,0 +1,70 @@
+"""`quire doctor`: checks the machine and a model before anything is loaded; every line passes, warns or fails, with what to do.
+May know: the settings of server and engine, findings, the terminal.
+Must not know: how anything is checked, torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .flags import Parser, engine_flags, given, server_flags
+
+if TYPE_CHECKING:
+    from ..engine_args import EngineArgs
+    from ..machine_diagnosis import Finding
+
+USAGE = "quire doctor [MODEL] [--json] [server flags] [engine flags]"
+DESCRIPTION = "Checks this machine and MODEL for what `quire serve`, with the same flags, would stumble over. Nothing is loaded."
+COLOURS = {"pass": "32", "warn": "33", "fail": "31"}
+
+
+def make_parser(argv: list[str]) -> Parser:
+    parser = Parser("quire doctor", USAGE, DESCRIPTION, show_all="--help-all" in argv)
+    parser.add_model()
+    parser.add_argument("--json", action="store_true", help="the findings as one JSON object")
+    parser.add_flags("server", server_flags(), ("host", "port"))
+    parser.add_flags("engine", [flag for flag in engine_flags() if flag.name != "model"], ("dtype", "max_model_len", "tokenizer"))
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    args = make_parser(argv).parse(argv)
+    from ..engine_args import EngineArgs
+
+    findings = []
+    for finding in diagnose(EngineArgs(**given(args, engine_flags())), given(args, server_flags())):
+        findings.append(finding)
+        if not args.json:
+            print_finding(finding)
+    failed = [finding for finding in findings if finding.status == "fail"]
+    if args.json:
+        print(msgspec.json.encode({"ok": not failed, "findings": findings}).decode())
+    else:
+        warned = sum(finding.status == "warn" for finding in findings)
+        print(f"\n{len(findings) - len(failed) - warned} pass, {warned} warn, {len(failed)} fail")
+    return 1 if failed else 0
+
+
+def diagnose(engine_args: EngineArgs, server: dict[str, Any]) -> Iterator[Finding]:
+    """The findings as they come. A library that is missing ends neither the machine's checks nor the report."""
+    from ..machine_diagnosis import Finding, check_machine
+    from ..server.config import ServerConfig
+
+    config = ServerConfig(**server)
+    try:
+        yield from check_machine(config.host, config.port, config.max_connections)
+        from ..model_diagnosis import check_model
+
+        yield from check_model(engine_args)
+    except ImportError as error:
+        yield Finding("further checks", "fail", f"a library is missing: {error}", "pip install -e .")
+
+
+def print_finding(finding: Finding) -> None:
+    on, off = (f"\x1b[{COLOURS[finding.status]}m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
+    print(f"{on}{finding.status}{off}  {finding.name:<18} {finding.detail}")
+    if finding.fix and finding.status != "pass":
+        print(f"{'':6}{'':<18} -> {finding.fix}", flush=True)

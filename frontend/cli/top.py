@@ -1,0 +1,151 @@
+"""`quire top`: a server's engine at work, in the terminal.
+May know: the HTTP of /v1/engine/state, terminals.
+Must not know: how it is drawn (top_view.py), any part of an engine."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from ...ipc.errors import InvalidParameterError, QuireError
+from .flags import Parser
+
+USAGE = "quire top [URL] [--json]"
+DESCRIPTION = "Shows what a running server's engine does; q or Ctrl-C leaves. Where the output is no terminal: one look, as text."
+TIMEOUT_S = 5.0
+
+
+class ServerError(QuireError):
+    """The server does not answer, or not with what was asked for. `is_loading`: it will."""
+
+    def __init__(self, sentence: str, *, is_loading: bool = False):
+        super().__init__(sentence)
+        self.is_loading = is_loading
+
+
+def make_parser(argv: list[str]) -> Parser:
+    parser = Parser("quire top", USAGE, DESCRIPTION, show_all="--help-all" in argv)
+    parser.add_argument("url", nargs="?", metavar="URL", default="http://127.0.0.1:8000", help="the server, with or without /v1 [http://127.0.0.1:8000]")
+    parser.add_argument("--api-key", metavar="KEY", help="key to send [$OPENAI_API_KEY]")
+    parser.add_argument("--interval", metavar="S", type=float, default=0.5, help="seconds between two looks [0.5]")
+    parser.add_argument("--json", action="store_true", help="one look, as the server's JSON")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    args = make_parser(argv).parse(argv)
+    if not 0.05 <= args.interval <= 3600:
+        raise InvalidParameterError("--interval", f"must be between 0.05 and 3600 seconds, got {args.interval:g}")
+    server = Server(args.url, args.api_key or os.environ.get("OPENAI_API_KEY"))
+    if args.json:
+        print(msgspec.json.encode(server.state()).decode())
+        return 0
+    if sys.stdout.isatty():
+        return watch(server, args.interval)
+    print_once(server)
+    return 0
+
+
+class Server:
+    """Where the observations come from."""
+
+    def __init__(self, url: str, api_key: str | None = None):
+        url = url if "://" in url else f"http://{url}"
+        if not url.startswith(("http://", "https://")):
+            raise InvalidParameterError("URL", f"must begin with http:// or https://, got {url!r}")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def state(self) -> dict[str, Any]:
+        """The engine now, with all the steps that it remembers. Raises ServerError with a sentence."""
+        try:
+            request = urllib.request.Request(f"{self.url}/v1/engine/state", headers=self._headers)
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                return msgspec.json.decode(answer.read(), type=dict[str, Any])
+        except urllib.error.HTTPError as error:
+            raise self._refusal(error) from None
+        except urllib.error.URLError as error:
+            raise ServerError(f"no server answers at {self.url}: {getattr(error.reason, 'strerror', None) or error.reason}") from None
+        except (OSError, ValueError) as error:  # a connection that breaks off, an address that is none, an answer that is no JSON
+            raise ServerError(f"{self.url} does not answer as a Quire server does: {error}") from None
+
+    def _refusal(self, error: urllib.error.HTTPError) -> ServerError:
+        try:
+            problem = msgspec.json.decode(error.read())["error"]
+            message, code = problem["message"], problem.get("code")
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+            return ServerError(f"{self.url} is no Quire server: it answers /v1/engine/state with {error.code} {error.reason}")
+        hint = " (--api-key KEY)" if error.code == 401 else ""
+        return ServerError(f"{self.url}: {message}{hint}", is_loading=code == "model_loading")
+
+
+def print_once(server: Server) -> None:
+    from rich.console import Console
+
+    from .top_view import screen
+
+    state, console = server.state(), Console(width=110, highlight=False)
+    console.print(screen(state, server.url, width=console.width))
+
+
+def watch(server: Server, interval_s: float) -> int:
+    """Until q or Ctrl-C. A server that cannot be reached in the beginning ends it; later, or while it loads, it is asked again."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from .top_view import screen, trouble
+
+    console = Console(highlight=False)
+    is_first = True
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live, keys() as pressed:
+            while True:
+                try:
+                    shown = screen(server.state(), server.url, width=console.width, height=console.height)
+                except ServerError as error:
+                    if is_first and not error.is_loading:
+                        raise
+                    shown = trouble(server.url, str(error))
+                is_first = False
+                live.update(shown, refresh=True)
+                if pressed(interval_s) in ("q", "Q", "\x03", "\x04"):
+                    return 0
+    except KeyboardInterrupt:
+        return 0
+
+
+@contextmanager
+def keys() -> Iterator[Callable[[float], str]]:
+    """`pressed(timeout_s)` waits for a key and returns it, "" for none. The terminal neither shows keys nor waits for a line's end."""
+    if not sys.stdin.isatty():
+
+        def nothing(timeout_s: float) -> str:
+            time.sleep(timeout_s)
+            return ""
+
+        yield nothing
+        return
+    import termios
+    import tty
+
+    stdin = sys.stdin.fileno()
+    before = termios.tcgetattr(stdin)
+
+    def pressed(timeout_s: float) -> str:
+        ready, _, _ = select.select([stdin], [], [], timeout_s)
+        return os.read(stdin, 1).decode("latin-1") if ready else ""
+
+    try:
+        tty.setcbreak(stdin)
+        yield pressed
+    finally:
+        termios.tcsetattr(stdin, termios.TCSADRAIN, before)

@@ -1,0 +1,146 @@
+"""Bodies: JSON to Structs, with the place of what is wrong, and the names of the fields that nobody knows.
+May know: msgspec, ApiError.
+Must not know: requests, routes, what a field means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from .errors import ApiError, missing
+
+# The end of msgspec's sentences: the place. "[...]" stands for a value of an object whose keys are the user's.
+PLACE = re.compile(r" - at (?P<key>`key[^`]*` in )?`\$\.?(?P<path>[^`]*)`$")
+MAX_UNKNOWN = 20  # names that an answer lists
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def decode(raw: bytes, body_type: type[Body], *, find_unknown: bool = True) -> tuple[Body, list[str]]:
+    """The body and the names of its unknown fields, those of nested objects with their path. Raises ApiError, 400."""
+    try:
+        body = msgspec.json.decode(raw, type=body_type)
+        return body, _unknown_fields(raw, body_type) if find_unknown else []
+    except msgspec.ValidationError as error:
+        raise bad_field(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None
+
+
+# ---------------------------------------------------------------- what is wrong, and where
+
+
+def bad_field(problem: str) -> ApiError:
+    """msgspec's sentence as an error that names the field: "Expected `int`, got `str` - at `$.messages[2].content`"."""
+    place = PLACE.search(problem)
+    param = place["path"].split("[...]")[0] if place else ""
+    sentence = PLACE.sub("", problem).replace("`", "'")
+    if absent := re.search(r"missing required field '(\w+)'", sentence):
+        return missing(f"{param}.{absent[1]}" if param else absent[1])
+    where = f"Invalid value for '{param}': " if param else "Invalid body: "
+    about_key = "of a key: " if place and place["key"] else ""
+    return ApiError(400, f"{where}{about_key}{sentence[:1].lower()}{sentence[1:]}.", code=_code(sentence), param=param or None)
+
+
+def _code(sentence: str) -> str:
+    """OpenAI's code for a sentence of msgspec's."""
+    if sentence.startswith("Invalid"):
+        return "invalid_value"
+    bound = re.match(r"Expected '(\w+)' (of length )?([<>])", sentence)
+    if bound is None:
+        return "invalid_value" if "matching regex" in sentence else "invalid_type"
+    kind, is_length, direction = bound.groups()
+    if is_length:
+        is_empty = direction == ">" and sentence.endswith(">= 1")
+        return f"empty_{kind}" if is_empty else f"{kind}_{'below_min' if direction == '>' else 'above_max'}_length"
+    return f"{'integer' if kind == 'int' else 'decimal'}_{'below_min' if direction == '>' else 'above_max'}_value"
+
+
+# ---------------------------------------------------------------- fields that nobody knows
+
+
+class Shape:
+    """What of a type can hold fields: those of a Struct by name, the Struct for each value of a tag, or a list's elements."""
+
+    __slots__ = ("fields", "tag_field", "by_tag", "elements")
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Shape | None] | None = None
+        self.tag_field = ""
+        self.by_tag: dict[Any, Shape] = {}
+        self.elements: Shape | None = None
+
+    def unknown(self, value: Any, path: str) -> Iterator[str]:
+        if isinstance(value, list):
+            if self.elements is not None:
+                for i, element in enumerate(value):
+                    yield from self.elements.unknown(element, f"{path}[{i}]")
+        elif isinstance(value, dict):
+            shape = self.by_tag.get(value.get(self.tag_field)) if self.by_tag else self
+            if shape is None or shape.fields is None:
+                return
+            for name, inner in value.items():
+                here = f"{path}.{name}" if path else name
+                if name in shape.fields:
+                    if (child := shape.fields[name]) is not None:
+                        yield from child.unknown(inner, here)
+                elif name != self.tag_field:
+                    yield here
+
+
+def _unknown_fields(raw: bytes, body_type: type[msgspec.Struct]) -> list[str]:
+    """Sorted. Values are looked into only where their type has fields."""
+    shape = shape_of(body_type)
+    given = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    unknown = [name for name in given if name not in shape.fields]
+    for name, child in shape.fields.items():
+        if child is not None and name in given:
+            unknown += child.unknown(msgspec.json.decode(given[name]), name)
+    unknown.sort()
+    return unknown if len(unknown) <= MAX_UNKNOWN else [*unknown[:MAX_UNKNOWN], f"(and {len(unknown) - MAX_UNKNOWN} more)"]
+
+
+@lru_cache(maxsize=256)
+def shape_of(body_type: type[msgspec.Struct]) -> Shape:
+    return _shape(inspect.type_info(body_type))
+
+
+def _shape(info: inspect.Type) -> Shape | None:
+    """None for what cannot hold fields."""
+    if isinstance(info, inspect.StructType):
+        shape = Shape()
+        shape.fields = {field.encode_name: _shape(field.type) for field in info.fields}
+        return shape
+    if isinstance(info, inspect.Metadata):
+        return _shape(info.type)
+    if isinstance(info, inspect.ListType):
+        elements = _shape(info.item_type)
+        shape = Shape()
+        shape.elements = elements
+        return None if elements is None else shape
+    if isinstance(info, inspect.UnionType):
+        return _union_shape(info)
+    return None
+
+
+def _union_shape(info: inspect.UnionType) -> Shape | None:
+    """Of a union at most one list, and one Struct or several with a tag, can be told apart: all go into one Shape."""
+    shape, has_fields = Shape(), False
+    for member in info.types:
+        if (inner := _shape(member)) is None:
+            continue
+        has_fields = True
+        shape.elements = inner.elements or shape.elements
+        struct = member.type if isinstance(member, inspect.Metadata) else member
+        if isinstance(struct, inspect.StructType):
+            if struct.tag_field:
+                shape.tag_field, shape.by_tag[struct.tag] = struct.tag_field, inner
+            else:
+                shape.fields = inner.fields
+    return shape if has_fields else None

@@ -1,0 +1,142 @@
+"""/api/chat and /api/generate: Ollama's API, one JSON object per line.
+May know: chat_run, blocks, the shape of Ollama's answers.
+Must not know: what its fields mean for a prompt (ollama_turn.py does), templates, the engine."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.routing import Route
+
+from ..blocks import CALL, DELTA, STOP, TEXT, Block, Blocks
+from ..call import Call, call_of, read_body
+from ..chat_run import ChatRun
+from ..errors import ApiError, named, unsupported
+from ..ollama_turn import CHAT_NAMES, GENERATE_NAMES, ChatBody, GenerateBody, OllamaBody, check_body, prepare_generate, prepare_ollama_chat
+from ..sse import EventStream, Json, encode
+from ..state import ServerState
+
+NDJSON = b"application/x-ndjson"
+# What keeps a silent stream alive: JSON allows white space before a value, while an empty line would be no JSON at all to a client that
+# reads line by line.
+SPACE = b" "
+
+
+def routes(state: ServerState) -> list[Route]:
+    async def chat(request: Request) -> Any:
+        body, call = await read_body(request, state.server_config, ChatBody), call_of(request)
+        state.ready_engine()
+        model = check_body(state, body)
+        if not body.messages:
+            return _loaded(body, model, {"message": {"role": "assistant", "content": ""}})
+        with named(CHAT_NAMES):
+            run = await prepare_ollama_chat(state, call, body, f"chat-{call.suffix}")
+        answer = OllamaAnswer(state, call, model, run, is_chat=True)
+        return await answer.whole() if body.stream is False else answer.stream()
+
+    async def generate(request: Request) -> Any:
+        body, call = await read_body(request, state.server_config, GenerateBody), call_of(request)
+        state.ready_engine()
+        model = check_body(state, body)
+        if not body.prompt:
+            return _loaded(body, model, {"response": ""})
+        with named(GENERATE_NAMES):
+            run = await prepare_generate(state, call, body, f"generate-{call.suffix}")
+        answer = OllamaAnswer(state, call, model, run, is_chat=False)
+        return await answer.whole() if body.stream is False else answer.stream()
+
+    return [Route("/api/chat", chat, methods=["POST"]), Route("/api/generate", generate, methods=["POST"])]
+
+
+def _loaded(body: OllamaBody, model: str, empty: dict[str, Any]) -> Json:
+    """The answer to nothing, with which clients have a model loaded or unloaded."""
+    if body.keep_alive in (0, "0", "0s"):
+        raise unsupported("keep_alive", "The model stays loaded as long as the server runs: 'keep_alive' cannot be 0.")
+    return Json({"model": model, "created_at": now(), **empty, "done": True, "done_reason": "load"})
+
+
+class OllamaAnswer:
+    """The answer to one checked body: whole or streamed, as a chat's message or as generate's response."""
+
+    def __init__(self, state: ServerState, call: Call, model: str, chat: ChatRun, *, is_chat: bool):
+        self._state = state
+        self._call = call
+        self._model = model
+        self._chat = chat
+        self._is_chat = is_chat
+
+    async def whole(self) -> Json:
+        (message,) = await self._chat.messages()
+        blocks = Blocks()
+        blocks.feed(message.parts)
+        said: dict[str, Any] = {"content": "".join(block.text for block in blocks.blocks if block.kind == TEXT)}
+        if thinking := "".join(block.text for block in blocks.blocks if block.kind not in (TEXT, CALL)):
+            said["thinking"] = thinking
+        if calls := [call for block in blocks.blocks if (call := _call(block)) is not None]:
+            said["tool_calls"] = calls
+        return Json(self._object(**said) | self._end(message.finish_reason))
+
+    def stream(self) -> EventStream:
+        return self._state.event_stream(self._lines(), self._call, error_event=error_line, comment=SPACE, media_type=NDJSON)
+
+    async def _lines(self) -> AsyncIterator[bytes]:
+        blocks = Blocks()
+        async with aclosing(self._chat.news()) as steps:
+            async for (news,) in steps:
+                objects = []
+                events = blocks.feed(news.parts)
+                if news.finish_reason is not None:
+                    events += blocks.close()
+                for what, block, text in events:
+                    if what == DELTA and block.kind != CALL:
+                        objects.append(self._object(content=text) if block.kind == TEXT else self._object(thinking=text))
+                    elif what == STOP and (call := _call(block)) is not None:  # a call is told whole
+                        objects.append(self._object(tool_calls=[call]))
+                if news.finish_reason is not None:
+                    objects.append(self._object() | self._end(news.finish_reason))
+                if objects:
+                    yield b"".join(encode(one) + b"\n" for one in objects)
+
+    def _object(self, content: str = "", **more: Any) -> dict[str, Any]:
+        said = {"message": {"role": "assistant", "content": content, **more}} if self._is_chat else {"response": content, **more}
+        return {"model": self._model, "created_at": now(), **said, "done": False}
+
+    def _end(self, finish_reason: str | None) -> dict[str, Any]:
+        """Durations are in nanoseconds. The model has been there from the start."""
+        usage, metrics = self._chat.usage, self._chat.metrics
+        total, prompt, answer = (metrics.e2e_latency, metrics.prefill_time, metrics.decode_time) if metrics else (None, None, None)
+        return {
+            "done": True,
+            "done_reason": "length" if finish_reason == "length" else "stop",
+            "total_duration": _nanoseconds(total),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds(prompt),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": _nanoseconds(answer),
+        }
+
+
+def _call(block: Block) -> dict[str, Any] | None:
+    """None for what is no call, or one that was cut short: its arguments are no object, and the answer's done_reason is length."""
+    arguments = block.arguments() if block.kind == CALL else None
+    if arguments is None:
+        return None
+    return {"id": f"call_{secrets.token_hex(12)}", "function": {"name": block.name, "arguments": arguments}}
+
+
+def _nanoseconds(seconds: float | None) -> int:
+    return round((seconds or 0.0) * 1e9)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def error_line(error: ApiError) -> bytes:
+    return error.body("/api/") + b"\n"

@@ -1,0 +1,124 @@
+"""/api/tags, /api/show, /api/ps, /api/version: what Ollama's clients ask a server about its models; what it cannot do is said in a sentence.
+May know: ServerState, what a model weighs by its config.json.
+Must not know: requests of models, files."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from .... import __version__
+from ...model_sizes import measure_model
+from ..call import read_body
+from ..errors import ApiError, missing
+from ..sse import Json
+from ..state import ServerState
+
+API_VERSION = "0.13.0"  # of Ollama's API as it is followed here; clients compare it with the least that they need
+NEVER = "9999-12-31T23:59:59Z"
+ONE_MODEL = "This server has the one model that it was started with: models cannot be created, copied, fetched, sent or deleted here."
+REFUSED = {
+    **{f"/api/{name}": ONE_MODEL for name in ("pull", "push", "create", "copy", "delete")},
+    "/api/embed": "This model writes text; it cannot embed.",
+    "/api/embeddings": "This model writes text; it cannot embed.",
+}
+
+
+class ShowBody(msgspec.Struct, kw_only=True):
+    """POST /api/show."""
+
+    model: str | None = None
+    name: str | None = None  # its older name
+    verbose: bool | None = None  # there is no more to tell
+
+
+def routes(state: ServerState) -> list[Route]:
+    async def tags(request: Request) -> Response:
+        return Json({"models": [_model(state) | {"modified_at": _time(state.started)}]})
+
+    async def ps(request: Request) -> Response:
+        model = _model(state)
+        on_gpu = state.ready_engine().config.device_config.device != "cpu"
+        running = {"expires_at": NEVER, "size_vram": model["size"] if on_gpu else 0, "context_length": state.max_model_len}
+        return Json({"models": [model | running]})
+
+    async def show(request: Request) -> Response:
+        body = await read_body(request, state.server_config, ShowBody)
+        state.ready_engine()
+        name = body.model or body.name
+        if not name:
+            raise missing("model")
+        state.check_model(name.removesuffix(":latest"))
+        return Json(_shown(state))
+
+    async def version(request: Request) -> Response:
+        return Json({"version": API_VERSION, "quire": __version__})
+
+    async def refuse(request: Request) -> Response:
+        raise ApiError(400, REFUSED[request.scope["path"]], code="unsupported_value")
+
+    refusals = [Route(path, refuse, methods=["POST", "DELETE"]) for path in REFUSED]
+    plain = [Route("/api/tags", tags), Route("/api/ps", ps), Route("/api/version", version)]
+    return [*plain, Route("/api/show", show, methods=["POST"]), *refusals]
+
+
+def _model(state: ServerState) -> dict[str, Any]:
+    config = state.ready_engine().config.model_config
+    size = measure_model(config.hf_config).weights_bytes(config.dtype)
+    digest = sha256(msgspec.json.encode((state.model_name, config.hf_config))).hexdigest()
+    return {"name": state.model_name, "model": state.model_name, "size": size, "digest": digest, "details": _details(state)}
+
+
+def _details(state: ServerState) -> dict[str, Any]:
+    config = state.ready_engine().config.model_config
+    family = config.hf_config.get("model_type", "")
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": family,
+        "families": [family],
+        "parameter_size": _short(measure_model(config.hf_config).num_parameters),
+        "quantization_level": {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}[config.dtype],
+    }
+
+
+def _shown(state: ServerState) -> dict[str, Any]:
+    engine, format = state.ready_engine(), state.answer_format
+    config = engine.config.model_config
+    family = config.hf_config.get("model_type", "")
+    info = {
+        "general.architecture": family,
+        "general.parameter_count": measure_model(config.hf_config).num_parameters,
+        f"{family}.context_length": state.max_model_len,
+        f"{family}.embedding_length": config.hf_config.get("hidden_size"),
+        f"{family}.block_count": config.hf_config.get("num_hidden_layers"),
+    }
+    defaults = engine.get_default_sampling_params()
+    capabilities = ["completion", *(["tools"] if format.tool_format else []), *(["thinking"] if format.reasoning_marks else [])]
+    return {
+        "modelfile": f"FROM {state.model_name}",
+        "parameters": "\n".join(f"{name:<30} {getattr(defaults, name):g}" for name in ("temperature", "top_k", "top_p", "min_p")),
+        "template": engine.tokenizer.chat_templates.get("default", "") if engine.tokenizer else "",
+        "details": _details(state),
+        "model_info": info,
+        "capabilities": capabilities,
+        "modified_at": _time(state.started),
+    }
+
+
+def _short(number: int) -> str:
+    """7615616512 -> 7.6B."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return str(number)
+
+
+def _time(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).isoformat().replace("+00:00", "Z")

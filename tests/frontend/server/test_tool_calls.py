@@ -1,0 +1,112 @@
+"""Tool calls over HTTP, from a model that was not trained to make any: the grammar makes it, and every API tells of the same call.
+May know: a real server over the bundled model with a template that takes tools.
+Must not know: formats, grammars."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2 as httpx
+import jsonschema
+import pytest
+from quire.tests.frontend.answer_format.templates import TEMPLATES
+from quire.tests.frontend.server.conftest import running_server
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Paris", "New York"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "description": "The weather.", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}},
+]
+ASKED = {"messages": [{"role": "user", "content": "What is the weather?"}], "seed": 7, "temperature": 0.7, "max_tokens": 200, "tools": TOOLS}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[httpx.Client]:
+    path = tmp_path_factory.mktemp("templates") / "hermes.jinja"
+    path.write_text(TEMPLATES["hermes"].replace("<think>\n", "").replace("\n</think>\n\n", ""), encoding="utf-8")
+    with running_server("--chat-template", str(path)) as client:
+        yield client
+
+
+def ask(server: httpx.Client, **fields: Any) -> dict[str, Any]:
+    answer = server.post("/v1/chat/completions", json=ASKED | fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+def streamed(server: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
+    """The deltas."""
+    answer = server.post("/v1/chat/completions", json=ASKED | fields | {"stream": True})
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line)["choices"][0] for line in lines[:-1]]
+
+
+def called(message: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_a_forced_call_keeps_to_the_schema(server, choice) -> None:
+    for seed in range(3):
+        choice_made = ask(server, tool_choice=choice, seed=seed, parallel_tool_calls=False)
+        message = choice_made["message"]
+        assert choice_made["finish_reason"] == "tool_calls" and message["content"] is None
+        ((name, arguments),) = called(message)
+        assert name in ("get_weather", "get_time") and (choice == "required" or name == "get_weather")
+        jsonschema.validate(json.loads(arguments), SCHEMA if name == "get_weather" else {"type": "object", "maxProperties": 0})
+
+
+def test_streamed_calls_are_the_same_and_come_in_pieces(server) -> None:
+    whole = called(ask(server, tool_choice=NAMED)["message"])
+    choices = streamed(server, tool_choice=NAMED)
+    deltas = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+    assert deltas[0]["function"]["name"] == "get_weather" and deltas[0]["id"] and deltas[0]["type"] == "function"
+    assert {delta["index"] for delta in deltas} == {0}
+    pieces = [delta["function"]["arguments"] for delta in deltas]
+    assert "".join(pieces) == whole[0][1] and sum(map(bool, pieces)) > 1
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+def test_the_conversation_goes_on_with_the_tool_s_answer(server) -> None:
+    message = ask(server, tool_choice=NAMED)["message"]
+    tool = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "Sunny."}
+    fields = {"messages": [*ASKED["messages"], message, tool], "tool_choice": "none", "max_tokens": 8}
+    choice = ask(server, **fields)
+    assert choice["message"]["content"] and not choice["message"].get("tool_calls")
+
+
+def test_a_structure_is_no_hindrance_to_calls(server) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer", "maximum": 99, "minimum": 0}}}
+    message = ask(server, response_format=wanted, tool_choice="auto", parallel_tool_calls=False)["message"]
+    assert message.get("tool_calls") or 0 <= json.loads(message["content"]) <= 99
+    assert called(ask(server, response_format=wanted, tool_choice=NAMED)["message"])
+
+
+def test_a_schema_that_no_grammar_can_hold_is_an_error_of_the_tools(server) -> None:
+    odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True, "contains": {"type": "integer"}}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "odd", "parameters": odd}}]
+    answer = server.post("/v1/chat/completions", json=ASKED | {"tools": tools, "tool_choice": "required"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools", answer.text
+
+
+def test_the_other_apis_tell_of_the_call(server) -> None:
+    flat = {"name": "get_weather", "parameters": SCHEMA}
+    body = {"input": "What is the weather?", "tools": [{"type": "function", **flat}], "tool_choice": "required", "parallel_tool_calls": False}
+    answer = server.post("/v1/responses", json=body).json()
+    (item,) = [item for item in answer["output"] if item["type"] == "function_call"]
+    jsonschema.validate(json.loads(item["arguments"]), SCHEMA)
+
+    tool = {"name": "get_weather", "input_schema": SCHEMA}
+    body = {"messages": ASKED["messages"], "max_tokens": 200, "tools": [tool], "tool_choice": {"type": "tool", "name": "get_weather"}}
+    answer = server.post("/v1/messages", json=body | {"model": "bundled"}).json()
+    (block,) = [block for block in answer["content"] if block["type"] == "tool_use"]
+    jsonschema.validate(block["input"], SCHEMA)
+    assert answer["stop_reason"] == "tool_use"

@@ -12,15 +12,15 @@ from importlib import import_module
 from . import __version__
 
 COMMANDS = {
+    "serve": "serve a model over OpenAI's API",
     "generate": "complete one or many prompts, streaming to the terminal",
     "chat": "talk with the model",
-    "serve": "serve a model over OpenAI's API",
     "engine": "load a model once and serve it to other programs through a socket file",
-    "models": "what is in the hub's cache on this machine, and what it lacks",
+    "bench": "measure a server, or the engine offline",
+    "plan": "what a model needs and what this machine gives: weights, context, requests at once",
     "doctor": "what this machine and a model lack, and what to do about it",
     "top": "watch the engine of a running server",
-    "plan": "what a model needs and what this machine gives: weights, context, requests at once",
-    "bench": "measure a server, or the engine offline",
+    "models": "what is in the hub's cache on this machine, and what it lacks",
 }
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
 

@@ -54,11 +54,14 @@ class AnswerParser:
         self._reasoning_marks = reasoning_marks
         self._begins_in_reasoning = begins_in_reasoning
         self._max_calls = max_calls
+        self._is_plain = False  # from here on all is content
         self._steps = self._read_answer()
         next(self._steps, None)
 
     def feed(self, text: str) -> list[Part]:
         """The parts that this text completes."""
+        if self._is_plain:
+            return [Content(text)] if text else []
         self._stream.append(text)
         return self._advance()
 
@@ -77,10 +80,13 @@ class AnswerParser:
     def _read_answer(self) -> Reader:
         if self._reasoning_marks is not None:
             yield from self._read_reasoning(self._reasoning_marks)
-        if self._tool_format is None:
-            yield from self._read_content(())
-        else:
+        if self._tool_format is not None:
             yield from self._read_content_and_calls(self._tool_format)
+            return
+        self._is_plain = True
+        self._stream.position = len(self._stream.buffer)
+        self._stream.sink = Content
+        self._stream.close_sink()
 
     def _read_reasoning(self, marks: ReasoningMarks) -> Reader:
         """At the beginning of the answer only: an answer may speak of <think> later on."""
@@ -100,17 +106,14 @@ class AnswerParser:
         yield from stream.skip_space()
         stream.drop()
 
-    def _read_content(self, marks: tuple[str, ...]) -> Generator[None, None, str | None]:
-        self._stream.sink = Content
-        return (yield from self._stream.read_until(marks))
-
     def _read_content_and_calls(self, tool_format: ToolFormat) -> Reader:
         stream, may_be_bare, has_called = self._stream, True, False
         while True:
             mark: str | None = ""
             try:
                 if not (may_be_bare and (yield from self._begins_bare(tool_format, has_called))):
-                    mark = yield from self._read_content(tool_format.starts)
+                    stream.sink = Content
+                    mark = yield from stream.read_until(tool_format.starts)
                     if mark is None:
                         return
                 yield from tool_format.read(stream, self._calls, mark)

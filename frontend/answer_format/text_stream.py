@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator
+from functools import lru_cache
 
-from ..detokenizer import length_of_possible_stop
 from .answer import Part
 
 Reader = Generator[None, None, None]
@@ -34,7 +34,6 @@ class TextStream:
         self.has_ended = False
         self.parts: list[Part] = []
         self.sink: Callable[[str], Part] | None = None
-        self._max_held_space = MAX_HELD_SPACE
         self.retry_position = 0  # where content goes on if the reader behind a mark fails: behind the mark, which cannot match again
 
     # ------------------------------------------------------------ the reader's side
@@ -88,27 +87,19 @@ class TextStream:
 
         With a sink the text is handed on; the mark is not. None: no mark came; the rest is consumed.
         """
-        self._max_held_space = 0 if keeps_space else MAX_HELD_SPACE
+        pattern = _mark_pattern(marks, 0 if keeps_space else MAX_HELD_SPACE)
         while True:
-            found = [(index, mark) for mark in marks if (index := self.buffer.find(mark, self.position)) != -1]
-            if found:
-                index, mark = min(found, key=lambda pair: (pair[0], -len(pair[1])))
-                self.position = self._before_space(index)
+            found = pattern.search(self.buffer, self.position)
+            self.position = found.start()
+            if mark := found[1]:
                 self.close_sink()
-                self.position += self.buffer.index(mark, self.position) - self.position + len(mark)
+                self.position += len(found[0])
                 self.retry_position = self.position
                 return mark
-            num_held = max((length_of_possible_stop(self.buffer[self.position :], mark) for mark in marks), default=0)
-            self.position = self._before_space(len(self.buffer) - num_held) if marks else len(self.buffer)
             if not (yield from self.more()):
                 self.position = len(self.buffer)
                 self.close_sink()
                 return None
-
-    def _before_space(self, index: int) -> int:
-        """`index`, or where the white space before it begins."""
-        least = max(self.position, index - self._max_held_space)
-        return least + len(self.buffer[least:index].rstrip())
 
     # ------------------------------------------------------------ handing on
 
@@ -143,3 +134,11 @@ class TextStream:
     def take_parts(self) -> list[Part]:
         parts, self.parts = self.parts, []
         return parts
+
+
+@lru_cache(maxsize=64)
+def _mark_pattern(marks: tuple[str, ...], max_space: int) -> re.Pattern[str]:
+    """Finds the first mark (group 1), or else what may be the beginning of one at the end, which may be nothing; with the space before it."""
+    wholes = "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)"
+    beginnings = "|".join(re.escape(mark[:length]) for mark in marks for length in range(1, len(mark)))
+    return re.compile(rf"\s{{0,{max_space if marks else 0}}}(?:({wholes})|(?:{beginnings})?\Z)")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +44,8 @@ def add_session_flags(parser: Parser) -> None:
 @contextmanager
 def open_engine(args: argparse.Namespace) -> Iterator[LLMEngine]:
     """The engine that the flags ask for, ready; shut down on the way out. On a terminal, standard error says what takes the time."""
+    import secrets
+
     from ..engine_args import EngineArgs
     from ..llm_engine import LLMEngine
 

@@ -8,16 +8,17 @@ import os
 import select
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ...ipc.errors import InvalidParameterError, QuireError
 from .flags import Parser
+
+if TYPE_CHECKING:
+    import urllib.error
 
 USAGE = "quire top [URL] [--json]"
 DESCRIPTION = "Shows what a running server's engine does; q or Ctrl-C leaves. Where the output is no terminal: one look, as text."
@@ -67,6 +68,9 @@ class Server:
 
     def state(self) -> dict[str, Any]:
         """The engine now, with all the steps that it remembers. Raises ServerError with a sentence."""
+        import urllib.error
+        import urllib.request
+
         try:
             request = urllib.request.Request(f"{self.url}/v1/engine/state", headers=self._headers)
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
 from ..answer_format import Answer, AnswerFormat, AnswerParser, Content, Part, Reasoning, ToolCallStart, collect
 from ..outputs import CompletionOutput, PositionLogprobs, RequestMetrics
@@ -49,13 +48,21 @@ class ChatTurn:
         return bool(self.tools) and self.tool_choice != "none"
 
 
-def thinking_variables(enabled: bool | None, effort: str | None = None) -> dict[str, Any]:
-    """What templates call the switch of a model that may think or not, and how hard; a template that knows no such name goes on without.
+def thinking_variables(state: ServerState, call: Call, enabled: bool | None, effort: str | None, names: tuple[str, str]) -> dict[str, Any]:
+    """What the template calls the switch of a model that may think or not, and how hard it is to think; None: as the template has it.
 
-    None: as the template has it.
+    `names`: the body's two fields, one of which is noted as ignored where the template knows nothing of it.
     """
-    switch = {} if enabled is None else {"enable_thinking": enabled, "thinking": enabled}
-    return switch | ({} if effort is None else {"reasoning_effort": effort})
+    template, variables = state.template_text, {}
+    if enabled is not None:
+        variables = {name: enabled for name in ("enable_thinking", "thinking") if name in template}
+        if not variables and (enabled or state.answer_format.reasoning_marks is not None):
+            call.ignored_params.append(names[0])
+    if effort is not None and "reasoning_effort" in template:
+        variables["reasoning_effort"] = effort
+    elif effort is not None and names[1] not in call.ignored_params:
+        call.ignored_params.append(names[1])
+    return variables
 
 
 @dataclass(slots=True)
@@ -125,8 +132,8 @@ async def render_turn(state: ServerState, turn: ChatTurn) -> tuple[str, list[int
     tokenizer = state.ready_engine().tokenizer
     if tokenizer is None:
         raise invalid(turn.names["prompt"], "This model has no tokenizer here, so it cannot chat.")
-    if turn.wants_tools and state.answer_format.tool_format is None:
-        raise InvalidParameterError("tools", "this model's chat template has no place for tools, so it cannot call any")
+    if turn.wants_tools:
+        state.answer_format.require_tools()
 
     def render() -> str:
         return tokenizer.apply_chat_template(

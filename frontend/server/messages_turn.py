@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ...ipc.params import StructuredOutputsParams
+from .call import Call
 from .chat_run import ChatTurn, thinking_variables
 from .errors import ApiError, invalid, missing, unsupported
 from .sampling import Number, SamplingBody, sampling_params
@@ -121,7 +122,7 @@ class MessagesBody(PromptBody, kw_only=True):
     service_tier: str | None = None  # there is one
 
 
-def turn_of(state: ServerState, body: PromptBody, request_id: str) -> ChatTurn:
+def turn_of(state: ServerState, call: Call, body: PromptBody, request_id: str) -> ChatTurn:
     """Raises ApiError, or InvalidParameterError under the house's names. max_tokens is cut to what the context leaves, as clients expect
     who have to send one."""
     is_run = isinstance(body, MessagesBody)
@@ -137,6 +138,7 @@ def turn_of(state: ServerState, body: PromptBody, request_id: str) -> ChatTurn:
     if continues and messages[-1].get("tool_calls"):
         raise invalid("messages", "messages: the last message calls tools; their tool_result blocks must follow in a user message.")
     tools, tool_choice = _tools(body)
+    _note_ignored(call, body)
     return ChatTurn(
         request_id,
         messages,
@@ -144,7 +146,7 @@ def turn_of(state: ServerState, body: PromptBody, request_id: str) -> ChatTurn:
         tools=tools,
         tool_choice=tool_choice,
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
-        template_variables=_variables(body),
+        template_variables=_variables(state, call, body),
         add_generation_prompt=not continues,
         continue_final_message=continues,
         names=NAMES,
@@ -159,12 +161,22 @@ def _structured_outputs(config: OutputConfig | None) -> StructuredOutputsParams 
     return StructuredOutputsParams(json=config.format.schema)
 
 
-def _variables(body: PromptBody) -> dict[str, Any]:
+def _note_ignored(call: Call, body: PromptBody) -> None:
+    if body.thinking and body.thinking.budget_tokens is not None:
+        call.ignored_params.append("thinking.budget_tokens")
+    if isinstance(body, MessagesBody) and body.metadata:
+        call.ignored_params.append("metadata")
+    if isinstance(body, MessagesBody) and body.service_tier not in (None, "auto", "standard_only"):
+        call.ignored_params.append("service_tier")
+
+
+def _variables(state: ServerState, call: Call, body: PromptBody) -> dict[str, Any]:
     kind = body.thinking and body.thinking.type
     if kind not in (None, "enabled", "adaptive", "disabled"):
         raise unsupported("thinking.type", f"'thinking.type' must be enabled, adaptive or disabled, got '{kind:.40}'.")
     enabled = None if kind in (None, "adaptive") else kind == "enabled"
-    return thinking_variables(enabled, body.output_config and body.output_config.effort)
+    effort = body.output_config and body.output_config.effort
+    return thinking_variables(state, call, enabled, effort, ("thinking", "output_config.effort"))
 
 
 # ------------------------------------------------------------ tools

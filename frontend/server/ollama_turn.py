@@ -24,7 +24,7 @@ GENERATE_NAMES = CHAT_NAMES | {"prompt": "prompt"}
 
 
 class Options(msgspec.Struct, kw_only=True):
-    """Those that mean something here; the others are about how Ollama runs its models, and are listed as unknown."""
+    """The first ones mean something here."""
 
     num_predict: int | None = None  # below 1: to the end of the context
     num_ctx: int | None = None
@@ -37,6 +37,26 @@ class Options(msgspec.Struct, kw_only=True):
     repeat_penalty: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
+    # how Ollama samples and runs its models; ignored
+    num_keep: int | None = None
+    typical_p: Number | None = None
+    tfs_z: Number | None = None
+    repeat_last_n: int | None = None
+    mirostat: int | None = None
+    mirostat_tau: Number | None = None
+    mirostat_eta: Number | None = None
+    penalize_newline: bool | None = None
+    numa: bool | None = None
+    num_batch: int | None = None
+    num_gpu: int | None = None
+    main_gpu: int | None = None
+    num_thread: int | None = None
+    low_vram: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+
+
+IGNORED = Options.__struct_fields__[Options.__struct_fields__.index("num_keep") :]
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -103,10 +123,13 @@ class GenerateBody(OllamaBody, kw_only=True):
     images: list[Any] | None = None
 
 
-def check_body(state: ServerState, body: OllamaBody) -> str:
-    """The name of the model as it was asked for. Ollama's names may end in a tag."""
+def check_body(state: ServerState, call: Call, body: OllamaBody) -> str:
+    """The name of the model as it was asked for. Ollama's names may end in a tag. What is ignored is noted."""
     if not body.model:
         raise missing("model")
+    call.ignored_params += [f"options.{name}" for name in IGNORED if body.options and getattr(body.options, name) is not None]
+    if body.keep_alive is not None:
+        call.ignored_params.append("keep_alive")
     state.check_model(body.model.removesuffix(":latest"))
     if body.think and state.answer_format.reasoning_marks is None:
         raise invalid("think", f"The model {body.model!r:.60} does not think: 'think' cannot be set.")
@@ -146,27 +169,23 @@ def _format(format: str | dict[str, Any] | None) -> StructuredOutputsParams | No
     return StructuredOutputsParams(json_object=True)
 
 
-def _variables(body: OllamaBody) -> dict[str, Any]:
-    effort = body.think if isinstance(body.think, str) else None
-    return thinking_variables(None if body.think is None else bool(body.think), effort)
-
-
 async def prepare_ollama_chat(state: ServerState, call: Call, body: ChatBody, request_id: str) -> ChatRun:
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
     tools = [{"type": "function", "function": msgspec.to_builtins(tool.function)} for tool in body.tools or []]
-    turn = _turn(request_id, messages, sampling(state, body), body)
+    turn = _turn(state, call, request_id, messages, sampling(state, body), body)
     turn.tools = tools or None
     return await prepare_chat(state, call, turn)
 
 
-def _turn(request_id: str, messages: list[dict[str, Any]], params: SamplingParams, body: OllamaBody) -> ChatTurn:
+def _turn(state: ServerState, call: Call, request_id: str, messages: list[dict[str, Any]], params: SamplingParams, body: OllamaBody) -> ChatTurn:
     """A last message of the assistant is gone on with, as in Ollama."""
+    thinks, effort = None if body.think is None else bool(body.think), body.think if isinstance(body.think, str) else None
     continues = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     return ChatTurn(
         request_id,
         messages,
         params,
-        template_variables=_variables(body),
+        template_variables=thinking_variables(state, call, thinks, effort, ("think", "think")),
         add_generation_prompt=not continues,
         continue_final_message=continues,
         names=CHAT_NAMES if isinstance(body, ChatBody) else GENERATE_NAMES,
@@ -206,7 +225,7 @@ async def prepare_generate(state: ServerState, call: Call, body: GenerateBody, r
     if body.raw:
         return await _prepare_raw(state, call, body.prompt, params, request_id)
     system = [{"role": "system", "content": body.system}] if body.system else []
-    return await prepare_chat(state, call, _turn(request_id, [*system, {"role": "user", "content": body.prompt}], params, body))
+    return await prepare_chat(state, call, _turn(state, call, request_id, [*system, {"role": "user", "content": body.prompt}], params, body))
 
 
 async def _prepare_raw(state: ServerState, call: Call, prompt: str, params: SamplingParams, request_id: str) -> ChatRun:

@@ -13,13 +13,15 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from .blocks import CALL, REASONING, START, STOP, TEXT, Block, BlockEvent, Blocks
+from ..outputs import PositionLogprobs
+from .blocks import CALL, DELTA, REASONING, START, STOP, TEXT, Block, BlockEvent, Blocks
 from .call import Call
 from .chat_run import ChatRun, ChoiceNews
 from .errors import ApiError
 from .responses_turn import ResponsesBody
 from .sse import EventStream, Json, named_event
 from .state import ServerState
+from .token_logprobs import TokenLogprob, TokenWriter
 
 PREFIXES = {TEXT: "msg", REASONING: "rs", CALL: "fc"}
 
@@ -40,6 +42,10 @@ class ResponsesAnswer:
         self._blocks = Blocks()
         self._statuses: list[str] = []  # of the blocks that have ended
         self._num_events = 0
+        self._writer = TokenWriter(state.ready_engine().tokenizer)
+        self._unsaid: list[PositionLogprobs] = []  # of tokens whose text has not come yet
+        self._new_logprobs: list[TokenLogprob] = []  # of the next delta of text
+        self._logprobs: dict[int, list[TokenLogprob]] = {}  # of each block of text
         self._head = _head(body, model, chat)
         self._suffix = self._head["id"].removeprefix("resp_")
 
@@ -60,11 +66,26 @@ class ResponsesAnswer:
             if not self._blocks.blocks:
                 events += self._blocks.begin(TEXT)  # clients look for a message, if only an empty one
             events += self._blocks.close()
+        if self._chat.params.logprobs is not None:
+            self._take_logprobs(news, events)
         ended = [block for what, block, _ in events if what == STOP]
         self._statuses += ["completed"] * len(ended)
         if ended and news.finish_reason == "length":
             self._statuses[-1] = "incomplete"
         return events
+
+    def _take_logprobs(self, news: ChoiceNews, events: list[BlockEvent]) -> None:
+        """In this API only text has log-probabilities. Tokens that say nothing, an end of sequence say, go with the text before them."""
+        self._unsaid += news.logprobs or []
+        block = next((block for what, block, _ in events if what == DELTA and block.kind == TEXT), None)
+        if block is None and news.finish_reason is not None and self._unsaid and self._blocks.blocks[-1].kind == TEXT:
+            block = self._blocks.blocks[-1]
+            events.insert(-1, (DELTA, block, ""))
+        if block is not None:
+            self._new_logprobs = self._writer.chat(self._unsaid, self._chat.params.logprobs)
+            self._logprobs.setdefault(block.index, []).extend(self._new_logprobs)
+        if events:
+            self._unsaid = []
 
     def _end(self, news: ChoiceNews) -> dict[str, Any]:
         """The response that is told last."""
@@ -94,11 +115,16 @@ class ResponsesAnswer:
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         head = {"id": self._item_id(block), "status": status}
         if block.kind == TEXT:
-            return head | {"type": "message", "role": "assistant", "content": [_part(block)]}
+            return head | {"type": "message", "role": "assistant", "content": [self._part(block)]}
         if block.kind == REASONING:
-            return head | {"type": "reasoning", "summary": [], "content": [_part(block)], "encrypted_content": None}
+            return head | {"type": "reasoning", "summary": [], "content": [self._part(block)], "encrypted_content": None}
         call_id = f"call_{self._suffix}{block.index:04x}"
         return head | {"type": "function_call", "call_id": call_id, "name": block.name, "arguments": block.text}
+
+    def _part(self, block: Block) -> dict[str, Any]:
+        if block.kind == REASONING:
+            return {"type": "reasoning_text", "text": block.text}
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": self._logprobs.get(block.index, [])}
 
     # ------------------------------------------------------------ events
 
@@ -131,7 +157,7 @@ class ResponsesAnswer:
         if block.kind == CALL:
             return self._event("response.output_item.added", output_index=block.index, item=item)
         added = self._event("response.output_item.added", output_index=block.index, item=item | {"content": []})
-        return added + self._event("response.content_part.added", **self._place(block), part=_part(empty))
+        return added + self._event("response.content_part.added", **self._place(block), part=self._part(empty) | ({"logprobs": []} if block.kind == TEXT else {}))
 
     def _delta(self, block: Block, text: str) -> bytes:
         if block.kind == CALL:
@@ -139,7 +165,8 @@ class ResponsesAnswer:
             return self._event("response.function_call_arguments.delta", **place, delta=text)
         if block.kind == REASONING:
             return self._event("response.reasoning_text.delta", **self._place(block), delta=text)
-        return self._event("response.output_text.delta", **self._place(block), delta=text, logprobs=[])
+        logprobs, self._new_logprobs = self._new_logprobs, []
+        return self._event("response.output_text.delta", **self._place(block), delta=text, logprobs=logprobs)
 
     def _stopped(self, block: Block, status: str) -> bytes:
         place, text = self._place(block), block.text
@@ -147,9 +174,9 @@ class ResponsesAnswer:
             place.pop("content_index")
             done = self._event("response.function_call_arguments.done", **place, name=block.name, arguments=text)
         else:
-            kind, more = ("reasoning_text", {}) if block.kind == REASONING else ("output_text", {"logprobs": []})
+            kind, more = ("reasoning_text", {}) if block.kind == REASONING else ("output_text", {"logprobs": self._logprobs.get(block.index, [])})
             done = self._event(f"response.{kind}.done", **place, text=text, **more)
-            done += self._event("response.content_part.done", **place, part=_part(block))
+            done += self._event("response.content_part.done", **place, part=self._part(block))
         return done + self._event("response.output_item.done", output_index=block.index, item=self._item(block, status))
 
     def _place(self, block: Block) -> dict[str, Any]:
@@ -161,12 +188,6 @@ class ResponsesAnswer:
         output = [self._item(block, "incomplete") for block in self._blocks.blocks]
         response = self._head | {"status": "failed", "error": {"code": code, "message": error.message}, "output": output}
         return self._event("response.failed", response=response)
-
-
-def _part(block: Block) -> dict[str, Any]:
-    if block.kind == REASONING:
-        return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
 
 def _head(body: ResponsesBody, model: str, chat: ChatRun) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ...ipc.params import StructuredOutputsParams
+from .call import Call
 from .chat_run import ChatTurn, thinking_variables
 from .errors import invalid, missing, unsupported
 from .sampling import Number, SamplingBody, sampling_params
@@ -23,6 +24,7 @@ NAMES = {
 ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA = 16
+IGNORED = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "max_tool_calls")
 
 
 class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -148,7 +150,7 @@ def check_body(body: ResponsesBody) -> None:
         raise invalid("metadata", f"'metadata' can have at most {MAX_METADATA} pairs, got {len(body.metadata)}.", "object_above_max_properties")
 
 
-def turn_of(state: ServerState, body: ResponsesBody, request_id: str, items: list[Item], num_earlier: int) -> ChatTurn:
+def turn_of(state: ServerState, call: Call, body: ResponsesBody, request_id: str, items: list[Item], num_earlier: int) -> ChatTurn:
     """`items`: the whole conversation, the first `num_earlier` of them from earlier turns.
 
     Raises ApiError, or InvalidParameterError under the house's names.
@@ -172,6 +174,8 @@ def turn_of(state: ServerState, body: ResponsesBody, request_id: str, items: lis
     )
     tools, tool_choice = _tools(body)
     effort = body.reasoning and body.reasoning.effort
+    variables = thinking_variables(state, call, None if effort is None else effort != "none", effort, ("reasoning.effort", "reasoning.effort"))
+    _note_ignored(call, body, tool_choice)
     return ChatTurn(
         request_id,
         messages_of(body.instructions, items, num_earlier),
@@ -180,9 +184,23 @@ def turn_of(state: ServerState, body: ResponsesBody, request_id: str, items: lis
         tools,
         tool_choice,
         body.parallel_tool_calls is not False,
-        thinking_variables(None if effort is None else effort != "none", effort) | (body.chat_template_kwargs or {}),
+        variables | (body.chat_template_kwargs or {}),
         names=NAMES,
     )
+
+
+def _note_ignored(call: Call, body: ResponsesBody, tool_choice: Any) -> None:
+    ignored = [name for name in IGNORED if getattr(body, name) is not None]
+    if body.service_tier not in (None, "auto", "default"):
+        ignored.append("service_tier")
+    if body.text and body.text.verbosity not in (None, "medium"):
+        ignored.append("text.verbosity")
+    ignored += [f"reasoning.{name}" for name in ("summary", "generate_summary") if body.reasoning and getattr(body.reasoning, name) is not None]
+    if body.stream_options and body.stream_options.include_obfuscation:
+        ignored.append("stream_options.include_obfuscation")
+    if tool_choice == "auto" and any(tool.strict for tool in body.tools or []):
+        ignored.append("tools.strict")  # arguments are held to the schema only where a call is forced
+    call.ignored_params += ignored
 
 
 def _structured_outputs(format: Format | None) -> StructuredOutputsParams | None:

@@ -27,7 +27,7 @@ def test_a_cancellation_waits_for_the_end_and_the_result_is_discarded():
     others = threading.active_count()
 
     async def main() -> None:
-        begun, go_on, discarded = threading.Event(), threading.Event(), []
+        begun, go_on, discarded, before = threading.Event(), threading.Event(), [], set(threading.enumerate())
 
         def work() -> str:
             begun.set()
@@ -71,7 +71,7 @@ def test_what_may_be_abandoned_is_not_waited_for():
     others = threading.active_count()
 
     async def main() -> None:
-        go_on = threading.Event()
+        go_on, before = threading.Event(), set(threading.enumerate())
         task = asyncio.create_task(in_thread(lambda: go_on.wait(10), may_abandon=True))
         await asyncio.sleep(0.01)
         task.cancel()

@@ -32,7 +32,7 @@ def routes(state: ServerState) -> list[Route]:
         body, call = await read_body(request, state.server_config, MessagesBody), call_of(request)
         model = state.check_model(body.model)
         with named(NAMES):
-            chat = await prepare_chat(state, call, turn_of(state, body, f"msg_{call.suffix}"))
+            chat = await prepare_chat(state, call, turn_of(state, call, body, f"msg_{call.suffix}"))
         answer = MessagesAnswer(state, call, model, chat)
         return answer.stream() if body.stream else await answer.whole()
 
@@ -40,7 +40,7 @@ def routes(state: ServerState) -> list[Route]:
         body, call = await read_body(request, state.server_config, PromptBody), call_of(request)
         state.check_model(body.model)
         with named(NAMES):
-            _, token_ids = await render_turn(state, turn_of(state, body, f"msg_{call.suffix}"))
+            _, token_ids = await render_turn(state, turn_of(state, call, body, f"msg_{call.suffix}"))
         return Json({"input_tokens": len(token_ids)})
 
     return [Route("/v1/messages", create, methods=["POST"]), Route("/v1/messages/count_tokens", count_tokens, methods=["POST"])]

@@ -31,7 +31,7 @@ def routes(state: ServerState) -> list[Route]:
     async def chat(request: Request) -> Any:
         body, call = await read_body(request, state.server_config, ChatBody), call_of(request)
         state.ready_engine()
-        model = check_body(state, body)
+        model = check_body(state, call, body)
         if not body.messages:
             return _loaded(body, model, {"message": {"role": "assistant", "content": ""}})
         with named(CHAT_NAMES):
@@ -42,7 +42,7 @@ def routes(state: ServerState) -> list[Route]:
     async def generate(request: Request) -> Any:
         body, call = await read_body(request, state.server_config, GenerateBody), call_of(request)
         state.ready_engine()
-        model = check_body(state, body)
+        model = check_body(state, call, body)
         if not body.prompt:
             return _loaded(body, model, {"response": ""})
         with named(GENERATE_NAMES):

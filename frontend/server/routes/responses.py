@@ -52,7 +52,7 @@ class ResponsesApi:
             raise unsupported("store", "'store' is not possible: this server runs with --max-stored-responses 0.")
         items, num_earlier = self._conversation(call, body)
         with named(NAMES):
-            turn = turn_of(state, body, new_response_id(), items, num_earlier)
+            turn = turn_of(state, call, body, new_response_id(), items, num_earlier)
             chat = await prepare_truncated(state, call, turn) if body.truncation == "auto" else await prepare_chat(state, call, turn)
         body.store = body.store is not False and self._store.keeps
         stored_items = [msgspec.to_builtins(item) for item in items] if body.store else []
@@ -70,7 +70,7 @@ class ResponsesApi:
         check_body(body)
         items, num_earlier = self._conversation(call, body)
         with named(NAMES):
-            _, token_ids = await render_turn(self._state, turn_of(self._state, body, new_response_id(), items, num_earlier))
+            _, token_ids = await render_turn(self._state, turn_of(self._state, call, body, new_response_id(), items, num_earlier))
         return Json({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
     def _conversation(self, call: Call, body: ResponsesBody) -> tuple[list[Item], int]:

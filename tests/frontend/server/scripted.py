@@ -13,6 +13,7 @@ from quire.frontend.engine_args import EngineArgs
 from quire.frontend.llm_engine import TextSide
 from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.frontend.server.app import App, make_app
+from quire.frontend.server.call import Call
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.state import ServerState
 from quire.ipc.params import RequestOutputKind, SamplingParams
@@ -58,6 +59,11 @@ class ScriptedEngine:
             if params.output_kind == RequestOutputKind.DELTA or is_last:
                 said = news if params.output_kind == RequestOutputKind.DELTA else whole
                 yield RequestOutput(request_id, None, prompt["prompt_token_ids"], [said], is_last, metrics, num_cached_tokens=3)
+
+
+def a_call() -> Call:
+    """For what is no handler."""
+    return Call("req-1", 0.0, None)
 
 
 def scripted_app(engine: ScriptedEngine, template: str = TOOL_TEMPLATE, **config: Any) -> App:

@@ -8,23 +8,25 @@ import msgspec
 import pytest
 
 from quire.frontend.chat_template import render_chat
+from quire.frontend.server.call import Call
 from quire.frontend.server.chat_run import ChatTurn
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.errors import ApiError, named
 from quire.frontend.server.messages_turn import NAMES, MessagesBody, PromptBody, turn_of
 from quire.frontend.server.state import ServerState
-from quire.tests.frontend.server.scripted import TOOL_TEMPLATE, ScriptedEngine
+from quire.tests.frontend.server.scripted import TOOL_TEMPLATE, ScriptedEngine, a_call
 
 STATE = ServerState(ServerConfig(), "scripted", ScriptedEngine([""]))
+THINKING_STATE = ServerState(ServerConfig(chat_template="{{ enable_thinking }} {{ reasoning_effort }} </think>"), "scripted", ScriptedEngine([""]))
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}
 
 
-def turn(*messages: Any, **fields: Any) -> ChatTurn:
+def turn(*messages: Any, state: ServerState = STATE, call: Call | None = None, **fields: Any) -> ChatTurn:
     given = [{"role": "user", "content": "hi"}] if not messages else list(messages)
     body = msgspec.convert({"max_tokens": 9, "messages": given, **fields}, MessagesBody)
     with named(NAMES):
-        return turn_of(STATE, body, "msg_1")
+        return turn_of(state, call or a_call(), body, "msg_1")
 
 
 def test_a_conversation_with_a_tool() -> None:
@@ -98,8 +100,19 @@ def test_tool_choices(choice: dict, told: Any) -> None:
     ],
 )
 def test_thinking_is_a_switch_of_the_template(thinking: dict | None, variables: dict) -> None:
-    assert turn(thinking=thinking).template_variables == variables
-    assert turn(thinking=thinking, output_config={"effort": "high"}).template_variables == variables | {"reasoning_effort": "high"}
+    assert turn(state=THINKING_STATE, thinking=thinking).template_variables == variables
+    found = turn(state=THINKING_STATE, thinking=thinking, output_config={"effort": "high"})
+    assert found.template_variables == variables | {"reasoning_effort": "high"}
+
+
+def test_what_changes_nothing_is_noted() -> None:
+    call, thinking = a_call(), {"type": "enabled", "budget_tokens": 2000}
+    found = turn(call=call, thinking=thinking, output_config={"effort": "high"}, metadata={"user_id": "me"}, service_tier="standard_only")
+    assert found.template_variables == {}
+    assert sorted(call.ignored_params) == ["metadata", "output_config.effort", "thinking", "thinking.budget_tokens"]
+    call = a_call()
+    turn(call=call, thinking={"type": "disabled"})
+    assert call.ignored_params == []
 
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
@@ -135,4 +148,4 @@ def test_refusals_name_the_field(messages: list, fields: dict, param: str) -> No
 
 def test_a_conversation_without_messages_is_refused() -> None:
     with pytest.raises(ApiError, match="at least one"):
-        turn_of(STATE, PromptBody(messages=[]), "msg_1")
+        turn_of(STATE, a_call(), PromptBody(messages=[]), "msg_1")

@@ -15,22 +15,21 @@ from quire.frontend.server.errors import ApiError, named
 from quire.frontend.server.ollama_turn import CHAT_NAMES, GENERATE_NAMES, ChatBody, GenerateBody, check_body, prepare_generate, prepare_ollama_chat, sampling
 from quire.frontend.server.state import ServerState
 from quire.ipc.params import RequestOutputKind, SamplingParams
-from quire.tests.frontend.server.scripted import TOOL_TEMPLATE, ScriptedEngine
+from quire.tests.frontend.server.scripted import TOOL_TEMPLATE, ScriptedEngine, a_call
 
 STATE = ServerState(ServerConfig(chat_template=TOOL_TEMPLATE), "scripted", ScriptedEngine([""]))
 PLAIN_STATE = ServerState(ServerConfig(), "scripted", ScriptedEngine([""]))
 USER = {"role": "user", "content": "hi"}
 
 
-def prepared(body: dict[str, Any], state: ServerState = STATE) -> ChatRun:
+def prepared(body: dict[str, Any], state: ServerState = STATE, call: Call | None = None) -> ChatRun:
     is_chat = "messages" in body
 
     async def run() -> ChatRun:
-        call = Call("req-1", 0.0, asyncio.current_task())
         given = msgspec.convert({"model": "bundled"} | body, ChatBody if is_chat else GenerateBody)
-        check_body(state, given)
+        check_body(state, call or a_call(), given)
         with named(CHAT_NAMES if is_chat else GENERATE_NAMES):
-            return await (prepare_ollama_chat if is_chat else prepare_generate)(state, call, given, "id")
+            return await (prepare_ollama_chat if is_chat else prepare_generate)(state, call or a_call(), given, "id")
 
     return asyncio.run(run())
 
@@ -114,3 +113,9 @@ def test_a_model_that_does_not_think_is_not_asked_to() -> None:
         prepared({"messages": [USER], "think": True}, PLAIN_STATE)
     assert caught.value.param == "think"
     assert prepared({"messages": [USER], "think": False}, PLAIN_STATE) and prepared({"messages": [USER], "think": "high"})
+
+
+def test_what_changes_nothing_is_noted() -> None:
+    call = a_call()
+    prepared({"prompt": "hi", "think": "high", "keep_alive": "5m", "options": {"num_gpu": 1, "mirostat": 2, "top_k": 1}}, STATE, call)
+    assert sorted(call.ignored_params) == ["keep_alive", "options.mirostat", "options.num_gpu", "think"]

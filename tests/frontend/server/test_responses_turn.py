@@ -7,15 +7,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.frontend.server.call import Call
 from quire.frontend.server.chat_run import ChatTurn
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.errors import ApiError, named
 from quire.frontend.server.responses_turn import LOGPROBS, NAMES, Item, ResponsesBody, check_body, items_of, messages_of, turn_of
 from quire.frontend.server.state import ServerState
 from quire.ipc.params import RequestOutputKind
-from quire.tests.frontend.server.scripted import ScriptedEngine
+from quire.tests.frontend.server.scripted import ScriptedEngine, a_call
 
 STATE = ServerState(ServerConfig(), "scripted", ScriptedEngine([""]))
+THINKING_STATE = ServerState(ServerConfig(chat_template="{{ enable_thinking }} {{ reasoning_effort }} </think>"), "scripted", ScriptedEngine([""]))
 TOOL = {"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object"}, "strict": True}
 IN_CHAT = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 CALL = {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": '{"a": 1}'}
@@ -23,11 +25,11 @@ RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "3"}
 THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
 
 
-def turn(input: Any = "hi", **fields: Any) -> ChatTurn:
+def turn(input: Any = "hi", state: ServerState = STATE, call: Call | None = None, **fields: Any) -> ChatTurn:
     body = msgspec.convert({"input": input, **fields}, ResponsesBody)
     check_body(body)
     with named(NAMES):
-        return turn_of(STATE, body, "resp_1", items_of(body), 0)
+        return turn_of(state, call or a_call(), body, "resp_1", items_of(body), 0)
 
 
 def test_text_is_a_message_of_the_user() -> None:
@@ -106,9 +108,22 @@ def test_tool_choices(choice: Any, told: Any, num_tools: int) -> None:
 
 
 def test_effort_is_a_variable_of_the_template() -> None:
-    assert turn(reasoning={"effort": "low"}).template_variables == {"enable_thinking": True, "thinking": True, "reasoning_effort": "low"}
-    assert turn(reasoning={"effort": "none"}).template_variables["enable_thinking"] is False
-    assert turn(reasoning={"summary": "auto"}).template_variables == {}
+    state = THINKING_STATE
+    assert turn(state=state, reasoning={"effort": "low"}).template_variables == {"enable_thinking": True, "thinking": True, "reasoning_effort": "low"}
+    assert turn(state=state, reasoning={"effort": "none"}).template_variables["enable_thinking"] is False
+    assert turn(state=state).template_variables == {}
+
+
+def test_what_changes_nothing_is_noted() -> None:
+    call = a_call()
+    turn(
+        call=call, tools=[TOOL], user="me", prompt_cache_key="k", service_tier="flex", max_tool_calls=1, text={"verbosity": "low"},
+        reasoning={"effort": "low", "summary": "auto"}, stream_options={"include_obfuscation": True},
+    )  # fmt: skip
+    assert sorted(call.ignored_params) == [
+        "max_tool_calls", "prompt_cache_key", "reasoning.effort", "reasoning.summary", "service_tier", "stream_options.include_obfuscation",
+        "text.verbosity", "tools.strict", "user",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

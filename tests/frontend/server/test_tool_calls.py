@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 from quire.tests.frontend.answer_format.templates import TEMPLATES
 from quire.tests.frontend.server.conftest import running_server
+from quire.tests.frontend.server.scripted import named_events
 
 SCHEMA = {
     "type": "object",
@@ -95,6 +96,25 @@ def test_a_schema_that_no_grammar_can_hold_is_an_error_of_the_tools(server) -> N
     tools = [{"type": "function", "function": {"name": "odd", "parameters": odd}}]
     answer = server.post("/v1/chat/completions", json=ASKED | {"tools": tools, "tool_choice": "required"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools", answer.text
+
+
+def test_the_same_call_in_every_api(server) -> None:
+    """Greedy, whole and streamed."""
+    fields = {"temperature": 0, "parallel_tool_calls": False}
+    chat = called(ask(server, tool_choice=NAMED, **fields)["message"])
+    flat = {"type": "function", "name": "get_weather", "description": "The weather.", "parameters": SCHEMA}
+    other = {"type": "function", "name": "get_time", "parameters": TOOLS[1]["function"]["parameters"]}
+    body = {"input": ASKED["messages"], "tools": [flat, other], "tool_choice": {"type": "function", "name": "get_weather"}} | fields
+    found = [server.post("/v1/responses", json=body).json(), named_events(server.post("/v1/responses", json=body | {"stream": True}))[-1][1]["response"]]
+    assert [[(item["name"], item["arguments"]) for item in response["output"]] for response in found] == [chat, chat]
+
+    tools = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
+    tools[0]["description"] = "The weather."
+    choice = {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}
+    body = {"messages": ASKED["messages"], "max_tokens": 200, "tools": tools, "tool_choice": choice, "temperature": 0}
+    (block,) = server.post("/v1/messages", json=body).json()["content"]
+    deltas = [data["delta"] for name, data in named_events(server.post("/v1/messages", json=body | {"stream": True})) if name == "content_block_delta"]
+    assert "".join(delta["partial_json"] for delta in deltas) == chat[0][1] and block["input"] == json.loads(chat[0][1])
 
 
 def test_the_other_apis_tell_of_the_call(server) -> None:

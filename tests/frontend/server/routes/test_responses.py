@@ -120,6 +120,19 @@ def test_truncation_leaves_out_the_oldest() -> None:
     assert post(app, URL, {"input": "word " * 600, "truncation": "auto"}).json()["error"]["param"] == "input"
 
 
+def test_the_same_log_probabilities_as_openais_chat(server: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "What is 2 + 3?"}]
+    chat = server.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 16, "temperature": 0, "logprobs": True, "top_logprobs": 2})
+    body = {"input": messages, "max_output_tokens": 16, "temperature": 0, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    whole = server.post(URL, json=body).json()["output"][0]["content"][0]
+    assert whole["logprobs"] == chat.json()["choices"][0]["logprobs"]["content"] and len(whole["logprobs"][0]["top_logprobs"]) == 2
+    events = named_events(server.post(URL, json=body | {"stream": True}))
+    told = [one for name, data in events if name == "response.output_text.delta" for one in data["logprobs"]]
+    done = next(data for name, data in events if name == "response.output_text.done")
+    assert told == done["logprobs"] == events[-1][1]["response"]["output"][0]["content"][0]["logprobs"] == whole["logprobs"]
+    assert events[2][1]["item"]["content"] == [] and events[3][1]["part"]["logprobs"] == []
+
+
 def test_errors_have_openais_shape() -> None:
     app = scripted_app(ScriptedEngine(["a"]))
     for change, param in (({"background": True}, "background"), ({"model": "other"}, "model"), ({"tools": [{"type": "web_search"}]}, "tools[0].type")):

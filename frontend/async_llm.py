@@ -22,7 +22,7 @@ from .input_processor import Prompt
 from .llm_engine import TextSide, connect, connect_async
 from .model_files import find_model_directory
 from .output_processor import ProcessedOutputs
-from .outputs import RequestOutput
+from .outputs import RequestMetrics, RequestOutput
 from .stats import Telemetry
 from .tokenizer import Tokenizer
 
@@ -114,6 +114,7 @@ class AsyncLLM:
             report("tokenizer", 0.0)
             llm = await in_thread(lambda: cls(config, client))
             report("tokenizer", 1.0)
+            llm._ensure_output_task()  # from here on the engine's death is noticed even if nobody asks anything of it
             return llm
         except BaseException:
             await client.shutdown_async()
@@ -153,15 +154,19 @@ class AsyncLLM:
         *,
         priority: int = 0,
         trace_headers: dict[str, str] | None = None,
+        on_submitted: Callable[[RequestMetrics], None] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The request's outputs, in the form that sampling_params.output_kind asks for; the last one is finished.
 
         Raises InvalidParameterError before anything is sent, and EngineDeadError when the engine is gone. Leaving the iterator, by
         cancellation or `aclose`, aborts the request. A reader slower than the engine gets several steps' news in one output.
-        `trace_headers`: as for LLMEngine.add_request.
+        `trace_headers`: as for LLMEngine.add_request. `on_submitted` is given the metrics that all outputs will carry, so that they are at hand
+        for a request that ends before its first output.
         """
-        stream = self._submit(request_id, prompt, sampling_params, priority, trace_headers)
+        stream, metrics = self._submit(request_id, prompt, sampling_params, priority, trace_headers)
         try:
+            if on_submitted is not None:
+                on_submitted(metrics)
             while not (output := await stream.get()).finished:
                 yield output
         finally:
@@ -172,7 +177,7 @@ class AsyncLLM:
 
     def _submit(
         self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, priority: int, trace_headers: dict[str, str] | None
-    ) -> RequestStream:
+    ) -> tuple[RequestStream, RequestMetrics]:
         self.check_health()
         try:
             request = self.text_side.input_processor.process_inputs(request_id, prompt, params, priority=priority)
@@ -181,7 +186,7 @@ class AsyncLLM:
             raise
         if not self._output_processor.has_unfinished_requests():
             self._busy_since = time.monotonic()
-        self._output_processor.add_request(request)
+        metrics = self._output_processor.add_request(request)
         self._telemetry.begin(request, trace_headers)
         stream = self._streams[request_id] = RequestStream()
         self._idle.clear()
@@ -192,7 +197,7 @@ class AsyncLLM:
             self._end_stream(request_id)
             self._output_processor.abort_requests([request_id])
             raise
-        return stream
+        return stream, metrics
 
     def _end_stream(self, request_id: str) -> None:
         del self._streams[request_id]

@@ -100,8 +100,8 @@ class OutputProcessor:
         self.record_token_times = False  # fill RequestMetrics.token_ts
         self.num_dropped_rows = 0  # rows of an earlier engine; rows of requests that ended here are expected, and not counted
 
-    def add_request(self, request: ProcessedRequest) -> None:
-        """Raises InvalidParameterError when the user's id is that of an unfinished request."""
+    def add_request(self, request: ProcessedRequest) -> RequestMetrics:
+        """Returns what will go on changing until the request is finished. Raises InvalidParameterError when the user's id is that of an unfinished request."""
         core_request = request.core_request
         if request.request_id in self._requests:
             raise InvalidParameterError("request_id", f"{request.request_id!r} is that of a request still running")
@@ -128,6 +128,7 @@ class OutputProcessor:
             self._by_engine_id[completion.engine_id] = state, [completion]
         if params.n > 1:
             self._by_engine_id[core_request.request_id] = state, state.completions
+        return state.metrics
 
     def _new_completion(self, index: int, engine_id: str, core_request: EngineCoreRequest) -> CompletionState:
         params, prompt_token_ids = core_request.sampling_params, core_request.prompt_token_ids

@@ -8,7 +8,7 @@ guess fails, or worse writes Python's None into the prompt; nothing in the text 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -34,6 +34,7 @@ class TemplateTraits:
     empty_content: bool = False
     short_ids: bool = False
     knows_developer: bool = True
+    takes_several_calls: bool = True  # in one turn
 
     def adapt(self, messages: Messages) -> Messages:
         """Normalized messages in the form that this template reads."""
@@ -64,5 +65,7 @@ def find_traits(template: str, render: Render) -> TemplateTraits:
         # 'probe_key' in quotes of Python's is an object written where text was wanted, \"probe_key\" text where an object was.
         is_right = all(word in text for word in ("probe_function", "probe_key", "probe value")) and "'probe_key'" not in text
         if is_right and '\\"probe_key' not in text and text.count("None") <= num_nones:
-            return traits
+            two_calls = traits.adapt([USER, {**CALLING, "tool_calls": [PROBE_CALL, {**PROBE_CALL, "id": PROBE_ID[::-1]}]}])
+            takes_several_calls = attempt(two_calls).count("probe value") == 2
+            return replace(traits, takes_several_calls=takes_several_calls)
     return TemplateTraits(takes_tools, False, knows_developer=knows_developer)

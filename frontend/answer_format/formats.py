@@ -10,6 +10,8 @@ from typing import Any
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import StructuredOutputsParams
+from ..chat_template import template_traits
+from ..template_traits import TemplateTraits
 from ..tokenizer import Tokenizer
 from .forced import functions_of, write_after_reasoning, write_structure
 from .grammar_text import GrammarText
@@ -112,6 +114,13 @@ class AnswerFormat:
     reasoning_name: str | None
     reasoning_marks: ReasoningMarks | None
     tokenizer: Tokenizer | None = None
+    several_calls: bool = True  # in one answer: False where the template could not write them into the next prompt
+    why_no_tools: str = "are of no use to this model: it has no format for calls"
+
+    def require_tools(self) -> None:
+        """Raises InvalidParameterError, with the reason, where this model cannot call tools."""
+        if self.tool_format is None:
+            raise InvalidParameterError("tools", self.why_no_tools)
 
     @property
     def skip_special_tokens(self) -> bool:
@@ -140,7 +149,7 @@ class AnswerFormat:
             marks,
             schemas,
             begins_in_reasoning=marks is not None and marks.is_open_at_end_of(prompt_text),
-            max_calls=None if parallel_tool_calls else 1,
+            max_calls=None if parallel_tool_calls and self.several_calls else 1,
         )
 
     def forced(
@@ -150,18 +159,17 @@ class AnswerFormat:
         that keep to the tool's schema, in the model's own format; None for "auto" and "none". The parser understands all of it.
 
         A function that was named is called once, as is any without `parallel_tool_calls`. The model reasons first where its prompt lets it.
-        Raises InvalidParameterError for a model whose format of calls is not known.
+        Raises InvalidParameterError for a model that cannot call tools.
         """
         if tool_choice in ("auto", "none"):
             return None
-        if self.tool_format is None:
-            raise InvalidParameterError("tool_choice", "cannot be a demand: how this model writes tool calls is not known")
+        self.require_tools()
         functions = functions_of(tools)
         if isinstance(tool_choice, dict):
             wanted = tool_choice.get("function", tool_choice)["name"]
             functions = [(name, schema) for name, schema in functions if name == wanted]
         grammar = self._grammar()
-        several = parallel_tool_calls and not isinstance(tool_choice, dict)
+        several = parallel_tool_calls and self.several_calls and not isinstance(tool_choice, dict)
         return self._finished(grammar, self.tool_format.write(grammar, functions, several), prompt_text)
 
     def after_reasoning(
@@ -181,7 +189,7 @@ class AnswerFormat:
         grammar = self._grammar()
         answer = write_structure(grammar, params)
         if calls:
-            answer = grammar.any_of([answer, self.tool_format.write(grammar, functions_of(tools), parallel_tool_calls)])
+            answer = grammar.any_of([answer, self.tool_format.write(grammar, functions_of(tools), parallel_tool_calls and self.several_calls)])
         return self._finished(grammar, answer, prompt_text)
 
     def _grammar(self) -> GrammarText:
@@ -201,7 +209,28 @@ def detect(
     row = _tool_row(chat_template or "", tool_call_parser)
     reasoning_name = _reasoning_name(chat_template or "", reasoning_parser)
     marks = REASONING_FORMATS[reasoning_name] if reasoning_name else None
-    return AnswerFormat(row and row.name, row and row.format, reasoning_name, marks, tokenizer)
+    traits = template_traits(chat_template) if chat_template else None
+    return AnswerFormat(
+        row and row.name,
+        row and row.format,
+        reasoning_name,
+        marks,
+        tokenizer,
+        several_calls=traits is None or traits.takes_several_calls,
+        why_no_tools=_why_no_tools(traits, tool_call_parser),
+    )
+
+
+def _why_no_tools(traits: TemplateTraits | None, tool_call_parser: str) -> str:
+    """Said where no format was found."""
+    if tool_call_parser == NONE:
+        return "are switched off here (tool_call_parser is none)"
+    if traits is None:
+        return "are of no use to this model: it has no chat template that could show them to it"
+    if not traits.takes_tools:
+        return "are of no use to this model: its chat template does not write them into the prompt"
+    names = ", ".join(dict.fromkeys(row.name for row in TOOL_FORMATS))
+    return f"cannot be used: how this model writes calls is not recognised from its chat template; name it with tool_call_parser, one of {names}"
 
 
 def _tool_row(template: str, wanted: str) -> ToolRow | None:

@@ -42,7 +42,7 @@ class LoadReport:
     peak_concurrency: int = 0
     client_cpu_s: float = 0.0
     lags: list[float] = field(default_factory=list)  # by how much the event loop was late, every LAG_INTERVAL_S
-    send_delays: list[float] = field(default_factory=list)  # of requests that no limit held back: sent after they were due
+    send_delays: list[float] = field(default_factory=list)  # by how much requests were sent later than they were due, and the limit let them
 
 
 class LoadRunner:
@@ -81,15 +81,17 @@ class LoadRunner:
             self._dispatcher.cancel()
 
     async def _dispatch(self, requests: list[Request], times: list[float]) -> None:
+        held_until = 0.0  # a slot became free
         async with asyncio.TaskGroup() as tasks:  # cancelled, it cancels all that is under way
             for request, turns, at in zip(requests, self._turns, times):
                 due = self._report.start + at
                 if (wait := due - perf_counter()) > 0:
                     await asyncio.sleep(wait)
-                if self._slots is None or not self._slots.locked():
-                    self._report.send_delays.append(perf_counter() - due)
                 if self._slots is not None:
+                    is_held = self._slots.locked()
                     await self._slots.acquire()
+                    held_until = perf_counter() if is_held else held_until
+                self._report.send_delays.append(perf_counter() - max(due, held_until))
                 tasks.create_task(self._converse(request, turns))
 
     async def _converse(self, request: Request, turns: list[Outcome | None]) -> None:

@@ -14,7 +14,7 @@ from .openai_client import Outcome
 PERCENTILES = (50, 90, 95, 99)
 METRICS = {
     "ttft": "time to first token",
-    "tpot": "time per output token after the first",
+    "tpot": "per token after the first",
     "itl": "time between chunks",
     "e2el": "time to the last token",
 }

@@ -4,11 +4,15 @@ Must not know: what the daemon does; this process becomes it."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from typing import Any
 
+from ...ipc.errors import QuireError
 from ...ipc.process import exec_daemon
 from ..engine_args import EngineArgs
 from .flags import LISTEN, Parser, engine_flags, given
+from .plan import render
 
 USAGE = "quire engine --listen ipc://PATH [MODEL] [engine flags]"
 DESCRIPTION = "Loads MODEL and serves programs that attach with LLM(engine=...) or --engine at this address, until SIGTERM or Ctrl-C."
@@ -40,4 +44,15 @@ def main(argv: list[str]) -> int:
     engine_args = EngineArgs(**given(args, engine_flags()))
     config = engine_args.create_engine_config()
     print(f"quire engine: starting {engine_args.model} at {listen}", file=sys.stderr)
+    warn_if_too_large(engine_args, given(args, engine_flags()))
     exec_daemon(listen, config)
+
+
+def warn_if_too_large(engine_args: EngineArgs, arguments: dict[str, Any]) -> None:
+    """This process is about to become the daemon, which knows of no plan: what it will probably refuse is explained beforehand."""
+    from ..plan import make_plan
+
+    with contextlib.suppress(QuireError):  # a model that only a plug-in knows has no plan
+        plan = make_plan(engine_args, given=arguments)
+        if not plan.fits:
+            print(f"quire engine: it will probably not fit\n\n{render(plan)}", file=sys.stderr)

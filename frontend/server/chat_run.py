@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
 from ..answer_format import Answer, AnswerFormat, AnswerParser, Content, Part, Reasoning, ToolCallStart, collect
 from ..outputs import CompletionOutput, PositionLogprobs, RequestMetrics
@@ -133,8 +132,8 @@ async def render_turn(state: ServerState, turn: ChatTurn) -> tuple[str, list[int
     tokenizer = state.ready_engine().tokenizer
     if tokenizer is None:
         raise invalid(turn.names["prompt"], "This model has no tokenizer here, so it cannot chat.")
-    if turn.wants_tools and state.answer_format.tool_format is None:
-        raise InvalidParameterError("tools", "this model's chat template has no place for tools, so it cannot call any")
+    if turn.wants_tools:
+        state.answer_format.require_tools()
 
     def render() -> str:
         return tokenizer.apply_chat_template(

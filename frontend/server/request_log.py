@@ -42,7 +42,11 @@ class RequestLog:
             self._requests.popitem(last=False)
 
     def get(self, request_id: str) -> FinishedRequest | None:
-        return self._requests.get(request_id)
+        """By its id in the answer's body, or by the answer's x-request-id; of several prompts in one call the last to finish."""
+        if request_id in self._requests:
+            return self._requests[request_id]
+        newest = reversed(self._requests.values())
+        return next((request for request in newest if request.summary.get("x_request_id") == request_id), None)
 
     def recent(self, limit: int) -> list[FinishedRequest]:
         """The last `limit` ones, latest first."""

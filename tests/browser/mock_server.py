@@ -229,7 +229,8 @@ def make_app(mock: Mock) -> Starlette:
         words = [word + " " for word in text.split(" ")]
         words[-1] = words[-1][:-1]
         job.ends_at = len(words)
-        return StreamingResponse(stream(mock, job, words, asked == "break"), media_type="text/event-stream", headers={"x-request-id": "req-unlike"})
+        events = stream(mock, job, words, breaks=asked == "break", thinks=asked == "think")
+        return StreamingResponse(events, media_type="text/event-stream", headers={"x-request-id": "req-unlike"})
 
     async def completions(request: Request) -> Response:
         """Several prompts in one call, as the page's burst sends them."""
@@ -258,8 +259,8 @@ def make_app(mock: Mock) -> Starlette:
     return Starlette(routes=routes)
 
 
-async def stream(mock: Mock, job: Job, words: list[str], breaks: bool):
-    """Chunks as the chat API sends them, with a comment among them; with `breaks` an error in the middle."""
+async def stream(mock: Mock, job: Job, words: list[str], *, breaks: bool, thinks: bool):
+    """Chunks as the chat API sends them, with a comment among them; `breaks`: an error in the middle, `thinks`: reasoning first."""
 
     def event(delta: dict, **more: object) -> str:
         choice = {"index": 0, "delta": delta, "finish_reason": None} | more
@@ -267,6 +268,8 @@ async def stream(mock: Mock, job: Job, words: list[str], breaks: bool):
 
     try:
         yield event({"role": "assistant", "content": ""})
+        if thinks:
+            yield event({"reasoning_content": "One moment."})
         yield ": keep-alive\n\n"
         for i, word in enumerate(words):
             if breaks and i == 5:

@@ -2,12 +2,10 @@
 May know: playwright, the mock server, the page's element ids.
 Must not know: how the page does it.
 
-Not run by default: `pip install -e '.[test,browser]' && pytest -m browser`, with a Chromium that is installed (CHROMIUM names another)."""
+Not run by default; conftest.py says how."""
 
 import json
-import os
 import re
-import shutil
 import time
 
 import pytest
@@ -15,18 +13,6 @@ from quire.tests.browser.mock_server import Mock, serving
 
 pytestmark = pytest.mark.browser
 PATIENCE_MS = 10_000
-
-
-@pytest.fixture(scope="session")
-def chromium():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[browser]'")
-    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("no Chromium is installed (Debian: apt-get install chromium); CHROMIUM can name one")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -105,6 +91,15 @@ def test_an_answer_streams_and_tells_its_times(page, mock) -> None:
         assert re.search(words, meta), meta
     assert page.inner_text("#send") == "Send"
     assert mock.bodies[0]["stream"] is True and mock.bodies[0]["messages"] == [{"role": "user", "content": "Why?"}]
+
+
+def test_reasoning_is_shown_apart(page, mock) -> None:
+    say(page, "think")
+    page.wait_for_selector(".answer .meta button")
+    assert page.locator(".thinking div").text_content() == "One moment." and "One moment" not in last_answer(page)
+    say(page, "short")
+    wait_until(page, lambda: len(mock.bodies) == 2)
+    assert "One moment" not in json.dumps(mock.bodies[1])
 
 
 @pytest.mark.parametrize("way", ["click", "Escape"])

@@ -129,6 +129,20 @@ def test_abort_ends_the_stream_with_a_last_output() -> None:
     with_llm(test, lambda request: [5] * 5000)
 
 
+def test_the_metrics_of_a_request_are_at_hand_before_its_first_output() -> None:
+    async def test(llm: AsyncLLM) -> None:
+        metrics = []
+        outputs = [output async for output in llm.generate("x", SamplingParams(max_tokens=3), "a", on_submitted=metrics.append)]
+        assert [output.metrics is metrics[0] for output in outputs] == [True] * len(outputs)
+        left = asyncio.ensure_future(anext(llm.generate("x", ENDLESS, "silent", on_submitted=metrics.append)))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        assert metrics[1].finished_time and metrics[1].num_generation_tokens == 0
+
+    with_llm(test, lambda request: [] if request.request_id.startswith("silent") else TEXT)
+
+
 def test_an_aborted_id_can_be_used_again_at_once() -> None:
     async def test(llm: AsyncLLM) -> None:
         first = llm.generate("x", ENDLESS, "a")

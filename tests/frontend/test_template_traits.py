@@ -48,6 +48,12 @@ def test_calls_are_written_as_the_template_wants_them(source, traits, written) -
     assert render_chat(source, CONVERSATION) == written
 
 
+def test_a_template_that_takes_one_call_in_a_turn() -> None:
+    refusing = template(calls="{% if m.tool_calls | default([]) | length > 1 %}{{ raise_exception('one!') }}{% endif %}" + CALLS)
+    first_alone = template(calls=CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"))
+    assert [template_traits(source).takes_several_calls for source in (template(), refusing, first_alone)] == [True, False, False]
+
+
 @pytest.mark.parametrize(
     ("source", "takes_tools"),
     [

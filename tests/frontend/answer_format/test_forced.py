@@ -182,5 +182,5 @@ def test_a_structure_or_calls() -> None:
 def test_what_forces_nothing() -> None:
     assert detect("", "hermes").forced(TOOLS, "auto") is None
     assert detect("", "hermes").forced([], "none") is None
-    with pytest.raises(InvalidParameterError, match="tool_choice: cannot be a demand: how this model writes tool calls is not known"):
+    with pytest.raises(InvalidParameterError, match="tools: are of no use to this model: it has no chat template"):
         detect("").forced(*REQUIRED)

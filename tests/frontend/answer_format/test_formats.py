@@ -89,6 +89,29 @@ def test_every_format_has_its_template() -> None:
     assert {row.name for row in TOOL_FORMATS if row.marks} == TEMPLATES.keys()
 
 
+@pytest.mark.parametrize(
+    ("template", "flag", "reason"),
+    [
+        (None, "auto", "it has no chat template"),
+        ("{{ messages }}", "auto", "its chat template does not write them into the prompt"),
+        ("{{ tools }}{{ messages }}", "auto", "not recognised from its chat template; name it with tool_call_parser, one of .*hermes"),
+        (TEMPLATES["hermes"], "none", "switched off here"),
+    ],
+)
+def test_why_a_model_has_no_tools(template, flag, reason) -> None:
+    with pytest.raises(InvalidParameterError, match=f"tools: .*{reason}"):
+        detect(template, flag).require_tools()
+    detect(TEMPLATES["hermes"]).require_tools()
+
+
+def test_a_template_for_single_calls_gets_one_at_a_time() -> None:
+    """Llama 3's refuses a turn with two: a second call would be in the way of the next request."""
+    single = TEMPLATES["llama3_json"].replace("{% for c in m.tool_calls %}", "{% if m.tool_calls | length > 1 %}{{ raise_exception('one!') }}{% endif %}{% for c in m.tool_calls %}")
+    text = '{"name": "g", "parameters": {}}; {"name": "g", "parameters": {}}'
+    assert len(parse(detect(TEMPLATES["llama3_json"]), text).tool_calls) == 2
+    assert len(parse(detect(single), text).tool_calls) == 1
+
+
 def test_marks_that_are_special_tokens_must_not_be_skipped() -> None:
     special, plain = marked_tokenizer(("<tool_call>",)), marked_tokenizer(("<tool_call>",), special=False)
     assert detect("<tool_call>", tokenizer=plain).skip_special_tokens

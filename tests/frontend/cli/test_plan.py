@@ -94,3 +94,11 @@ def test_a_server_that_cannot_start_says_so_with_the_plan() -> None:
     assert done.returncode == 2 and "Traceback" not in done.stderr
     sentence, plan = done.stderr.split("quire: kv_cache_memory_bytes: ")[1].split("\n\n", 1)
     assert "at most 176" in sentence and plan.endswith("quire serve bundled --dtype float32 --max-model-len 176 --kv-cache-memory-bytes 1048576\n")
+
+
+def test_a_daemon_says_beforehand_what_it_will_refuse(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "quire", "engine", "--listen", f"ipc://{tmp_path}/x.sock", "--kv-cache-memory-bytes", "1MiB", "--dtype", "float32"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    first, _, refusal = done.stderr.partition("quire serve bundled --dtype float32 --max-model-len 176 --kv-cache-memory-bytes 1048576\n")
+    assert done.returncode == 2 and "quire engine: it will probably not fit\n\nbundled: Qwen2ForCausalLM" in first
+    assert "at most 176" in refusal and "Traceback" not in refusal

@@ -26,6 +26,13 @@ def test_an_id_that_comes_again_replaces_the_first() -> None:
     assert [request.request_id for request in log.recent(10)] == ["r0", "r2", "r1"] and log.get("r0").metrics.arrival_time == 9.0
 
 
+def test_the_answers_header_finds_it_too() -> None:
+    log = RequestLog()
+    for i, header in enumerate(("req-a", "req-b", "req-b")):
+        log.add(f"cmpl-{i}", RequestMetrics(0.0), {"x_request_id": header})
+    assert log.get("req-a").request_id == "cmpl-0" and log.get("req-b").request_id == "cmpl-2" and log.get("req-c") is None
+
+
 def test_what_it_keeps_no_longer_changes() -> None:
     log, metrics = RequestLog(), RequestMetrics(0.0, num_generation_tokens=2, token_ts=[1.5, 2.5])
     log.add("r", metrics, {})

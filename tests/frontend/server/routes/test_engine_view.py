@@ -3,16 +3,16 @@ May know: the session's server.
 Must not know: how the page or `quire top` show it."""
 
 import json
-import threading
+import time
 
 import httpx2 as httpx
 import pytest
 
 
-def complete(server: httpx.Client, **more: object) -> dict:
+def complete(server: httpx.Client, **more: object) -> httpx.Response:
     answer = server.post("/v1/completions", json={"prompt": "Once upon a time", "max_tokens": 12, "ignore_eos": True, **more})
     assert answer.status_code == 200, answer.text
-    return answer.json()
+    return answer
 
 
 def test_the_state_of_the_engine(server: httpx.Client) -> None:
@@ -38,10 +38,11 @@ def test_a_request_is_seen_while_it_runs(server: httpx.Client) -> None:
 
 
 def test_a_finished_request_has_a_time_line_and_a_trace(server: httpx.Client) -> None:
-    complete(server)
+    answer = complete(server)
     listed = server.get("/v1/requests", params={"limit": 1}).json()["data"]
     assert len(listed) == 1 and listed[0]["finish_reason"] == "length" and listed[0]["completion_tokens"] == 12
     line = server.get(f"/v1/requests/{listed[0]['id']}").json()
+    assert listed[0]["id"].startswith(answer.json()["id"]) and server.get(f"/v1/requests/{answer.headers['x-request-id']}").json() == line
     names = [event["name"] for event in line["events"]]
     assert names[0] == "queued" and names[-1] == "finished" and "prefill_chunk" in names
     assert names.count("decode_step") == 11 and line["prompt_tokens"] == listed[0]["prompt_tokens"] > 0
@@ -51,15 +52,22 @@ def test_a_finished_request_has_a_time_line_and_a_trace(server: httpx.Client) ->
     assert sum(event["name"] == "decode_step" for event in trace["traceEvents"]) == 11
 
 
-def test_a_request_whose_client_left_is_there_as_an_abort(server: httpx.Client) -> None:
-    with server.stream("POST", "/v1/completions", json={"prompt": "The sea", "max_tokens": 400, "ignore_eos": True, "stream": True}) as stream:
-        request_id = json.loads(next(stream.iter_lines()).removeprefix("data: "))["id"]
-    for _ in range(500):
-        entries = {entry["id"]: entry for entry in server.get("/v1/requests").json()["data"]}
-        if found := [entry for id, entry in entries.items() if id.startswith(request_id)]:
-            break
-        threading.Event().wait(0.01)
-    assert found[0]["finish_reason"] == "abort" and found[0]["completion_tokens"] < 400
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_request_whose_client_left_is_there_as_an_abort(server: httpx.Client, streams: bool) -> None:
+    body = {"prompt": "The sea", "max_tokens": 1000, "ignore_eos": True, "stream": streams}
+    name = f"left-{streams}"
+    headers = {"x-request-id": name}
+    if streams:
+        with server.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
+            next(stream.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            server.post("/v1/completions", json=body, headers=headers, timeout=0.3)
+    deadline = time.monotonic() + 10
+    while (answer := server.get(f"/v1/requests/{name}")).status_code == 404 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    line = answer.json()
+    assert line["finish_reason"] == "abort" and line["x_request_id"] == name and 0 < line["completion_tokens"] < 1000
 
 
 @pytest.mark.parametrize("path", ["/v1/requests/nobody", "/v1/requests/nobody/trace"])

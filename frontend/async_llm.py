@@ -114,6 +114,7 @@ class AsyncLLM:
             report("tokenizer", 0.0)
             llm = await in_thread(lambda: cls(config, client))
             report("tokenizer", 1.0)
+            llm._ensure_output_task()  # from here on the engine's death is noticed even if nobody asks anything of it
             return llm
         except BaseException:
             await client.shutdown_async()

@@ -47,7 +47,7 @@ class DrainRate:
             since = max(since, self._finished[0][0])
         counted = [num_tokens for moment, num_tokens in self._finished if moment >= since]
         span_s = now - since + 1.0
-        mean_tokens = sum(counted) / len(counted) if counted else 1.0
+        mean_tokens = max(1.0, sum(counted) / len(counted)) if counted else 1.0
         return (len(counted) + 1) / span_s, (sum(counted) + mean_tokens) / span_s
 
 

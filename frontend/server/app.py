@@ -15,13 +15,14 @@ from .auth import Keys
 from .call import Call, new_request_id
 from .cors import Cors
 from .errors import ApiError, from_status
-from .routes import chat, completions, engine_view, health, messages, models, ollama, ollama_models, page, responses
+from .routes import admin, chat, completions, engine_view, health, messages, metrics, models, ollama, ollama_models, page, responses
 from .sse import Json
 from .state import ServerState
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
-FAMILIES = (health, models, completions, chat, responses, messages, ollama, ollama_models, engine_view, page)
+CLIENT_LEFT = 499  # nginx's number, for the metrics only
+FAMILIES = (health, models, completions, chat, responses, messages, ollama, ollama_models, engine_view, metrics, admin, page)
 
 
 def make_app(state: ServerState) -> App | Cors:
@@ -41,6 +42,7 @@ class App:
         self.state = state
         self._router = router
         self._keys = Keys(state.server_config)
+        self._paths = {route.endpoint: route.path for route in router.routes}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -49,7 +51,8 @@ class App:
         call = Call(new_request_id(scope["headers"]), loop.time(), asyncio.current_task(), scope["path"])
         scope.setdefault("state", {})["call"] = call
         scope["app"] = self  # starlette's routes then raise their refusals, which _answer_error puts into the API's shape
-        status = 0
+        status, meters = 0, self.state.meters
+        meters.num_http_requests += 1
 
         async def send_with_headers(message: Any) -> None:
             nonlocal status
@@ -70,6 +73,8 @@ class App:
         finally:
             if call.watcher is not None:
                 call.watcher.cancel()
+            meters.num_http_requests -= 1
+            meters.http_requests[scope["method"], self._paths.get(scope.get("endpoint"), "other"), CLIENT_LEFT if call.is_disconnected else status] += 1
             if self.state.server_config.access_log:
                 took_ms = 1000 * (loop.time() - call.began)
                 shown = "left" if call.is_disconnected else status

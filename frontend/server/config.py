@@ -25,7 +25,7 @@ class ServerConfig(Section):
     ssl_certfile: Annotated[str | None, Meta(description="Certificate for HTTPS, in PEM.")] = None
     ssl_keyfile: Annotated[str | None, Meta(description="Private key of the certificate, in PEM.")] = None
     page: Annotated[bool, Meta(description="Serve the page at / that shows the engine at work.")] = True
-    admin: Annotated[bool, Meta(description="Serve the routes that change the engine: pause, resume, sleep, wake, LoRA, weights.")] = False
+    admin: Annotated[bool, Meta(description="Serve the routes that change the engine: pause, resume, sleep, wake, LoRA.")] = False
     vllm_metrics: Annotated[bool, Meta(description="Give /metrics vLLM's names (vllm:...) beside our own (quire:...).")] = False
     access_log: Annotated[bool, Meta(description="Log one line per request.")] = True
     unknown_params: Annotated[

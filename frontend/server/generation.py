@@ -73,22 +73,22 @@ async def run(state: ServerState, call: Call, job: Job) -> AsyncIterator[Request
     prompt = {"prompt_token_ids": job.token_ids} | ({"prompt": job.text} if job.text is not None else {}) | ({"cache_salt": salt} if salt else {})
     last = None
     metrics: list[RequestMetrics] = []
-    try:
-        async with (
-            state.admission.slot(call.tenant, id(call), job.params.n, len(job.token_ids), job.priority),
-            aclosing(engine.generate(prompt, job.params, job.request_id, priority=job.priority, on_submitted=metrics.append)) as outputs,
-        ):
-            async for last in outputs:
-                if last.error is not None:
-                    raise failure(last, job.names)
-                yield last
-    except InvalidParameterError as error:
-        raise refused(error.parameter, error.problem, job.names) from None
-    finally:
-        if metrics:
-            reason = (last and finish_reason(last)) or ("error" if engine.errored else "abort")  # unless its end was told, the client left
-            summary = {"x_request_id": call.request_id, "model": state.model_name, "finish_reason": reason}
-            state.request_log.add(job.request_id, metrics[0], summary)
+    async with state.admission.slot(call.tenant, id(call), job.params.n, len(job.token_ids), job.priority) as slot:
+        try:
+            generated = engine.generate(prompt, job.params, job.request_id, priority=job.priority, on_submitted=metrics.append)
+            async with aclosing(generated) as outputs:
+                async for last in outputs:
+                    if last.error is not None:
+                        raise failure(last, job.names)
+                    yield last
+        except InvalidParameterError as error:
+            raise refused(error.parameter, error.problem, job.names) from None
+        finally:
+            if metrics:
+                reason = (last and finish_reason(last)) or ("error" if engine.errored else "abort")  # unless its end was told, the client left
+                summary = {"x_request_id": call.request_id, "model": state.model_name, "finish_reason": reason}
+                state.request_log.add(job.request_id, metrics[0], summary)
+                state.meters.request_ended(job.params, metrics[0], reason, slot.queued_s)
 
 
 def finish_reason(output: RequestOutput) -> str | None:

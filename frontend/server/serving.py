@@ -81,7 +81,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 make_app(state),
                 loop="uvloop",
-                http=functools.partial(Protocol, limits=config, on_refused=state.on_refused),
+                http=functools.partial(Protocol, limits=config, on_refused=lambda code: state.meters.connections_refused.update([code])),
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from .admission import Admission
 from .call import Call
 from .config import ServerConfig
 from .errors import ENGINE_GONE, ApiError, from_exception
+from .meters import Meters
 from .request_log import RequestLog
 from .sse import COMMENT, EVENT_STREAM, EventStream, event
 
@@ -72,7 +72,7 @@ class ServerState:
         self.template_text = ""  # the Jinja source of the chat template, "" if the model has none
         self.system_fingerprint = ""
         self.admission: Admission | None = None  # with the engine
-        self.num_refused_connections: Counter[str] = Counter()  # by code; by protocol.py, before there is a request
+        self.meters = Meters()
         if engine is not None:
             self.set_engine(engine)
 
@@ -87,9 +87,6 @@ class ServerState:
         self.admission = Admission(most, config.max_queued_requests, config.max_queued_tokens)
         engine.record_token_times = True  # for the time lines of requests
         self.engine = engine
-
-    def on_refused(self, code: str) -> None:
-        self.num_refused_connections[code] += 1
 
     def _find_template(self, engine: AsyncLLM) -> str:
         """The one that will be rendered."""

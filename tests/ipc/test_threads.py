@@ -11,20 +11,24 @@ import pytest
 from quire.ipc.threads import in_thread
 
 
+def new_threads(before: set[threading.Thread]) -> set[threading.Thread]:
+    return set(threading.enumerate()) - before  # those of earlier tests may end meanwhile
+
+
 def test_results_and_exceptions():
-    others = threading.active_count()  # of earlier tests: libraries' own
+    before = set(threading.enumerate())
 
     async def main() -> None:
         assert await in_thread(lambda: threading.current_thread() is threading.main_thread()) is False
         with pytest.raises(ZeroDivisionError):
             await in_thread(lambda: 1 / 0)
-        assert threading.active_count() == others
+        assert not new_threads(before)
 
     asyncio.run(main())
 
 
 def test_a_cancellation_waits_for_the_end_and_the_result_is_discarded():
-    others = threading.active_count()
+    before = set(threading.enumerate())
 
     async def main() -> None:
         begun, go_on, discarded = threading.Event(), threading.Event(), []
@@ -40,7 +44,7 @@ def test_a_cancellation_waits_for_the_end_and_the_result_is_discarded():
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert discarded == ["result"] and threading.active_count() == others
+        assert discarded == ["result"] and not new_threads(before)
 
     asyncio.run(main())
 
@@ -68,7 +72,7 @@ def test_cancelled_twice_it_still_waits():
 
 
 def test_what_may_be_abandoned_is_not_waited_for():
-    others = threading.active_count()
+    before = set(threading.enumerate())
 
     async def main() -> None:
         go_on = threading.Event()
@@ -77,7 +81,7 @@ def test_what_may_be_abandoned_is_not_waited_for():
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert threading.active_count() == others + 1
+        assert len(new_threads(before)) == 1
         go_on.set()
 
     asyncio.run(main())

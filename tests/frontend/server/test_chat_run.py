@@ -14,6 +14,7 @@ from quire.frontend.server.admission import Admission
 from quire.frontend.server.call import Call
 from quire.frontend.server.chat_run import ChatRun, ChatTurn, Message, prepare_chat
 from quire.frontend.server.errors import ApiError
+from quire.frontend.server.meters import Meters
 from quire.frontend.server.request_log import RequestLog
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.params import SamplingParams
@@ -39,7 +40,7 @@ def state_over(engine: ScriptedEngine, template: str = "<tool_call></think>") ->
     config = SimpleNamespace(salt_per_key=False, chat_template_kwargs={})
     return SimpleNamespace(
         ready_engine=lambda: engine, server_config=config, max_model_len=20, model_name="m", answer_format=detect(template), chat_template=None,
-        admission=Admission(8, 8, 100), request_log=RequestLog(),
+        admission=Admission(8, 8, 100), request_log=RequestLog(), meters=Meters(),
     )  # fmt: skip
 
 

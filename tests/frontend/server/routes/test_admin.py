@@ -1,0 +1,109 @@
+"""The routes behind --admin: what they do to an engine, and what they say without the flag.
+May know: the routes, the session's server (which has no --admin).
+Must not know: how the engine pauses or sleeps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx2 as httpx
+import pytest
+
+from quire.frontend.server.routes.admin import ACTIONS
+from quire.tests.fake_engine import wait_until
+from quire.tests.frontend.server.conftest import running_server, slow_engine
+
+LORA = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+
+
+@pytest.fixture(scope="module")
+def admin() -> Iterator[httpx.Client]:
+    with slow_engine(0.01) as (address, _), running_server("--engine", address, "--admin", "--drain-timeout-s", "1") as client:
+        yield client
+
+
+class Generating(threading.Thread):
+    def __init__(self, client: httpx.Client, max_tokens: int):
+        super().__init__()
+        self._client, self._body = client, {"prompt": [1, 2], "max_tokens": max_tokens, "ignore_eos": True}
+        self.answer: httpx.Response | None = None
+        self.start()
+
+    def run(self) -> None:
+        self.answer = self._client.post("/v1/completions", json=self._body)
+
+
+def test_pause_and_resume(admin: httpx.Client) -> None:
+    assert admin.get("/is_paused").json() == {"is_paused": False}
+    running = Generating(admin, 5000)
+    wait_until(lambda: admin.get("/v1/engine/state").json()["counters"]["num_running"] == 1)
+    assert admin.post("/pause").json() == {"status": "paused"}
+    running.join(timeout=10)
+    assert running.answer.json()["choices"][0]["finish_reason"] == "length"  # cut short
+    assert admin.get("/is_paused").json() == {"is_paused": True}
+    held = Generating(admin, 2)
+    time.sleep(0.2)
+    assert held.is_alive()
+    assert admin.post("/resume").json() == {"status": "resumed"}
+    held.join(timeout=10)
+    assert held.answer.json()["usage"]["completion_tokens"] == 2
+
+
+def test_pausing_until_what_runs_has_finished(admin: httpx.Client) -> None:
+    running = Generating(admin, 20)
+    wait_until(lambda: admin.get("/v1/engine/state").json()["counters"]["num_running"] == 1)
+    admin.post("/pause?mode=wait")
+    running.join(timeout=10)
+    assert running.answer.json()["usage"]["completion_tokens"] == 20
+    admin.post("/resume")
+    assert admin.post("/pause?wait_for_inflight_requests=true&clear_cache=false").status_code == 200
+    admin.post("/resume")
+
+
+def test_sleep_and_wake(admin: httpx.Client) -> None:
+    assert admin.post("/sleep?level=2").json() == {"status": "asleep"} and admin.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert admin.post("/wake_up?tags=weights").json() == {"status": "asleep"}
+    assert admin.post("/wake_up").json() == {"status": "awake"} and admin.get("/is_sleeping").json() == {"is_sleeping": False}
+    frozen = Generating(admin, 30)
+    wait_until(lambda: admin.get("/v1/engine/state").json()["counters"]["num_running"] == 1)
+    assert admin.post("/sleep").status_code == 200
+    answer = admin.post("/pause?mode=wait")  # it could never finish
+    assert answer.status_code == 409 and "wake_up" in answer.json()["error"]["message"]
+    admin.post("/wake_up")
+    frozen.join(timeout=10)
+    assert frozen.answer.json()["usage"]["completion_tokens"] == 30
+
+
+def test_the_prefix_cache(admin: httpx.Client) -> None:
+    body = {"prompt": list(range(1, 64)), "max_tokens": 1}
+
+    def num_cached() -> int:
+        return admin.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    num_cached()
+    assert num_cached() == 48
+    assert admin.post("/reset_prefix_cache").json() == {"reset": True} and num_cached() == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "param"), [("/pause?mode=later", "mode"), ("/sleep?level=3", "level"), ("/pause?clear_cache=perhaps", "clear_cache"), ("/wake_up?tags=all", "tags")]
+)
+def test_what_is_refused(admin: httpx.Client, path: str, param: str) -> None:
+    answer = admin.post(path)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    admin.post("/resume")
+
+
+def test_lora_does_not_exist_yet(admin: httpx.Client) -> None:
+    for path in LORA:
+        answer = admin.post(path, json={"lora_name": "mine", "lora_path": "/models/mine"} if path == LORA[0] else {"lora_name": "mine"})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "unsupported_value" and "mine" in answer.json()["error"]["message"]
+        assert admin.post(path, json={}).json()["error"]["param"] == "lora_name"
+
+
+@pytest.mark.parametrize(("path", "method"), [*((path, method) for path, (method, _) in ACTIONS.items()), *((path, "POST") for path in LORA)])
+def test_without_the_flag(server: httpx.Client, path: str, method: str) -> None:
+    answer = server.request(method, path)
+    assert answer.status_code == 403 and answer.json()["error"]["code"] == "admin_disabled" and "--admin" in answer.json()["error"]["message"]

@@ -222,6 +222,29 @@ def test_a_structure_behind_reasoning(structure, good, bad) -> None:
     assert detect("").after_reasoning(params, "<think>") is params
 
 
+@pytest.mark.parametrize("marks", [(), MARKS], ids=["as text", "as tokens"])
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name not in ("pythonic", "llama3_json")])
+def test_strict_tools_hold_calls_alone(name, marks) -> None:
+    """`strict` beside tool_choice "auto": text as the model likes, and calls that keep to the schema."""
+    tokenizer = marked_tokenizer(marks)
+    answer_format = detect("", name, tokenizer=tokenizer)
+    strict = [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}, NOW]
+    params = answer_format.strict(strict)
+    text = WRITTEN[name]
+    for accepted in ("Hello, <b>you</b>!\n", "", text, f"Let me see.\n{text}", f"{text}\nDone"):
+        assert accepts(tokenizer, params, accepted), accepted
+    for refused in (text.replace("Paris", "London"), f"Well. {text.replace('now', 'then')}", f"Well. {answer_format.tool_format.start} well"):
+        assert not accepts(tokenizer, params, refused), refused
+    assert not accepts(tokenizer, answer_format.strict(strict, parallel_tool_calls=False), text)
+
+
+def test_what_strict_cannot_hold() -> None:
+    strict = [{**NOW, "function": {"name": "now", "strict": True}}]
+    assert detect("", "hermes").strict(TOOLS) is None  # nobody asked
+    assert detect("", "llama3_json").strict(strict) is None and detect("").strict(strict) is None
+    assert detect("</think>", "hermes").strict(strict) is not None
+
+
 def test_a_structure_or_calls() -> None:
     """response_format beside tools that may be called."""
     tokenizer = marked_tokenizer(MARKS)

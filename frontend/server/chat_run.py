@@ -128,7 +128,7 @@ def shape_answer(format: AnswerFormat, turn: ChatTurn, params: SamplingParams, t
         if any(tool["function"].get("strict") for tool in tools):
             call.ignored_params.append(turn.names.get("strict", "tools.strict"))  # no mark tells where this model's calls begin
         return params, turn.names
-    return msgspec.structs.replace(params, structured_outputs=shape), turn.names | {"structured_outputs": "tools"}
+    return msgspec.structs.replace(params, structured_outputs=shape), turn.names | {"structured_outputs": "tools", "structured_outputs.grammar": "tools"}
 
 
 def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def shape_answer(format: AnswerFormat, turn: ChatTurn, params: SamplingParams, t
     asked, names, options = params.structured_outputs, turn.names, {"parallel_tool_calls": turn.parallel_tool_calls, "prompt_text": text}
     shape = format.forced(turn.tools, turn.tool_choice, **options) if turn.wants_tools else None
     if shape is not None:
-        names = names | {"structured_outputs": "tools"}
+        names = names | {"structured_outputs": "tools", "structured_outputs.grammar": "tools"}
     elif asked is not None:
         shape = format.after_reasoning(asked, tools=turn.tools if turn.wants_tools else None, **options)
     if shape is None or shape is asked:

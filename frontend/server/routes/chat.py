@@ -76,10 +76,10 @@ def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "'logprobs' must be true where 'top_logprobs' is given.")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    names = field_names(body) | {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
+    names = field_names(body) | {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs", "strict": "tools.function.strict"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    tools, tool_choice = checked_tools(body.tools, body.tool_choice, call)
+    tools, tool_choice = checked_tools(body.tools, body.tool_choice)
     defaults = state.ready_engine().get_default_sampling_params()
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(body, defaults, state.server_config, max_tokens=max_tokens, logprobs=logprobs, names=names)

@@ -108,7 +108,8 @@ def check_cpu() -> Finding:
 
 
 def check_cores() -> Finding:
-    cores, affinity, total = available_cores(), len(psutil.Process().cpu_affinity() or ()), psutil.cpu_count() or 1
+    cores, total = available_cores(), psutil.cpu_count() or 1
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     quota = cgroup_cpu_quota()
     load = psutil.getloadavg()[0]
     detail = f"{cores} for Quire: {affinity} of {total} by affinity, cgroup quota {'none' if quota is None else f'{quota:g}'}, load {load:.1f}"

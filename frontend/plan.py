@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ..ipc.config import EngineConfig, config_fields
-from ..ipc.errors import NotEnoughMemoryError
+from ..ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ..ipc.machine import free_memory_bytes
 from ..ipc.memory_plan import CPU_MEMORY_FRACTION, affordable_blocks, fitting_tokens, plan_num_blocks
 from .engine_args import EngineArgs, model_context
@@ -69,6 +69,7 @@ def make_plan(args: EngineArgs, memory_bytes: int | None = None, given: dict[str
     `given`: the arguments that the user chose, for the flags to copy.
     """
     config = resolve(args)
+    _refuse_what_no_engine_takes(config)
     sizes = measure_model(config.model_config.hf_config)
     memory = free_memory_bytes() if memory_bytes is None else memory_bytes
     dtype, block_size = config.model_config.dtype, config.cache_config.block_size
@@ -117,6 +118,14 @@ def resolve(args: EngineArgs) -> EngineConfig:
     directory = find_cached_directory(args.model, args.revision) or find_model_directory(args.model, revision=args.revision, weights=False)
     arguments |= {"model": str(directory), "tokenizer": None, "generation_config": "none", "load_format": "dummy"}
     return EngineArgs(**arguments).create_engine_config()
+
+
+def _refuse_what_no_engine_takes(config: EngineConfig) -> None:
+    """As executor/device.py does: a plan for it would be one for nothing."""
+    if config.device_config.device == "cuda":
+        raise InvalidParameterError("device", "cuda is not supported yet; use cpu")
+    if config.model_config.dtype == "float16":
+        raise InvalidParameterError("dtype", "float16 is not supported on a CPU; use bfloat16 or float32")
 
 
 def _flags(config: EngineConfig, longest: int, kv_cache_bytes: int | None, given: dict[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from ...ipc.errors import InvalidParameterError
 from ...ipc.params import RequestOutputKind, SamplingParams
 from .flags import Flag, Parser, given
 from .session import add_session_flags, check_sampling, default_sampling, open_engine, request_flags
+from .sources import naming_sources
 from .terminal import Dim, Interrupts
 
 if TYPE_CHECKING:
@@ -34,11 +35,12 @@ def make_parser(argv: list[str]) -> Parser:
 def main(argv: list[str]) -> int:
     args = make_parser(argv).parse(argv)
     sampling = given(args, request_flags())
-    check_sampling(sampling)
-    if sampling.get("n", 1) != 1:
-        raise InvalidParameterError("n", "a conversation has one answer per turn")
-    if getattr(args, "skip_tokenizer_init", False):
-        raise InvalidParameterError("skip_tokenizer_init", "a conversation needs the tokenizer")
+    with naming_sources(args.settings):
+        check_sampling(sampling)
+        if sampling.get("n", 1) != 1:
+            raise InvalidParameterError("n", "a conversation has one answer per turn")
+        if getattr(args, "skip_tokenizer_init", False):
+            raise InvalidParameterError("skip_tokenizer_init", "a conversation needs the tokenizer")
     with open_engine(args) as engine:
         conversation = Conversation(engine, {**default_sampling(engine, **DEFAULTS), **sampling}, getattr(args, "system", None))
         return talk_interactively(conversation) if sys.stdin.isatty() else talk_line_by_line(conversation)

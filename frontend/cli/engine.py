@@ -13,6 +13,7 @@ from ...ipc.process import exec_daemon
 from ..engine_args import EngineArgs
 from .flags import LISTEN, Parser, engine_flags, given
 from .plan import render
+from .sources import naming_sources
 
 USAGE = "quire engine --listen ipc://PATH [MODEL] [engine flags]"
 DESCRIPTION = "Loads MODEL and serves programs that attach with LLM(engine=...) or --engine at this address, until SIGTERM or Ctrl-C."
@@ -41,8 +42,9 @@ def main(argv: list[str]) -> int:
     listen = getattr(args, "listen", None)
     if listen is None:
         parser.error("the following arguments are required: --listen")
-    engine_args = EngineArgs(**given(args, engine_flags()))
-    config = engine_args.create_engine_config()
+    with naming_sources(args.settings):
+        engine_args = EngineArgs(**given(args, engine_flags()))
+        config = engine_args.create_engine_config()
     print(f"quire engine: starting {engine_args.model} at {listen}", file=sys.stderr)
     warn_if_too_large(engine_args, given(args, engine_flags()))
     exec_daemon(listen, config)

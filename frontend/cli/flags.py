@@ -158,7 +158,10 @@ class Parser(argparse.ArgumentParser):
             from .sources import OTHER_VARIABLES
 
             others = "; ".join(f"{name} ({what})" for name, what in OTHER_VARIABLES.items())
-            self.epilog = f"Further environment variables: {others}; HF_HOME and HF_HUB_OFFLINE (the hub's); OMP_NUM_THREADS."
+            self.epilog = (
+                "In variables and files a switch is on or off, lists and objects are JSON in a variable (a list of one text may be that text). "
+                f"Further variables: {others}; HF_HOME and HF_HUB_OFFLINE (the hub's); OMP_NUM_THREADS."
+            )
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
         """The arguments, and the settings from everywhere as attributes; `settings` says where each came from.

@@ -15,6 +15,7 @@ from ...ipc.errors import InvalidParameterError
 from ...ipc.params import MAX_N, RequestOutputKind, SamplingParams
 from .flags import Parser, given, sampling_flags
 from .session import add_session_flags, check_sampling, default_sampling, open_engine, request_flags
+from .sources import naming_sources
 from .terminal import Interrupts, JsonWriter, Meter, TextWriter
 from .values import convert_plain
 
@@ -50,7 +51,8 @@ def main(argv: list[str]) -> int:
     args = make_parser(argv).parse(argv)
     prompts = read_prompts(args)
     sampling = given(args, request_flags())
-    check_sampling(sampling)
+    with naming_sources(args.settings):
+        check_sampling(sampling)
     with open_engine(args) as engine:
         return complete(engine, prompts, {**default_sampling(engine, **DEFAULTS), **sampling}, args)
 

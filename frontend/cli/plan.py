@@ -14,6 +14,7 @@ import msgspec
 
 from ...ipc.errors import NotEnoughMemoryError, QuireError
 from .flags import Parser, engine_flags, given
+from .sources import naming_sources
 from .values import format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def main(argv: list[str]) -> int:
     from ..plan import make_plan
 
     arguments = given(args, engine_flags())
-    plan = make_plan(EngineArgs(**arguments), args.memory, arguments)
+    with naming_sources(args.settings):
+        plan = make_plan(EngineArgs(**arguments), args.memory, arguments)
     if args.json:
         derived = {name: getattr(plan, name) for name in ("fits", "least_memory_bytes", "least_kv_cache_bytes")}
         print(msgspec.json.encode({**msgspec.structs.asdict(plan), **derived, "command": command(plan)}).decode())

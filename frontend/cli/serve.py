@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from .flags import ENGINE, Parser, engine_flags, given, server_flags
 from .plan import plan_beneath
+from .sources import naming_sources
 
 USAGE = "quire serve [MODEL] [server flags] [engine flags]"
 DESCRIPTION = "Serves MODEL over OpenAI's API until Ctrl-C or SIGTERM. Without MODEL: the small one that comes with Quire."
@@ -30,5 +31,5 @@ def main(argv: list[str]) -> int:
     # A daemon's settings are its own: what is not given is taken from it, the model too.
     arguments = given(args, engine_flags())
     engine_args = EngineArgs(**arguments)
-    with plan_beneath(engine_args, arguments):
+    with naming_sources(args.settings), plan_beneath(engine_args, arguments):
         return serve(ServerConfig(**given(args, server_flags())), engine_args, getattr(args, "engine", ENGINE.default))

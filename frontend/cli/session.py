@@ -16,6 +16,7 @@ import msgspec
 from ...ipc.params import SamplingParams
 from .flags import ENGINE, Flag, Parser, engine_flags, given, sampling_flags
 from .plan import plan_beneath
+from .sources import naming_sources
 from .terminal import Dim
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def open_engine(args: argparse.Namespace) -> Iterator[LLMEngine]:
     engine_args = EngineArgs(**{"seed": secrets.randbits(63)} | given(args, engine_flags()))
     notice = Dim(sys.stderr)(f"loading {engine_args.model} ...") if sys.stderr.isatty() else ""
     print(notice, end="\r" if notice else "", file=sys.stderr, flush=True)
-    with plan_beneath(engine_args, given(args, engine_flags())):
+    with naming_sources(args.settings), plan_beneath(engine_args, given(args, engine_flags())):
         engine = LLMEngine.from_engine_args(engine_args, engine=getattr(args, "engine", ENGINE.default))
     try:
         print("\x1b[K" if notice else "", end="", file=sys.stderr, flush=True)

@@ -4,11 +4,12 @@ Must not know: argparse, what any setting does."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,18 @@ def _check(flag: Flag, value: Any) -> None:
             flag.check(value)
     except ValueError as error:
         raise InvalidParameterError(flag.option, str(error)) from None
+
+
+@contextlib.contextmanager
+def naming_sources(settings: Mapping[str, Setting]) -> Iterator[None]:
+    """Around what a command does with its settings: an error about one that does not stand on the command line says where it stands."""
+    try:
+        yield
+    except InvalidParameterError as error:
+        setting = settings.get(error.parameter)
+        if setting is not None and setting.source.startswith(("environment ", "file ")):
+            error.problem += f" (from the {setting.source})"
+        raise
 
 
 # ------------------------------------------------------------ environment

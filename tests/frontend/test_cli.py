@@ -112,7 +112,7 @@ def test_help_shows_the_most_used_flags_and_help_all_all_of_them(module, capsys:
         ("engine", "quire engine: the following arguments are required: --listen"),
         ("engine a b --listen ipc://x", "quire engine: unknown argument b; see quire engine --help-all"),
         ("generat x", "quire: unknown command 'generat'; did you mean 'generate'?"),
-        ("zzzzz", "quire: unknown command 'zzzzz'; the commands are generate, chat, "),
+        ("zzzzz", "quire: unknown command 'zzzzz'; the commands are serve, generate, "),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(arguments: str, sentence: str, capsys: pytest.CaptureFixture) -> None:
@@ -120,6 +120,13 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments: str, sentence: str
     assert (code, out) == (2, "")
     assert sentence in err
     assert err.count("\n") == 1 and "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_an_unknown_flag_in_one_sentence(command: str, capsys: pytest.CaptureFixture) -> None:
+    words = ("bench", "serve") if command == "bench" else (command,)
+    code, out, err = call(capsys, *words, "--frobnicate")
+    assert (code, out) == (2, "") and err == f"quire {' '.join(words)}: unknown flag --frobnicate; see quire {' '.join(words)} --help-all\n"
 
 
 def test_an_address_where_nobody_listens_is_exit_code_1_and_what_to_do(capsys: pytest.CaptureFixture) -> None:

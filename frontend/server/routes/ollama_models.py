@@ -104,7 +104,7 @@ def _shown(state: ServerState) -> dict[str, Any]:
     return {
         "modelfile": f"FROM {state.model_name}",
         "parameters": "\n".join(f"{name:<30} {getattr(defaults, name):g}" for name in ("temperature", "top_k", "top_p", "min_p")),
-        "template": engine.tokenizer.chat_templates.get("default", "") if engine.tokenizer else "",
+        "template": state.template_text,
         "details": _details(state),
         "model_info": info,
         "capabilities": capabilities,

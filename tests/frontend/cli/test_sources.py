@@ -15,6 +15,7 @@ from hypothesis import given as example
 from hypothesis import settings
 from hypothesis import strategies as st
 from quire import InvalidParameterError, StructuredOutputsParams
+from quire.__main__ import main
 from quire.frontend.cli.flags import ENGINE, Parser, engine_flags, given, sampling_flags, server_flags
 from quire.frontend.cli.session import request_flags, session_flags
 from quire.frontend.cli.sources import Setting, _yaml, render
@@ -154,6 +155,25 @@ def test_an_unknown_variable_is_warned_of_and_others_are_not(environment: pytest
         "quire: there is no setting for the variable QUIRE_MAX_MODLE_LEN; did you mean QUIRE_MAX_MODEL_LEN?",
         "quire: there is no setting for the variable QUIRE_XXXXXXXX; it is not used",
     ]
+
+
+@pytest.mark.parametrize("arguments", [["generate", "x"], ["chat"], ["engine", "--listen", "ipc://x"], ["plan"], ["serve", "--port", "0"]])
+def test_an_error_names_the_source_of_a_value_that_is_not_on_the_command_line(
+    arguments: list[str], environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    Path("q.yaml").write_text("max_model_len: 999999")
+    environment.setenv("QUIRE_CONFIG", "q.yaml")
+    assert main(arguments) == 2
+    problem = "quire: max_model_len: must be at most 4096, the context of the model, got 999999"
+    assert f"{problem} (hf_overrides can change it) (from the file q.yaml)\n" in capsys.readouterr().err
+    assert main([*arguments, "--max-model-len", "9999"]) == 2
+    assert "from the" not in capsys.readouterr().err
+
+
+def test_an_error_of_a_sampling_parameter_names_its_variable(environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    environment.setenv("QUIRE_TOP_P", "3")
+    assert main(["generate", "x"]) == 2
+    assert capsys.readouterr().err == "quire: top_p: must be greater than 0 and at most 1, got 3.0 (from the environment QUIRE_TOP_P)\n"
 
 
 # ---------------------------------------------------------------- printing

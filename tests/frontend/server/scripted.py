@@ -31,11 +31,11 @@ WITH_THOUGHT_AND_CALL = ["<think>We", "ll.</think>", "Let me ", "see.", '<tool_c
 
 
 class ScriptedEngine:
-    """Says the pieces it was given, one token each. `error` is raised in place of the piece that is an exception."""
+    """Says the pieces it was given, one token each; an exception among them is raised, and a number is silence of so many seconds."""
 
     errored = False
 
-    def __init__(self, pieces: list[str | Exception], reason: str = "stop", stop_reason: str | None = None):
+    def __init__(self, pieces: list[str | float | Exception], reason: str = "stop", stop_reason: str | None = None):
         self.pieces, self.reason, self.stop_reason = pieces, reason, stop_reason
         self.config = EngineArgs(max_model_len=512, device="cpu").create_engine_config()
         text_side = TextSide.for_config(self.config)
@@ -43,16 +43,27 @@ class ScriptedEngine:
         self.get_default_sampling_params = lambda: text_side.default_sampling_params
         self.prompts: list[str] = []
         self.params: list[SamplingParams] = []
+        self.num_running = 0
 
     async def generate(self, prompt: dict[str, Any], params: SamplingParams, request_id: str, **_: object) -> AsyncIterator[RequestOutput]:
         self.prompts.append(prompt.get("prompt", ""))
         self.params.append(params)
+        self.num_running += 1
+        try:
+            async for output in self._say(prompt, params, request_id):
+                yield output
+        finally:
+            self.num_running -= 1
+
+    async def _say(self, prompt: dict[str, Any], params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
         metrics = RequestMetrics(1.0, finished_time=4.0, queued_ts=1.0, scheduled_ts=1.5, first_token_ts=2.0, last_token_ts=3.5)
         whole = CompletionOutput(0, "", [])
         for i, piece in enumerate(self.pieces):
             if isinstance(piece, Exception):
                 raise piece
-            await asyncio.sleep(0)
+            await asyncio.sleep(piece if isinstance(piece, float) else 0)
+            if isinstance(piece, float):
+                continue
             is_last = i == len(self.pieces) - 1
             news = CompletionOutput(0, piece, [i], finish_reason=self.reason if is_last else None, stop_reason=self.stop_reason if is_last else None)
             whole.extend(news)

@@ -207,9 +207,10 @@ class EngineCore:
         return self.executor.execute_model(step.output)
 
     def _process_model_outputs(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
-        self._step_records.executed(step)
+        if step.prefills:
+            step.execute_time = self._step_records.execute_time(step)
         self.scheduler.update_from_output(step, output, self._rows)
-        self._step_records.end(step, self.scheduler.counters)
+        self._step_records.end(step, self._rows.now, self.scheduler.counters)
 
     def post_step(self, model_executed: bool) -> None:
         """Called after each step when its outputs are on their way: what must not delay them."""

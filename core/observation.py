@@ -40,26 +40,27 @@ class StepRecords:
 
     def begin(self, step: ScheduledStep, start_time: float, counters: Counters) -> None:
         """It has been scheduled, from `start_time` on."""
-        step.start_time, step.scheduled_time = start_time, time.monotonic()
-        step.num_preemptions = counters.num_preemptions - self._num_preemptions  # and those since the step before, of a sleep
-        self._num_preemptions = counters.num_preemptions
+        num_preemptions = counters.num_preemptions
+        step.scheduling = start_time, time.monotonic(), num_preemptions - self._num_preemptions  # with those of a sleep before it
+        self._num_preemptions = num_preemptions
 
-    def executed(self, step: ScheduledStep) -> None:
-        """Its result is there."""
-        step.execute_time = max(step.scheduled_time, self._executed_time)
-        self._executed_time = time.monotonic()
+    def execute_time(self, step: ScheduledStep) -> float:
+        """When the execution of a step that has run, and is not processed, began."""
+        scheduled_time = step.scheduling[1]
+        return scheduled_time if scheduled_time > self._executed_time else self._executed_time
 
-    def end(self, step: ScheduledStep, counters: Counters) -> None:
-        """Its result has been processed."""
-        num_generation_tokens, executed = counters.num_generation_tokens, self._executed_time
+    def end(self, step: ScheduledStep, executed_time: float, counters: Counters) -> None:
+        """Its result came at `executed_time`, and has been processed."""
+        start_time, scheduled_time, num_preemptions = step.scheduling
+        num_generation_tokens = counters.num_generation_tokens
         self._ring.append(
             (
-                step.output.step, step.start_time, step.scheduled_time - step.start_time, executed - step.execute_time, time.monotonic() - executed,
+                step.output.step, start_time, scheduled_time - start_time, executed_time - self.execute_time(step), time.monotonic() - executed_time,
                 sum([num_tokens for _, num_tokens in step.prefills]) if step.prefills else 0,
-                num_generation_tokens - self._num_generation_tokens, len(step.requests), step.num_preemptions,
+                num_generation_tokens - self._num_generation_tokens, len(step.requests), num_preemptions,
             )
         )  # fmt: skip
-        self._num_generation_tokens = num_generation_tokens
+        self._executed_time, self._num_generation_tokens = executed_time, num_generation_tokens
 
     @property
     def last_step(self) -> int:

@@ -53,11 +53,8 @@ class ScheduledStep:
     num_expected: list[int] = field(default_factory=list)  # tokens that the row is going to sample, if nothing goes wrong
     num_computed: list[int] = field(default_factory=list)  # of the request's tokens, when the step has run
     prefills: list[tuple[Request, int]] = field(default_factory=list)  # rows that compute a prompt, or anew what was preempted; their tokens
-    # Moments of time.monotonic(), and what the scheduling did; see observation.py, which writes them.
-    start_time: float = 0.0
-    scheduled_time: float = 0.0
-    execute_time: float = 0.0  # its execution began
-    num_preemptions: int = 0
+    scheduling: tuple[float, float, int] = (0.0, 0.0, 0)  # its begin and end, on time.monotonic(), and preemptions; observation.py writes it
+    execute_time: float = 0.0  # its execution began; only for steps with prefills
 
 
 class Scheduler:

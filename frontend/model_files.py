@@ -46,7 +46,7 @@ def find_cached_directory(model: str, revision: str | None = None) -> Path | Non
         found = try_to_load_from_cache(model, "config.json", revision=revision)
     except HFValidationError:
         return None
-    return Path(found).resolve().parent if isinstance(found, str) else None
+    return Path(found).absolute().parent if isinstance(found, str) else None  # not resolved: the file is a link to its blob
 
 
 def _looks_like_a_path(model: str) -> bool:

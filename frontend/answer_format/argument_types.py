@@ -13,6 +13,7 @@ MAX_REFERENCES = 20  # a schema may refer to itself
 TYPE_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
 LIMITS_OF_TEXT = frozenset({"pattern", "format", "minLength", "maxLength", "const", "anyOf", "oneOf", "allOf", "not", "$ref"})
 DEFINITIONS = ("$defs", "definitions")
+FOREIGN_REFERENCE = re.compile(r'"\$ref": "(?!#/(\$defs|definitions)/)')
 PLAIN_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "title", "description", "strict", "$schema", *DEFINITIONS})
 LITERAL_NAMES = {"true": True, "false": False, "null": None}
 
@@ -56,6 +57,8 @@ def plain_arguments(schema: dict[str, Any]) -> dict[str, tuple[dict[str, Any], b
     if not set(required) <= properties.keys() or not all(re.fullmatch(r"[\w.-]+", key) and isinstance(properties[key], dict) for key in properties):
         return None
     definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
+    if FOREIGN_REFERENCE.search(json.dumps([properties, definitions])):
+        return None
     return {key: ({**definitions, **value}, key in required) for key, value in properties.items()}
 
 

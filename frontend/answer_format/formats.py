@@ -13,7 +13,7 @@ from ...ipc.params import StructuredOutputsParams
 from ..chat_template import template_traits
 from ..template_traits import TemplateTraits
 from ..tokenizer import Tokenizer
-from .forced import functions_of, write_after_reasoning, write_structure
+from .forced import Functions, functions_of, write_after_reasoning, write_structure
 from .grammar_text import GrammarText
 from .json_calls import JsonCalls
 from .named_calls import MistralCalls, NamedCalls
@@ -23,6 +23,7 @@ from .tagged_calls import TaggedCalls
 from .tool_calls import ToolFormat
 
 AUTO, NONE = "auto", "none"
+ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,19 @@ class AnswerFormat:
             functions = [(name, schema) for name, schema in functions if name == wanted]
         grammar = self._grammar()
         several = parallel_tool_calls and self.several_calls and not isinstance(tool_choice, dict)
-        return self._finished(grammar, self.tool_format.write(grammar, functions, several), prompt_text)
+        return self._finished(grammar, self._calls(grammar, functions, several), prompt_text)
+
+    def strict(self, tools: list[dict[str, Any]], *, parallel_tool_calls: bool = True, prompt_text: str = "") -> StructuredOutputsParams | None:
+        """What holds the arguments of calls that the model makes of its own accord to the schemas of those tools that are `strict`; between
+        calls it writes what it likes. None if no tool is, or if calls have no mark that would tell their beginning."""
+        is_strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict")}
+        if not is_strict or self.tool_format is None or not self.tool_format.start:
+            return None
+        grammar, several = self._grammar(), parallel_tool_calls and self.several_calls
+        functions = [(name, schema if name in is_strict else ANY_OBJECT) for name, schema in functions_of(tools)]
+        call = f"{grammar.text_until(self.tool_format.start)} {self.tool_format.write(grammar, functions, several)}"
+        answer = f"({call}){'*' if several else '?'} {grammar.text_without(self.tool_format.start)}"
+        return self._finished(grammar, answer, prompt_text)
 
     def after_reasoning(
         self,
@@ -189,8 +202,11 @@ class AnswerFormat:
         grammar = self._grammar()
         answer = write_structure(grammar, params)
         if calls:
-            answer = grammar.any_of([answer, self.tool_format.write(grammar, functions_of(tools), parallel_tool_calls and self.several_calls)])
+            answer = grammar.any_of([answer, self._calls(grammar, functions_of(tools), parallel_tool_calls and self.several_calls)])
         return self._finished(grammar, answer, prompt_text)
+
+    def _calls(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+        return f"{grammar.literal(self.tool_format.start)} {self.tool_format.write(grammar, functions, several)}"
 
     def _grammar(self) -> GrammarText:
         return GrammarText({text: i for i, text in self.tokenizer.added_tokens.items()} if self.tokenizer else {})

@@ -61,5 +61,13 @@ class GrammarText:
             return f"{self.rule(ANY_TEXT)} {self.literal(end[found.start() :])}"
         return self.rule(ANY_TEXT, f"[suffix={json.dumps(end, ensure_ascii=False)}]")
 
+    def text_without(self, mark: str) -> str:
+        """Any text that `mark` is no part of."""
+        if self._added_token.search(mark):
+            return self.rule(ANY_TEXT)
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {ANY_TEXT} & ~/(?s:.*){re.escape(mark).replace('/', chr(92) + '/')}(?s:.*)/")
+        return name
+
     def finished(self, start: str) -> str:
         return "\n".join([f"start: {start}", *self._rules])

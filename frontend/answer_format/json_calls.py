@@ -28,15 +28,19 @@ class JsonCalls:
     padding: str = ""  # between marks and objects
 
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
-        start, end = f"{self.starts[0] if self.starts else ''}{self.padding}", f"{self.padding}{self.end}"
-        if self.is_list:
-            return write_json_calls(grammar, functions, several, self._before_arguments, "}", (f"{start}[", ", ", f"]{end}"))
-        if self.bare_beginnings:
-            return write_json_calls(grammar, functions, several, self._before_arguments, "}", ("", f"{self.bare_separator} ", ""))
-        return write_json_calls(grammar, functions, several, lambda name: start + self._before_arguments(name), "}" + end, ("", self.padding, ""))
+        def before(name: str) -> str:
+            return f'{{"name": {json.dumps(name)}, "{self.argument_key}": '
 
-    def _before_arguments(self, name: str) -> str:
-        return f'{{"name": {json.dumps(name)}, "{self.argument_key}": '
+        pad = self.padding
+        if self.is_list:
+            return write_json_calls(grammar, functions, several, before, "}", (f"{pad}[", ", ", f"]{pad}{self.end}"))
+        if self.bare_beginnings:
+            return write_json_calls(grammar, functions, several, before, "}", ("", f"{self.bare_separator} ", ""))
+        return write_json_calls(grammar, functions, several, lambda name: pad + before(name), f"}}{pad}{self.end}", ("", pad + self.start, ""))
+
+    @property
+    def start(self) -> str:
+        return "" if self.bare_beginnings else self.starts[0]
 
     def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
         """All calls behind a mark (or "", for those that stand without one), and the mark that ends them."""

@@ -38,12 +38,16 @@ class NamedCalls:
 
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
         before, after = self.call_form.split("ARGUMENTS")
-        frame = (self.section_start, self.between, self.section_end)
+        frame = ("", self.between, self.section_end)
 
         def before_arguments(name: str) -> str:
             return self.call_start + before.replace("NAME", name)
 
         return write_json_calls(grammar, functions, several, before_arguments, after + self.call_end, frame)
+
+    @property
+    def start(self) -> str:
+        return self.section_start
 
     @property
     def starts(self) -> tuple[str, ...]:
@@ -91,8 +95,12 @@ class MistralCalls:
 
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
         if self.name_is_before:
-            return write_json_calls(grammar, functions, several, "[TOOL_CALLS]{}[ARGS]".format, "")
+            return write_json_calls(grammar, functions, several, "{}[ARGS]".format, "", ("", self.start, ""))
         return JsonCalls(self.starts, is_list=True).write(grammar, functions, several)
+
+    @property
+    def start(self) -> str:
+        return self.starts[0]
 
     def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
         yield from stream.skip_space()

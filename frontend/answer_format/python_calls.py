@@ -33,12 +33,12 @@ class PythonCalls:
     call_per_line: bool = False  # in place of a list
 
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
-        start, end = (self.starts[0] if self.starts else "", self.end) if not self.bare_beginnings else ("", "")
-        if self.call_per_line:
-            frame = (f"{start}\n", "\n", f"\n{end}")
-        else:
-            frame = (f"{start}[", ", ", f"]{end}")
+        frame = ("\n", "\n", f"\n{self.end}") if self.call_per_line else ("[", ", ", f"]{self.end if self.start else ''}")
         return write_repeated(grammar, [self._write_call(grammar, name, schema) for name, schema in functions], several, frame)
+
+    @property
+    def start(self) -> str:
+        return "" if self.bare_beginnings else self.starts[0]
 
     def _write_call(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str:
         """Values as JSON, which `read` takes for Python. A JSON object where the arguments cannot be written one by one."""

@@ -45,8 +45,8 @@ class TaggedCalls:
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
         section = self.section_end or self.call_end
         calls = [self._write_call(grammar, name, schema) or self._write_json(grammar, name, schema) for name, schema in functions]
-        opening = self.section_start + (self.padding if self.name_start else "")
-        return write_repeated(grammar, [f"{grammar.literal(opening)} {c} {grammar.literal(section)}" for c in calls], several, ("", "\n", ""))
+        opening = grammar.literal(self.padding if self.name_start else "")
+        return write_repeated(grammar, [f"{opening} {c} {grammar.literal(section)}" for c in calls], several, ("", f"\n{self.start}", ""))
 
     def _write_json(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str:
         before = grammar.literal(f'{{"name": {json.dumps(name)}, "arguments": ')
@@ -71,6 +71,10 @@ class TaggedCalls:
             pieces.append(f"({before} {value}){'' if is_required else '?'}")
         ending = self.call_end + self.padding if self.section_end else ""
         return " ".join([*pieces, grammar.literal(ending)])
+
+    @property
+    def start(self) -> str:
+        return self.section_start
 
     @property
     def starts(self) -> tuple[str, ...]:

@@ -73,4 +73,8 @@ class ToolFormat(Protocol):
         """Reads what stands behind `mark` (consumed), up to the end of the call or calls. Raises Malformed."""
 
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
-        """An expression for a call to one of `functions`, or `several`, that `read` understands."""
+        """An expression for a call to one of `functions`, or `several`, as `read` understands them, without the mark before the first."""
+
+    @property
+    def start(self) -> str:
+        """That mark, or "" where calls are written without."""

@@ -54,7 +54,7 @@ def _figures(state: dict[str, Any]) -> Table:
     queries, hits = counters["prefix_cache_queries"], counters["prefix_cache_hits"]
     grid = Table.grid(padding=(0, 3))
     grid.add_row(_figure(output, "output tokens/s"), _figure(prompt, "prompt tokens/s"), _figure(steps, "steps/s"))
-    grid.add_row(_figure(num_running, "running"), _figure(len(requests) - num_running, "waiting"), _figure(counters["num_preemptions"], "preemptions"))
+    grid.add_row(_figure(num_running, "running"), _figure(len(requests) - num_running + state["num_queued"], "waiting"), _figure(counters["num_preemptions"], "preemptions"))
     grid.columns[0].min_width = grid.columns[1].min_width = 22
     grid.add_row(Text.assemble((f"{100 * hits / queries:.0f} %" if queries else "-", "bold"), " prefix hits"), _figure(finished(counters), "finished"), Text())
     return grid
@@ -112,7 +112,7 @@ def _requests(state: dict[str, Any], width: int, most: int | None) -> Renderable
         numbers = f"{computed:,}/{num_prompt:,}", f"{request['num_output_tokens']:,}/{limit:,}"
         row = [Text(short_id(request["request_id"])), Text(_doing(request)), Text(numbers[0]), prefill, Text(numbers[1]), decode]
         table.add_row(*row, f"{request['num_blocks']:,}")
-    num_left_out = len(requests) - len(requests[:most])
+    num_left_out = len(requests) - len(requests[:most]) + state["num_queued"]
     return Group(table, Text(f"and {num_left_out:,} more", "dim")) if num_left_out else table
 
 

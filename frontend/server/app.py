@@ -11,18 +11,22 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
+from ... import __version__
 from .auth import Keys
 from .call import Call, new_request_id
 from .cors import Cors
 from .errors import ApiError, from_status
-from .routes import admin, chat, completions, engine_view, health, messages, metrics, models, ollama, ollama_models, page, responses
+from .openapi import description_route
+from .routes import admin, chat, completions, engine_view, health, messages, metrics, models, ollama, ollama_models, page, pooling, responses, tokenize
 from .sse import Json
 from .state import ServerState
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
 CLIENT_LEFT = 499  # nginx's number, for the metrics only
-FAMILIES = (health, models, completions, chat, responses, messages, ollama, ollama_models, engine_view, metrics, admin, page)
+FAMILIES = (
+    health, models, completions, chat, tokenize, pooling, responses, messages, ollama, ollama_models, engine_view, metrics, admin, page
+)  # fmt: skip
 
 
 def make_app(state: ServerState) -> App | Cors:
@@ -32,7 +36,8 @@ def make_app(state: ServerState) -> App | Cors:
 
 
 def all_routes(state: ServerState) -> list[Route]:
-    return [route for family in FAMILIES for route in family.routes(state)]
+    routes = [route for family in FAMILIES for route in family.routes(state)]
+    return [*routes, description_route(routes, __version__)]
 
 
 class App:

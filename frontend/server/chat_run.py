@@ -109,23 +109,32 @@ async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> ChatRu
     check_context(state, token_ids, params, turn.names)
     check_room(state, token_ids, turn.max_tokens, turn.names)
     tools = turn.tools if turn.wants_tools else None
-    params, names = shape_answer(format, turn, params, text)
+    params, names = shape_answer(format, turn, params, text, call)
     job = Job(turn.request_id, token_ids, params, text, turn.priority, turn.cache_salt, names)
     parsers = [format.parser(tools, prompt_text=text, parallel_tool_calls=turn.parallel_tool_calls) for _ in range(params.n)]
     return ChatRun(state, call, job, parsers)
 
 
-def shape_answer(format: AnswerFormat, turn: ChatTurn, params: SamplingParams, text: str) -> tuple[SamplingParams, dict[str, str]]:
+def shape_answer(format: AnswerFormat, turn: ChatTurn, params: SamplingParams, text: str, call: Call) -> tuple[SamplingParams, dict[str, str]]:
     """The parameters with the grammar of what the turn demands, and the names of fields for the errors of that grammar."""
-    asked, names, options = params.structured_outputs, turn.names, {"parallel_tool_calls": turn.parallel_tool_calls, "prompt_text": text}
-    shape = format.forced(turn.tools, turn.tool_choice, **options) if turn.wants_tools else None
-    if shape is not None:
-        names = names | {"structured_outputs": "tools"}
-    elif asked is not None:
-        shape = format.after_reasoning(asked, tools=turn.tools if turn.wants_tools else None, **options)
-    if shape is None or shape is asked:
-        return params, names
-    return msgspec.structs.replace(params, structured_outputs=shape), names
+    asked, options = params.structured_outputs, {"parallel_tool_calls": turn.parallel_tool_calls, "prompt_text": text}
+    tools = turn.tools if turn.wants_tools else []
+    shape = format.forced(tools, turn.tool_choice, **options) if tools else None
+    if shape is None and asked is not None:
+        shape = format.after_reasoning(asked, tools=tools, **options)
+        return msgspec.structs.replace(params, structured_outputs=shape), turn.names
+    if shape is None:
+        shape = format.strict(tools, **options)
+    if shape is None:
+        if any(tool["function"].get("strict") for tool in tools):
+            call.ignored_params.append(turn.names.get("strict", "tools.strict"))  # no mark tells where this model's calls begin
+        return params, turn.names
+    return msgspec.structs.replace(params, structured_outputs=shape), turn.names | {"structured_outputs": "tools", "structured_outputs.grammar": "tools"}
+
+
+def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """As the model is shown it: whether it is strict is the server's business."""
+    return {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
 
 
 async def render_turn(state: ServerState, turn: ChatTurn, *, must_fit: bool = False) -> tuple[str, list[int]]:
@@ -139,7 +148,7 @@ async def render_turn(state: ServerState, turn: ChatTurn, *, must_fit: bool = Fa
     def render() -> str:
         return tokenizer.apply_chat_template(
             turn.messages,
-            tools=turn.tools if turn.wants_tools else None,
+            tools=[shown_tool(tool) for tool in turn.tools] if turn.wants_tools else None,
             documents=turn.documents,
             chat_template=state.chat_template,
             add_generation_prompt=turn.add_generation_prompt,

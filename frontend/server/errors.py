@@ -16,9 +16,8 @@ Must not know: routes, requests, how an answer is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from collections.abc import Iterable
 from difflib import get_close_matches
 from http import HTTPStatus
 from typing import Any

@@ -16,6 +16,7 @@ from .call import Call
 from .errors import INTERNAL, ApiError, context_length_exceeded, invalid, refused
 from .state import ServerState
 
+
 @dataclass(slots=True)
 class Job:
     """One prompt. `names`: the engine's parameters -> the body's fields, for errors; `prompt` also names the field of the prompt."""

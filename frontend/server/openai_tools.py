@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from .call import Call
 from .errors import invalid, missing, unsupported
 from .response_format import check_name
 
@@ -55,7 +54,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 Choice = str | ToolChoice | None
 
 
-def checked_tools(tools: list[Tool] | None, choice: Choice, call: Call) -> tuple[list[dict[str, Any]] | None, Any]:
+def checked_tools(tools: list[Tool] | None, choice: Choice) -> tuple[list[dict[str, Any]] | None, Any]:
     """(the tools that the model may use, "auto", "none", "required" or {"name": ...}). Raises ApiError with the path of what is wrong."""
     functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or [])]
     names = [function["function"]["name"] for function in functions]
@@ -66,8 +65,6 @@ def checked_tools(tools: list[Tool] | None, choice: Choice, call: Call) -> tuple
     if isinstance(choice, ToolChoice) and choice.allowed_tools is not None:
         allowed = {tool.function.name for tool in choice.allowed_tools.tools}
         functions = [function for function in functions if function["function"]["name"] in allowed]
-    if wanted == "auto" and any(function["function"].get("strict") for function in functions):
-        call.ignored_params.append("tools.function.strict")  # arguments are held to the schema only where a call is forced
     return functions or None, wanted
 
 

@@ -175,7 +175,7 @@ def turn_of(state: ServerState, call: Call, body: ResponsesBody, request_id: str
     tools, tool_choice = _tools(body)
     effort = body.reasoning and body.reasoning.effort
     variables = thinking_variables(state, call, None if effort is None else effort != "none", effort, ("reasoning.effort", "reasoning.effort"))
-    _note_ignored(call, body, tool_choice)
+    _note_ignored(call, body)
     return ChatTurn(
         request_id,
         messages_of(body.instructions, items, num_earlier),
@@ -189,7 +189,7 @@ def turn_of(state: ServerState, call: Call, body: ResponsesBody, request_id: str
     )
 
 
-def _note_ignored(call: Call, body: ResponsesBody, tool_choice: Any) -> None:
+def _note_ignored(call: Call, body: ResponsesBody) -> None:
     ignored = [name for name in IGNORED if getattr(body, name) is not None]
     if body.service_tier not in (None, "auto", "default"):
         ignored.append("service_tier")
@@ -198,8 +198,6 @@ def _note_ignored(call: Call, body: ResponsesBody, tool_choice: Any) -> None:
     ignored += [f"reasoning.{name}" for name in ("summary", "generate_summary") if body.reasoning and getattr(body.reasoning, name) is not None]
     if body.stream_options and body.stream_options.include_obfuscation:
         ignored.append("stream_options.include_obfuscation")
-    if tool_choice == "auto" and any(tool.strict for tool in body.tools or []):
-        ignored.append("tools.strict")  # arguments are held to the schema only where a call is forced
     call.ignored_params += ignored
 
 
@@ -228,7 +226,8 @@ def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]] | None, Any]:
         if not tool.name:
             raise missing(f"tools[{i}].name")
         described = {"description": tool.description} if tool.description else {}
-        tools[tool.name] = {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.parameters or {"type": "object"}}}
+        function = {"name": tool.name, **described, "parameters": tool.parameters or {"type": "object"}}
+        tools[tool.name] = {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
     choice = body.tool_choice
     if isinstance(choice, ToolChoice):
         return _chosen(choice, tools)

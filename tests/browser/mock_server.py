@@ -153,7 +153,7 @@ class Mock:
                 for job in self.jobs
             ],
             "num_blocks": NUM_BLOCKS, "blocks": "".join(self.blocks), "blocks_per_cell": 1, "counters": self.counters | gauges,
-            "model": "quire-demo", "max_model_len": MAX_MODEL_LEN, "block_size": BLOCK_SIZE, "uptime_s": time.monotonic() - self.began,
+            "model": "quire-demo", "max_model_len": MAX_MODEL_LEN, "block_size": BLOCK_SIZE, "uptime_s": time.monotonic() - self.began, "num_queued": 0,
         }  # fmt: skip
 
     def refusal(self) -> Response | None:

@@ -219,7 +219,7 @@ def test_a_burst_of_requests_can_be_sent_and_stopped(page, mock) -> None:
     page.click("#burst")
     wait_until(page, lambda: sum(len(body["prompt"]) for body in mock.bodies) == 12)
     wait_for(page, "document.getElementById('running').textContent === '10'")  # the view is not cut off by the requests it shows
-    page.click("#burst:has-text('Stop these requests')")
+    page.click("#burst:has-text('Stop them')")
     wait_until(page, lambda: mock.num_aborted == 12 and not mock.jobs)
     page.wait_for_selector("#no-rows :text('Nothing runs.')")
 

@@ -52,6 +52,6 @@ def test_the_engine_is_seen_at_work_and_stopped(page) -> None:
     wait_for(page, "parseFloat(document.querySelector('.request .s-output')?.style.width) > 10")
     wait_for(page, "/[1-9]\\d* used/.test(document.getElementById('cache').ariaLabel)")
     wait_for(page, "/execute .*s, process/.test(document.getElementById('steps').ariaLabel)")
-    page.click("#burst:has-text('Stop these requests')")
+    page.click("#burst:has-text('Stop them')")
     wait_for(page, "document.getElementById('health').textContent === 'idle'")
     wait_for(page, "[...document.querySelectorAll('#recent-rows td:last-child')].some((cell) => cell.textContent === 'abort')")

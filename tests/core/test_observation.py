@@ -8,7 +8,7 @@ from collections import Counter
 from concurrent.futures import Future
 
 import pytest
-from quire.core import observation
+from quire.core import engine_core, observation, output_rows
 from quire.core.block_pool import BlockPool
 from quire.core.engine_core import EngineCore
 from quire.core.observation import MAX_STEPS, map_blocks
@@ -105,13 +105,14 @@ class Clock:
 def test_where_the_time_of_a_step_went(monkeypatch):
     """The clock goes on by 1 in scheduling, by 10 in the model and by 100 in the processing."""
     core, clock = make_core(), Clock()
-    monkeypatch.setattr(observation, "time", clock)
-    monkeypatch.setattr("quire.core.engine_core.time", clock)
+    for module in (observation, engine_core, output_rows):
+        monkeypatch.setattr(module, "time", clock)
 
     def taking(seconds: float, method):
         def call(*arguments):
+            result = method(*arguments)
             clock.now += seconds
-            return method(*arguments)
+            return result
 
         return call
 
@@ -126,8 +127,8 @@ def test_where_the_time_of_a_step_went(monkeypatch):
 def test_overlapped_steps_execute_one_after_the_other(monkeypatch):
     """Step n + 1 is handed over while step n runs: its execution counts from the end of n. The model takes 10, and all else 1."""
     core, clock = make_core(async_scheduling=True), Clock()
-    monkeypatch.setattr(observation, "time", clock)
-    monkeypatch.setattr("quire.core.engine_core.time", clock)
+    for module in (observation, engine_core, output_rows):
+        monkeypatch.setattr(module, "time", clock)
     ends, schedule, update = [0.0], core.scheduler.schedule, core.scheduler.update_from_output
 
     class Running(Future):
@@ -147,8 +148,8 @@ def test_overlapped_steps_execute_one_after_the_other(monkeypatch):
         return schedule()
 
     def slow_update(*arguments):
+        update(*arguments)
         clock.now += 1
-        return update(*arguments)
 
     core.executor.submit_model, core.scheduler.schedule, core.scheduler.update_from_output = submit_model, slow_schedule, slow_update
     core.add_request(make_request(max_tokens=4))

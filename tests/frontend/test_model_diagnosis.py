@@ -126,3 +126,24 @@ def test_without_tokenizer_and_with_random_weights(model: Path) -> None:
     (model / "tokenizer.json").unlink()
     findings = check(model, skip_tokenizer_init=True, load_format="dummy")
     assert list(findings) == ["model", "weights", "fits"] and findings["weights"].status == "warn"
+
+
+def test_a_model_in_the_hubs_cache(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are links; weights that are not there yet come with the first start."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--somebody--tiny"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    for folder in (snapshot, repository / "refs", repository / "blobs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    for path in model.iterdir():
+        blob = path.rename(repository / "blobs" / f"blob-of-{path.name}")
+        (snapshot / path.name).symlink_to(blob)
+    findings = check("somebody/tiny")
+    assert {finding.status for finding in findings.values()} == {"pass"} and findings["model"].detail.endswith(str(snapshot))
+    for path in snapshot.glob("*.safetensors"):
+        path.unlink()
+    finding = check("somebody/tiny")["weights"]
+    assert finding.status == "warn" and finding.fix.startswith("hf download somebody/tiny")

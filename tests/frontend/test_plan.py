@@ -138,6 +138,8 @@ def test_a_model_in_the_hubs_cache_needs_no_network(tmp_path: Path, monkeypatch:
     snapshot.mkdir(parents=True)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
-    (snapshot / "config.json").write_text(json.dumps(BIG))
+    (repository / "blobs").mkdir()
+    (repository / "blobs" / "b1").write_text(json.dumps(BIG))
+    (snapshot / "config.json").symlink_to(repository / "blobs" / "b1")
     monkeypatch.setattr(planning, "find_model_directory", None)  # would look at the network
     assert plan("somebody/big", 60 * GIB, dtype="bfloat16").model == "somebody/big"

@@ -12,11 +12,12 @@ from starlette.routing import Route
 
 from ....ipc.checks import INT64_MAX
 from ..call import Call, call_of, read_body
-from ..chat_answer import ChatAnswer
+from ..chat_answer import ChatAnswer, ChatCompletion
 from ..chat_run import ChatTurn, prepare_chat
 from ..errors import invalid
 from ..openai_messages import Message, plain_messages
 from ..openai_tools import Tool, ToolChoice, checked_tools
+from ..openapi import described
 from ..sampling import MAX_LOGPROBS, SamplingBody, check_fields, field_names, sampling_params
 from ..state import ServerState
 
@@ -56,7 +57,9 @@ class ChatBody(SamplingBody, kw_only=True):
 
 
 def routes(state: ServerState) -> list[Route]:
+    @described(body=ChatBody, answer=ChatCompletion, streams=True)
     async def create(request: Request) -> Any:
+        """OpenAI's chat completions"""
         body = await read_body(request, state.server_config, ChatBody)
         call, model = call_of(request), state.check_model(body.model)
         answer = ChatAnswer(state, call, body, model, await prepare_chat(state, call, chat_turn(state, call, body)))
@@ -73,10 +76,10 @@ def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "'logprobs' must be true where 'top_logprobs' is given.")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    names = field_names(body) | {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
+    names = field_names(body) | {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs", "strict": "tools.function.strict"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    tools, tool_choice = checked_tools(body.tools, body.tool_choice, call)
+    tools, tool_choice = checked_tools(body.tools, body.tool_choice)
     defaults = state.ready_engine().get_default_sampling_params()
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(body, defaults, state.server_config, max_tokens=max_tokens, logprobs=logprobs, names=names)
@@ -112,8 +115,14 @@ def _template_variables(state: ServerState, call: Call, body: ChatBody) -> dict[
             variables["enable_thinking"] = False
         else:
             call.ignored_params.append("reasoning_effort")
-    given = body.chat_template_kwargs or {}
+    return variables | checked_variables(body.chat_template_kwargs)
+
+
+def checked_variables(given: dict[str, Any] | None) -> dict[str, Any]:
+    """chat_template_kwargs."""
+    if given is None:
+        return {}
     if reserved := RESERVED_VARIABLES & given.keys():
         name = f"chat_template_kwargs.{min(reserved)}"
         raise invalid(name, f"'{name}' cannot be set: the template's variables of this name are the server's.")
-    return variables | given
+    return given

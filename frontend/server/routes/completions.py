@@ -13,9 +13,10 @@ from starlette.routing import Route
 from ....ipc.checks import INT64_MAX
 from ....ipc.params import RequestOutputKind
 from ..call import Call, call_of, read_body
-from ..completion_answer import CompletionAnswer
-from ..errors import invalid, missing, unsupported
+from ..completion_answer import Completion, CompletionAnswer
+from ..errors import invalid, unsupported
 from ..generation import Job, check_context, check_room
+from ..openapi import described
 from ..sampling import MAX_LOGPROBS, SamplingBody, TokenId, check_fields, field_names, sampling_params
 from ..state import ServerState
 from ..tokenizing import tokenize_all
@@ -27,7 +28,7 @@ FORMS = "a string, a list of strings, a list of token ids, or a list of lists of
 class CompletionBody(SamplingBody, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: str | list[str | TokenId | list[TokenId]] | None = None
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     max_tokens: Annotated[int, Meta(ge=0, le=INT64_MAX)] | None = None
     logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -36,7 +37,9 @@ class CompletionBody(SamplingBody, kw_only=True):
 
 
 def routes(state: ServerState) -> list[Route]:
+    @described(body=CompletionBody, answer=Completion, streams=True)
     async def create(request: Request) -> Any:
+        """OpenAI's text completions"""
         body = await read_body(request, state.server_config, CompletionBody)
         answer = await prepare(state, call_of(request), body)
         if body.stream:
@@ -93,12 +96,8 @@ def _num_completions(body: CompletionBody, most: int) -> int:
 
 def _prompts(prompt: Any, most: int) -> list[str | list[int]]:
     """The four forms of `prompt` as a list of texts and lists of token ids."""
-    if prompt is None:
-        raise missing("prompt")
     if isinstance(prompt, str):
         return [prompt]
-    if not prompt:
-        raise invalid("prompt", "'prompt' must not be an empty list.", "empty_array")
     kinds = set(map(type, prompt))
     if kinds == {int}:
         return [prompt]

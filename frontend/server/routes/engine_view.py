@@ -1,5 +1,5 @@
 """The engine at work, for those who watch: its state between two steps, and the time lines of the last requests.
-May know: ServerState, AsyncLLM.observe, the request log, how a time line is written.
+May know: ServerState, AsyncLLM.observe, how many requests wait for the engine, the request log, how a time line is written.
 Must not know: what is shown of it, or by whom."""
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def routes(state: ServerState) -> list[Route]:
             "max_model_len": config.model_config.max_model_len,
             "block_size": config.cache_config.block_size,
             "uptime_s": time.monotonic() - state.began,
+            "num_queued": state.admission.num_waiting,  # here, since the engine holds as many as it may
         }
         return Json(observed | about)
 

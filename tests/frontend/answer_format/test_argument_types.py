@@ -88,7 +88,7 @@ def test_only_plain_literals(text) -> None:
 def test_arguments_one_by_one() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"$ref": "#/$defs/U"}}, "required": ["a"], "$defs": {"U": {}}}
     assert plain_arguments(schema) == {"a": ({"type": "string", "$defs": {"U": {}}}, True), "b": ({"$ref": "#/$defs/U", "$defs": {"U": {}}}, False)}
-    for demanding in ({"allOf": []}, {"required": ["x"]}, {"properties": {"a b": {}}}, {"properties": {"a": True}}, {"minProperties": 1}):
+    for demanding in ({"allOf": []}, {"required": ["x"]}, {"properties": {"a b": {}}}, {"properties": {"a": True}}, {"minProperties": 1}, {"properties": {"a": {"$ref": "#"}}}):
         assert plain_arguments({"type": "object", **demanding}) is None
 
 

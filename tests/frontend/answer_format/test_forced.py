@@ -1,10 +1,13 @@
 """Calls that must be made: for every format, what the grammar lets through the parser reads as calls that keep to the tools' schemas.
 May know: the answer format's interface, the public API (the bundled model), jsonschema.
-Must not know: how grammars are enforced."""
+Must not know: how grammars are enforced.
+
+    pytest -m slow tests/frontend/answer_format/test_forced.py        # three thousand random schemas, some minutes"""
 
 from __future__ import annotations
 
 import json
+import random
 
 import jsonschema
 import pytest
@@ -14,6 +17,7 @@ from quire.frontend.answer_format.forced import functions_of
 from quire.frontend.answer_format.formats import TOOL_FORMATS
 from quire.tests.frontend.answer_format.cuts import function, parse
 from quire.tests.frontend.answer_format.grammars import accepts, marked_tokenizer
+from quire.tests.structured.generator import FORMAT_CHECKER, random_schema
 
 WEATHER = function("weather", city={"type": "string", "enum": ["Paris", "New York"]}, days={"type": "integer", "maximum": 14}, hot="boolean")
 WEATHER["function"]["parameters"]["required"] = ["city"]
@@ -61,6 +65,9 @@ MARKS = (
 )  # fmt: skip
 
 
+SETTINGS = dict(engine="inproc", num_threads=1, dtype="float32", max_num_seqs=64, max_model_len=256, num_gpu_blocks_override=1 + 64 * 16)
+
+
 def assert_calls(answer_format: AnswerFormat, text: str, several: bool = True) -> None:
     """All of the text is calls, valid ones."""
     answer = parse(answer_format, text, TOOLS)
@@ -99,7 +106,7 @@ def outputs() -> list:
         )
         for f, several, seed in asked
     ]
-    with LLM(engine="inproc", num_threads=1, dtype="float32", max_num_seqs=64, max_model_len=256, num_gpu_blocks_override=1 + 64 * 16) as llm:
+    with LLM(**SETTINGS) as llm:
         answers = llm.generate(["Answer: "] * len(asked), params, use_tqdm=False)
     return [(f, several, answer.outputs[0]) for (f, several, _), answer in zip(asked, answers, strict=True)]
 
@@ -117,6 +124,51 @@ def test_calls_that_were_cut_off_begin_as_calls(outputs) -> None:
         parser = answer_format.parser(TOOLS)
         answer = collect(parser.feed(completion.text) + parser.finish())
         assert answer.tool_calls or completion.finish_reason == "length", completion.text
+
+
+def random_tool(seed: int) -> dict:
+    rng = random.Random(seed)
+    keys = rng.sample(["name", "age", "kind", "a-b", "last name", "é", "q\"q"], rng.randint(0, 3))
+    schema = {"type": "object", "properties": {key: random_schema(rng, 1) for key in keys}, "required": rng.sample(keys, rng.randint(0, len(keys)))}
+    if rng.random() < 0.3:
+        schema["additionalProperties"] = False
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+def check_random_schemas(first: int, count: int) -> None:
+    """Every format in turn, a schema each; all outputs that are finished are one call with valid arguments, whole and streamed."""
+    items = [(detect("", NAMES[seed % len(NAMES)]), random_tool(seed), seed) for seed in range(first, first + count)]
+    params = [
+        SamplingParams(max_tokens=120, temperature=(0.5, 1.0, 2.0)[seed % 3], seed=seed, structured_outputs=f.forced([tool], "required", parallel_tool_calls=False))
+        for f, tool, seed in items
+    ]
+    with LLM(**SETTINGS) as llm:
+        answers = llm.generate(["Answer: "] * count, params, use_tqdm=False)
+    num_finished = 0
+    for (answer_format, tool, seed), answer in zip(items, answers, strict=True):
+        completion = answer.outputs[0]
+        assert completion.finish_reason in ("stop", "length"), (seed, answer_format.tool_name, tool, answer.error)
+        if completion.finish_reason == "stop":
+            num_finished += 1
+            read = parse(answer_format, completion.text, [tool])
+            assert read.content == "" and len(read.tool_calls) == 1, (seed, completion.text)
+            arguments = json.loads(read.tool_calls[0].arguments)
+            validator = jsonschema.Draft202012Validator(tool["function"]["parameters"], format_checker=FORMAT_CHECKER)
+            errors = [error.message for error in validator.iter_errors(arguments)]
+            assert not errors, (seed, answer_format.tool_name, completion.text, tool)
+    print(f"\n{num_finished} of {count} calls finished")
+    assert num_finished > 0.6 * count
+
+
+def test_random_schemas() -> None:
+    check_random_schemas(0, 24)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("first", range(1000, 4000, 1000))
+def test_three_thousand_random_schemas(first) -> None:
+    check_random_schemas(first, 1000)
 
 
 def test_free_text_in_tags() -> None:
@@ -168,6 +220,29 @@ def test_a_structure_behind_reasoning(structure, good, bad) -> None:
     assert not accepts(tokenizer, thinking, f"Hm.\n</think>\n\n{bad}") and not accepts(tokenizer, thinking, good)
     assert answer_format.after_reasoning(params, "…<think>\n\n</think>\n\n") is params
     assert detect("").after_reasoning(params, "<think>") is params
+
+
+@pytest.mark.parametrize("marks", [(), MARKS], ids=["as text", "as tokens"])
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name not in ("pythonic", "llama3_json")])
+def test_strict_tools_hold_calls_alone(name, marks) -> None:
+    """`strict` beside tool_choice "auto": text as the model likes, and calls that keep to the schema."""
+    tokenizer = marked_tokenizer(marks)
+    answer_format = detect("", name, tokenizer=tokenizer)
+    strict = [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}, NOW]
+    params = answer_format.strict(strict)
+    text = WRITTEN[name]
+    for accepted in ("Hello, <b>you</b>!\n", "", text, f"Let me see.\n{text}", f"{text}\nDone"):
+        assert accepts(tokenizer, params, accepted), accepted
+    for refused in (text.replace("Paris", "London"), f"Well. {text.replace('now', 'then')}", f"Well. {answer_format.tool_format.start} well"):
+        assert not accepts(tokenizer, params, refused), refused
+    assert not accepts(tokenizer, answer_format.strict(strict, parallel_tool_calls=False), text)
+
+
+def test_what_strict_cannot_hold() -> None:
+    strict = [{**NOW, "function": {"name": "now", "strict": True}}]
+    assert detect("", "hermes").strict(TOOLS) is None  # nobody asked
+    assert detect("", "llama3_json").strict(strict) is None and detect("").strict(strict) is None
+    assert detect("</think>", "hermes").strict(strict) is not None
 
 
 def test_a_structure_or_calls() -> None:

@@ -25,7 +25,7 @@ def observation(*requests: dict[str, Any], steps: list[list] | None = None) -> d
     return {
         "time": 50.0, "step": 9, "steps": [[9, 49.5, 0.001, 0.006, 0.003, 20, 80, 2, 0]] if steps is None else steps, "requests": list(requests),
         "num_blocks": 101, "blocks": "-" + "u" * 60 + "s" * 15 + "c" * 5 + "." * 20, "blocks_per_cell": 1, "counters": COUNTERS,
-        "model": "tiny[red]", "max_model_len": 1000, "block_size": 16, "uptime_s": 3723.0,
+        "model": "tiny[red]", "max_model_len": 1000, "block_size": 16, "uptime_s": 3723.0, "num_queued": 2,
     }  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def drawn(renderable: RenderableType, width: int = 110) -> str:
 def test_the_figures() -> None:
     text = drawn(screen(observation(request(), request(1, state="waiting")), "http://host", width=110))
     for words in (
-        "tiny[red]", "up 1 h 2 min", "40 output tokens/s", "10 prompt tokens/s", "1 running", "1 waiting", "3 preemptions", "25 % prefix hits",
+        "tiny[red]", "up 1 h 2 min", "40 output tokens/s", "10 prompt tokens/s", "1 running", "3 waiting", "3 preemptions", "25 % prefix hits",
         "9 finished", "75 % of 100 blocks in use", "schedule 1.0 ms", "execute 6.0 ms", "process 3.0 ms",
     ):  # fmt: skip
         assert words in text, words

@@ -12,12 +12,12 @@ from quire.frontend.answer_format import ToolCall, detect
 from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.frontend.server.admission import Admission
 from quire.frontend.server.call import Call
-from quire.frontend.server.chat_run import ChatRun, ChatTurn, Message, prepare_chat
+from quire.frontend.server.chat_run import ChatRun, ChatTurn, Message, prepare_chat, shape_answer, shown_tool
 from quire.frontend.server.errors import ApiError
 from quire.frontend.server.meters import Meters
 from quire.frontend.server.request_log import RequestLog
 from quire.ipc.errors import InvalidParameterError
-from quire.ipc.params import SamplingParams
+from quire.ipc.params import SamplingParams, StructuredOutputsParams
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
@@ -97,3 +97,44 @@ def test_tools_of_a_model_without_them_are_refused() -> None:
     assert caught.value.parameter == "tools"
 
 
+STRICT = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+CHOICE = StructuredOutputsParams(choice=["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("turn", "asked", "holds", "ignored"),
+    [
+        (dict(), None, False, []),
+        (dict(tools=TOOLS), None, False, []),
+        (dict(tools=TOOLS, tool_choice="required"), None, True, []),
+        (dict(tools=TOOLS, tool_choice={"name": "add"}), CHOICE, True, []),
+        (dict(tools=STRICT), None, True, []),
+        (dict(tools=STRICT, tool_choice="none"), None, False, []),
+        (dict(tools=TOOLS), CHOICE, True, []),
+        (dict(), CHOICE, True, []),
+    ],
+)
+def test_the_shape_of_an_answer(turn: dict, asked: StructuredOutputsParams | None, holds: bool, ignored: list) -> None:
+    async def run() -> None:
+        call = Call("req-1", 0.0, asyncio.current_task())
+        params = SamplingParams(structured_outputs=asked)
+        shaped, _ = shape_answer(detect("<tool_call>"), ChatTurn("r", [], params, **turn), params, "", call)
+        assert (shaped.structured_outputs is not None) is holds and call.ignored_params == ignored
+        if not turn.get("tools"):
+            assert shaped.structured_outputs is asked
+
+    asyncio.run(run())
+
+
+def test_what_strict_cannot_hold_is_told() -> None:
+    async def run() -> None:
+        call, params = Call("req-1", 0.0, asyncio.current_task()), SamplingParams()
+        turn = ChatTurn("r", [], params, tools=STRICT)
+        assert shape_answer(detect("", "llama3_json"), turn, params, "", call)[0] is params
+        assert call.ignored_params == ["tools.strict"]
+
+    asyncio.run(run())
+
+
+def test_a_model_is_not_shown_what_is_strict() -> None:
+    assert shown_tool(STRICT[0]) == TOOLS[0]

@@ -21,7 +21,7 @@ def answer(gives_tokens: bool = True, **fields: Any) -> CompletionAnswer:
     async def run() -> CompletionAnswer:
         call = Call("req-abc", 0.0, asyncio.current_task())
         state = SimpleNamespace(ready_engine=lambda: SimpleNamespace(tokenizer=None), system_fingerprint="fp_1")
-        return CompletionAnswer(state, call, CompletionBody(**fields), "m", [Job("r", [1, 2], SamplingParams())], gives_tokens=gives_tokens)
+        return CompletionAnswer(state, call, CompletionBody(prompt="x", **fields), "m", [Job("r", [1, 2], SamplingParams())], gives_tokens=gives_tokens)
 
     return asyncio.run(run())
 

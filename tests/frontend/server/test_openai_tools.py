@@ -2,13 +2,11 @@
 May know: openai_tools.py.
 Must not know: how a model calls tools."""
 
-import asyncio
 from typing import Any
 
 import msgspec
 import pytest
 
-from quire.frontend.server.call import Call
 from quire.frontend.server.errors import ApiError
 from quire.frontend.server.openai_tools import Tool, ToolChoice, checked_tools
 
@@ -16,13 +14,8 @@ ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "
 SUB = {"type": "function", "function": {"name": "sub"}}
 
 
-def checked(tools: Any, choice: Any) -> tuple[Any, Any, list[str]]:
-    async def run() -> tuple[Any, Any, list[str]]:
-        call = Call("req-1", 0.0, asyncio.current_task())
-        found = checked_tools(msgspec.convert(tools, list[Tool] | None), msgspec.convert(choice, str | ToolChoice | None), call)
-        return *found, call.ignored_params
-
-    return asyncio.run(run())
+def checked(tools: Any, choice: Any) -> tuple[Any, Any]:
+    return checked_tools(msgspec.convert(tools, list[Tool] | None), msgspec.convert(choice, str | ToolChoice | None))
 
 
 def allowed(mode: str, *names: str) -> dict:
@@ -43,7 +36,7 @@ def allowed(mode: str, *names: str) -> dict:
     ],
 )
 def test_every_form_of_the_choice(tools: Any, choice: Any, kept: Any, wanted: Any) -> None:
-    assert checked(tools, choice)[:2] == (kept, wanted)
+    assert checked(tools, choice) == (kept, wanted)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +63,6 @@ def test_what_is_wrong_is_named_by_its_path(tools: Any, choice: Any, param: str,
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)
 
 
-def test_strict_is_kept_only_where_a_call_is_forced() -> None:
+def test_strict_stays_with_its_tool() -> None:
     strict = {"type": "function", "function": ADD["function"] | {"strict": True}}
-    assert checked([strict], None)[2] == ["tools.function.strict"] and checked([strict], "required")[2] == []
+    assert checked([strict], None) == ([strict], "auto")

@@ -19,7 +19,7 @@ from quire.tests.frontend.server.scripted import ScriptedEngine, a_call
 STATE = ServerState(ServerConfig(), "scripted", ScriptedEngine([""]))
 THINKING_STATE = ServerState(ServerConfig(chat_template="{{ enable_thinking }} {{ reasoning_effort }} </think>"), "scripted", ScriptedEngine([""]))
 TOOL = {"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object"}, "strict": True}
-IN_CHAT = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+IN_CHAT = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}, "strict": True}}
 CALL = {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": '{"a": 1}'}
 RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "3"}
 THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
@@ -122,7 +122,7 @@ def test_what_changes_nothing_is_noted() -> None:
     )  # fmt: skip
     assert sorted(call.ignored_params) == [
         "max_tool_calls", "prompt_cache_key", "reasoning.effort", "reasoning.summary", "service_tier", "stream_options.include_obfuscation",
-        "text.verbosity", "tools.strict", "user",
+        "text.verbosity", "user",
     ]  # fmt: skip
 
 

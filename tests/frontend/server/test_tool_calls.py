@@ -91,6 +91,14 @@ def test_a_structure_is_no_hindrance_to_calls(server) -> None:
     assert called(ask(server, response_format=wanted, tool_choice=NAMED)["message"])
 
 
+def test_strict_tools_leave_the_model_free_to_talk(server) -> None:
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    answer = server.post("/v1/chat/completions", json=ASKED | {"tools": strict, "max_tokens": 24})
+    assert answer.status_code == 200 and "x-ignored-params" not in answer.headers, answer.text
+    plain = ask(server, tools=[{"type": "function", "function": TOOLS[0]["function"]}], max_tokens=24)
+    assert answer.json()["choices"][0]["message"]["content"] == plain["message"]["content"]
+
+
 def test_a_schema_that_no_grammar_can_hold_is_an_error_of_the_tools(server) -> None:
     odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True, "contains": {"type": "integer"}}}, "required": ["a"]}
     tools = [{"type": "function", "function": {"name": "odd", "parameters": odd}}]

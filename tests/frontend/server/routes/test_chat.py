@@ -3,12 +3,15 @@ May know: the session's server, OpenAI's shapes.
 Must not know: the engine."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 
+from quire.tests.frontend.server.conftest import running_server
 from quire.tests.frontend.server.routes.test_completions import events
+from quire.tests.frontend.server.scripted import TOOL_TEMPLATE
 
 QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
 BODY = {"messages": QUESTION, "max_tokens": 16, "temperature": 0}
@@ -149,3 +152,55 @@ def test_what_changes_nothing_is_listed(server: httpx.Client) -> None:
     messages = [{"role": "user", "content": "hi", "mood": "good"}]
     answer = server.post("/v1/chat/completions", json=BODY | {"messages": messages, "reasoning_effort": "low", "store": True})
     assert answer.headers["x-ignored-params"] == "store,reasoning_effort" and answer.headers["x-unknown-params"] == "messages[0].mood"
+
+
+@pytest.fixture(scope="module")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A server whose template has a place for tools and thoughts."""
+    path = tmp_path_factory.mktemp("templates") / "tools.jinja"
+    path.write_text(TOOL_TEMPLATE)
+    with running_server("--chat-template", str(path), "--reasoning-parser", "none") as client:
+        yield client
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_call_that_is_demanded_keeps_to_the_tools_schema(tool_server: httpx.Client, choice: Any) -> None:
+    fields = {"tools": [TOOL, WEATHER] if choice is NAMED else [WEATHER], "tool_choice": choice, "max_tokens": 200, "parallel_tool_calls": False}
+    whole = chat(tool_server, **fields)["choices"][0]
+    (call,) = whole["message"]["tool_calls"]
+    arguments = json.loads(call["function"]["arguments"])
+    assert call["function"]["name"] == "weather" and arguments["city"] in ("Rome", "Oslo") and 1 <= arguments["days"] <= 9
+    assert whole["finish_reason"] == "tool_calls" and call["id"].startswith("call_")
+    chunks = [c["choices"][0] for c in streamed(tool_server, **fields)]
+    deltas = [delta for chunk in chunks for delta in chunk["delta"].get("tool_calls", [])]
+    assert [d["function"]["name"] for d in deltas if "id" in d] == ["weather"] and {d["index"] for d in deltas} == {0}
+    assert "".join(d["function"]["arguments"] for d in deltas) == call["function"]["arguments"] and len(deltas) > 2
+    assert chunks[-1]["finish_reason"] == "tool_calls"
+
+
+def test_a_conversation_with_a_call_goes_on(tool_server: httpx.Client) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome", "days": 1}'}}
+    messages = [*QUESTION, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}]
+    assert chat(tool_server, messages=messages, tools=[WEATHER])["choices"][0]["message"]["role"] == "assistant"
+    assert "tool_calls" not in chat(tool_server, tools=[WEATHER], tool_choice="none")["choices"][0]["message"]
+
+
+def test_a_schema_that_makes_no_sense_is_the_tools(tool_server: httpx.Client) -> None:
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "nonsense"}}}}}
+    answer = tool_server.post("/v1/chat/completions", json=BODY | {"tools": [bad], "tool_choice": "required"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")

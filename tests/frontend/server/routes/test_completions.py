@@ -139,7 +139,7 @@ def test_guided_output(server: httpx.Client, fields: dict, text: str | None) -> 
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
-        ({"prompt": None}, "prompt", "missing_required_parameter"),
+        ({"prompt": None}, "prompt", "invalid_type"),
         ({"prompt": []}, "prompt", "empty_array"),
         ({"prompt": ""}, "prompt", "invalid_value"),
         ({"prompt": [1, "a"]}, "prompt", "invalid_type"),

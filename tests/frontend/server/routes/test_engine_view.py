@@ -18,7 +18,7 @@ def complete(server: httpx.Client, **more: object) -> httpx.Response:
 def test_the_state_of_the_engine(server: httpx.Client) -> None:
     complete(server, prompt="Once upon a time there was a fox. " * 8)
     state = server.get("/v1/engine/state").json()
-    assert state["model"] and state["max_model_len"] > 0 and state["block_size"] > 0 and state["uptime_s"] > 0
+    assert state["model"] and state["max_model_len"] > 0 and state["block_size"] > 0 and state["uptime_s"] > 0 and state["num_queued"] == 0
     assert len(state["blocks"]) == -(-state["num_blocks"] // state["blocks_per_cell"]) <= 4096
     assert set(state["blocks"]) <= set("-.cus") and "c" in state["blocks"]
     assert state["counters"]["num_generation_tokens"] >= 12 and state["steps"][-1][0] == state["step"]

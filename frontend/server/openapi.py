@@ -1,0 +1,120 @@
+"""The server's own description in OpenAPI 3.1, made of the route table and of the Structs that bodies are decoded into and answers made of.
+May know: starlette's routes, msgspec's JSON schemas.
+Must not know: what a route does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from .sse import Json
+
+REFERENCE = "#/components/schemas/{name}"
+PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")  # of a path, with starlette's converter
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(msgspec.Struct):
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, kw_only=True):
+    type: str
+    error: AnthropicErrorDetail
+
+
+class OllamaError(msgspec.Struct):
+    error: str
+
+
+ERRORS = {"/v1/messages": AnthropicError, "/api/": OllamaError}  # by the beginning of the path; all others: Error
+
+
+@dataclass(frozen=True)
+class Description:
+    """`answer`: of a success; None: none is described. `streams`: with `stream` in the body the answer is a stream of events."""
+
+    body: Any = None
+    answer: Any = None
+    streams: bool = False
+
+
+def described(body: Any = None, answer: Any = None, *, streams: bool = False) -> Callable[[Any], Any]:
+    """For handlers: what goes in and what comes out. The first line of the handler's docstring is its title."""
+
+    def note(handler: Any) -> Any:
+        handler.description = Description(body, answer, streams)
+        return handler
+
+    return note
+
+
+def description_route(routes: list[Route], version: str) -> Route:
+    """/openapi.json, which describes `routes`. Made when it is first asked for."""
+    made: list[Json] = []
+
+    @described()
+    async def description(request: Request) -> Response:
+        """This description"""
+        if not made:
+            made.append(Json(describe([*routes, route], version)))
+        return made[0]
+
+    route = Route("/openapi.json", description, methods=["GET"])
+    return route
+
+
+def describe(routes: Iterable[Route], version: str) -> dict[str, Any]:
+    """The whole document. Routes whose handlers say nothing of themselves are listed by path and method alone."""
+    routes = list(routes)
+    descriptions = [getattr(route.endpoint, "description", Description()) for route in routes]
+    types = [kind for description in descriptions for kind in (description.body, description.answer) if kind is not None]
+    schemas, components = msgspec.json.schema_components([*types, Error, *ERRORS.values()], ref_template=REFERENCE)
+    schema_of = dict(zip(map(id, types), schemas, strict=False))
+    paths: dict[str, dict[str, Any]] = {}
+    for route, description in zip(routes, descriptions, strict=True):
+        operations = paths.setdefault(PARAMETER.sub(r"{\1}", route.path), {})
+        for method in sorted((route.methods or {"GET"}) - {"HEAD"}):
+            operations[method.lower()] = _operation(route, method, description, schema_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Quire", "version": version, "description": "An LLM inference engine behind OpenAI's API and its relatives."},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(route: Route, method: str, description: Description, schema_of: dict[int, Any]) -> dict[str, Any]:
+    summary = (route.endpoint.__doc__ or route.name).strip().splitlines()[0]
+    error = next((kind for beginning, kind in ERRORS.items() if route.path.startswith(beginning)), Error)
+    failure = {"description": "What was wrong.", "content": {"application/json": {"schema": {"$ref": REFERENCE.format(name=error.__name__)}}}}
+    operation: dict[str, Any] = {"summary": summary, "operationId": f"{method.lower()}{re.sub(r'[^a-z0-9]+', '_', route.path.lower())}"}
+    names = PARAMETER.findall(route.path)
+    if names:
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names]
+    if description.body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema_of[id(description.body)]}}}
+    content: dict[str, Any] = {} if description.answer is None else {"application/json": {"schema": schema_of[id(description.answer)]}}
+    if description.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    operation["responses"] = {"200": {"description": "Success."} | ({"content": content} if content else {}), "4XX": failure, "5XX": failure}
+    return operation

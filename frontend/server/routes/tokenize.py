@@ -1,0 +1,144 @@
+"""/tokenize, /detokenize and /tokenizer_info, in vLLM's shapes.
+May know: the tokenizer, the rendering of a chat turn.
+Must not know: the engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ....ipc.params import SamplingParams
+from ...tokenizer import SPECIAL_TOKEN_KEYS, Tokenizer
+from ..call import Call, call_of, read_body
+from ..chat_run import ChatTurn, render_turn
+from ..errors import ApiError, invalid, missing
+from ..generation import tokenize
+from ..openai_messages import Message, plain_messages
+from ..openai_tools import Tool, checked_tools
+from ..openapi import described
+from ..sse import Json
+from ..state import ServerState
+from .chat import checked_variables
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /tokenize: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None  # default: true for a text, false for a conversation, whose template writes them
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class Tokenized(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[Annotated[int, Meta(ge=0, lt=2**31)]]
+    model: str | None = None
+
+
+class Detokenized(msgspec.Struct):
+    prompt: str
+
+
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """As tokenizer_config.json has it."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    unk_token: str | None = None
+    sep_token: str | None = None
+    pad_token: str | None = None
+    cls_token: str | None = None
+    mask_token: str | None = None
+
+
+def routes(state: ServerState) -> list[Route]:
+    @described(body=TokenizeBody, answer=Tokenized)
+    async def to_tokens(request: Request) -> Response:
+        """Token ids of a text or of a conversation"""
+        body = await read_body(request, state.server_config, TokenizeBody)
+        tokenizer = tokenizer_of(state)
+        state.check_model(body.model)
+        token_ids = await _token_ids(state, call_of(request), body)
+        texts = [tokenizer.id_to_token(token_id) or "" for token_id in token_ids] if body.return_token_strs else None
+        return Json(Tokenized(len(token_ids), state.max_model_len, token_ids, texts))
+
+    @described(body=DetokenizeBody, answer=Detokenized)
+    async def to_text(request: Request) -> Response:
+        """The text of token ids"""
+        body = await read_body(request, state.server_config, DetokenizeBody)
+        tokenizer = tokenizer_of(state)
+        state.check_model(body.model)
+        if body.tokens and max(body.tokens) >= tokenizer.vocab_size:
+            raise invalid("tokens", f"'tokens' must be ids between 0 and {tokenizer.vocab_size - 1}, got {max(body.tokens)}.")
+        return Json(Detokenized(tokenizer.decode(body.tokens)))
+
+    @described(answer=TokenizerInfo)
+    async def info(request: Request) -> Response:
+        """The tokenizer's special tokens and chat template"""
+        tokenizer = tokenizer_of(state)
+        special = {key: tokenizer.special_tokens_map.get(key) for key in SPECIAL_TOKEN_KEYS}
+        return Json(
+            TokenizerInfo(
+                tokenizer_class="PreTrainedTokenizerFast",  # what reads such files in transformers
+                vocab_size=tokenizer.vocab_size,
+                model_max_length=state.max_model_len,
+                chat_template=state.template_text or None,
+                **special,
+            )
+        )
+
+    return [
+        Route("/tokenize", to_tokens, methods=["POST"]),
+        Route("/detokenize", to_text, methods=["POST"]),
+        Route("/tokenizer_info", info, methods=["GET"]),
+    ]
+
+
+def tokenizer_of(state: ServerState) -> Tokenizer:
+    tokenizer = state.ready_engine().tokenizer
+    if tokenizer is None:
+        raise ApiError(404, "This model has no tokenizer here: it works on token ids.", code="no_tokenizer")
+    return tokenizer
+
+
+async def _token_ids(state: ServerState, call: Call, body: TokenizeBody) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise missing("prompt") if body.prompt is None else invalid("messages", "Give 'prompt' or 'messages', not both.")
+    if body.prompt is not None:
+        return await tokenize(state, body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    tools, _ = checked_tools(body.tools, None, call)
+    continues = bool(body.continue_final_message)
+    turn = ChatTurn(
+        request_id=call.request_id,
+        messages=plain_messages(body.messages, call),
+        params=SamplingParams(),
+        tools=tools,
+        template_variables=checked_variables(body.chat_template_kwargs),
+        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=continues,
+    )
+    text, token_ids = await render_turn(state, turn)
+    return await tokenize(state, text) if body.add_special_tokens else token_ids

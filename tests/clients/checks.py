@@ -1,0 +1,49 @@
+"""Runs the checks of one client file inside that client's environment: every function called check_*, each with the server's address.
+May know: the standard library alone.
+Must not know: any client, quire (it is not installed there)."""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
+ANSWER = "2 + 3 = 5"  # the bundled model's, greedy
+
+
+def run(checks: dict[str, Any], distribution: str) -> None:
+    """`python client_x.py ADDRESS MODEL_DIRECTORY`: prints one line of JSON, {"version", "passed": [...], "failed": {name: traceback}}."""
+    address, model_directory = sys.argv[1:3]
+    found: dict[str, Any] = {"version": version(distribution), "passed": [], "failed": {}}
+    for name, check in checks.items():
+        if name.startswith("check_") and isinstance(check, Callable):
+            try:
+                check(address, model_directory)
+                found["passed"].append(name)
+            except Exception:
+                found["failed"][name] = traceback.format_exc()
+    print(json.dumps(found))
+
+
+def raises(error: type[Exception], call: Callable[[], Any]) -> Any:
+    """The error that `call` must raise."""
+    try:
+        call()
+    except error as raised:
+        return raised
+    raise AssertionError(f"{error.__name__} was not raised")

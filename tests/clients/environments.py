@@ -1,0 +1,100 @@
+"""Clients that nobody here wrote: one virtual environment each, and the table of what they find against a running server.
+May know: the client files beside it, venv and pip, `quire serve`.
+Must not know: any client.
+
+    python tests/clients/environments.py install [NAME ...]    makes the environments under $QUIRE_CLIENTS (default: .clients in this directory)
+    python tests/clients/environments.py table                 runs every client that is installed; a table in Markdown
+    pytest -m clients                                          the same as tests"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+TEMPLATE = HERE / "tools.jinja"
+SERVER_FLAGS = ("--served-model-name", "quire", "--chat-template", str(TEMPLATE), "--reasoning-parser", "none")
+TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Client:
+    """`script` runs in the environment called `name`, in which `requirement` is installed."""
+
+    name: str
+    requirement: str
+    script: Path
+
+    @property
+    def python(self) -> Path:
+        return environments() / self.name / "bin" / "python"
+
+    def install(self) -> None:
+        subprocess.run([sys.executable, "-m", "venv", self.python.parent.parent], check=True)
+        subprocess.run([self.python, "-m", "pip", "install", "--quiet", "--upgrade", *self.requirement.split()], check=True)
+
+    def run(self, address: str, model_directory: Path) -> dict:
+        """{"version", "passed": [...], "failed": {...}}, as the script prints it."""
+        variables = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "OPENAI_API_KEY", "ANTHROPIC_API_KEY")}
+        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "ANONYMIZED_TELEMETRY": "0"}
+        command = [str(self.python), str(self.script), address, str(model_directory)]
+        done = subprocess.run(command, capture_output=True, text=True, env=variables | offline, timeout=TIMEOUT_S, check=False)
+        if done.returncode or not done.stdout.strip():
+            return {"version": "?", "passed": [], "failed": {self.script.name: done.stderr[-4000:]}}
+        return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def environments() -> Path:
+    return Path(os.environ.get("QUIRE_CLIENTS", HERE / ".clients"))
+
+
+def clients() -> list[Client]:
+    """Of every file client_*.py; its REQUIREMENTS say which environments it runs in."""
+    found = []
+    for script in sorted(HERE.glob("client_*.py")):
+        for node in ast.parse(script.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "REQUIREMENTS":
+                found += [Client(name, requirement, script) for name, requirement in ast.literal_eval(node.value).items()]
+    return found
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] == ["install"]:
+        for client in clients():
+            if not argv[1:] or client.name in argv[1:]:
+                print(f"{client.name}: pip install {client.requirement}", flush=True)
+                client.install()
+        return 0
+    if argv == ["table"]:
+        return print_table()
+    print(__doc__.split("\n\n", 1)[1])
+    return 2
+
+
+def print_table() -> int:
+    from quire.tests.frontend.server.conftest import running_server
+
+    import quire
+
+    model_directory, num_failed = Path(quire.__file__).parent / "frontend" / "bundled_model", 0
+    print("| client | version | checks | result |\n|---|---|---|---|")
+    with running_server(*SERVER_FLAGS) as server:
+        for client in clients():
+            if not client.python.exists():
+                print(f"| {client.name} | - | - | not installed |", flush=True)
+                continue
+            found = client.run(str(server.base_url).rstrip("/"), model_directory)
+            failed = found["failed"]
+            num_failed += len(failed)
+            result = f"failed: {', '.join(failed)}" if failed else "passed"
+            print(f"| {client.name} | {found['version']} | {len(found['passed']) + len(failed)} | {result} |", flush=True)
+            for name, problem in failed.items():
+                print(f"{name}:\n{problem}", file=sys.stderr)
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

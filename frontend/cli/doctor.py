@@ -57,8 +57,9 @@ def diagnose(engine_args: EngineArgs, server: dict[str, Any]) -> Iterator[Findin
     try:
         yield from check_machine(config.host, config.port, config.max_connections)
         from ..model_diagnosis import check_model
+        from ..server.state import read_template
 
-        yield from check_model(engine_args)
+        yield from check_model(engine_args, config, read_template(config.chat_template))
     except ImportError as error:
         yield Finding("further checks", "fail", f"a library is missing: {error}", "pip install -e .")
 

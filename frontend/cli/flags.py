@@ -207,7 +207,7 @@ class Parser(argparse.ArgumentParser):
         if isinstance(default, bool):
             shown = "on" if default else "off"
         else:
-            shown = "" if default is None or "Default:" in flag.help else json.dumps(default) if isinstance(default, dict) else str(default)
+            shown = "" if default in (None, [], {}) or "Default:" in flag.help else json.dumps(default) if isinstance(default, dict) else str(default)
         marks = [shown] * bool(shown) + [flag.variable] * self.show_all
         return (flag.help + (f" [{', '.join(marks)}]" if marks else "")).replace("%", "%%")
 

@@ -130,7 +130,7 @@ async def _token_ids(state: ServerState, call: Call, body: TokenizeBody) -> list
     if body.prompt is not None:
         [token_ids] = await tokenize_all(state, [body.prompt], add_special_tokens=body.add_special_tokens is not False)
         return token_ids
-    tools, _ = checked_tools(body.tools, None, call)
+    tools, _ = checked_tools(body.tools, None)
     continues = bool(body.continue_final_message)
     turn = ChatTurn(
         request_id=call.request_id,

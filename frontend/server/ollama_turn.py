@@ -13,9 +13,10 @@ from ..answer_format import detect
 from .call import Call
 from .chat_run import ChatRun, ChatTurn, prepare_chat, thinking_variables
 from .errors import invalid, missing, unsupported
-from .generation import Job, check_context, tokenize
+from .generation import Job, check_context
 from .sampling import Number, SamplingBody, sampling_params
 from .state import ServerState
+from .tokenizing import tokenize_all
 
 CHAT_NAMES = {"prompt": "messages", "structured_outputs": "format", "structured_outputs.json": "format", "max_tokens": "options.num_predict"}
 CHAT_NAMES |= {name: f"options.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")}
@@ -230,6 +231,6 @@ async def prepare_generate(state: ServerState, call: Call, body: OllamaGenerateB
 
 async def _prepare_raw(state: ServerState, call: Call, prompt: str, params: SamplingParams, request_id: str) -> ChatRun:
     """Without a template: the prompt as it is, the answer as it comes."""
-    token_ids = await tokenize(state, prompt)
+    [token_ids] = await tokenize_all(state, [prompt], param=GENERATE_NAMES["prompt"])
     check_context(state, token_ids, params, GENERATE_NAMES)
     return ChatRun(state, call, Job(request_id, token_ids, params, prompt, names=GENERATE_NAMES), [detect(None).parser()])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..ipc.errors import InvalidParameterError, ModelLoadError, QuireError
+from .answer_format import detect
 from .engine_args import EngineArgs
 from .machine_diagnosis import Finding
 from .model_files import (
@@ -21,14 +22,15 @@ from .model_files import (
 )
 from .model_sizes import measure_model
 from .plan import make_plan
+from .server.config import ServerConfig
 from .tokenizer import Tokenizer
 
 GIB = 2**30
 MARK = "QUIRE-MARK"  # a word that no template writes
 
 
-def check_model(args: EngineArgs) -> Iterator[Finding]:
-    """What comes first and fails makes the rest pointless."""
+def check_model(args: EngineArgs, server: ServerConfig = ServerConfig(), chat_template: str | None = None) -> Iterator[Finding]:
+    """What comes first and fails makes the rest pointless. `chat_template`: text, or the name of one of the model's, in place of its own."""
     try:
         directory = find_cached_directory(args.model, args.revision) or find_model_directory(args.model, revision=args.revision, weights=False)
         hf_config = read_hf_config(directory, args.hf_overrides)
@@ -54,7 +56,8 @@ def check_model(args: EngineArgs) -> Iterator[Finding]:
         yield Finding("ends", "fail", str(error), "correct the file, or --override-generation-config '{\"eos_token_id\": [ID]}'")
         return
     yield check_ends(tokenizer, ends, of_config, sizes.config.vocab_size)
-    yield from check_template(tokenizer, ends)
+    yield from check_template(tokenizer, ends, chat_template)
+    yield check_answers(tokenizer, server, chat_template)
 
 
 def check_weights(directory: Path, args: EngineArgs) -> Finding:
@@ -114,15 +117,19 @@ def check_ends(tokenizer: Tokenizer, used: list[int], of_config: list[int], voca
     return Finding("ends", "warn", "; ".join(disagreements), fix)
 
 
-def check_template(tokenizer: Tokenizer, config_ends: list[int]) -> Iterator[Finding]:
+def check_template(tokenizer: Tokenizer, config_ends: list[int], template: str | None) -> Iterator[Finding]:
     """What the chat template writes, against what the tokenizer adds and what ends a sequence."""
-    if not tokenizer.chat_templates:
+    if not tokenizer.chat_templates and template is None:
         yield Finding("template", "warn", "none: this is a base model, or its template is lost", "quire generate; --chat-template FILE for quire serve")
+        return
+    if template is not None and template not in tokenizer.chat_templates and "{" not in template:
+        names = ", ".join(sorted(tokenizer.chat_templates)) or "it has none"
+        yield Finding("template", "fail", f"{template} is no file, nor one of the model's: {names}", "--chat-template FILE")
         return
     question = [{"role": "user", "content": "Hello"}]
     try:
-        prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
-        without = tokenizer.apply_chat_template(question, add_generation_prompt=False, tokenize=False)
+        prompt = tokenizer.apply_chat_template(question, chat_template=template, add_generation_prompt=True, tokenize=False)
+        without = tokenizer.apply_chat_template(question, chat_template=template, tokenize=False)
     except InvalidParameterError as error:
         yield Finding("template", "fail", str(error), "--chat-template FILE with one that works")
         return
@@ -132,7 +139,22 @@ def check_template(tokenizer: Tokenizer, config_ends: list[int]) -> Iterator[Fin
         yield Finding("generation prompt", "warn", "the template writes none: the model may go on with the user's turn", fix)
     else:
         yield Finding("generation prompt", "pass", repr(prompt.removeprefix(without)))
-    yield from _check_turn_end(tokenizer, question, config_ends)
+    yield from _check_turn_end(tokenizer, question, config_ends, template)
+
+
+def check_answers(tokenizer: Tokenizer, server: ServerConfig, template: str | None) -> Finding:
+    """How the server will read what the model writes: recognised from the template, unless the flags say."""
+    templates = tokenizer.chat_templates
+    text = templates.get(template, template) if template else templates.get("tool_use") or templates.get("default") or ""
+    try:
+        found = detect(text, server.tool_call_parser, server.reasoning_parser, tokenizer)
+        found.require_tools()
+        tools = found.tool_name
+    except InvalidParameterError as error:
+        if error.parameter != "tools":
+            return Finding("answers", "fail", str(error), "one of the names that the message gives, or auto")
+        tools = f"none (tools {error.problem})"
+    return Finding("answers", "pass", f"tool calls: {tools}; reasoning: {found.reasoning_name or 'none'}")
 
 
 def _check_bos(tokenizer: Tokenizer, prompt: str) -> Finding:
@@ -149,10 +171,10 @@ def _check_bos(tokenizer: Tokenizer, prompt: str) -> Finding:
     return Finding("BOS", "pass", "none" if ids[:1] != [bos] else f"{tokenizer.bos_token} once, from the template")
 
 
-def _check_turn_end(tokenizer: Tokenizer, question: list[dict[str, str]], config_ends: list[int]) -> Iterator[Finding]:
+def _check_turn_end(tokenizer: Tokenizer, question: list[dict[str, str]], config_ends: list[int], template: str | None) -> Iterator[Finding]:
     """The token that the template puts behind an answer is the one that the model learned to stop with."""
     try:
-        text = tokenizer.apply_chat_template([*question, {"role": "assistant", "content": MARK}], tokenize=False)
+        text = tokenizer.apply_chat_template([*question, {"role": "assistant", "content": MARK}], chat_template=template, tokenize=False)
     except InvalidParameterError as error:
         yield Finding("end of turn", "warn", f"the template does not take an answer: {error}", "a template that does, or no conversations")
         return

@@ -4,12 +4,14 @@ Must not know: transformers, requests, how text is streamed (detokenizer.py)."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from ..ipc.errors import InvalidParameterError, ModelLoadError
+from . import token_bounds
 from .chat_template import choose_template, read_chat_templates, render_chat
 from .model_files import read_json_if_exists
 
@@ -56,6 +58,12 @@ class Tokenizer:
 
     def __len__(self) -> int:
         return self.vocab_size
+
+    @cached_property
+    def max_token_length(self) -> int | None:
+        """The most characters of text that one token stands for, so that a text of n characters has at least n / max_token_length tokens;
+        None where that cannot be known for sure. Of a normalizer that composes characters (NFC) the text after it is meant."""
+        return token_bounds.max_token_length(self.backend)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Raises InvalidParameterError for what is no text, a lone surrogate included."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .flags import Parser, engine_flags, given, server_flags
+from .flags import ENGINE, Parser, engine_flags, given, server_flags
 
 if TYPE_CHECKING:
     from ..engine_args import EngineArgs
@@ -26,7 +26,7 @@ def make_parser(argv: list[str]) -> Parser:
     parser.add_model()
     parser.add_argument("--json", action="store_true", help="the findings as one JSON object")
     parser.add_flags("server", server_flags(), ("host", "port"))
-    parser.add_flags("engine", [flag for flag in engine_flags() if flag.name != "model"], ("dtype", "max_model_len", "tokenizer"))
+    parser.add_flags("engine", [flag for flag in engine_flags() if flag.name != "model"] + [ENGINE], ("dtype", "max_model_len", "tokenizer"))
     return parser
 
 
@@ -57,8 +57,9 @@ def diagnose(engine_args: EngineArgs, server: dict[str, Any]) -> Iterator[Findin
     try:
         yield from check_machine(config.host, config.port, config.max_connections)
         from ..model_diagnosis import check_model
+        from ..server.state import read_template
 
-        yield from check_model(engine_args)
+        yield from check_model(engine_args, config, read_template(config.chat_template))
     except ImportError as error:
         yield Finding("further checks", "fail", f"a library is missing: {error}", "pip install -e .")
 

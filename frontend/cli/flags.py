@@ -152,7 +152,7 @@ class Parser(argparse.ArgumentParser):
     def _add_sources(self) -> None:
         """Last, so that they stand behind the command's own in the help."""
         group = self.add_argument_group("settings")
-        group.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings by name; flags and QUIRE_<NAME> variables win over it")
+        group.add_argument("--config", metavar="FILE", help="YAML, TOML or JSON file with settings by name; flags and QUIRE_<NAME> variables win over it")
         group.add_argument("--print-config", action="store_true", help="print every setting with where it came from, and leave")
         if self.show_all:
             from .sources import OTHER_VARIABLES
@@ -207,7 +207,7 @@ class Parser(argparse.ArgumentParser):
         if isinstance(default, bool):
             shown = "on" if default else "off"
         else:
-            shown = "" if default is None or "Default:" in flag.help else json.dumps(default) if isinstance(default, dict) else str(default)
+            shown = "" if default in (None, [], {}) or "Default:" in flag.help else json.dumps(default) if isinstance(default, dict) else str(default)
         marks = [shown] * bool(shown) + [flag.variable] * self.show_all
         return (flag.help + (f" [{', '.join(marks)}]" if marks else "")).replace("%", "%%")
 

@@ -88,7 +88,7 @@ class App:
 
     async def _answer_error(self, error: Exception, scope: Any, receive: Any, send: Any, *, has_begun: bool) -> None:
         if isinstance(error, HTTPException):
-            refusal, headers = from_status(error.status_code, scope["path"], scope["method"]), dict(error.headers or {})
+            refusal, headers = from_status(error.status_code, scope["path"][:200], scope["method"], self._paths.values()), dict(error.headers or {})
         else:
             refusal, headers = self.state.explain(error), {}
         if not isinstance(error, (ApiError, HTTPException)) and refusal.status == 500:

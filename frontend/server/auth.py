@@ -5,6 +5,7 @@ Must not know: what a route does with a tenant."""
 from __future__ import annotations
 
 import hmac
+import re
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from ...ipc.errors import InvalidParameterError
 from .config import ServerConfig
 from .errors import ApiError
 
+# Everything else asks for a key: /metrics too, which tells how busy the others are (Prometheus has `authorization: credentials:`). The page at / is only
+# a file; what it shows comes from routes that ask.
 OPEN_PATHS = frozenset({"/health", "/health/ready"})
+KEY_IN_URL = re.compile(rb"(?i)(^|&)(api[-_]?key|key|token|access_token|authorization)=")
 
 
 class Keys:
@@ -31,6 +35,8 @@ class Keys:
         presented = _presented(scope["headers"])
         if presented is None:
             message = "You didn't provide an API key. Send it as 'Authorization: Bearer KEY'."
+            if KEY_IN_URL.search(scope.get("query_string", b"")):
+                message = "A key in the URL is not read: URLs are kept in logs. Send it as 'Authorization: Bearer KEY'."
             raise ApiError(401, message, code="invalid_api_key")
         digest = _digest(presented)
         if not any([hmac.compare_digest(digest, known) for known in self._digests]):

@@ -19,8 +19,9 @@ from ..answer_format import Answer, AnswerFormat, AnswerParser, Content, Part, R
 from ..outputs import CompletionOutput, PositionLogprobs, RequestMetrics
 from .call import Call
 from .errors import invalid
-from .generation import LONG_TEXT, Job, check_context, check_room, run, tokenize
+from .generation import Job, check_context, check_room, run
 from .state import ServerState
+from .tokenizing import LONG_TEXT, tokenize_all
 from .usage import Usage
 
 
@@ -101,7 +102,7 @@ class Message:
 async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> ChatRun:
     """Renders, tokenizes and checks; raises ApiError or InvalidParameterError before the engine is asked."""
     format, params = state.answer_format, turn.params
-    text, token_ids = await render_turn(state, turn)
+    text, token_ids = await render_turn(state, turn, must_fit=turn.params.truncate_prompt_tokens is None)
     if not format.skip_special_tokens:
         params = msgspec.structs.replace(params, skip_special_tokens=False)
 
@@ -136,8 +137,8 @@ def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
 
 
-async def render_turn(state: ServerState, turn: ChatTurn) -> tuple[str, list[int]]:
-    """The prompt of a turn as text and as token ids, however long."""
+async def render_turn(state: ServerState, turn: ChatTurn, *, must_fit: bool = False) -> tuple[str, list[int]]:
+    """The prompt of a turn as text and as token ids, however long; with `must_fit` what is far too long is refused before it is tokenized."""
     tokenizer = state.ready_engine().tokenizer
     if tokenizer is None:
         raise invalid(turn.names["prompt"], "This model has no tokenizer here, so it cannot chat.")
@@ -158,7 +159,8 @@ async def render_turn(state: ServerState, turn: ChatTurn) -> tuple[str, list[int
 
     num_characters = sum(len(m["content"]) for m in turn.messages if isinstance(m, dict) and isinstance(m.get("content"), str))
     text = render() if num_characters < LONG_TEXT else await asyncio.to_thread(render)
-    return text, await tokenize(state, text, add_special_tokens=False)
+    [token_ids] = await tokenize_all(state, [text], add_special_tokens=False, param=turn.names["prompt"] if must_fit else None)
+    return text, token_ids
 
 
 class ChatRun:

@@ -16,8 +16,9 @@ Must not know: routes, requests, how an answer is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from http import HTTPStatus
 from typing import Any
 
@@ -136,10 +137,13 @@ def named(names: dict[str, str]) -> Iterator[None]:
         raise
 
 
-def from_status(status: int, path: str, method: str) -> ApiError:
-    """For what the router refuses."""
+def from_status(status: int, path: str, method: str, known_paths: Iterable[str] = ()) -> ApiError:
+    """For what the router refuses. A path that is near one of `known_paths` is told of it."""
     if status == 404:
-        return ApiError(404, f"Unknown route: {method} {path}", code="unknown_url")
+        guesses = {path.rstrip("/"), f"/v1{path}".rstrip("/"), path.replace("/v1/v1/", "/v1/").rstrip("/")}  # a base URL with /v1 too little or too much
+        near = guesses.intersection(known_paths) or set(get_close_matches(path, known_paths, n=1, cutoff=0.8))
+        hint = f". Did you mean {min(near)}?" if near else ""
+        return ApiError(404, f"Unknown route: {method} {path}{hint}", code="unknown_url")
     if status == 405:
         return ApiError(405, f"{path} does not take {method}", code="method_not_allowed")
     return ApiError(status, HTTPStatus(status).phrase)

@@ -1,4 +1,4 @@
-"""One request to the engine on behalf of a call: tokenized, checked against the context, run, and its errors in the API's words.
+"""One request to the engine on behalf of a call: checked against the context, run, and its errors in the API's words.
 May know: AsyncLLM, SamplingParams, RequestOutput, ApiError.
 Must not know: the shape of any API's answer."""
 
@@ -16,8 +16,6 @@ from .call import Call
 from .errors import INTERNAL, ApiError, context_length_exceeded, invalid, refused
 from .state import ServerState
 
-LONG_TEXT = 20_000  # characters; the tokenizer takes milliseconds for more, which other requests should not wait for
-
 
 @dataclass(slots=True)
 class Job:
@@ -30,20 +28,6 @@ class Job:
     priority: int = 0
     cache_salt: str | None = None
     names: dict[str, str] = field(default_factory=dict)
-
-
-async def tokenize(state: ServerState, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Token ids. A long text is read in a thread: the tokenizer lets go of the interpreter."""
-    tokenizer = state.ready_engine().tokenizer
-    if tokenizer is None:
-        raise no_tokenizer()
-    if len(text) < LONG_TEXT:
-        return tokenizer.encode(text, add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
-
-
-def no_tokenizer() -> ApiError:
-    return invalid("prompt", "This model has no tokenizer here: prompts must be token ids.")
 
 
 def check_context(state: ServerState, token_ids: list[int], params: SamplingParams, names: dict[str, str]) -> None:

@@ -4,15 +4,17 @@ Must not know: the answer's shape, HTTP."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
+from ...ipc.checks import INT64_MAX
 from ...ipc.params import StructuredOutputsParams
 from .call import Call
 from .chat_run import ChatTurn, thinking_variables
 from .errors import ApiError, invalid, missing, unsupported
-from .sampling import Number, SamplingBody, sampling_params
+from .sampling import SamplingBody, sampling_params
 from .state import ServerState
 
 # The house's names of what can be refused -> this API's.
@@ -25,49 +27,49 @@ class Block(msgspec.Struct, tag_field="type", kw_only=True):
     cache_control: dict[str, Any] | None = None  # for Anthropic's prompt cache; here every prefix is cached
 
 
-class Text(Block, tag="text"):
+class TextBlock(Block, tag="text"):
     text: str
     citations: list[Any] | None = None  # of an answer that is handed back: they are in its text
 
 
-class Thinking(Block, tag="thinking"):
+class ThinkingBlock(Block, tag="thinking"):
     thinking: str = ""
     signature: str | None = None
 
 
-class RedactedThinking(Block, tag="redacted_thinking"):
+class RedactedThinkingBlock(Block, tag="redacted_thinking"):
     """Written by another server's model in a form that only that one can read."""
 
     data: str | None = None
 
 
-class ToolUse(Block, tag="tool_use"):
+class ToolUseBlock(Block, tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
 
 
-class Image(Block, tag="image"): ...
+class ImageBlock(Block, tag="image"): ...
 
 
-class Document(Block, tag="document"): ...
+class DocumentBlock(Block, tag="document"): ...
 
 
-class ToolResult(Block, tag="tool_result"):
+class ToolResultBlock(Block, tag="tool_result"):
     tool_use_id: str
-    content: str | list[Text | Image | Document] | None = None
+    content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
     is_error: bool | None = None
 
 
-AnyBlock = Text | Thinking | RedactedThinking | ToolUse | ToolResult | Image | Document
+AnyBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | ImageBlock | DocumentBlock
 
 
-class MessageIn(msgspec.Struct, kw_only=True):
-    role: str
+class AnthropicMessage(msgspec.Struct, kw_only=True):
+    role: Annotated[str, Meta(extra_json_schema={"enum": ["user", "assistant", "system"]})]
     content: str | list[AnyBlock]
 
 
-class ToolIn(msgspec.Struct, kw_only=True):
+class AnthropicTool(msgspec.Struct, kw_only=True):
     name: str | None = None
     type: str | None = None
     description: str | None = None
@@ -75,19 +77,19 @@ class ToolIn(msgspec.Struct, kw_only=True):
     cache_control: dict[str, Any] | None = None
 
 
-class ToolChoice(msgspec.Struct, kw_only=True):
-    type: str
+class AnthropicToolChoice(msgspec.Struct, kw_only=True):
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["auto", "any", "tool", "none"]})]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingConfig(msgspec.Struct, kw_only=True):
-    type: str
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["enabled", "adaptive", "disabled"]})]
     budget_tokens: int | None = None
 
 
 class OutputFormat(msgspec.Struct, kw_only=True):
-    type: str
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["json_schema"]})]
     schema: dict[str, Any]
 
 
@@ -100,10 +102,10 @@ class PromptBody(msgspec.Struct, kw_only=True):
     """POST /v1/messages/count_tokens: what makes the prompt."""
 
     model: str | None = None
-    messages: list[MessageIn]
-    system: str | list[Text] | None = None
-    tools: list[ToolIn] | None = None
-    tool_choice: ToolChoice | None = None
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None  # every prefix is cached
@@ -112,12 +114,12 @@ class PromptBody(msgspec.Struct, kw_only=True):
 class MessagesBody(PromptBody, kw_only=True):
     """POST /v1/messages."""
 
-    max_tokens: int
+    max_tokens: Annotated[int, Meta(ge=1, le=INT64_MAX)]
     stop_sequences: list[str] | None = None
     stream: bool | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: int | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
     metadata: dict[str, Any] | None = None  # whom the request is for: changes no answer
     service_tier: str | None = None  # there is one
 
@@ -201,7 +203,7 @@ def _tools(body: PromptBody) -> tuple[list[dict[str, Any]] | None, Any]:
     return tools, {"name": choice.name}
 
 
-def _tool(tool: ToolIn, i: int) -> dict[str, Any]:
+def _tool(tool: AnthropicTool, i: int) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         message = f"'tools[{i}]', {tool.type:.40}, is one of Anthropic's own; this server has only tools with a name and an input_schema."
         raise unsupported(f"tools[{i}].type", message)
@@ -231,7 +233,7 @@ def _messages(body: PromptBody) -> list[dict[str, Any]]:
     for i, message in enumerate(body.messages):
         if message.role not in ("user", "assistant", "system"):
             raise invalid(f"messages[{i}].role", f"'messages[{i}].role' must be user, assistant or system, got '{message.role:.40}'.")
-        blocks = [Text(text=message.content)] if isinstance(message.content, str) else message.content
+        blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
         for j, block in enumerate(blocks):
             _add(messages, message.role, block, f"messages[{i}].content[{j}]", names)
         if not blocks:
@@ -247,31 +249,31 @@ def _last(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
 
 
 def _add(messages: list[dict[str, Any]], role: str, block: AnyBlock, where: str, names: dict[str, str]) -> None:
-    if isinstance(block, Text):
+    if isinstance(block, TextBlock):
         message = _last(messages, role)
         message["content"] += ("\n" if message["content"] else "") + block.text
-    elif isinstance(block, Thinking) and role == "assistant":
+    elif isinstance(block, ThinkingBlock) and role == "assistant":
         message = _last(messages, role)
         message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
-    elif isinstance(block, ToolUse) and role == "assistant":
+    elif isinstance(block, ToolUseBlock) and role == "assistant":
         names[block.id] = block.name
         call = {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
         _last(messages, role).setdefault("tool_calls", []).append(call)
-    elif isinstance(block, ToolResult) and role == "user":
+    elif isinstance(block, ToolResultBlock) and role == "user":
         if block.tool_use_id not in names:
             raise invalid(f"{where}.tool_use_id", f"'{where}.tool_use_id' must be the id of a tool_use block of an earlier message.")
         content = _result_text(block, where)
         messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "name": names[block.tool_use_id], "content": content})
-    elif isinstance(block, (Image, Document)):
+    elif isinstance(block, (ImageBlock, DocumentBlock)):
         raise no_media(where, block)
-    elif not isinstance(block, RedactedThinking):
+    elif not isinstance(block, RedactedThinkingBlock):
         raise invalid(f"{where}.type", f"'{where}' cannot be a {block.__struct_config__.tag} block in a message of the role {role}.")
 
 
-def _result_text(block: ToolResult, where: str) -> str:
-    parts = [Text(text=block.content or "")] if not isinstance(block.content, list) else block.content
+def _result_text(block: ToolResultBlock, where: str) -> str:
+    parts = [TextBlock(text=block.content or "")] if not isinstance(block.content, list) else block.content
     for k, part in enumerate(parts):
-        if not isinstance(part, Text):
+        if not isinstance(part, TextBlock):
             raise no_media(f"{where}.content[{k}]", part)
     text = "\n".join(part.text for part in parts)
     return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text  # templates have no other way to say so

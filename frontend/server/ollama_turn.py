@@ -13,9 +13,10 @@ from ..answer_format import detect
 from .call import Call
 from .chat_run import ChatRun, ChatTurn, prepare_chat, thinking_variables
 from .errors import invalid, missing, unsupported
-from .generation import Job, check_context, tokenize
+from .generation import Job, check_context
 from .sampling import Number, SamplingBody, sampling_params
 from .state import ServerState
+from .tokenizing import tokenize_all
 
 CHAT_NAMES = {"prompt": "messages", "structured_outputs": "format", "structured_outputs.json": "format", "max_tokens": "options.num_predict"}
 CHAT_NAMES |= {name: f"options.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")}
@@ -23,7 +24,7 @@ CHAT_NAMES["repetition_penalty"] = "options.repeat_penalty"
 GENERATE_NAMES = CHAT_NAMES | {"prompt": "prompt"}
 
 
-class Options(msgspec.Struct, kw_only=True):
+class OllamaOptions(msgspec.Struct, kw_only=True):
     """The first ones mean something here."""
 
     num_predict: int | None = None  # below 1: to the end of the context
@@ -56,39 +57,39 @@ class Options(msgspec.Struct, kw_only=True):
     use_mlock: bool | None = None
 
 
-IGNORED = Options.__struct_fields__[Options.__struct_fields__.index("num_keep") :]
+IGNORED = OllamaOptions.__struct_fields__[OllamaOptions.__struct_fields__.index("num_keep") :]
 
 
-class FunctionCall(msgspec.Struct, kw_only=True):
+class OllamaFunctionCall(msgspec.Struct, kw_only=True):
     name: str
     arguments: dict[str, Any]
     index: int | None = None
 
 
-class ToolCallIn(msgspec.Struct, kw_only=True):
-    function: FunctionCall
+class OllamaToolCall(msgspec.Struct, kw_only=True):
+    function: OllamaFunctionCall
     id: str | None = None
     type: str | None = None
 
 
-class MessageIn(msgspec.Struct, kw_only=True):
+class OllamaMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | None = None
     thinking: str | None = None
     images: list[Any] | None = None
-    tool_calls: list[ToolCallIn] | None = None
+    tool_calls: list[OllamaToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
-class Function(msgspec.Struct, kw_only=True, omit_defaults=True):
+class OllamaFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class ToolIn(msgspec.Struct, kw_only=True):
-    function: Function
+class OllamaTool(msgspec.Struct, kw_only=True):
+    function: OllamaFunction
     type: str | None = None
 
 
@@ -97,20 +98,20 @@ class OllamaBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     format: str | dict[str, Any] | None = None  # "json" or a schema
-    options: Options | None = None
+    options: OllamaOptions | None = None
     stream: bool | None = None  # unless false
     think: bool | str | None = None
     keep_alive: Number | str | None = None  # the model stays as long as the server
 
 
-class ChatBody(OllamaBody, kw_only=True):
+class OllamaChatBody(OllamaBody, kw_only=True):
     """POST /api/chat."""
 
-    messages: list[MessageIn] | None = None
-    tools: list[ToolIn] | None = None
+    messages: list[OllamaMessage] | None = None
+    tools: list[OllamaTool] | None = None
 
 
-class GenerateBody(OllamaBody, kw_only=True):
+class OllamaGenerateBody(OllamaBody, kw_only=True):
     """POST /api/generate."""
 
     prompt: str | None = None
@@ -140,7 +141,7 @@ def check_body(state: ServerState, call: Call, body: OllamaBody) -> str:
 
 
 def sampling(state: ServerState, body: OllamaBody) -> SamplingParams:
-    options = body.options or Options()
+    options = body.options or OllamaOptions()
     house = SamplingBody(
         temperature=options.temperature,
         top_p=options.top_p,
@@ -169,7 +170,7 @@ def _format(format: str | dict[str, Any] | None) -> StructuredOutputsParams | No
     return StructuredOutputsParams(json_object=True)
 
 
-async def prepare_ollama_chat(state: ServerState, call: Call, body: ChatBody, request_id: str) -> ChatRun:
+async def prepare_ollama_chat(state: ServerState, call: Call, body: OllamaChatBody, request_id: str) -> ChatRun:
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
     tools = [{"type": "function", "function": msgspec.to_builtins(tool.function)} for tool in body.tools or []]
     turn = _turn(state, call, request_id, messages, sampling(state, body), body)
@@ -188,11 +189,11 @@ def _turn(state: ServerState, call: Call, request_id: str, messages: list[dict[s
         template_variables=thinking_variables(state, call, thinks, effort, ("think", "think")),
         add_generation_prompt=not continues,
         continue_final_message=continues,
-        names=CHAT_NAMES if isinstance(body, ChatBody) else GENERATE_NAMES,
+        names=CHAT_NAMES if isinstance(body, OllamaChatBody) else GENERATE_NAMES,
     )
 
 
-def _message(given: MessageIn, where: str) -> dict[str, Any]:
+def _message(given: OllamaMessage, where: str) -> dict[str, Any]:
     if given.role not in ("system", "user", "assistant", "tool"):
         raise invalid(f"{where}.role", f"'{where}.role' must be system, user, assistant or tool, got {given.role!r:.40}.")
     if given.images:
@@ -212,7 +213,7 @@ def _message(given: MessageIn, where: str) -> dict[str, Any]:
     return message
 
 
-async def prepare_generate(state: ServerState, call: Call, body: GenerateBody, request_id: str) -> ChatRun:
+async def prepare_generate(state: ServerState, call: Call, body: OllamaGenerateBody, request_id: str) -> ChatRun:
     if body.images:
         raise unsupported("images", "'images': this model reads text only.")
     if body.suffix:
@@ -230,6 +231,6 @@ async def prepare_generate(state: ServerState, call: Call, body: GenerateBody, r
 
 async def _prepare_raw(state: ServerState, call: Call, prompt: str, params: SamplingParams, request_id: str) -> ChatRun:
     """Without a template: the prompt as it is, the answer as it comes."""
-    token_ids = await tokenize(state, prompt)
+    [token_ids] = await tokenize_all(state, [prompt], param=GENERATE_NAMES["prompt"])
     check_context(state, token_ids, params, GENERATE_NAMES)
     return ChatRun(state, call, Job(request_id, token_ids, params, prompt, names=GENERATE_NAMES), [detect(None).parser()])

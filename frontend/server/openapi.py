@@ -50,18 +50,18 @@ ERRORS = {"/v1/messages": AnthropicError, "/api/": OllamaError}  # by the beginn
 
 @dataclass(frozen=True)
 class Description:
-    """`answer`: of a success; None: none is described. `streams`: with `stream` in the body the answer is a stream of events."""
+    """`answer`: of a success; None: none is described. `streams`: the media type of the answer that the body's `stream` asks for."""
 
     body: Any = None
     answer: Any = None
-    streams: bool = False
+    streams: str | None = None
 
 
-def described(body: Any = None, answer: Any = None, *, streams: bool = False) -> Callable[[Any], Any]:
+def described(body: Any = None, answer: Any = None, *, streams: bool | str = False) -> Callable[[Any], Any]:
     """For handlers: what goes in and what comes out. The first line of the handler's docstring is its title."""
 
     def note(handler: Any) -> Any:
-        handler.description = Description(body, answer, streams)
+        handler.description = Description(body, answer, "text/event-stream" if streams is True else streams or None)
         return handler
 
     return note
@@ -115,6 +115,6 @@ def _operation(route: Route, method: str, description: Description, schema_of: d
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema_of[id(description.body)]}}}
     content: dict[str, Any] = {} if description.answer is None else {"application/json": {"schema": schema_of[id(description.answer)]}}
     if description.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content[description.streams] = {}
     operation["responses"] = {"200": {"description": "Success."} | ({"content": content} if content else {}), "4XX": failure, "5XX": failure}
     return operation

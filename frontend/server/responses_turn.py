@@ -5,15 +5,17 @@ Must not know: the answer's shape, where answers are kept, HTTP."""
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
+from ...ipc.checks import INT64_MAX
 from ...ipc.params import StructuredOutputsParams
 from .call import Call
 from .chat_run import ChatTurn, thinking_variables
 from .errors import invalid, missing, unsupported
-from .sampling import Number, SamplingBody, sampling_params
+from .sampling import MAX_LOGPROBS, Probability, SamplingBody, sampling_params
 from .state import ServerState
 
 # The house's names of what can be refused -> this API's.
@@ -27,7 +29,7 @@ MAX_METADATA = 16
 IGNORED = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "max_tool_calls")
 
 
-class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ItemPart(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A piece of content: input_text, output_text, refusal, reasoning_text or summary_text."""
 
     type: str
@@ -44,17 +46,17 @@ class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
     id: str | None = None
     status: str | None = None
     role: str | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ItemPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
-    summary: list[Part] | None = None
+    output: str | list[ItemPart] | None = None
+    summary: list[ItemPart] | None = None
     encrypted_content: str | None = None
     phase: str | None = None
 
 
-class ToolIn(msgspec.Struct, kw_only=True):
+class ResponsesTool(msgspec.Struct, kw_only=True):
     type: str
     name: str | None = None
     description: str | None = None
@@ -62,16 +64,16 @@ class ToolIn(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
-class ToolRef(msgspec.Struct, kw_only=True):
+class ResponsesToolRef(msgspec.Struct, kw_only=True):
     type: str
     name: str | None = None
 
 
-class ToolChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ResponsesToolChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
     type: str
     name: str | None = None
     mode: str | None = None
-    tools: list[ToolRef] | None = None
+    tools: list[ResponsesToolRef] | None = None
 
 
 class Format(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -104,22 +106,22 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     input: str | list[Item] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
     max_tool_calls: int | None = None  # of built-in tools, of which there are none
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_logprobs: int | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     include: list[str] | None = None
     text: TextConfig | None = None
-    tools: list[ToolIn] | None = None
-    tool_choice: str | ToolChoice | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: str | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
-    truncation: str | None = None
+    truncation: Annotated[str, Meta(extra_json_schema={"enum": ["auto", "disabled"]})] | None = None
     store: bool | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=MAX_METADATA)] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None  # every prefix is cached
@@ -130,9 +132,9 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
     # what users of other servers know
-    top_k: int | None = None
-    min_p: Number | None = None
-    seed: int | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
+    min_p: Probability | None = None
+    seed: Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -146,8 +148,6 @@ def check_body(body: ResponsesBody) -> None:
         raise unsupported("prompt", "'prompt' refers to a template stored at OpenAI, which is not here: give 'input' and 'instructions'.")
     if body.truncation not in (None, "auto", "disabled"):
         raise invalid("truncation", f"'truncation' must be auto or disabled, got {body.truncation!r:.40}.")
-    if len(body.metadata or {}) > MAX_METADATA:
-        raise invalid("metadata", f"'metadata' can have at most {MAX_METADATA} pairs, got {len(body.metadata)}.", "object_above_max_properties")
 
 
 def turn_of(state: ServerState, call: Call, body: ResponsesBody, request_id: str, items: list[Item], num_earlier: int) -> ChatTurn:
@@ -229,7 +229,7 @@ def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]] | None, Any]:
         function = {"name": tool.name, **described, "parameters": tool.parameters or {"type": "object"}}
         tools[tool.name] = {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
     choice = body.tool_choice
-    if isinstance(choice, ToolChoice):
+    if isinstance(choice, ResponsesToolChoice):
         return _chosen(choice, tools)
     if choice not in (None, "auto", "none", "required"):
         raise invalid("tool_choice", f"'tool_choice' must be none, auto, required or an object that names a function, got {choice!r:.40}.")
@@ -238,7 +238,7 @@ def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]] | None, Any]:
     return list(tools.values()) or None, choice or "auto"
 
 
-def _chosen(choice: ToolChoice, tools: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], Any]:
+def _chosen(choice: ResponsesToolChoice, tools: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], Any]:
     if choice.type == "function":
         if choice.name not in tools:
             raise invalid("tool_choice.name", "'tool_choice.name' must be the name of one of 'tools'.")
@@ -264,7 +264,7 @@ def items_of(body: ResponsesBody) -> list[Item]:
     for item in items:
         item.type = item.type or "message"
         if item.type == "message" and isinstance(item.content, str):
-            item.content = [Part(type="output_text" if item.role == "assistant" else "input_text", text=item.content)]
+            item.content = [ItemPart(type="output_text" if item.role == "assistant" else "input_text", text=item.content)]
         item.id = item.id or f"{ID_PREFIXES.get(item.type, 'item')}_{secrets.token_hex(16)}"
     return items
 
@@ -336,7 +336,7 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
     return found
 
 
-def _text(content: str | list[Part], where: str) -> str:
+def _text(content: str | list[ItemPart], where: str) -> str:
     if isinstance(content, str):
         return content
     texts = []

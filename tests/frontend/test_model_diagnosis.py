@@ -14,6 +14,7 @@ import pytest
 from quire import EngineArgs
 from quire.frontend.machine_diagnosis import Finding
 from quire.frontend.model_diagnosis import check_model
+from quire.frontend.server.config import ServerConfig
 from quire.tests.frontend.tiny_tokenizers import write_byte_fallback_tokenizer
 from quire.tests.tiny_models import CHAT_TEMPLATE, EOS_TOKEN_ID, save_tiny_model
 
@@ -49,7 +50,7 @@ def remove(file: str) -> Callable[[Path], None]:
 def test_a_sound_model_passes(model: Path) -> None:
     for findings in (check(model), check("bundled")):
         assert {finding.status for finding in findings.values()} == {"pass"}
-        assert list(findings) == ["model", "weights", "fits", "tokenizer", "ends", "BOS", "generation prompt", "end of turn"]
+        assert list(findings) == ["model", "weights", "fits", "tokenizer", "ends", "BOS", "generation prompt", "end of turn", "answers"]
 
 
 TEMPLATE = "tokenizer_config.json"
@@ -114,6 +115,19 @@ def test_bos(template: str, status: str, words: str, model: Path) -> None:
     edit(TEMPLATE, chat_template=template)(model)
     finding = check(model)["BOS"]
     assert finding.status == status and words in finding.detail
+
+
+def test_another_template_and_how_answers_are_read(model: Path) -> None:
+    edit(TEMPLATE, chat_template=None)(model)
+    template = CHAT_TEMPLATE + "{% if tools %}<tool_call>{{ tools }}</tool_call> <tools></tools>{% endif %}"
+    findings = {finding.name: finding for finding in check_model(EngineArgs(str(model)), ServerConfig(tool_call_parser="hermes"), template)}
+    assert findings["BOS"].status == findings["end of turn"].status == "pass"
+    assert findings["answers"].detail == "tool calls: hermes; reasoning: none"
+    assert check(model)["answers"].detail.startswith("tool calls: none (tools are of no use to this model")
+    findings = {finding.name: finding for finding in check_model(EngineArgs("bundled"), ServerConfig(), "nowhere.jinja")}
+    assert findings["template"].status == "fail" and findings["template"].detail == "nowhere.jinja is no file, nor one of the model's: default"
+    [*_, last] = check_model(EngineArgs(str(model)), ServerConfig(tool_call_parser="nobodys"), template)
+    assert (last.name, last.status) == ("answers", "fail") and last.detail.startswith("tool_call_parser: ")
 
 
 def test_memory_that_does_not_suffice(model: Path) -> None:

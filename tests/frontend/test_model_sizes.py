@@ -58,3 +58,18 @@ def test_an_unknown_architecture_is_refused_as_the_executor_does(hf_config: dict
 
 def test_of_several_architectures_the_first_supported_counts() -> None:
     assert find_architecture({"architectures": ["Other", "Qwen3ForCausalLM", "LlamaForCausalLM"]}) == "Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "tied", "published"),  # sizes: hidden, intermediate, layers, heads, KV heads, vocabulary
+    [
+        ("Qwen2ForCausalLM", (896, 4864, 24, 14, 2, 151_936), True, 494_032_768),  # Qwen2.5-0.5B
+        ("Qwen3ForCausalLM", (4096, 12_288, 36, 32, 8, 151_936), False, 8_190_735_360),  # Qwen3-8B
+        ("LlamaForCausalLM", (2048, 8192, 16, 32, 8, 128_256), True, 1_235_814_400),  # Llama-3.2-1B
+        ("LlamaForCausalLM", (4096, 14_336, 32, 32, 8, 128_256), False, 8_030_261_248),  # Llama-3.1-8B
+    ],
+)
+def test_parameters_of_well_known_models(architecture: str, sizes: tuple[int, ...], tied: bool, published: int) -> None:
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    hf_config = dict(zip(keys, sizes, strict=True)) | {"architectures": [architecture], "max_position_embeddings": 4096, "tie_word_embeddings": tied}
+    assert measure_model(hf_config).num_parameters == published

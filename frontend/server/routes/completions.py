@@ -4,7 +4,6 @@ Must not know: chat, tools, the engine."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -16,10 +15,11 @@ from ....ipc.params import RequestOutputKind
 from ..call import Call, call_of, read_body
 from ..completion_answer import Completion, CompletionAnswer
 from ..errors import invalid, unsupported
-from ..generation import LONG_TEXT, Job, check_context, check_room, no_tokenizer
+from ..generation import Job, check_context, check_room
 from ..openapi import described
 from ..sampling import MAX_LOGPROBS, SamplingBody, TokenId, check_fields, field_names, sampling_params
 from ..state import ServerState
+from ..tokenizing import tokenize_all
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 FORMS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
@@ -72,9 +72,10 @@ async def prepare(state: ServerState, call: Call, body: CompletionBody) -> Compl
     )  # fmt: skip
     prompts = _prompts(body.prompt, state.server_config.max_prompts_per_request)
     jobs = []
-    for index, token_ids in enumerate(await _tokenized(state, prompts, body.add_special_tokens is not False)):
+    must_fit = params.truncate_prompt_tokens is None
+    for index, token_ids in enumerate(await _tokenized(state, prompts, body.add_special_tokens is not False, must_fit)):
         check_context(state, token_ids, params, names)
-        if params.truncate_prompt_tokens is None:
+        if must_fit:
             check_room(state, token_ids, body.max_tokens, names)
         text = prompts[index] if isinstance(prompts[index], str) else None
         jobs.append(Job(f"cmpl-{call.suffix}-{index}", token_ids, params, text, body.priority or 0, body.cache_salt, names))
@@ -107,17 +108,11 @@ def _prompts(prompt: Any, most: int) -> list[str | list[int]]:
     return prompt
 
 
-async def _tokenized(state: ServerState, prompts: list[str | list[int]], adds_special_tokens: bool) -> list[list[int]]:
-    """Much text is read in a thread: the tokenizer lets go of the interpreter."""
+async def _tokenized(state: ServerState, prompts: list[str | list[int]], adds_special_tokens: bool, must_fit: bool) -> list[list[int]]:
+    """Of the texts among them; `must_fit`: what is far too long for the context is refused before it is tokenized."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if not texts:
         return prompts
-    tokenizer = state.ready_engine().tokenizer
-    if tokenizer is None:
-        raise no_tokenizer()
-    if sum(map(len, texts)) < LONG_TEXT:
-        encoded = [tokenizer.encode(text, adds_special_tokens) for text in texts]
-    else:
-        encoded = await asyncio.to_thread(tokenizer.encode_batch, texts, adds_special_tokens)
+    encoded = await tokenize_all(state, texts, add_special_tokens=adds_special_tokens, param="prompt" if must_fit else None)
     of_texts = iter(encoded)
     return [next(of_texts) if isinstance(prompt, str) else prompt for prompt in prompts]

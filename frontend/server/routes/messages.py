@@ -19,6 +19,7 @@ from ..call import Call, call_of, read_body
 from ..chat_run import ChatRun, ChoiceNews, Message, prepare_chat, render_turn
 from ..errors import ApiError, named
 from ..messages_turn import NAMES, MessagesBody, PromptBody, turn_of
+from ..openapi import described
 from ..sse import EventStream, Json, named_event
 from ..state import ServerState
 
@@ -28,7 +29,9 @@ PING = named_event("ping", {"type": "ping"})
 
 
 def routes(state: ServerState) -> list[Route]:
+    @described(MessagesBody, dict[str, Any], streams=True)
     async def create(request: Request) -> Any:
+        """Anthropic's messages"""
         body, call = await read_body(request, state.server_config, MessagesBody), call_of(request)
         model = state.check_model(body.model)
         with named(NAMES):
@@ -36,7 +39,9 @@ def routes(state: ServerState) -> list[Route]:
         answer = MessagesAnswer(state, call, model, chat)
         return answer.stream() if body.stream else await answer.whole()
 
+    @described(PromptBody, dict[str, int])
     async def count_tokens(request: Request) -> Response:
+        """How many tokens a message's prompt has"""
         body, call = await read_body(request, state.server_config, PromptBody), call_of(request)
         state.check_model(body.model)
         with named(NAMES):

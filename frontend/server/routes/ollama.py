@@ -17,7 +17,8 @@ from ..blocks import CALL, DELTA, STOP, TEXT, Block, Blocks
 from ..call import Call, call_of, read_body
 from ..chat_run import ChatRun
 from ..errors import ApiError, named, unsupported
-from ..ollama_turn import CHAT_NAMES, GENERATE_NAMES, ChatBody, GenerateBody, OllamaBody, check_body, prepare_generate, prepare_ollama_chat
+from ..ollama_turn import CHAT_NAMES, GENERATE_NAMES, OllamaChatBody, OllamaGenerateBody, OllamaBody, check_body, prepare_generate, prepare_ollama_chat
+from ..openapi import described
 from ..sse import EventStream, Json, encode
 from ..state import ServerState
 
@@ -28,8 +29,10 @@ SPACE = b" "
 
 
 def routes(state: ServerState) -> list[Route]:
+    @described(OllamaChatBody, dict[str, Any], streams=NDJSON.decode())
     async def chat(request: Request) -> Any:
-        body, call = await read_body(request, state.server_config, ChatBody), call_of(request)
+        """Ollama's chat"""
+        body, call = await read_body(request, state.server_config, OllamaChatBody), call_of(request)
         state.ready_engine()
         model = check_body(state, call, body)
         if not body.messages:
@@ -39,8 +42,10 @@ def routes(state: ServerState) -> list[Route]:
         answer = OllamaAnswer(state, call, model, run, is_chat=True)
         return await answer.whole() if body.stream is False else answer.stream()
 
+    @described(OllamaGenerateBody, dict[str, Any], streams=NDJSON.decode())
     async def generate(request: Request) -> Any:
-        body, call = await read_body(request, state.server_config, GenerateBody), call_of(request)
+        """Ollama's generate"""
+        body, call = await read_body(request, state.server_config, OllamaGenerateBody), call_of(request)
         state.ready_engine()
         model = check_body(state, call, body)
         if not body.prompt:

@@ -17,6 +17,7 @@ from .... import __version__
 from ...model_sizes import measure_model
 from ..call import read_body
 from ..errors import ApiError, missing
+from ..openapi import described
 from ..sse import Json
 from ..state import ServerState
 
@@ -39,16 +40,22 @@ class ShowBody(msgspec.Struct, kw_only=True):
 
 
 def routes(state: ServerState) -> list[Route]:
+    @described(answer=dict[str, Any])
     async def tags(request: Request) -> Response:
+        """The models that are here, as Ollama lists them"""
         return Json({"models": [_model(state) | {"modified_at": _time(state.started)}]})
 
+    @described(answer=dict[str, Any])
     async def ps(request: Request) -> Response:
+        """The models that are loaded, as Ollama lists them"""
         model = _model(state)
         on_gpu = state.ready_engine().config.device_config.device != "cpu"
         running = {"expires_at": NEVER, "size_vram": model["size"] if on_gpu else 0, "context_length": state.max_model_len}
         return Json({"models": [model | running]})
 
+    @described(ShowBody, dict[str, Any])
     async def show(request: Request) -> Response:
+        """What Ollama's clients ask about a model"""
         body = await read_body(request, state.server_config, ShowBody)
         state.ready_engine()
         name = body.model or body.name
@@ -57,10 +64,13 @@ def routes(state: ServerState) -> list[Route]:
         state.check_model(name.removesuffix(":latest"))
         return Json(_shown(state))
 
+    @described(answer=dict[str, str])
     async def version(request: Request) -> Response:
+        """The version of Ollama's API"""
         return Json({"version": API_VERSION, "quire": __version__})
 
     async def refuse(request: Request) -> Response:
+        """Refused, in a sentence"""
         raise ApiError(400, REFUSED[request.scope["path"]], code="unsupported_value")
 
     refusals = [Route(path, refuse, methods=["POST", "DELETE"]) for path in REFUSED]

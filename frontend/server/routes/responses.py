@@ -14,6 +14,7 @@ from starlette.routing import Route
 from ..call import Call, call_of, read_body
 from ..chat_run import ChatRun, ChatTurn, prepare_chat, render_turn
 from ..errors import ApiError, invalid, named, not_found, unsupported
+from ..openapi import described
 from ..response_store import ResponseStore, Stored
 from ..responses_answer import ResponsesAnswer, new_response_id
 from ..responses_turn import NAMES, Item, ResponsesBody, check_body, items_of, turn_of
@@ -43,7 +44,9 @@ class ResponsesApi:
         self._state = state
         self._store = ResponseStore(state.server_config.max_stored_responses)
 
+    @described(ResponsesBody, dict[str, Any], streams=True)
     async def create(self, request: Request) -> Any:
+        """OpenAI's Responses"""
         state = self._state
         body, call = await read_body(request, state.server_config, ResponsesBody), call_of(request)
         model = state.check_model(body.model)
@@ -64,7 +67,9 @@ class ResponsesApi:
         answer = ResponsesAnswer(state, call, body, model, chat, keep)
         return answer.stream() if body.stream else await answer.whole()
 
+    @described(ResponsesBody, dict[str, Any])
     async def count_tokens(self, request: Request) -> Response:
+        """How many tokens a response's prompt has"""
         body, call = await read_body(request, self._state.server_config, ResponsesBody), call_of(request)
         self._state.check_model(body.model)
         check_body(body)
@@ -104,21 +109,28 @@ class ResponsesApi:
             raise not_found(f"Response with id {response_id!r:.100} not found.")
         return found
 
+    @described(answer=dict[str, Any])
     async def retrieve(self, request: Request) -> Response:
+        """A response that was kept"""
         if request.query_params.get("stream") == "true":
             raise unsupported("stream", "Only answers made in the background can be streamed again, and there are none here.")
         return Json(self._stored(request).response)
 
+    @described(answer=dict[str, Any])
     async def delete(self, request: Request) -> Response:
+        """Forget a response"""
         response_id = self._stored(request).response["id"]
         self._store.pop(call_of(request).tenant, response_id)
         return Json({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
+        """Refused: nothing is made in the background"""
         self._stored(request)
         raise ApiError(400, "Only answers made in the background can be cancelled, and there are none here: close the connection.", code="not_cancellable")
 
+    @described(answer=dict[str, Any])
     async def input_items(self, request: Request) -> Response:
+        """The conversation before a response"""
         items, query = self._stored(request).input_items, request.query_params
         limit = query.get("limit", str(LISTED))
         if not limit.isdigit() or not 1 <= int(limit) <= MAX_LISTED:

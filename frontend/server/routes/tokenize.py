@@ -17,12 +17,12 @@ from ...tokenizer import SPECIAL_TOKEN_KEYS, Tokenizer
 from ..call import Call, call_of, read_body
 from ..chat_run import ChatTurn, render_turn
 from ..errors import ApiError, invalid, missing
-from ..generation import tokenize
 from ..openai_messages import Message, plain_messages
 from ..openai_tools import Tool, checked_tools
 from ..openapi import described
 from ..sse import Json
 from ..state import ServerState
+from ..tokenizing import tokenize_all
 from .chat import checked_variables
 
 
@@ -128,8 +128,9 @@ async def _token_ids(state: ServerState, call: Call, body: TokenizeBody) -> list
     if (body.prompt is None) == (body.messages is None):
         raise missing("prompt") if body.prompt is None else invalid("messages", "Give 'prompt' or 'messages', not both.")
     if body.prompt is not None:
-        return await tokenize(state, body.prompt, add_special_tokens=body.add_special_tokens is not False)
-    tools, _ = checked_tools(body.tools, None, call)
+        [token_ids] = await tokenize_all(state, [body.prompt], add_special_tokens=body.add_special_tokens is not False)
+        return token_ids
+    tools, _ = checked_tools(body.tools, None)
     continues = bool(body.continue_final_message)
     turn = ChatTurn(
         request_id=call.request_id,
@@ -141,4 +142,4 @@ async def _token_ids(state: ServerState, call: Call, body: TokenizeBody) -> list
         continue_final_message=continues,
     )
     text, token_ids = await render_turn(state, turn)
-    return await tokenize(state, text) if body.add_special_tokens else token_ids
+    return (await tokenize_all(state, [text]))[0] if body.add_special_tokens else token_ids

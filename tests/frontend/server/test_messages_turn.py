@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from quire.frontend.chat_template import render_chat
+from quire.frontend.server.bodies import decode
 from quire.frontend.server.call import Call
 from quire.frontend.server.chat_run import ChatTurn
 from quire.frontend.server.config import ServerConfig
@@ -24,7 +25,7 @@ CALL = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}
 
 def turn(*messages: Any, state: ServerState = STATE, call: Call | None = None, **fields: Any) -> ChatTurn:
     given = [{"role": "user", "content": "hi"}] if not messages else list(messages)
-    body = msgspec.convert({"max_tokens": 9, "messages": given, **fields}, MessagesBody)
+    body = decode(msgspec.json.encode({"max_tokens": 9, "messages": given, **fields}), MessagesBody)[0]
     with named(NAMES):
         return turn_of(state, call or a_call(), body, "msg_1")
 

@@ -8,11 +8,21 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.frontend.server.bodies import decode
 from quire.frontend.server.call import Call
 from quire.frontend.server.chat_run import ChatRun
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.errors import ApiError, named
-from quire.frontend.server.ollama_turn import CHAT_NAMES, GENERATE_NAMES, ChatBody, GenerateBody, check_body, prepare_generate, prepare_ollama_chat, sampling
+from quire.frontend.server.ollama_turn import (
+    CHAT_NAMES,
+    GENERATE_NAMES,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    check_body,
+    prepare_generate,
+    prepare_ollama_chat,
+    sampling,
+)
 from quire.frontend.server.state import ServerState
 from quire.ipc.params import RequestOutputKind, SamplingParams
 from quire.tests.frontend.server.scripted import TOOL_TEMPLATE, ScriptedEngine, a_call
@@ -26,7 +36,7 @@ def prepared(body: dict[str, Any], state: ServerState = STATE, call: Call | None
     is_chat = "messages" in body
 
     async def run() -> ChatRun:
-        given = msgspec.convert({"model": "bundled"} | body, ChatBody if is_chat else GenerateBody)
+        given = decode(msgspec.json.encode({"model": "bundled"} | body), OllamaChatBody if is_chat else OllamaGenerateBody)[0]
         check_body(state, call or a_call(), given)
         with named(CHAT_NAMES if is_chat else GENERATE_NAMES):
             return await (prepare_ollama_chat if is_chat else prepare_generate)(state, call or a_call(), given, "id")
@@ -65,7 +75,7 @@ def test_a_last_message_of_the_assistant_is_gone_on_with() -> None:
 
 
 def params(options: dict[str, Any], **fields: Any) -> SamplingParams:
-    return sampling(STATE, msgspec.convert({"options": options, **fields}, ChatBody))
+    return sampling(STATE, msgspec.convert({"options": options, **fields}, OllamaChatBody))
 
 
 def test_options() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.frontend.server.bodies import decode
 from quire.frontend.server.call import Call
 from quire.frontend.server.chat_run import ChatTurn
 from quire.frontend.server.config import ServerConfig
@@ -26,7 +27,7 @@ THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type"
 
 
 def turn(input: Any = "hi", state: ServerState = STATE, call: Call | None = None, **fields: Any) -> ChatTurn:
-    body = msgspec.convert({"input": input, **fields}, ResponsesBody)
+    body, _ = decode(msgspec.json.encode({"input": input, **fields}), ResponsesBody)
     check_body(body)
     with named(NAMES):
         return turn_of(state, call or a_call(), body, "resp_1", items_of(body), 0)

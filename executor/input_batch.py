@@ -12,6 +12,7 @@ from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import NewRequestData
 from ..ipc.params import ALL_LOGPROBS, SamplingParams
 
+LEAST_TOP_P = float(np.finfo(np.float32).tiny)  # a smaller share would be none in 32 bits, and no token would be left
 NO_LOGPROBS = -1
 WHOLE_VOCABULARY = 2**31 - 1  # of num_logprobs; whoever knows the vocabulary's size takes the smaller
 
@@ -51,7 +52,7 @@ class InputBatch:
             params = SamplingParams(temperature=0.0, seed=0)
         self.temperature[slot] = params.temperature
         self.top_k[slot] = max(0, min(params.top_k, 2**31 - 1))
-        self.top_p[slot] = params.top_p
+        self.top_p[slot] = max(params.top_p, LEAST_TOP_P)
         self.min_p[slot] = params.min_p
         self.seeds[slot] = params.seed or 0
         self.num_logprobs[slot] = _num_logprobs(params.logprobs)

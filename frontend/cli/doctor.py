@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .flags import Parser, engine_flags, given, server_flags
+from .flags import ENGINE, Parser, engine_flags, given, server_flags
 
 if TYPE_CHECKING:
     from ..engine_args import EngineArgs
@@ -26,7 +26,7 @@ def make_parser(argv: list[str]) -> Parser:
     parser.add_model()
     parser.add_argument("--json", action="store_true", help="the findings as one JSON object")
     parser.add_flags("server", server_flags(), ("host", "port"))
-    parser.add_flags("engine", [flag for flag in engine_flags() if flag.name != "model"], ("dtype", "max_model_len", "tokenizer"))
+    parser.add_flags("engine", [flag for flag in engine_flags() if flag.name != "model"] + [ENGINE], ("dtype", "max_model_len", "tokenizer"))
     return parser
 
 

@@ -152,7 +152,7 @@ class Parser(argparse.ArgumentParser):
     def _add_sources(self) -> None:
         """Last, so that they stand behind the command's own in the help."""
         group = self.add_argument_group("settings")
-        group.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings by name; flags and QUIRE_<NAME> variables win over it")
+        group.add_argument("--config", metavar="FILE", help="YAML, TOML or JSON file with settings by name; flags and QUIRE_<NAME> variables win over it")
         group.add_argument("--print-config", action="store_true", help="print every setting with where it came from, and leave")
         if self.show_all:
             from .sources import OTHER_VARIABLES

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...ipc.errors import NotEnoughMemoryError, QuireError
-from .flags import Parser, engine_flags, given
+from .flags import ENGINE, Parser, engine_flags, given, server_flags
 from .sources import naming_sources
 from .values import format_bytes, format_count, parse_bytes
 
@@ -32,6 +32,7 @@ def make_parser(argv: list[str]) -> Parser:
     parser.add_argument("--memory", metavar="SIZE", type=_size, help="plan for so much memory, e.g. 24GiB [what this machine has free]")
     parser.add_argument("--json", action="store_true", help="the figures as one JSON object, in bytes and tokens")
     parser.add_flags("engine", [flag for flag in engine_flags() if flag.name != "model"], COMMON)
+    parser.add_flags("server (of no use here, so that its settings can be given as they are)", [*server_flags(), ENGINE], ())
     return parser
 
 

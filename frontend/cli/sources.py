@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import os
 import re
 import sys
@@ -109,7 +110,7 @@ def _warn_of_unknown(variable: str, names: set[str]) -> None:
 
 
 def read_file(flags: Mapping[str, Flag], file: str, origin: str, command: str) -> dict[str, Setting]:
-    """A YAML or TOML file (by its ending; JSON is YAML) of names and values. Every key must be one of this command's settings."""
+    """A YAML, TOML or JSON file (by its ending) of names and values. Every key must be one of this command's settings."""
     settings: dict[str, Setting] = {}
     for key, value in _parse(Path(file), origin).items():
         name = key.replace("-", "_") if isinstance(key, str) else key
@@ -141,40 +142,40 @@ def _parse(path: Path, origin: str) -> dict[Any, Any]:
         raise InvalidParameterError(origin, f"{path} is not UTF-8 (byte {error.start})") from None
     if path.suffix not in (".toml", ".yaml", ".yml", ".json"):
         raise InvalidParameterError(origin, f"{path} must end in .yaml, .yml, .json or .toml")
-    value = _parse_toml(text, path, origin) if path.suffix == ".toml" else _parse_yaml(text, path, origin)
+    kind, parse = {".toml": ("TOML", _parse_toml), ".json": ("JSON", _parse_json)}.get(path.suffix, ("YAML", _parse_yaml))
+    try:
+        value = parse(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidParameterError(origin, f"{path} is not {kind}: {error}") from None
+    if value is None:  # nothing but comments
+        return {}
     if not isinstance(value, dict):
         raise InvalidParameterError(origin, f"{path} must hold names and values (dtype: float32), not a {type(value).__name__}")
     return value
 
 
-def _parse_toml(text: str, path: Path, origin: str) -> Any:
+def _parse_toml(text: str) -> Any:
     import tomllib
 
-    try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InvalidParameterError(origin, f"{path} is not TOML: {error}") from None
+    return tomllib.loads(text)
 
 
-def _parse_yaml(text: str, path: Path, origin: str) -> Any:
-    import yaml
+def _parse_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_without_repetition)
 
-    class Loader(yaml.SafeLoader):
-        """YAML forbids a key twice, but the library takes the last one."""
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            if twice := [key for key in keys if keys.count(key) > 1]:
-                raise yaml.constructor.ConstructorError(problem=f"{twice[0]} is there twice", problem_mark=node.start_mark)
-            return super().construct_mapping(node, deep)
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON lets the last of equal keys win; here they are a mistake."""
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{max(names, key=names.count)} is there twice")
+    return dict(pairs)
 
-    try:
-        value = yaml.load(text, Loader)
-        return {} if value is None else value
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2026-99-99
-        mark = getattr(error, "problem_mark", None)
-        where = f" (line {mark.line + 1})" if mark else ""
-        raise InvalidParameterError(origin, f"{path} is not YAML: {getattr(error, 'problem', None) or error}{where}") from None
+
+def _parse_yaml(text: str) -> Any:
+    from . import yaml_text
+
+    return yaml_text.load(text)
 
 
 # ------------------------------------------------------------ printing
@@ -201,9 +202,9 @@ def render(groups: Iterable[tuple[str, list[Flag]]], settings: Mapping[str, Sett
 def _yaml(value: Any) -> str:
     """One value as it may stand behind a key."""
     import msgspec
-    import yaml
+
+    from . import yaml_text
 
     if isinstance(value, msgspec.Struct):
         value = {name: item for name, item in msgspec.structs.asdict(value).items() if item not in (None, False)}
-    # Inside a list, so that texts are written as they must be beside brackets and comments; None and "none" differ as they do in YAML.
-    return yaml.safe_dump([value], default_flow_style=True, width=float("inf"), sort_keys=False).strip()[1:-1]
+    return yaml_text.dump(value)

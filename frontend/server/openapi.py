@@ -115,6 +115,6 @@ def _operation(route: Route, method: str, description: Description, schema_of: d
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema_of[id(description.body)]}}}
     content: dict[str, Any] = {} if description.answer is None else {"application/json": {"schema": schema_of[id(description.answer)]}}
     if description.streams:
-        content[description.streams] = {"schema": {"type": "string"}}
+        content[description.streams] = {}
     operation["responses"] = {"200": {"description": "Success."} | ({"content": content} if content else {}), "4XX": failure, "5XX": failure}
     return operation

@@ -225,6 +225,8 @@ def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]] | None, Any]:
             raise unsupported(f"tools[{i}].type", message)
         if not tool.name:
             raise missing(f"tools[{i}].name")
+        if tool.name in tools:
+            raise invalid(f"tools[{i}].name", f"'tools[{i}].name': two tools are called {tool.name!r:.60}.")
         described = {"description": tool.description} if tool.description else {}
         function = {"name": tool.name, **described, "parameters": tool.parameters or {"type": "object"}}
         tools[tool.name] = {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}

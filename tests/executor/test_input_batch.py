@@ -36,6 +36,12 @@ def test_top_k_beyond_32_bits_means_all():
     assert batch.top_k[0] == 2**31 - 1
 
 
+def test_the_smallest_top_p_is_not_none_of_the_mass():
+    batch = make_batch()
+    batch.add(request(0, [1], top_p=5e-324))
+    assert batch.top_p[0] > 0
+
+
 def test_blocks_and_tokens_are_appended():
     batch = make_batch()
     batch.add(request(3, [1, 2]))

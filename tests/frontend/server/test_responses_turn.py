@@ -148,6 +148,7 @@ def test_what_changes_nothing_is_noted() -> None:
         ("hi", {"metadata": {str(i): "" for i in range(17)}}, "metadata"),
         ("hi", {"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ("hi", {"tools": [{"type": "function"}]}, "tools[0].name"),
+        ("hi", {"tools": [TOOL, TOOL]}, "tools[1].name"),
         ("hi", {"tool_choice": "required"}, "tool_choice"),
         ("hi", {"tool_choice": "maybe"}, "tool_choice"),
         ("hi", {"tools": [TOOL], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice.name"),

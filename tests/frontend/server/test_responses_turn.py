@@ -145,6 +145,7 @@ def test_what_changes_nothing_is_noted() -> None:
         ("hi", {"conversation": "conv_1"}, "conversation"),
         ("hi", {"prompt": {"id": "x"}}, "prompt"),
         ("hi", {"truncation": "hard"}, "truncation"),
+        ("hi", {"include": ["everything"]}, "include"),
         ("hi", {"metadata": {str(i): "" for i in range(17)}}, "metadata"),
         ("hi", {"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ("hi", {"tools": [{"type": "function"}]}, "tools[0].name"),

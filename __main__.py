@@ -69,7 +69,7 @@ def open_missing_streams() -> None:
 
 def run(argv: list[str]) -> int:
     command = argv[0] if argv else ""
-    if command in ("--version", "-V"):
+    if command in ("--version", "-V") or command in COMMANDS and argv[1:] == ["--version"]:
         print(f"quire {__version__}")
         return 0
     if command in ("--help", "-h", "--help-all", "help"):

@@ -67,9 +67,9 @@ def test_import_quire_takes_milliseconds() -> None:
     assert quire - bare < 0.05
 
 
-@pytest.mark.parametrize("argument", ["--version", "--help"])
-def test_version_and_help_load_nothing_heavy(argument: str) -> None:
-    code = f"import sys, json; from quire.__main__ import main; main([{argument!r}]); print(json.dumps(sorted(sys.modules)))"
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["serve", "--version"]], ids=" ".join)
+def test_version_and_help_load_nothing_heavy(arguments: list[str]) -> None:
+    code = f"import sys, json; from quire.__main__ import main; main({arguments!r}); print(json.dumps(sorted(sys.modules)))"
     assert set(json.loads(run_python(code).splitlines()[-1])) & HEAVY == set()
 
 

@@ -4,7 +4,8 @@ Must not know: event streams, JSON, what is measured.
 
 Why not a client that others wrote: a load generator that is slower than the server measures itself. Per streamed chunk (64 streams, each chunk a
 segment of its own, uvloop, tests/bench/bench_client.py) this one takes about 20 us, httpx2, which comes with huggingface_hub, 120, and aiohttp, which
-would be a new dependency, 39. Most of the 20 is the system's: from the received bytes to the noted moment it is 3. No queue, no lock, no task is woken per chunk."""
+would be a new dependency, 39. Most of the 20 is the system's: from the received bytes to the noted moment it is 3, since there is no
+queue, no lock, and no task that is woken per chunk."""
 
 from __future__ import annotations
 

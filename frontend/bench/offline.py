@@ -33,6 +33,18 @@ class Phases:
 
 
 @dataclass(frozen=True)
+class Steps:
+    """Where the time of the engine's steps went, in seconds: of all that it remembers of a run, the last 512."""
+
+    count: int
+    schedule_s: float
+    execute_s: float
+    process_s: float
+    decode_step_s: float | None  # the median of steps that only decode
+    decode_batch: float  # requests in such a step, in the mean
+
+
+@dataclass(frozen=True)
 class OfflineRun:
     seconds: float
     num_input_tokens: int
@@ -40,6 +52,7 @@ class OfflineRun:
     num_failures: int
     first_error: str | None
     phases: dict[str, Summary | None]  # queued, prefill and decode time per request
+    steps: Steps
 
 
 def sampling_params(request: Request, *, ignore_eos: bool, temperature: float, seed: int) -> SamplingParams:
@@ -52,9 +65,11 @@ def engine_prompt(request: Request) -> Any:
 
 def run_throughput(llm: LLM, requests: list[Request], params: list[SamplingParams], use_tqdm: bool) -> OfflineRun:
     """All requests at once. Raises InvalidParameterError for one that the engine cannot take, before anything runs."""
+    last_step = llm.observe(max_blocks=1)["step"]
     start = perf_counter()
     outputs = llm.generate([engine_prompt(request) for request in requests], params, use_tqdm=use_tqdm)
     seconds = perf_counter() - start
+    steps = summarize_steps(llm.observe(since_step=last_step, max_blocks=1)["steps"])
     failures = [output.error for output in outputs if output.error is not None]
     finished = [output.metrics for output in outputs if output.error is None]
     return OfflineRun(
@@ -64,6 +79,19 @@ def run_throughput(llm: LLM, requests: list[Request], params: list[SamplingParam
         len(failures),
         failures[0] if failures else None,
         {phase: summarize(v for m in finished if (v := getattr(m, phase)) is not None) for phase in ("queued_time", "prefill_time", "decode_time")},
+        steps,
+    )
+
+
+def summarize_steps(records: list[Any]) -> Steps:
+    """`records`: as EngineCore.observe gives them, (step, start, schedule_s, execute_s, process_s, prefill tokens, decode tokens, requests, preemptions)."""
+    decodes = [record for record in records if not record[5] and record[6]]
+    times = summarize(sum(record[2:5]) for record in decodes)
+    return Steps(
+        len(records),
+        *(sum(record[column] for record in records) for column in (2, 3, 4)),
+        times.percentiles[50] if times else None,
+        sum(record[6] for record in decodes) / len(decodes) if decodes else 0.0,
     )
 
 

@@ -19,7 +19,7 @@ from .flags import ENGINE, Parser, engine_flags, given
 from .session import COMMON_ENGINE
 
 if TYPE_CHECKING:
-    from ..bench.offline import OfflineRun, Phases, ReadLimit
+    from ..bench.offline import OfflineRun, Phases, ReadLimit, Steps
     from ..llm import LLM
 
 BYTES_PER_PARAMETER = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -68,14 +68,15 @@ def throughput(argv: list[str]) -> int:
         from ..bench.offline import run_throughput
         from ..bench.report import milliseconds_table, stamp, write_json
 
-        requests = make_requests(options, _tokenizer(llm))
+        requests, limit = make_requests(options, _tokenizer(llm)), read_limit(llm)
         run = run_throughput(llm, requests, _params(args, requests), use_tqdm=sys.stderr.isatty())
     print(format_throughput(run, len(requests)))
     phases = [("in the queue", "queued_time"), ("prefill, first step to first token", "prefill_time"), ("decode, first to last token", "decode_time")]
     print("\nper request, ms, by the engine's clock")
     print("\n".join(milliseconds_table([(title, run.phases[phase]) for title, phase in phases])))
+    print("\n" + format_steps(run.steps, limit))
     if args.json:
-        write_json(args.json, {**stamp(), "settings": settings_of(args), "num_requests": len(requests), **asdict(run)})
+        write_json(args.json, {**stamp(), "settings": settings_of(args), "read_limit": asdict(limit), "num_requests": len(requests), **asdict(run)})
     return 1 if run.num_failures == len(requests) else 0
 
 
@@ -91,6 +92,20 @@ def format_throughput(run: OfflineRun, num_requests: int) -> str:
     return "\n".join(lines)
 
 
+def format_steps(steps: Steps, limit: ReadLimit) -> str:
+    """Of the last steps: what took their time, and those that only decode beside the least that memory allows."""
+    total = steps.schedule_s + steps.execute_s + steps.process_s or 1.0
+    parts = {"schedule": steps.schedule_s, "execute": steps.execute_s, "process": steps.process_s}
+    shares = [f"{name} {100 * seconds / total:.1f} %" for name, seconds in parts.items()]
+    text = f"the last {steps.count} steps: {', '.join(shares)}"
+    if steps.decode_step_s is None:
+        return text
+    return (
+        f"{text}\na step that only decodes, {steps.decode_batch:.0f} requests in it: {1000 * steps.decode_step_s:.2f} ms (median); "
+        f"reading the weights once takes {1000 / limit.max_steps_per_s:.2f} ms on this machine"
+    )
+
+
 def latency(argv: list[str]) -> int:
     args = latency_parser(argv).parse(argv)
     for name, least in (("batch_size", 1), ("num_iters", 1), ("num_iters_warmup", 0), ("output_len", 2)):
@@ -100,13 +115,11 @@ def latency(argv: list[str]) -> int:
         num_prompts=args.batch_size, input_len=args.input_len, output_len=args.output_len, token_ids=True, seed=getattr(args, "seed", 0)
     )
     with open_llm(args) as llm:
-        from ..bench.offline import measure_read_limit, run_latency
+        from ..bench.offline import run_latency
         from ..bench.report import milliseconds_table, stamp, write_json
         from ..bench.statistics import summarize
 
-        requests = make_requests(options, _tokenizer(llm))
-        config = llm.llm_engine.config
-        limit = measure_read_limit(Path(config.model_config.model), BYTES_PER_PARAMETER[config.model_config.dtype], config.device_config.num_threads)
+        requests, limit = make_requests(options, _tokenizer(llm)), read_limit(llm)
         params = _params(args, requests)
         run_latency(llm, requests, params, args.num_iters_warmup, lambda: None)
         seconds, phases = run_latency(llm, requests, params, args.num_iters, _progress(args.num_iters))
@@ -146,6 +159,14 @@ def open_llm(args: argparse.Namespace) -> Iterator[LLM]:
     arguments = given(args, engine_flags())
     with LLM(arguments.pop("model", "bundled"), engine=getattr(args, "engine", ENGINE.default), **arguments) as llm:
         yield llm
+
+
+def read_limit(llm: LLM) -> ReadLimit:
+    """Measured before the run, while the engine waits."""
+    from ..bench.offline import measure_read_limit
+
+    config = llm.llm_engine.config
+    return measure_read_limit(Path(config.model_config.model), BYTES_PER_PARAMETER[config.model_config.dtype], config.device_config.num_threads)
 
 
 def _tokenizer(llm: LLM) -> Any:

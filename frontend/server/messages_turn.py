@@ -4,7 +4,7 @@ Must not know: the answer's shape, HTTP."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -64,6 +64,15 @@ class ToolResultBlock(Block, tag="tool_result"):
 AnyBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | ImageBlock | DocumentBlock
 
 
+class SystemBlock(msgspec.Struct, kw_only=True):
+    """A TextBlock, whose type need not be said: there is no other."""
+
+    type: Literal["text"] = "text"
+    text: str
+    citations: list[Any] | None = None
+    cache_control: dict[str, Any] | None = None
+
+
 class AnthropicMessage(msgspec.Struct, kw_only=True):
     role: Annotated[str, Meta(extra_json_schema={"enum": ["user", "assistant", "system"]})]
     content: str | list[AnyBlock]
@@ -74,6 +83,7 @@ class AnthropicTool(msgspec.Struct, kw_only=True):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
     cache_control: dict[str, Any] | None = None
 
 
@@ -103,7 +113,7 @@ class PromptBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
-    system: str | list[TextBlock] | None = None
+    system: str | list[SystemBlock] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
@@ -187,6 +197,9 @@ def _variables(state: ServerState, call: Call, body: PromptBody) -> dict[str, An
 def _tools(body: PromptBody) -> tuple[list[dict[str, Any]] | None, Any]:
     """In OpenAI's form, which chat templates know, and which of them is to be called."""
     tools = [_tool(tool, i) for i, tool in enumerate(body.tools or [])]
+    names = [tool["function"]["name"] for tool in tools]
+    if twice := [i for i, name in enumerate(names) if name in names[:i]]:
+        raise invalid(f"tools[{twice[0]}].name", f"'tools[{twice[0]}].name': two tools are called {names[twice[0]]!r:.60}.")
     choice = body.tool_choice
     if choice is None or choice.type == "auto":
         return tools or None, "auto"
@@ -198,7 +211,7 @@ def _tools(body: PromptBody) -> tuple[list[dict[str, Any]] | None, Any]:
         raise invalid("tool_choice", f"'tool_choice' can be {choice.type} only with 'tools'.")
     if choice.type == "any":
         return tools, "required"
-    if choice.name not in {tool["function"]["name"] for tool in tools}:
+    if choice.name not in names:
         raise invalid("tool_choice.name", "'tool_choice.name' must be the name of one of 'tools'.")
     return tools, {"name": choice.name}
 
@@ -212,7 +225,8 @@ def _tool(tool: AnthropicTool, i: int) -> dict[str, Any]:
     if tool.input_schema is None:
         raise missing(f"tools[{i}].input_schema")
     described = {"description": tool.description} if tool.description else {}
-    return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
+    function = {"name": tool.name, **described, "parameters": tool.input_schema} | ({"strict": True} if tool.strict else {})
+    return {"type": "function", "function": function}
 
 
 # ------------------------------------------------------------ messages

@@ -4,9 +4,10 @@ Must not know: the answer's shape, HTTP."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from ...ipc.params import SamplingParams, StructuredOutputsParams
 from ..answer_format import detect
@@ -14,7 +15,7 @@ from .call import Call
 from .chat_run import ChatRun, ChatTurn, prepare_chat, thinking_variables
 from .errors import invalid, missing, unsupported
 from .generation import Job, check_context
-from .sampling import Number, SamplingBody, sampling_params
+from .sampling import MAX_LOGPROBS, Number, SamplingBody, sampling_params
 from .state import ServerState
 from .tokenizing import tokenize_all
 
@@ -102,6 +103,8 @@ class OllamaBody(msgspec.Struct, kw_only=True):
     stream: bool | None = None  # unless false
     think: bool | str | None = None
     keep_alive: Number | str | None = None  # the model stays as long as the server
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class OllamaChatBody(OllamaBody, kw_only=True):
@@ -157,7 +160,8 @@ def sampling(state: ServerState, body: OllamaBody) -> SamplingParams:
     max_tokens = options.num_predict if (options.num_predict or 0) > 0 else None
     defaults = state.ready_engine().get_default_sampling_params()
     format = _format(body.format)
-    return sampling_params(house, defaults, state.server_config, max_tokens=max_tokens, logprobs=None, structured_outputs=format)
+    logprobs = (body.top_logprobs or 0) if body.logprobs or body.top_logprobs else None
+    return sampling_params(house, defaults, state.server_config, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=format)
 
 
 def _format(format: str | dict[str, Any] | None) -> StructuredOutputsParams | None:

@@ -25,6 +25,11 @@ NAMES = {
 }  # fmt: skip
 ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 LOGPROBS = "message.output_text.logprobs"
+# What `include` may ask for. Reasoning is given in plain, so nothing needs to be encrypted; the rest is of tools that are not here.
+INCLUDABLE = (
+    LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "web_search_call.action.sources", "web_search_call.results",
+    "file_search_call.results", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+)  # fmt: skip
 MAX_METADATA = 16
 IGNORED = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "max_tool_calls")
 
@@ -146,6 +151,8 @@ def check_body(body: ResponsesBody) -> None:
         raise unsupported("conversation", "'conversation' is not supported: go on from a stored answer with 'previous_response_id'.")
     if body.prompt is not None:
         raise unsupported("prompt", "'prompt' refers to a template stored at OpenAI, which is not here: give 'input' and 'instructions'.")
+    if unknown := [name for name in body.include or [] if name not in INCLUDABLE]:
+        raise invalid("include", f"'include' cannot ask for {unknown[0]!r:.60}; it can for {', '.join(INCLUDABLE)}.")
     if body.truncation not in (None, "auto", "disabled"):
         raise invalid("truncation", f"'truncation' must be auto or disabled, got {body.truncation!r:.40}.")
 
@@ -225,6 +232,8 @@ def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]] | None, Any]:
             raise unsupported(f"tools[{i}].type", message)
         if not tool.name:
             raise missing(f"tools[{i}].name")
+        if tool.name in tools:
+            raise invalid(f"tools[{i}].name", f"'tools[{i}].name': two tools are called {tool.name!r:.60}.")
         described = {"description": tool.description} if tool.description else {}
         function = {"name": tool.name, **described, "parameters": tool.parameters or {"type": "object"}}
         tools[tool.name] = {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}

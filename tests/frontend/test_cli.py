@@ -138,6 +138,7 @@ def test_an_address_where_nobody_listens_is_exit_code_1_and_what_to_do(capsys: p
 def test_version_and_help(capsys: pytest.CaptureFixture) -> None:
     code, out, _ = call(capsys, "--version")
     assert code == 0 and out.startswith("quire 0.")
+    assert [call(capsys, command, "--version") for command in COMMANDS] == [(0, out, "")] * len(COMMANDS)
     code, out, _ = call(capsys, "--help")
     assert code == 0 and all(f"quire {name}" in out for name in COMMANDS)
     code, out, err = call(capsys)

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.routing import Route
 
+from ...outputs import PositionLogprobs
 from ..blocks import CALL, DELTA, STOP, TEXT, Block, Blocks
 from ..call import Call, call_of, read_body
 from ..chat_run import ChatRun
@@ -21,6 +22,7 @@ from ..ollama_turn import CHAT_NAMES, GENERATE_NAMES, OllamaChatBody, OllamaGene
 from ..openapi import described
 from ..sse import EventStream, Json, encode
 from ..state import ServerState
+from ..token_logprobs import TokenWriter
 
 NDJSON = b"application/x-ndjson"
 # What keeps a silent stream alive: JSON allows white space before a value, while an empty line would be no JSON at all to a client that
@@ -74,6 +76,7 @@ class OllamaAnswer:
         self._model = model
         self._chat = chat
         self._is_chat = is_chat
+        self._writer = TokenWriter(state.ready_engine().tokenizer)
 
     async def whole(self) -> Json:
         (message,) = await self._chat.messages()
@@ -84,16 +87,17 @@ class OllamaAnswer:
             said["thinking"] = thinking
         if calls := [call for block in blocks.blocks if (call := _call(block)) is not None]:
             said["tool_calls"] = calls
-        return Json(self._object(**said) | self._end(message.finish_reason))
+        return Json(self._object(**said) | self._logprobs(message.logprobs) | self._end(message.finish_reason))
 
     def stream(self) -> EventStream:
         return self._state.event_stream(self._lines(), self._call, error_event=error_line, comment=SPACE, media_type=NDJSON)
 
     async def _lines(self) -> AsyncIterator[bytes]:
-        blocks = Blocks()
+        blocks, unsaid = Blocks(), []  # the log-probabilities of tokens whose text has not come yet
         async with aclosing(self._chat.news()) as steps:
             async for (news,) in steps:
                 objects = []
+                unsaid += news.logprobs or []
                 events = blocks.feed(news.parts)
                 if news.finish_reason is not None:
                     events += blocks.close()
@@ -104,12 +108,19 @@ class OllamaAnswer:
                         objects.append(self._object(tool_calls=[call]))
                 if news.finish_reason is not None:
                     objects.append(self._object() | self._end(news.finish_reason))
+                if objects and unsaid:
+                    objects[0] |= self._logprobs(unsaid)
+                    unsaid = []
                 if objects:
                     yield b"".join(encode(one) + b"\n" for one in objects)
 
     def _object(self, content: str = "", **more: Any) -> dict[str, Any]:
         said = {"message": {"role": "assistant", "content": content, **more}} if self._is_chat else {"response": content, **more}
         return {"model": self._model, "created_at": now(), **said, "done": False}
+
+    def _logprobs(self, positions: list[PositionLogprobs] | None) -> dict[str, Any]:
+        """In the shape of OpenAI's chat, which Ollama has taken over."""
+        return {"logprobs": self._writer.chat(positions, self._chat.params.logprobs)} if positions else {}
 
     def _end(self, finish_reason: str | None) -> dict[str, Any]:
         """Durations are in nanoseconds. The model has been there from the start."""

@@ -30,8 +30,7 @@ def routes(state: ServerState) -> list[Route]:
     return [
         Route("/v1/responses", api.create, methods=["POST"]),
         Route("/v1/responses/input_tokens", api.count_tokens, methods=["POST"]),
-        Route(one, api.retrieve, methods=["GET"]),
-        Route(one, api.delete, methods=["DELETE"]),
+        Route(one, api.one, methods=["GET", "DELETE"]),
         Route(f"{one}/cancel", api.cancel, methods=["POST"]),
         Route(f"{one}/input_items", api.input_items, methods=["GET"]),
     ]
@@ -110,18 +109,15 @@ class ResponsesApi:
         return found
 
     @described(answer=dict[str, Any])
-    async def retrieve(self, request: Request) -> Response:
-        """A response that was kept"""
+    async def one(self, request: Request) -> Response:
+        """A response that was kept, or its end"""
+        if request.method == "DELETE":
+            response_id = self._stored(request).response["id"]
+            self._store.pop(call_of(request).tenant, response_id)
+            return Json({"id": response_id, "object": "response", "deleted": True})
         if request.query_params.get("stream") == "true":
             raise unsupported("stream", "Only answers made in the background can be streamed again, and there are none here.")
         return Json(self._stored(request).response)
-
-    @described(answer=dict[str, Any])
-    async def delete(self, request: Request) -> Response:
-        """Forget a response"""
-        response_id = self._stored(request).response["id"]
-        self._store.pop(call_of(request).tenant, response_id)
-        return Json({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         """Refused: nothing is made in the background"""

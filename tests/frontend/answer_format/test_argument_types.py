@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.frontend.answer_format.argument_types import allowed_types, can_stand_alone, plain_arguments, read_literal, to_json
 
@@ -74,6 +74,7 @@ def test_text_becomes_what_the_schema_allows(text, types, value) -> None:
     assert json.loads(to_json(text, frozenset(types))) == value
 
 
+@settings(deadline=None)
 @given(st.text(), st.sets(st.sampled_from(["string", "integer", "number", "boolean", "null", "array", "object"])))
 def test_any_text_becomes_json(text, types) -> None:
     json.loads(to_json(text, frozenset(types)), parse_constant=pytest.fail)

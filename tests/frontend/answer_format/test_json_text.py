@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.frontend.answer_format.answer import Content
 from quire.frontend.answer_format.json_text import read_json
@@ -34,6 +34,7 @@ def read(pieces: list[str]) -> tuple[str, str]:
     return "".join(part.text for part in stream.parts), stream.buffer
 
 
+@settings(deadline=None)
 @given(VALUES, st.booleans(), st.sampled_from([None, 1]), st.integers(1, 9))
 def test_every_value_passes_as_it_is(value, ascii_only, indent, size) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
@@ -41,6 +42,7 @@ def test_every_value_passes_as_it_is(value, ascii_only, indent, size) -> None:
     assert read(pieces) == (text, " tail")
 
 
+@settings(deadline=None)
 @given(st.text(alphabet='{}[]",:\\ 01-.eEtrufalsn\n', max_size=12), st.integers(1, 3))
 def test_accepts_what_python_accepts(text, size) -> None:
     try:

@@ -4,10 +4,14 @@ Must not know: models, servers."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import astuple
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.frontend.answer_format import Answer, AnswerFormat, Content, Reasoning, ToolCall, collect, detect
+from quire.frontend.answer_format.formats import TOOL_FORMATS
 from quire.frontend.answer_format.parser import ReasoningMarks
 from quire.tests.frontend.answer_format.cuts import parse, parse_pieces
 
@@ -55,28 +59,41 @@ def test_text_flows_at_once() -> None:
     assert parse_pieces(FORMAT, pieces) == [Reasoning("One"), Reasoning(" two"), Content("Three"), Content(" <four"), Content(">")]
 
 
-FRAGMENTS = st.sampled_from(
-    ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '{"a": 1}', "}", '"x\\n"', "[", "]", ",", " ", "\n", "<", "ab", "{", CALL]
-)
-TEXTS = st.lists(FRAGMENTS, max_size=14).map("".join)
+COMMON = [
+    '{"name": "f", ', '"arguments": ', '"parameters": ', '{"a": 1}', "{}", "{", "}", "[", "]", ",", '"x\\n"', " ", "\n", "<", "ab", "f", "g", "(", ")", "a=", "'", "1", ";",
+    "text", "```json\n", "```", "\\", "null", "é", "🤖",
+]  # fmt: skip
 
 
-@settings(max_examples=300)
-@given(TEXTS, st.integers(0, 10**6), st.sampled_from(["", "<think>\n"]))
-def test_the_cut_does_not_matter(text, seed, prompt) -> None:
-    parse(FORMAT, text, prompt_text=prompt)
+def texts(answer_format: AnswerFormat) -> st.SearchStrategy[str]:
+    """Marks of the format and pieces of calls, in any order, some of them damaged."""
+    values = [value for value in astuple(answer_format.tool_format) if isinstance(value, (str, tuple))]
+    marks = [text for value in values for text in ([value] if isinstance(value, str) else value) if text]
+    written = [json.dumps({"name": "f", "arguments": {"a": "b"}}), *(mark[:-1] for mark in marks), *(f"{mark}f" for mark in marks)]
+    whole = st.sampled_from([*marks, *marks, *COMMON, *written, "<think>", "</think>"])
+    return st.lists(whole, max_size=14).map("".join)
 
 
-@settings(max_examples=300)
-@given(TEXTS)
-def test_nothing_is_lost(text) -> None:
-    """Without reasoning and calls that are whole: what is not content is white space, marks, and what the calls say."""
+@pytest.mark.parametrize("name", dict.fromkeys(row.name for row in TOOL_FORMATS))
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), prompt=st.sampled_from(["", "<think>\n"]))
+def test_neither_the_cut_nor_nonsense_matters(name, data, prompt) -> None:
+    answer_format = detect("</think>", name)
+    answer = parse(answer_format, data.draw(texts(answer_format)), prompt_text=prompt)
+    assert all(call.name for call in answer.tool_calls)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_nothing_is_lost(data) -> None:
+    """Without reasoning: what is not content is white space, marks and keys, and what the calls say."""
+    text = data.draw(texts(FORMAT))
     answer = collect(parse_pieces(FORMAT, [text], reasoning=False))
     if not answer.tool_calls:
         assert answer.content == text
     said = answer.content + "".join(call.name + call.arguments for call in answer.tool_calls)
-    for letter in "ab1fx\\":
-        assert said.count(letter) >= text.count(letter) - len(answer.tool_calls) * 11 * (letter in "abf")
+    for word in ("1", "é", "🤖", "text", "(", "'", ";"):
+        assert said.count(word) >= text.count(word), word
 
 
 def test_marks_that_begin_alike() -> None:

@@ -88,6 +88,7 @@ def test_sampling() -> None:
 )
 def test_tool_choices(choice: dict, told: Any) -> None:
     assert turn(tools=[TOOL], tool_choice=choice).tool_choice == told
+    assert turn(tools=[TOOL | {"strict": True}], tool_choice=choice).tools[0]["function"]["strict"]
     assert not turn(tools=[TOOL], tool_choice=choice | {"disable_parallel_tool_use": True}).parallel_tool_calls
 
 
@@ -131,6 +132,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ([{"role": "user", "content": "hi"}, {"role": "assistant", "content": [CALL]}], {}, "messages"),
         ([], {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ([], {"tools": [{"input_schema": {}}]}, "tools[0].name"),
+        ([], {"tools": [TOOL, TOOL]}, "tools[1].name"),
         ([], {"tools": [{"name": "add"}]}, "tools[0].input_schema"),
         ([], {"tool_choice": {"type": "any"}}, "tool_choice"),
         ([], {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice.name"),

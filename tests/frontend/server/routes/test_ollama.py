@@ -93,6 +93,15 @@ def test_the_same_text_as_openais_chat(server: httpx.Client) -> None:
     assert "".join(line["response"] for line in lines(server.post("/api/generate", json=GENERATE | greedy))) == text
 
 
+def test_the_same_log_probabilities_as_openais_chat(server: httpx.Client) -> None:
+    chat = {"messages": CHAT["messages"], "max_tokens": 16, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    told = server.post("/v1/chat/completions", json=chat).json()["choices"][0]["logprobs"]["content"]
+    body = CHAT | {"options": {"temperature": 0, "num_predict": 16}, "logprobs": True, "top_logprobs": 2}
+    assert server.post("/api/chat", json=body | {"stream": False}).json()["logprobs"] == told and len(told[0]["top_logprobs"]) == 2
+    assert [one for line in lines(server.post("/api/chat", json=body)) for one in line.get("logprobs", [])] == told
+    assert "logprobs" not in server.post("/api/chat", json=body | {"stream": False, "logprobs": False, "top_logprobs": None}).json()
+
+
 def test_a_format(server: httpx.Client) -> None:
     body = CHAT | {"format": {"enum": ["four", "five"]}, "stream": False, "options": {"temperature": 0, "num_predict": 16}}
     assert server.post("/api/chat", json=body).json()["message"]["content"] in ('"four"', '"five"')

@@ -63,6 +63,7 @@ def test_what_is_deleted_or_not_kept_is_not_found() -> None:
         assert refusal.status_code == 400 and "background" in refusal.json()["error"]["message"]
         assert (await client.get(f"{URL}/{kept['id']}", params={"stream": "true"})).status_code == 400
         assert (await client.delete(f"{URL}/{kept['id']}")).json() == {"id": kept["id"], "object": "response", "deleted": True}
+        assert set((await client.put(f"{URL}/x")).headers["allow"].split(", ")) >= {"GET", "DELETE"}
         unkept = (await client.post(URL, json=BODY | {"store": False})).json()
         for response_id in (kept["id"], unkept["id"], "resp_nobody"):
             for answer in (await client.get(f"{URL}/{response_id}"), await client.delete(f"{URL}/{response_id}")):

@@ -100,8 +100,8 @@ class App:
 
     def _allow(self, scope: Any) -> dict[str, str]:
         """Every method of the path: the router names those of its first route alone."""
-        routes = [route for route in self._router.routes if route.matches(scope)[0] is not Match.NONE]
-        return {"allow": ", ".join(sorted({method for route in routes for method in route.methods}))}
+        found = next(route.path for route in self._router.routes if route.matches(scope)[0] is not Match.NONE)
+        return {"allow": ", ".join(sorted({method for route in self._router.routes if route.path == found for method in route.methods}))}
 
     async def _refuse_other(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":

@@ -32,6 +32,15 @@ class TextBlock(Block, tag="text"):
     citations: list[Any] | None = None  # of an answer that is handed back: they are in its text
 
 
+class SystemText(msgspec.Struct, kw_only=True):
+    """Alone in its list: no other type has to be told from it, so msgspec would not ask for a tag."""
+
+    type: Literal["text"]
+    text: str
+    citations: list[Any] | None = None
+    cache_control: dict[str, Any] | None = None
+
+
 class ThinkingBlock(Block, tag="thinking"):
     thinking: str = ""
     signature: str | None = None
@@ -250,7 +259,7 @@ def _messages(body: PromptBody) -> list[dict[str, Any]]:
         blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
         for j, block in enumerate(blocks):
             _add(messages, message.role, block, f"messages[{i}].content[{j}]", names)
-        if not blocks:
+        if all(isinstance(block, RedactedThinkingBlock) for block in blocks):  # nothing that a template could write
             _last(messages, message.role)
     return messages
 

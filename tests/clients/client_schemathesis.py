@@ -25,7 +25,8 @@ def check_description(address: str, _: str) -> None:
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     cases = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
-    assert done.returncode == 0 and cases and cases[1] == cases[2], done.stdout[-6000:]
+    failures = done.stdout.partition("= FAILURES =")[2].partition("= WARNINGS =")[0]
+    assert done.returncode == 0 and cases and cases[1] == cases[2], failures[:8000] + done.stdout[-600:]
     assert int(cases[1]) >= LEAST_CASES
     print(f"{cases[1]} cases", file=sys.stderr)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_PIPELINED = 16  # requests that one connection may send ahead of the answers
 LINGER_S = 2.0
 SPARE_CONNECTIONS = 256  # beyond max_connections are told why; beyond these they are cut off
+UPGRADE = re.compile(rb"(?im)^upgrade(?=:)")
 TLS_HANDSHAKE = b"\x16"  # the first byte of HTTPS
 
 
@@ -75,10 +77,12 @@ class Protocol(HttpToolsProtocol):
             return
         self._unset_keepalive_if_required()
         was_in_head = self._is_in_head
+        if was_in_head or self.cycle is None or not self.cycle.more_body:
+            data = _without_upgrade(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            return  # to nothing that we speak: the request is answered as if it had not asked
+            return  # a header that came in pieces: the request is answered, but if it had a body that is lost
         except httptools.HttpParserError as error:
             cause = error.__context__
             self._refuse(cause if isinstance(cause, ApiError) else _no_http(data))
@@ -122,9 +126,6 @@ class Protocol(HttpToolsProtocol):
             self._set_deadline(None)
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
         self.cycle.more_body = False
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Java's client asks for HTTP/2 with every request: no line in the log for that."""
 
     # ------------------------------------------------------------ requests
 
@@ -225,6 +226,15 @@ class Protocol(HttpToolsProtocol):
             self.transport.write_eof()
         self.flow.resume_reading()
         self._set_deadline(LINGER_S, self.transport.abort)
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """We speak nothing else, and the parser would take the body of who asks for it as no part of HTTP. Java's client asks with every request."""
+    if b"pgrade" not in data and b"PGRADE" not in data:
+        return data
+    end = data.find(b"\r\n\r\n")
+    head = data if end < 0 else data[:end]
+    return UPGRADE.sub(b"x-upgrade", head) + data[len(head) :]
 
 
 def _no_http(data: bytes) -> ApiError:

@@ -59,6 +59,6 @@ def check_length(tokenizer: Tokenizer, text: str, param: str, max_model_len: int
         num_characters //= 4  # as many characters at most become one
     num_tokens = -(-num_characters // longest)
     if num_tokens > max_model_len:
-        problem = f"your {param} has {len(text)} characters, which are at least {num_tokens} tokens"
+        problem = f"the text of your {param} has {len(text)} characters, which are at least {num_tokens} tokens"
         message = f"This model's maximum context length is {max_model_len} tokens. However, {problem}. Please reduce the length of the {param}."
         raise ApiError(400, message, code="context_length_exceeded", param=param)

@@ -235,6 +235,17 @@ def test_who_does_not_read_is_cut_off() -> None:
     serving(test, write_timeout_s=1, keep_alive_timeout_s=0.05)
 
 
+@pytest.mark.parametrize("name", [b"Upgrade", b"upgrade", b"UPGRADE"])
+def test_who_asks_for_another_protocol_is_served_in_this_one(name: bytes) -> None:
+    async def test(served: Served) -> None:
+        head = b"POST /read HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\n" + name + b": h2c\r\nContent-Length: 9\r\n\r\n"
+        for said in ([head + b"Upgrade: "], [head, b"Upgrade: "]):
+            assert (await served.say(*said, OK)).count(b"200 OK") == 2
+        assert not served.refused
+
+    serving(test, keep_alive_timeout_s=0.1)
+
+
 def test_small_packets_are_not_held_back() -> None:
     async def test(served: Served) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)

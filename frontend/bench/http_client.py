@@ -23,7 +23,8 @@ MAX_KEPT_BODY = 2**20  # of an answer that is no stream
 
 # Kinds of failure, as the report names them. An answer with another status than 200 is "HTTP 429".
 CONNECTION_REFUSED = "connection refused"
-CONNECTION_FAILED = "connection failed"  # no such host, no route, TLS
+CONNECTION_FAILED = "connection failed"  # no such host, no route
+TLS_FAILED = "TLS failed"  # a certificate that is not trusted, or no TLS at the other end
 CONNECTION_LOST = "connection lost"  # after it stood, before the answer was complete
 BAD_HTTP = "bad HTTP"
 TIMEOUT = "timeout"
@@ -198,6 +199,8 @@ class HttpClient:
             _, connection = await asyncio.get_running_loop().create_connection(Connection, self.host, self.port, ssl=self._tls)
         except ConnectionRefusedError:
             raise Failure(CONNECTION_REFUSED, f"nobody listens at {self.host} port {self.port}") from None
+        except ssl.SSLError as error:
+            raise Failure(TLS_FAILED, str(error)) from None
         except OSError as error:
             if isinstance(error, TimeoutError):
                 raise

@@ -4,13 +4,14 @@ Must not know: any one server's extensions, workloads, when requests are sent.""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import msgspec
 
-from .http_client import Answer, Failure, HttpClient
+from .http_client import TIMEOUT, Answer, Failure, HttpClient
 from .sse import SseError, SseParser
 
 ERROR_IN_STREAM = "error in stream"
@@ -18,6 +19,7 @@ BAD_STREAM = "bad stream"  # no event stream, or data that is no chunk
 INCOMPLETE_STREAM = "incomplete stream"  # it ended in good order, without a finish reason or [DONE]
 NO_TOKENS = "no tokens"
 MAX_ERROR_TEXT = 500
+MODELS_TIMEOUT_S = 30.0
 
 
 class Delta(msgspec.Struct, gc=False):
@@ -209,7 +211,11 @@ def check_answer(answer: Answer) -> None:
 
 async def first_model(client: HttpClient) -> str | None:
     """The first name of /v1/models; None where the server has no such route. Raises Failure where there is no server, or it refuses."""
-    answer = await client.exchange("GET", "/models")
+    try:
+        async with asyncio.timeout(MODELS_TIMEOUT_S):
+            answer = await client.exchange("GET", "/models")
+    except TimeoutError:
+        raise Failure(TIMEOUT, f"/v1/models was not answered within {MODELS_TIMEOUT_S:g} s") from None
     if answer.status in (404, 405, 501):
         return None
     if answer.status != 200:

@@ -15,7 +15,7 @@ from types import FrameType
 
 import uvicorn
 
-from ...ipc.errors import InvalidParameterError, ModelLoadError, QuireError
+from ...ipc.errors import InvalidParameterError, QuireError
 from ..async_llm import AsyncLLM
 from ..engine_args import EngineArgs
 from .app import make_app
@@ -146,13 +146,15 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _load(self) -> None:
+        engine = None
         try:
             engine = await AsyncLLM.start(self._args, self._engine, self.state.loading.report)
-        except (InvalidParameterError, ModelLoadError, QuireError) as error:
+            self.state.set_engine(engine)  # refuses templates and parsers that this model does not have
+        except QuireError as error:
             self.state.loading.error = str(error)
             self.failure = error
             self.should_exit = True
+            if engine is not None:
+                await engine.shutdown_async()
             return
-        self.state.set_engine(engine)
-        await engine.call_utility("ping")  # from here on its death is noticed even if nobody asks anything of it
         print(f"quire serve: ready: {self.state.model_name}", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...ipc.errors import EngineDeadError
+from ...ipc.errors import EngineDeadError, InvalidParameterError
 from ..answer_format import AnswerFormat, detect
 from ..async_llm import AsyncLLM
 from .admission import Admission
@@ -94,7 +94,11 @@ class ServerState:
         if engine.tokenizer is None:
             return ""
         templates = engine.tokenizer.chat_templates
-        return (templates.get(named, named) if named else templates.get("tool_use") or templates.get("default")) or ""
+        if named is None:
+            return templates.get("tool_use") or templates.get("default") or ""
+        if named not in templates and "{" not in named:
+            raise InvalidParameterError("chat_template", f"must be a file, or one of the model's templates ({', '.join(templates) or 'none'}), got {named!r}")
+        return templates.get(named, named)
 
     def _detect_format(self, engine: AsyncLLM) -> AnswerFormat:
         config, tokenizer = self.server_config, engine.tokenizer

@@ -135,6 +135,23 @@ def test_nobody_listens() -> None:
     assert caught.value.kind == "connection refused"
 
 
+def test_no_tls_at_the_other_end() -> None:
+    async def main() -> str:
+        async def answer_anything(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(1)
+            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            writer.close()
+
+        server = await asyncio.start_server(answer_anything, "127.0.0.1", 0)
+        client = HttpClient("https://127.0.0.1:{}".format(server.sockets[0].getsockname()[1]), {}, 30)
+        with pytest.raises(Failure) as caught:
+            await client.exchange("GET", "/models")
+        server.close()
+        return caught.value.kind
+
+    assert asyncio.run(main()) == "TLS failed"
+
+
 def test_no_such_host() -> None:
     with pytest.raises(Failure) as caught:
         asyncio.run(HttpClient("http://no-such-host.invalid:1", {}, 30).exchange("GET", "/models"))

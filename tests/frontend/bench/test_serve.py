@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from quire import InvalidParameterError
-from quire.frontend.bench import serve
+from quire.frontend.bench import openai_client, serve
 from quire.frontend.bench.openai_client import RequestOptions
 from quire.frontend.bench.serve import BenchmarkError, ServeOptions, ServeRun, run_serve, with_v1
 from quire.frontend.bench.workloads import WorkloadOptions, make_requests
@@ -61,6 +61,15 @@ def test_the_model_that_the_user_names_needs_no_list() -> None:
     refused = [answer("", "500 Internal Server Error")]
     run, server = bench(lambda request: refused if request["method"] == "GET" else completion_stream(["a"]), model="mine")
     assert run.model == server.requests[-1]["body"]["model"] == "mine"
+
+
+def test_a_server_that_never_tells_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_client, "MODELS_TIMEOUT_S", 0.05)
+    script = {"GET": [HANG], "POST": completion_stream(["a"])}
+    run, _ = bench(lambda request: script[request["method"]], model="mine")
+    assert run.model == "mine" and {outcome.failure for outcome in run.report.outcomes} == {None}
+    with pytest.raises(BenchmarkError, match="timeout: /v1/models was not answered within 0.05 s"):
+        bench(lambda request: script[request["method"]])
 
 
 def test_failures_during_the_run_are_outcomes() -> None:

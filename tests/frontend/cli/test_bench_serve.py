@@ -3,11 +3,15 @@ May know: the command line, the scripted server.
 Must not know: how anything is measured."""
 
 import asyncio
+import fcntl
 import json
 import os
+import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -120,6 +124,24 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments: str, sentence: str
     code, out, err = call(capsys, *arguments.split())
     assert (code, out) == (2, "")
     assert sentence in err and err.count("\n") == 1
+
+
+def test_a_terminal_sees_the_progress() -> None:
+    def script(request: dict[str, Any]) -> Script:
+        asked.append(request)
+        return server(request) if len(asked) != 5 else [answer("no", "500 Internal Server Error")]
+
+    asked: list[Any] = []
+    mine, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    with serving(script) as (url, _):
+        command = [sys.executable, "-m", "quire", "bench", "serve", "--base-url", url, *SMALL]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60, check=False)
+    os.close(theirs)
+    shown = os.read(mine, 65536).decode()
+    os.close(mine)
+    assert done.returncode == 0 and "failed requests                    1" in done.stdout
+    assert "0/6" in shown and "6/6" in shown and "1 failed" in shown
 
 
 def test_ctrl_c_prints_what_was_measured(tmp_path: Path) -> None:

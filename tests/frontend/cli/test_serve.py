@@ -52,3 +52,10 @@ def test_a_signal_ends_it_with_its_engine(number: int) -> None:
         client.process.send_signal(number)
         assert client.process.wait(timeout=30) in (0, 130)
         assert "Traceback" not in client.log()
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--chat-template", "missing.jinja"), ("--tool-call-parser", "mine")])
+def test_what_the_model_does_not_have_ends_the_server_with_a_sentence(flag: str, value: str) -> None:
+    done = quire_serve("--port", "0", flag, value)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and last.startswith(f"quire: {flag[2:].replace('-', '_')}: must be") and value in last

@@ -1,7 +1,9 @@
-"""A bad client, as a program: `python -m quire.tests.frontend.server.hostile PORT COUNT` opens COUNT connections of each slow kind, again when they are closed,
-until its standard input ends; then it says in JSON what became of them. Also, for the test's own process, single bad requests.
+"""A bad client, as a program, and single bad requests as a function for the test's own process.
 May know: sockets, HTTP as bytes.
-Must not know: the server's code, or its limits."""
+Must not know: the server's code, or its limits.
+
+`python -m quire.tests.frontend.server.hostile PORT COUNT` opens COUNT connections of each slow kind, again when they are closed, until its standard input
+says a line; then it tells in JSON what became of them."""
 
 from __future__ import annotations
 

@@ -158,7 +158,8 @@ async def render_turn(state: ServerState, turn: ChatTurn, *, must_fit: bool = Fa
         )
 
     num_characters = sum(len(m["content"]) for m in turn.messages if isinstance(m, dict) and isinstance(m.get("content"), str))
-    text = render() if num_characters < LONG_TEXT else await asyncio.to_thread(render)
+    is_long = num_characters + 100 * (len(turn.messages) + len(turn.tools or ())) >= LONG_TEXT
+    text = await asyncio.to_thread(render) if is_long else render()
     [token_ids] = await tokenize_all(state, [text], add_special_tokens=False, param=turn.names["prompt"] if must_fit else None)
     return text, token_ids
 

@@ -1,81 +1,25 @@
 """From a body of Anthropic's /v1/messages to a turn of a conversation.
-May know: the fields and content blocks of that API, what chat templates expect of messages and tools.
-Must not know: the answer's shape, HTTP."""
+May know: the fields of that API, what chat templates expect of tools.
+Must not know: content blocks (anthropic_messages.py), the answer's shape, HTTP."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from ...ipc.checks import INT64_MAX
 from ...ipc.params import StructuredOutputsParams
+from .anthropic_messages import AnthropicMessage, SystemBlock, plain_messages
 from .call import Call
 from .chat_run import ChatTurn, thinking_variables
-from .errors import ApiError, invalid, missing, unsupported
+from .errors import invalid, missing, unsupported
 from .sampling import SamplingBody, sampling_params
 from .state import ServerState
 
 # The house's names of what can be refused -> this API's.
 NAMES = {"prompt": "messages", "stop": "stop_sequences", "structured_outputs": "output_config.format"}
-
-
-class Block(msgspec.Struct, tag_field="type", kw_only=True):
-    """What content is made of."""
-
-    cache_control: dict[str, Any] | None = None  # for Anthropic's prompt cache; here every prefix is cached
-
-
-class TextBlock(Block, tag="text"):
-    text: str
-    citations: list[Any] | None = None  # of an answer that is handed back: they are in its text
-
-
-class ThinkingBlock(Block, tag="thinking"):
-    thinking: str = ""
-    signature: str | None = None
-
-
-class RedactedThinkingBlock(Block, tag="redacted_thinking"):
-    """Written by another server's model in a form that only that one can read."""
-
-    data: str | None = None
-
-
-class ToolUseBlock(Block, tag="tool_use"):
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class ImageBlock(Block, tag="image"): ...
-
-
-class DocumentBlock(Block, tag="document"): ...
-
-
-class ToolResultBlock(Block, tag="tool_result"):
-    tool_use_id: str
-    content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
-    is_error: bool | None = None
-
-
-AnyBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | ImageBlock | DocumentBlock
-
-
-class SystemBlock(msgspec.Struct, kw_only=True):
-    """A TextBlock, whose type need not be said: there is no other."""
-
-    type: Literal["text"] = "text"
-    text: str
-    citations: list[Any] | None = None
-    cache_control: dict[str, Any] | None = None
-
-
-class AnthropicMessage(msgspec.Struct, kw_only=True):
-    role: Annotated[str, Meta(extra_json_schema={"enum": ["user", "assistant", "system"]})]
-    content: str | list[AnyBlock]
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True):
@@ -145,7 +89,7 @@ def turn_of(state: ServerState, call: Call, body: PromptBody, request_id: str) -
     structured = _structured_outputs(body.output_config)
     max_tokens = body.max_tokens if is_run else None
     params = sampling_params(sampling, defaults, state.server_config, max_tokens=max_tokens, logprobs=None, structured_outputs=structured)
-    messages = _messages(body)
+    messages = plain_messages(body.system, body.messages)
     continues = messages[-1]["role"] == "assistant"
     if continues and messages[-1].get("tool_calls"):
         raise invalid("messages", "messages: the last message calls tools; their tool_result blocks must follow in a user message.")
@@ -197,9 +141,11 @@ def _variables(state: ServerState, call: Call, body: PromptBody) -> dict[str, An
 def _tools(body: PromptBody) -> tuple[list[dict[str, Any]] | None, Any]:
     """In OpenAI's form, which chat templates know, and which of them is to be called."""
     tools = [_tool(tool, i) for i, tool in enumerate(body.tools or [])]
-    names = [tool["function"]["name"] for tool in tools]
-    if twice := [i for i, name in enumerate(names) if name in names[:i]]:
-        raise invalid(f"tools[{twice[0]}].name", f"'tools[{twice[0]}].name': two tools are called {names[twice[0]]!r:.60}.")
+    names: set[str] = set()
+    for i, tool in enumerate(tools):
+        if (name := tool["function"]["name"]) in names:
+            raise invalid(f"tools[{i}].name", f"'tools[{i}].name': two tools are called {name!r:.60}.")
+        names.add(name)
     choice = body.tool_choice
     if choice is None or choice.type == "auto":
         return tools or None, "auto"
@@ -227,71 +173,3 @@ def _tool(tool: AnthropicTool, i: int) -> dict[str, Any]:
     described = {"description": tool.description} if tool.description else {}
     function = {"name": tool.name, **described, "parameters": tool.input_schema} | ({"strict": True} if tool.strict else {})
     return {"type": "function", "function": function}
-
-
-# ------------------------------------------------------------ messages
-
-
-def _messages(body: PromptBody) -> list[dict[str, Any]]:
-    """As chat templates expect them: a result of a tool is a message, thoughts and calls belong to the message that they stand in.
-
-    Turns of the same role that follow each other become one, as in Anthropic's API; many templates refuse two.
-    """
-    messages: list[dict[str, Any]] = []
-    system = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system or [])
-    if system:
-        messages.append({"role": "system", "content": system})
-    if not body.messages:
-        raise invalid("messages", "'messages' must hold at least one message.", "empty_array")
-    names: dict[str, str] = {}  # of the tools, by the ids of their calls
-    for i, message in enumerate(body.messages):
-        if message.role not in ("user", "assistant", "system"):
-            raise invalid(f"messages[{i}].role", f"'messages[{i}].role' must be user, assistant or system, got '{message.role:.40}'.")
-        blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
-        for j, block in enumerate(blocks):
-            _add(messages, message.role, block, f"messages[{i}].content[{j}]", names)
-        if not blocks:
-            _last(messages, message.role)
-    return messages
-
-
-def _last(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
-    """The message to add to: the last one if it is of this role, else a new one."""
-    if not messages or messages[-1]["role"] != role:
-        messages.append({"role": role, "content": ""})
-    return messages[-1]
-
-
-def _add(messages: list[dict[str, Any]], role: str, block: AnyBlock, where: str, names: dict[str, str]) -> None:
-    if isinstance(block, TextBlock):
-        message = _last(messages, role)
-        message["content"] += ("\n" if message["content"] else "") + block.text
-    elif isinstance(block, ThinkingBlock) and role == "assistant":
-        message = _last(messages, role)
-        message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
-    elif isinstance(block, ToolUseBlock) and role == "assistant":
-        names[block.id] = block.name
-        call = {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
-        _last(messages, role).setdefault("tool_calls", []).append(call)
-    elif isinstance(block, ToolResultBlock) and role == "user":
-        if block.tool_use_id not in names:
-            raise invalid(f"{where}.tool_use_id", f"'{where}.tool_use_id' must be the id of a tool_use block of an earlier message.")
-        content = _result_text(block, where)
-        messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "name": names[block.tool_use_id], "content": content})
-    elif isinstance(block, (ImageBlock, DocumentBlock)):
-        raise no_media(where, block)
-    elif not isinstance(block, RedactedThinkingBlock):
-        raise invalid(f"{where}.type", f"'{where}' cannot be a {block.__struct_config__.tag} block in a message of the role {role}.")
-
-
-def _result_text(block: ToolResultBlock, where: str) -> str:
-    parts = [TextBlock(text=block.content or "")] if not isinstance(block.content, list) else block.content
-    for k, part in enumerate(parts):
-        if not isinstance(part, TextBlock):
-            raise no_media(f"{where}.content[{k}]", part)
-    text = "\n".join(part.text for part in parts)
-    return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text  # templates have no other way to say so
-
-
-def no_media(where: str, block: Block) -> ApiError:
-    return unsupported(f"{where}.type", f"'{where}' is of the type {block.__struct_config__.tag}: this model reads text only.")

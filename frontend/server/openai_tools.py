@@ -57,10 +57,11 @@ Choice = str | ToolChoice | None
 def checked_tools(tools: list[Tool] | None, choice: Choice) -> tuple[list[dict[str, Any]] | None, Any]:
     """(the tools that the model may use, "auto", "none", "required" or {"name": ...}). Raises ApiError with the path of what is wrong."""
     functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or [])]
-    names = [function["function"]["name"] for function in functions]
-    for i, name in enumerate(names):
-        if name in names[:i]:
+    names: set[str] = set()
+    for i, function in enumerate(functions):
+        if (name := function["function"]["name"]) in names:
             raise invalid(f"tools[{i}].function.name", f"Two tools are called {name!r}.")
+        names.add(name)
     wanted = _choice(choice, names)
     if isinstance(choice, ToolChoice) and choice.allowed_tools is not None:
         allowed = {tool.function.name for tool in choice.allowed_tools.tools}
@@ -81,7 +82,7 @@ def _function(tool: Tool, where: str) -> dict[str, Any]:
     return {"type": "function", "function": msgspec.to_builtins(tool.function)}
 
 
-def _choice(choice: Choice, names: list[str]) -> Any:
+def _choice(choice: Choice, names: set[str]) -> Any:
     if choice is None:
         return "auto" if names else "none"
     if isinstance(choice, str):
@@ -106,6 +107,6 @@ def _choice(choice: Choice, names: list[str]) -> Any:
     return {"name": choice.function.name}
 
 
-def _require_known(name: str, names: list[str], where: str) -> None:
+def _require_known(name: str, names: set[str], where: str) -> None:
     if name not in names:
         raise invalid(where, f"'{where}' is {name!r:.60}, which is none of 'tools'.")

@@ -17,7 +17,8 @@ from ..errors import ApiError, invalid, named, not_found, unsupported
 from ..openapi import described
 from ..response_store import ResponseStore, Stored
 from ..responses_answer import ResponsesAnswer, new_response_id
-from ..responses_turn import NAMES, Item, ResponsesBody, check_body, items_of, turn_of
+from ..responses_items import Item, items_of
+from ..responses_turn import NAMES, ResponsesBody, check_body, turn_of
 from ..sse import Json
 from ..state import ServerState
 
@@ -80,7 +81,7 @@ class ResponsesApi:
     def _conversation(self, call: Call, body: ResponsesBody) -> tuple[list[Item], int]:
         """Every item of it, those of earlier turns first, and how many those are."""
         self._state.ready_engine()
-        items = [self._resolved(call, item, f"input[{i}]") for i, item in enumerate(items_of(body))]
+        items = [self._resolved(call, item, f"input[{i}]") for i, item in enumerate(items_of(body.input))]
         if body.previous_response_id is None:
             return items, 0
         previous = self._store.get(call.tenant, body.previous_response_id)

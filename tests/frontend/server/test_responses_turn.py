@@ -12,7 +12,8 @@ from quire.frontend.server.call import Call
 from quire.frontend.server.chat_run import ChatTurn
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.errors import ApiError, named
-from quire.frontend.server.responses_turn import LOGPROBS, NAMES, Item, ResponsesBody, check_body, items_of, messages_of, turn_of
+from quire.frontend.server.responses_items import items_of
+from quire.frontend.server.responses_turn import LOGPROBS, NAMES, ResponsesBody, check_body, turn_of
 from quire.frontend.server.state import ServerState
 from quire.ipc.params import RequestOutputKind
 from quire.tests.frontend.server.scripted import ScriptedEngine, a_call
@@ -30,7 +31,7 @@ def turn(input: Any = "hi", state: ServerState = STATE, call: Call | None = None
     body, _ = decode(msgspec.json.encode({"input": input, **fields}), ResponsesBody)
     check_body(body)
     with named(NAMES):
-        return turn_of(state, call or a_call(), body, "resp_1", items_of(body), 0)
+        return turn_of(state, call or a_call(), body, "resp_1", items_of(body.input), 0)
 
 
 def test_text_is_a_message_of_the_user() -> None:
@@ -64,17 +65,6 @@ def test_a_conversation_with_a_tool() -> None:
         {"role": "assistant", "content": "no more"},
     ]
     assert found.tools == [IN_CHAT] and found.tool_choice == "auto"
-
-
-def test_a_thought_before_a_call_without_words() -> None:
-    (message,) = messages_of(None, [msgspec.convert(item, Item) for item in (THOUGHT, CALL)])
-    assert (message["reasoning_content"], message["content"], len(message["tool_calls"])) == ("hm", "", 1)
-
-
-def test_items_get_ids_and_keep_their_own() -> None:
-    items = items_of(msgspec.convert({"input": [{"role": "user", "content": "hi"}, THOUGHT, CALL, RESULT]}, ResponsesBody))
-    assert [item.id.split("_")[0] for item in items] == ["msg", "rs", "fc", "fco"] and items[1].id == "rs_1"
-    assert msgspec.to_builtins(items[0].content) == [{"type": "input_text", "text": "hi"}]
 
 
 def test_sampling() -> None:
@@ -166,9 +156,3 @@ def test_refusals_name_the_field(input: Any, fields: dict, param: str) -> None:
     with pytest.raises(ApiError) as caught:
         turn(input, **fields)
     assert (caught.value.status, caught.value.param) == (400, param) and param.removesuffix(".type") in caught.value.message
-
-
-def test_indices_count_from_the_new_items() -> None:
-    with pytest.raises(ApiError) as caught:
-        messages_of(None, [Item(type="message", role="user", content="hi"), Item(type="message", role="robot", content="hi")], 1)
-    assert caught.value.param == "input[0].role"

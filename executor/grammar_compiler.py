@@ -39,7 +39,7 @@ def normalize(params: StructuredOutputsParams) -> StructuredOutputsParams:
     more of it than anybody should have to read."""
     if isinstance(params.json, dict):
         try:
-            params = msgspec.structs.replace(params, json=json.dumps(params.json))
+            params = msgspec.structs.replace(params, json=json.dumps(params.json, ensure_ascii=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidParameterError("structured_outputs.json", f"must be a JSON schema: {error}") from None
     for name in ("json", "regex", "choice", "grammar", "whitespace_pattern"):
@@ -74,6 +74,27 @@ def to_llguidance(params: StructuredOutputsParams) -> str:
         raise refusal(f"cannot be read: {shorten(str(error))}") from None
 
 
+def without_forcing(grammar: str) -> str:
+    """The same grammar, walked byte by byte where it leaves no choice.
+
+    llguidance writes forced text as the tokenizer would, and so takes an added token where the text looks like one: "a<end>" with a token
+    <end>. It then refuses that token, for added tokens are no text to it.
+    """
+    (only,) = json.loads(grammar)["grammars"]
+    rules = only["lark_grammar"] or f"start: %json {json.dumps(only['json_schema'])}"
+    return json.dumps({"grammars": [{"lark_grammar": f'%llguidance {{"no_forcing": true}}\n{rules}'}]})
+
+
+class AddedToken(msgspec.Struct):
+    content: str
+
+
+class TokenizerFile(msgspec.Struct):
+    """What we read of a tokenizer.json ourselves."""
+
+    added_tokens: list[AddedToken] = []
+
+
 def escape(text: str) -> str:
     """A regex that matches this text alone."""
     return "".join(c if c == " " or c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
@@ -102,6 +123,7 @@ class GrammarCompiler:
         self.eos_token_id = eos_token_id  # the model's first; None: llguidance finds one by its name
         self.limits = LLParserLimits(**LIMITS)
         self._tokenizer: LLTokenizer | None = None
+        self._added_texts: list[str] = []
         self._lock = threading.Lock()
 
     @property
@@ -115,7 +137,9 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 path = Path(self.tokenizer_directory) / "tokenizer.json"
                 try:
-                    self._tokenizer = LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=self.vocab_size, eos_token=self.eos_token_id)
+                    text = path.read_text(encoding="utf-8")
+                    self._added_texts = [token.content for token in msgspec.json.decode(text, type=TokenizerFile).added_tokens if token.content]
+                    self._tokenizer = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=self.eos_token_id)
                 except (OSError, ValueError) as error:
                     raise refusal(f"is not possible with this model's tokenizer: {shorten(str(error))}") from None
             return self._tokenizer
@@ -125,10 +149,18 @@ class GrammarCompiler:
 
         Not to be called for what grammar_check.py has not passed: time and memory have no limit here. Raises InvalidParameterError.
         """
-        matcher = LLMatcher(self.tokenizer, to_llguidance(params), log_level=0, limits=self.limits)
+        tokenizer, grammar = self.tokenizer, to_llguidance(params)
+        if self._names_added_token(params):
+            grammar = without_forcing(grammar)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=self.limits)
         if matcher.is_error():
             raise refusal(f"cannot be compiled: {shorten(matcher.get_error())}")
         return matcher
+
+    def _names_added_token(self, params: StructuredOutputsParams) -> bool:
+        """Whether the text that the output must have may hold that of an added token. A grammar names tokens as it likes."""
+        texts = [*(params.choice or []), *(text.replace("\\", "") for text in (params.json, params.regex) if text)]
+        return any(added in text for text in texts for added in self._added_texts)
 
     def try_out(self, matcher: LLMatcher) -> None:
         """Walks a few tokens into a fresh matcher, at random but always alike. Raises InvalidParameterError where its masks take too

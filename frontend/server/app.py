@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.routing import Route, Router
+from starlette.routing import Match, Route, Router
 
 from ... import __version__
 from .auth import Keys
@@ -89,7 +89,8 @@ class App:
 
     async def _answer_error(self, error: Exception, scope: Any, receive: Any, send: Any, *, has_begun: bool) -> None:
         if isinstance(error, HTTPException):
-            refusal, headers = from_status(error.status_code, scope["path"][:200], scope["method"], self._paths.values()), dict(error.headers or {})
+            refusal = from_status(error.status_code, scope["path"][:200], scope["method"], self._paths.values())
+            headers = self._allow(scope) if error.status_code == 405 else dict(error.headers or {})
         else:
             refusal, headers = self.state.explain(error), {}
         if not isinstance(error, (ApiError, HTTPException)) and refusal.status == 500:
@@ -97,6 +98,11 @@ class App:
         if has_begun:
             raise error  # too late for an answer: the connection breaks off
         await Json(refusal.body(scope["path"]), refusal.status, headers | refusal.headers())(scope, receive, send)
+
+    def _allow(self, scope: Any) -> dict[str, str]:
+        """Every method of the path: the router names those of its first route alone."""
+        found = next(route.path for route in self._router.routes if route.matches(scope)[0] is not Match.NONE)
+        return {"allow": ", ".join(sorted({method for route in self._router.routes if route.path == found for method in route.methods}))}
 
     async def _refuse_other(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":

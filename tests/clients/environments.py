@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -22,11 +23,12 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class Client:
-    """`script` runs in the environment called `name`, in which `requirement` is installed."""
+    """`script` runs in the environment called `name`, in which `requirement` is installed, against a server with SERVER_FLAGS and `flags`."""
 
     name: str
     requirement: str
     script: Path
+    flags: tuple[str, ...] = ()
 
     @property
     def python(self) -> Path:
@@ -52,13 +54,13 @@ def environments() -> Path:
 
 
 def clients() -> list[Client]:
-    """Of every file client_*.py; its REQUIREMENTS say which environments it runs in."""
+    """Of every file client_*.py; its REQUIREMENTS say which environments it runs in, its FLAGS, if there are any, what the server must be told."""
     found = []
     for script in sorted(HERE.glob("client_*.py")):
-        for node in ast.parse(script.read_text()).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "REQUIREMENTS":
-                found += [Client(name, requirement, script) for name, requirement in ast.literal_eval(node.value).items()]
-    return found
+        stated = {ast.unparse(node.targets[0]): node.value for node in ast.parse(script.read_text()).body if isinstance(node, ast.Assign)}
+        flags = tuple(ast.literal_eval(stated["FLAGS"])) if "FLAGS" in stated else ()
+        found += [Client(name, requirement, script, flags) for name, requirement in ast.literal_eval(stated["REQUIREMENTS"]).items()]
+    return sorted(found, key=lambda client: (client.flags, client.name))
 
 
 def main(argv: list[str]) -> int:
@@ -74,6 +76,20 @@ def main(argv: list[str]) -> int:
     return 2
 
 
+def print_row(client: Client, address: str, model_directory: Path) -> int:
+    """The number of checks that failed."""
+    if not client.python.exists():
+        print(f"| {client.name} | - | - | not installed |", flush=True)
+        return 0
+    found = client.run(address, model_directory)
+    failed = found["failed"]
+    result = f"failed: {', '.join(failed)}" if failed else "passed"
+    print(f"| {client.name} | {found['version']} | {len(found['passed']) + len(failed)} | {result} |", flush=True)
+    for name, problem in failed.items():
+        print(f"{name}:\n{problem}", file=sys.stderr)
+    return len(failed)
+
+
 def print_table() -> int:
     from quire.tests.frontend.server.conftest import running_server
 
@@ -81,18 +97,10 @@ def print_table() -> int:
 
     model_directory, num_failed = Path(quire.__file__).parent / "frontend" / "bundled_model", 0
     print("| client | version | checks | result |\n|---|---|---|---|")
-    with running_server(*SERVER_FLAGS) as server:
-        for client in clients():
-            if not client.python.exists():
-                print(f"| {client.name} | - | - | not installed |", flush=True)
-                continue
-            found = client.run(str(server.base_url).rstrip("/"), model_directory)
-            failed = found["failed"]
-            num_failed += len(failed)
-            result = f"failed: {', '.join(failed)}" if failed else "passed"
-            print(f"| {client.name} | {found['version']} | {len(found['passed']) + len(failed)} | {result} |", flush=True)
-            for name, problem in failed.items():
-                print(f"{name}:\n{problem}", file=sys.stderr)
+    for flags, group in groupby(clients(), key=lambda client: client.flags):
+        with running_server(*SERVER_FLAGS, *flags) as server:
+            for client in group:
+                num_failed += print_row(client, str(server.base_url).rstrip("/"), model_directory)
     return 1 if num_failed else 0
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 import quire
 from quire.tests.clients.environments import SERVER_FLAGS, Client, clients
@@ -17,15 +18,19 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="session")
-def address() -> Iterator[str]:
-    with running_server(*SERVER_FLAGS) as server:
+def address(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Of a server with the flags that the client wants; clients with the same flags share it."""
+    with running_server(*SERVER_FLAGS, *request.param) as server:
         yield str(server.base_url).rstrip("/")
 
 
-@pytest.mark.parametrize("client", clients(), ids=lambda client: client.name)
-def test_a_client(client: Client, request: pytest.FixtureRequest) -> None:
-    if not client.python.exists():
-        pytest.skip(f"not installed: python tests/clients/environments.py install {client.name}")
-    found = client.run(request.getfixturevalue("address"), Path(quire.__file__).parent / "frontend" / "bundled_model")
+def case(client: Client) -> ParameterSet:
+    why = f"not installed: python tests/clients/environments.py install {client.name}"
+    return pytest.param(client, client.flags, id=client.name, marks=pytest.mark.skipif(not client.python.exists(), reason=why))
+
+
+@pytest.mark.parametrize(("client", "address"), [case(client) for client in clients()], indirect=["address"])
+def test_a_client(client: Client, address: str) -> None:
+    found = client.run(address, Path(quire.__file__).parent / "frontend" / "bundled_model")
     assert not found["failed"], "\n".join(f"{name}:\n{problem}" for name, problem in found["failed"].items())
     assert found["passed"]

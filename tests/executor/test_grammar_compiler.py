@@ -82,7 +82,7 @@ def test_a_choice_is_exactly_its_texts(compiler, text, other):
         (dict(json={"a": {1, 2}}), "must be a JSON schema"),
         (dict(regex="\ud800"), "half characters"),
         (dict(choice=["\ud800"]), "half characters"),
-        (dict(json={"enum": ["\ud800"]}), "hex escape"),
+        (dict(json={"enum": ["\ud800"]}), "half characters"),
         (dict(json={"enum": [float("nan")]}), "structured_outputs"),
         (dict(grammar="start: /a"), "lexer error"),
         (dict(grammar="{}"), "structured_outputs"),
@@ -155,3 +155,26 @@ def test_users_options_come_before_those_in_the_schema():
     schema = {"x-guidance": {"whitespace_flexible": True}}
     text = to_llguidance(normalize(StructuredOutputsParams(json=schema, disable_any_whitespace=True)))
     assert json.loads(text)["grammars"][0]["json_schema"]["x-guidance"]["whitespace_flexible"] is False
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        (dict(choice=["a<|im_end|>b"]), "a<|im_end|>b"),
+        (dict(regex="a<\\|im_end\\|>b"), "a<|im_end|>b"),
+        (dict(json={"enum": ["é<|im_end|>"]}), '"é<|im_end|>"'),
+    ],
+    ids=["choice", "regex", "json"],
+)
+def test_text_that_looks_like_an_added_token_is_written_as_text(params, text):
+    directory = Path(__file__).parents[2] / "frontend" / "bundled_model"
+    compiler = GrammarCompiler(str(directory), 2048, 0)
+    matcher = compiler.compile(normalize(StructuredOutputsParams(**params)))
+    compiler.try_out(matcher)
+    written = []
+    while not matcher.is_accepting():
+        allowed = compiler._timed_mask(matcher)
+        assert len(allowed) and min(allowed) > 2, "the added tokens are 0, 1 and 2"
+        written.append(int(allowed[-1]))
+        assert matcher.consume_token(written[-1])
+    assert compiler.tokenizer.decode_str(written) == text

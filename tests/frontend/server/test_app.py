@@ -16,6 +16,8 @@ def test_unknown_routes_and_methods(server: httpx.Client) -> None:
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"
     answer = server.put("/v1/models")
     assert answer.status_code == 405 and answer.json()["error"]["code"] == "method_not_allowed" and "GET" in answer.headers["allow"]
+    answer = server.put("/v1/responses/resp_1")  # two routes
+    assert answer.headers["allow"] == "DELETE, GET, HEAD"
 
 
 def test_unknown_parameters_are_named_in_a_header(server: httpx.Client) -> None:

@@ -152,3 +152,8 @@ def test_refusals_name_the_field(messages: list, fields: dict, param: str) -> No
 def test_a_conversation_without_messages_is_refused() -> None:
     with pytest.raises(ApiError, match="at least one"):
         turn_of(STATE, a_call(), PromptBody(messages=[]), "msg_1")
+
+
+def test_a_message_of_nothing_that_can_be_written_is_an_empty_one() -> None:
+    content = [{"type": "redacted_thinking", "data": "x"}]
+    assert turn({"role": "user", "content": content}).messages == [{"role": "user", "content": ""}]

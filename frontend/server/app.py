@@ -79,6 +79,7 @@ class App:
             if call.watcher is not None:
                 call.watcher.cancel()
             meters.num_http_requests -= 1
+            meters.num_body_bytes -= call.num_body_bytes
             meters.http_requests[scope["method"], self._paths.get(scope.get("endpoint"), "other"), CLIENT_LEFT if call.is_disconnected else status] += 1
             if self.state.server_config.access_log:
                 took_ms = 1000 * (loop.time() - call.began)

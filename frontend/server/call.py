@@ -16,6 +16,8 @@ from .bodies import Body, decode
 from .config import ServerConfig
 from .errors import ApiError, invalid
 
+MAX_LARGE_BODIES = 16  # times max_body_bytes: what the bodies of all requests under way may have together
+OVERLOADED_RETRY_S = 5.0
 USERS_ID = re.compile(r"[!-~]{1,128}")  # what we take as x-request-id from a client: printable ASCII without spaces
 
 
@@ -30,6 +32,7 @@ class Call:
     tenant: str = ""  # whose key it was: a digest, never the key itself
     unknown_params: list[str] = field(default_factory=list)  # fields of the body that nobody knows
     ignored_params: list[str] = field(default_factory=list)  # fields that the API knows and that change nothing here
+    num_body_bytes: int = 0  # that have come
     is_disconnected: bool = False
     watcher: asyncio.Task | None = None
 
@@ -78,15 +81,21 @@ async def _receive(request: Request, config: ServerConfig) -> bytearray:
     if declared.isdigit() and int(declared) > config.max_body_bytes:
         raise too_large
     body = bytearray()  # not a list of chunks: a dripping client may send one byte in each
+    call, meters = call_of(request), request.scope["app"].state.meters
     try:
         async with asyncio.timeout(config.body_timeout_s):
             while True:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
                     raise ApiError(400, "The client left before its request was complete.", code="client_disconnected")
-                body += message.get("body", b"")
+                chunk = message.get("body", b"")
+                body += chunk
+                call.num_body_bytes += len(chunk)
+                meters.num_body_bytes += len(chunk)
                 if len(body) > config.max_body_bytes:
                     raise too_large
+                if meters.num_body_bytes > MAX_LARGE_BODIES * config.max_body_bytes:
+                    raise ApiError(503, "The bodies of the requests under way are too large together.", code="overloaded", retry_after_s=OVERLOADED_RETRY_S)
                 if not message.get("more_body"):
                     return body
     except TimeoutError:

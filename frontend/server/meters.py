@@ -49,6 +49,7 @@ class Meters:
         self.requests_by_reason: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)  # with n > 1 that of the last completion
         self.http_requests: Counter[tuple[str, str, int]] = Counter()  # by (method, route, status)
         self.num_http_requests = 0  # that are under way
+        self.num_body_bytes = 0  # of all requests under way
         self.connections_refused: Counter[str] = Counter()  # by code; before there was a request
         self.histograms = {
             "time_to_first_token_seconds": Histogram("From a request's arrival to its first token.", TTFT_S),

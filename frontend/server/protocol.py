@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -119,13 +119,20 @@ class Protocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ApiError(400, f"At most {MAX_PIPELINED} requests can be sent ahead of their answers.", code="too_many_pipelined")
         super().on_headers_complete()
+        if not self.cycle.keep_alive:
+            self.cycle.transport = LastAnswer(self, self.cycle)
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _without_chunks(self.cycle)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self.cycle.more_body = False
         if self.cycle.response_complete:  # answered before it was complete: see on_response_complete
             self._set_deadline(None)
-            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-        self.cycle.more_body = False
+            if self.cycle.keep_alive:
+                self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            else:
+                self.transport.close()
 
     # ------------------------------------------------------------ requests
 
@@ -147,6 +154,11 @@ class Protocol(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
         self._watch_reader()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():  # what lies unread, or a TLS client that does not say goodbye, must not hold up the server's end
+            self._set_deadline(LINGER_S, self.transport.abort)
 
     # ------------------------------------------------------------ deadlines
 
@@ -222,10 +234,45 @@ class Protocol(HttpToolsProtocol):
         headers = {"content-type": "application/json", "content-length": str(len(body)), "x-request-id": new_request_id([]), "connection": "close"}
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *(f"{k}: {v}" for k, v in (headers | error.headers()).items()), "", ""]
         self.transport.write("\r\n".join(lines).encode() + body)
+        self.linger()
+
+    def linger(self) -> None:
+        """The end, for a client that may still be sending."""
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
         self._set_deadline(LINGER_S, self.transport.abort)
+
+
+class LastAnswer:
+    """The transport of a request whose answer ends the connection: uvicorn would close it while the rest of the request still comes."""
+
+    def __init__(self, protocol: Protocol, cycle: RequestResponseCycle):
+        self._protocol = protocol
+        self._cycle = cycle
+        self.write = protocol.transport.write
+        self.is_closing = protocol.transport.is_closing
+
+    def close(self) -> None:
+        if self._cycle.more_body and not self._cycle.disconnected:
+            self._protocol.linger()
+        else:
+            self._protocol.transport.close()
+
+
+def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+    """uvicorn's `send` for HTTP/1.0, which knows no chunks: an answer without a length ends with the connection."""
+    send = RequestResponseCycle.send
+
+    async def send_plain(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            if not any(name.lower() == b"content-length" for name, _ in message["headers"]):
+                cycle.chunked_encoding = False
+        elif cycle.chunked_encoding is False and not cycle.expected_content_length:
+            cycle.expected_content_length = len(message.get("body", b""))  # so much is expected, and no more comes
+        await send(cycle, message)
+
+    return send_plain
 
 
 def _without_upgrade(data: bytes) -> bytes:

@@ -38,7 +38,8 @@ def serve(config: ServerConfig, args: EngineArgs, engine: str) -> int:
     server = Server(config, state, args, engine)
     address = listener.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
-    print(f"quire serve: http://{shown}:{address[1]} (loading {args.model})", file=sys.stderr, flush=True)
+    scheme = "https" if config.ssl_certfile else "http"
+    print(f"quire serve: {scheme}://{shown}:{address[1]} (loading {args.model})", file=sys.stderr, flush=True)
     if config.host not in ("127.0.0.1", "localhost", "::1") and not (config.api_key or config.api_key_file):
         print(f"quire serve: warning: {config.host} is open to everybody who can reach this machine; --api-key asks for a key", file=sys.stderr, flush=True)
     raise_open_files_limit(config.max_connections)

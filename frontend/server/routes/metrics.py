@@ -128,6 +128,7 @@ class Collector:
         yield _by("quire:requests_rejected", "Requests that found the queue full.", ("bound",), admission.num_refused if admission else {})
         yield _by("quire:connections_refused", "Connections that were refused before they had a request.", ("code",), meters.connections_refused)
         yield GaugeMetricFamily("quire:http_requests_in_flight", "HTTP requests under way.", value=meters.num_http_requests)
+        yield GaugeMetricFamily("quire:http_body_bytes", "Bytes of the bodies of HTTP requests under way.", value=meters.num_body_bytes)
         yield _by("quire:http_requests", "HTTP requests that have ended.", ("method", "route", "status"), meters.http_requests)
         yield GaugeMetricFamily("quire:start_time_seconds", "When the server began, in seconds since 1970.", value=state.started)
 

@@ -7,9 +7,11 @@ import asyncio
 import msgspec
 import pytest
 
-from quire.frontend.server.call import Call, decode_body, new_request_id
+from quire.frontend.server.app import make_app
+from quire.frontend.server.call import MAX_LARGE_BODIES, Call, decode_body, new_request_id
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.errors import ApiError
+from quire.frontend.server.state import ServerState
 
 
 class Inner(msgspec.Struct):
@@ -74,3 +76,37 @@ def test_request_ids() -> None:
     for bad in (b"", b"a b", b"x" * 129, "ü".encode()):
         assert new_request_id([(b"x-request-id", bad)]).startswith("req-")
     assert new_request_id([]) != new_request_id([])
+
+
+def test_the_bodies_of_all_requests_together_are_bounded() -> None:
+    """Each of them is small enough, and not yet complete."""
+    state = ServerState(ServerConfig(max_body_bytes=1000, access_log=False, page=False), "m")
+    app, statuses = make_app(state), []
+
+    async def one() -> None:
+        given = iter([b"x" * 999])
+
+        async def receive() -> dict:
+            if (body := next(given, None)) is None:
+                await asyncio.Event().wait()
+            return {"type": "http.request", "body": body, "more_body": True}
+
+        async def send(message: dict) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append((message["status"], dict(message["headers"]).get(b"retry-after")))
+
+        path = "/v1/completions"
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": []}
+        await app(scope, receive, send)
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(one()) for _ in range(MAX_LARGE_BODIES + 3)]
+        await asyncio.sleep(0.05)
+        assert statuses == [(503, b"5")] * 3  # the first of them left room for no other, the others went on
+        assert state.meters.num_body_bytes == 999 * MAX_LARGE_BODIES
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert state.meters.num_body_bytes == 0
+
+    asyncio.run(run())

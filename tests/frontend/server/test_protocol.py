@@ -45,6 +45,11 @@ class Served:
             while (await receive())["type"] != "http.disconnect":
                 pass
             self.disconnected.set()
+        elif scope["path"] == "/parts":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for part in (b"one ", b"two "):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            return await send({"type": "http.response.body", "body": b""})
         body = b"x" * BIG if scope["path"] == "/big" else b"ok"
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(body)).encode())]})
         await send({"type": "http.response.body", "body": body})
@@ -184,8 +189,9 @@ def test_an_answer_that_comes_before_the_end_of_its_request() -> None:
         assert (await served.say(head, b"x" * 20 + OK)).count(b"200 OK") == 2
         # it does not: the connection ends, though bytes drip
         assert (await served.say(b"POST /ok HTTP/1.1\r\ncontent-length: 1000000\r\n\r\n", *[b"x"] * 500)).endswith(b"ok")
-        # a large one: the client gets its answer nevertheless
-        assert b"200 OK" in await served.say(b"POST /ok HTTP/1.1\r\ncontent-length: 20000000\r\n\r\n", b"x" * 20_000_000)
+        # a large one: the client gets its answer nevertheless, also the last one of its connection
+        for version in (b"1.1\r\n", b"1.1\r\nconnection: close\r\n", b"1.0\r\n"):
+            assert b"200 OK" in await served.say(b"POST /ok HTTP/" + version + b"content-length: 20000000\r\n\r\n", b"x" * 20_000_000)
 
     serving(test, keep_alive_timeout_s=0.3)
 
@@ -244,6 +250,16 @@ def test_who_asks_for_another_protocol_is_served_in_this_one(name: bytes) -> Non
         assert not served.refused
 
     serving(test, keep_alive_timeout_s=0.1)
+
+
+def test_http_1_0_gets_no_chunks() -> None:
+    async def test(served: Served) -> None:
+        assert (await served.say(b"GET /parts HTTP/1.0\r\n\r\n")).endswith(b"\r\n\r\none two ")
+        assert b"chunked" not in await served.say(b"GET /parts HTTP/1.0\r\n\r\n")
+        assert (await served.say(b"GET /ok HTTP/1.0\r\n\r\n")).endswith(b"content-length: 2\r\nconnection: close\r\n\r\nok")
+        assert (await served.say(b"GET /parts HTTP/1.1\r\nconnection: close\r\n\r\n")).endswith(b"4\r\none \r\n4\r\ntwo \r\n0\r\n\r\n")
+
+    serving(test)
 
 
 def test_small_packets_are_not_held_back() -> None:

@@ -142,6 +142,8 @@ def format_phases(phases: list[Phases], limit: ReadLimit, batch_size: int) -> st
     prefill = sorted(phases, key=lambda phase: phase.prefill_s)[len(phases) // 2]
     decode = sorted(phases, key=lambda phase: phase.decode_s)[len(phases) // 2]
     prefill_rate = prefill.num_prefill_tokens / prefill.prefill_s
+    if not decode.decode_s:  # with --num-scheduler-steps
+        return f"prefill {prefill_rate:.0f} tokens/s (median); all tokens came with the first, in one step"
     decode_rate = decode.num_decode_tokens / decode.decode_s
     steps = decode_rate / batch_size
     return "\n".join([

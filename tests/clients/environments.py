@@ -3,7 +3,7 @@ May know: the client files beside it, venv and pip, `quire serve`.
 Must not know: any client.
 
     python tests/clients/environments.py install [NAME ...]    makes the environments under $QUIRE_CLIENTS (default: .clients in this directory)
-    python tests/clients/environments.py table                 runs every client that is installed; a table in Markdown
+    python tests/clients/environments.py table [NAME ...]      runs the clients that are installed; a table in Markdown
     pytest -m clients                                          the same as tests"""
 
 import ast
@@ -64,14 +64,14 @@ def clients() -> list[Client]:
 
 
 def main(argv: list[str]) -> int:
+    wanted = [client for client in clients() if not argv[1:] or client.name in argv[1:]]
     if argv[:1] == ["install"]:
-        for client in clients():
-            if not argv[1:] or client.name in argv[1:]:
-                print(f"{client.name}: pip install {client.requirement}", flush=True)
-                client.install()
+        for client in wanted:
+            print(f"{client.name}: pip install {client.requirement}", flush=True)
+            client.install()
         return 0
-    if argv == ["table"]:
-        return print_table()
+    if argv[:1] == ["table"]:
+        return print_table(wanted)
     print(__doc__.split("\n\n", 1)[1])
     return 2
 
@@ -90,14 +90,14 @@ def print_row(client: Client, address: str, model_directory: Path) -> int:
     return len(failed)
 
 
-def print_table() -> int:
+def print_table(wanted: list[Client]) -> int:
     from quire.tests.frontend.server.conftest import running_server
 
     import quire
 
     model_directory, num_failed = Path(quire.__file__).parent / "frontend" / "bundled_model", 0
     print("| client | version | checks | result |\n|---|---|---|---|")
-    for flags, group in groupby(clients(), key=lambda client: client.flags):
+    for flags, group in groupby(wanted, key=lambda client: client.flags):
         with running_server(*SERVER_FLAGS, *flags) as server:
             for client in group:
                 num_failed += print_row(client, str(server.base_url).rstrip("/"), model_directory)

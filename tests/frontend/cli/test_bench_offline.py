@@ -52,6 +52,11 @@ def test_rates_are_beside_the_limit() -> None:
     assert "decode 50 steps/s read 50.00 GB/s of weights; this machine reads 1000.0 MB at 100.00 GB/s: 50 % of its limit" in text
 
 
+def test_a_decode_of_no_time_has_no_rate() -> None:
+    text = format_phases([Phases(prefill_s=0.5, decode_s=0.0, num_prefill_tokens=100, num_decode_tokens=4)], ReadLimit(1, 1.0), batch_size=1)
+    assert text == "prefill 200 tokens/s (median); all tokens came with the first, in one step"
+
+
 def test_steps_are_beside_the_limit() -> None:
     text = format_steps(Steps(9, 0.1, 0.7, 0.2, 0.02, 8.0), ReadLimit(weight_bytes=10**9, bandwidth=1e11))
     assert text.splitlines() == [

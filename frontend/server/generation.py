@@ -5,6 +5,7 @@ Must not know: the shape of any API's answer."""
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -55,24 +56,27 @@ async def run(state: ServerState, call: Call, job: Job) -> AsyncIterator[Request
     if state.server_config.salt_per_key and call.tenant:
         salt = f"{call.tenant}:{salt or ''}"
     prompt = {"prompt_token_ids": job.token_ids} | ({"prompt": job.text} if job.text is not None else {}) | ({"cache_salt": salt} if salt else {})
-    last = None
+    last, request_id = None, job.request_id
+    while request_id in state.running_ids:  # a proxy that tries again sends the same x-request-id while the first try still runs
+        request_id = f"{job.request_id}-{secrets.token_hex(4)}"
+    state.running_ids.add(request_id)
     metrics: list[RequestMetrics] = []
-    async with state.admission.slot(call.tenant, id(call), job.params.n, len(job.token_ids), job.priority) as slot:
-        try:
-            generated = engine.generate(prompt, job.params, job.request_id, priority=job.priority, on_submitted=metrics.append)
-            async with aclosing(generated) as outputs:
-                async for last in outputs:
-                    if last.error is not None:
-                        raise failure(last, job.names)
-                    yield last
-        except InvalidParameterError as error:
-            raise refused(error.parameter, error.problem, job.names) from None
-        finally:
-            if metrics:
-                reason = (last and finish_reason(last)) or ("error" if engine.errored else "abort")  # unless its end was told, the client left
-                summary = {"x_request_id": call.request_id, "model": state.model_name, "finish_reason": reason}
-                state.request_log.add(job.request_id, metrics[0], summary)
-                state.meters.request_ended(job.params, metrics[0], reason, slot.queued_s)
+    slot = state.admission.slot(call.tenant, id(call), job.params.n, len(job.token_ids), job.priority)
+    try:
+        async with slot, aclosing(engine.generate(prompt, job.params, request_id, priority=job.priority, on_submitted=metrics.append)) as outputs:
+            async for last in outputs:
+                if last.error is not None:
+                    raise failure(last, job.names)
+                yield last
+    except InvalidParameterError as error:
+        raise refused(error.parameter, error.problem, job.names) from None
+    finally:
+        state.running_ids.discard(request_id)
+        if metrics:
+            reason = (last and finish_reason(last)) or ("error" if engine.errored else "abort")  # unless its end was told, the client left
+            summary = {"x_request_id": call.request_id, "model": state.model_name, "finish_reason": reason}
+            state.request_log.add(request_id, metrics[0], summary)
+            state.meters.request_ended(job.params, metrics[0], reason, slot.queued_s)
 
 
 def finish_reason(output: RequestOutput) -> str | None:

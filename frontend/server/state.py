@@ -73,6 +73,7 @@ class ServerState:
         self.system_fingerprint = ""
         self.admission: Admission | None = None  # with the engine
         self.meters = Meters()
+        self.running_ids: set[str] = set()  # of the engine's requests, those that wait included
         if engine is not None:
             self.set_engine(engine)
 

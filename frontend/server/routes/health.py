@@ -10,12 +10,37 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...async_llm import AsyncLLM
 from ..errors import ApiError
 from ..sse import Json
 from ..state import ServerState
 
 
+PING_S = 0.5  # how long an answer waits for the engine's: those who probe expect one within a second
+
+
+class Heartbeat:
+    """A ping that the engine answers between two steps. There is one at a time, however many probes wait for it."""
+
+    def __init__(self) -> None:
+        self._ping: asyncio.Task | None = None
+        self._sent = 0.0  # of the loop's clock
+
+    async def silent_s(self, engine: AsyncLLM) -> float:
+        """0.0: it has just answered. Else for how long it has not: it is in a step. Raises EngineDeadError."""
+        loop = asyncio.get_running_loop()
+        if self._ping is None or self._ping.done():
+            self._ping, self._sent = loop.create_task(engine.call_utility("ping")), loop.time()
+        done, _ = await asyncio.wait([self._ping], timeout=PING_S)
+        if not done:
+            return loop.time() - self._sent
+        self._ping.result()
+        return 0.0
+
+
 def routes(state: ServerState) -> list[Route]:
+    heartbeat = Heartbeat()
+
     async def health(request: Request) -> Response:
         """Live: this process answers. Dead engines and loading ones do not change that, except that nothing will ever work again."""
         if state.engine is not None and state.engine.errored or state.loading.error is not None:
@@ -23,13 +48,10 @@ def routes(state: ServerState) -> list[Route]:
         return Json({"status": "ok"})
 
     async def ready(request: Request) -> Response:
-        """Ready: the engine is there and steps; it answers a ping between two steps."""
+        """Ready: the engine is there, and steps."""
         engine = state.ready_engine()
-        try:
-            await asyncio.wait_for(engine.call_utility("ping"), state.server_config.step_timeout_s)
-        except TimeoutError:
-            message = f"The engine has not finished a step for {state.server_config.step_timeout_s:g} s."
-            raise ApiError(503, message, code="engine_stuck") from None
+        if (silent_s := await heartbeat.silent_s(engine)) > state.server_config.step_timeout_s:
+            raise ApiError(503, f"The engine has not finished a step for {silent_s:.0f} s.", code="engine_stuck")
         return Json({"status": "ready", "model": state.model_name})
 
     async def version(request: Request) -> Response:

@@ -40,7 +40,7 @@ def state_over(engine: ScriptedEngine, template: str = "<tool_call></think>") ->
     config = SimpleNamespace(salt_per_key=False, chat_template_kwargs={})
     return SimpleNamespace(
         ready_engine=lambda: engine, server_config=config, max_model_len=20, model_name="m", answer_format=detect(template), chat_template=None,
-        admission=Admission(8, 8, 100), request_log=RequestLog(), meters=Meters(),
+        admission=Admission(8, 8, 100), request_log=RequestLog(), meters=Meters(), running_ids=set(),
     )  # fmt: skip
 
 

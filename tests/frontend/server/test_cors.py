@@ -1,5 +1,5 @@
 """Cors: preflights and headers, for origins that may and others.
-May know: cors.py, ASGI.
+May know: cors.py, ASGI, how the app is made.
 Must not know: routes."""
 
 import asyncio
@@ -7,7 +7,10 @@ import json
 
 import pytest
 
+from quire.frontend.server.app import make_app
+from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.cors import Cors
+from quire.frontend.server.state import ServerState
 
 PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
 
@@ -50,3 +53,8 @@ def test_an_origin_that_may_not() -> None:
 def test_what_is_none_of_its_business() -> None:
     assert ask("GET", {}, "*")[1] == {"content-type": "text/plain"}
     assert ask("OPTIONS", {"origin": "https://a.example"}, "*")[2] == b"app"  # no preflight
+
+
+def test_it_stands_around_the_app_only_where_it_is_asked_for() -> None:
+    assert not isinstance(make_app(ServerState(ServerConfig(), "m")), Cors)
+    assert isinstance(make_app(ServerState(ServerConfig(allowed_origins=["*"], api_key=["k"]), "m")), Cors)  # outside: a preflight has no key

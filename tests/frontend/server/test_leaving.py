@@ -114,6 +114,21 @@ def test_many_prompts_in_one_call_are_one_request_of_the_queue(slow: tuple[httpx
     assert num_in_engine(engine) == 0
 
 
+def test_the_same_id_twice_at_once(slow: tuple[httpx.Client, MPClient]) -> None:
+    client, _ = slow
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        answers.append(client.post("/v1/completions", json=ENDLESS | {"max_tokens": 3}, headers={"x-request-id": "again"}))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert [answer.status_code for answer in answers] == [200, 200] and {answer.headers["x-request-id"] for answer in answers} == {"again"}
+
+
 def test_half_a_body_and_gone(slow: tuple[httpx.Client, MPClient]) -> None:
     client, _ = slow
     connection = http.client.HTTPConnection("127.0.0.1", client.base_url.port)

@@ -16,7 +16,7 @@ from .errors import ApiError, missing
 
 # The end of msgspec's sentences: the place. "[...]" stands for a value of an object whose keys are the user's.
 PLACE = re.compile(r" - at (?P<key>`key[^`]*` in )?`\$\.?(?P<path>[^`]*)`$")
-MAX_UNKNOWN = 20  # names that an answer lists
+KINDS = {"str": "string"}  # where msgspec's names are not JSON's
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
@@ -57,6 +57,7 @@ def _code(sentence: str) -> str:
         return "invalid_value" if "matching regex" in sentence else "invalid_type"
     kind, is_length, direction = bound.groups()
     if is_length:
+        kind = KINDS.get(kind, kind)
         is_empty = direction == ">" and sentence.endswith(">= 1")
         return f"empty_{kind}" if is_empty else f"{kind}_{'below_min' if direction == '>' else 'above_max'}_length"
     return f"{'integer' if kind == 'int' else 'decimal'}_{'below_min' if direction == '>' else 'above_max'}_value"
@@ -102,8 +103,7 @@ def _unknown_fields(raw: bytes, body_type: type[msgspec.Struct]) -> list[str]:
     for name, child in shape.fields.items():
         if child is not None and name in given:
             unknown += child.unknown(msgspec.json.decode(given[name]), name)
-    unknown.sort()
-    return unknown if len(unknown) <= MAX_UNKNOWN else [*unknown[:MAX_UNKNOWN], f"(and {len(unknown) - MAX_UNKNOWN} more)"]
+    return sorted(unknown)
 
 
 @lru_cache(maxsize=256)

@@ -18,6 +18,7 @@ from .errors import ApiError, invalid
 
 MAX_LARGE_BODIES = 16  # times max_body_bytes: what the bodies of all requests under way may have together
 OVERLOADED_RETRY_S = 5.0
+MAX_NAMES = 20  # of fields, in one header
 USERS_ID = re.compile(r"[!-~]{1,128}")  # what we take as x-request-id from a client: printable ASCII without spaces
 
 
@@ -48,7 +49,8 @@ class Call:
             headers.append((b"request-id", headers[0][1]))  # Anthropic's name for it
         for name, params in ((b"x-unknown-params", self.unknown_params), (b"x-ignored-params", self.ignored_params)):
             if params:
-                headers.append((name, ",".join(params).encode("unicode_escape")[:2000]))  # line breaks and all else that a header must not hold
+                shown = params if len(params) <= MAX_NAMES else [*params[:MAX_NAMES], f"and {len(params) - MAX_NAMES} more"]
+                headers.append((name, ",".join(shown).encode("unicode_escape")[:2000]))  # line breaks and all else that a header must not hold
         return headers
 
 

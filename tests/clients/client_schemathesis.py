@@ -8,6 +8,7 @@ a prompt beyond the context, two fields that exclude each other."""
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from checks import run
@@ -23,7 +24,8 @@ def check_description(address: str, _: str) -> None:
         str(Path(sys.executable).parent / "schemathesis"), "run", f"{address}/openapi.json", "--phases", "coverage,fuzzing", "--max-examples", "20",
         "--seed", "1", "--continue-on-failure", "--no-shrink", "--request-timeout", "60", "--exclude-checks", "positive_data_acceptance",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory() as directory:  # it leaves a cache where it runs
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=directory)
     cases = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
     failures = done.stdout.partition("= FAILURES =")[2].partition("= WARNINGS =")[0]
     assert done.returncode == 0 and cases and cases[1] == cases[2], failures[:8000] + done.stdout[-600:]

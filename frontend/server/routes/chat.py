@@ -105,7 +105,7 @@ def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
 
 
 def _template_variables(state: ServerState, call: Call, body: ChatBody) -> dict[str, Any]:
-    """reasoning_effort is a matter of the template: of models that can be told how much to think, it reads one of these."""
+    """What only a template can make use of. A name that does not stand in its text changes nothing, and is said to be ignored."""
     variables: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         template = state.template_text
@@ -115,7 +115,11 @@ def _template_variables(state: ServerState, call: Call, body: ChatBody) -> dict[
             variables["enable_thinking"] = False
         else:
             call.ignored_params.append("reasoning_effort")
-    return variables | checked_variables(body.chat_template_kwargs)
+    if body.documents and "documents" not in state.template_text:
+        call.ignored_params.append("documents")
+    given = checked_variables(body.chat_template_kwargs)
+    call.ignored_params += [f"chat_template_kwargs.{name}" for name in given if name not in state.template_text]
+    return variables | given
 
 
 def checked_variables(given: dict[str, Any] | None) -> dict[str, Any]:

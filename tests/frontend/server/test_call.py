@@ -71,6 +71,12 @@ def test_unknown_fields_are_listed_refused_or_allowed() -> None:
     assert (caught.value.code, caught.value.param) == ("unknown_parameter", "alpha")
 
 
+def test_a_flood_of_unknown_fields_is_cut_short_and_cannot_break_the_header() -> None:
+    names = {f"x{i:03}": 1 for i in range(100)} | {"a\r\nx-evil: 1": 2}
+    (value,) = [value for name, value in decode(msgspec.json.encode({"name": "x"} | names))[1].headers() if name == b"x-unknown-params"]
+    assert value.startswith(b"a\\r\\nx-evil: 1,x000") and value.endswith(b",and 81 more") and b"\n" not in value
+
+
 def test_request_ids() -> None:
     assert new_request_id([(b"x-request-id", b"mine-1")]) == "mine-1"
     for bad in (b"", b"a b", b"x" * 129, "ü".encode()):

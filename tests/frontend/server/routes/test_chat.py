@@ -152,6 +152,9 @@ def test_what_changes_nothing_is_listed(server: httpx.Client) -> None:
     messages = [{"role": "user", "content": "hi", "mood": "good"}]
     answer = server.post("/v1/chat/completions", json=BODY | {"messages": messages, "reasoning_effort": "low", "store": True})
     assert answer.headers["x-ignored-params"] == "store,reasoning_effort" and answer.headers["x-unknown-params"] == "messages[0].mood"
+    fields = {"documents": [{"text": "x"}], "chat_template_kwargs": {"enable_thinking": False}}
+    ignored = server.post("/v1/chat/completions", json=BODY | fields).headers["x-ignored-params"]
+    assert ignored == "documents,chat_template_kwargs.enable_thinking"
 
 
 @pytest.fixture(scope="module")

@@ -159,6 +159,8 @@ def test_guided_output(server: httpx.Client, fields: dict, text: str | None) -> 
         ({"top_p": 2}, "top_p", "decimal_above_max_value"),
         ({"logit_bias": {"5": 101}}, "logit_bias", "decimal_above_max_value"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "invalid_value"),
+        ({"cache_salt": ""}, "cache_salt", "empty_string"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         ({"guided_regex": "("}, "guided_regex", "invalid_value"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "invalid_value"),

@@ -22,7 +22,7 @@ from quire.tests.frontend.server.conftest import running_server
 from quire.tests.frontend.server.hostile import HEAD, SLOW, exchange
 
 MIB = 2**20
-TIMEOUT_S = 2.0  # of the server for heads and bodies
+TIMEOUT_S = 1.5  # of the server for heads and bodies
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +93,12 @@ def check_slow_clients(client: httpx.Client, count: int, num_rounds: int, hold_s
 
 def test_slow_clients(server_in_need: httpx.Client) -> None:
     """The short form: less of everything, and a looser bound, since other tests may be running beside it."""
-    check_slow_clients(server_in_need, count=40, num_rounds=1, hold_s=2 * TIMEOUT_S + 1, most_times=4.0)
+    check_slow_clients(server_in_need, count=40, num_rounds=1, hold_s=2 * TIMEOUT_S + 0.5, most_times=4.0)
 
 
 @pytest.mark.slow
 def test_a_thousand_slow_clients(server_in_need: httpx.Client) -> None:
-    check_slow_clients(server_in_need, count=200, num_rounds=5, hold_s=2 * TIMEOUT_S + 1, most_times=2.0)
+    check_slow_clients(server_in_need, count=200, num_rounds=5, hold_s=2 * TIMEOUT_S + 0.5, most_times=2.0)
 
 
 def with_length(body: bytes) -> tuple[bytes, bytes]:

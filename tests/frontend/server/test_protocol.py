@@ -17,6 +17,7 @@ import pytest
 import uvicorn
 import uvloop
 
+from quire.frontend.server import protocol
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.protocol import MAX_PIPELINED, SPARE_CONNECTIONS, Protocol
 
@@ -182,7 +183,9 @@ def test_too_many_connections() -> None:
     serving(test, max_connections=3)
 
 
-def test_an_answer_that_comes_before_the_end_of_its_request() -> None:
+def test_an_answer_that_comes_before_the_end_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 0.7)
+
     async def test(served: Served) -> None:
         # the rest follows: the connection goes on
         head = b"POST /ok HTTP/1.1\r\ncontent-length: 20\r\n\r\n"

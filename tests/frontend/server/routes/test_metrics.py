@@ -4,13 +4,18 @@ Must not know: how anything is counted."""
 
 from __future__ import annotations
 
-import socket
+import asyncio
+from types import SimpleNamespace
 
 import httpx2 as httpx
+import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from quire.tests.fake_engine import wait_until
+from quire.frontend.server.config import ServerConfig
+from quire.frontend.server.routes import metrics
+from quire.frontend.server.state import ServerState
+from quire.tests.fakes import make_config
 from quire.tests.frontend.server.conftest import running_server, slow_engine
 
 # What vLLM's documentation and its Grafana dashboards ask for, of what a server without speculation, LoRA and images has.
@@ -77,9 +82,17 @@ def test_openmetrics(server: httpx.Client) -> None:
     assert server.get("/metrics").headers["content-type"].startswith("text/plain")
 
 
-def test_an_engine_in_a_long_step_does_not_hold_up_the_scrape() -> None:
-    with slow_engine(30.0) as (address, engine), running_server("--engine", address, "--drain-timeout-s", "0.1") as client:
-        with socket.create_connection(("127.0.0.1", client.base_url.port)) as asking:
-            asking.sendall(b'POST /v1/completions HTTP/1.1\r\ncontent-length: 15\r\n\r\n{"prompt": [1]}')
-            wait_until(lambda: samples(client)["quire:engine_up"] == 0, timeout_s=20)
-            engine.kill()  # it would take its time
+@pytest.mark.parametrize("answers", [True, False])
+def test_an_engine_that_does_not_answer_does_not_hold_up_the_scrape(monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
+    monkeypatch.setattr(metrics, "ENGINE_TIMEOUT_S", 0.05)
+
+    async def get_metrics() -> dict[str, int]:
+        await asyncio.sleep(0 if answers else 60)
+        return {"num_running": 3}
+
+    state = ServerState(ServerConfig(), "m")
+    state.engine = SimpleNamespace(get_metrics=get_metrics, config=make_config())
+    collector = metrics.Collector(state)
+    asyncio.run(collector.ask_engine())
+    found = {family.name: family.samples[0].value for family in collector.collect() if family.samples}
+    assert found["quire:engine_up"] == answers and found["quire:num_requests_running"] == (3 if answers else 0)

@@ -11,6 +11,7 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 import sys
 from types import FrameType
 
@@ -31,6 +32,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 def serve(config: ServerConfig, args: EngineArgs, engine: str) -> int:
     """Runs until a signal, or until the engine cannot be loaded or dies. Returns the exit code."""
+    check_certificate(config)
     listener = open_port(config)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # when it starts and ends we say ourselves
@@ -47,6 +49,19 @@ def serve(config: ServerConfig, args: EngineArgs, engine: str) -> int:
     if server.failure is not None:
         raise server.failure
     return 0
+
+
+def check_certificate(config: ServerConfig) -> None:
+    """Raises InvalidParameterError where HTTPS was asked for and cannot be had."""
+    if config.ssl_certfile is None:
+        if config.ssl_keyfile is not None:
+            raise InvalidParameterError("ssl_keyfile", "is the key of ssl_certfile, which must be given too")
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except OSError as error:  # an SSLError is one
+        files = " and ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile)))
+        raise InvalidParameterError("ssl_certfile", f"{files} cannot be used: {error.strerror or error}") from None
 
 
 def open_port(config: ServerConfig) -> socket.socket:
@@ -91,7 +106,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 date_header=True,
                 proxy_headers=False,
-                timeout_keep_alive=round(config.keep_alive_timeout_s),
+                timeout_keep_alive=config.keep_alive_timeout_s,
                 timeout_graceful_shutdown=round(config.drain_timeout_s),
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,

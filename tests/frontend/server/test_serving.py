@@ -3,18 +3,20 @@ May know: serving.py, the session's server, engines whose steps are slow.
 Must not know: routes beyond one that streams."""
 
 import json
+import resource
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx2 as httpx
 import pytest
 
 from quire.frontend.server.config import ServerConfig
-from quire.frontend.server.serving import open_port
+from quire.frontend.server.serving import check_certificate, open_port, raise_open_files_limit
 from quire.ipc.errors import InvalidParameterError
 from quire.tests.fake_engine import wait_until
 from quire.tests.frontend.server.conftest import running_server, slow_engine, wait_until_ready
@@ -39,6 +41,27 @@ def test_ports() -> None:
     with pytest.raises(InvalidParameterError) as caught:
         open_port(ServerConfig(host="no.such.host.invalid"))
     assert caught.value.parameter == "host"
+
+
+def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
+    garbage = tmp_path / "cert.pem"
+    garbage.write_text("no certificate")
+    check_certificate(ServerConfig())
+    for fields, parameter in (({"ssl_keyfile": "k"}, "ssl_keyfile"), ({"ssl_certfile": "/none"}, "ssl_certfile"), ({"ssl_certfile": str(garbage)}, "ssl_certfile")):
+        with pytest.raises(InvalidParameterError) as caught:
+            check_certificate(ServerConfig(**fields))
+        assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted"), [((1024, 1_000_000), 4480), ((1024, 2048), 2048), ((65536, 65536), None), ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None)]
+)
+def test_as_many_files_as_connections(monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], wanted: int | None) -> None:
+    given = []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda what, pair: given.append(pair))
+    raise_open_files_limit(4096)
+    assert given == ([] if wanted is None else [(wanted, limits[1])])
 
 
 def test_the_session_server_is_ready(server: httpx.Client) -> None:

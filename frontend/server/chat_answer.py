@@ -19,7 +19,7 @@ from starlette.responses import Response
 from ..answer_format import Content, Part, Reasoning, ToolCallStart
 from .call import Call
 from .chat_run import ChatRun, ChoiceNews, Message
-from .sse import DONE, EventStream, Json, encode, event
+from .sse import DONE, EventStream, encode, event, json_of
 from .state import ServerState
 from .token_logprobs import ChatLogprobs, TokenWriter, prompt_logprobs
 from .usage import UsageCounts
@@ -106,13 +106,18 @@ class ChatAnswer:
     # ------------------------------------------------------------ whole
 
     async def whole(self) -> Response:
-        choices = [self._choice(index, message) for index, message in enumerate(await self._chat.messages())]
+        messages = await self._chat.messages()
+        num_positions = sum(len(message.logprobs or []) for message in messages) + len(self._chat.prompt_logprobs or [])
+        return await json_of(lambda: self._completion(messages), num_positions * (1 + (self._body.top_logprobs or 0)))
+
+    def _completion(self, messages: list[Message]) -> ChatCompletion:
+        choices = [self._choice(index, message) for index, message in enumerate(messages)]
         answer = ChatCompletion(**self._head, choices=choices, usage=self._chat.usage.counts(), **self._tail)
         if self._body.return_token_ids:
             answer.prompt_token_ids = self._chat.prompt_token_ids
         if self._body.prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_logprobs(self._chat.prompt_logprobs)
-        return Json(answer)
+        return answer
 
     def _choice(self, index: int, message: Message) -> ChatChoice:
         answer = message.answer()

@@ -92,7 +92,9 @@ class Message:
         self.parts += news.parts
         self.token_ids += news.token_ids
         if news.logprobs is not None:
-            self.logprobs = [*(self.logprobs or []), *news.logprobs]
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += news.logprobs
         self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
 
     def answer(self) -> Answer:

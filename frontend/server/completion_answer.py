@@ -16,7 +16,7 @@ from starlette.responses import Response
 from ..outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from .call import Call
 from .generation import Job, all_of, merged, run
-from .sse import DONE, EventStream, Json, encode, event
+from .sse import DONE, EventStream, encode, event, json_of
 from .state import ServerState
 from .token_logprobs import CompletionLogprobs, TokenWriter, joined, prompt_logprobs
 from .usage import Usage, UsageCounts
@@ -68,8 +68,13 @@ class CompletionAnswer:
     # ------------------------------------------------------------ whole
 
     async def whole(self) -> Response:
+        outputs = await all_of(self._runs())
+        num_positions = sum(len(output.prompt_logprobs or []) + sum(len(c.logprobs or []) for c in output.outputs) for output in outputs)
+        return await json_of(lambda: self._completion(outputs), num_positions * (1 + max(0, self._body.logprobs or 0)))
+
+    def _completion(self, outputs: list[RequestOutput]) -> Completion:
         choices = []
-        for prompt_index, output in enumerate(await all_of(self._runs())):
+        for prompt_index, output in enumerate(outputs):
             self._count(prompt_index, output)
             for completion in self._chosen(output):
                 choice = self._choice(prompt_index, completion)
@@ -80,7 +85,7 @@ class CompletionAnswer:
                 if self._body.return_token_ids:
                     choice.prompt_token_ids = output.prompt_token_ids
                 choices.append(choice)
-        return Json(self._answer(choices, self._usage.counts()))
+        return self._answer(choices, self._usage.counts())
 
     def _chosen(self, output: RequestOutput) -> list[CompletionOutput]:
         """The n completions to return: the best of those made, by their mean log-probability per token."""

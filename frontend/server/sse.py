@@ -19,6 +19,7 @@ from .call import Call
 logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
+LARGE_ANSWER = 5000  # candidates of log-probabilities: some milliseconds
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 encode = msgspec.json.Encoder().encode
 
@@ -30,6 +31,13 @@ class Json(Response):
 
     def render(self, content: Any) -> bytes:
         return content if isinstance(content, bytes) else encode(content)
+
+
+async def json_of(make: Callable[[], Any], num_entries: int) -> Json:
+    """The answer that `make` puts together. A large one is made beside the loop, so that streams go on."""
+    if num_entries < LARGE_ANSWER:
+        return Json(make())
+    return await asyncio.to_thread(lambda: Json(make()))
 
 
 def event(value: Any) -> bytes:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from ....ipc.checks import INT64_MAX
-from ....ipc.params import RequestOutputKind
+from ....ipc.params import ALL_LOGPROBS, RequestOutputKind
 from ..call import Call, call_of, read_body
 from ..completion_answer import Completion, CompletionAnswer
 from ..errors import invalid, unsupported
@@ -59,8 +59,8 @@ async def prepare(state: ServerState, call: Call, body: CompletionBody) -> Compl
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     overrides: dict[str, Any] = {"n": num_runs}
     logprobs = body.logprobs
-    if body.echo and logprobs is not None:
-        overrides["prompt_logprobs"] = logprobs
+    if body.echo and logprobs is not None and body.prompt_logprobs != ALL_LOGPROBS:
+        overrides["prompt_logprobs"] = logprobs if logprobs == ALL_LOGPROBS else max(logprobs, body.prompt_logprobs or 0)
     if num_runs > (body.n or 1):  # the best are chosen by their log-probabilities
         logprobs = logprobs or 0
     if max_tokens == 0:  # the engine gives at least one token, which is then left out

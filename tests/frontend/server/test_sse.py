@@ -3,12 +3,13 @@ May know: sse.py, ASGI messages.
 Must not know: what an event says."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
 
 from quire.frontend.server.call import Call
-from quire.frontend.server.sse import COMMENT, EventStream, event
+from quire.frontend.server.sse import COMMENT, LARGE_ANSWER, EventStream, event, json_of
 
 
 class Wire:
@@ -123,3 +124,14 @@ def test_cancelled_it_closes_what_feeds_it() -> None:
         assert source.is_closed and not wire.is_complete
 
     asyncio.run(run())
+
+
+def test_a_large_answer_is_made_beside_the_loop() -> None:
+    def where() -> str:
+        return threading.current_thread().name
+
+    async def run() -> list[bytes]:
+        return [(await json_of(where, size)).body for size in (0, LARGE_ANSWER)]
+
+    here, beside = asyncio.run(run())
+    assert here == b'"MainThread"' and beside != here

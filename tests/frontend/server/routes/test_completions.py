@@ -82,6 +82,12 @@ def test_echo_gives_the_prompt_and_its_log_probabilities(server: httpx.Client) -
     assert [echoed["text"].startswith(t, o) for t, o in zip(found["tokens"], found["text_offset"], strict=True)].count(False) == 0
 
 
+def test_a_long_echo(server: httpx.Client) -> None:
+    text = "One day a cat " * 100
+    found = complete(server, prompt=text, max_tokens=1, logprobs=19, echo=True)["choices"][0]["logprobs"]
+    assert "".join(found["tokens"]).startswith(text) and all(19 <= len(top) <= 20 for top in found["top_logprobs"][1:])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_alone_scores_a_text(server: httpx.Client, stream: bool) -> None:
     """What evaluations ask for: no new token, the prompt's log-probabilities."""

@@ -9,6 +9,7 @@ import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.requests import Request
 
@@ -36,6 +37,7 @@ class Call:
     num_body_bytes: int = 0  # that have come
     is_disconnected: bool = False
     watcher: asyncio.Task | None = None
+    send: Any = None  # ASGI's, as the server gave it: once an answer has started, nobody adds anything to what is sent
 
     @property
     def suffix(self) -> str:

@@ -39,8 +39,10 @@ class Usage:
         self.reasoning_tokens = 0
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        self._num_prompt_tokens[prompt_index] = len(output.prompt_token_ids)
-        self._num_cached_tokens[prompt_index] = output.num_cached_tokens or 0
+        if prompt_index not in self._num_cached_tokens:  # neither changes once it is known
+            self._num_prompt_tokens[prompt_index] = len(output.prompt_token_ids)
+            if output.num_cached_tokens is not None:
+                self._num_cached_tokens[prompt_index] = output.num_cached_tokens
         for completion in output.outputs:
             self.completion_tokens += len(completion.token_ids)
 

@@ -176,6 +176,7 @@ class ChatRun:
         self._parsers = parsers
         self._has_calls = [False] * len(parsers)
         self._reasonings = [Reasoned() for _ in parsers]
+        self._tokenizer = state.ready_engine().tokenizer
         self.usage = Usage()
         self.metrics: RequestMetrics | None = None  # once `news` has begun
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None  # likewise
@@ -206,21 +207,22 @@ class ChatRun:
                 yield [self._read(completion) for completion in output.outputs]
 
     def _read(self, completion: CompletionOutput) -> ChoiceNews:
-        index, parser = completion.index, self._parsers[completion.index]
+        index, reason = completion.index, completion.finish_reason
+        parser, reasoned = self._parsers[index], self._reasonings[index]
         parts = parser.feed(completion.text) if completion.text else []
-        reason = completion.finish_reason
         if reason is not None:
             parts = [*parts, *parser.finish()]
         for part in parts:
-            if isinstance(part, Content):
-                self._reasonings[index].is_over = True
-            elif isinstance(part, Reasoning):
-                self._reasonings[index].texts.append(part.text)
-            elif isinstance(part, ToolCallStart):
-                self._has_calls[index] = self._reasonings[index].is_over = True
-        self._reasonings[index].num_tokens += len(completion.token_ids)
+            kind = type(part)
+            if kind is Content:
+                reasoned.is_over = True
+            elif kind is Reasoning:
+                reasoned.texts.append(part.text)
+            elif kind is ToolCallStart:
+                self._has_calls[index] = reasoned.is_over = True
+        reasoned.num_tokens += len(completion.token_ids)
         if reason is not None:
-            self._count_reasoning(self._reasonings[index])
+            self._count_reasoning(reasoned)
             if reason == "stop" and self._has_calls[index]:
                 reason = "tool_calls"
             elif reason == "abort":  # paused away, say: what there is was cut short
@@ -232,7 +234,7 @@ class ChatRun:
         if not reasoned.texts:
             return
         if reasoned.is_over:
-            token_ids = self._state.ready_engine().tokenizer.encode("".join(reasoned.texts), False)
+            token_ids = self._tokenizer.encode("".join(reasoned.texts), False)
             self.usage.reasoning_tokens += min(len(token_ids), reasoned.num_tokens)
         else:
             self.usage.reasoning_tokens += reasoned.num_tokens

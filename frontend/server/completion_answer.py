@@ -54,7 +54,8 @@ class CompletionAnswer:
         self._gives_tokens = gives_tokens
         self._n = body.n or 1
         self._skips_special = body.skip_special_tokens is not False
-        self._writer = TokenWriter(state.ready_engine().tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        self._tokenizer = state.ready_engine().tokenizer  # kept: what is under way is finished even if the server is to end
+        self._writer = TokenWriter(self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self._usage = Usage()
         self._offsets: dict[int, int] = {}  # by the choice's index: where its next token begins in its text
         self._head = {"id": f"cmpl-{call.suffix}", "object": "text_completion", "created": int(time.time()), "model": model}
@@ -122,7 +123,7 @@ class CompletionAnswer:
 
     def _echo(self, prompt_index: int, index: int, output: RequestOutput) -> CompletionChoice:
         """The prompt as the beginning of a choice."""
-        tokenizer, text = self._state.ready_engine().tokenizer, self._jobs[prompt_index].text
+        tokenizer, text = self._tokenizer, self._jobs[prompt_index].text
         if text is None or self._body.truncate_prompt_tokens is not None:
             text = "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids)
         choice = CompletionChoice(text=text, index=index)

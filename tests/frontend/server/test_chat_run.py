@@ -138,3 +138,24 @@ def test_what_strict_cannot_hold_is_told() -> None:
 
 def test_a_model_is_not_shown_what_is_strict() -> None:
     assert shown_tool(STRICT[0]) == TOOLS[0]
+
+
+def test_what_is_under_way_is_finished_though_the_server_is_to_end() -> None:
+    engine = ScriptedEngine(["<think>a</think>", "b"])
+    state = state_over(engine)
+
+    def refuse() -> None:
+        raise ApiError(503, "The server is shutting down.")
+
+    async def run() -> Message:
+        turn = ChatTurn(request_id="r", messages=[{"role": "user", "content": "hi"}], params=SamplingParams())
+        chat = await prepare_chat(state, Call("req-1", 0.0, asyncio.current_task()), turn)
+        steps = chat.news()
+        message = Message()
+        async for (news,) in steps:
+            state.ready_engine = refuse  # from the first token on
+            message.add(news)
+        return message
+
+    answer = asyncio.run(run()).answer()
+    assert (answer.reasoning, answer.content) == ("a", "b")

@@ -136,6 +136,8 @@ def check_fields(body: SamplingBody, call: Call) -> None:
             raise invalid("stream_options", "The 'stream_options' parameter is only allowed when 'stream' is enabled.")
         if body.stream_options.include_obfuscation:
             call.ignored_params.append("stream_options.include_obfuscation")
+        if body.stream_options.continuous_usage_stats and not body.stream_options.include_usage:
+            call.ignored_params.append("stream_options.continuous_usage_stats")
     if body.stream and body.prompt_logprobs is not None:
         raise unsupported("prompt_logprobs", "'prompt_logprobs' are not available with 'stream'; 'echo' with 'logprobs' is, in /v1/completions.")
 

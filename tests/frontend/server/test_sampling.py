@@ -104,5 +104,6 @@ def test_stream_options_need_a_stream() -> None:
         checked(stream_options=StreamOptions(include_usage=True))
     assert caught.value.param == "stream_options"
     assert checked(stream=True, stream_options=StreamOptions(include_obfuscation=True)).ignored_params == ["stream_options.include_obfuscation"]
+    assert checked(stream=True, stream_options=StreamOptions(continuous_usage_stats=True)).ignored_params == ["stream_options.continuous_usage_stats"]
     with pytest.raises(ApiError, match="prompt_logprobs"):
         checked(stream=True, prompt_logprobs=1)

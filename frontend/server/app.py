@@ -54,8 +54,9 @@ class App:
             return await self._refuse_other(scope, receive, send)
         loop = asyncio.get_running_loop()
         call = Call(new_request_id(scope["headers"]), loop.time(), asyncio.current_task(), scope["path"])
-        call.send = send
-        scope.setdefault("state", {})["call"] = call
+        of_connection = scope.setdefault("state", {})
+        call.send, call.write_chunk = send, of_connection.get("write_chunk")
+        of_connection["call"] = call
         scope["app"] = self  # starlette's routes then raise their refusals, which _answer_error puts into the API's shape
         status, meters = 0, self.state.meters
         meters.num_http_requests += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ class Call:
     is_disconnected: bool = False
     watcher: asyncio.Task | None = None
     send: Any = None  # ASGI's, as the server gave it: once an answer has started, nobody adds anything to what is sent
+    write_chunk: Callable[[bytes], bool] | None = None  # protocol.py's, where there is one: a piece of an answer that has begun
 
     @property
     def suffix(self) -> str:

@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from .call import new_request_id
 from .config import ServerConfig
 from .errors import ApiError
+from .write_batch import GatheringTransport, WriteBatch
 
 logger = logging.getLogger(__name__)
 MAX_PIPELINED = 16  # requests that one connection may send ahead of the answers
@@ -34,10 +35,11 @@ TLS_HANDSHAKE = b"\x16"  # the first byte of HTTPS
 
 
 class Protocol(HttpToolsProtocol):
-    """`on_refused` is told the code of each refusal."""
+    """`on_refused` is told the code of each refusal. Connections of one `batch` write together."""
 
-    def __init__(self, *args: Any, limits: ServerConfig, on_refused: Callable[[str], None], **kwargs: Any):
+    def __init__(self, *args: Any, limits: ServerConfig, on_refused: Callable[[str], None], batch: WriteBatch, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self._batch = batch
         self._limits = limits
         self._on_refused = on_refused
         self._active: RequestResponseCycle | None = None  # whose answer is under way; uvicorn's `cycle` is the newest, which may wait behind it
@@ -52,7 +54,7 @@ class Protocol(HttpToolsProtocol):
     # ------------------------------------------------------------ the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
+        super().connection_made(GatheringTransport(transport, self._batch))
         num_over = len(self.connections) - self._limits.max_connections
         if num_over > SPARE_CONNECTIONS:
             transport.abort()
@@ -123,6 +125,7 @@ class Protocol(HttpToolsProtocol):
             self.cycle.transport = LastAnswer(self, self.cycle)
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _without_chunks(self.cycle)
+        self.scope["state"]["write_chunk"] = _chunk_writer(self.cycle)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -258,6 +261,19 @@ class LastAnswer:
             self._protocol.linger()
         else:
             self._protocol.transport.close()
+
+
+def _chunk_writer(cycle: RequestResponseCycle) -> Callable[[bytes], bool]:
+    """For streams: writes a piece of an answer that has begun, as `send` would with less ado. False: it has to be `send`, which can wait."""
+    flow = cycle.flow
+
+    def write_chunk(body: bytes) -> bool:
+        if flow.write_paused or not cycle.chunked_encoding or cycle.disconnected or not body:
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
+
+    return write_chunk
 
 
 def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:

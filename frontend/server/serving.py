@@ -24,6 +24,7 @@ from .app import make_app
 from .config import ServerConfig
 from .protocol import SPARE_CONNECTIONS, Protocol
 from .state import ServerState
+from .write_batch import WriteBatch
 
 logger = logging.getLogger(__name__)
 OTHER_FILES = 128  # that a process has open beside its connections
@@ -98,7 +99,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 make_app(state),
                 loop="uvloop",
-                http=functools.partial(Protocol, limits=config, on_refused=lambda code: state.meters.connections_refused.update([code])),
+                http=functools.partial(Protocol, limits=config, batch=WriteBatch(), on_refused=lambda code: state.meters.connections_refused.update([code])),
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -86,6 +86,7 @@ class EventStream:
         loop = asyncio.get_running_loop()
         self._last_sent = loop.time()
         send_body = self._call.send or send  # past starlette's wrapper and our own, which look at an answer's start alone
+        write_chunk = self._call.write_chunk or (lambda chunk: False)
         self._arm(loop, send)
         try:
             async for chunk in self._events:
@@ -94,9 +95,11 @@ class EventStream:
                 if self._commenting is not None:
                     await self._commenting
                 # _write, without a call of its own: this is done for every token
-                self._last_sent, self._is_sending = loop.time(), True
-                await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
-                self._is_sending = False
+                self._last_sent = loop.time()
+                if not write_chunk(chunk):
+                    self._is_sending = True
+                    await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
+                    self._is_sending = False
             if not self._has_started:
                 await self._start(send)
             self._disarm()

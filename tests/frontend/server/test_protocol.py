@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import uvicorn
 import uvloop
-
 from quire.frontend.server import protocol
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.protocol import MAX_PIPELINED, SPARE_CONNECTIONS, Protocol
+from quire.frontend.server.write_batch import WriteBatch
 
 OK = b"GET /ok HTTP/1.1\r\n\r\n"
 BIG = 16 * 2**20  # bytes, more than any buffer between two sockets
@@ -83,7 +83,7 @@ def serving(test: Callable[[Served], Awaitable[None]], **limits: Any) -> None:
 
     async def run() -> None:
         served = Served(ServerConfig(**limits))
-        http = functools.partial(Protocol, limits=served.limits, on_refused=lambda code: served.refused.update([code]))
+        http = functools.partial(Protocol, limits=served.limits, batch=WriteBatch(), on_refused=lambda code: served.refused.update([code]))
         config = uvicorn.Config(
             served.app, http=http, ws="none", lifespan="off", interface="asgi3", proxy_headers=False, log_config=None,
             timeout_keep_alive=served.limits.keep_alive_timeout_s, timeout_graceful_shutdown=1,

@@ -48,7 +48,7 @@ SOCKETS_ALLOWED = {"frontend/mp_client.py", "core/engine_proc.py"}
 MIRRORS = {
     "__init__.py": "tests/test_costs.py",
     "__main__.py": "tests/frontend/test_cli.py",
-    **{f"frontend/cli/{name}.py": "tests/frontend/test_cli.py" for name in ("chat", "engine", "flags", "generate", "session", "terminal")},
+    **{f"frontend/cli/{name}.py": "tests/frontend/test_cli.py" for name in ("chat", "engine", "flags", "parser", "generate", "session", "terminal")},
     "frontend/inproc_client.py": "tests/frontend/test_client.py",  # one contract suite over all forms of a client
     "frontend/mp_client.py": "tests/frontend/test_client.py",
     "ipc/errors.py": "tests/ipc/test_failures.py",

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...ipc.params import StructuredOutputsParams
 from .grammar_text import GrammarText
-from .parser import ReasoningMarks
+from .reasoning import ReasoningMarks
 
 Functions = list[tuple[str, dict[str, Any]]]  # name, schema of the arguments
 

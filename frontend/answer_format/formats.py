@@ -17,8 +17,9 @@ from .forced import Functions, functions_of, write_after_reasoning, write_struct
 from .grammar_text import GrammarText
 from .json_calls import JsonCalls
 from .named_calls import MistralCalls, NamedCalls
-from .parser import AnswerParser, ReasoningMarks
+from .parser import AnswerParser
 from .python_calls import PythonCalls
+from .reasoning import ReasoningMarks
 from .tagged_calls import TaggedCalls
 from .tool_calls import ToolFormat
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...ipc.errors import InvalidParameterError
 from ..bench.workloads import Request, WorkloadOptions, make_requests
-from .bench import Adder, add_sampling, add_workload, settings_of, workload_options
-from .flags import ENGINE, Parser, engine_flags, given
+from .bench_flags import Adder, add_sampling, add_workload, settings_of, workload_options
+from .flags import ENGINE, engine_flags, given
+from .parser import Parser
 from .session import COMMON_ENGINE
 
 if TYPE_CHECKING:

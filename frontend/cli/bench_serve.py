@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...ipc.errors import InvalidParameterError
 from ..bench.workloads import Request, make_requests
-from .bench import Adder, add_sampling, add_workload, settings_of, workload_options
-from .flags import Parser
+from .bench_flags import Adder, add_sampling, add_workload, settings_of, workload_options
+from .parser import Parser
 
 if TYPE_CHECKING:
     from ..bench.openai_client import Outcome, RequestOptions

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import RequestOutputKind, SamplingParams
-from .flags import Flag, Parser, given
+from .flags import Flag, given
+from .parser import Parser
 from .session import add_session_flags, check_sampling, default_sampling, open_engine, request_flags
 from .sources import naming_sources
 from .terminal import Dim, Interrupts

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .flags import ENGINE, Parser, engine_flags, given, server_flags
+from .flags import ENGINE, engine_flags, given, server_flags
+from .parser import Parser
 
 if TYPE_CHECKING:
     from ..engine_args import EngineArgs

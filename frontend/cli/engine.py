@@ -11,7 +11,8 @@ from typing import Any
 from ...ipc.errors import QuireError
 from ...ipc.process import exec_daemon
 from ..engine_args import EngineArgs
-from .flags import LISTEN, Parser, engine_flags, given
+from .flags import LISTEN, engine_flags, given
+from .parser import Parser
 from .plan import render
 from .sources import naming_sources
 

@@ -13,7 +13,8 @@ import msgspec
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import MAX_N, RequestOutputKind, SamplingParams
-from .flags import Parser, given, sampling_flags
+from .flags import given, sampling_flags
+from .parser import Parser
 from .session import add_session_flags, check_sampling, default_sampling, open_engine, request_flags
 from .sources import naming_sources
 from .terminal import Interrupts, JsonWriter, Meter, TextWriter

@@ -8,7 +8,7 @@ import sys
 
 import msgspec
 
-from .flags import Parser
+from .parser import Parser
 from .table import print_table
 from .values import format_bytes, format_count
 

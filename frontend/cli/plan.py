@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...ipc.errors import NotEnoughMemoryError, QuireError
-from .flags import ENGINE, Parser, engine_flags, given, server_flags
+from .flags import ENGINE, engine_flags, given, server_flags
+from .parser import Parser
 from .sources import naming_sources
 from .values import format_bytes, format_count, parse_bytes
 

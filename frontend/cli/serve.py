@@ -4,7 +4,8 @@ Must not know: routes, requests, torch."""
 
 from __future__ import annotations
 
-from .flags import ENGINE, Parser, engine_flags, given, server_flags
+from .flags import ENGINE, engine_flags, given, server_flags
+from .parser import Parser
 from .plan import plan_beneath
 from .sources import naming_sources
 

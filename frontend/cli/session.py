@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...ipc.params import SamplingParams
-from .flags import ENGINE, Flag, Parser, engine_flags, given, sampling_flags
+from .flags import ENGINE, Flag, engine_flags, given, sampling_flags
+from .parser import Parser
 from .plan import plan_beneath
 from .sources import naming_sources
 from .terminal import Dim

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...ipc.errors import InvalidParameterError, QuireError
-from .flags import Parser
+from .parser import Parser
 
 if TYPE_CHECKING:
     import urllib.error

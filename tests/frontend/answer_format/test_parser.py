@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.frontend.answer_format import Answer, AnswerFormat, Content, Reasoning, ToolCall, collect, detect
 from quire.frontend.answer_format.formats import TOOL_FORMATS
-from quire.frontend.answer_format.parser import ReasoningMarks
+from quire.frontend.answer_format.reasoning import ReasoningMarks
 from quire.tests.frontend.answer_format.cuts import parse, parse_pieces
 
 FORMAT = detect("<think> </think> <tool_call>")

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 from quire.__main__ import main
-from quire.frontend.cli.bench import MODES, settings_of, workload_options
+from quire.frontend.cli.bench import MODES
+from quire.frontend.cli.bench_flags import settings_of, workload_options
 from quire.frontend.cli.bench_serve import serve_parser
 
 HEAVY = {"torch", "numpy", "asyncio", "uvloop", "httptools", "tokenizers", "tqdm", "zmq", "psutil"}

@@ -14,7 +14,8 @@ import pytest
 import yaml
 from quire import InvalidParameterError, StructuredOutputsParams
 from quire.__main__ import main
-from quire.frontend.cli.flags import ENGINE, Parser, engine_flags, given, sampling_flags, server_flags
+from quire.frontend.cli.flags import ENGINE, engine_flags, given, sampling_flags, server_flags
+from quire.frontend.cli.parser import Parser
 from quire.frontend.cli.session import request_flags, session_flags
 from quire.frontend.cli.sources import Setting, render
 from quire.frontend.server.config import ServerConfig

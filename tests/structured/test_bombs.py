@@ -22,8 +22,9 @@ class Site:
     """An engine in a process of its own, in which one neighbour generates the same again and again."""
 
     def __init__(self):
+        others = psutil.Process().children()
         self.engine = LLMEngine.from_engine_args(EngineArgs(**SETTINGS), engine="process")
-        self.processes = psutil.Process().children()
+        self.processes = [process for process in psutil.Process().children() if process not in others]
         self.num_neighbours = 0
         self.finished: dict[str, object] = {}
         self.run_neighbour()

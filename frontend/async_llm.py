@@ -30,19 +30,35 @@ logger = logging.getLogger(__name__)
 
 
 class RequestStream:
-    """What one reader has not read yet, in a single place: news merge there, so a slow reader costs no more than its text."""
+    """What one reader has not read yet, in a single place: news merge there, so a slow reader costs no more than its text.
 
-    def __init__(self) -> None:
+    `take_at_once`: see AsyncLLM.generate.
+    """
+
+    def __init__(self, take_at_once: Callable[[RequestOutput], bool] | None = None) -> None:
+        self._take_at_once = take_at_once
         self._unread: RequestOutput | None = None
         self._error: EngineDeadError | None = None
+        self._fault: Exception | None = None  # of take_at_once: its reader's, and nobody else's
         self._reader: asyncio.Future | None = None  # that waits
 
     def put(self, output: RequestOutput) -> None:
-        if self._unread is None:
+        if self._unread is not None:
+            self._unread.merge(output)
+        elif self._take_at_once is None or not self._was_taken(output):
             self._unread = output
             self._wake()
-        else:
-            self._unread.merge(output)
+
+    def _was_taken(self, output: RequestOutput) -> bool:
+        """Without waking the reader, who waits and so has dealt with all that came before."""
+        if self._reader is None or self._reader.done() or output.finished or output.error is not None:
+            return False
+        try:
+            return self._take_at_once(output)
+        except Exception as error:
+            self._fault = error
+            self._wake()
+            return True
 
     def fail(self, error: EngineDeadError) -> None:
         self._error = error
@@ -60,6 +76,8 @@ class RequestStream:
                 await self._reader
             finally:
                 self._reader = None
+        if self._fault is not None:
+            raise self._fault
         if self._unread is None:
             raise EngineDeadError(*self._error.args) from self._error
         output, self._unread = self._unread, None
@@ -155,15 +173,17 @@ class AsyncLLM:
         priority: int = 0,
         trace_headers: dict[str, str] | None = None,
         on_submitted: Callable[[RequestMetrics], None] | None = None,
+        take_at_once: Callable[[RequestOutput], bool] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The request's outputs, in the form that sampling_params.output_kind asks for; the last one is finished.
 
         Raises InvalidParameterError before anything is sent, and EngineDeadError when the engine is gone. Leaving the iterator, by
         cancellation or `aclose`, aborts the request. A reader slower than the engine gets several steps' news in one output.
         `trace_headers`: as for LLMEngine.add_request. `on_submitted` is given the metrics that all outputs will carry, so that they are at hand
-        for a request that ends before its first output.
+        for a request that ends before its first output. `take_at_once` is offered each output while the reader waits, but errors and the last
+        one, and says whether it has dealt with it; then the iterator does not give it. That spares a server the waking of a task per token.
         """
-        stream, metrics = self._submit(request_id, prompt, sampling_params, priority, trace_headers)
+        stream, metrics = self._submit(request_id, prompt, sampling_params, priority, trace_headers, take_at_once)
         try:
             if on_submitted is not None:
                 on_submitted(metrics)
@@ -176,7 +196,13 @@ class AsyncLLM:
         yield output
 
     def _submit(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, priority: int, trace_headers: dict[str, str] | None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        priority: int,
+        trace_headers: dict[str, str] | None,
+        take_at_once: Callable[[RequestOutput], bool] | None,
     ) -> tuple[RequestStream, RequestMetrics]:
         self.check_health()
         try:
@@ -188,7 +214,7 @@ class AsyncLLM:
             self._busy_since = time.monotonic()
         metrics = self._output_processor.add_request(request)
         self._telemetry.begin(request, trace_headers)
-        stream = self._streams[request_id] = RequestStream()
+        stream = self._streams[request_id] = RequestStream(take_at_once)
         self._idle.clear()
         try:
             self._ensure_output_task()

@@ -55,7 +55,7 @@ class App:
         loop = asyncio.get_running_loop()
         call = Call(new_request_id(scope["headers"]), loop.time(), asyncio.current_task(), scope["path"])
         of_connection = scope.setdefault("state", {})
-        call.send, call.write_chunk = send, of_connection.get("write_chunk")
+        call.send, call.chunk_writer = send, of_connection.get("chunk_writer")
         of_connection["call"] = call
         scope["app"] = self  # starlette's routes then raise their refusals, which _answer_error puts into the API's shape
         status, meters = 0, self.state.meters

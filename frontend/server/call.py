@@ -38,7 +38,8 @@ class Call:
     is_disconnected: bool = False
     watcher: asyncio.Task | None = None
     send: Any = None  # ASGI's, as the server gave it: once an answer has started, nobody adds anything to what is sent
-    write_chunk: Callable[[bytes], bool] | None = None  # protocol.py's, where there is one: a piece of an answer that has begun
+    chunk_writer: Any = None  # protocol.py's ChunkWriter, where there is one
+    last_sent: float = 0.0  # of the loop's clock: the last piece of a stream; while a send is under way, when it began
 
     @property
     def suffix(self) -> str:
@@ -55,6 +56,18 @@ class Call:
                 shown = params if len(params) <= MAX_NAMES else [*params[:MAX_NAMES], f"and {len(params) - MAX_NAMES} more"]
                 headers.append((name, ",".join(shown).encode("unicode_escape")[:2000]))  # line breaks and all else that a header must not hold
         return headers
+
+
+    def push(self, write_down: Callable[[Any], bytes], news: Any) -> bool:
+        """Writes the piece of a stream that `write_down` makes of `news`, past the task that feeds the stream. False, and nothing has been
+        touched, where that cannot be done at once: before the stream's first piece, or when the client does not keep up."""
+        writer = self.chunk_writer
+        if writer is None or not writer.is_ready():
+            return False
+        if piece := write_down(news):
+            self.last_sent = asyncio.get_running_loop().time()
+            writer.write(piece)
+        return True
 
 
 def call_of(request: Request) -> Call:

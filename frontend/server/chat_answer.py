@@ -168,9 +168,12 @@ class ChatAnswer:
                 chunks += chunk([end], usage)
             return chunks
 
-        async with aclosing(self._chat.news()) as steps:
+        def write_down(step: list[ChoiceNews]) -> bytes:
+            return b"".join([of(news) for news in step])
+
+        async with aclosing(self._chat.news(write_down)) as steps:
             async for step in steps:
-                if chunks := b"".join([of(news) for news in step]):
+                if chunks := write_down(step):
                     yield chunks
         if wants_usage:
             yield chunk([], self._chat.usage.counts())

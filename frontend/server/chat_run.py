@@ -7,16 +7,17 @@ Must not know: which API asked. OpenAI's chat, Responses, Anthropic's messages a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from ...ipc.params import SamplingParams
 from ..answer_format import Answer, AnswerFormat, AnswerParser, Content, Part, Reasoning, ToolCallStart, collect
-from ..outputs import CompletionOutput, PositionLogprobs, RequestMetrics
+from ..outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
 from .call import Call
 from .errors import invalid
 from .generation import Job, check_context, check_room, run
@@ -197,14 +198,18 @@ class ChatRun:
     def prompt_token_ids(self) -> list[int]:
         return self._job.token_ids
 
-    async def news(self) -> AsyncIterator[list[ChoiceNews]]:
-        """What each output brings; empty lists are left out."""
-        async with aclosing(run(self._state, self._call, self._job)) as outputs:
+    async def news(self, write_down: Callable[[list[ChoiceNews]], bytes] | None = None) -> AsyncIterator[list[ChoiceNews]]:
+        """What each output brings. With `write_down`, which says it in a stream's words, what can be written at once is not given here."""
+        at_once = None if write_down is None else partial(self._call.push, lambda output: write_down(self._read_output(output)))
+        async with aclosing(run(self._state, self._call, self._job, at_once)) as outputs:
             async for output in outputs:
-                self.usage.add(0, output)
-                self.metrics = output.metrics
-                self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
-                yield [self._read(completion) for completion in output.outputs]
+                yield self._read_output(output)
+
+    def _read_output(self, output: RequestOutput) -> list[ChoiceNews]:
+        self.usage.add(0, output)
+        self.metrics = output.metrics
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        return [self._read(completion) for completion in output.outputs]
 
     def _read(self, completion: CompletionOutput) -> ChoiceNews:
         index, reason = completion.index, completion.finish_reason

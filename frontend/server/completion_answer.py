@@ -5,8 +5,9 @@ Must not know: how the body was checked, the engine."""
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -60,7 +61,10 @@ class CompletionAnswer:
         self._offsets: dict[int, int] = {}  # by the choice's index: where its next token begins in its text
         self._head = {"id": f"cmpl-{call.suffix}", "object": "text_completion", "created": int(time.time()), "model": model}
 
-    def _runs(self) -> list[AsyncIterator[RequestOutput]]:
+    def _runs(self, write_down: Callable[[RequestOutput], bytes] | None = None) -> list[AsyncIterator[RequestOutput]]:
+        """`write_down`: what a stream of one prompt says of an output. Several prompts take turns, so theirs go through the stream's task."""
+        if write_down is not None and len(self._jobs) == 1:
+            return [run(self._state, self._call, self._jobs[0], partial(self._call.push, write_down))]
         return [run(self._state, self._call, job) for job in self._jobs]
 
     def _answer(self, choices: list[CompletionChoice], usage: Any = UNSET) -> Completion:
@@ -152,25 +156,29 @@ class CompletionAnswer:
         tail = b',"system_fingerprint":' + encode(self._state.system_fingerprint) + b"}\n\n"
         ends: dict[int, bytes] = {}
         begun: set[int] = set()
-        async with aclosing(merged(self._runs())) as outputs:
+
+        def write_down(output: RequestOutput, prompt_index: int = 0) -> bytes:
+            self._count(prompt_index, output)
+            usage = self._usage.counts() if counts_always else None if wants_usage else UNSET
+            chunks = []
+            if prompt_index not in begun:
+                begun.add(prompt_index)
+                chunks += [event(self._answer([choice], usage)) for choice in self._beginnings(prompt_index, output)]
+            for completion in output.outputs if self._gives_tokens else self._chosen(output):
+                if completion.finish_reason is not None or not is_plain:
+                    chunks.append(event(self._answer([self._choice(prompt_index, completion)], usage)))
+                elif completion.text:
+                    index = prompt_index * self._n + completion.index
+                    if (end := ends.get(index)) is None:
+                        rest = b',"usage":null' if wants_usage else b""
+                        end = ends[index] = b',"index":%d,"logprobs":null,"finish_reason":null}]' % index + rest + tail
+                    chunks.append(head + encode(completion.text) + end)
+            return b"".join(chunks)
+
+        async with aclosing(merged(self._runs(write_down))) as outputs:
             async for prompt_index, output in outputs:
-                self._count(prompt_index, output)
-                usage = self._usage.counts() if counts_always else None if wants_usage else UNSET
-                chunks = []
-                if prompt_index not in begun:
-                    begun.add(prompt_index)
-                    chunks += [event(self._answer([choice], usage)) for choice in self._beginnings(prompt_index, output)]
-                for completion in output.outputs if self._gives_tokens else self._chosen(output):
-                    if completion.finish_reason is not None or not is_plain:
-                        chunks.append(event(self._answer([self._choice(prompt_index, completion)], usage)))
-                    elif completion.text:
-                        index = prompt_index * self._n + completion.index
-                        if (end := ends.get(index)) is None:
-                            rest = b',"usage":null' if wants_usage else b""
-                            end = ends[index] = b',"index":%d,"logprobs":null,"finish_reason":null}]' % index + rest + tail
-                        chunks.append(head + encode(completion.text) + end)
-                if chunks:
-                    yield b"".join(chunks)
+                if chunks := write_down(output, prompt_index):
+                    yield chunks
         if wants_usage:
             yield event(self._answer([], self._usage.counts()))
         yield DONE

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -49,8 +49,13 @@ def check_room(state: ServerState, token_ids: list[int], max_tokens: int | None,
         raise context_length_exceeded(names.get("prompt", "prompt"), state.max_model_len, len(token_ids), max_tokens)
 
 
-async def run(state: ServerState, call: Call, job: Job) -> AsyncIterator[RequestOutput]:
-    """The engine's outputs for one prompt. Closing it, or cancelling who reads it, aborts the request. Raises ApiError."""
+async def run(
+    state: ServerState, call: Call, job: Job, take_at_once: Callable[[RequestOutput], bool] | None = None
+) -> AsyncIterator[RequestOutput]:
+    """The engine's outputs for one prompt. Closing it, or cancelling who reads it, aborts the request. Raises ApiError.
+
+    `take_at_once`: as for AsyncLLM.generate.
+    """
     engine = state.ready_engine()
     salt = job.cache_salt
     if state.server_config.salt_per_key and call.tenant:
@@ -63,7 +68,8 @@ async def run(state: ServerState, call: Call, job: Job) -> AsyncIterator[Request
     metrics: list[RequestMetrics] = []
     slot = state.admission.slot(call.tenant, id(call), job.params.n, len(job.token_ids), job.priority)
     try:
-        async with slot, aclosing(engine.generate(prompt, job.params, request_id, priority=job.priority, on_submitted=metrics.append)) as outputs:
+        more = {"priority": job.priority, "on_submitted": metrics.append, "take_at_once": take_at_once}
+        async with slot, aclosing(engine.generate(prompt, job.params, request_id, **more)) as outputs:
             async for last in outputs:
                 if last.error is not None:
                     raise failure(last, job.names)

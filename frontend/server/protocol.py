@@ -125,7 +125,7 @@ class Protocol(HttpToolsProtocol):
             self.cycle.transport = LastAnswer(self, self.cycle)
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _without_chunks(self.cycle)
-        self.scope["state"]["write_chunk"] = _chunk_writer(self.cycle)
+        self.scope["state"]["chunk_writer"] = ChunkWriter(self.cycle)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -263,17 +263,22 @@ class LastAnswer:
             self._protocol.transport.close()
 
 
-def _chunk_writer(cycle: RequestResponseCycle) -> Callable[[bytes], bool]:
-    """For streams: writes a piece of an answer that has begun, as `send` would with less ado. False: it has to be `send`, which can wait."""
-    flow = cycle.flow
+class ChunkWriter:
+    """For streams: writes pieces of an answer as `send` would, with less ado."""
 
-    def write_chunk(body: bytes) -> bool:
-        if flow.write_paused or not cycle.chunked_encoding or cycle.disconnected or not body:
-            return False
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-        return True
+    __slots__ = ("_cycle", "_flow")
 
-    return write_chunk
+    def __init__(self, cycle: RequestResponseCycle):
+        self._cycle = cycle
+        self._flow = cycle.flow
+
+    def is_ready(self) -> bool:
+        """The answer has begun, and what is written now has room. Else it has to be `send`, which can wait."""
+        return not self._flow.write_paused and self._cycle.chunked_encoding is True and not self._cycle.disconnected
+
+    def write(self, body: bytes) -> None:
+        """`body` is not empty: an empty chunk would be the end."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:

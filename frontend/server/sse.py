@@ -76,7 +76,6 @@ class EventStream:
         self._write_timeout_s = write_timeout_s
         self._comment = comment
         self._media_type = media_type
-        self._last_sent = 0.0  # of the loop's clock; while a send is under way, when it began
         self._is_sending = False
         self._has_started = False
         self._timer: asyncio.TimerHandle | None = None
@@ -84,9 +83,9 @@ class EventStream:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         loop = asyncio.get_running_loop()
-        self._last_sent = loop.time()
+        self._call.last_sent = loop.time()
         send_body = self._call.send or send  # past starlette's wrapper and our own, which look at an answer's start alone
-        write_chunk = self._call.write_chunk or (lambda chunk: False)
+        writer = self._call.chunk_writer
         self._arm(loop, send)
         try:
             async for chunk in self._events:
@@ -95,8 +94,10 @@ class EventStream:
                 if self._commenting is not None:
                     await self._commenting
                 # _write, without a call of its own: this is done for every token
-                self._last_sent = loop.time()
-                if not write_chunk(chunk):
+                self._call.last_sent = loop.time()
+                if writer is not None and chunk and writer.is_ready():
+                    writer.write(chunk)
+                else:
                     self._is_sending = True
                     await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
                     self._is_sending = False
@@ -122,7 +123,7 @@ class EventStream:
     async def _write(self, loop: asyncio.AbstractEventLoop, send: Any, chunk: bytes, more: bool) -> None:
         if self._commenting is not None:
             await self._commenting
-        self._last_sent, self._is_sending = loop.time(), True
+        self._call.last_sent, self._is_sending = loop.time(), True
         await send({"type": "http.response.body", "body": chunk, "more_body": more})
         self._is_sending = False
 
@@ -132,7 +133,7 @@ class EventStream:
         """One timer for the whole stream, which looks at the time of the last event: an event costs it nothing."""
 
         def tick() -> None:
-            silent_s = loop.time() - self._last_sent
+            silent_s = loop.time() - self._call.last_sent
             is_sending = self._is_sending or self._commenting is not None
             if is_sending:
                 if silent_s >= self._write_timeout_s:
@@ -141,10 +142,10 @@ class EventStream:
                     self._call.task.cancel()
                     return
             elif silent_s >= self._keep_alive_s:
-                self._last_sent = loop.time()
+                self._call.last_sent = loop.time()
                 self._commenting = loop.create_task(self._send_comment(send))
             due_s = self._write_timeout_s if is_sending else self._keep_alive_s
-            self._timer = loop.call_later(max(0.01, self._last_sent + due_s - loop.time()), tick)
+            self._timer = loop.call_later(max(0.01, self._call.last_sent + due_s - loop.time()), tick)
 
         self._timer = loop.call_later(self._keep_alive_s, tick)
 

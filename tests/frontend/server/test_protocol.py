@@ -67,7 +67,7 @@ class Served:
 
         listening = asyncio.create_task(listen())
         try:
-            with suppress(ConnectionError):
+            with suppress(ConnectionError, RuntimeError):  # uvloop's, for a connection that has ended
                 for chunk in chunks:
                     writer.write(chunk)
                     await writer.drain()

@@ -287,3 +287,40 @@ def test_over_a_real_engine_core(round_trip) -> None:
         llm.shutdown()
 
     asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_what_is_taken_at_once_is_not_given_and_nothing_is_lost():
+    async def test(llm):
+        whole = "".join(output.outputs[0].text for output in await collect(llm, "plain"))
+        for every in (1, 2, 3):  # the taker has room for every so many outputs
+            seen: list[str] = []
+            num_taken = num_offered = 0
+
+            def take(output) -> bool:
+                nonlocal num_taken, num_offered
+                assert not output.finished and output.error is None
+                num_offered += 1
+                if num_offered % every:
+                    return False
+                num_taken += 1
+                seen.append(output.outputs[0].text)
+                return True
+
+            async for output in llm.generate("prompt", DELTA, f"taken {every}", take_at_once=take):
+                seen.append(output.outputs[0].text)
+            assert "".join(seen) == whole and num_taken >= 1
+
+    with_llm(test)
+
+
+def test_a_fault_of_the_taker_is_its_readers_alone():
+    async def test(llm):
+        def take(output) -> bool:
+            raise ValueError("mine")
+
+        neighbour = asyncio.ensure_future(collect(llm, "neighbour"))
+        with pytest.raises(ValueError, match="mine"):
+            await collect(llm, "faulty", take_at_once=take)
+        assert (await neighbour)[-1].finished and not llm.has_unfinished_requests() and not llm.errored
+
+    with_llm(test)

@@ -116,3 +116,35 @@ def test_the_bodies_of_all_requests_together_are_bounded() -> None:
         assert state.meters.num_body_bytes == 0
 
     asyncio.run(run())
+
+
+class Writer:
+    """A ChunkWriter that notes what it is given."""
+
+    def __init__(self, ready: bool):
+        self.ready, self.written = ready, []
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def write(self, body: bytes) -> None:
+        self.written.append(body)
+
+
+def test_a_piece_is_pushed_only_where_it_can_be_written_at_once() -> None:
+    async def run() -> None:
+        seen: list[int] = []
+
+        def write_down(news: int) -> bytes:
+            seen.append(news)
+            return b"" if news == 0 else b"%d" % news
+
+        call = Call("req-1", 0.0, asyncio.current_task())
+        assert not call.push(write_down, 1)  # no connection of ours
+        call.chunk_writer = Writer(ready=False)
+        assert not call.push(write_down, 2) and seen == []  # nothing has been touched
+        call.chunk_writer = Writer(ready=True)
+        assert call.push(write_down, 3) and call.last_sent > 0
+        assert call.push(write_down, 0) and call.chunk_writer.written == [b"3"] and seen == [3, 0]  # an empty chunk would be the end
+
+    asyncio.run(run())

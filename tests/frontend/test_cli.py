@@ -442,6 +442,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(address: str) -> None:
     terminal.wait_for(" ")  # the answer has begun
     terminal.type("\x03")
     terminal.wait_for("\r\n> ")
+    time.sleep(0.3)  # readline shows its prompt a moment before it listens for signals
     terminal.type("\x03")
     terminal.wait_for("(Ctrl-D leaves)")
     terminal.wait_for("> ")

@@ -2,8 +2,8 @@
 May know: asyncio's transports.
 Must not know: HTTP, who writes.
 
-A step of the engine wakes many streams, and each writes a little. A call of the system between two of them empties the caches that the next one needs;
-done one after the other at the end, the calls cost less and what lies between them too. What one stream writes in one turn becomes one packet.
+A step of the engine makes many streams write a little each. Gathered, the calls of the system follow each other with nothing between them, and what one
+stream writes in one turn becomes one packet. What it saves is in tests/bench/LEDGER.md.
 
     turn n     stream 1: write ─┐  stream 2: write ─┐  …
     turn n+1                    └───────────────────┴──▶ flush: send 1, send 2, …"""

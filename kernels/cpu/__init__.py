@@ -7,3 +7,6 @@ before the amount of arithmetic. Operations without a file here are fast enough 
 """
 
 from . import activation, attention, grammar, kv_cache, norm, rotary, sampling  # noqa: F401
+
+# isort: split
+from . import native  # noqa: F401

@@ -1,0 +1,70 @@
+"""The structs of src/abi.h, field by field.
+May know: ctypes.
+Must not know: what an operation computes (kernels/ops.py), tensors."""
+
+from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
+from enum import IntEnum
+
+ABI_VERSION = 1
+
+BF16, F32 = 0, 1
+ALL_TOKENS = -1  # as `rows`: the step's number of tokens
+
+
+class Op(IntEnum):
+    RMS_NORM = 0
+    ADD_RMS_NORM = 1
+    SILU_AND_MUL = 2
+    EMBEDDING = 3
+    LINEAR = 4
+    LINEAR_INT8 = 5
+    LINEAR_INT4 = 6
+    ROTARY = 7
+    WRITE_KV = 8
+    ROTARY_AND_WRITE_KV = 9
+    ATTENTION = 10
+    ARGMAX = 11
+    SAMPLE = 12
+    GATHER_ROWS = 13
+
+
+def _fields(**types: type) -> list[tuple[str, type]]:
+    return list(types.items())
+
+
+class Step(Structure):
+    _fields_ = _fields(
+        num_tokens=c_int64,
+        num_requests=c_int64,
+        token_ids=c_void_p,
+        positions=c_void_p,
+        slot_mapping=c_void_p,
+        query_start_loc=c_void_p,
+        seq_lens=c_void_p,
+        block_tables=c_void_p,
+        block_table_row=c_int64,
+    )
+
+
+class Call(Structure):
+    _fields_ = _fields(op=c_int32, dtype=c_int32, rows=c_int64)
+
+
+class RmsNorm(Call):
+    _fields_ = _fields(
+        x=c_void_p, weight=c_void_p, out=c_void_p,
+        x_row=c_int64, x_head=c_int64, out_row=c_int64, out_head=c_int64,
+        heads=c_int64, size=c_int64, eps=c_double,
+    )  # fmt: skip
+
+
+class AddRmsNorm(Call):
+    _fields_ = _fields(x=c_void_p, residual=c_void_p, weight=c_void_p, x_row=c_int64, residual_row=c_int64, size=c_int64, eps=c_double)
+
+
+class SiluAndMul(Call):
+    _fields_ = _fields(x=c_void_p, out=c_void_p, x_row=c_int64, out_row=c_int64, size=c_int64)
+
+
+class Embedding(Call):
+    _fields_ = _fields(token_ids=c_void_p, table=c_void_p, out=c_void_p, out_row=c_int64, num_ids=c_int64, size=c_int64)

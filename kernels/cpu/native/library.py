@@ -1,0 +1,73 @@
+"""Finds the compiled library, chooses the instruction set, runs calls.
+May know: ctypes, the C interface (src/abi.h, mirrored in calls.py).
+Must not know: tensors, operations."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from pathlib import Path
+
+from .calls import ABI_VERSION, Call, Step
+
+logger = logging.getLogger(__name__)
+
+ISAS = ("amx", "avx512", "avx2")  # the best first
+
+
+class Library:
+    """The loaded library. One set of threads and one instruction set per process, whoever calls."""
+
+    def __init__(self, path: Path):
+        self._dll = ctypes.CDLL(str(path))
+        self._dll.quire_run.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
+        if (version := self._dll.quire_abi_version()) != ABI_VERSION:
+            raise OSError(f"{path} has interface {version}, this package needs {ABI_VERSION}: build it again (pip install)")
+        self.isas = tuple(isa for isa in ISAS if self._dll.quire_isa_supported(isa.encode()))  # that this processor can run
+        self.isa: str | None = None
+
+    def use_isa(self, isa: str) -> None:
+        """For all later calls. Raises ValueError if this processor has it not."""
+        if self._dll.quire_use_isa(isa.encode()) != 0:
+            raise ValueError(f"instruction set {isa!r} is not to be had here; there are: {', '.join(self.isas) or 'none'}")
+        self.isa = isa
+
+    def set_num_threads(self, num_threads: int, cores: list[int] | None = None) -> None:
+        """`cores`: the core that each thread is pinned to; the first is the caller's own, which is left alone."""
+        array = (ctypes.c_int32 * num_threads)(*(cores or [-1] * num_threads))
+        self._dll.quire_set_threads(num_threads, array)
+
+    def run(self, call: Call, step: Step) -> None:
+        """One operation, now. Its operands must stay alive until it returns."""
+        pointer = ctypes.c_void_p(ctypes.addressof(call))
+        self._check(self._dll.quire_run(ctypes.addressof(pointer), 1, ctypes.addressof(step)))
+
+    def run_all(self, pointers: ctypes.Array, step: Step) -> None:
+        """The calls at `pointers`, an array of their addresses, in order."""
+        self._check(self._dll.quire_run(ctypes.addressof(pointers), len(pointers), ctypes.addressof(step)))
+
+    def _check(self, result: int) -> None:
+        if result != 0:
+            raise RuntimeError(f"call {-1 - result} is no operation that the native kernels have for {self.isa}")
+
+
+def _load() -> Library | None:
+    """The library with its best instruction set; None, with a notice, where there is none to use."""
+    built = sorted(Path(__file__).parent.glob("_native*.so"))
+    if not built:
+        logger.info("native CPU kernels are not built (no C++ compiler at installation?): torch's kernels serve, several times slower")
+        return None
+    try:
+        loaded = Library(built[0])
+    except OSError as error:
+        logger.warning("native CPU kernels cannot be loaded, torch's serve: %s", error)
+        return None
+    if not loaded.isas:
+        logger.info("native CPU kernels need a processor with AVX2: torch's kernels serve")
+        return None
+    loaded.use_isa(loaded.isas[0])
+    return loaded
+
+
+library = None if os.environ.get("QUIRE_NATIVE") == "0" else _load()

@@ -1,0 +1,42 @@
+// Operations without sums: the gated activation, the embedding's look-up.
+
+template <typename T>
+void silu_and_mul_rows(const SiluAndMul& a, int64_t rows, const Worker& worker) {
+    int64_t piece = piece_of_rows(a.size);
+    for (int64_t start; (start = worker.next() * piece) < rows;)
+        for (int64_t row = start; row < std::min(start + piece, rows); row++) {
+            const T* gate = (const T*)a.x + row * a.x_row;
+            const T* up = gate + a.size;
+            T* out = (T*)a.out + row * a.out_row;
+            int64_t i = 0;
+            for (; i + Vec::LANES <= a.size; i += Vec::LANES) {
+                Vec x = Vec::load(gate + i);
+                (Number<T>::round(silu(x)) * Vec::load(up + i)).store(out + i);
+            }
+            for (; i < a.size; i++) {  // the same function on one lane, so that an element does not depend on where it stands
+                float lanes[Vec::LANES] = {Number<T>::get(gate[i])};
+                silu(Vec::load(lanes)).store(lanes);
+                put(out + i, Number<T>::round(lanes[0]) * Number<T>::get(up[i]));
+            }
+        }
+}
+
+void silu_and_mul(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, silu_and_mul_rows<T>((const SiluAndMul&)call, rows_of(call, step), worker));
+}
+
+void embedding(const Call& call, const Step& step, const Worker& worker) {
+    const Embedding& a = (const Embedding&)call;
+    const int32_t* token_ids = a.token_ids ? a.token_ids : step.token_ids;
+    int64_t rows = rows_of(call, step), piece = piece_of_rows(a.size);
+    size_t width = call.dtype == BF16 ? 2 : 4;
+    for (int64_t start; (start = worker.next() * piece) < rows;)
+        for (int64_t row = start; row < std::min(start + piece, rows); row++) {
+            char* out = (char*)a.out + row * a.out_row * width;
+            if (token_ids[row] < 0 || token_ids[row] >= a.num_ids) {
+                std::memset(out, 0xff, a.size * width);  // all bits set is a NaN in both types
+            } else {
+                std::memcpy(out, (const char*)a.table + token_ids[row] * a.size * width, a.size * width);
+            }
+        }
+}

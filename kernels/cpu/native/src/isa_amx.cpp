@@ -1,0 +1,28 @@
+// The kernels for AMX, whose tiles multiply matrices of bf16 and int8: Intel since Sapphire Rapids. All else is as in AVX-512.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "isa.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8")
+#endif
+
+namespace amx {
+#define QUIRE_AMX 1
+#include "vec_avx512.h"
+#include "kernels.inl"
+}  // namespace amx
+
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
+
+const Isa isa_amx = {"amx", amx::KERNELS};
+#endif

@@ -1,0 +1,27 @@
+// The kernels for AVX-512 with BF16 and VNNI: AMD since Zen 4, Intel since Cooper Lake.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "isa.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")
+#endif
+
+namespace avx512 {
+#include "vec_avx512.h"
+#include "kernels.inl"
+}  // namespace avx512
+
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
+
+const Isa isa_avx512 = {"avx512", avx512::KERNELS};
+#endif

@@ -1,0 +1,23 @@
+// All kernels, in terms of Vec. Each isa_*.cpp includes this in a namespace of its own, under its own target.
+
+#include "math.inl"
+#include "norm.inl"
+#include "elementwise.inl"
+
+// In the order of Op.
+constexpr Kernel KERNELS[NUM_OPS] = {
+    rms_norm,
+    add_rms_norm,
+    silu_and_mul,
+    embedding,
+    nullptr,  // linear
+    nullptr,  // linear_int8
+    nullptr,  // linear_int4
+    nullptr,  // rotary
+    nullptr,  // write_kv
+    nullptr,  // rotary_and_write_kv
+    nullptr,  // attention
+    nullptr,  // argmax
+    nullptr,  // sample
+    nullptr,  // gather_rows
+};

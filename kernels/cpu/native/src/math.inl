@@ -1,0 +1,55 @@
+// Small functions that kernels share. Included by kernels.inl in the namespace of each instruction set, after its Vec.
+
+template <typename T>
+struct Number;  // the storage types: uint16_t holds bf16
+template <>
+struct Number<float> {
+    static float get(float x) { return x; }
+    static float round(float x) { return x; }
+    static Vec round(Vec x) { return x; }
+};
+template <>
+struct Number<uint16_t> {
+    static float get(uint16_t x) {
+        uint32_t bits = (uint32_t)x << 16;
+        float value;
+        std::memcpy(&value, &bits, 4);
+        return value;
+    }
+    static uint16_t put(float x) {
+        uint32_t bits;
+        std::memcpy(&bits, &x, 4);
+        if (x != x) return (uint16_t)((bits >> 16) | 0x40);
+        return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    }
+    static float round(float x) { return get(put(x)); }
+    static Vec round(Vec x) { return x.rounded(); }
+};
+
+inline void put(float* p, float x) { *p = x; }
+inline void put(uint16_t* p, float x) { *p = Number<uint16_t>::put(x); }
+
+// Calls one of a kernel's two forms.
+#define FOR_DTYPE(dtype, call)                       \
+    do {                                             \
+        if ((dtype) == BF16) { using T = uint16_t; call; } \
+        else { using T = float; call; }              \
+    } while (0)
+
+// e**x to about 1 unit in the last place: 2**n times a polynomial in the rest (the coefficients are Cephes' expf). Below -87.3 it is 0.
+inline Vec exp(Vec x) {
+    Vec inside = Vec::max(Vec::min(x, Vec(88.3f)), Vec(-87.3f));
+    Vec n = Vec::round(inside * Vec(1.44269504f));
+    Vec r = Vec::fma(n, Vec(-0.693359375f), inside);
+    r = Vec::fma(n, Vec(2.12194440e-4f), r);
+    Vec p(1.9875691500e-4f);
+    p = Vec::fma(p, r, Vec(1.3981999507e-3f));
+    p = Vec::fma(p, r, Vec(8.3334519073e-3f));
+    p = Vec::fma(p, r, Vec(4.1665795894e-2f));
+    p = Vec::fma(p, r, Vec(1.6666665459e-1f));
+    p = Vec::fma(p, r, Vec(5.0000001201e-1f));
+    p = Vec::fma(p, r * r, r + Vec(1.0f));
+    return Vec::keep_where_at_least(Vec::scale_by_power(p, n), x, -87.3f);
+}
+
+inline Vec silu(Vec x) { return x / (Vec(1.0f) + exp(Vec() - x)); }

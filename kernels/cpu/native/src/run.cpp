@@ -1,0 +1,83 @@
+// The exported functions: which instruction set, how many threads, and the loop over a step's calls.
+#include <cstring>
+
+#include "isa.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+const Isa* chosen = nullptr;
+
+#if defined(__x86_64__)
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+bool has_avx512() {
+    unsigned a, b, c, d;
+    bool has_bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+    return has_avx2() && has_bf16 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+
+// The system hands the tiles' registers out on request, once per process (Linux's Documentation/arch/x86/xstate.rst).
+bool has_amx() {
+    unsigned a, b, c, d;
+    if (!has_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    bool bf16 = d >> 22 & 1, tile = d >> 24 & 1, int8 = d >> 25 & 1;
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    return bf16 && tile && int8 && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+
+const Isa* find(const char* name) {
+    if (!std::strcmp(name, "amx") && has_amx()) return &isa_amx;
+    if (!std::strcmp(name, "avx512") && has_avx512()) return &isa_avx512;
+    if (!std::strcmp(name, "avx2") && has_avx2()) return &isa_avx2;
+    return nullptr;
+}
+#else
+const Isa* find(const char*) { return nullptr; }
+#endif
+
+struct Run {
+    const Call* const* calls;
+    int32_t num_calls;
+    const Step* step;
+    const Isa* isa;
+};
+
+void run(const Worker& worker, void* argument) {
+    const Run& all = *static_cast<Run*>(argument);
+    for (int32_t i = 0; i < all.num_calls; i++) {
+        if (i) worker.barrier();
+        all.isa->kernels[all.calls[i]->op](*all.calls[i], *all.step, worker);
+    }
+}
+
+}  // namespace
+
+int32_t quire_isa_supported(const char* isa) { return find(isa) != nullptr; }
+int32_t quire_abi_version() { return QUIRE_ABI_VERSION; }
+
+int32_t quire_use_isa(const char* isa) {
+    const Isa* found = find(isa);
+    if (found) chosen = found;
+    return found ? 0 : -1;
+}
+
+int32_t quire_set_threads(int32_t num_threads, const int32_t* cores) {
+    if (num_threads < 1) return -1;
+    set_threads(num_threads, cores);
+    return 0;
+}
+
+int32_t quire_run(const Call* const* calls, int32_t num_calls, const Step* step) {
+    for (int32_t i = 0; i < num_calls; i++)
+        if (!chosen || calls[i]->op < 0 || calls[i]->op >= NUM_OPS || !chosen->kernels[calls[i]->op]) return -1 - i;
+    Run all{calls, num_calls, step, chosen};
+    run_on_all(run, &all);
+    return 0;
+}

@@ -1,0 +1,67 @@
+// Vectors of 8 fp32 numbers, AVX2 with FMA. vec_avx512.h has the same names with 16: kernels are written once, in terms of these.
+#pragma once
+#include <immintrin.h>
+
+struct Vec {
+    static constexpr int LANES = 8;
+    __m256 v;
+    Vec() : v(_mm256_setzero_ps()) {}
+    Vec(__m256 x) : v(x) {}
+    explicit Vec(float x) : v(_mm256_set1_ps(x)) {}
+
+    static Vec load(const float* p) { return _mm256_loadu_ps(p); }
+    void store(float* p) const { _mm256_storeu_ps(p, v); }
+
+    static Vec load(const uint16_t* p) {  // bf16: the upper half of an fp32 number
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+    }
+    void store(uint16_t* p) const {
+        __m256i rounded = _mm256_srli_epi32(rounded_bits(), 16);
+        __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
+        _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
+    }
+    // To bf16 and back: nearest, ties to even; a NaN stays one.
+    Vec rounded() const { return _mm256_castsi256_ps(_mm256_and_si256(rounded_bits(), _mm256_set1_epi32((int)0xffff0000))); }
+
+    static Vec max(Vec a, Vec b) { return _mm256_max_ps(a.v, b.v); }
+    static Vec min(Vec a, Vec b) { return _mm256_min_ps(a.v, b.v); }
+    static Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a.v, b.v, c.v); }  // a * b + c
+    static Vec round(Vec a) { return _mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    // a * 2**n, for whole n in [-126, 127]
+    static Vec scale_by_power(Vec a, Vec n) {
+        __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23);
+        return _mm256_mul_ps(a.v, _mm256_castsi256_ps(exponent));
+    }
+    // value where x >= least, 0 where it is less, NaN where x is
+    static Vec keep_where_at_least(Vec value, Vec x, float least) {
+        __m256 kept = _mm256_and_ps(value.v, _mm256_cmp_ps(x.v, _mm256_set1_ps(least), _CMP_GE_OQ));
+        return _mm256_blendv_ps(kept, x.v, _mm256_cmp_ps(x.v, x.v, _CMP_UNORD_Q));
+    }
+
+    float sum() const {
+        __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+        return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+    }
+    float largest() const {
+        __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+        return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+    }
+
+private:
+    __m256i rounded_bits() const {  // the upper 16 of each lane are the bf16 number
+        __m256i bits = _mm256_castps_si256(v);
+        __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+        __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
+        __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+        return _mm256_blendv_epi8(up, quiet, is_nan);
+    }
+};
+
+// Not friends within the class: GCC 12 forgets the target pragma there.
+inline Vec operator+(Vec a, Vec b) { return _mm256_add_ps(a.v, b.v); }
+inline Vec operator-(Vec a, Vec b) { return _mm256_sub_ps(a.v, b.v); }
+inline Vec operator*(Vec a, Vec b) { return _mm256_mul_ps(a.v, b.v); }
+inline Vec operator/(Vec a, Vec b) { return _mm256_div_ps(a.v, b.v); }

@@ -1,0 +1,49 @@
+// Vectors of 16 fp32 numbers, AVX-512 with BF16. The names are those of vec_avx2.h.
+#pragma once
+#include <immintrin.h>
+
+struct Vec {
+    static constexpr int LANES = 16;
+    __m512 v;
+    Vec() : v(_mm512_setzero_ps()) {}
+    Vec(__m512 x) : v(x) {}
+    explicit Vec(float x) : v(_mm512_set1_ps(x)) {}
+
+    static Vec load(const float* p) { return _mm512_loadu_ps(p); }
+    void store(float* p) const { _mm512_storeu_ps(p, v); }
+
+    static Vec load(const uint16_t* p) {
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+    }
+    void store(uint16_t* p) const { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(), 16))); }
+    Vec rounded() const { return _mm512_castsi512_ps(_mm512_and_si512(rounded_bits(), _mm512_set1_epi32((int)0xffff0000))); }
+
+    static Vec max(Vec a, Vec b) { return _mm512_max_ps(a.v, b.v); }
+    static Vec min(Vec a, Vec b) { return _mm512_min_ps(a.v, b.v); }
+    static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a.v, b.v, c.v); }
+    static Vec round(Vec a) { return _mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    static Vec scale_by_power(Vec a, Vec n) { return _mm512_scalef_ps(a.v, n.v); }
+    static Vec keep_where_at_least(Vec value, Vec x, float least) {
+        __m512 kept = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(least), _CMP_GE_OQ), value.v);
+        return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), kept, x.v);
+    }
+
+    float sum() const { return _mm512_reduce_add_ps(v); }
+    float largest() const { return _mm512_reduce_max_ps(v); }
+
+private:
+    // Not vcvtneps2bf16: that one flushes denormal numbers to zero.
+    __m512i rounded_bits() const {
+        __m512i bits = _mm512_castps_si512(v);
+        __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+        __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x00400000));
+        return _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), up, quiet);
+    }
+};
+
+// Not friends within the class: GCC 12 forgets the target pragma there.
+inline Vec operator+(Vec a, Vec b) { return _mm512_add_ps(a.v, b.v); }
+inline Vec operator-(Vec a, Vec b) { return _mm512_sub_ps(a.v, b.v); }
+inline Vec operator*(Vec a, Vec b) { return _mm512_mul_ps(a.v, b.v); }
+inline Vec operator/(Vec a, Vec b) { return _mm512_div_ps(a.v, b.v); }

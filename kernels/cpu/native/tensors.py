@@ -1,0 +1,25 @@
+"""What every wrapper here shares: where native kernels serve, and how a tensor becomes an address.
+May know: torch on CPUs, the registry's facts.
+Must not know: any operation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...registry import Facts
+from .calls import BF16, F32
+
+PRIORITY = 15  # above kernels/cpu, below a user's own
+
+DTYPES = {torch.bfloat16: BF16, torch.float32: F32}
+
+
+def is_native(facts: Facts) -> bool:
+    return facts.device == "cpu" and facts.dtype in DTYPES
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """x [..., size] as [rows, size] with a free row stride and contiguous rows; a copy only where no view can be."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()

@@ -7,10 +7,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...registry import register
 from .calls import Epilogue, Linear, Op
 from .library import library
 from .program import empty, num_rows, submit
-from .tensors import DTYPES, as_matrix
+from .tensors import DTYPES, PRIORITY, as_matrix, is_native
 
 _PANEL = 16  # outputs whose weights lie together (src/abi.h: quire_pack_linear)
 
@@ -52,8 +53,8 @@ class PackedLinear:
         return out
 
 
+@register("pack_linear", name="native", predicate=is_native, priority=PRIORITY)
 def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    """weight [out, in], bias [out] or None -> the layer that multiplies by it."""
     return PackedLinear(weight, bias)
 
 

@@ -17,6 +17,7 @@ void multiply_rows(const typename Dot::X* x, const typename Dot::Weight* weights
         for (int step = 0; step < Dot::STEPS; step++)
 #pragma GCC unroll 4
             for (int panel = 0; panel < PANELS; panel++) {
+                asm volatile("" : "+r"(x), "+r"(weights));  // what was loaded is loaded again: the registers are for sums
                 decltype(Dot::weights(weights, step)) w[VECS];
                 for (int i = 0; i < VECS; i++) w[i] = Dot::weights(weights + panel * panel_size + i * PART, step);
 #pragma GCC unroll 16

@@ -20,5 +20,5 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     nullptr,  // attention
     nullptr,  // argmax
     nullptr,  // sample
-    nullptr,  // gather_rows
+    gather_rows,
 };

@@ -26,6 +26,9 @@ class Op(IntEnum):
     ARGMAX = 11
     SAMPLE = 12
     GATHER_ROWS = 13
+    QUANTIZE_INT8 = 14
+    QUANTIZE_INT4 = 15
+    EMBEDDING_INT8 = 16
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:
@@ -86,3 +89,17 @@ class Linear(Call):
         x=c_void_p, weight=c_void_p, bias=c_void_p, out=c_void_p, x_row=c_int64, out_row=c_int64,
         in_features=c_int64, out_features=c_int64, epilogue=c_int32, out_dtype=c_int32,
     )  # fmt: skip
+
+
+class QuantizedLinear(Linear):
+    _fields_ = _fields(scales=c_void_p)
+
+
+class Quantize(Call):
+    _fields_ = _fields(
+        weight=c_void_p, packed=c_void_p, scales=c_void_p, weight_row=c_int64, in_features=c_int64, out_features=c_int64
+    )  # fmt: skip
+
+
+class EmbeddingInt8(Embedding):
+    _fields_ = _fields(scales=c_void_p)

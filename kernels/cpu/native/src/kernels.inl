@@ -4,6 +4,7 @@
 #include "norm.inl"
 #include "elementwise.inl"
 #include "linear.inl"
+#include "quantized.inl"
 
 // In the order of Op.
 constexpr Kernel KERNELS[NUM_OPS] = {
@@ -12,8 +13,8 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     silu_and_mul,
     embedding,
     linear,
-    nullptr,  // linear_int8
-    nullptr,  // linear_int4
+    linear_int8,
+    linear_int4,
     nullptr,  // rotary
     nullptr,  // write_kv
     nullptr,  // rotary_and_write_kv
@@ -21,4 +22,7 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     nullptr,  // argmax
     nullptr,  // sample
     gather_rows,
+    quantize_int8,
+    quantize_int4,
+    embedding_int8,
 };

@@ -5,7 +5,6 @@ Must not know: how a client reaches its engine, torch, progress bars."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path

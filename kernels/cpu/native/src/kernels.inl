@@ -19,5 +19,5 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     nullptr,  // attention
     nullptr,  // argmax
     nullptr,  // sample
-    nullptr,  // gather_rows
+    gather_rows,
 };

@@ -68,3 +68,14 @@ class SiluAndMul(Call):
 
 class Embedding(Call):
     _fields_ = _fields(token_ids=c_void_p, table=c_void_p, out=c_void_p, out_row=c_int64, num_ids=c_int64, size=c_int64)
+
+
+class Argmax(Call):
+    _fields_ = _fields(logits=c_void_p, out=c_void_p, is_finite=c_void_p, logits_row=c_int64, vocab_size=c_int64)
+
+
+class Sample(Call):
+    _fields_ = _fields(
+        logits=c_void_p, temperature=c_void_p, top_k=c_void_p, top_p=c_void_p, min_p=c_void_p, seeds=c_void_p, positions=c_void_p, out=c_void_p,
+        logits_row=c_int64, vocab_size=c_int64,
+    )  # fmt: skip

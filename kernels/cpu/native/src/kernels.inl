@@ -3,6 +3,7 @@
 #include "math.inl"
 #include "norm.inl"
 #include "elementwise.inl"
+#include "sampling.inl"
 
 // In the order of Op.
 constexpr Kernel KERNELS[NUM_OPS] = {
@@ -17,7 +18,7 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     nullptr,  // write_kv
     nullptr,  // rotary_and_write_kv
     nullptr,  // attention
-    nullptr,  // argmax
-    nullptr,  // sample
+    argmax,
+    sample,
     nullptr,  // gather_rows
 };

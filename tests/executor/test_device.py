@@ -11,7 +11,6 @@ import sys
 import psutil
 import pytest
 import torch
-import torch.nn.functional as F
 from quire.executor import device as devices
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.machine import available_cores
@@ -69,15 +68,3 @@ def test_zeros_takes_memory_only_where_written():
     assert psutil.Process().memory_info().rss - resident < 2**26
     tensor[1, -1] = 1.0
     assert tensor.shape == (2, 2**20, 64) and tensor.is_contiguous() and tensor[1, -2:].sum() == 64
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_tokens", [1, 5, 70])
-def test_packed_linear_multiplies_as_linear(dtype, num_tokens):
-    generator = torch.Generator().manual_seed(num_tokens)
-    weight = torch.randn(96, 64, generator=generator).to(dtype)
-    bias = torch.randn(96, generator=generator).to(dtype)
-    x = torch.randn(num_tokens, 64, generator=generator).to(dtype)
-    with torch.inference_mode():
-        for b in (bias, None):
-            torch.testing.assert_close(devices.pack_linear(weight, b)(x), F.linear(x, weight, b))

@@ -3,6 +3,7 @@
 #include "math.inl"
 #include "norm.inl"
 #include "elementwise.inl"
+#include "linear.inl"
 #include "sampling.inl"
 
 // In the order of Op.
@@ -11,7 +12,7 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     add_rms_norm,
     silu_and_mul,
     embedding,
-    nullptr,  // linear
+    linear,
     nullptr,  // linear_int8
     nullptr,  // linear_int4
     nullptr,  // rotary
@@ -20,5 +21,5 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     nullptr,  // attention
     argmax,
     sample,
-    nullptr,  // gather_rows
+    gather_rows,
 };

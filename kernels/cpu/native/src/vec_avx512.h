@@ -54,7 +54,10 @@ struct Words {
     Words(__m512i x) : v(x) {}
     explicit Words(uint32_t x) : v(_mm512_set1_epi64(x)) {}
 
-    static Words iota(uint32_t first) { return _mm512_add_epi64(_mm512_set1_epi64(first), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7)); }
+    static Words iota(uint32_t first) {
+        constexpr int64_t ascending[LANES] = {0, 1, 2, 3, 4, 5, 6, 7};
+        return _mm512_add_epi64(_mm512_set1_epi64(first), _mm512_loadu_si512(ascending));
+    }
     static Words product(Words a, Words b) { return _mm512_mul_epu32(a.v, b.v); }
     Words high() const { return _mm512_srli_epi64(v, 32); }
     static void store_pairs(Words low, Words high, uint64_t* p) {
@@ -62,3 +65,23 @@ struct Words {
     }
 };
 inline Words operator^(Words a, Words b) { return _mm512_xor_si512(a.v, b.v); }
+
+struct DotF32 {
+    using Weight = float;
+    using X = float;
+    static constexpr int STEPS = 1, X_PER_STEP = 1;
+    static Vec weights(const float* p, int) { return Vec::load(p); }
+    static Vec add(Vec sum, Vec weights, const float* x) { return Vec::fma(Vec(*x), weights, sum); }
+};
+struct DotBf16 {
+    using Weight = uint16_t;
+    using X = uint16_t;
+    static constexpr int STEPS = 1, X_PER_STEP = 2;  // a pair of k in one instruction
+    static __m512i weights(const uint16_t* p, int) { return _mm512_loadu_si512(p); }
+    static Vec add(Vec sum, __m512i weights, const uint16_t* x) {
+        int32_t pair;
+        __builtin_memcpy(&pair, x, 4);
+        return _mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)weights);
+    }
+};
+constexpr int MAX_SUMS = 28;  // of 32 registers

@@ -74,3 +74,15 @@ class Embedding(Call):
 
 class GatherRows(Call):
     _fields_ = _fields(x=c_void_p, out=c_void_p, x_row=c_int64, out_row=c_int64, size=c_int64)
+
+
+class Epilogue(IntEnum):
+    PLAIN = 0
+    GATED = 1
+
+
+class Linear(Call):
+    _fields_ = _fields(
+        x=c_void_p, weight=c_void_p, bias=c_void_p, out=c_void_p, x_row=c_int64, out_row=c_int64,
+        in_features=c_int64, out_features=c_int64, epilogue=c_int32, out_dtype=c_int32,
+    )  # fmt: skip

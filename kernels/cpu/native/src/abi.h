@@ -4,7 +4,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 1
+#define QUIRE_ABI_VERSION 2
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1 };
@@ -106,6 +106,27 @@ struct Linear : Call {
     int64_t in_features, out_features;
     int32_t epilogue;   // Epilogue
     int32_t out_dtype;  // Dtype of out: that of the activations, or F32
+};
+
+// logits fp32 [rows, vocab_size] -> out [rows]: the lowest index of each row's largest; is_finite [rows]: 1 where no NaN or infinity is in it.
+struct Argmax : Call {
+    const float* logits;
+    int64_t* out;
+    uint8_t* is_finite;
+    int64_t logits_row, vocab_size;
+};
+
+// logits fp32 [rows, vocab_size] -> out [rows]: one token drawn from each; the columns [rows] are those of sample_tokens (kernels/ops.py).
+struct Sample : Call {
+    const float* logits;
+    const float* temperature;
+    const int32_t* top_k;
+    const float* top_p;
+    const float* min_p;
+    const int64_t* seeds;
+    const int64_t* positions;
+    int64_t* out;
+    int64_t logits_row, vocab_size;
 };
 
 // The names of instruction sets in order of preference: "amx", "avx512", "avx2". 1 where this processor and system can run it.

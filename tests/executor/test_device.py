@@ -71,14 +71,6 @@ def test_zeros_takes_memory_only_where_written():
     assert tensor.shape == (2, 2**20, 64) and tensor.is_contiguous() and tensor[1, -2:].sum() == 64
 
 
-def test_argmax_takes_the_first_of_equals():
-    logits = torch.randn(7, 1000, generator=torch.Generator().manual_seed(0))
-    logits[3] = 1.0
-    logits[4, [5, 600]] = 50.0
-    assert devices.argmax(logits).tolist() == logits.argmax(-1).tolist()
-    assert devices.argmax(logits)[3:5].tolist() == [0, 5]
-
-
 def test_released_pages_of_a_file_are_read_again(tmp_path):
     path = tmp_path / "numbers"
     path.write_bytes(bytes(range(256)) * 200)

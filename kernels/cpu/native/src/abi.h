@@ -83,6 +83,47 @@ struct Embedding : Call {
     int64_t num_ids, size;
 };
 
+// In place: the first rotary_dim elements of each head, i paired with i + rotary_dim / 2, are turned by the step's positions.
+// query [rows, heads, .], key [rows, kv_heads, .]; cos_sin [., rotary_dim] fp32, cosines before sines.
+struct Rotary : Call {
+    void* query;
+    void* key;
+    const float* cos_sin;
+    int64_t query_row, query_head, key_row, key_head;
+    int64_t heads, kv_heads, rotary_dim;
+};
+
+// key and value [rows, kv_heads, head_dim] -> the step's slots of the caches [slots, kv_heads, head_dim]; none where a slot is negative.
+struct WriteKv : Call {
+    const void* key;
+    const void* value;
+    void* key_cache;
+    void* value_cache;
+    int64_t key_row, key_head, value_row, value_head;
+    int64_t kv_heads, head_dim;
+};
+
+// Rotary, then WriteKv of the rotated key.
+struct RotaryAndWriteKv : Rotary {
+    const void* value;
+    void* key_cache;
+    void* value_cache;
+    int64_t value_row, value_head;
+    int64_t head_dim;
+};
+
+// query [rows, heads, head_dim] over the context in the caches [blocks, block_size, kv_heads, head_dim] -> out, contiguous.
+// head_dim: a multiple of 8, at most 256.
+struct Attention : Call {
+    const void* query;
+    const void* key_cache;
+    const void* value_cache;
+    void* out;
+    int64_t query_row, query_head;
+    int64_t heads, kv_heads, head_dim, block_size;
+    double scale;
+};
+
 // The names of instruction sets in order of preference: "amx", "avx512", "avx2". 1 where this processor and system can run it.
 QUIRE_EXPORT int32_t quire_isa_supported(const char* isa);
 QUIRE_EXPORT int32_t quire_abi_version();

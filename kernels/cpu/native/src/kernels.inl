@@ -3,6 +3,9 @@
 #include "math.inl"
 #include "norm.inl"
 #include "elementwise.inl"
+#include "rotary.inl"
+#include "attention_tile.inl"
+#include "attention.inl"
 
 // In the order of Op.
 constexpr Kernel KERNELS[NUM_OPS] = {
@@ -13,10 +16,10 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     nullptr,  // linear
     nullptr,  // linear_int8
     nullptr,  // linear_int4
-    nullptr,  // rotary
-    nullptr,  // write_kv
-    nullptr,  // rotary_and_write_kv
-    nullptr,  // attention
+    rotary,
+    write_kv,
+    rotary_and_write_kv,
+    attention,
     nullptr,  // argmax
     nullptr,  // sample
     nullptr,  // gather_rows

@@ -38,12 +38,14 @@ struct Step {
     const int32_t* seq_lens;          // [B]
     const int32_t* block_tables;      // [B, max_blocks]
     int64_t block_table_row;          // elements from one request's table to the next
+    int64_t num_logits;               // R
+    const int64_t* logits_indices;    // [R] in [0, T): the tokens whose logits are wanted
 };
 
 struct Call {
     int32_t op;     // Op
     int32_t dtype;  // Dtype of the activations
-    int64_t rows;   // of the operands; -1: the step's num_tokens
+    int64_t rows;   // of the result; -1: the step's num_tokens, -2: its num_logits
 };
 
 // x [rows, heads, size] -> out [rows, heads, size]; weight [size]. Both may be one memory. heads is 1 for a norm of the hidden state.
@@ -74,13 +76,20 @@ struct SiluAndMul : Call {
     int64_t size;
 };
 
-// out [rows, size] = table[token_ids]; token_ids null: the step's. An id outside [0, num_ids) gives NaN.
+// out [rows, size] = table[step.token_ids], table [num_ids, size]. An id outside [0, num_ids) gives NaN.
 struct Embedding : Call {
-    const int32_t* token_ids;
     const void* table;
     void* out;
     int64_t out_row;
     int64_t num_ids, size;
+};
+
+// out [rows, size] = x[step.logits_indices]
+struct GatherRows : Call {
+    const void* x;
+    void* out;
+    int64_t x_row, out_row;
+    int64_t size;
 };
 
 // In place: the first rotary_dim elements of each head, i paired with i + rotary_dim / 2, are turned by the step's positions.

@@ -8,7 +8,9 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#ifdef __clang__
+#if defined(QUIRE_EMULATED)  // by tests, on a processor without: functions with the names of the intrinsics
+#pragma GCC target("avx2,fma,f16c,bmi2")
+#elif defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8"))), apply_to = function)
 #else
 #pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8")
@@ -16,11 +18,15 @@
 
 namespace amx {
 #define QUIRE_AMX 1
+#ifdef QUIRE_EMULATED
+#include "emulated_avx512.h"
+#include "emulated_amx.h"
+#endif
 #include "vec_avx512.h"
 #include "kernels.inl"
 }  // namespace amx
 
-#ifdef __clang__
+#if defined(__clang__) && !defined(QUIRE_EMULATED)
 #pragma clang attribute pop
 #endif
 

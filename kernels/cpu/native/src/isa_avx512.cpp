@@ -8,18 +8,23 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#ifdef __clang__
+#if defined(QUIRE_EMULATED)  // by tests, on a processor without: functions with the names of the intrinsics
+#pragma GCC target("avx2,fma,f16c,bmi2")
+#elif defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16"))), apply_to = function)
 #else
 #pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")
 #endif
 
 namespace avx512 {
+#ifdef QUIRE_EMULATED
+#include "emulated_avx512.h"
+#endif
 #include "vec_avx512.h"
 #include "kernels.inl"
 }  // namespace avx512
 
-#ifdef __clang__
+#if defined(__clang__) && !defined(QUIRE_EMULATED)
 #pragma clang attribute pop
 #endif
 

@@ -22,5 +22,5 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     attention,
     nullptr,  // argmax
     nullptr,  // sample
-    nullptr,  // gather_rows
+    gather_rows,
 };

@@ -16,6 +16,10 @@ const Isa* chosen = nullptr;
 #if defined(__x86_64__)
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
+#ifdef QUIRE_EMULATED  // isa_avx512.cpp, isa_amx.cpp
+bool has_avx512() { return has_avx2(); }
+bool has_amx() { return has_avx2(); }
+#else
 bool has_avx512() {
     unsigned a, b, c, d;
     bool has_bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
@@ -31,6 +35,7 @@ bool has_amx() {
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     return bf16 && tile && int8 && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
+#endif
 
 const Isa* find(const char* name) {
     if (!std::strcmp(name, "amx") && has_amx()) return &isa_amx;

@@ -1,0 +1,87 @@
+"""Every native kernel on every instruction set, those that this processor lacks emulated: right, and the same bits whatever is beside a row.
+May know: the registry, the cases, how parity is judged.
+Must not know: which kernels there are: it enumerates the registry."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quire.kernels import registry
+from quire.kernels.cpu.native.library import library
+from quire.tests.kernels import cases
+from quire.tests.kernels.native.conftest import instead_of
+from quire.tests.kernels.test_parity import DTYPES, check_close, label
+from torch import Tensor
+
+NATIVE = [(op, dtype) for op in cases.MODEL_OPS for dtype in DTYPES if any(i.name == "native" for i in registry.implementations(op))]
+WORD = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+# Operation -> its arguments that have a row per token. Of all others a row is a request: attention has tests of its own.
+PER_TOKEN = {"rms_norm": (0,), "fused_add_rms_norm": (0, 1), "silu_and_mul": (0,), "rotary_embedding": (0, 1, 2), "embedding": (0,)}
+BY_ROWS = [(op, dtype) for op, dtype in NATIVE if op in PER_TOKEN]
+
+
+def native(op: str) -> registry.Implementation:
+    return next(i for i in registry.implementations(op) if i.name == "native")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(*(x.contiguous().view(WORD.get(x.dtype, x.dtype)) for x in (a, b)))
+
+
+def only(case: cases.Case, rows: slice, op: str) -> cases.Case:
+    args = tuple(arg[rows] if i in PER_TOKEN[op] else arg for i, arg in enumerate(case.args))
+    return cases.Case(case.name, args, case.torch_own, case.in_place)
+
+
+@pytest.mark.parametrize(("op", "dtype"), NATIVE, ids=label)
+def test_agrees_with_torch_in_fp64(isa, op, dtype):
+    torch.manual_seed(0)
+    for case in cases.MODEL_OPS[op](dtype):
+        check_close(case, native(op), dtype)
+
+
+@pytest.mark.parametrize(("op", "dtype"), BY_ROWS, ids=label)
+def test_a_row_is_the_same_bits_alone_and_among_any_number(isa, op, dtype):
+    torch.manual_seed(6)
+    for case in cases.MODEL_OPS[op](dtype):
+        num_rows = len(case.args[0])
+        library.set_num_threads(1)
+        whole = case.run(native(op).function)
+        library.set_num_threads(3)
+        for start, end in [(0, num_rows), (0, num_rows // 2), (num_rows // 2, num_rows), *((i, i + 1) for i in range(0, num_rows, 5))]:
+            part = only(case, slice(start, end), op).run(native(op).function)
+            for result, expected in zip(part, whole, strict=True):
+                assert same_bits(result, expected[start:end]), f"{case.name}, rows {start} to {end}"
+
+
+@pytest.mark.parametrize(("op", "dtype"), BY_ROWS, ids=label)
+def test_a_row_of_nan_and_one_of_infinity_spoil_only_themselves(isa, op, dtype):
+    torch.manual_seed(7)
+    for case in cases.MODEL_OPS[op](dtype):
+        if len(case.args[0]) < 4:
+            continue
+        spoilt = cases.Case(case.name, tuple(cases.copies(case.args)), case.torch_own, case.in_place)
+        for i in PER_TOKEN[op]:
+            if spoilt.args[i].is_floating_point():
+                spoilt.args[i][1], spoilt.args[i][2] = float("nan"), float("inf")
+        kept = [row for row in range(len(case.args[0])) if row not in (1, 2)]
+        for result, expected in zip(spoilt.run(native(op).function), case.run(native(op).function), strict=True):
+            assert same_bits(result[kept], expected[kept]), case.name
+
+
+@pytest.mark.skipif(library is None or library.isas == ("avx2",), reason="the processor has nothing that is emulated elsewhere")
+@pytest.mark.parametrize(("op", "dtype"), NATIVE, ids=label)
+def test_what_is_emulated_is_what_the_processor_does(emulated_library, op, dtype):
+    """So that elsewhere the emulation may stand for the processor."""
+    torch.manual_seed(8)
+    for isa in library.isas:
+        for case in cases.MODEL_OPS[op](dtype):
+            library.use_isa(isa)
+            expected = case.run(native(op).function)
+            emulated_library().use_isa(isa)
+            with instead_of(library, emulated_library()):
+                results = case.run(native(op).function)
+            for result, real in zip(results, expected, strict=True):
+                assert same_bits(result, real), f"{case.name} on {isa}"
+    library.use_isa(library.isas[0])

@@ -105,3 +105,15 @@ class Attention(Call):
         query_row=c_int64, query_head=c_int64,
         heads=c_int64, kv_heads=c_int64, head_dim=c_int64, block_size=c_int64, scale=c_double,
     )  # fmt: skip
+
+
+class Epilogue(IntEnum):
+    PLAIN = 0
+    GATED = 1
+
+
+class Linear(Call):
+    _fields_ = _fields(
+        x=c_void_p, weight=c_void_p, bias=c_void_p, out=c_void_p, x_row=c_int64, out_row=c_int64,
+        in_features=c_int64, out_features=c_int64, epilogue=c_int32, out_dtype=c_int32,
+    )  # fmt: skip

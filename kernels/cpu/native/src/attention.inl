@@ -6,9 +6,6 @@
 constexpr int64_t SPLIT = 512;      // keys; a multiple of KEYS
 constexpr int64_t ITEM_ROWS = 64;   // rows of an item, about: (token, query head) pairs that share a tile's keys
 
-inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
-inline int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
-
 // One request's share of the items.
 struct Request {
     int64_t index, first_token, num_tokens, context;

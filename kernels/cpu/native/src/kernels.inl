@@ -3,6 +3,7 @@
 #include "math.inl"
 #include "norm.inl"
 #include "elementwise.inl"
+#include "linear.inl"
 #include "rotary.inl"
 #include "attention_tile.inl"
 #include "attention.inl"
@@ -13,7 +14,7 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     add_rms_norm,
     silu_and_mul,
     embedding,
-    nullptr,  // linear
+    linear,
     nullptr,  // linear_int8
     nullptr,  // linear_int4
     rotary,

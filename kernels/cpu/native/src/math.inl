@@ -1,5 +1,8 @@
 // Small functions that kernels share. Included by kernels.inl in the namespace of each instruction set, after its Vec.
 
+inline int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
+inline int64_t round_up(int64_t n, int64_t to) { return ceil_div(n, to) * to; }
+
 template <typename T>
 struct Number;  // the storage types: uint16_t holds bf16
 template <>

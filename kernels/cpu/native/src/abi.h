@@ -4,7 +4,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 1
+#define QUIRE_ABI_VERSION 2
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1 };

@@ -7,6 +7,7 @@
 #include "rotary.inl"
 #include "attention_tile.inl"
 #include "attention.inl"
+#include "sampling.inl"
 
 // In the order of Op.
 constexpr Kernel KERNELS[NUM_OPS] = {
@@ -21,7 +22,7 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     write_kv,
     rotary_and_write_kv,
     attention,
-    nullptr,  // argmax
-    nullptr,  // sample
+    argmax,
+    sample,
     gather_rows,
 };

@@ -5,7 +5,7 @@ Must not know: what an operation computes (kernels/ops.py), tensors."""
 from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 BF16, F32 = 0, 1
 ALL_TOKENS = -1  # as `rows`: the step's number of tokens

@@ -66,7 +66,7 @@ class Decoder:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size] -> [R, vocab_size] f32"""
-        return self.lm_head(hidden).float()
+        return self.lm_head.logits(hidden)
 
     def weights(self) -> Weights:
         """The weight-name table: every name the checkpoint must have, once, and the tensor it fills."""

@@ -9,12 +9,10 @@ import gc
 import math
 import mmap
 import os
-from collections.abc import Callable
 
 import numpy as np
 import psutil
 import torch
-import torch.nn.functional as F
 
 from ..ipc.errors import InvalidParameterError
 from ..ipc.machine import available_cores
@@ -67,20 +65,6 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
-
-
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """x [T, in] -> x weight^T + bias [T, out], for weight [out, in] that never changes again.
-
-    On a CPU a bf16 weight is laid out once for oneDNN's matrix units. F.linear does that anew in every call: at T = 1 more than half of
-    its time (AMX, one core, 1536 x 256: 55 us against 24). In fp32 the plain layout is as good.
-    """
-    packable = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    if not (packable and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return lambda x: F.linear(x, weight, bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    multiply = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: multiply(x, packed, bias, "none", [], "")
 
 
 def argmax(logits: torch.Tensor) -> np.ndarray:

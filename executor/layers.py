@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ..ipc.decoder_config import DecoderConfig
 from ..kernels.ops import AttentionMetadata
-from .device import pack_linear
 from .rope import make_cos_sin_cache
 
 # (name in the checkpoint, the tensor it fills: a whole parameter, or a view of a merged one's rows)
@@ -22,19 +20,25 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 class Linear:
     """y = x W^T + b, for one or several projections of the same x laid one below the other (q, k and v; gate and up)."""
 
-    def __init__(self, shards: dict[str, int], weight: torch.Tensor, bias: torch.Tensor | None):
+    def __init__(self, shards: dict[str, int], weight: torch.Tensor, bias: torch.Tensor | None, ops: Any):
         self.shards = shards  # name in the checkpoint -> rows, in order
         self.weight = weight  # [sum of rows, in_features]; given up once packed
         self.bias = bias
+        self._pack_linear = ops.pack_linear
         self._multiply: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in_features] -> [T, sum of rows]"""
         return self._multiply(x)
 
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, in_features] -> [R, sum of rows] f32"""
+        multiply = getattr(self._multiply, "logits", None)
+        return self._multiply(x).float() if multiply is None else multiply(x)
+
     def pack(self) -> None:
         """To be called once, when the weight is filled: lays it out as the device multiplies it best."""
-        self._multiply = pack_linear(self.weight, self.bias)
+        self._multiply = self._pack_linear(self.weight, self.bias)
         self.weight = None
 
     def weights(self, prefix: str) -> Weights:
@@ -47,13 +51,14 @@ class Linear:
 
 
 class Embedding:
-    def __init__(self, name: str, weight: torch.Tensor):
+    def __init__(self, name: str, weight: torch.Tensor, ops: Any):
         self.name = name
         self.weight = weight  # [vocab_size, hidden_size]
+        self.embedding = ops.embedding
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, hidden_size]"""
-        return F.embedding(token_ids, self.weight)
+        return self.embedding(token_ids, self.weight)
 
     def weights(self, prefix: str) -> Weights:
         yield f"{prefix}{self.name}.weight", self.weight
@@ -99,18 +104,18 @@ class LayerFactory:
     def linear(self, in_features: int, shards: dict[str, int], bias: bool = False) -> Linear:
         """Projections of one input, merged into one multiplication. Under tensor parallelism a rank keeps a part of every shard's rows."""
         rows = sum(shards.values())
-        return self._register(Linear(shards, self.parameter(rows, in_features), self.parameter(rows) if bias else None))
+        return self._register(Linear(shards, self.parameter(rows, in_features), self.parameter(rows) if bias else None, self.ops))
 
     def row_linear(self, name: str, in_features: int, out_features: int, bias: bool = False) -> Linear:
         """A projection back to the residual stream. Under tensor parallelism a rank keeps a part of the columns, the results are added."""
         return self.linear(in_features, {name: out_features}, bias)
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
-        return Embedding(name, self.parameter(vocab_size, hidden_size))
+        return Embedding(name, self.parameter(vocab_size, hidden_size), self.ops)
 
     def tied_head(self, name: str, embedding: Embedding) -> Linear:
         """An output head that is the embedding's own table."""
-        return self._register(Linear({name: embedding.weight.shape[0]}, embedding.weight, None))
+        return self._register(Linear({name: embedding.weight.shape[0]}, embedding.weight, None, self.ops))
 
     def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(name, self.parameter(size), eps, self.ops)

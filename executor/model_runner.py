@@ -177,7 +177,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_dummy_batch(self, num_tokens: int = 1) -> None:
-        """A forward pass of `num_tokens` one-token rows, logits included, that leaves no trace: nothing is written to the cache."""
+        """A forward pass of `num_tokens` one-token rows, with one row's logits as for a prompt; it leaves no trace in the cache."""
 
         def filled(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.full(shape, value, dtype=dtype, device=self.device)
@@ -192,7 +192,7 @@ class ModelRunner:
             seq_lens_list=[1] * num_tokens,
         )
         token_ids, positions = filled(0, torch.int32, num_tokens), filled(0, torch.int64, num_tokens)
-        self.model.compute_logits(self.model(token_ids, positions, metadata))
+        self.model.compute_logits(self.model(token_ids, positions, metadata)[:1])
 
 
 def insert_forced(slots: list[int], num_sampled: list[int], token_ids: list[int], forced: dict[int, list[int]]) -> tuple[list[int], list[int]]:

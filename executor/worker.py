@@ -33,6 +33,7 @@ from .token_stages import make_stages
 logger = logging.getLogger(__name__)
 
 MEASURED_TOKENS = 32  # of a forward pass, to learn what recomputing costs
+MEASURING_BUDGET_S = 0.05  # of start-up; a pass that takes longer is run once
 PLUGINS = "quire.plugins"  # entry points of installed packages: modules that register kernels or models when they are imported
 
 
@@ -134,7 +135,7 @@ class Worker:
         if mode != "auto" or not self._num_host_blocks:
             return self._num_host_blocks, PreemptionCosts()
         num_tokens = min(MEASURED_TOKENS, self.config.scheduler_config.max_num_batched_tokens)
-        recompute_s = shortest_time(lambda: self.runner.execute_dummy_batch(num_tokens)) / num_tokens
+        recompute_s = shortest_time(lambda: self.runner.execute_dummy_batch(num_tokens), budget_s=MEASURING_BUDGET_S) / num_tokens
         swap_s, swap_s_per_block = self.runner.block_mover.measure(self.model.attention_layers())
         costs = PreemptionCosts(recompute_s, swap_s, swap_s_per_block / block_size)
         logger.info("swap space: %d blocks; %s", self._num_host_blocks, costs)

@@ -19,7 +19,7 @@ from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_p
 from .client import EngineClient
 from .engine_args import EngineArgs
 from .input_processor import Prompt
-from .llm_engine import TextSide, connect, connect_async
+from .llm_engine import TextSide, TokenizerBeside, connect, connect_async
 from .model_files import find_model_directory
 from .output_processor import ProcessedOutputs
 from .outputs import RequestMetrics, RequestOutput
@@ -87,13 +87,13 @@ class RequestStream:
 class AsyncLLM:
     """For one event loop. One task, begun with the first request, reads the engine's outputs and hands them to the readers.
 
-    config: resolved. client: made with asyncio_mode=True, owned from now on.
+    config: resolved. client: made with asyncio_mode=True, owned from now on. beside: see llm_engine.connect.
     """
 
-    def __init__(self, config: EngineConfig, client: EngineClient):
+    def __init__(self, config: EngineConfig, client: EngineClient, beside: TokenizerBeside | None = None):
         self.config = config
         self.client = client
-        self.text_side = TextSide.for_config(config, client.ready.epoch)
+        self.text_side = TextSide.for_config(config, client.ready.epoch, beside)
         self._output_processor = self.text_side.output_processor
         self._telemetry = Telemetry(config, client, self._output_processor)
         self._streams: dict[str, RequestStream] = {}  # by request id; from generate's start to its end
@@ -106,9 +106,9 @@ class AsyncLLM:
     @classmethod
     def from_engine_args(cls, args: EngineArgs, engine: str = "process") -> AsyncLLM:
         """Blocks until the engine is ready. `engine`: "process" (a child), "inproc", or the address of a daemon ("ipc://...")."""
-        config, client = connect(args, engine, asyncio_mode=True)
+        config, client, beside = connect(args, engine, asyncio_mode=True)
         try:
-            return cls(config, client)
+            return cls(config, client, beside)
         except BaseException:
             client.shutdown()
             raise
@@ -127,10 +127,10 @@ class AsyncLLM:
         dies with the thread that started it, so the loop's thread must live as long as the engine is wanted.
         """
         report = on_progress or (lambda stage, fraction: None)
-        config, client = await connect_async(args, engine, report)
+        config, client, beside = await connect_async(args, engine, report)
         try:
             report("tokenizer", 0.0)
-            llm = await in_thread(lambda: cls(config, client))
+            llm = await in_thread(lambda: cls(config, client, beside))
             report("tokenizer", 1.0)
             llm._ensure_output_task()  # from here on the engine's death is noticed even if nobody asks anything of it
             return llm

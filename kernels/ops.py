@@ -13,6 +13,7 @@ The functions of this module do the same for occasional callers, at the price of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,25 @@ class AttentionMetadata:
     query_lens: list[int]  # [B]
     seq_lens_list: list[int]  # [B]
     scratch: dict[Any, Any] = field(default_factory=dict)  # what an implementation derives once per step, for its calls in later layers
+
+
+@operation
+def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
+    """token_ids [T] i32 or i64, each in [0, V); table [V, H] -> [T, H], the table's rows."""
+
+
+@operation
+def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
+    """x [T, H], indices [R] i64, each in [0, T) -> [R, H]: the tokens whose logits are wanted."""
+
+
+@operation
+def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """weight [N, K], bias [N], which never change again -> a function of x [T, K] that gives x weight^T + bias [T, N].
+
+    Summed in fp32. Called once per layer when the weights are filled, to lay them out as the implementation reads them best. What it
+    returns may have a method `logits` too, which gives [T, N] in fp32, not rounded to dtype before.
+    """
 
 
 @operation

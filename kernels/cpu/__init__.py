@@ -6,7 +6,7 @@ A decode step of a small model is a hundred small torch calls of a few microseco
 before the amount of arithmetic. Operations without a file here are fast enough as the reference has them.
 """
 
-from . import activation, attention, grammar, kv_cache, norm, rotary, sampling  # noqa: F401
+from . import activation, attention, grammar, kv_cache, linear, norm, rotary, sampling  # noqa: F401
 
 # isort: split
 from . import native  # noqa: F401

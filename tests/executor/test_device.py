@@ -11,7 +11,6 @@ import sys
 import psutil
 import pytest
 import torch
-import torch.nn.functional as F
 from quire.executor import device as devices
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.machine import available_cores
@@ -77,15 +76,3 @@ def test_argmax_takes_the_first_of_equals():
     logits[4, [5, 600]] = 50.0
     assert devices.argmax(logits).tolist() == logits.argmax(-1).tolist()
     assert devices.argmax(logits)[3:5].tolist() == [0, 5]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_tokens", [1, 5, 70])
-def test_packed_linear_multiplies_as_linear(dtype, num_tokens):
-    generator = torch.Generator().manual_seed(num_tokens)
-    weight = torch.randn(96, 64, generator=generator).to(dtype)
-    bias = torch.randn(96, generator=generator).to(dtype)
-    x = torch.randn(num_tokens, 64, generator=generator).to(dtype)
-    with torch.inference_mode():
-        for b in (bias, None):
-            torch.testing.assert_close(devices.pack_linear(weight, b)(x), F.linear(x, weight, b))

@@ -29,11 +29,14 @@ class Case:
     def run(self, function: Callable) -> tuple[Tensor, ...]:
         """Calls on copies; gives the results as a tuple."""
         args = copies(self.args)
-        result = function(*args)
+        result = self.call(function, args)
         if self.in_place:
             assert result is None
             return tuple(args[i] for i in self.in_place)
         return result if isinstance(result, tuple) else (result,)
+
+    def call(self, function: Callable, args: list[Any]) -> Any:
+        return function(*args)
 
     def truth(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return self.torch_own(*(arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in self.args))
@@ -59,6 +62,49 @@ def copies(args: tuple[Any, ...]) -> list[Any]:
 
 def rand(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape).to(dtype)
+
+
+def embedding(dtype: torch.dtype) -> list[Case]:
+    def own(token_ids: Tensor, table: Tensor) -> tuple[Tensor, ...]:
+        return (table[token_ids.long()],)
+
+    def case(num_tokens: int, size: int, index_dtype: torch.dtype) -> Case:
+        token_ids = torch.randint(0, 50, (num_tokens,), dtype=index_dtype)
+        return Case(f"{num_tokens} x {size}, {index_dtype}", (token_ids, rand(50, size, dtype=dtype)), own)
+
+    return [case(1, 64, torch.int32), case(70, 100, torch.int32), case(9, 896, torch.int64), case(3, 1, torch.int64), case(0, 8, torch.int32)]
+
+
+def gather_rows(dtype: torch.dtype) -> list[Case]:
+    def own(x: Tensor, indices: Tensor) -> tuple[Tensor, ...]:
+        return (x[indices],)
+
+    wide = rand(40, 256, dtype=dtype)
+    return [
+        Case("last tokens", (rand(100, 96, dtype=dtype), torch.tensor([0, 40, 41, 99])), own),
+        Case("strided", (wide[:, 100:], torch.tensor([39, 3, 3])), own),
+        Case("none", (wide, torch.zeros(0, dtype=torch.int64)), own),
+    ]
+
+
+def pack_linear(dtype: torch.dtype) -> list[Case]:
+    """The weight is packed, then x multiplied."""
+
+    class Packed(Case):
+        def call(self, function: Callable, args: list[Any]) -> Tensor:
+            with torch.inference_mode():
+                return function(*args[1:])(args[0])
+
+    def own(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        return (F.linear(x, weight, bias),)
+
+    def case(num_tokens: int, in_features: int, out_features: int, bias: bool) -> Case:
+        weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype)
+        args = rand(num_tokens, in_features, dtype=dtype), weight, rand(out_features, dtype=dtype) if bias else None
+        return Packed(f"{num_tokens} x {in_features} x {out_features}{' + bias' * bias}", args, own)
+
+    shapes = [(1, 64, 96), (5, 64, 96), (70, 64, 96), (1, 896, 1152), (3, 200, 33), (33, 384, 17)]
+    return [case(*shape, bias) for shape in shapes for bias in (False, True)]
 
 
 def rms_norm(dtype: torch.dtype) -> list[Case]:
@@ -227,6 +273,6 @@ def paged_attention(dtype: torch.dtype) -> list[Case]:
 
 MODEL_OPS = {
     f.__name__: f
-    for f in (rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding, reshape_and_cache, copy_blocks, paged_attention)
+    for f in (embedding, gather_rows, pack_linear, rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding, reshape_and_cache, copy_blocks, paged_attention)
 }
 SAMPLING_OPS = ("apply_grammar_bitmask", "apply_penalties", "sample_tokens", "random_gumbel", "gather_logprobs")

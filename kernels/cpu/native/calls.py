@@ -8,7 +8,7 @@ from enum import IntEnum
 ABI_VERSION = 2
 
 BF16, F32 = 0, 1
-ALL_TOKENS = -1  # as `rows`: the step's number of tokens
+ALL_TOKENS, ALL_LOGITS = -1, -2  # as `rows`: the step's num_tokens, its num_logits
 
 
 class Op(IntEnum):
@@ -43,6 +43,8 @@ class Step(Structure):
         seq_lens=c_void_p,
         block_tables=c_void_p,
         block_table_row=c_int64,
+        num_logits=c_int64,
+        logits_indices=c_void_p,
     )
 
 
@@ -67,4 +69,20 @@ class SiluAndMul(Call):
 
 
 class Embedding(Call):
-    _fields_ = _fields(token_ids=c_void_p, table=c_void_p, out=c_void_p, out_row=c_int64, num_ids=c_int64, size=c_int64)
+    _fields_ = _fields(table=c_void_p, out=c_void_p, out_row=c_int64, num_ids=c_int64, size=c_int64)
+
+
+class GatherRows(Call):
+    _fields_ = _fields(x=c_void_p, out=c_void_p, x_row=c_int64, out_row=c_int64, size=c_int64)
+
+
+class Epilogue(IntEnum):
+    PLAIN = 0
+    GATED = 1
+
+
+class Linear(Call):
+    _fields_ = _fields(
+        x=c_void_p, weight=c_void_p, bias=c_void_p, out=c_void_p, x_row=c_int64, out_row=c_int64,
+        in_features=c_int64, out_features=c_int64, epilogue=c_int32, out_dtype=c_int32,
+    )  # fmt: skip

@@ -21,10 +21,13 @@ class Library:
 
     def __init__(self, path: Path):
         self._dll = ctypes.CDLL(str(path))
-        self._dll.quire_run.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
-        self._dll.quire_wake.restype = None
         if (version := self._dll.quire_abi_version()) != ABI_VERSION:
             raise OSError(f"{path} has interface {version}, this package needs {ABI_VERSION}: build it again (pip install)")
+        self._dll.quire_wake.restype = None
+        self._dll.quire_run.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
+        self._dll.quire_pack_linear.argtypes = (
+            ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
+        )  # fmt: skip
         self.isas = tuple(isa for isa in ISAS if self._dll.quire_isa_supported(isa.encode()))  # that this processor can run
         self.isa: str | None = None
 
@@ -57,6 +60,10 @@ class Library:
     def run_all(self, pointers: ctypes.Array, step: Step) -> None:
         """The calls at `pointers`, an array of their addresses, in order."""
         self._check(self._dll.quire_run(ctypes.addressof(pointers), len(pointers), ctypes.addressof(step)))
+
+    def pack_linear(self, weight: int, weight_row: int, dtype: int, out_features: int, in_features: int, packed: int) -> None:
+        """abi.h: quire_pack_linear. Addresses of the weight and of memory for the packed one."""
+        self._dll.quire_pack_linear(weight, weight_row, dtype, out_features, in_features, packed)
 
     def _check(self, result: int) -> None:
         if result != 0:

@@ -38,12 +38,14 @@ struct Step {
     const int32_t* seq_lens;          // [B]
     const int32_t* block_tables;      // [B, max_blocks]
     int64_t block_table_row;          // elements from one request's table to the next
+    int64_t num_logits;               // R
+    const int64_t* logits_indices;    // [R] in [0, T): the tokens whose logits are wanted
 };
 
 struct Call {
     int32_t op;     // Op
     int32_t dtype;  // Dtype of the activations
-    int64_t rows;   // of the operands; -1: the step's num_tokens
+    int64_t rows;   // of the result; -1: the step's num_tokens, -2: its num_logits
 };
 
 // x [rows, heads, size] -> out [rows, heads, size]; weight [size]. Both may be one memory. heads is 1 for a norm of the hidden state.
@@ -74,13 +76,36 @@ struct SiluAndMul : Call {
     int64_t size;
 };
 
-// out [rows, size] = table[token_ids]; token_ids null: the step's. An id outside [0, num_ids) gives NaN.
+// out [rows, size] = table[step.token_ids], table [num_ids, size]. An id outside [0, num_ids) gives NaN.
 struct Embedding : Call {
-    const int32_t* token_ids;
     const void* table;
     void* out;
     int64_t out_row;
     int64_t num_ids, size;
+};
+
+// out [rows, size] = x[step.logits_indices]
+struct GatherRows : Call {
+    const void* x;
+    void* out;
+    int64_t x_row, out_row;
+    int64_t size;
+};
+
+enum Epilogue : int32_t { PLAIN = 0, GATED = 1 };
+
+// out [rows, out_features] = x [rows, in_features] times weight^T, plus bias. GATED: the weight's first half of rows is the gate's, and
+// out [rows, out_features / 2] is what SiluAndMul makes of that; out_features is then a multiple of 32.
+// weight is packed (quire_pack_linear). bias [out_features] is of the activations' type, or null.
+struct Linear : Call {
+    const void* x;
+    const void* weight;
+    const void* bias;
+    void* out;
+    int64_t x_row, out_row;
+    int64_t in_features, out_features;
+    int32_t epilogue;   // Epilogue
+    int32_t out_dtype;  // Dtype of out: that of the activations, or F32
 };
 
 // The names of instruction sets in order of preference: "amx", "avx512", "avx2". 1 where this processor and system can run it.
@@ -95,3 +120,7 @@ QUIRE_EXPORT int32_t quire_set_threads(int32_t num_threads, const int32_t* cores
 QUIRE_EXPORT void quire_wake();
 // Runs the calls in order; returns when all are done. 0, or -1 - i where call i names no operation of the chosen instruction set.
 QUIRE_EXPORT int32_t quire_run(const Call* const* calls, int32_t num_calls, const Step* step);
+
+// Lays a linear layer's weight [out_features, in_features] out in panels of 16 outputs, on all threads. bf16: [panel][k / 2][16][2], pairs
+// of neighbouring k together; F32: [panel][k][16]. What is missing to whole panels and pairs is zeros. packed is 64-byte aligned.
+QUIRE_EXPORT void quire_pack_linear(const void* weight, int64_t weight_row, int32_t dtype, int64_t out_features, int64_t in_features, void* packed);

@@ -27,16 +27,25 @@ void silu_and_mul(const Call& call, const Step& step, const Worker& worker) {
 
 void embedding(const Call& call, const Step& step, const Worker& worker) {
     const Embedding& a = (const Embedding&)call;
-    const int32_t* token_ids = a.token_ids ? a.token_ids : step.token_ids;
     int64_t rows = rows_of(call, step), piece = piece_of_rows(a.size);
     size_t width = call.dtype == BF16 ? 2 : 4;
     for (int64_t start; (start = worker.next() * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) {
+            int64_t id = step.token_ids[row];
             char* out = (char*)a.out + row * a.out_row * width;
-            if (token_ids[row] < 0 || token_ids[row] >= a.num_ids) {
+            if (id < 0 || id >= a.num_ids) {
                 std::memset(out, 0xff, a.size * width);  // all bits set is a NaN in both types
             } else {
-                std::memcpy(out, (const char*)a.table + token_ids[row] * a.size * width, a.size * width);
+                std::memcpy(out, (const char*)a.table + id * a.size * width, a.size * width);
             }
         }
+}
+
+void gather_rows(const Call& call, const Step& step, const Worker& worker) {
+    const GatherRows& a = (const GatherRows&)call;
+    int64_t rows = rows_of(call, step), piece = piece_of_rows(a.size);
+    size_t width = call.dtype == BF16 ? 2 : 4;
+    for (int64_t start; (start = worker.next() * piece) < rows;)
+        for (int64_t row = start; row < std::min(start + piece, rows); row++)
+            std::memcpy((char*)a.out + row * a.out_row * width, (const char*)a.x + step.logits_indices[row] * a.x_row * width, a.size * width);
 }

@@ -13,7 +13,9 @@ struct Isa {
 
 extern const Isa isa_avx2, isa_avx512, isa_amx;
 
-inline int64_t rows_of(const Call& call, const Step& step) { return call.rows < 0 ? step.num_tokens : call.rows; }
+inline int64_t rows_of(const Call& call, const Step& step) {
+    return call.rows >= 0 ? call.rows : call.rows == -1 ? step.num_tokens : step.num_logits;
+}
 
 // Rows are handed out in pieces, so that a piece is worth a ticket: about 4096 elements.
 inline int64_t piece_of_rows(int64_t row_size) { return row_size >= 4096 ? 1 : (4095 + row_size) / row_size; }

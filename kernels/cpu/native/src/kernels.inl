@@ -3,6 +3,7 @@
 #include "math.inl"
 #include "norm.inl"
 #include "elementwise.inl"
+#include "linear.inl"
 
 // In the order of Op.
 constexpr Kernel KERNELS[NUM_OPS] = {
@@ -10,7 +11,7 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     add_rms_norm,
     silu_and_mul,
     embedding,
-    nullptr,  // linear
+    linear,
     nullptr,  // linear_int8
     nullptr,  // linear_int4
     nullptr,  // rotary
@@ -19,5 +20,5 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     nullptr,  // attention
     nullptr,  // argmax
     nullptr,  // sample
-    nullptr,  // gather_rows
+    gather_rows,
 };

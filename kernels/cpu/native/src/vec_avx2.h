@@ -65,3 +65,24 @@ inline Vec operator+(Vec a, Vec b) { return _mm256_add_ps(a.v, b.v); }
 inline Vec operator-(Vec a, Vec b) { return _mm256_sub_ps(a.v, b.v); }
 inline Vec operator*(Vec a, Vec b) { return _mm256_mul_ps(a.v, b.v); }
 inline Vec operator/(Vec a, Vec b) { return _mm256_div_ps(a.v, b.v); }
+
+// How a sum of products goes on, for a linear layer's packed weights (abi.h: quire_pack_linear): LANES columns at one k, STEPS of them to a
+// line of the panel; x points to the row's activations, as X, at that k.
+struct DotF32 {
+    using Weight = float;
+    using X = float;
+    static constexpr int STEPS = 1, X_PER_STEP = 1;
+    static Vec weights(const float* p, int) { return Vec::load(p); }
+    static Vec add(Vec sum, Vec weights, const float* x) { return Vec::fma(Vec(*x), weights, sum); }
+};
+struct DotBf16 {
+    using Weight = uint16_t;
+    using X = float;  // expanded once, as are the weights in registers: both exactly
+    static constexpr int STEPS = 2, X_PER_STEP = 1;
+    static Vec weights(const uint16_t* p, int step) {
+        __m256i pairs = _mm256_loadu_si256((const __m256i*)p);
+        return _mm256_castsi256_ps(step == 0 ? _mm256_slli_epi32(pairs, 16) : _mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000)));
+    }
+    static Vec add(Vec sum, Vec weights, const float* x) { return Vec::fma(Vec(*x), weights, sum); }
+};
+constexpr int MAX_SUMS = 12;  // of 16 registers; the rest hold weights and an activation

@@ -47,3 +47,23 @@ inline Vec operator+(Vec a, Vec b) { return _mm512_add_ps(a.v, b.v); }
 inline Vec operator-(Vec a, Vec b) { return _mm512_sub_ps(a.v, b.v); }
 inline Vec operator*(Vec a, Vec b) { return _mm512_mul_ps(a.v, b.v); }
 inline Vec operator/(Vec a, Vec b) { return _mm512_div_ps(a.v, b.v); }
+
+struct DotF32 {
+    using Weight = float;
+    using X = float;
+    static constexpr int STEPS = 1, X_PER_STEP = 1;
+    static Vec weights(const float* p, int) { return Vec::load(p); }
+    static Vec add(Vec sum, Vec weights, const float* x) { return Vec::fma(Vec(*x), weights, sum); }
+};
+struct DotBf16 {
+    using Weight = uint16_t;
+    using X = uint16_t;
+    static constexpr int STEPS = 1, X_PER_STEP = 2;  // a pair of k in one instruction
+    static __m512i weights(const uint16_t* p, int) { return _mm512_loadu_si512(p); }
+    static Vec add(Vec sum, __m512i weights, const uint16_t* x) {
+        int32_t pair;
+        __builtin_memcpy(&pair, x, 4);
+        return _mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)weights);
+    }
+};
+constexpr int MAX_SUMS = 28;  // of 32 registers

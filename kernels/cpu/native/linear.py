@@ -1,0 +1,68 @@
+"""Linear layers by the native library, their weights packed once.
+May know: torch on CPUs, the contracts, the library.
+Must not know: models, requests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...registry import register
+from .calls import Epilogue, Linear, Op
+from .library import library
+from .program import empty, num_rows, submit
+from .tensors import DTYPES, PRIORITY, as_matrix, is_native
+
+_PANEL = 16  # outputs whose weights lie together (src/abi.h: quire_pack_linear)
+
+
+class PackedLinear:
+    """y = x W^T + b, for a bf16 or fp32 weight that never changes again. A row's bits do not depend on the rows beside it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        """weight [out, in]; bias [out], of the same dtype. The weight is copied, the bias kept."""
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self.weight = _pack(weight)
+        self.bias = None if bias is None else bias.contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]"""
+        return self._multiply(x, self.out_features, Epilogue.PLAIN, self.dtype)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out] fp32, the sums as they are"""
+        return self._multiply(x, self.out_features, Epilogue.PLAIN, torch.float32)
+
+    @property
+    def can_gate(self) -> bool:
+        return self.out_features % (2 * _PANEL) == 0
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out / 2]: the operation silu_and_mul on what a plain call gives, bit for bit. Only where `can_gate`."""
+        return self._multiply(x, self.out_features // 2, Epilogue.GATED, self.dtype)
+
+    def _multiply(self, x: Tensor, columns: int, epilogue: Epilogue, out_dtype: torch.dtype) -> Tensor:
+        x = as_matrix(x)
+        out = empty(len(x), columns, dtype=out_dtype)
+        call = Linear(
+            Op.LINEAR, DTYPES[x.dtype], num_rows(x), x.data_ptr(), self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr(),
+            out.data_ptr(), x.stride(0), columns, self.in_features, self.out_features, epilogue, DTYPES[out_dtype],
+        )  # fmt: skip
+        submit(call)
+        return out
+
+
+@register("pack_linear", name="native", predicate=is_native, priority=PRIORITY)
+def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    return PackedLinear(weight, bias)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    """[panels, lines, 16, numbers of 4 bytes], zeros where the weight ends."""
+    weight = as_matrix(weight)
+    out_features, in_features = weight.shape
+    per_line = 4 // weight.element_size()
+    packed = torch.empty(-(-out_features // _PANEL), -(-in_features // per_line), _PANEL, per_line, dtype=weight.dtype)
+    library.pack_linear(weight.data_ptr(), weight.stride(0), DTYPES[weight.dtype], out_features, in_features, packed.data_ptr())
+    return packed

@@ -1,0 +1,119 @@
+// Linear layers over packed weights (abi.h: Linear). The loops around a Block: which rows, panels and pieces of k come when, so that weights
+// are read from memory once where rows are few, and everything from caches where they are many.
+//
+//   item = a chunk of rows x a group of panels, computed whole by one thread
+//       for a piece of k (Block::DEPTH): for panels whose piece fits the first cache: for a few rows: Block::multiply into fp32 sums
+//       then bias, activation, rounding
+//
+// An element's sum takes k in ascending order and rests in fp32 between pieces, so it does not depend on rows, chunks, groups or threads.
+
+constexpr int64_t PANEL = 16;  // columns of the result
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+#include "block_vec.inl"
+#ifdef QUIRE_AMX
+#include "block_amx.inl"
+#else
+using Bf16Block = VecBlock<DotBf16>;
+#endif
+
+template <typename T>
+struct BlockOf;
+template <>
+struct BlockOf<float> { using type = VecBlock<DotF32>; };
+template <>
+struct BlockOf<uint16_t> { using type = Bf16Block; };
+
+inline void copy_numbers(const uint16_t* from, uint16_t* to, int64_t size) { std::memcpy(to, from, size * 2); }
+template <typename T>
+void copy_numbers(const T* from, float* to, int64_t size) {
+    int64_t i = 0;
+    for (; i + Vec::LANES <= size; i += Vec::LANES) Vec::load(from + i).store(to + i);
+    for (; i < size; i++) to[i] = Number<T>::get(from[i]);
+}
+
+// x as the block reads it: [piece of k][row][STRIDE], zeros behind the last k.
+template <typename Block, typename T>
+void lay_out(const T* x, int64_t x_row, int64_t rows, int64_t in_features, typename Block::X* to) {
+    for (int64_t begin = 0; begin < in_features; begin += Block::DEPTH)
+        for (int64_t row = 0; row < rows; row++, to += Block::STRIDE) {
+            int64_t size = std::min(Block::DEPTH, in_features - begin);
+            copy_numbers(x + row * x_row + begin, to, size);
+            for (int64_t i = size; i < round_up(size, 32); i++) to[i] = 0;
+        }
+}
+
+template <typename Block>
+void multiply_chunk(Block& block, const typename Block::X* x, int64_t rows, int64_t in_features, int64_t panel, int64_t panels, float* sums,
+                    int64_t sums_row) {
+    int64_t blocks = (rows + Block::MAX_ROWS - 1) / Block::MAX_ROWS, most = (rows + blocks - 1) / blocks;
+    int64_t at_once = Block::panels_at_once(most);
+    for (int64_t begin = 0; begin < in_features; begin += Block::DEPTH, x += rows * Block::STRIDE) {
+        int64_t size = std::min(Block::DEPTH, in_features - begin);
+        for (int64_t first = 0; first < panels; first += at_once)
+            for (int64_t i = 0; i < blocks; i++) {
+                int64_t row = i * rows / blocks, end = (i + 1) * rows / blocks;
+                block.multiply(end - row, std::min(at_once, panels - first), x + row * Block::STRIDE, panel + first, begin, size,
+                               sums + row * sums_row + first * PANEL, sums_row);
+            }
+    }
+}
+
+template <typename T>
+void store_columns(const float* values, int64_t columns, T* out) {
+    int64_t i = 0;
+    for (; i + Vec::LANES <= columns; i += Vec::LANES) Vec::load(values + i).store(out + i);
+    for (; i < columns; i++) put(out + i, values[i]);
+}
+
+// One row's columns from their sums, in place; those of the up half lie `half` behind. bias [as sums], or null.
+template <typename T>
+void finish_row(float* sums, const float* bias, int64_t columns, int64_t half, bool gated) {
+    for (int64_t i = 0; i < columns; i += Vec::LANES) {
+        Vec value = Vec::load(sums + i), up = gated ? Vec::load(sums + half + i) : Vec();
+        if (bias) value = value + Vec::load(bias + i);
+        if (bias && gated) up = up + Vec::load(bias + half + i);
+        if (gated) value = Number<T>::round(silu(Number<T>::round(value))) * Number<T>::round(up);
+        value.store(sums + i);
+    }
+}
+
+template <typename T, typename Block>
+void linear_items(const Linear& a, int64_t rows, const Worker& worker) {
+    const bool gated = a.epilogue == GATED;
+    const int64_t all_columns = gated ? a.out_features / 2 : a.out_features, panels = (all_columns + PANEL - 1) / PANEL;
+    const int64_t chunks = (rows + Block::CHUNK_ROWS - 1) / Block::CHUNK_ROWS;
+    if (chunks == 0) return;
+    const int64_t group = Block::group(rows), groups = (panels + group - 1) / group;
+    const int64_t most_rows = (rows + chunks - 1) / chunks, half = group * PANEL, width = gated ? 2 * half : half;
+    const int64_t x_size = (a.in_features + Block::DEPTH - 1) / Block::DEPTH * most_rows * Block::STRIDE;
+    float* sums = (float*)worker.scratch((most_rows + 1) * width * sizeof(float) + x_size * sizeof(typename Block::X));
+    float* bias = sums + most_rows * width;
+    auto* x = (typename Block::X*)(bias + width);
+    Block block(a);
+
+    int64_t laid_out = -1;  // the chunk that x holds
+    for (int64_t item; (item = worker.next()) < chunks * groups;) {
+        const int64_t chunk = item / groups, first = chunk * rows / chunks, num_rows = (chunk + 1) * rows / chunks - first;
+        const int64_t panel = item % groups * group, num_panels = std::min(group, panels - panel);
+        const int64_t column = panel * PANEL, columns = std::min(half, all_columns - column);
+        if (chunk != laid_out) lay_out<Block>((const T*)a.x + first * a.x_row, a.x_row, num_rows, a.in_features, x);
+        laid_out = chunk;
+        for (int64_t up = 0; up <= gated; up++) {
+            multiply_chunk(block, x, num_rows, a.in_features, up * panels + panel, num_panels, sums + up * half, width);
+            if (a.bias) copy_numbers((const T*)a.bias + up * all_columns + column, bias + up * half, columns);
+        }
+        for (int64_t row = 0; row < num_rows; row++) {
+            float* values = sums + row * width;
+            int64_t place = (first + row) * a.out_row + column;
+            finish_row<T>(values, a.bias ? bias : nullptr, columns, half, gated);
+            if (a.out_dtype == F32) store_columns(values, columns, (float*)a.out + place);
+            else store_columns(values, columns, (uint16_t*)a.out + place);
+        }
+    }
+}
+
+void linear(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, (linear_items<T, typename BlockOf<T>::type>((const Linear&)call, rows_of(call, step), worker)));
+}

@@ -1,0 +1,142 @@
+"""Linear layers by the native library, on each instruction set: right over ragged shapes, and the same bits whatever is beside a row.
+May know: the packed layer, torch as the truth.
+Must not know: how a kernel is blocked, though the shapes are chosen to cross its blocks' edges."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from quire.kernels.cpu.native.library import library
+from quire.kernels.ops import silu_and_mul
+from torch import Tensor
+
+if library is not None:
+    from quire.kernels.cpu.native.linear import PackedLinear, pack_linear
+
+DTYPES = (torch.bfloat16, torch.float32)
+SHAPES = ((1, 1), (16, 2), (17, 3), (33, 31), (100, 33), (48, 531), (160, 896), (64, 1100))  # out, in
+ROWS = (1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 97)
+FAST_ROWS = (1, 6, 33)  # where instructions are emulated
+WORD = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(*(x.contiguous().view(WORD[x.dtype]) for x in (a, b)))
+
+
+def make(out_features: int, in_features: int, dtype: torch.dtype, bias: bool = True) -> tuple[Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(out_features * in_features)
+    weight = torch.randn(out_features, in_features, generator=generator) / in_features**0.5
+    return weight.to(dtype), torch.randn(out_features, generator=generator).to(dtype) if bias else None
+
+
+def rows_for(isa: str) -> tuple[int, ...]:
+    return ROWS if isa in library.isas else FAST_ROWS
+
+
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_error_against_fp64_is_no_worse_than_torch(isa, shape, dtype):
+    weight, bias = make(*shape, dtype)
+    x = torch.randn(97, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+    truth = F.linear(x.double(), weight.double(), bias.double())
+    scale = truth.square().mean().sqrt()
+    errors = [(result.double() - truth).square().mean().sqrt() / scale for result in (pack_linear(weight, bias)(x), F.linear(x, weight, bias))]
+    assert errors[0] <= 1.5 * max(errors[1], 2**-9 if dtype == torch.bfloat16 else 2**-23)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_row_has_the_same_bits_alone_and_among_any_number(isa, shape, dtype, num_threads):
+    layer = pack_linear(*make(*shape, dtype))
+    x = torch.randn(max(rows_for(isa)), shape[1], generator=torch.Generator().manual_seed(2)).to(dtype)
+    library.set_num_threads(1)
+    alone = torch.cat([layer(row[None]) for row in x])
+    library.set_num_threads(num_threads)
+    for num_rows in rows_for(isa):
+        assert same_bits(layer(x[:num_rows]), alone[:num_rows]), num_rows
+        assert same_bits(layer(x[-num_rows:]), alone[-num_rows:]), num_rows
+
+
+@dtypes
+@pytest.mark.parametrize("bias", [True, False])
+def test_gated_is_the_plain_product_and_then_the_activation(isa, dtype, bias):
+    for out_features, in_features in ((32, 5), (96, 200), (320, 70)):
+        layer = pack_linear(*make(out_features, in_features, dtype, bias))
+        for num_rows in rows_for(isa):
+            x = 4 * torch.randn(num_rows, in_features, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
+            assert same_bits(layer.silu_and_mul(x), silu_and_mul(layer(x)))
+
+
+def test_only_whole_panels_of_gate_and_up_can_be_gated():
+    if library is None:
+        pytest.skip("native kernels are not built")
+    assert pack_linear(*make(64, 8, torch.bfloat16)).can_gate
+    assert not pack_linear(*make(48, 8, torch.bfloat16)).can_gate
+
+
+@dtypes
+def test_logits_are_the_sums_before_rounding(isa, dtype):
+    weight, _ = make(100, 300, dtype)
+    layer = pack_linear(weight, None)
+    x = torch.randn(5, 300, generator=torch.Generator().manual_seed(3)).to(dtype)
+    logits = layer.logits(x)
+    assert logits.dtype == torch.float32 and same_bits(logits.to(dtype), layer(x))
+    torch.testing.assert_close(logits, F.linear(x.double(), weight.double()).float(), rtol=1e-5, atol=1e-5)
+
+
+@dtypes
+@pytest.mark.parametrize("in_features", [7, 64, 600])
+def test_rows_of_nan_and_infinity_spoil_only_themselves(isa, dtype, in_features):
+    layer = pack_linear(*make(40, in_features, dtype))
+    x = torch.randn(20, in_features, generator=torch.Generator().manual_seed(4)).to(dtype)
+    expected = layer(x)
+    x[3], x[4], x[11, -1] = float("nan"), float("inf"), float("nan")
+    result = layer(x)
+    kept = [row for row in range(20) if row not in (3, 4, 11)]
+    assert same_bits(result[kept], expected[kept])
+    assert result[[3, 11]].isnan().all() and not result[4].isfinite().any()
+
+
+@dtypes
+def test_an_infinite_weight_stays_in_its_output(isa, dtype):
+    """Beside it stand the zeros that fill the last panel, and the other outputs."""
+    weight, bias = make(19, 33, dtype)
+    x = torch.randn(3, 33, generator=torch.Generator().manual_seed(5)).to(dtype)
+    expected = pack_linear(weight, bias)(x)
+    weight[18, 32] = float("inf")
+    result = pack_linear(weight, bias)(x)
+    assert same_bits(result[:, :18], expected[:, :18]) and result[:, 18].isinf().all()
+
+
+@dtypes
+def test_rows_may_be_part_of_a_wider_tensor(isa, dtype):
+    layer = pack_linear(*make(50, 70, dtype))
+    wide = torch.full((9, 200), float("nan"), dtype=dtype)
+    wide[:, 13:83] = torch.randn(9, 70, generator=torch.Generator().manual_seed(6)).to(dtype)
+    assert same_bits(layer(wide[:, 13:83]), layer(wide[:, 13:83].contiguous()))
+
+
+def test_no_rows_give_no_rows(isa):
+    layer = pack_linear(*make(32, 8, torch.bfloat16))
+    assert layer(torch.empty(0, 8, dtype=torch.bfloat16)).shape == (0, 32)
+
+
+@dtypes
+def test_packing_gives_panels_of_sixteen_outputs(dtype):
+    """The layout of src/abi.h, which all instruction sets and the embedding of a tied table read."""
+    if library is None:
+        pytest.skip("native kernels are not built")
+    library.set_num_threads(2)
+    pair = 2 if dtype == torch.bfloat16 else 1
+    for out_features, in_features in ((1, 1), (16, 4), (37, 9), (300, 64)):
+        wide = torch.randn(out_features, in_features + 3, generator=torch.Generator().manual_seed(7)).to(dtype)
+        weight = wide[:, :in_features]  # rows with something between them
+        padded = F.pad(weight, (0, -in_features % pair, 0, -out_features % 16))
+        expected = padded.view(len(padded) // 16, 16, -1, pair).transpose(1, 2)
+        assert torch.equal(PackedLinear(weight, None).weight, expected)
+    library.set_num_threads(1)

@@ -40,9 +40,12 @@ class Library:
     def set_num_threads(self, num_threads: int, cores: list[int] | None = None) -> None:
         """For all later calls; the caller's thread is one of them. Raises OSError if the system gives no more.
 
-        `cores`: the core that each is pinned to. The caller's is not: where it is found on another's core, that thread moves to the first.
+        `cores`: the core that each is pinned to, -1: none. By default each has one of its own if there are as many as the process may use;
+        otherwise the system finds free ones. The caller's is not pinned: where it is found on another's core, that thread moves to the first.
         """
-        cores = cores or [-1] * num_threads
+        if cores is None:
+            allowed = sorted(os.sched_getaffinity(0))
+            cores = allowed if len(allowed) == num_threads else [-1] * num_threads
         if num_threads < 1 or len(cores) != num_threads:
             raise ValueError(f"num_threads must be at least 1, with a core for each, not {num_threads} with {len(cores)}")
         if self._dll.quire_set_threads(num_threads, (ctypes.c_int32 * num_threads)(*cores)) != 0:

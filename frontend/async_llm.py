@@ -45,20 +45,19 @@ class RequestStream:
     def put(self, output: RequestOutput) -> None:
         if self._unread is not None:
             self._unread.merge(output)
-        elif self._take_at_once is None or not self._was_taken(output):
-            self._unread = output
-            self._wake()
-
-    def _was_taken(self, output: RequestOutput) -> bool:
-        """Without waking the reader, who waits and so has dealt with all that came before."""
-        if self._reader is None or self._reader.done() or output.finished or output.error is not None:
-            return False
-        try:
-            return self._take_at_once(output)
-        except Exception as error:
-            self._fault = error
-            self._wake()
-            return True
+            return
+        take, reader = self._take_at_once, self._reader
+        # A reader who waits has dealt with all that came before, and need not be woken for what is taken at once.
+        if take is not None and reader is not None and not reader.done() and not output.finished and output.error is None:
+            try:
+                if take(output):
+                    return
+            except Exception as error:
+                self._fault = error
+                self._wake()
+                return
+        self._unread = output
+        self._wake()
 
     def fail(self, error: EngineDeadError) -> None:
         self._error = error

@@ -86,3 +86,14 @@ class Linear(Call):
         x=c_void_p, weight=c_void_p, bias=c_void_p, out=c_void_p, x_row=c_int64, out_row=c_int64,
         in_features=c_int64, out_features=c_int64, epilogue=c_int32, out_dtype=c_int32,
     )  # fmt: skip
+
+
+class Argmax(Call):
+    _fields_ = _fields(logits=c_void_p, out=c_void_p, is_finite=c_void_p, logits_row=c_int64, vocab_size=c_int64)
+
+
+class Sample(Call):
+    _fields_ = _fields(
+        logits=c_void_p, temperature=c_void_p, top_k=c_void_p, top_p=c_void_p, min_p=c_void_p, seeds=c_void_p, positions=c_void_p, out=c_void_p,
+        logits_row=c_int64, vocab_size=c_int64,
+    )  # fmt: skip

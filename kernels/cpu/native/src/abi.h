@@ -108,6 +108,27 @@ struct Linear : Call {
     int32_t out_dtype;  // Dtype of out: that of the activations, or F32
 };
 
+// logits fp32 [rows, vocab_size] -> out [rows]: the lowest index of each row's largest; is_finite [rows]: 1 where no NaN or infinity is in it.
+struct Argmax : Call {
+    const float* logits;
+    int64_t* out;
+    uint8_t* is_finite;
+    int64_t logits_row, vocab_size;
+};
+
+// logits fp32 [rows, vocab_size] -> out [rows]: one token drawn from each; the columns [rows] are those of sample_tokens (kernels/ops.py).
+struct Sample : Call {
+    const float* logits;
+    const float* temperature;
+    const int32_t* top_k;
+    const float* top_p;
+    const float* min_p;
+    const int64_t* seeds;
+    const int64_t* positions;
+    int64_t* out;
+    int64_t logits_row, vocab_size;
+};
+
 // The names of instruction sets in order of preference: "amx", "avx512", "avx2". 1 where this processor and system can run it.
 QUIRE_EXPORT int32_t quire_isa_supported(const char* isa);
 QUIRE_EXPORT int32_t quire_abi_version();

@@ -4,6 +4,7 @@
 #include "norm.inl"
 #include "elementwise.inl"
 #include "linear.inl"
+#include "sampling.inl"
 
 // In the order of Op.
 constexpr Kernel KERNELS[NUM_OPS] = {
@@ -18,7 +19,7 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     nullptr,  // write_kv
     nullptr,  // rotary_and_write_kv
     nullptr,  // attention
-    nullptr,  // argmax
-    nullptr,  // sample
+    argmax,
+    sample,
     gather_rows,
 };

@@ -66,6 +66,23 @@ inline Vec operator-(Vec a, Vec b) { return _mm256_sub_ps(a.v, b.v); }
 inline Vec operator*(Vec a, Vec b) { return _mm256_mul_ps(a.v, b.v); }
 inline Vec operator/(Vec a, Vec b) { return _mm256_div_ps(a.v, b.v); }
 
+// Words of 32 bits in lanes of 64, so that products have room: only the lower half of a lane means anything.
+struct Words {
+    static constexpr int LANES = 4;
+    __m256i v;
+    Words(__m256i x) : v(x) {}
+    explicit Words(uint32_t x) : v(_mm256_set1_epi64x(x)) {}
+
+    static Words iota(uint32_t first) { return _mm256_add_epi64(_mm256_set1_epi64x(first), _mm256_setr_epi64x(0, 1, 2, 3)); }
+    static Words product(Words a, Words b) { return _mm256_mul_epu32(a.v, b.v); }  // all 64 bits
+    Words high() const { return _mm256_srli_epi64(v, 32); }
+    // Pairs of words, low and high, one after the other.
+    static void store_pairs(Words low, Words high, uint64_t* p) {
+        _mm256_storeu_si256((__m256i*)p, _mm256_blend_epi32(low.v, _mm256_slli_epi64(high.v, 32), 0xaa));
+    }
+};
+inline Words operator^(Words a, Words b) { return _mm256_xor_si256(a.v, b.v); }
+
 // How a sum of products goes on, for a linear layer's packed weights (abi.h: quire_pack_linear): LANES columns at one k, STEPS of them to a
 // line of the panel; x points to the row's activations, as X, at that k.
 struct DotF32 {

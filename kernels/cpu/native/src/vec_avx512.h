@@ -48,6 +48,24 @@ inline Vec operator-(Vec a, Vec b) { return _mm512_sub_ps(a.v, b.v); }
 inline Vec operator*(Vec a, Vec b) { return _mm512_mul_ps(a.v, b.v); }
 inline Vec operator/(Vec a, Vec b) { return _mm512_div_ps(a.v, b.v); }
 
+struct Words {
+    static constexpr int LANES = 8;
+    __m512i v;
+    Words(__m512i x) : v(x) {}
+    explicit Words(uint32_t x) : v(_mm512_set1_epi64(x)) {}
+
+    static Words iota(uint32_t first) {
+        constexpr int64_t ascending[LANES] = {0, 1, 2, 3, 4, 5, 6, 7};
+        return _mm512_add_epi64(_mm512_set1_epi64(first), _mm512_loadu_si512(ascending));
+    }
+    static Words product(Words a, Words b) { return _mm512_mul_epu32(a.v, b.v); }
+    Words high() const { return _mm512_srli_epi64(v, 32); }
+    static void store_pairs(Words low, Words high, uint64_t* p) {
+        _mm512_storeu_si512(p, _mm512_mask_mov_epi32(low.v, 0xaaaa, _mm512_slli_epi64(high.v, 32)));
+    }
+};
+inline Words operator^(Words a, Words b) { return _mm512_xor_si512(a.v, b.v); }
+
 struct DotF32 {
     using Weight = float;
     using X = float;

@@ -175,8 +175,11 @@ QUIRE_EXPORT int32_t quire_isa_supported(const char* isa);
 QUIRE_EXPORT int32_t quire_abi_version();
 // Chooses the instruction set of all later runs. 0, or -1 where it is not supported.
 QUIRE_EXPORT int32_t quire_use_isa(const char* isa);
-// Threads of all later runs, the caller's own among them. cores [num_threads]: the core that each is pinned to, -1: none.
+// Threads of all later runs, the caller's own among them. cores [num_threads]: the core that each is pinned to, -1: none; the caller's is
+// never pinned: where it is found on another's core, that thread moves to cores[0]. 0, or -1 where they cannot be had: then it is one.
 QUIRE_EXPORT int32_t quire_set_threads(int32_t num_threads, const int32_t* cores);
+// A hint: a run comes within the next tenth of a millisecond.
+QUIRE_EXPORT void quire_wake();
 // Runs the calls in order; returns when all are done. 0, or -1 - i where call i names no operation of the chosen instruction set.
 QUIRE_EXPORT int32_t quire_run(const Call* const* calls, int32_t num_calls, const Step* step);
 

@@ -5,6 +5,10 @@
 #include "elementwise.inl"
 #include "linear.inl"
 #include "quantized.inl"
+#include "rotary.inl"
+#include "attention_tile.inl"
+#include "attention.inl"
+#include "sampling.inl"
 
 // In the order of Op.
 constexpr Kernel KERNELS[NUM_OPS] = {
@@ -15,12 +19,12 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     linear,
     linear_int8,
     linear_int4,
-    nullptr,  // rotary
-    nullptr,  // write_kv
-    nullptr,  // rotary_and_write_kv
-    nullptr,  // attention
-    nullptr,  // argmax
-    nullptr,  // sample
+    rotary,
+    write_kv,
+    rotary_and_write_kv,
+    attention,
+    argmax,
+    sample,
     gather_rows,
     quantize_int8,
     quantize_int4,

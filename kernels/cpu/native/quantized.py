@@ -63,7 +63,8 @@ class PackedQuantizedLinear:
 
     def embedding(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, in]: the rows of the weight as they are multiplied by, rounded to its dtype. Of 8 bits only."""
-        token_ids = token_ids.int()
+        if token_ids.dtype != torch.int32:
+            token_ids = token_ids.int()
         out = empty(len(token_ids), self.in_features, dtype=self.dtype)
         call = EmbeddingInt8(
             Op.EMBEDDING_INT8, DTYPES[self.dtype], num_rows(token_ids), self.weight.data_ptr(), out.data_ptr(), out.stride(0),

@@ -31,8 +31,10 @@ struct Ints {
 };
 
 inline Ints settled(Ints x) {
+#ifndef QUIRE_EMULATED
     asm("" : "+v"(x.v));
+#endif
     return x;
 }
-inline void store_whole(Vec x, int16_t* p) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x.v))); }
-inline void store_whole(Vec x, int8_t* p) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v))); }
+inline void store_whole(Vec x, int16_t* p) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x.v))); }
+inline void store_whole(Vec x, int8_t* p) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v))); }

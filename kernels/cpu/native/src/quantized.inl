@@ -8,6 +8,8 @@
 // A group's sum is exact, whichever instructions find it, and groups are added in ascending order, each by one fused multiply-add. So a
 // result's bits depend on its row of x and on the weights alone: not on rows beside it, on threads, nor on the instruction set.
 
+namespace quantized {
+
 constexpr float LEAST = 1e-30f;  // a group with nothing larger counts as zeros, so that no scale's inverse overflows
 
 inline Vec within(Vec x, float low, float high) { return Vec::max(Vec::min(x, Vec(high)), Vec(low)); }  // a NaN becomes `high`
@@ -272,3 +274,5 @@ void linear_int4(const Call& call, const Step& step, const Worker& worker) {
 #endif
     FOR_DTYPE(call.dtype, (quantized_linear<T, VectorForm<Int4Dot>>(a, rows, Int4Dot::BLOCK, worker)));
 }
+
+}  // namespace quantized

@@ -4,6 +4,7 @@ Must not know: requests beyond their slot, why something was scheduled, other pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -13,12 +14,14 @@ import torch
 
 from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
 from ..kernels.ops import AttentionMetadata
+from ..kernels.registry import OpTable
 from .block_mover import BlockMover
 from .grammar import Grammars
 from .input_batch import InputBatch
 from .logprob_arrays import join_logprobs
 from .prompt_logprobs import PromptScorer
 from .sampler import Sampler
+from .step_program import run_op_by_op
 
 NULL_BLOCK = 0  # never handed out; block tables of idle rows point at it
 
@@ -39,8 +42,10 @@ class ModelInput:
 class ModelRunner:
     """Owns the slots' tables; borrows the model and the operations from the worker."""
 
-    def __init__(self, model: Any, ops: Any, batch: InputBatch, block_size: int, device: torch.device, grammars: Grammars | None = None):
+    def __init__(self, model: Any, ops: OpTable, batch: InputBatch, block_size: int, device: torch.device, grammars: Grammars | None = None):
         self.model = model
+        self.ops = ops
+        self.program: Callable | None = None  # the worker's gift: what run_op_by_op does, in one call
         self.batch = batch
         self.block_size = block_size
         self.device = device
@@ -51,7 +56,7 @@ class ModelRunner:
 
     def use_model(self, model: Any) -> None:
         """Another model of the same shape takes over, or (None) nobody: then no step may come."""
-        self.model = model
+        self.model, self.program = model, None
         self.prompt_scorer.compute_logits = None if model is None else model.compute_logits
 
     @torch.inference_mode()
@@ -81,8 +86,14 @@ class ModelRunner:
         inputs = self._prepare_inputs(scheduler_output)
         if self.grammars is not None:
             self.grammars.start(inputs.slots[inputs.sampled_rows], self.batch)  # masks are found while the model runs
-        hidden = self.model(inputs.token_ids, inputs.positions, inputs.metadata)
-        return self._sample(inputs, hidden)
+        return self._sample(inputs, *self._forward(inputs.token_ids, inputs.positions, inputs.metadata, inputs.logits_indices))
+
+    def _forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, logits_indices: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [T, hidden_size], logits [R, vocab_size] f32 at logits_indices [R]: both valid until the next step."""
+        step = token_ids, positions, metadata, self._upload(logits_indices)
+        return run_op_by_op(self.model, self.ops, *step) if self.program is None else self.program(*step)
 
     def _apply_differences(self, scheduler_output: SchedulerOutput) -> None:
         batch = self.batch
@@ -142,7 +153,7 @@ class ModelRunner:
         tensor = torch.from_numpy(values)
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
 
-    def _sample(self, inputs: ModelInput, hidden: torch.Tensor) -> ModelRunnerOutput:
+    def _sample(self, inputs: ModelInput, hidden: torch.Tensor, logits: torch.Tensor) -> ModelRunnerOutput:
         num_rows, sampled_rows = len(inputs.slots), inputs.sampled_rows
         prompt_logprobs, errors = [], self._refusals(inputs.slots)
         if self.batch.prompt_logprobs_slots:
@@ -150,10 +161,8 @@ class ModelRunner:
             errors = failed | errors
         if not len(sampled_rows):
             return ModelRunnerOutput([0] * num_rows, [], errors=errors, prompt_logprobs=prompt_logprobs)
-        if len(inputs.logits_indices) != len(hidden):
-            hidden = hidden[self._upload(inputs.logits_indices)]
         slots = inputs.slots[sampled_rows]
-        sampled = self.sampler(self.model.compute_logits(hidden), self.batch, slots)
+        sampled = self.sampler(logits, self.batch, slots)
         errors = {int(slots[row]): problem for row, problem in sampled.errors.items()} | errors
 
         good = np.array([int(slot) not in errors for slot in slots]) if errors else slice(None)
@@ -177,7 +186,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_dummy_batch(self, num_tokens: int = 1) -> None:
-        """A forward pass of `num_tokens` one-token rows, logits included, that leaves no trace: nothing is written to the cache."""
+        """A forward pass of `num_tokens` one-token rows, with one row's logits as for a prompt; it leaves no trace in the cache."""
 
         def filled(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.full(shape, value, dtype=dtype, device=self.device)
@@ -192,7 +201,7 @@ class ModelRunner:
             seq_lens_list=[1] * num_tokens,
         )
         token_ids, positions = filled(0, torch.int32, num_tokens), filled(0, torch.int64, num_tokens)
-        self.model.compute_logits(self.model(token_ids, positions, metadata))
+        self._forward(token_ids, positions, metadata, np.zeros(1, np.int64))
 
 
 def insert_forced(slots: list[int], num_sampled: list[int], token_ids: list[int], forced: dict[int, list[int]]) -> tuple[list[int], list[int]]:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from ..ipc.messages import SlotLogprobs
-from .device import argmax
 from .input_batch import NO_LOGPROBS, InputBatch
 from .logprob_arrays import to_array
 
@@ -34,15 +33,20 @@ class Sampler:
     def __call__(self, logits: torch.Tensor, batch: InputBatch, slots: np.ndarray) -> SamplerOutput:
         """logits [R, vocab_size] f32 on the device, overwritten; slots [R], all different. Each token is a function of its row, its
         request's parameters and tokens, its seed and its position alone. The order of the stages: logits_stages.py."""
-        # A sum is not finite exactly where a term is not (finite logits are far from overflowing it): one pass, one number per row.
-        errors = dict.fromkeys(np.flatnonzero(~np.isfinite(logits.sum(-1).numpy(force=True))).tolist(), NOT_FINITE)
+        token_ids, is_finite = (column.numpy(force=True) for column in self.ops.argmax(logits))
+        errors = {} if is_finite.all() else dict.fromkeys(np.flatnonzero(~is_finite).tolist(), NOT_FINITE)
         self._clear(logits, errors)
         wanted = np.flatnonzero(batch.num_logprobs[slots] != NO_LOGPROBS)
         raw_logits = self._keep(logits, wanted, batch) if len(wanted) else None
-        staged = batch.stages(logits, slots, batch)
-        self._clear(logits, staged)
-        errors = staged | errors
-        token_ids = self._choose(logits, batch, slots)
+        if batch.stages.num_slots:
+            staged = batch.stages(logits, slots, batch)
+            self._clear(logits, staged)
+            errors = staged | errors
+        temperature = batch.temperature[slots]
+        if temperature.any():
+            token_ids = self._draw(logits, temperature, batch, slots)
+        elif batch.stages.num_slots:  # the stages may have made another one the largest
+            token_ids = self.ops.argmax(logits)[0].numpy(force=True)
         logprobs = [] if raw_logits is None else self._gather_logprobs(raw_logits, wanted, token_ids, batch, slots, errors)
         return SamplerOutput(token_ids, errors, logprobs)
 
@@ -59,11 +63,8 @@ class Sampler:
         if rows:
             logits.index_fill_(0, torch.tensor(list(rows), device=logits.device), 0.0)
 
-    def _choose(self, logits: torch.Tensor, batch: InputBatch, slots: np.ndarray) -> np.ndarray:
+    def _draw(self, logits: torch.Tensor, temperature: np.ndarray, batch: InputBatch, slots: np.ndarray) -> np.ndarray:
         """[R] i64"""
-        temperature = batch.temperature[slots]
-        if not temperature.any():
-            return argmax(logits)
 
         def column(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values).to(logits.device)

@@ -19,6 +19,7 @@ from ..ipc.machine import free_memory_bytes
 from ..ipc.memory_plan import check_weights_fit, plan_num_blocks, plan_num_host_blocks
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..kernels import registry
+from ..kernels.cpu.native.recorder import Limits
 from . import device as devices
 from .block_mover import BlockMover, shortest_time
 from .grammar import Grammars
@@ -28,11 +29,13 @@ from .loader import fill_with_random_weights, load_weights
 from .logits_processors import load_logits_processors
 from .model_runner import ModelRunner
 from .models import find_model_class
+from .step_program import record_step
 from .token_stages import make_stages
 
 logger = logging.getLogger(__name__)
 
 MEASURED_TOKENS = 32  # of a forward pass, to learn what recomputing costs
+MEASURING_BUDGET_S = 0.05  # of start-up; a pass that takes longer is run once
 PLUGINS = "quire.plugins"  # entry points of installed packages: modules that register kernels or models when they are imported
 
 
@@ -97,10 +100,9 @@ class Worker:
         self._weights_bytes = sum(tensor.nbytes for _, tensor in model.weights())
         check_weights_fit(self._weights_bytes, model_config.dtype, free_memory_bytes())  # their pages are taken when they are filled, not yet
         if directory is None:
-            fill_with_random_weights(model, model_config.seed, report)
+            fill_with_random_weights(model, model_config.seed, report, make.filled)
         else:
-            load_weights(model, directory, report)
-        make.finish()
+            load_weights(model, directory, report, make.filled)
         return model
 
     @property
@@ -120,10 +122,17 @@ class Worker:
             shape = (2, num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
             layer.key_cache, layer.value_cache = devices.zeros(shape, self.dtype, self.device)
         self._num_blocks = num_blocks
+        self._record_step()
         self.runner.execute_dummy_batch()  # what operations set up in their first call, no request shall wait for; and a broken one shows now
         num_bytes = num_blocks * self.block_bytes
         logger.info("KV cache: %d blocks of %d tokens, %.1f MiB", num_blocks, block_size, num_bytes / 2**20)
         return num_bytes
+
+    def _record_step(self) -> None:
+        """To be called whenever weights or cache have moved: a program holds their addresses."""
+        scheduler_config = self.config.scheduler_config
+        max_num_seqs = scheduler_config.max_num_seqs
+        self.runner.program = record_step(self.model, self._ops, Limits(scheduler_config.max_num_batched_tokens, max_num_seqs, max_num_seqs))
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
         """Sets host memory aside for blocks of preempted requests. Returns the number of blocks, and what bringing a request back costs."""
@@ -133,8 +142,9 @@ class Worker:
         self._make_block_mover()
         if mode != "auto" or not self._num_host_blocks:
             return self._num_host_blocks, PreemptionCosts()
-        num_tokens = min(MEASURED_TOKENS, self.config.scheduler_config.max_num_batched_tokens)
-        recompute_s = shortest_time(lambda: self.runner.execute_dummy_batch(num_tokens)) / num_tokens
+        scheduler_config = self.config.scheduler_config
+        num_tokens = min(MEASURED_TOKENS, scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs)
+        recompute_s = shortest_time(lambda: self.runner.execute_dummy_batch(num_tokens), budget_s=MEASURING_BUDGET_S) / num_tokens
         swap_s, swap_s_per_block = self.runner.block_mover.measure(self.model.attention_layers())
         costs = PreemptionCosts(recompute_s, swap_s, swap_s_per_block / block_size)
         logger.info("swap space: %d blocks; %s", self._num_host_blocks, costs)
@@ -176,7 +186,7 @@ class Worker:
         if "kv_cache" in tags:
             for layer in self.model.attention_layers():
                 layer.key_cache = layer.value_cache = None
-            self.runner.block_mover = None
+            self.runner.block_mover = self.runner.program = None
         if "weights" in tags:
             self.model = None
             self.runner.use_model(None)
@@ -207,6 +217,8 @@ class Worker:
                 layer.key_cache, layer.value_cache = old.key_cache, old.value_cache
         self.model, self._directory = model, directory
         self.runner.use_model(model)
+        if "kv_cache" not in self.asleep:
+            self._record_step()
         self.asleep.discard("weights")
         devices.release_memory()
 

@@ -19,7 +19,7 @@ from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_p
 from .client import EngineClient
 from .engine_args import EngineArgs
 from .input_processor import Prompt
-from .llm_engine import TextSide, connect, connect_async
+from .llm_engine import TextSide, TokenizerBeside, connect, connect_async
 from .model_files import find_model_directory
 from .output_processor import ProcessedOutputs
 from .outputs import RequestMetrics, RequestOutput
@@ -45,20 +45,19 @@ class RequestStream:
     def put(self, output: RequestOutput) -> None:
         if self._unread is not None:
             self._unread.merge(output)
-        elif self._take_at_once is None or not self._was_taken(output):
-            self._unread = output
-            self._wake()
-
-    def _was_taken(self, output: RequestOutput) -> bool:
-        """Without waking the reader, who waits and so has dealt with all that came before."""
-        if self._reader is None or self._reader.done() or output.finished or output.error is not None:
-            return False
-        try:
-            return self._take_at_once(output)
-        except Exception as error:
-            self._fault = error
-            self._wake()
-            return True
+            return
+        take, reader = self._take_at_once, self._reader
+        # A reader who waits has dealt with all that came before, and need not be woken for what is taken at once.
+        if take is not None and reader is not None and not reader.done() and not output.finished and output.error is None:
+            try:
+                if take(output):
+                    return
+            except Exception as error:
+                self._fault = error
+                self._wake()
+                return
+        self._unread = output
+        self._wake()
 
     def fail(self, error: EngineDeadError) -> None:
         self._error = error
@@ -87,13 +86,13 @@ class RequestStream:
 class AsyncLLM:
     """For one event loop. One task, begun with the first request, reads the engine's outputs and hands them to the readers.
 
-    config: resolved. client: made with asyncio_mode=True, owned from now on.
+    config: resolved. client: made with asyncio_mode=True, owned from now on. beside: see llm_engine.connect.
     """
 
-    def __init__(self, config: EngineConfig, client: EngineClient):
+    def __init__(self, config: EngineConfig, client: EngineClient, beside: TokenizerBeside | None = None):
         self.config = config
         self.client = client
-        self.text_side = TextSide.for_config(config, client.ready.epoch)
+        self.text_side = TextSide.for_config(config, client.ready.epoch, beside)
         self._output_processor = self.text_side.output_processor
         self._telemetry = Telemetry(config, client, self._output_processor)
         self._streams: dict[str, RequestStream] = {}  # by request id; from generate's start to its end
@@ -106,9 +105,9 @@ class AsyncLLM:
     @classmethod
     def from_engine_args(cls, args: EngineArgs, engine: str = "process") -> AsyncLLM:
         """Blocks until the engine is ready. `engine`: "process" (a child), "inproc", or the address of a daemon ("ipc://...")."""
-        config, client = connect(args, engine, asyncio_mode=True)
+        config, client, beside = connect(args, engine, asyncio_mode=True)
         try:
-            return cls(config, client)
+            return cls(config, client, beside)
         except BaseException:
             client.shutdown()
             raise
@@ -127,10 +126,10 @@ class AsyncLLM:
         dies with the thread that started it, so the loop's thread must live as long as the engine is wanted.
         """
         report = on_progress or (lambda stage, fraction: None)
-        config, client = await connect_async(args, engine, report)
+        config, client, beside = await connect_async(args, engine, report)
         try:
             report("tokenizer", 0.0)
-            llm = await in_thread(lambda: cls(config, client))
+            llm = await in_thread(lambda: cls(config, client, beside))
             report("tokenizer", 1.0)
             llm._ensure_output_task()  # from here on the engine's death is noticed even if nobody asks anything of it
             return llm

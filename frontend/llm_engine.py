@@ -5,16 +5,17 @@ Must not know: how a client reaches its engine, torch, progress bars."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..ipc.config import EngineConfig, ModelConfig
 from ..ipc.errors import EngineDeadError, InvalidParameterError, ModelLoadError
+from ..ipc.handshake import Report, report_nothing
 from ..ipc.messages import SchedulerStats
 from ..ipc.params import PoolingParams, SamplingParams
-from ..ipc.threads import in_thread
+from ..ipc.threads import begin, in_thread
 from .client import EngineClient
 from .engine_args import EngineArgs
 from .input_processor import InputProcessor, ProcessedRequest, Prompt
@@ -24,6 +25,7 @@ from .model_files import (
     default_sampling_arguments,
     eos_token_ids,
     find_model_directory,
+    read_ahead,
     read_generation_config,
 )  # fmt: skip
 from .output_processor import OutputProcessor
@@ -45,16 +47,48 @@ class TextSide:
     default_sampling_params: SamplingParams  # of requests that give none
 
     @classmethod
-    def for_config(cls, config: EngineConfig, epoch: int = 0) -> TextSide:
-        """Reads the tokenizer and generation_config.json. Raises ModelLoadError naming the file that is missing or corrupt."""
+    def for_config(cls, config: EngineConfig, epoch: int = 0, beside: TokenizerBeside | None = None) -> TextSide:
+        """Reads generation_config.json and the tokenizer, unless it is being read beside the engine's start. Raises ModelLoadError naming
+        the file that is missing or corrupt."""
         model_config = config.model_config
         generation_config = read_generation_config(Path(model_config.model)) | model_config.override_generation_config
-        tokenizer = None if model_config.skip_tokenizer_init else Tokenizer(model_config.tokenizer or model_config.model)
+        tokenizer = beside.result() if beside is not None else load_tokenizer(model_config)
         eos_ids = eos_token_ids(generation_config, model_config.hf_config)
         if tokenizer is not None and tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos_ids:
             eos_ids = [tokenizer.eos_token_id, *eos_ids]
         defaults = default_sampling_params(model_config)
         return cls(tokenizer, InputProcessor(config, tokenizer, eos_ids), OutputProcessor(tokenizer, epoch), defaults)
+
+
+def load_tokenizer(model_config: ModelConfig) -> Tokenizer | None:
+    return None if model_config.skip_tokenizer_init else Tokenizer(model_config.tokenizer or model_config.model)
+
+
+class TokenizerBeside:
+    """Reads the tokenizer while the engine loads, and asks for the weights' files before that.
+
+    Not while we start the engine and send it its configuration: the library that reads a tokenizer lets no other thread of this process run.
+
+        this process    config ─▶ spawn ─▶ HELLO, CONFIG ─▶ tokenizer ───────────────────▶ result
+        the system               weight files into the page cache
+        the engine                imports ─▶ HELLO ─▶ torch ─▶ weights ─▶ KV cache ─▶ READY
+    """
+
+    def __init__(self, config: EngineConfig, on_progress: Report = report_nothing):
+        self._model_config = config.model_config
+        self._on_progress = on_progress
+        self._tokenizer: Future[Tokenizer | None] | None = None
+        if config.load_config.load_format != "dummy":
+            begin(lambda: read_ahead(Path(config.model_config.model)))
+
+    def on_progress(self, stage: str, fraction: float) -> None:
+        """Of the engine's start: its first stage says that it has the configuration."""
+        if self._tokenizer is None and stage != "start":
+            self._tokenizer = begin(lambda: load_tokenizer(self._model_config))
+        self._on_progress(stage, fraction)
+
+    def result(self) -> Tokenizer | None:
+        return load_tokenizer(self._model_config) if self._tokenizer is None else self._tokenizer.result()
 
 
 def default_sampling_params(model_config: ModelConfig) -> SamplingParams:
@@ -82,10 +116,13 @@ def default_sampling_params(model_config: ModelConfig) -> SamplingParams:
     return params
 
 
-def make_client(config: EngineConfig, engine: str = "process", *, asyncio_mode: bool = False) -> EngineClient:
+def make_client(
+    config: EngineConfig, engine: str = "process", *, asyncio_mode: bool = False, on_progress: Report = report_nothing
+) -> EngineClient:
     """`engine`: "inproc" (in this process), "process" (a child of this one) or the address of a daemon, "ipc://...".
 
-    `config` is resolved; with an address it is not used, the daemon's own is in `client.ready.config`.
+    `config` is resolved; with an address it is not used, the daemon's own is in `client.ready.config`. `on_progress` hears how far an
+    engine in another process is.
     """
     if engine == "inproc":
         from .inproc_client import InprocClient
@@ -93,27 +130,32 @@ def make_client(config: EngineConfig, engine: str = "process", *, asyncio_mode: 
         return InprocClient(config)
     from .mp_client import MPClient
 
-    return MPClient(config, engine, asyncio_mode=asyncio_mode)
+    return MPClient(config, engine, asyncio_mode=asyncio_mode, on_progress=on_progress)
 
 
-def connect(args: EngineArgs, engine: str, *, asyncio_mode: bool = False) -> tuple[EngineConfig, EngineClient]:
-    """Starts the engine that `args` describe, or attaches to the one at the address `engine`. Gives its configuration and client.
+Connected = tuple[EngineConfig, EngineClient, TokenizerBeside | None]
+
+
+def connect(args: EngineArgs, engine: str, *, asyncio_mode: bool = False) -> Connected:
+    """Starts the engine that `args` describe, or attaches to the one at the address `engine`. Gives its configuration and client, and the
+    tokenizer that was read meanwhile, if one was.
 
     When attaching, arguments that are neither at their defaults nor the frontend's own must agree with the engine's (EngineArgs.attach_to).
     """
     check_endpoint(args.otlp_traces_endpoint)
     if engine in ("inproc", "process"):
         config = args.create_engine_config()
-        return config, make_client(config, engine, asyncio_mode=asyncio_mode)
+        beside = TokenizerBeside(config)
+        return config, make_client(config, engine, asyncio_mode=asyncio_mode, on_progress=beside.on_progress), beside
     client = make_client(args.tree(), engine, asyncio_mode=asyncio_mode)
     try:
-        return args.attach_to(client.ready.config), client
+        return args.attach_to(client.ready.config), client, None
     except BaseException:
         client.shutdown()
         raise
 
 
-async def connect_async(args: EngineArgs, engine: str, on_progress: Callable[[str, float], None]) -> tuple[EngineConfig, EngineClient]:
+async def connect_async(args: EngineArgs, engine: str, on_progress: Report) -> Connected:
     """As connect in asyncio_mode, while the running loop goes on; see AsyncLLM.start."""
     check_endpoint(args.otlp_traces_endpoint)
     if engine not in ("inproc", "process"):
@@ -121,32 +163,33 @@ async def connect_async(args: EngineArgs, engine: str, on_progress: Callable[[st
 
         client = await MPClient.start(args.tree(), engine, on_progress)
         try:
-            return await in_thread(lambda: args.attach_to(client.ready.config), may_abandon=True), client
+            return await in_thread(lambda: args.attach_to(client.ready.config), may_abandon=True), client, None
         except BaseException:
             await client.shutdown_async()
             raise
     on_progress("model files", 0.0)
     config = await in_thread(args.create_engine_config, may_abandon=True)  # perhaps a download
     on_progress("model files", 1.0)
+    beside = TokenizerBeside(config, on_progress)
     if engine == "inproc":
         from .inproc_client import InprocClient
 
-        return config, await InprocClient.start(config, on_progress)
+        return config, await InprocClient.start(config, beside.on_progress), beside
     from .mp_client import MPClient
 
-    return config, await MPClient.start(config, engine, on_progress)
+    return config, await MPClient.start(config, engine, beside.on_progress), beside
 
 
 class LLMEngine:
     """`add_request` any number of times, then `step` while `has_unfinished_requests`. For one thread.
 
-    config: resolved, as from EngineArgs.create_engine_config. client: owned from now on; `shutdown` ends it.
+    config: resolved, as from EngineArgs.create_engine_config. client: owned from now on; `shutdown` ends it. beside: see `connect`.
     """
 
-    def __init__(self, config: EngineConfig, client: EngineClient):
+    def __init__(self, config: EngineConfig, client: EngineClient, beside: TokenizerBeside | None = None):
         self.config = config
         self.client = client
-        self.text_side = TextSide.for_config(config, client.ready.epoch)
+        self.text_side = TextSide.for_config(config, client.ready.epoch, beside)
         self._input_processor = self.text_side.input_processor
         self._output_processor = self.text_side.output_processor
         self._telemetry = Telemetry(config, client, self._output_processor)
@@ -154,9 +197,9 @@ class LLMEngine:
     @classmethod
     def from_engine_args(cls, args: EngineArgs, engine: str = "process") -> LLMEngine:
         """`engine`: "process" (a child of this process), "inproc", or the address of a daemon ("ipc://...")."""
-        config, client = connect(args, engine)
+        config, client, beside = connect(args, engine)
         try:
-            return cls(config, client)
+            return cls(config, client, beside)
         except BaseException:
             client.shutdown()
             raise

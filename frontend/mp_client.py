@@ -39,6 +39,7 @@ class MPClient(EngineClient):
         asyncio_mode: bool = False,
         epoch: int = 0,
         command: Sequence[str] | None = None,
+        on_progress: Report = report_nothing,
         connected: tuple[Connection, m.Ready] | None = None,
     ):
         """Starts or attaches, and returns when the engine is ready. Raises the engine's own exception if it cannot start,
@@ -46,9 +47,9 @@ class MPClient(EngineClient):
 
         `asyncio_mode`: get_output, which would stop the loop, is refused. `epoch` numbers the engines that one frontend starts one
         after the other; it comes back in every output. `command` starts another program than our engine (see engine_proc.main).
-        `connected`: this has been done already (see `start`).
+        `on_progress(stage, fraction)` hears how far the engine is. `connected`: this has been done already (see `start`).
         """
-        self._connection, self.ready = connected or open_connection(config, engine, epoch=epoch, command=command)
+        self._connection, self.ready = connected or open_connection(config, engine, on_progress, epoch=epoch, command=command)
         self._close = weakref.finalize(self, self._connection.close)  # also at exit, for scripts that forget
         self.asyncio_mode = asyncio_mode
         self.is_shared = engine != "process"

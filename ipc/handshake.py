@@ -38,7 +38,9 @@ class Awaited(NamedTuple):
     where: str  # how far it has come, for the error
 
 
-def open_connection(config: EngineConfig, engine: str, *, epoch: int = 0, command: Sequence[str] | None = None) -> tuple[Connection, Ready]:
+def open_connection(
+    config: EngineConfig, engine: str, on_progress: Report, *, epoch: int = 0, command: Sequence[str] | None = None
+) -> tuple[Connection, Ready]:
     """Starts an engine ("process": `command`, or our own) or attaches to the daemon at the address `engine`; returns when it is ready.
 
     Raises the engine's own exception if it cannot start, EngineStartError if it dies or takes longer than startup_timeout_s.
@@ -50,7 +52,7 @@ def open_connection(config: EngineConfig, engine: str, *, epoch: int = 0, comman
             connection.spawn(command or engine_command(), config.service_config.max_message_bytes)
         else:
             connection.attach(engine)
-        conversation = _converse(connection, config, epoch, deadline, report_nothing)
+        conversation = _converse(connection, config, epoch, deadline, on_progress)
         awaited = next(conversation)
         while True:
             awaited = conversation.send(_receive(connection, awaited))

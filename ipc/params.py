@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from .checks import INT64_MAX, is_finite, is_int, require, require_int, require_plain, require_texts, require_token_ids, shown
+from .errors import InvalidParameterError
 
 ALL_LOGPROBS = -1  # of `logprobs` and `prompt_logprobs`: the whole vocabulary; max_logprobs of the configuration caps both
 MAX_N = 16384  # vLLM's
@@ -96,23 +97,27 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen
     def __post_init__(self) -> None:
         self._check_numbers()
         for name in FLAGS:
-            require(isinstance(getattr(self, name), bool), name, f"must be True or False, got {shown(getattr(self, name))}")
-        is_kind = is_int(self.output_kind) and self.output_kind in tuple(RequestOutputKind)
-        require(is_kind, "output_kind", f"must be a RequestOutputKind, got {shown(self.output_kind)}")
+            if type(value := getattr(self, name)) is not bool:
+                raise InvalidParameterError(name, f"must be True or False, got {shown(value)}")
+        if not (is_int(self.output_kind) and self.output_kind in OUTPUT_KINDS):
+            raise InvalidParameterError("output_kind", f"must be a RequestOutputKind, got {shown(self.output_kind)}")
         self._check_texts()
         self._check_token_ids()
         self._check_objects()
 
     def _check_numbers(self) -> None:
+        """What is right is seen at a glance: this runs for every request, and twice."""
         for name, (low, high, words) in NUMBER_RANGES.items():
             value = getattr(self, name)
+            if type(value) is float and low <= value <= high:
+                continue
             require(is_finite(value) and low <= value <= high, name, f"must be {words}, got {shown(value)}")
-            if type(value) is not float:  # an int, or a float of another library's
-                msgspec.structs.force_setattr(self, name, float(value))
+            msgspec.structs.force_setattr(self, name, float(value))  # an int, or a float of another library's
         for name, (low, high, meaning) in INTEGER_RANGES.items():
             value = getattr(self, name)
-            if value is not None or name not in MAY_BE_NONE:
-                require_int(name, value, low, high, meaning)
+            if type(value) is int and low <= value <= high or value is None and name in MAY_BE_NONE:
+                continue
+            require_int(name, value, low, high, meaning)
         fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
         require(fits, "min_tokens", f"must be at most max_tokens={self.max_tokens}, got {self.min_tokens}")
         require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", "must be at least 1, -1 (as many as the context takes) or None, got 0")
@@ -166,6 +171,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen
         return self.temperature == 0.0
 
 
+OUTPUT_KINDS = frozenset(RequestOutputKind)
 FLAGS = tuple(field.name for field in msgspec.structs.fields(SamplingParams) if isinstance(field.default, bool))
 # Name -> least, greatest, the range in words. All are 32-bit floats in the engine.
 NUMBER_RANGES = {

@@ -1,4 +1,4 @@
-"""Blocking calls beside an event loop, each in a thread of its own that ends with it: no pool whose threads stay.
+"""Blocking calls beside an event loop or beside other work, each in a thread of its own that ends with it: no pool whose threads stay.
 May know: threads, asyncio.
 Must not know: what is called."""
 
@@ -11,6 +11,22 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+def begin(function: Callable[[], T]) -> Future[T]:
+    """Calls function() in a thread; its result or its exception is the future's. An exiting program does not wait for it."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = function()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name="quire-beside", daemon=True).start()
+    return future
 
 
 async def in_thread(

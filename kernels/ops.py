@@ -130,6 +130,12 @@ def apply_penalties(
 
 
 @operation
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [B, V] fp32 -> [B] i64, the lowest index of each row's largest element; [B] bool, whether all of the row are finite. -inf may be
+    among them; a row with a NaN gives an arbitrary token, of that row only."""
+
+
+@operation
 def sample_tokens(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:

@@ -35,13 +35,13 @@ class AnswerParser:
         self._reasoning_marks = reasoning_marks
         self._begins_in_reasoning = begins_in_reasoning
         self._max_calls = max_calls
-        self._is_plain = False  # from here on all is content
+        self.is_plain = False  # from here on all is content: feed(text) would be [Content(text)]
         self._steps = self._read_answer()
         next(self._steps, None)
 
     def feed(self, text: str) -> list[Part]:
         """The parts that this text completes."""
-        if self._is_plain:
+        if self.is_plain:
             return [Content(text)] if text else []
         self._stream.append(text)
         return self._advance()
@@ -64,7 +64,7 @@ class AnswerParser:
         if self._tool_format is not None:
             yield from self._read_content_and_calls(self._tool_format)
             return
-        self._is_plain = True
+        self.is_plain = True
         self._stream.position = len(self._stream.buffer)
         self._stream.sink = Content
         self._stream.close_sink()

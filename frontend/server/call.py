@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +58,6 @@ class Call:
                 headers.append((name, ",".join(shown).encode("unicode_escape")[:2000]))  # line breaks and all else that a header must not hold
         return headers
 
-
     def push(self, write_down: Callable[[Any], bytes], news: Any) -> bool:
         """Writes the piece of a stream that `write_down` makes of `news`, past the task that feeds the stream. False, and nothing has been
         touched, where that cannot be done at once: before the stream's first piece, or when the client does not keep up."""
@@ -65,7 +65,7 @@ class Call:
         if writer is None or not writer.is_ready():
             return False
         if piece := write_down(news):
-            self.last_sent = asyncio.get_running_loop().time()
+            self.last_sent = time.monotonic()  # the loop's clock too; asking which loop runs would cost a system call
             writer.write(piece)
         return True
 

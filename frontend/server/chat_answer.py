@@ -171,7 +171,10 @@ class ChatAnswer:
         def write_down(step: list[ChoiceNews]) -> bytes:
             return b"".join([of(news) for news in step])
 
-        async with aclosing(self._chat.news(write_down)) as steps:
+        def write_text(text: str) -> bytes:
+            return starts[0] + encode(text) + after
+
+        async with aclosing(self._chat.news(write_down, write_text if is_plain else None)) as steps:
             async for step in steps:
                 if chunks := write_down(step):
                     yield chunks

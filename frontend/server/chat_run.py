@@ -198,9 +198,26 @@ class ChatRun:
     def prompt_token_ids(self) -> list[int]:
         return self._job.token_ids
 
-    async def news(self, write_down: Callable[[list[ChoiceNews]], bytes] | None = None) -> AsyncIterator[list[ChoiceNews]]:
-        """What each output brings. With `write_down`, which says it in a stream's words, what can be written at once is not given here."""
-        at_once = None if write_down is None else partial(self._call.push, lambda output: write_down(self._read_output(output)))
+    async def news(
+        self, write_down: Callable[[list[ChoiceNews]], bytes] | None = None, write_text: Callable[[str], bytes] | None = None
+    ) -> AsyncIterator[list[ChoiceNews]]:
+        """What each output brings. With `write_down`, which says it in a stream's words, what can be written at once is not given here.
+        `write_text` says with less ado the most common news of all: more content of the one choice there is, and nothing else."""
+        parser, reasoned = self._parsers[0], self._reasonings[0]
+        if len(self._parsers) > 1:
+            write_text = None
+
+        def taken_down(output: RequestOutput) -> bytes:
+            completion = output.outputs[0]
+            if write_text is not None and completion.text and completion.finish_reason is None and parser.is_plain:
+                num_tokens = len(completion.token_ids)
+                reasoned.is_over = True
+                reasoned.num_tokens += num_tokens
+                self.usage.completion_tokens += num_tokens
+                return write_text(completion.text)
+            return write_down(self._read_output(output))
+
+        at_once = None if write_down is None else partial(self._call.push, taken_down)
         async with aclosing(run(self._state, self._call, self._job, at_once)) as outputs:
             async for output in outputs:
                 yield self._read_output(output)

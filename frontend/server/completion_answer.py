@@ -151,6 +151,7 @@ class CompletionAnswer:
         wants_usage = bool(options and options.include_usage)
         counts_always = wants_usage and bool(options.continuous_usage_stats)
         is_plain = body.logprobs is None and not body.return_token_ids and not counts_always
+        is_single = is_plain and self._n == 1 and self._gives_tokens
         # All that does not change from chunk to chunk is written once: a chunk of plain text is its text between two constants.
         head = b"data: " + encode(self._head)[:-1] + b',"choices":[{"text":'
         tail = b',"system_fingerprint":' + encode(self._state.system_fingerprint) + b"}\n\n"
@@ -158,6 +159,10 @@ class CompletionAnswer:
         begun: set[int] = set()
 
         def write_down(output: RequestOutput, prompt_index: int = 0) -> bytes:
+            if is_single and len(output.outputs) == 1 and (end := ends.get(prompt_index)) is not None and output.outputs[0].finish_reason is None:
+                completion = output.outputs[0]  # nearly all: the next text of the one choice there is
+                self._usage.completion_tokens += len(completion.token_ids)
+                return head + encode(completion.text) + end if completion.text else b""
             self._count(prompt_index, output)
             usage = self._usage.counts() if counts_always else None if wants_usage else UNSET
             chunks = []

@@ -176,5 +176,6 @@ class Server(uvicorn.Server):
                 await engine.shutdown_async()
             return
         gc.collect()
+        gc.set_threshold(20_000, 50, 20)  # a step of many streams makes thousands of short-lived objects: no reason to look for cycles
         gc.freeze()  # what has been loaded stays: a collection that looked at all of it would stop every stream for 20 to 50 ms
         print(f"quire serve: ready: {self.state.model_name}", file=sys.stderr, flush=True)

@@ -11,7 +11,6 @@ stream writes in one turn becomes one packet. What it saves is in tests/bench/LE
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 MAX_GATHERED_BYTES = 64 * 1024  # of one transport; then it is written at once, so that the transport can say when it has enough
 
@@ -41,7 +40,7 @@ class GatheringTransport:
         self._batch = batch
         self._gathered: list[bytes] = []
         self._num_bytes = 0
-        # What changes nothing in the order of writes.
+        # What changes nothing in the order of writes. Each by its name: a __getattr__ here would slow every look at any attribute.
         self.is_closing = transport.is_closing
         self.get_extra_info = transport.get_extra_info
         self.pause_reading = transport.pause_reading
@@ -78,6 +77,3 @@ class GatheringTransport:
     def abort(self) -> None:
         self._gathered, self._num_bytes = [], 0
         self._transport.abort()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)

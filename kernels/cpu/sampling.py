@@ -37,6 +37,12 @@ class Filters(NamedTuple):
         return Filters(*(column[rows] for column in self))
 
 
+@register("argmax", name="cpu", predicate=is_cpu, priority=PRIORITY)
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    # A sum is not finite exactly where a term is not (finite logits are far from overflowing it): one pass, one number per row.
+    return _argmax(logits), logits.sum(-1).isfinite()
+
+
 @register("sample_tokens", name="cpu", predicate=is_cpu, priority=PRIORITY)
 def sample_tokens(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor

@@ -52,6 +52,11 @@ def apply_penalties(
     logits[rows, token_ids] = values - frequency * counts - presence * (counts > 0)
 
 
+@register("argmax", name="reference", priority=0)
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    return logits.argmax(-1), logits.isfinite().all(-1)
+
+
 @register("sample_tokens", name="reference", priority=0)
 def sample_tokens(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor

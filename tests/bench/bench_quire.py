@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 import time
+from importlib.metadata import version
 
 import psutil
 from quire import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams, __version__
@@ -34,10 +35,9 @@ def make_adapter(common):
     class Quire(common.Engine):
         def load(self) -> None:
             args = self.args
-            import torch
-
             self.dtype = args.dtype or "bf16"
-            self.version = f"quire {__version__} / torch {torch.__version__} {args.mode}"
+            self.version = f"quire {__version__} / torch {version('torch')} {args.mode}"
+            given = {"max_num_batched_tokens": args.mbt, "quantization": args.quantization, "cpu_isa": args.isa}
             engine_args = EngineArgs(
                 common.MODELS[args.model]["dir"],
                 dtype={"bf16": "bfloat16", "f32": "float32"}[self.dtype],
@@ -45,7 +45,7 @@ def make_adapter(common):
                 num_threads=args.threads,
                 skip_tokenizer_init=args.no_detok,
                 disable_log_stats=True,
-                **({"max_num_batched_tokens": args.mbt} if args.mbt else {}),
+                **{name: value for name, value in given.items() if value is not None},
             )
             self.engine = LLMEngine.from_engine_args(engine_args, engine=args.mode)
             self.num_requests = 0
@@ -82,6 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=["inproc", "process"], default="process")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--mbt", type=int, default=None, help="max_num_batched_tokens")
+    parser.add_argument("--quantization", default=None, help="int8 or int4: of the weights, at load")
+    parser.add_argument("--isa", default=None, help="the native kernels' instruction set, where it shall not be the best there is")
     parser.add_argument("--no-detok", action="store_true", help="token ids only")
 
 

@@ -2,8 +2,12 @@
 May know: the block mover, the driver, tiny checkpoints.
 Must not know: why blocks are moved."""
 
+import math
+
 import pytest
 import torch
+from quire.executor import block_mover
+from quire.executor.block_mover import shortest_time
 from quire.ipc.memory_plan import plan_num_host_blocks
 from quire.ipc.messages import SchedulerOutput
 from quire.tests.executor.driver import make_config, start_executor
@@ -72,3 +76,25 @@ def test_the_swap_space_is_what_fits(tiny):
     assert plan_num_host_blocks(config, 2**20, 2**40) == 4 * 7  # no more than all requests need
     assert plan_num_host_blocks(config, 2**27, 2**40) == 8
     assert plan_num_host_blocks(config, 2**27, 2**30) == 2  # a quarter of what is free
+
+
+@pytest.mark.parametrize(
+    ("durations", "budget_s", "shortest", "num_runs"),
+    [
+        ([9, 3, 1, 2], math.inf, 1, 4),  # the first sets things up
+        ([9, 3, 1, 2], 5, 9, 1),  # but is all there is where it takes this long
+        ([2, 3, 1, 2], 4, 3, 2),
+        ([1, 3, 4, 2], 5, 3, 3),
+    ],
+)
+def test_the_shortest_time_keeps_its_budget(monkeypatch, durations, budget_s, shortest, num_runs):
+    now = 0.0
+    runs = iter(durations)
+
+    def run() -> None:
+        nonlocal now
+        now += next(runs)
+
+    monkeypatch.setattr(block_mover.time, "perf_counter", lambda: now)
+    assert shortest_time(run, 3, budget_s) == shortest
+    assert list(runs) == durations[num_runs:]

@@ -55,6 +55,8 @@ def test_the_operation_gets_the_slots_parameters_and_the_new_tokens_position():
     calls = []
 
     class Ops:
+        argmax = staticmethod(OPS.argmax)
+
         @staticmethod
         def sample_tokens(logits, *columns):
             calls.append([column.tolist() for column in columns])

@@ -250,7 +250,7 @@ def test_utilities_and_tokenizer() -> None:
 def test_from_engine_args_asks_for_an_asyncio_client(monkeypatch) -> None:
     config, modes = text_config(), []
 
-    def make_client(config_, engine, *, asyncio_mode=False):
+    def make_client(config_, engine, *, asyncio_mode=False, on_progress=None):
         modes.append((engine, asyncio_mode))
         return ScriptedClient(config, lambda request: TEXT)
 

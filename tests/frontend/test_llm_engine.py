@@ -7,11 +7,14 @@ from __future__ import annotations
 import json
 import logging
 import random
+import threading
+from pathlib import Path
 
 import pytest
 from quire import EngineArgs, EngineDeadError, InvalidParameterError, LLMEngine, ModelLoadError, SamplingParams
 from quire.frontend import llm_engine
 from quire.frontend.inproc_client import InprocClient
+from quire.frontend.tokenizer import Tokenizer
 from quire.tests.fakes import FakeExecutor, expected_output
 from quire.tests.frontend.scripted_client import ScriptedClient
 from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer, tiny_tokenizer_directory
@@ -118,7 +121,7 @@ def model(tmp_path) -> str:
 def test_from_engine_args_makes_the_client(model, monkeypatch) -> None:
     made = []
 
-    def make_client(config, engine, *, asyncio_mode=False):
+    def make_client(config, engine, *, asyncio_mode=False, on_progress):
         made.append((config, engine, asyncio_mode))
         return ScriptedClient(config, lambda request: TEXT)
 
@@ -129,6 +132,38 @@ def test_from_engine_args_makes_the_client(model, monkeypatch) -> None:
     engine.add_request("a", "prompt", SamplingParams())
     assert engine.client.requests[0].eos_token_ids == [302, 300]  # the tokenizer's and config.json's
     assert engine.tokenizer is engine.get_tokenizer()
+
+
+def test_the_tokenizer_is_read_while_the_engine_loads(model, monkeypatch) -> None:
+    """Not before the engine has its configuration, and once."""
+    read, when = [], {}
+
+    def load_tokenizer(model_config):
+        read.append(threading.current_thread() is threading.main_thread())
+        return Tokenizer(model_config.model)
+
+    def make_client(config, engine, *, asyncio_mode=False, on_progress):
+        for stage, fraction in (("start", 0.0), ("start", 1.0), ("import", 0.0), ("load weights", 0.5), ("load weights", 1.0)):
+            on_progress(stage, fraction)
+            when[stage] = len(read)
+        return ScriptedClient(config, lambda request: TEXT)
+
+    monkeypatch.setattr(llm_engine, "load_tokenizer", load_tokenizer)
+    monkeypatch.setattr(llm_engine, "make_client", make_client)
+    engine = LLMEngine.from_engine_args(EngineArgs(model))
+    assert read == [False] and when["start"] == 0
+    assert engine.get_tokenizer().eos_token_id == 302
+
+
+def test_a_tokenizer_that_cannot_be_read_is_the_callers_error(model, monkeypatch) -> None:
+    def make_client(config, engine, *, asyncio_mode=False, on_progress):
+        on_progress("import", 0.0)
+        return ScriptedClient(config, lambda request: TEXT)
+
+    (Path(model) / "tokenizer.json").write_text("{")
+    monkeypatch.setattr(llm_engine, "make_client", make_client)
+    with pytest.raises(ModelLoadError, match="tokenizer.json"):
+        LLMEngine.from_engine_args(EngineArgs(model))
 
 
 def test_attaching_takes_the_engines_configuration(model, monkeypatch) -> None:

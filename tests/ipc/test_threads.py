@@ -1,5 +1,5 @@
-"""in_thread: results, exceptions and cancellations of blocking calls beside a loop.
-May know: in_thread, asyncio.
+"""in_thread and begin: results, exceptions and cancellations of blocking calls beside a loop or other work.
+May know: in_thread, begin, asyncio.
 Must not know: who uses it."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import asyncio
 import threading
 
 import pytest
-from quire.ipc.threads import in_thread
+from quire.ipc.threads import begin, in_thread
 
 
 def new_threads(before: set[threading.Thread]) -> set[threading.Thread]:
@@ -25,6 +25,16 @@ def test_results_and_exceptions():
         assert not new_threads(before)
 
     asyncio.run(main())
+
+
+def test_begun_calls_run_beside_and_keep_their_result_or_exception():
+    may_go_on = threading.Event()
+    slow = begin(lambda: may_go_on.wait(30) and threading.current_thread().daemon)
+    assert not slow.done()
+    may_go_on.set()
+    assert slow.result(30) is True
+    with pytest.raises(ZeroDivisionError):
+        begin(lambda: 1 / 0).result(30)
 
 
 def test_a_cancellation_waits_for_the_end_and_the_result_is_discarded():

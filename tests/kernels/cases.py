@@ -275,4 +275,4 @@ MODEL_OPS = {
     f.__name__: f
     for f in (embedding, gather_rows, pack_linear, rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding, reshape_and_cache, copy_blocks, paged_attention)
 }
-SAMPLING_OPS = ("apply_grammar_bitmask", "apply_penalties", "sample_tokens", "random_gumbel", "gather_logprobs")
+SAMPLING_OPS = ("apply_grammar_bitmask", "apply_penalties", "argmax", "sample_tokens", "random_gumbel", "gather_logprobs")

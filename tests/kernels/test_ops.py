@@ -51,6 +51,7 @@ def test_functions_take_keywords():
 def test_empty_batches():
     reals, integers = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     for op, args in (
+        ("argmax", [torch.zeros(0, 9)]),
         ("sample_tokens", [torch.zeros(0, 9), reals, integers, reals, reals, integers, integers]),
         ("random_gumbel", [integers, integers, 9]),
         ("gather_logprobs", [torch.zeros(0, 9), integers, 3]),

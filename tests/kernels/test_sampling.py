@@ -209,6 +209,27 @@ def test_smallest_top_p_keeps_one_token(sample_tokens):
 # ---------------------------------------------------------------- rows
 
 
+@each("argmax")
+@pytest.mark.parametrize("vocab_size", [1, 7, 64, 65, 3000, 20_000])
+def test_argmax_is_the_lowest_index_of_the_largest(argmax, vocab_size):
+    """Over ties, with -inf and NaN anywhere; rows whose stride is not their length."""
+    torch.manual_seed(vocab_size)
+    logits = torch.randint(-9, 9, (12, vocab_size + 3)).float()[:, :vocab_size]
+    logits[3] = -math.inf
+    logits[4] = -math.inf
+    logits[4, vocab_size // 2] = -7.0
+    logits[5, vocab_size - 1] = 99.0
+    logits[6] = -4.5
+    for row, bad in ((8, math.inf), (9, -math.inf), (10, math.nan)):
+        logits[row, torch.randint(0, vocab_size, ())] = bad
+    token_ids, is_finite = argmax(logits)
+    assert token_ids.dtype == torch.int64 and is_finite.dtype == torch.bool
+    for row in range(12):
+        values = logits[row].tolist()
+        assert is_finite[row].item() == all(math.isfinite(value) for value in values)
+        assert 0 <= token_ids[row] < vocab_size if row == 10 else token_ids[row] == values.index(max(values))
+
+
 @each("sample_tokens")
 def test_greedy_takes_the_lowest_of_the_largest(sample_tokens):
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0], [-math.inf, -5.0, -math.inf, -5.0]])

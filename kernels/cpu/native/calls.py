@@ -5,7 +5,7 @@ Must not know: what an operation computes (kernels/ops.py), tensors."""
 from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 BF16, F32 = 0, 1
 ALL_TOKENS, ALL_LOGITS = -1, -2  # as `rows`: the step's num_tokens, its num_logits
@@ -76,6 +76,37 @@ class GatherRows(Call):
     _fields_ = _fields(x=c_void_p, out=c_void_p, x_row=c_int64, out_row=c_int64, size=c_int64)
 
 
+class Rotary(Call):
+    _fields_ = _fields(
+        query=c_void_p, key=c_void_p, cos_sin=c_void_p,
+        query_row=c_int64, query_head=c_int64, key_row=c_int64, key_head=c_int64,
+        heads=c_int64, kv_heads=c_int64, rotary_dim=c_int64,
+    )  # fmt: skip
+
+
+class WriteKv(Call):
+    _fields_ = _fields(
+        key=c_void_p, value=c_void_p, key_cache=c_void_p, value_cache=c_void_p,
+        key_row=c_int64, key_head=c_int64, value_row=c_int64, value_head=c_int64,
+        kv_heads=c_int64, head_dim=c_int64,
+    )  # fmt: skip
+
+
+class RotaryAndWriteKv(Rotary):
+    _fields_ = _fields(
+        value=c_void_p, key_cache=c_void_p, value_cache=c_void_p,
+        value_row=c_int64, value_head=c_int64, head_dim=c_int64,
+    )  # fmt: skip
+
+
+class Attention(Call):
+    _fields_ = _fields(
+        query=c_void_p, key_cache=c_void_p, value_cache=c_void_p, out=c_void_p,
+        query_row=c_int64, query_head=c_int64,
+        heads=c_int64, kv_heads=c_int64, head_dim=c_int64, block_size=c_int64, scale=c_double,
+    )  # fmt: skip
+
+
 class Epilogue(IntEnum):
     PLAIN = 0
     GATED = 1
@@ -85,4 +116,15 @@ class Linear(Call):
     _fields_ = _fields(
         x=c_void_p, weight=c_void_p, bias=c_void_p, out=c_void_p, x_row=c_int64, out_row=c_int64,
         in_features=c_int64, out_features=c_int64, epilogue=c_int32, out_dtype=c_int32,
+    )  # fmt: skip
+
+
+class Argmax(Call):
+    _fields_ = _fields(logits=c_void_p, out=c_void_p, is_finite=c_void_p, logits_row=c_int64, vocab_size=c_int64)
+
+
+class Sample(Call):
+    _fields_ = _fields(
+        logits=c_void_p, temperature=c_void_p, top_k=c_void_p, top_p=c_void_p, min_p=c_void_p, seeds=c_void_p, positions=c_void_p, out=c_void_p,
+        logits_row=c_int64, vocab_size=c_int64,
     )  # fmt: skip

@@ -21,12 +21,13 @@ class Library:
 
     def __init__(self, path: Path):
         self._dll = ctypes.CDLL(str(path))
+        if (version := self._dll.quire_abi_version()) != ABI_VERSION:
+            raise OSError(f"{path} has interface {version}, this package needs {ABI_VERSION}: build it again (pip install)")
+        self._dll.quire_wake.restype = None
         self._dll.quire_run.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
         self._dll.quire_pack_linear.argtypes = (
             ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
         )  # fmt: skip
-        if (version := self._dll.quire_abi_version()) != ABI_VERSION:
-            raise OSError(f"{path} has interface {version}, this package needs {ABI_VERSION}: build it again (pip install)")
         self.isas = tuple(isa for isa in ISAS if self._dll.quire_isa_supported(isa.encode()))  # that this processor can run
         self.isa: str | None = None
 
@@ -37,9 +38,22 @@ class Library:
         self.isa = isa
 
     def set_num_threads(self, num_threads: int, cores: list[int] | None = None) -> None:
-        """`cores`: the core that each thread is pinned to; the first is the caller's own, which is left alone."""
-        array = (ctypes.c_int32 * num_threads)(*(cores or [-1] * num_threads))
-        self._dll.quire_set_threads(num_threads, array)
+        """For all later calls; the caller's thread is one of them. Raises OSError if the system gives no more.
+
+        `cores`: the core that each is pinned to, -1: none. By default each has one of its own if there are as many as the process may use;
+        otherwise the system finds free ones. The caller's is not pinned: where it is found on another's core, that thread moves to the first.
+        """
+        if cores is None:
+            allowed = sorted(os.sched_getaffinity(0))
+            cores = allowed if len(allowed) == num_threads else [-1] * num_threads
+        if num_threads < 1 or len(cores) != num_threads:
+            raise ValueError(f"num_threads must be at least 1, with a core for each, not {num_threads} with {len(cores)}")
+        if self._dll.quire_set_threads(num_threads, (ctypes.c_int32 * num_threads)(*cores)) != 0:
+            raise OSError(f"the system gives this process no {num_threads} threads; native kernels run on the caller's alone")
+
+    def wake(self) -> None:
+        """A hint that a run comes within a tenth of a millisecond: threads that sleep wake up while the caller prepares it."""
+        self._dll.quire_wake()
 
     def run(self, call: Call, step: Step) -> None:
         """One operation, now. Its operands must stay alive until it returns."""

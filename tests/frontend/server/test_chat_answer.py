@@ -33,7 +33,7 @@ class ScriptedRun:
         self.usage, self.prompt_token_ids, self.prompt_logprobs = Usage(), [1, 2], None
         self._steps = steps
 
-    async def news(self, write_down: object = None) -> AsyncIterator[list[ChoiceNews]]:
+    async def news(self, write_down: object = None, write_text: object = None) -> AsyncIterator[list[ChoiceNews]]:
         for i, parts in enumerate(self._steps):
             self.usage.completion_tokens += 1
             yield [ChoiceNews(0, list(parts), [i], finish_reason="tool_calls" if i == len(self._steps) - 1 else None)]

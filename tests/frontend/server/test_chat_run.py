@@ -3,17 +3,19 @@ May know: chat_run, a scripted engine.
 Must not know: any API's shape."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 
 import pytest
 
 from quire.frontend.answer_format import ToolCall, detect
 from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.frontend.server import chat_run
 from quire.frontend.server.admission import Admission
 from quire.frontend.server.call import Call
 from quire.frontend.server.chat_run import ChatRun, ChatTurn, Message, prepare_chat, shape_answer, shown_tool
 from quire.frontend.server.errors import ApiError
+from quire.frontend.server.generation import Job
 from quire.frontend.server.meters import Meters
 from quire.frontend.server.request_log import RequestLog
 from quire.ipc.errors import InvalidParameterError
@@ -159,3 +161,32 @@ def test_what_is_under_way_is_finished_though_the_server_is_to_end() -> None:
 
     answer = asyncio.run(run()).answer()
     assert (answer.reasoning, answer.content) == ("a", "b")
+
+
+def test_plain_text_written_at_once_counts_as_all_other_news_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thought, then content of two pieces, then the end: only plain content may take the short way, and the counts know no ways."""
+    texts = ("<think>a b", "</think>", "c", "d")
+    said = [CompletionOutput(0, text, [7, 7]) for text in texts] + [CompletionOutput(0, "", [9], finish_reason="stop")]
+    outputs = [RequestOutput("r", None, [1, 2], [completion], completion.finish_reason is not None, RequestMetrics(0.0)) for completion in said]
+
+    async def run(state: object, call: object, job: object, at_once: Callable[[RequestOutput], bool] | None = None) -> AsyncIterator[RequestOutput]:
+        for i, output in enumerate(outputs):
+            if at_once is None or i == 0 or output.finished or not at_once(output):
+                yield output
+
+    async def counts(is_short: bool) -> tuple[list[str], int, int]:
+        pieces: list[str] = []
+        call = SimpleNamespace(push=lambda write, output: pieces.append(write(output)) or True)
+        state = state_over(ScriptedEngine([]))
+        chat = ChatRun(state, call, Job("r", [1, 2], SamplingParams()), [state.answer_format.parser(None, prompt_text="")])
+        short = (lambda text: f"short {text}") if is_short else None
+        async for news in chat.news(lambda step: "".join(part.text for news in step for part in news.parts), short):
+            pieces.append("".join(part.text for one in news for part in one.parts))
+        return pieces, chat.usage.completion_tokens, chat.usage.reasoning_tokens
+
+    monkeypatch.setattr(chat_run, "run", run)
+    pieces, *short = asyncio.run(counts(True))
+    assert pieces[-3:] == ["c", "short d", ""] and "short" not in "".join(pieces[:-3])
+    long_pieces, *long = asyncio.run(counts(False))
+    assert short == long and short[0] == 9 and 0 < short[1] < 9
+    assert [piece.removeprefix("short ") for piece in pieces] == long_pieces

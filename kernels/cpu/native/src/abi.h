@@ -4,7 +4,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 1
+#define QUIRE_ABI_VERSION 2
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1 };
@@ -92,6 +92,47 @@ struct GatherRows : Call {
     int64_t size;
 };
 
+// In place: the first rotary_dim elements of each head, i paired with i + rotary_dim / 2, are turned by the step's positions.
+// query [rows, heads, .], key [rows, kv_heads, .]; cos_sin [., rotary_dim] fp32, cosines before sines.
+struct Rotary : Call {
+    void* query;
+    void* key;
+    const float* cos_sin;
+    int64_t query_row, query_head, key_row, key_head;
+    int64_t heads, kv_heads, rotary_dim;
+};
+
+// key and value [rows, kv_heads, head_dim] -> the step's slots of the caches [slots, kv_heads, head_dim]; none where a slot is negative.
+struct WriteKv : Call {
+    const void* key;
+    const void* value;
+    void* key_cache;
+    void* value_cache;
+    int64_t key_row, key_head, value_row, value_head;
+    int64_t kv_heads, head_dim;
+};
+
+// Rotary, then WriteKv of the rotated key.
+struct RotaryAndWriteKv : Rotary {
+    const void* value;
+    void* key_cache;
+    void* value_cache;
+    int64_t value_row, value_head;
+    int64_t head_dim;
+};
+
+// query [rows, heads, head_dim] over the context in the caches [blocks, block_size, kv_heads, head_dim] -> out, contiguous.
+// head_dim: a multiple of 8, at most 256.
+struct Attention : Call {
+    const void* query;
+    const void* key_cache;
+    const void* value_cache;
+    void* out;
+    int64_t query_row, query_head;
+    int64_t heads, kv_heads, head_dim, block_size;
+    double scale;
+};
+
 enum Epilogue : int32_t { PLAIN = 0, GATED = 1 };
 
 // out [rows, out_features] = x [rows, in_features] times weight^T, plus bias. GATED: the weight's first half of rows is the gate's, and
@@ -108,13 +149,37 @@ struct Linear : Call {
     int32_t out_dtype;  // Dtype of out: that of the activations, or F32
 };
 
+// logits fp32 [rows, vocab_size] -> out [rows]: the lowest index of each row's largest; is_finite [rows]: 1 where no NaN or infinity is in it.
+struct Argmax : Call {
+    const float* logits;
+    int64_t* out;
+    uint8_t* is_finite;
+    int64_t logits_row, vocab_size;
+};
+
+// logits fp32 [rows, vocab_size] -> out [rows]: one token drawn from each; the columns [rows] are those of sample_tokens (kernels/ops.py).
+struct Sample : Call {
+    const float* logits;
+    const float* temperature;
+    const int32_t* top_k;
+    const float* top_p;
+    const float* min_p;
+    const int64_t* seeds;
+    const int64_t* positions;
+    int64_t* out;
+    int64_t logits_row, vocab_size;
+};
+
 // The names of instruction sets in order of preference: "amx", "avx512", "avx2". 1 where this processor and system can run it.
 QUIRE_EXPORT int32_t quire_isa_supported(const char* isa);
 QUIRE_EXPORT int32_t quire_abi_version();
 // Chooses the instruction set of all later runs. 0, or -1 where it is not supported.
 QUIRE_EXPORT int32_t quire_use_isa(const char* isa);
-// Threads of all later runs, the caller's own among them. cores [num_threads]: the core that each is pinned to, -1: none.
+// Threads of all later runs, the caller's own among them. cores [num_threads]: the core that each is pinned to, -1: none; the caller's is
+// never pinned: where it is found on another's core, that thread moves to cores[0]. 0, or -1 where they cannot be had: then it is one.
 QUIRE_EXPORT int32_t quire_set_threads(int32_t num_threads, const int32_t* cores);
+// A hint: a run comes within the next tenth of a millisecond.
+QUIRE_EXPORT void quire_wake();
 // Runs the calls in order; returns when all are done. 0, or -1 - i where call i names no operation of the chosen instruction set.
 QUIRE_EXPORT int32_t quire_run(const Call* const* calls, int32_t num_calls, const Step* step);
 

@@ -18,4 +18,4 @@ inline int64_t rows_of(const Call& call, const Step& step) {
 }
 
 // Rows are handed out in pieces, so that a piece is worth a ticket: about 4096 elements.
-inline int64_t piece_of_rows(int64_t row_size) { return row_size >= 4096 ? 1 : (4095 + row_size) / row_size; }
+inline int64_t piece_of_rows(int64_t row_size) { return row_size >= 4096 ? 1 : row_size < 1 ? 4096 : (4095 + row_size) / row_size; }

@@ -4,6 +4,10 @@
 #include "norm.inl"
 #include "elementwise.inl"
 #include "linear.inl"
+#include "rotary.inl"
+#include "attention_tile.inl"
+#include "attention.inl"
+#include "sampling.inl"
 
 // In the order of Op.
 constexpr Kernel KERNELS[NUM_OPS] = {
@@ -14,11 +18,11 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     linear,
     nullptr,  // linear_int8
     nullptr,  // linear_int4
-    nullptr,  // rotary
-    nullptr,  // write_kv
-    nullptr,  // rotary_and_write_kv
-    nullptr,  // attention
-    nullptr,  // argmax
-    nullptr,  // sample
+    rotary,
+    write_kv,
+    rotary_and_write_kv,
+    attention,
+    argmax,
+    sample,
     gather_rows,
 };

@@ -26,6 +26,9 @@ struct Worker {
 
 using Job = void (*)(const Worker&, void* argument);
 
-void set_threads(int count, const int32_t* cores);
+// False where the system gives no more threads or memory: the caller's is then the only one.
+bool set_threads(int count, const int32_t* cores);
+// A run comes soon: threads that sleep wake up and wait for it awake, so that they need not be woken when it is there.
+void wake_threads();
 // Runs job on every thread; returns when all have returned. Calls from several threads wait for each other.
 void run_on_all(Job job, void* argument);

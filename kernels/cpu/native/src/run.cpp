@@ -74,10 +74,10 @@ int32_t quire_use_isa(const char* isa) {
 }
 
 int32_t quire_set_threads(int32_t num_threads, const int32_t* cores) {
-    if (num_threads < 1) return -1;
-    set_threads(num_threads, cores);
-    return 0;
+    return num_threads >= 1 && set_threads(num_threads, cores) ? 0 : -1;
 }
+
+void quire_wake() { wake_threads(); }
 
 int32_t quire_run(const Call* const* calls, int32_t num_calls, const Step* step) {
     for (int32_t i = 0; i < num_calls; i++)

@@ -23,6 +23,16 @@ struct Vec {
     // To bf16 and back: nearest, ties to even; a NaN stays one.
     Vec rounded() const { return _mm256_castsi256_ps(_mm256_and_si256(rounded_bits(), _mm256_set1_epi32((int)0xffff0000))); }
 
+    // LANES pairs of bf16: the first number of each, the second of each; and back.
+    static Vec first_of_pairs(const uint16_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)p), 16)); }
+    static Vec second_of_pairs(const uint16_t* p) {
+        return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i*)p), _mm256_set1_epi32((int)0xffff0000)));
+    }
+    static void store_pairs(Vec first, Vec second, uint16_t* p) {
+        __m256i low = _mm256_srli_epi32(first.rounded_bits(), 16), high = _mm256_castps_si256(second.rounded().v);
+        _mm256_storeu_si256((__m256i*)p, _mm256_or_si256(low, high));
+    }
+
     static Vec max(Vec a, Vec b) { return _mm256_max_ps(a.v, b.v); }
     static Vec min(Vec a, Vec b) { return _mm256_min_ps(a.v, b.v); }
     static Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a.v, b.v, c.v); }  // a * b + c
@@ -36,6 +46,10 @@ struct Vec {
     static Vec keep_where_at_least(Vec value, Vec x, float least) {
         __m256 kept = _mm256_and_ps(value.v, _mm256_cmp_ps(x.v, _mm256_set1_ps(least), _CMP_GE_OQ));
         return _mm256_blendv_ps(kept, x.v, _mm256_cmp_ps(x.v, x.v, _CMP_UNORD_Q));
+    }
+    // value where x >= least or x is NaN, 0 where it is less
+    static Vec clear_where_less(Vec value, Vec x, float least) {
+        return _mm256_and_ps(value.v, _mm256_cmp_ps(x.v, _mm256_set1_ps(least), _CMP_NLT_UQ));
     }
 
     float sum() const {
@@ -65,6 +79,23 @@ inline Vec operator+(Vec a, Vec b) { return _mm256_add_ps(a.v, b.v); }
 inline Vec operator-(Vec a, Vec b) { return _mm256_sub_ps(a.v, b.v); }
 inline Vec operator*(Vec a, Vec b) { return _mm256_mul_ps(a.v, b.v); }
 inline Vec operator/(Vec a, Vec b) { return _mm256_div_ps(a.v, b.v); }
+
+// Words of 32 bits in lanes of 64, so that products have room: only the lower half of a lane means anything.
+struct Words {
+    static constexpr int LANES = 4;
+    __m256i v;
+    Words(__m256i x) : v(x) {}
+    explicit Words(uint32_t x) : v(_mm256_set1_epi64x(x)) {}
+
+    static Words iota(uint32_t first) { return _mm256_add_epi64(_mm256_set1_epi64x(first), _mm256_setr_epi64x(0, 1, 2, 3)); }
+    static Words product(Words a, Words b) { return _mm256_mul_epu32(a.v, b.v); }  // all 64 bits
+    Words high() const { return _mm256_srli_epi64(v, 32); }
+    // Pairs of words, low and high, one after the other.
+    static void store_pairs(Words low, Words high, uint64_t* p) {
+        _mm256_storeu_si256((__m256i*)p, _mm256_blend_epi32(low.v, _mm256_slli_epi64(high.v, 32), 0xaa));
+    }
+};
+inline Words operator^(Words a, Words b) { return _mm256_xor_si256(a.v, b.v); }
 
 // How a sum of products goes on, for a linear layer's packed weights (abi.h: quire_pack_linear): LANES columns at one k, STEPS of them to a
 // line of the panel; x points to the row's activations, as X, at that k.

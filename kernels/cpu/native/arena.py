@@ -1,0 +1,31 @@
+"""Where in one memory each buffer lies: two that live at the same time never overlap.
+May know: sizes and times.
+Must not know: tensors, calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Lifetime(NamedTuple):
+    num_bytes: int
+    first: int  # the call that writes it
+    last: int  # the last one that touches it
+
+
+def place(buffers: Sequence[Lifetime]) -> tuple[list[int], int]:
+    """Each buffer's offset, and how many bytes they take together. The largest come first, each in the lowest gap that it fits in."""
+    offsets = [0] * len(buffers)
+    placed: list[int] = []
+    for index in sorted(range(len(buffers)), key=lambda i: -buffers[i].num_bytes):
+        mine = buffers[index]
+        beside = [i for i in placed if buffers[i].first <= mine.last and mine.first <= buffers[i].last]
+        offset = 0
+        for other in sorted(beside, key=offsets.__getitem__):
+            if offset + mine.num_bytes <= offsets[other]:
+                break
+            offset = max(offset, offsets[other] + buffers[other].num_bytes)
+        offsets[index] = offset
+        placed.append(index)
+    return offsets, max((offset + buffer.num_bytes for offset, buffer in zip(offsets, buffers)), default=0)

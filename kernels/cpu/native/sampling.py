@@ -1,0 +1,32 @@
+"""Sampling by the native library: the largest logit, the draw.
+May know: torch on CPUs, the contracts, the library.
+Must not know: models, requests."""
+
+import torch
+from torch import Tensor
+
+from ...registry import register
+from .calls import F32, Argmax, Op, Sample
+from .program import empty, num_rows, submit
+from .tensors import PRIORITY, is_native
+
+
+@register("argmax", name="native", predicate=is_native, priority=PRIORITY)
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    count = len(logits)
+    token_ids, is_finite = empty(count, dtype=torch.int64), empty(count, dtype=torch.bool)
+    submit(
+        Argmax(Op.ARGMAX, F32, num_rows(logits), logits.data_ptr(), token_ids.data_ptr(), is_finite.data_ptr(), logits.stride(0), logits.shape[1])
+    )
+    return token_ids, is_finite
+
+
+@register("sample_tokens", name="native", predicate=is_native, priority=PRIORITY)
+def sample_tokens(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
+) -> Tensor:
+    token_ids = empty(len(logits), dtype=torch.int64)
+    columns = [column.contiguous() for column in (temperature, top_k.int(), top_p, min_p, seeds, positions)]
+    addresses = [column.data_ptr() for column in columns]
+    submit(Sample(Op.SAMPLE, F32, num_rows(logits), logits.data_ptr(), *addresses, token_ids.data_ptr(), logits.stride(0), logits.shape[1]))
+    return token_ids

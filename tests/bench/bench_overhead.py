@@ -1,0 +1,186 @@
+"""What a decode step costs outside the model: the whole engine over a model that computes nothing, in one process and in two.
+May know: LLMEngine, its clients, the names of a step's parts.
+Must not know: kernels, real models.
+
+    python tests/bench/bench_overhead.py [--batches 1 32 128] [--vocabs 2048 151936] [--modes inproc process] [--profile] [--write]
+
+Columns are microseconds per step, medians over the steps. "total": as the caller of LLMEngine.step sees it, measured without a timer inside.
+The other columns come from a second run with timers; what they leave of "step" is the loop between them. "process": the engine in a child, where
+the frontend's part overlaps with the engine's next step."""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import sys
+from collections.abc import Callable
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+
+from quire import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from quire.tests.bench.report import hardware, write_result
+
+SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
+CHOICES = {"greedy": {"temperature": 0.0}, "sampled": SAMPLED, "temperature": {"temperature": 0.8}, "logprobs": {"temperature": 0.0, "logprobs": 5}}
+NUM_PROMPT_TOKENS = 16
+COMMAND = [sys.executable, "-P", "-m", "quire.tests.bench.bench_overhead", "--as-engine"]
+# By column: (what of the step's objects, its method). A column's time is without that of the columns before it, which it calls.
+PARTS = {
+    "schedule": ("core", "_schedule"),
+    "prepare": ("runner", "_prepare_inputs"),
+    "model": ("runner", "model"),
+    "sample": ("runner", "sampler"),
+    "rows": ("executor", "execute_model"),
+    "process": ("core", "_process_model_outputs"),
+    "frontend": ("output_processor", "process_outputs"),
+}
+
+
+class StubModel:
+    """Hidden states are the rows' numbers; logits, by row, always the same: no token of the bundled model's is much likelier than others."""
+
+    def __init__(self, model: Any, max_num_seqs: int):
+        import torch
+
+        torch.manual_seed(0)
+        self.config, self.attention_layers = model.config, model.attention_layers
+        self.logits = 2.5 * torch.randn(max_num_seqs, model.config.vocab_size)
+        self.logits[:, :2048] += 2.5
+        self.hidden = torch.zeros(2**16, 1)
+
+    def __call__(self, token_ids: Any, positions: Any, metadata: Any) -> Any:
+        return self.hidden[: len(token_ids)]
+
+    def compute_logits(self, hidden: Any) -> Any:
+        return self.logits[: len(hidden)]
+
+
+def make_executor(config: Any) -> Any:
+    from quire.executor.executor import Executor
+
+    class StubExecutor(Executor):
+        def load_model(self, report: Callable[[str, float], None]) -> None:
+            super().load_model(report)
+            self.worker.runner.use_model(StubModel(self.worker.model, config.scheduler_config.max_num_seqs))
+
+    return StubExecutor(config)
+
+
+def make_engine(vocab_size: int, mode: str, num_steps: int, async_scheduling: bool) -> LLMEngine:
+    args = EngineArgs(
+        max_model_len=2048,
+        max_num_seqs=128,
+        num_gpu_blocks_override=128 * (num_steps // 16 + 3),
+        load_format="dummy",
+        hf_overrides={"vocab_size": vocab_size, "hidden_size": 64, "num_hidden_layers": 1},
+        swap_space=0.0,
+        disable_log_stats=True,
+        async_scheduling=async_scheduling,
+    )
+    config = args.create_engine_config()
+    if mode == "inproc":
+        from quire.frontend.inproc_client import InprocClient
+
+        return LLMEngine(config, InprocClient(config, executor=make_executor(config)))
+    from quire.frontend.mp_client import MPClient
+
+    return LLMEngine(config, MPClient(config, command=COMMAND))
+
+
+def run(engine: LLMEngine, batch: int, params: SamplingParams, prefix: str) -> list[float]:
+    """Seconds of each decode step but the first ones."""
+    for i in range(batch):
+        engine.add_request(f"{prefix}-{i}", {"prompt_token_ids": [2 + (i * 7 + j) % 2000 for j in range(NUM_PROMPT_TOKENS)]}, params)
+    times = []
+    while engine.has_unfinished_requests():
+        begin = perf_counter()
+        engine.step()
+        times.append(perf_counter() - begin)
+    return times[8:-8]
+
+
+def add_timers(engine: LLMEngine) -> dict[str, float]:
+    """Seconds by part, summed from now on."""
+    core = engine.client._engine.core
+    objects = SimpleNamespace(core=core, executor=core.executor, runner=core.executor.worker.runner, output_processor=engine._output_processor)
+    spent = dict.fromkeys(PARTS, 0.0)
+
+    def timed(part: str, function: Callable) -> Callable:
+        def call(*args: Any) -> Any:
+            begin, inside = perf_counter(), sum(spent.values())
+            result = function(*args)
+            spent[part] += perf_counter() - begin - (sum(spent.values()) - inside)
+            return result
+
+        if hasattr(function, "compute_logits"):
+            call.compute_logits = function.compute_logits
+        return call
+
+    for part, (owner, name) in PARTS.items():
+        target = getattr(objects, owner)
+        setattr(target, name, timed(part, getattr(target, name)))
+    return spent
+
+
+def measure(vocab_size: int, mode: str, batch: int, choice: str, args: argparse.Namespace) -> dict[str, float]:
+    """Microseconds per step by column."""
+    num_steps = args.steps if vocab_size * batch < 2**21 or choice == "greedy" else max(40, args.steps // 8)
+    params = SamplingParams(**CHOICES[choice], seed=1, max_tokens=num_steps, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    engine = make_engine(vocab_size, mode, num_steps, args.async_scheduling)
+    try:
+        run(engine, batch, params, "warm")
+        rounds = [run(engine, batch, params, str(i)) for i in range(args.rounds)]
+        # In two processes steps come in bursts, where the frontend catches up: their mean tells, not their median.
+        row = {"total": 1e6 * min((statistics.median if mode == "inproc" else statistics.mean)(times) for times in rounds)}
+        if mode == "inproc":
+            spent = add_timers(engine)
+            times = run(engine, batch, params, "timed")
+            num_steps = len(times) + 16
+            row |= {"step": 1e6 * statistics.mean(times)} | {part: 1e6 * seconds / num_steps for part, seconds in spent.items()}
+            if args.profile:
+                with cProfile.Profile() as profile:
+                    run(engine, batch, params, "profiled")
+                pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+        return row
+    finally:
+        engine.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--vocabs", type=int, nargs="+", default=[2048, 151936])
+    parser.add_argument("--modes", nargs="+", default=["inproc", "process"], choices=["inproc", "process"])
+    parser.add_argument("--choices", nargs="+", default=["greedy", "sampled"], choices=list(CHOICES))
+    parser.add_argument("--steps", type=int, default=400, help="tokens per request; fewer where they take long")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--async-scheduling", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="print where the time goes, function by function (in one process)")
+    parser.add_argument("--write", action="store_true", help="append the result to tests/bench/results/")
+    args = parser.parse_args()
+    print(f"{hardware()}; microseconds per step")
+    print(f"{'':34}{'total':>9}{'step':>9}" + "".join(f"{part:>10}" for part in PARTS))
+    results = {}
+    for vocab_size in args.vocabs:
+        for choice in args.choices:
+            for mode in args.modes:
+                for batch in args.batches:
+                    row = measure(vocab_size, mode, batch, choice, args)
+                    name = f"{vocab_size} {choice} {mode} {batch}"
+                    results[name] = row
+                    print(f"{name:34}{row['total']:9.0f}" + "".join(f"{row[k]:{9 if k == 'step' else 10}.0f}" for k in row if k != "total"), flush=True)
+    if args.write:
+        print(write_result("none", "overhead", results))
+
+
+if __name__ == "__main__":
+    if "--as-engine" in sys.argv:
+        from quire.core.engine_proc import leave
+        from quire.core.engine_proc import main as engine_main
+
+        sys.argv.remove("--as-engine")
+        leave(engine_main(make_executor=make_executor))
+    main()

@@ -1,0 +1,241 @@
+"""The threads of native kernels: every piece done once, whoever calls, however many; forks, cores, hints, and idleness.
+May know: the library, the operating system's view of threads.
+Must not know: what a kernel computes beyond the activation, which serves as work."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from quire.kernels.cpu.native.calls import BF16, Op, SiluAndMul, Step
+from quire.kernels.cpu.native.library import library
+from quire.kernels.registry import implementations
+from quire.tests.kernels.native.conftest import NEEDS_LIBRARY
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(library is None, reason=NEEDS_LIBRARY)
+
+CORES = sorted(os.sched_getaffinity(0))
+needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="one core")
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    mask = os.sched_getaffinity(0)
+    yield
+    os.sched_setaffinity(0, mask)
+    library.set_num_threads(1)
+
+
+def task_ids() -> set[int]:
+    return {int(task) for task in os.listdir("/proc/self/task")}
+
+
+def start(num_threads: int, cores: list[int] | None = None) -> list[int]:
+    """Sets the number of threads; the system's ids of those that it starts."""
+    library.set_num_threads(1)
+    before = task_ids()
+    library.set_num_threads(num_threads, cores)
+    return sorted(task_ids() - before)
+
+
+def work(rows: int, seed: int = 0) -> tuple[Callable[[], Tensor], Tensor]:
+    """A call of the activation, and what it must give."""
+    torch.set_num_threads(1)  # torch's own threads do not survive a fork
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(seed))
+    function = next(i.function for i in implementations("silu_and_mul") if i.name == "native")
+    library.set_num_threads(1)
+    return lambda: function(x), function(x)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
+
+
+def ends_well(child: int) -> bool:
+    """Whether a forked process ends by itself with code 0."""
+    status: list[int] = []
+
+    def ended() -> bool:
+        pid, code = os.waitpid(child, os.WNOHANG)
+        status.extend([code] if pid else [])
+        return bool(pid)
+
+    try:
+        wait_until(ended, "the forked process hangs")
+    except AssertionError:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        raise
+    return status == [0]
+
+
+def forked(body: Callable[[], bool]) -> bool:
+    if child := os.fork():
+        return ends_well(child)
+    code = 1
+    try:
+        code = 0 if body() else 1
+    finally:
+        os._exit(code)
+
+
+def switches(task: int) -> int:
+    """How often a thread has gone to sleep."""
+    lines = Path(f"/proc/self/task/{task}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+
+
+def asleep(task: int) -> bool:
+    return Path(f"/proc/self/task/{task}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
+def test_every_piece_is_done_in_every_run(num_threads):
+    call, expected = work(rows=400)  # 26 pieces
+    library.set_num_threads(num_threads)
+    assert all(torch.equal(call(), expected) for _ in range(100))
+
+
+def test_threads_may_change_between_any_two_runs():
+    call, expected = work(rows=200)
+    for i in range(60):
+        library.set_num_threads(1 + i % 5)
+        time.sleep((i % 3) * 0.0002)  # awake, about to sleep, asleep
+        assert torch.equal(call(), expected) and torch.equal(call(), expected)
+
+
+def test_a_run_of_many_calls_with_threads_that_fall_asleep_between_runs():
+    """Nobody who sleeps is forgotten: a lost wake-up would hang."""
+    library.set_num_threads(3)
+    call, step = SiluAndMul(Op.SILU_AND_MUL, BF16, 0, size=1), Step()
+    many = (ctypes.c_void_p * 50)(*[ctypes.addressof(call)] * 50)
+    for i in range(150):
+        library.run_all(many, step)
+        time.sleep((i % 4) * 0.00005)
+
+
+def test_callers_on_several_threads_wait_for_each_other():
+    calls = [work(rows=100 + i, seed=i) for i in range(4)]
+    library.set_num_threads(2)
+    right: list[bool] = []
+
+    def call_often(call: Callable[[], Tensor], expected: Tensor) -> None:
+        right.extend(torch.equal(call(), expected) for _ in range(50))
+
+    threads = [threading.Thread(target=call_often, args=pair) for pair in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 200
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_fork_has_threads_of_its_own(num_threads):
+    call, expected = work(rows=200)
+    library.set_num_threads(num_threads)
+    call()
+
+    def in_child() -> bool:
+        first = len(task_ids()) == 1 and torch.equal(call(), expected) and len(task_ids()) == num_threads
+        return first and forked(lambda: torch.equal(call(), expected) and len(task_ids()) == num_threads)
+
+    assert forked(in_child)
+    assert torch.equal(call(), expected)
+
+
+def test_a_fork_beside_a_run():
+    """Of another thread: its locks and its half-done work stay behind."""
+    call, expected = work(rows=2000)
+    library.set_num_threads(2)
+    stop = threading.Event()
+
+    def call_often() -> None:
+        while not stop.is_set():
+            call()
+
+    other = threading.Thread(target=call_often)
+    other.start()
+    try:
+        for _ in range(5):
+            assert forked(lambda: torch.equal(call(), expected))
+    finally:
+        stop.set()
+        other.join()
+
+
+def test_threads_that_cannot_be_had_are_an_error_and_one_remains():
+    call, expected = work(rows=200)
+
+    def in_child() -> bool:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))  # room for one stack or two
+        try:
+            library.set_num_threads(64)
+        except OSError:
+            return len(task_ids()) == 1 and torch.equal(call(), expected)
+        return False
+
+    assert forked(in_child)
+
+
+@pytest.mark.parametrize(("num_threads", "cores"), [(0, None), (-1, None), (2, [0]), (2, [0, 1, 2])])
+def test_bad_numbers_are_refused(num_threads, cores):
+    with pytest.raises(ValueError, match="num_threads must be at least 1"):
+        library.set_num_threads(num_threads, cores)
+
+
+@needs_two_cores
+def test_workers_are_pinned_and_the_caller_is_not():
+    call, expected = work(rows=200)
+    [worker] = start(2, CORES[:2])
+    for _ in range(20):
+        assert torch.equal(call(), expected)
+    assert os.sched_getaffinity(worker) in ({CORES[0]}, {CORES[1]})
+    assert os.sched_getaffinity(0) == set(CORES)
+
+
+@needs_two_cores
+def test_a_worker_makes_way_for_the_caller():
+    """Else one core would be both threads', and the other nobody's."""
+    call, _ = work(rows=200)
+    [worker] = start(2, CORES[:2])
+    for mine, others in ((CORES[1], CORES[0]), (CORES[0], CORES[1]), (CORES[0], CORES[1])):
+        os.sched_setaffinity(0, {mine})
+        call()
+        assert os.sched_getaffinity(worker) == {others}
+
+
+def test_idle_threads_sleep():
+    call, _ = work(rows=200)
+    workers = start(3)
+    call()
+    for worker in workers:
+        wait_until(lambda: asleep(worker), "a thread without work stays awake")
+    before = [switches(worker) for worker in workers]
+    time.sleep(0.1)
+    assert [switches(worker) for worker in workers] == before  # not even now and then
+
+
+def test_a_hint_wakes_them_and_runs_nothing():
+    call, expected = work(rows=200)
+    [worker] = start(2)
+    call()
+    for _ in range(5):
+        wait_until(lambda: asleep(worker), "a thread without work stays awake")
+        before = switches(worker)
+        library.wake()
+        wait_until(lambda: switches(worker) > before, "no hint came through")  # awake, and asleep again since no run came
+    library.wake()
+    assert torch.equal(call(), expected)

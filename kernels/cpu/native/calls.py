@@ -26,6 +26,7 @@ class Op(IntEnum):
     ARGMAX = 11
     SAMPLE = 12
     GATHER_ROWS = 13
+    EMBEDDING_PACKED = 14
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:

@@ -25,4 +25,5 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     argmax,
     sample,
     gather_rows,
+    embedding_packed,
 };

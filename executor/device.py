@@ -16,6 +16,7 @@ import torch
 from ..ipc.errors import InvalidParameterError
 from ..ipc.machine import available_cores
 
+_LIBC = ctypes.CDLL(None)
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -48,9 +49,17 @@ def set_num_threads(num_threads: int | None) -> int:
 def release_memory() -> None:
     """Gives the operating system back what was freed: cyclic garbage, and the pages that malloc keeps for later."""
     gc.collect()
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc's
-        libc.malloc_trim(0)
+    if hasattr(_LIBC, "malloc_trim"):  # glibc's
+        _LIBC.malloc_trim(0)
+
+
+def release_mapped(tensor: torch.Tensor) -> None:
+    """Gives back the whole pages of a contiguous tensor that lies in a private mapping of a file and was only read. Looked at again, they
+    would be read again; what was written to other memory would be lost."""
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > start:
+        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
 def resident_bytes() -> int:

@@ -52,7 +52,7 @@ def record_step(model: Any, ops: OpTable, limits: Limits) -> Program | None:
         reason = str(error) if isinstance(error, Unrecordable) else f"{type(error).__name__}: {error}"
         logger.warning("the model runs operation by operation, several times slower for small models; it cannot be recorded: %s", reason)
         return None
-    logger.info("a step is one call of %d native kernels; at most %.1f MiB for what is between them", program.num_calls, program.num_bytes / 2**20)
+    logger.info("a step is one call of %d native kernels; at most %.1f MiB for what is between them", len(program.calls), program.num_bytes / 2**20)
     return program
 
 
@@ -61,7 +61,7 @@ def _record(model: Any, ops: OpTable, limits: Limits) -> Program:
     recorder = Recorder(limits)
     with recording(recorder, Guard()):
         results = run_op_by_op(model, ops, recorder.token_ids, recorder.positions, recorder.metadata, recorder.logits_indices)
-    return Program(recorder, recorder.calls, *results, owners=model)
+    return Program(recorder, *results, owners=model)
 
 
 @torch.inference_mode()

@@ -100,10 +100,9 @@ class Worker:
         self._weights_bytes = sum(tensor.nbytes for _, tensor in model.weights())
         check_weights_fit(self._weights_bytes, model_config.dtype, free_memory_bytes())  # their pages are taken when they are filled, not yet
         if directory is None:
-            fill_with_random_weights(model, model_config.seed, report)
+            fill_with_random_weights(model, model_config.seed, report, make.filled)
         else:
-            load_weights(model, directory, report)
-        make.finish()
+            load_weights(model, directory, report, make.filled)
         return model
 
     @property

@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def all_implementations(op: str, dtype: torch.dtype) -> list[Implementation]:
-    return [i for i in registry.implementations(op) if i.predicate(Facts("cpu", dtype))]
+    return [i for i in registry.implementations(op) if i.predicate(Facts("cpu", dtype, head_dim=64))]
 
 
 def label(value: object) -> str:

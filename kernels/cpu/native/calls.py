@@ -76,6 +76,37 @@ class GatherRows(Call):
     _fields_ = _fields(x=c_void_p, out=c_void_p, x_row=c_int64, out_row=c_int64, size=c_int64)
 
 
+class Rotary(Call):
+    _fields_ = _fields(
+        query=c_void_p, key=c_void_p, cos_sin=c_void_p,
+        query_row=c_int64, query_head=c_int64, key_row=c_int64, key_head=c_int64,
+        heads=c_int64, kv_heads=c_int64, rotary_dim=c_int64,
+    )  # fmt: skip
+
+
+class WriteKv(Call):
+    _fields_ = _fields(
+        key=c_void_p, value=c_void_p, key_cache=c_void_p, value_cache=c_void_p,
+        key_row=c_int64, key_head=c_int64, value_row=c_int64, value_head=c_int64,
+        kv_heads=c_int64, head_dim=c_int64,
+    )  # fmt: skip
+
+
+class RotaryAndWriteKv(Rotary):
+    _fields_ = _fields(
+        value=c_void_p, key_cache=c_void_p, value_cache=c_void_p,
+        value_row=c_int64, value_head=c_int64, head_dim=c_int64,
+    )  # fmt: skip
+
+
+class Attention(Call):
+    _fields_ = _fields(
+        query=c_void_p, key_cache=c_void_p, value_cache=c_void_p, out=c_void_p,
+        query_row=c_int64, query_head=c_int64,
+        heads=c_int64, kv_heads=c_int64, head_dim=c_int64, block_size=c_int64, scale=c_double,
+    )  # fmt: skip
+
+
 class Epilogue(IntEnum):
     PLAIN = 0
     GATED = 1

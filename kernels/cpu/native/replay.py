@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ...ops import AttentionMetadata
 from .arena import Lifetime, place
-from .calls import Call, Step
+from .calls import Step
+from .fusion import fuse
 from .library import library
 from .recorder import Recorder, Unrecordable
 
@@ -23,22 +24,22 @@ ALIGNMENT = 64  # bytes: a cache line, a vector of AVX-512, a row of a tile
 class Program:
     """The step of one model in one place. Holds addresses of weights and caches: to be made again when any of these moves."""
 
-    def __init__(self, recorder: Recorder, calls: list[Call], hidden: Tensor, logits: Tensor, owners: Any):
-        """calls: the recorder's, or what fusion made of them. hidden [T, hidden_size] and logits [R, vocab_size] f32: recorded tensors.
-        owners: whatever keeps weights and caches alive."""
-        self.limits = recorder.limits
-        self.num_calls = len(calls)
-        self._owners = owners
-        self._calls = calls
-        self._step = Step()
-        self._hidden, self._logits = self._settle(recorder, calls, [hidden, logits])
-        self._pointers = (ctypes.c_void_p * len(calls))(*map(ctypes.addressof, calls))
-
-    def _settle(self, recorder: Recorder, calls: list[Call], results: list[Tensor]) -> list[Tensor]:
-        """Moves every recorded operand into the arena, and gives the results' tensors there."""
+    def __init__(self, recorder: Recorder, hidden: Tensor, logits: Tensor, owners: Any):
+        """hidden [T, hidden_size] and logits [R, vocab_size] f32: recorded tensors. owners: whatever keeps weights and caches alive."""
+        results = [hidden, logits]
         found = [recorder.find(tensor.data_ptr()) for tensor in results]
         if None in found or any(offset or not tensor.is_contiguous() for (_, offset), tensor in zip(found, results)):
             raise Unrecordable("what the model returns is not a whole result of a native kernel")
+        self.limits = recorder.limits
+        self._owners = owners
+        self.calls = fuse(recorder, [buffer for buffer, _ in found])
+        self._step = Step()
+        self._hidden, self._logits = self._settle(recorder, results, found)
+        self._pointers = (ctypes.c_void_p * len(self.calls))(*map(ctypes.addressof, self.calls))
+
+    def _settle(self, recorder: Recorder, results: list[Tensor], found: list[tuple[int, int]]) -> list[Tensor]:
+        """Moves every recorded operand into the arena, and gives the results' tensors there. found: buffer and offset of each result."""
+        calls = self.calls
         operands = [recorder.operands(call) for call in calls]
         lifetimes: dict[int, Lifetime] = {}  # by buffer; one that fusion left without a use takes no place
         for time, used in enumerate([*operands, found]):

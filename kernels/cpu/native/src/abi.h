@@ -92,6 +92,47 @@ struct GatherRows : Call {
     int64_t size;
 };
 
+// In place: the first rotary_dim elements of each head, i paired with i + rotary_dim / 2, are turned by the step's positions.
+// query [rows, heads, .], key [rows, kv_heads, .]; cos_sin [., rotary_dim] fp32, cosines before sines.
+struct Rotary : Call {
+    void* query;
+    void* key;
+    const float* cos_sin;
+    int64_t query_row, query_head, key_row, key_head;
+    int64_t heads, kv_heads, rotary_dim;
+};
+
+// key and value [rows, kv_heads, head_dim] -> the step's slots of the caches [slots, kv_heads, head_dim]; none where a slot is negative.
+struct WriteKv : Call {
+    const void* key;
+    const void* value;
+    void* key_cache;
+    void* value_cache;
+    int64_t key_row, key_head, value_row, value_head;
+    int64_t kv_heads, head_dim;
+};
+
+// Rotary, then WriteKv of the rotated key.
+struct RotaryAndWriteKv : Rotary {
+    const void* value;
+    void* key_cache;
+    void* value_cache;
+    int64_t value_row, value_head;
+    int64_t head_dim;
+};
+
+// query [rows, heads, head_dim] over the context in the caches [blocks, block_size, kv_heads, head_dim] -> out, contiguous.
+// head_dim: a multiple of 8, at most 256.
+struct Attention : Call {
+    const void* query;
+    const void* key_cache;
+    const void* value_cache;
+    void* out;
+    int64_t query_row, query_head;
+    int64_t heads, kv_heads, head_dim, block_size;
+    double scale;
+};
+
 enum Epilogue : int32_t { PLAIN = 0, GATED = 1 };
 
 // out [rows, out_features] = x [rows, in_features] times weight^T, plus bias. GATED: the weight's first half of rows is the gate's, and

@@ -4,6 +4,9 @@
 #include "norm.inl"
 #include "elementwise.inl"
 #include "linear.inl"
+#include "rotary.inl"
+#include "attention_tile.inl"
+#include "attention.inl"
 #include "sampling.inl"
 
 // In the order of Op.
@@ -15,10 +18,10 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     linear,
     nullptr,  // linear_int8
     nullptr,  // linear_int4
-    nullptr,  // rotary
-    nullptr,  // write_kv
-    nullptr,  // rotary_and_write_kv
-    nullptr,  // attention
+    rotary,
+    write_kv,
+    rotary_and_write_kv,
+    attention,
     argmax,
     sample,
     gather_rows,

@@ -9,8 +9,6 @@
 
 constexpr int64_t PANEL = 16;  // columns of the result
 
-inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
 #include "block_vec.inl"
 #ifdef QUIRE_AMX
 #include "block_amx.inl"

@@ -1,5 +1,8 @@
 // Small functions that kernels share. Included by kernels.inl in the namespace of each instruction set, after its Vec.
 
+inline int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
+inline int64_t round_up(int64_t n, int64_t to) { return ceil_div(n, to) * to; }
+
 template <typename T>
 struct Number;  // the storage types: uint16_t holds bf16
 template <>
@@ -53,3 +56,19 @@ inline Vec exp(Vec x) {
 }
 
 inline Vec silu(Vec x) { return x / (Vec(1.0f) + exp(Vec() - x)); }
+
+// 2**x for x <= 0 to about 1 unit in the last place; exactly 1 at 0, exactly 0 below -126, NaN for NaN. The coefficients are a fit of
+// least relative error over [-0.5, 0.5].
+inline Vec exp2_of_nonpositive(Vec x) {
+    Vec inside = Vec::max(Vec(-126.0f), x);  // in this order: the second operand where one is NaN
+    Vec n = Vec::round(inside);
+    Vec r = inside - n;
+    Vec p(1.53533620e-4f);
+    p = Vec::fma(p, r, Vec(1.33988750e-3f));
+    p = Vec::fma(p, r, Vec(9.61843692e-3f));
+    p = Vec::fma(p, r, Vec(5.55033237e-2f));
+    p = Vec::fma(p, r, Vec(2.40226477e-1f));
+    p = Vec::fma(p, r, Vec(6.93147182e-1f));
+    p = Vec::fma(p, r, Vec(1.0f));
+    return Vec::clear_where_less(Vec::scale_by_power(p, n), x, -126.0f);
+}

@@ -23,6 +23,16 @@ struct Vec {
     // To bf16 and back: nearest, ties to even; a NaN stays one.
     Vec rounded() const { return _mm256_castsi256_ps(_mm256_and_si256(rounded_bits(), _mm256_set1_epi32((int)0xffff0000))); }
 
+    // LANES pairs of bf16: the first number of each, the second of each; and back.
+    static Vec first_of_pairs(const uint16_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)p), 16)); }
+    static Vec second_of_pairs(const uint16_t* p) {
+        return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i*)p), _mm256_set1_epi32((int)0xffff0000)));
+    }
+    static void store_pairs(Vec first, Vec second, uint16_t* p) {
+        __m256i low = _mm256_srli_epi32(first.rounded_bits(), 16), high = _mm256_castps_si256(second.rounded().v);
+        _mm256_storeu_si256((__m256i*)p, _mm256_or_si256(low, high));
+    }
+
     static Vec max(Vec a, Vec b) { return _mm256_max_ps(a.v, b.v); }
     static Vec min(Vec a, Vec b) { return _mm256_min_ps(a.v, b.v); }
     static Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a.v, b.v, c.v); }  // a * b + c
@@ -36,6 +46,10 @@ struct Vec {
     static Vec keep_where_at_least(Vec value, Vec x, float least) {
         __m256 kept = _mm256_and_ps(value.v, _mm256_cmp_ps(x.v, _mm256_set1_ps(least), _CMP_GE_OQ));
         return _mm256_blendv_ps(kept, x.v, _mm256_cmp_ps(x.v, x.v, _CMP_UNORD_Q));
+    }
+    // value where x >= least or x is NaN, 0 where it is less
+    static Vec clear_where_less(Vec value, Vec x, float least) {
+        return _mm256_and_ps(value.v, _mm256_cmp_ps(x.v, _mm256_set1_ps(least), _CMP_NLT_UQ));
     }
 
     float sum() const {
@@ -102,4 +116,4 @@ struct DotBf16 {
     }
     static Vec add(Vec sum, Vec weights, const float* x) { return Vec::fma(Vec(*x), weights, sum); }
 };
-constexpr int MAX_SUMS = 12;  // of 16 registers; the rest hold weights and an activation
+constexpr int MAX_SUMS = 10;  // of 16 registers: with 12 GCC 12 keeps some in memory, and a block of 6 rows loses a third

@@ -18,6 +18,15 @@ struct Vec {
     void store(uint16_t* p) const { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(), 16))); }
     Vec rounded() const { return _mm512_castsi512_ps(_mm512_and_si512(rounded_bits(), _mm512_set1_epi32((int)0xffff0000))); }
 
+    static Vec first_of_pairs(const uint16_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
+    static Vec second_of_pairs(const uint16_t* p) {
+        return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32((int)0xffff0000)));
+    }
+    static void store_pairs(Vec first, Vec second, uint16_t* p) {
+        __m512i low = _mm512_srli_epi32(first.rounded_bits(), 16), high = _mm512_castps_si512(second.rounded().v);
+        _mm512_storeu_si512(p, _mm512_or_si512(low, high));
+    }
+
     static Vec max(Vec a, Vec b) { return _mm512_max_ps(a.v, b.v); }
     static Vec min(Vec a, Vec b) { return _mm512_min_ps(a.v, b.v); }
     static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a.v, b.v, c.v); }
@@ -26,6 +35,9 @@ struct Vec {
     static Vec keep_where_at_least(Vec value, Vec x, float least) {
         __m512 kept = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(least), _CMP_GE_OQ), value.v);
         return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), kept, x.v);
+    }
+    static Vec clear_where_less(Vec value, Vec x, float least) {
+        return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(least), _CMP_NLT_UQ), value.v);
     }
 
     float sum() const { return _mm512_reduce_add_ps(v); }

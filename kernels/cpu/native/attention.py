@@ -1,0 +1,34 @@
+"""Attention over the paged KV cache by the native library.
+May know: torch on CPUs, the contracts, the library.
+Must not know: models, requests."""
+
+from torch import Tensor
+
+from ...ops import AttentionMetadata
+from ...registry import Facts, register
+from .calls import Attention, Op, Step
+from .program import empty, num_rows, submit
+from .tensors import DTYPES, PRIORITY, is_native
+
+MAX_HEAD_DIM = 256  # src/attention_tile.inl
+
+
+def has_native_heads(facts: Facts) -> bool:
+    return is_native(facts) and 0 < facts.head_dim <= MAX_HEAD_DIM and facts.head_dim % 8 == 0
+
+
+@register("paged_attention", name="native", predicate=has_native_heads, priority=PRIORITY)
+def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+    block_size, num_kv_heads, head_dim = key_cache.shape[1:]
+    out = empty(*query.shape, dtype=query.dtype)
+    call = Attention(
+        Op.ATTENTION, DTYPES[query.dtype], num_rows(query), query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), out.data_ptr(),
+        query.stride(0), query.stride(1), query.shape[1], num_kv_heads, head_dim, block_size, scale,
+    )  # fmt: skip
+    step = Step(
+        num_tokens=len(query), num_requests=len(metadata.seq_lens),
+        query_start_loc=metadata.query_start_loc.data_ptr(), seq_lens=metadata.seq_lens.data_ptr(),
+        block_tables=metadata.block_tables.data_ptr(), block_table_row=metadata.block_tables.stride(0),
+    )  # fmt: skip
+    submit(call, step)
+    return out

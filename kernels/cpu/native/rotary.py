@@ -1,0 +1,40 @@
+"""Rotary position embedding, the writing to the paged KV cache, and both in one, by the native library.
+May know: torch on CPUs, the contracts, the library.
+Must not know: models, requests."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...registry import register
+from .calls import Op, Rotary, RotaryAndWriteKv, Step, WriteKv
+from .program import num_rows, submit
+from .tensors import DTYPES, PRIORITY, is_native
+
+
+@register("rotary_embedding", name="native", predicate=is_native, priority=PRIORITY)
+def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
+    call = Rotary(
+        Op.ROTARY, DTYPES[query.dtype], num_rows(query), query.data_ptr(), key.data_ptr(), cos_sin_cache.data_ptr(),
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), query.shape[1], key.shape[1], cos_sin_cache.shape[1],
+    )  # fmt: skip
+    submit(call, Step(num_tokens=len(query), positions=positions.data_ptr()))
+
+
+@register("reshape_and_cache", name="native", predicate=is_native, priority=PRIORITY)
+def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    call = WriteKv(
+        Op.WRITE_KV, DTYPES[key.dtype], num_rows(key), key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1), key.shape[1], key.shape[2],
+    )  # fmt: skip
+    submit(call, Step(num_tokens=len(key), slot_mapping=slot_mapping.data_ptr()))
+
+
+def fuse(rotary: Rotary, write: WriteKv) -> RotaryAndWriteKv | None:
+    """One call with the bits of the two, which follow each other; None where they are not about the same keys."""
+    same = ("dtype", "rows", "key", "key_row", "key_head", "kv_heads")
+    if any(getattr(rotary, name) != getattr(write, name) for name in same):
+        return None
+    fields = {name: getattr(rotary, name) for struct in (Rotary.__base__, Rotary) for name, _ in struct._fields_}
+    fields |= {name: getattr(write, name) for name, _ in RotaryAndWriteKv._fields_}
+    return RotaryAndWriteKv(**fields | {"op": Op.ROTARY_AND_WRITE_KV})

@@ -1,0 +1,233 @@
+// Causal attention over the paged cache. Work is handed out in items: some consecutive tokens of one request (a query tile) with all
+// query heads of one KV head, over the whole context they see, or, where few items must keep many threads busy, over SPLIT keys of it.
+// A context is always summed up in pieces of SPLIT keys that are joined in order, by whichever threads: how work is shared has no
+// influence on a result.
+
+constexpr int64_t SPLIT = 512;      // keys; a multiple of KEYS
+constexpr int64_t ITEM_ROWS = 64;   // rows of an item, about: (token, query head) pairs that share a tile's keys
+
+// One request's share of the items.
+struct Request {
+    int64_t index, first_token, num_tokens, context;
+    int64_t splits;        // 1: its items go over the whole context
+    int64_t first_item, num_items;
+    int64_t first_partial;  // splits > 1: where its rows' pieces lie, in rows
+};
+
+// The same list on every thread.
+struct Plan {
+    Request* requests;
+    int64_t num_requests, tokens_per_tile, group, kv_heads;
+    int64_t num_partials = 0;  // rows
+
+    int64_t tiles_of(const Request& r) const { return ceil_div(r.num_tokens, tokens_per_tile); }
+    int64_t cost_of_tile(const Request& r) const { return (std::min(r.num_tokens, tokens_per_tile) * group + 8) * r.context; }
+
+    Plan(const Attention& a, const Step& step, int num_threads, void* memory) {
+        requests = (Request*)memory;
+        num_requests = step.num_requests;
+        group = a.heads / a.kv_heads;
+        kv_heads = a.kv_heads;
+        tokens_per_tile = std::max<int64_t>(1, ITEM_ROWS / group);
+        int64_t total = 0;
+        for (int64_t i = 0; i < num_requests; i++) {
+            int64_t first = step.query_start_loc[i];
+            requests[i] = {i, first, step.query_start_loc[i + 1] - first, step.seq_lens[i], 1, 0, 0, 0};
+            total += cost_of_tile(requests[i]) * tiles_of(requests[i]) * kv_heads;
+        }
+        std::sort(requests, requests + num_requests, [this](const Request& x, const Request& y) {
+            int64_t left = cost_of_tile(x), right = cost_of_tile(y);
+            return left != right ? left > right : x.index < y.index;
+        });
+        int64_t item = 0;
+        for (int64_t i = 0; i < num_requests; i++) {
+            Request& r = requests[i];
+            if (num_threads > 1 && cost_of_tile(r) * num_threads * 2 > total) r.splits = ceil_div(r.context, SPLIT);
+            r.first_item = item;
+            item += r.num_items = tiles_of(r) * r.splits * kv_heads;
+            r.first_partial = num_partials;
+            if (r.splits > 1) num_partials += r.num_tokens * group * kv_heads * r.splits;
+        }
+    }
+};
+
+// One thread's buffers, and the walk over an item.
+template <typename T>
+struct Attender {
+    const Attention& a;
+    const Step& step;
+    const Plan& plan;
+    int64_t value_row, running_row, max_rows;
+    float *q, *total, *piece;
+    int64_t* positions;
+    T *keys, *values;
+
+    static int64_t running_row_of(const Attention& a) { return Running::VALUES + round_up(a.head_dim, 2 * Vec::LANES); }
+
+    static size_t bytes(const Attention& a) {
+        int64_t rows = std::max(ITEM_ROWS, a.heads / a.kv_heads);
+        return rows * (a.head_dim + 2 * running_row_of(a)) * sizeof(float) + rows * sizeof(int64_t) +
+               KEYS * (a.head_dim + round_up(a.head_dim, 2 * Vec::LANES)) * sizeof(T) + 6 * 64;
+    }
+
+    Attender(const Attention& a, const Step& step, const Plan& plan, char* memory) : a(a), step(step), plan(plan) {
+        value_row = round_up(a.head_dim, 2 * Vec::LANES);
+        running_row = running_row_of(a);
+        max_rows = std::max(ITEM_ROWS, plan.group);
+        auto take = [&](size_t bytes) {
+            char* at = memory;
+            memory += round_up(bytes, 64);
+            return at;
+        };
+        keys = (T*)take(KEYS * a.head_dim * sizeof(T));
+        values = (T*)take(KEYS * value_row * sizeof(T));
+        q = (float*)take(max_rows * a.head_dim * sizeof(float));
+        total = (float*)take(max_rows * running_row * sizeof(float));
+        piece = (float*)take(max_rows * running_row * sizeof(float));
+        positions = (int64_t*)take(max_rows * sizeof(int64_t));
+        std::memset(values, 0, KEYS * value_row * sizeof(T));
+    }
+
+    // Rows first to first + size of a tile's num_rows are computed together: as even pieces as can be.
+    static int64_t num_blocks(int64_t num_rows) { return ceil_div(num_rows, ROWS); }
+    static int64_t block_start(int64_t block, int64_t num_rows) { return num_rows * block / num_blocks(num_rows); }
+
+    // Queries of a query tile, times `scale`, in fp32: [head_dim][rows] for each block of rows. Row: token * group + head.
+    void load_queries(const Request& r, int64_t token, int64_t num_rows, int64_t kv_head) {
+        float scale = (float)(a.scale * 1.4426950408889634);  // powers of 2 instead of e
+        for (int64_t block = 0; block < num_blocks(num_rows); block++) {
+            int64_t start = block_start(block, num_rows), size = block_start(block + 1, num_rows) - start;
+            for (int64_t i = 0; i < size; i++) {
+                int64_t in_tile = (start + i) / plan.group, head = kv_head * plan.group + (start + i) % plan.group;
+                const T* from = (const T*)a.query + (r.first_token + token + in_tile) * a.query_row + head * a.query_head;
+                float* to = q + start * a.head_dim + i;
+                for (int64_t d = 0; d < a.head_dim; d++) to[d * size] = Number<T>::get(from[d]) * scale;
+                positions[start + i] = r.context - r.num_tokens + token + in_tile;
+            }
+        }
+    }
+
+    // The tile at `start` with its first num_keys keys, of which the rows see more or less.
+    Tile<T> load_tile(const Request& r, int64_t start, int num_keys, int64_t kv_head, bool seen_by_all) {
+        static const float zeros[MAX_HEAD_DIM] = {};
+        const void* rows[KEYS];
+        const int32_t* blocks = step.block_tables + r.index * step.block_table_row;
+        int64_t slot_size = a.kv_heads * a.head_dim;
+        bool is_finite = true;
+        for (int key = 0; key < num_keys;) {
+            int64_t block = (start + key) / a.block_size, offset = (start + key) % a.block_size;
+            int64_t at = ((int64_t)blocks[block] * a.block_size + offset) * slot_size + kv_head * a.head_dim;
+            int end = (int)std::min<int64_t>(num_keys, key + a.block_size - offset);
+            for (; key < end; key++, at += slot_size) {
+                rows[key] = (const T*)a.key_cache + at;
+                std::memcpy(values + key * value_row, (const T*)a.value_cache + at, a.head_dim * sizeof(T));
+            }
+        }
+        int padded = (int)round_up(num_keys, 8);
+        for (int key = num_keys; key < padded; key++) rows[key] = zeros;
+        for (int key = 0; key < padded; key += 8) transpose_8(rows + key, a.head_dim * sizeof(T) / 4, (uint32_t*)keys + key);
+        if (!seen_by_all) {
+            Vec sum;  // 0, or NaN where a value is not finite
+            for (int64_t i = 0; i < num_keys * value_row; i += Vec::LANES) sum = Vec::fma(Vec::load(values + i), Vec(), sum);
+            is_finite = sum.sum() == 0;
+        }
+        return {keys, values, a.head_dim, value_row, start, is_finite};
+    }
+
+    void attend_tile(const Tile<T>& tile, int64_t num_rows, float* running) {
+        for (int64_t block = 0; block < num_blocks(num_rows); block++) {
+            int64_t start = block_start(block, num_rows);
+            const float* block_q = q + start * a.head_dim;
+            float* block_running = running + start * running_row;
+            switch (block_start(block + 1, num_rows) - start) {
+                case 1: attend_rows<T, 1>(tile, block_q, positions + start, block_running, running_row); break;
+                case 2: attend_rows<T, 2>(tile, block_q, positions + start, block_running, running_row); break;
+                case 3: attend_rows<T, 3>(tile, block_q, positions + start, block_running, running_row); break;
+                case 4: attend_rows<T, 4>(tile, block_q, positions + start, block_running, running_row); break;
+                case 5: attend_rows<T, 5>(tile, block_q, positions + start, block_running, running_row); break;
+                case 6: attend_rows<T, 6>(tile, block_q, positions + start, block_running, running_row); break;
+            }
+        }
+    }
+
+    // Keys [start, end) of the context, within one SPLIT.
+    void attend_piece(const Request& r, int64_t start, int64_t end, int64_t num_rows, int64_t kv_head, float* running) {
+        for (int64_t row = 0; row < num_rows; row++) Running::reset(running + row * running_row, running_row);
+        for (; start < end; start += KEYS) {
+            int num_keys = (int)std::min<int64_t>(KEYS, end - start);
+            attend_tile(load_tile(r, start, num_keys, kv_head, positions[0] + 1 >= start + num_keys), num_rows, running);
+        }
+    }
+
+    T* out_of(const Request& r, int64_t token, int64_t row, int64_t kv_head) const {
+        int64_t head = kv_head * plan.group + row % plan.group;
+        return (T*)a.out + ((r.first_token + token + row / plan.group) * a.heads + head) * a.head_dim;
+    }
+
+    // A tile's rows in the shared memory of pieces.
+    float* partial(const Request& r, float* partials, int64_t token, int64_t kv_head, int64_t split) const {
+        int64_t num_rows = tokens_of(r, token) * plan.group;
+        return partials + (r.first_partial + (token * plan.kv_heads * plan.group + kv_head * num_rows) * r.splits + split * num_rows) * running_row;
+    }
+
+    int64_t tokens_of(const Request& r, int64_t token) const { return std::min(plan.tokens_per_tile, r.num_tokens - token); }
+
+    // Items of a request: the last query tile, which sees most, first; then splits, then KV heads, which lie side by side in memory.
+    void attend_item(const Request& r, int64_t item, float* partials) {
+        int64_t kv_head = item % plan.kv_heads, split = item / plan.kv_heads % r.splits;
+        int64_t token = (plan.tiles_of(r) - 1 - item / plan.kv_heads / r.splits) * plan.tokens_per_tile;
+        int64_t num_tokens = tokens_of(r, token), num_rows = num_tokens * plan.group;
+        int64_t end = r.context - r.num_tokens + token + num_tokens;  // what the last row sees
+        load_queries(r, token, num_rows, kv_head);
+        if (r.splits > 1) {
+            attend_piece(r, split * SPLIT, std::min(end, (split + 1) * SPLIT), num_rows, kv_head, partial(r, partials, token, kv_head, split));
+            return;
+        }
+        attend_piece(r, 0, std::min(end, SPLIT), num_rows, kv_head, total);
+        for (int64_t start = SPLIT; start < end; start += SPLIT) {
+            attend_piece(r, start, std::min(end, start + SPLIT), num_rows, kv_head, piece);
+            for (int64_t row = 0; row < num_rows; row++) Running::join(total + row * running_row, piece + row * running_row, running_row);
+        }
+        for (int64_t row = 0; row < num_rows; row++) Running::finish(total + row * running_row, out_of(r, token, row, kv_head), a.head_dim);
+    }
+
+    // The second phase: a KV head's rows of one query tile, put together from their pieces.
+    void join_item(const Request& r, int64_t item, float* partials) {
+        int64_t kv_head = item % plan.kv_heads, token = item / plan.kv_heads * plan.tokens_per_tile;
+        int64_t num_rows = tokens_of(r, token) * plan.group;
+        float* first = partial(r, partials, token, kv_head, 0);
+        for (int64_t row = 0; row < num_rows; row++) {
+            float* joined = first + row * running_row;
+            for (int64_t split = 1; split < r.splits; split++) Running::join(joined, joined + split * num_rows * running_row, running_row);
+            Running::finish(joined, out_of(r, token, row, kv_head), a.head_dim);
+        }
+    }
+};
+
+template <typename T>
+void attend(const Attention& a, const Step& step, const Worker& worker) {
+    size_t plan_bytes = round_up(step.num_requests * sizeof(Request), 64);
+    char* memory = (char*)worker.scratch(plan_bytes + Attender<T>::bytes(a));
+    Plan plan(a, step, worker.count, memory);
+    Attender<T> attender(a, step, plan, memory + plan_bytes);
+    float* partials = plan.num_partials ? (float*)worker.shared(plan.num_partials * attender.running_row * sizeof(float)) : nullptr;
+
+    int64_t ticket = worker.next();
+    for (int64_t i = 0; i < plan.num_requests; i++) {
+        const Request& r = plan.requests[i];
+        for (; ticket < r.first_item + r.num_items; ticket = worker.next()) attender.attend_item(r, ticket - r.first_item, partials);
+    }
+    if (!partials) return;
+    worker.barrier();
+    ticket = worker.next();
+    for (int64_t i = 0, first = 0; i < plan.num_requests; i++) {
+        const Request& r = plan.requests[i];
+        int64_t items = r.splits > 1 ? plan.tiles_of(r) * plan.kv_heads : 0;
+        for (; ticket < first + items; ticket = worker.next()) attender.join_item(r, ticket - first, partials);
+        first += items;
+    }
+}
+
+void attention(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, attend<T>((const Attention&)call, step, worker));
+}

@@ -1,0 +1,86 @@
+// Rotary position embedding and the writing of keys and values to the cache: one pass over a token's heads.
+
+// cosines and sines of one position, rounded to T
+template <typename T>
+void round_turn(const float* cos_sin, int64_t rotary_dim, float* turn) {
+    for (int64_t i = 0; i < rotary_dim; i++) turn[i] = Number<T>::round(cos_sin[i]);
+}
+
+template <typename T>
+void rotate_heads(T* row, int64_t heads, int64_t head, int64_t half, const float* turn) {
+    for (int64_t h = 0; h < heads; h++) {
+        T* first = row + h * head;
+        T* second = first + half;
+        const float *cosine = turn, *sine = turn + half;
+        int64_t i = 0;
+        for (; i + Vec::LANES <= half; i += Vec::LANES) {
+            Vec a = Vec::load(first + i), b = Vec::load(second + i), c = Vec::load(cosine + i), s = Vec::load(sine + i);
+            (a * c - b * s).store(first + i);
+            (b * c + a * s).store(second + i);
+        }
+        for (; i < half; i++) {
+            float a = Number<T>::get(first[i]), b = Number<T>::get(second[i]);
+            put(first + i, a * cosine[i] - b * sine[i]);
+            put(second + i, b * cosine[i] + a * sine[i]);
+        }
+    }
+}
+
+template <typename T>
+void store_heads(const T* row, int64_t heads, int64_t head, int64_t head_dim, void* cache, int64_t slot) {
+    T* to = (T*)cache + slot * heads * head_dim;
+    for (int64_t h = 0; h < heads; h++) std::memcpy(to + h * head_dim, row + h * head, head_dim * sizeof(T));
+}
+
+template <typename T>
+void rotate_row(const Rotary& a, const Step& step, int64_t row, float* turn) {
+    round_turn<T>(a.cos_sin + step.positions[row] * a.rotary_dim, a.rotary_dim, turn);
+    rotate_heads((T*)a.query + row * a.query_row, a.heads, a.query_head, a.rotary_dim / 2, turn);
+    rotate_heads((T*)a.key + row * a.key_row, a.kv_heads, a.key_head, a.rotary_dim / 2, turn);
+}
+
+template <typename T>
+void rotary_rows(const Rotary& a, const Step& step, int64_t rows, const Worker& worker) {
+    float* turn = (float*)worker.scratch(a.rotary_dim * sizeof(float));
+    int64_t piece = piece_of_rows((a.heads + a.kv_heads) * a.rotary_dim);
+    for (int64_t start; (start = worker.next() * piece) < rows;)
+        for (int64_t row = start; row < std::min(start + piece, rows); row++) rotate_row<T>(a, step, row, turn);
+}
+
+void rotary(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, rotary_rows<T>((const Rotary&)call, step, rows_of(call, step), worker));
+}
+
+template <typename T>
+void write_kv_rows(const WriteKv& a, const Step& step, int64_t rows, const Worker& worker) {
+    int64_t piece = piece_of_rows(2 * a.kv_heads * a.head_dim);
+    for (int64_t start; (start = worker.next() * piece) < rows;)
+        for (int64_t row = start; row < std::min(start + piece, rows); row++) {
+            int64_t slot = step.slot_mapping[row];
+            if (slot < 0) continue;
+            store_heads((const T*)a.key + row * a.key_row, a.kv_heads, a.key_head, a.head_dim, a.key_cache, slot);
+            store_heads((const T*)a.value + row * a.value_row, a.kv_heads, a.value_head, a.head_dim, a.value_cache, slot);
+        }
+}
+
+void write_kv(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, write_kv_rows<T>((const WriteKv&)call, step, rows_of(call, step), worker));
+}
+
+template <typename T>
+void rotary_and_write_kv_rows(const RotaryAndWriteKv& a, const Step& step, int64_t rows, const Worker& worker) {
+    float* turn = (float*)worker.scratch(a.rotary_dim * sizeof(float));
+    int64_t piece = piece_of_rows((a.heads + 2 * a.kv_heads) * a.head_dim);
+    for (int64_t start; (start = worker.next() * piece) < rows;)
+        for (int64_t row = start; row < std::min(start + piece, rows); row++) {
+            rotate_row<T>(a, step, row, turn);
+            int64_t slot = step.slot_mapping[row];
+            if (slot < 0) continue;
+            store_heads((const T*)a.key + row * a.key_row, a.kv_heads, a.key_head, a.head_dim, a.key_cache, slot);
+            store_heads((const T*)a.value + row * a.value_row, a.kv_heads, a.value_head, a.head_dim, a.value_cache, slot);
+        }
+}
+
+void rotary_and_write_kv(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, rotary_and_write_kv_rows<T>((const RotaryAndWriteKv&)call, step, rows_of(call, step), worker));
+}

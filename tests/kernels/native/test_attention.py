@@ -1,0 +1,223 @@
+"""Native attention, rotary embedding and KV writes: a token's bits do not depend on how it came to be computed.
+May know: the native wrappers, the cases.
+Must not know: how the kernels share out their work."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quire.kernels.cpu.native.library import library
+from quire.kernels.ops import AttentionMetadata
+from quire.kernels.registry import Facts
+from quire.tests.kernels import cases
+from torch import Tensor
+
+if library is None:
+    pytest.skip("native kernels are not built here (no C++ compiler at installation, QUIRE_NATIVE=0, or no AVX2)", allow_module_level=True)
+
+from quire.kernels.cpu.native import attention, rotary  # noqa: E402
+from quire.kernels.cpu.native.calls import Op, Rotary, Step, WriteKv  # noqa: E402
+
+DTYPES = (torch.float32, torch.bfloat16)
+SPLIT = 512  # src/attention.inl: contexts beyond it are summed up in pieces
+
+
+@pytest.fixture(autouse=True)
+def one_thread_afterwards():
+    yield
+    library.set_num_threads(1)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    word = {torch.bfloat16: torch.int16, torch.float32: torch.int32}[a.dtype]
+    return torch.equal(a.contiguous().view(word), b.contiguous().view(word))
+
+
+@dataclass
+class Request:
+    """All tokens of a sequence: query [n, NQ, D], key and value [n, NKV, D]; what each must give, [n, NQ, D]; how many are computed."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    expected: Tensor
+    computed: int = 0
+
+
+class Cache:
+    """A paged cache where only what was written is no NaN, its pages handed out in random order, tables filled with impossible ones."""
+
+    def __init__(self, requests: list[Request], block_size: int):
+        self.block_size = block_size
+        counts = [-(-len(r.query) // block_size) for r in requests]
+        num_kv_heads, head_dim = requests[0].key.shape[1:]
+        shape = (2, sum(counts) + 2, block_size, num_kv_heads, head_dim)
+        self.keys, self.values = torch.full(shape, math.nan, dtype=requests[0].key.dtype).unbind(0)
+        pages = torch.randperm(shape[1], dtype=torch.int32)[: sum(counts)].split(counts)
+        self.tables = torch.full((len(requests), max(counts) + 1), cases.FOREIGN_BLOCK, dtype=torch.int32)
+        for table, own in zip(self.tables, pages):
+            table[: len(own)] = own
+
+    def step(self, requests: list[Request], rows: list[int], sizes: list[int]) -> list[Tensor]:
+        """Computes the next sizes[i] tokens of request rows[i], as the engine does; gives each one's result."""
+        ends = [requests[row].computed + size for row, size in zip(rows, sizes)]
+        query, slots = [], []
+        for row, size, end in zip(rows, sizes, ends):
+            request, position = requests[row], torch.arange(end - size, end)
+            slots.append(self.tables[row].long()[position // self.block_size] * self.block_size + position % self.block_size)
+            for cache, new in ((self.keys, request.key), (self.values, request.value)):
+                cache.flatten(0, 1)[slots[-1]] = new[end - size : end]
+            query.append(request.query[end - size : end])
+            request.computed = end
+        starts, lengths = torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
+        metadata = AttentionMetadata(starts, lengths, self.tables[rows], torch.cat(slots), 0, sizes, ends)
+        scale = request.query.shape[-1] ** -0.5
+        return list(attention.paged_attention(torch.cat(query), self.keys, self.values, metadata, scale).split(sizes))
+
+
+def make_request(length: int, heads: tuple[int, int, int], dtype: torch.dtype) -> Request:
+    """Expected is what a single thread gives when the tokens come one by one and nobody else is there."""
+    num_heads, num_kv_heads, head_dim = heads
+    query = cases.rand(length, num_heads, head_dim, dtype=dtype)
+    key, value = (cases.rand(length, num_kv_heads, head_dim, dtype=dtype) for _ in range(2))
+    request = Request(query, key, value, torch.empty_like(query))
+    library.set_num_threads(1)
+    cache = Cache([request], 16)
+    for token in range(length):
+        (request.expected[token : token + 1],) = cache.step([request], [0], [1])
+    request.computed = 0
+    return request
+
+
+def check_in_steps(requests: list[Request], block_size: int, draw) -> None:
+    """All tokens of all requests, in steps of some requests with some tokens each: `draw(n)` chooses from 0 to n."""
+    cache = Cache(requests, block_size)
+    while open_rows := [i for i, r in enumerate(requests) if r.computed < len(r.query)]:
+        rows = [row for row in open_rows if draw(3)] or open_rows[:1]
+        sizes = [1 + draw(len(requests[row].query) - requests[row].computed - 1) for row in rows]
+        library.set_num_threads(1 + draw(2))
+        for row, size, result in zip(rows, sizes, cache.step(requests, rows, sizes)):
+            request = requests[row]
+            start = request.computed - size
+            assert same_bits(result, request.expected[start : request.computed]), f"request {row}, tokens {start} to {request.computed}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_token_is_the_same_bits_in_any_chunk_batch_and_pool(dtype, data):
+    num_kv_heads, group = data.draw(st.sampled_from([(1, 1), (2, 2), (2, 3), (2, 7), (1, 8), (3, 1)]))
+    heads = (num_kv_heads * group, num_kv_heads, data.draw(st.sampled_from([8, 24, 64, 72])))
+    lengths = data.draw(st.lists(st.one_of(st.integers(1, 150), st.sampled_from([64, 65, 128])), min_size=1, max_size=4))
+    torch.manual_seed(sum(lengths))
+    requests = [make_request(length, heads, dtype) for length in lengths]
+    check_in_steps(requests, data.draw(st.sampled_from([1, 5, 8, 16, 32, 128])), lambda n: data.draw(st.integers(0, n)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_so_it_is_where_contexts_are_summed_up_in_pieces(dtype):
+    torch.manual_seed(10)
+    requests = [make_request(length, (6, 2, 32), dtype) for length in (SPLIT + 70, 2 * SPLIT + 9, 30)]
+    for attempt in range(3):
+        for request in requests:
+            request.computed = 0
+        check_in_steps(requests, 16, lambda n: int(torch.randint(n + 1, ())))
+
+
+def test_so_it_is_on_every_instruction_set(isa):
+    for dtype in DTYPES:
+        torch.manual_seed(11)
+        requests = [make_request(length, (6, 2, 40), dtype) for length in (90, 33, 17)]
+        check_in_steps(requests, 16, lambda n: int(torch.randint(n + 1, ())))
+
+
+@pytest.mark.parametrize("what", ["key", "value"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite_spoils_no_earlier_token(isa, dtype, bad, what):
+    torch.manual_seed(12)
+    request = make_request(100, (4, 2, 24), dtype)
+    getattr(request, what)[77] = bad
+    (result,) = Cache([request], 8).step([request], [0], [100])
+    assert same_bits(result[:77], request.expected[:77])
+    if bad != -math.inf or what == "value":
+        assert not result[77:].isfinite().any(-1).all()
+
+
+@pytest.mark.parametrize("heads", [(14, 2, 64), (2, 1, 256)], ids=str)
+@pytest.mark.parametrize(("query_lens", "contexts"), [([1], [16384]), ([1, 1], [5, 9001]), ([20], [8200])], ids=str)
+def test_long_contexts(heads, query_lens, contexts):
+    """Error no worse than torch's, and the same bits by one thread and by two, which share a context out."""
+    torch.manual_seed(13)
+    for dtype in DTYPES:
+        case = cases.attention_case(query_lens, contexts, heads, 16, dtype)
+        (truth,) = case.truth(torch.float64)
+        library.set_num_threads(1)
+        (result,) = case.run(attention.paged_attention)
+        library.set_num_threads(2)
+        assert same_bits(result, *case.run(attention.paged_attention))
+        worst = 1e-6 if dtype == torch.float32 else 1.05 * (case.truth(dtype)[0].double() - truth).square().mean().sqrt()
+        assert (result.double() - truth).square().mean().sqrt() < worst
+
+
+def test_large_scores_are_exact_enough():
+    """Softmax over scores of hundreds: all weight on few keys, nothing overflows."""
+    torch.manual_seed(14)
+    case = cases.attention_case([3, 1], [300, 90], (4, 2, 64), 16, torch.float32)
+    large = cases.Case(case.name, (case.args[0] * 100, *case.args[1:]), case.torch_own)
+    torch.testing.assert_close(large.run(attention.paged_attention)[0].double(), large.truth(torch.float64)[0], rtol=1e-3, atol=1e-3)
+
+
+def test_heads_that_are_not_served_are_declined():
+    assert [d for d in range(0, 300) if attention.has_native_heads(Facts("cpu", torch.float32, head_dim=d))] == list(range(8, 257, 8))
+    assert not attention.has_native_heads(Facts("cuda", torch.bfloat16, head_dim=64))
+    assert not attention.has_native_heads(Facts("cpu", torch.float16, head_dim=64))
+
+
+# ---------------------------------------------------------------- rotary embedding and KV writes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rotary_dim", [64, 48, 8])
+def test_rotation_and_write_in_one_have_the_bits_of_the_two(isa, dtype, rotary_dim):
+    torch.manual_seed(15)
+    num_tokens, num_heads, num_kv_heads, head_dim = 23, 6, 2, 64
+    angles = torch.arange(100)[:, None] * 0.01 ** torch.linspace(0, 1, rotary_dim // 2)
+    cos_sin, positions = torch.cat((angles.cos(), angles.sin()), -1), torch.randint(0, 100, (num_tokens,))
+    slots = torch.randperm(48)[:num_tokens]
+    slots[::5] = -1
+    library.set_num_threads(2)
+    results, calls = [], []
+    for _ in range(2):
+        torch.manual_seed(16)
+        qkv = cases.rand(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+        caches = torch.zeros(2, 6, 8, num_kv_heads, head_dim, dtype=dtype)
+        results.append((qkv, caches))
+    for qkv, caches in results:
+        query, key, value = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        rotated, stored = (qkv.stride(0), qkv.stride(1), key.stride(0), key.stride(1)), (*key.stride()[:2], *value.stride()[:2])
+        kind = int(dtype == torch.float32)
+        calls.append((
+            Rotary(Op.ROTARY, kind, -1, query.data_ptr(), key.data_ptr(), cos_sin.data_ptr(), *rotated, num_heads, num_kv_heads, rotary_dim),
+            WriteKv(Op.WRITE_KV, kind, -1, key.data_ptr(), value.data_ptr(), caches[0].data_ptr(), caches[1].data_ptr(), *stored, num_kv_heads, head_dim),
+        ))  # fmt: skip
+    step = Step(num_tokens=num_tokens, positions=positions.data_ptr(), slot_mapping=slots.data_ptr())
+    for call in calls[0]:
+        library.run(call, step)
+    library.run(rotary.fuse(*calls[1]), step)
+    for apart, together in zip(*results):
+        assert same_bits(apart, together)
+    written = results[0][1].flatten(1, 2).abs().sum((0, 2, 3)) > 0
+    assert written.nonzero().flatten().tolist() == sorted(slots[slots >= 0].tolist())
+
+
+def test_calls_about_different_keys_are_not_fused():
+    rotation, write = Rotary(Op.ROTARY, 0, -1, 1, 2, 3), WriteKv(Op.WRITE_KV, 0, -1, 4)
+    assert rotary.fuse(rotation, write) is None
+    write.key = 2
+    assert rotary.fuse(rotation, write) is not None

@@ -24,6 +24,9 @@ enum Op : int32_t {
     OP_ARGMAX,
     OP_SAMPLE,
     OP_GATHER_ROWS,
+    OP_QUANTIZE_INT8,
+    OP_QUANTIZE_INT4,
+    OP_EMBEDDING_INT8,
     NUM_OPS,
 };
 
@@ -168,6 +171,26 @@ struct Sample : Call {
     const int64_t* positions;
     int64_t* out;
     int64_t logits_row, vocab_size;
+};
+
+// As Linear, but weight is int8 or int4, as Quantize made it with its scales; x is quantized on the way. In fp32 within.
+struct QuantizedLinear : Linear {
+    const void* scales;
+};
+
+// A linear layer's weight [out_features, in_features] as whole numbers with scales, laid out as quantize.inl says; the call's rows mean
+// nothing. packed is 64-byte aligned.
+struct Quantize : Call {
+    const void* weight;
+    void* packed;
+    void* scales;
+    int64_t weight_row;
+    int64_t in_features, out_features;
+};
+
+// As Embedding, from an int8 table that Quantize made.
+struct EmbeddingInt8 : Embedding {
+    const void* scales;
 };
 
 // The names of instruction sets in order of preference: "amx", "avx512", "avx2". 1 where this processor and system can run it.

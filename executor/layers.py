@@ -63,36 +63,37 @@ class Linear:
             start += rows
 
 
-class Embedding:
-    def __init__(self, name: str, weight: torch.Tensor, ops: Any):
-        self.name = name
-        self.weight = weight  # [vocab_size, hidden_size]
-        self.embedding = ops.embedding
-        self._packed_rows: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T] -> [T, hidden_size]"""
-        return self.embedding(token_ids, self.weight) if self._packed_rows is None else self._packed_rows(token_ids)
-
-    def read_from(self, packed_rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """The table is a packed head's from now on, which can look rows up: one copy is in memory."""
-        self._packed_rows, self.weight = packed_rows, None
-
-    def weights(self, prefix: str) -> Weights:
-        yield f"{prefix}{self.name}.weight", self.weight
-
-
 class TiedHead(Linear):
-    """An output head that is the embedding's own table."""
+    """An output head that is the embedding's own table: one memory for both, if the packed weight gives rows too."""
 
     def __init__(self, name: str, embedding: Embedding, pack: Pack):
-        super().__init__({name: embedding.weight.shape[0]}, embedding.weight, None, pack)
-        self._embedding = embedding
+        super().__init__({name: len(embedding.weight)}, embedding.weight, None, pack)
+        self._tied_to = embedding
 
     def pack(self) -> None:
         super().pack()
-        if (packed_rows := getattr(self._multiply, "embedding", None)) is not None:
-            self._embedding.read_from(packed_rows)
+        if hasattr(self._multiply, "embedding"):
+            self._tied_to.read_from(self._multiply.embedding)
+
+
+class Embedding:
+    def __init__(self, name: str, weight: torch.Tensor, ops: Any):
+        self.name = name
+        self.weight = weight  # [vocab_size, hidden_size]; given up where a tied head holds it
+        self._embedding = ops.embedding
+        self._look_up: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, hidden_size]"""
+        return self._embedding(token_ids, self.weight) if self._look_up is None else self._look_up(token_ids)
+
+    def read_from(self, look_up: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """From now on `look_up` gives a token's row."""
+        self._look_up = look_up
+        self.weight = None
+
+    def weights(self, prefix: str) -> Weights:
+        yield f"{prefix}{self.name}.weight", self.weight
 
 
 class RMSNorm:

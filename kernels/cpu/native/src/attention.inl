@@ -88,15 +88,11 @@ struct Attender {
         std::memset(values, 0, KEYS * value_row * sizeof(T));
     }
 
-    // Rows first to first + size of a tile's num_rows are computed together: as even pieces as can be.
-    static int64_t num_blocks(int64_t num_rows) { return ceil_div(num_rows, ROWS); }
-    static int64_t block_start(int64_t block, int64_t num_rows) { return num_rows * block / num_blocks(num_rows); }
-
-    // Queries of a query tile, times `scale`, in fp32: [head_dim][rows] for each block of rows. Row: token * group + head.
+    // Queries of a query tile, times `scale`, in fp32: [head_dim][size] for each ROWS of them. Row: token * group + head.
     void load_queries(const Request& r, int64_t token, int64_t num_rows, int64_t kv_head) {
         float scale = (float)(a.scale * 1.4426950408889634);  // powers of 2 instead of e
-        for (int64_t block = 0; block < num_blocks(num_rows); block++) {
-            int64_t start = block_start(block, num_rows), size = block_start(block + 1, num_rows) - start;
+        for (int64_t start = 0; start < num_rows; start += ROWS) {
+            int64_t size = std::min<int64_t>(ROWS, num_rows - start);
             for (int64_t i = 0; i < size; i++) {
                 int64_t in_tile = (start + i) / plan.group, head = kv_head * plan.group + (start + i) % plan.group;
                 const T* from = (const T*)a.query + (r.first_token + token + in_tile) * a.query_row + head * a.query_head;
@@ -107,55 +103,62 @@ struct Attender {
         }
     }
 
-    // The tile at `start` with its first num_keys keys, of which the rows see more or less.
-    Tile<T> load_tile(const Request& r, int64_t start, int num_keys, int64_t kv_head, bool seen_by_all) {
-        static const float zeros[MAX_HEAD_DIM] = {};
-        const void* rows[KEYS];
+    // Where the keys from `start` on lie, at most a tile of them, none from `end` on.
+    void find_slots(const Request& r, int64_t start, int64_t end, int64_t kv_head, Slots<T>& slots) const {
         const int32_t* blocks = step.block_tables + r.index * step.block_table_row;
         int64_t slot_size = a.kv_heads * a.head_dim;
-        bool is_finite = true;
-        for (int key = 0; key < num_keys;) {
+        slots.count = (int)std::min<int64_t>(KEYS, std::max<int64_t>(end - start, 0));
+        for (int key = 0; key < slots.count;) {
             int64_t block = (start + key) / a.block_size, offset = (start + key) % a.block_size;
             int64_t at = ((int64_t)blocks[block] * a.block_size + offset) * slot_size + kv_head * a.head_dim;
-            int end = (int)std::min<int64_t>(num_keys, key + a.block_size - offset);
-            for (; key < end; key++, at += slot_size) {
-                rows[key] = (const T*)a.key_cache + at;
-                std::memcpy(values + key * value_row, (const T*)a.value_cache + at, a.head_dim * sizeof(T));
+            int stop = (int)std::min<int64_t>(slots.count, key + a.block_size - offset);
+            for (; key < stop; key++, at += slot_size) {
+                slots.keys[key] = (const T*)a.key_cache + at;
+                slots.values[key] = (const T*)a.value_cache + at;
             }
         }
-        int padded = (int)round_up(num_keys, 8);
-        for (int key = num_keys; key < padded; key++) rows[key] = zeros;
-        for (int key = 0; key < padded; key += 8) transpose_8(rows + key, a.head_dim * sizeof(T) / 4, (uint32_t*)keys + key);
-        if (!seen_by_all) {
-            Vec sum;  // 0, or NaN where a value is not finite
-            for (int64_t i = 0; i < num_keys * value_row; i += Vec::LANES) sum = Vec::fma(Vec::load(values + i), Vec(), sum);
-            is_finite = sum.sum() == 0;
-        }
-        return {keys, values, a.head_dim, value_row, start, is_finite};
     }
 
-    void attend_tile(const Tile<T>& tile, int64_t num_rows, float* running) {
-        for (int64_t block = 0; block < num_blocks(num_rows); block++) {
-            int64_t start = block_start(block, num_rows);
+    // The tile at `start`. Not seen by all: some row sees fewer of its keys than another.
+    Tile<T> load_tile(Slots<T>& slots, const Slots<T>* next, int64_t start, bool seen_by_all) {
+        static const T zeros[MAX_HEAD_DIM] = {};
+        int padded = (int)round_up(slots.count, 8);
+        for (int key = slots.count; key < padded; key++) slots.keys[key] = zeros;
+        for (int key = 0; key < padded; key += 8)
+            transpose_8((const void* const*)slots.keys + key, a.head_dim * sizeof(T) / 4, (uint32_t*)keys + key);
+        for (int key = 0; key < slots.count; key++) copy_row(slots.values[key], values + key * value_row, a.head_dim * sizeof(T));
+        bool is_finite = true;
+        if (!seen_by_all) {
+            Vec sum;  // 0, or NaN where a value is not finite
+            for (int64_t i = 0; i < slots.count * value_row; i += Vec::LANES) sum = Vec::fma(Vec::load(values + i), Vec(), sum);
+            is_finite = sum.sum() == 0;
+        }
+        return {keys, values, a.head_dim, value_row, start, is_finite, next};
+    }
+
+    void attend_tile(Tile<T> tile, int64_t num_rows, float* running) {
+        for (int64_t start = 0; start < num_rows; start += ROWS) {
             const float* block_q = q + start * a.head_dim;
             float* block_running = running + start * running_row;
-            switch (block_start(block + 1, num_rows) - start) {
+            switch (num_rows - start) {
                 case 1: attend_rows<T, 1>(tile, block_q, positions + start, block_running, running_row); break;
                 case 2: attend_rows<T, 2>(tile, block_q, positions + start, block_running, running_row); break;
                 case 3: attend_rows<T, 3>(tile, block_q, positions + start, block_running, running_row); break;
                 case 4: attend_rows<T, 4>(tile, block_q, positions + start, block_running, running_row); break;
-                case 5: attend_rows<T, 5>(tile, block_q, positions + start, block_running, running_row); break;
-                case 6: attend_rows<T, 6>(tile, block_q, positions + start, block_running, running_row); break;
+                default: attend_rows<T, ROWS>(tile, block_q, positions + start, block_running, running_row);
             }
+            tile.next = nullptr;
         }
     }
 
     // Keys [start, end) of the context, within one SPLIT.
     void attend_piece(const Request& r, int64_t start, int64_t end, int64_t num_rows, int64_t kv_head, float* running) {
         for (int64_t row = 0; row < num_rows; row++) Running::reset(running + row * running_row, running_row);
-        for (; start < end; start += KEYS) {
-            int num_keys = (int)std::min<int64_t>(KEYS, end - start);
-            attend_tile(load_tile(r, start, num_keys, kv_head, positions[0] + 1 >= start + num_keys), num_rows, running);
+        Slots<T> slots[2];
+        find_slots(r, start, end, kv_head, slots[0]);
+        for (int i = 0; start < end; start += KEYS, i ^= 1) {
+            find_slots(r, start + KEYS, end, kv_head, slots[i ^ 1]);
+            attend_tile(load_tile(slots[i], &slots[i ^ 1], start, positions[0] + 1 >= start + slots[i].count), num_rows, running);
         }
     }
 

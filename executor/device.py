@@ -15,7 +15,9 @@ import torch
 
 from ..ipc.errors import InvalidParameterError
 from ..ipc.machine import available_cores
+from ..kernels.cpu.native.library import library
 
+_LIBC = ctypes.CDLL(None)
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -37,20 +39,45 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
+def select_cpu_isa(name: str) -> str:
+    """Chooses the instruction set of the native kernels and returns its name; "none" where torch's kernels serve in their place.
+
+    One for the whole process: engines that run in it already go on with this one. Raises InvalidParameterError for one that cannot be had.
+    """
+    if name == "none" or library is None and name == "auto":
+        return "none"
+    if library is None:
+        raise InvalidParameterError("cpu_isa", f"{name} needs the native kernels, which are not to be had here; use auto or none")
+    if name not in ("auto", *library.isas):
+        raise InvalidParameterError("cpu_isa", f"this processor has no {name}; it has {', '.join(library.isas)}")
+    library.use_isa(library.isas[0] if name == "auto" else name)
+    return library.isa
+
+
 def set_num_threads(num_threads: int | None) -> int:
     """Sets how many threads one operation may use and returns the number. None: OMP_NUM_THREADS, or every core of this process."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list gives nested regions theirs; there are none here
     count = num_threads or (int(wanted) if wanted.isdigit() and int(wanted) else available_cores())
     torch.set_num_threads(count)
+    if library is not None:
+        library.set_num_threads(count)
     return count
 
 
 def release_memory() -> None:
     """Gives the operating system back what was freed: cyclic garbage, and the pages that malloc keeps for later."""
     gc.collect()
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc's
-        libc.malloc_trim(0)
+    if hasattr(_LIBC, "malloc_trim"):  # glibc's
+        _LIBC.malloc_trim(0)
+
+
+def release_mapped(tensor: torch.Tensor) -> None:
+    """Gives back the whole pages of a contiguous tensor that lies in a private mapping of a file and was only read. Looked at again, they
+    would be read again; what was written to other memory would be lost."""
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > start:
+        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
 def resident_bytes() -> int:

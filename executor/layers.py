@@ -24,6 +24,7 @@ class Linear:
         self.shards = shards  # name in the checkpoint -> rows, in order
         self.weight = weight  # [sum of rows, in_features]; given up once packed
         self.bias = bias
+        self._num_unfilled = len(shards) * (1 if bias is None else 2)
         self._pack_linear = ops.pack_linear
         self._multiply: Callable[[torch.Tensor], torch.Tensor] | None = None
 
@@ -35,6 +36,12 @@ class Linear:
         """[R, in_features] -> [R, sum of rows] f32"""
         multiply = getattr(self._multiply, "logits", None)
         return self._multiply(x).float() if multiply is None else multiply(x)
+
+    def count_filled(self) -> None:
+        """To be called once for each tensor of `weights` when it has its values. With the last, the weight is packed."""
+        self._num_unfilled -= 1
+        if not self._num_unfilled:
+            self.pack()
 
     def pack(self) -> None:
         """To be called once, when the weight is filled: lays it out as the device multiplies it best."""
@@ -50,15 +57,34 @@ class Linear:
             start += rows
 
 
+class TiedHead(Linear):
+    """An output head that is the embedding's own table: one memory for both, if the packed weight gives rows too."""
+
+    def __init__(self, name: str, embedding: Embedding, ops: Any):
+        super().__init__({name: len(embedding.weight)}, embedding.weight, None, ops)
+        self._tied_to = embedding
+
+    def pack(self) -> None:
+        super().pack()
+        if hasattr(self._multiply, "embedding"):
+            self._tied_to.read_from(self._multiply.embedding)
+
+
 class Embedding:
     def __init__(self, name: str, weight: torch.Tensor, ops: Any):
         self.name = name
-        self.weight = weight  # [vocab_size, hidden_size]
-        self.embedding = ops.embedding
+        self.weight = weight  # [vocab_size, hidden_size]; given up where a tied head holds it
+        self._embedding = ops.embedding
+        self._look_up: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, hidden_size]"""
-        return self.embedding(token_ids, self.weight)
+        return self._embedding(token_ids, self.weight) if self._look_up is None else self._look_up(token_ids)
+
+    def read_from(self, look_up: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """From now on `look_up` gives a token's row."""
+        self._look_up = look_up
+        self.weight = None
 
     def weights(self, prefix: str) -> Weights:
         yield f"{prefix}{self.name}.weight", self.weight
@@ -91,12 +117,14 @@ class LayerFactory:
         self.ops = ops  # kernels' table, selected once
         self.dtype = dtype
         self.device = device
-        self._linears: list[Linear] = []
+        self._unpacked: dict[int, Linear] = {}  # by the addresses of the tensors that it waits for
 
-    def finish(self) -> None:
-        """To be called once, when all weights are filled and before the model runs."""
-        for linear in self._linears:
-            linear.pack()
+    def filled(self, tensor: torch.Tensor) -> None:
+        """To be called for every tensor of the model's weight-name table when it has its values, before the model runs. A linear layer that
+        is complete is packed, and the memory that it was filled in freed, so that no more than one lies there twice."""
+        linear = self._unpacked.pop(tensor.data_ptr(), None)
+        if linear is not None:
+            linear.count_filled()
 
     def parameter(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -115,7 +143,7 @@ class LayerFactory:
 
     def tied_head(self, name: str, embedding: Embedding) -> Linear:
         """An output head that is the embedding's own table."""
-        return self._register(Linear({name: embedding.weight.shape[0]}, embedding.weight, None, self.ops))
+        return self._register(TiedHead(name, embedding, self.ops))
 
     def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(name, self.parameter(size), eps, self.ops)
@@ -125,7 +153,7 @@ class LayerFactory:
         return make_cos_sin_cache(config.rope, config.head_dim, num_positions, config.max_position_embeddings).to(self.device)
 
     def _register(self, linear: Linear) -> Linear:
-        self._linears.append(linear)
+        self._unpacked |= {tensor.data_ptr(): linear for _, tensor in linear.weights("")}
         return linear
 
 

@@ -4,6 +4,7 @@ Must not know: models."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from quire.executor import device as devices
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.machine import available_cores
+from quire.kernels.cpu.native.library import library
 
 CPU = torch.device("cpu")
 
@@ -49,6 +51,28 @@ def test_dtypes():
         devices.select_dtype("float16", CPU)
 
 
+@pytest.fixture
+def best_isa():
+    """The choice is the whole process's."""
+    yield
+    if library is not None:
+        library.use_isa(library.isas[0])
+
+
+def test_an_instruction_set_that_the_processor_lacks_is_refused_by_name(monkeypatch, best_isa):
+    assert devices.select_cpu_isa("none") == "none"
+    if library is not None:
+        assert devices.select_cpu_isa("avx2") == library.isa == "avx2"
+        assert devices.select_cpu_isa("auto") == library.isa == library.isas[0]
+        monkeypatch.setattr(library, "isas", ("avx2",))
+        with pytest.raises(InvalidParameterError, match="cpu_isa: this processor has no amx; it has avx2"):
+            devices.select_cpu_isa("amx")
+    monkeypatch.setattr(devices, "library", None)
+    assert devices.select_cpu_isa("auto") == "none"
+    with pytest.raises(InvalidParameterError, match="cpu_isa: avx2 needs the native kernels"):
+        devices.select_cpu_isa("avx2")
+
+
 def test_set_num_threads(monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -68,3 +92,22 @@ def test_zeros_takes_memory_only_where_written():
     assert psutil.Process().memory_info().rss - resident < 2**26
     tensor[1, -1] = 1.0
     assert tensor.shape == (2, 2**20, 64) and tensor.is_contiguous() and tensor[1, -2:].sum() == 64
+
+
+def test_released_pages_of_a_file_are_read_again(tmp_path):
+    path = tmp_path / "numbers"
+    path.write_bytes(bytes(range(256)) * 200)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+        tensor = torch.frombuffer(mapped, dtype=torch.uint8)[100:]
+        tensor[5000] = 99  # a private copy of its page, which is lost with it
+        devices.release_mapped(tensor)
+        assert tensor.tolist() == list(path.read_bytes()[100:])
+        del tensor
+
+
+def test_pages_that_are_not_whole_are_kept():
+    around = torch.arange(3 * mmap.PAGESIZE, dtype=torch.uint8)
+    before = around.clone()
+    first = -around.data_ptr() % mmap.PAGESIZE  # of the first whole page
+    devices.release_mapped(around[first + 1 : first + mmap.PAGESIZE - 1])
+    assert torch.equal(around, before)

@@ -14,31 +14,42 @@ def make_factory(dtype: torch.dtype = torch.float32) -> LayerFactory:
     return LayerFactory(registry.select("cpu", dtype), dtype, torch.device("cpu"))
 
 
-def fill(layer) -> dict[str, torch.Tensor]:
-    """Random values through the views that the loader would fill; returns copies of them."""
+def fill(make: LayerFactory, layer) -> dict[str, torch.Tensor]:
+    """Random values through the views that the loader would fill, as it does; returns copies of them."""
     generator = torch.Generator().manual_seed(0)
     table = dict(layer.weights("p."))
-    for tensor in table.values():
+    copies = {}
+    for name, tensor in table.items():
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    return {name: tensor.clone() for name, tensor in table.items()}
+        copies[name] = tensor.clone()
+        make.filled(tensor)
+    return copies
 
 
 def test_merged_linear_is_its_shards_side_by_side():
     make = make_factory()
     layer = make.linear(32, {"q_proj": 16, "k_proj": 8, "v_proj": 8}, bias=True)
-    weights = fill(layer)
+    weights = fill(make, layer)
     assert list(weights) == [f"p.{name}_proj.{kind}" for name in "qkv" for kind in ("weight", "bias")]
-    make.finish()
     x = torch.randn(5, 32)
     expected = torch.cat([F.linear(x, weights[f"p.{name}_proj.weight"], weights[f"p.{name}_proj.bias"]) for name in "qkv"], dim=-1)
     torch.testing.assert_close(layer(x), expected)
 
 
+def test_a_linear_is_packed_and_its_weight_freed_with_its_last_tensor():
+    make = make_factory()
+    layer = make.linear(32, {"q_proj": 16, "k_proj": 8}, bias=True)
+    table = dict(layer.weights(""))
+    for name, tensor in table.items():
+        assert layer.weight is not None, name
+        make.filled(tensor.zero_())
+    assert layer.weight is None and (layer(torch.ones(1, 32)) == 0).all()
+
+
 def test_row_linear_and_bias():
     make = make_factory()
     plain, biased = make.row_linear("o_proj", 16, 32), make.row_linear("down_proj", 16, 32, bias=True)
-    assert list(fill(plain)) == ["p.o_proj.weight"] and list(fill(biased)) == ["p.down_proj.weight", "p.down_proj.bias"]
-    make.finish()
+    assert list(fill(make, plain)) == ["p.o_proj.weight"] and list(fill(make, biased)) == ["p.down_proj.weight", "p.down_proj.bias"]
     assert plain(torch.randn(3, 16)).shape == biased(torch.randn(3, 16)).shape == (3, 32)
 
 
@@ -46,18 +57,28 @@ def test_tied_head_is_the_embedding():
     make = make_factory(torch.bfloat16)
     embedding = make.embedding("embed_tokens", 48, 32)
     head = make.tied_head("lm_head", embedding)
-    weight = fill(embedding)["p.embed_tokens.weight"]
-    assert list(dict(head.weights(""))) == ["lm_head.weight"]
-    make.finish()
+    weight = fill(make, embedding)["p.embed_tokens.weight"]
     hidden = torch.randn(2, 32).bfloat16()
     torch.testing.assert_close(head(hidden), F.linear(hidden, weight))
     assert torch.equal(embedding(torch.tensor([47, 0], dtype=torch.int32)), weight[[47, 0]])
 
 
+def test_a_tied_table_lies_in_memory_once_where_the_packed_head_gives_its_rows():
+    weights = {}
+    for implementation in registry.implementations("pack_linear"):
+        make = LayerFactory(registry.select("cpu", torch.bfloat16, {"pack_linear": implementation.name}), torch.bfloat16, torch.device("cpu"))
+        embedding = make.embedding("embed_tokens", 50, 31)
+        make.tied_head("lm_head", embedding)
+        table = fill(make, embedding)["p.embed_tokens.weight"]
+        assert torch.equal(embedding(torch.tensor([49, 0, 17], dtype=torch.int32)), table[[49, 0, 17]]), implementation.name
+        weights[implementation.name] = embedding.weight
+    assert weights["reference"] is not None and weights.get("native") is None
+
+
 def test_norm_and_its_fused_form():
     make = make_factory()
     norm = make.rms_norm("norm", 32, 1e-5)
-    weight = fill(norm)["p.norm.weight"]
+    weight = fill(make, norm)["p.norm.weight"]
     x, residual = torch.randn(4, 32), torch.randn(4, 32)
     total = x + residual
     expected = F.rms_norm(total, (32,), weight, 1e-5)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,23 @@ def test_weights_are_cast_on_load(tiny):
     assert all(tensor.dtype == torch.bfloat16 and torch.equal(tensor, exact[name].bfloat16()) for name, tensor in rounded.items())
     widened = load(tiny("qwen3", dtype="bfloat16"), torch.float32)
     assert all(torch.equal(widened[name], rounded[name].float()) for name in rounded)
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_who_is_told_of_a_filled_tensor_may_give_up_its_memory(num_shards, tiny):
+    """The loader lets go of it: no reference is left when the next one is filled."""
+    directory = tiny("qwen2", num_shards=num_shards)
+    model, filled, alive = make_model(directory), 0, []
+
+    def on_filled(tensor: torch.Tensor) -> None:
+        nonlocal filled
+        assert not tensor.isnan().any() and [reference for reference in alive if reference() is not None] == []
+        filled += tensor.numel()
+        if tensor._base is not None:  # a linear layer's rows, not a norm, which the model itself holds
+            alive.append(weakref.ref(tensor))
+
+    load_weights(model, directory, lambda stage, fraction: None, on_filled)
+    assert filled == sum(tensor.numel() for _, tensor in model.weights())
 
 
 def test_progress_rises_to_one(tiny):

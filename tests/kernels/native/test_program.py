@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 HIDDEN, VOCABULARY = 32, 50
 LIMITS = Limits(num_tokens=24, num_requests=8, num_logits=8)
 
-Model = Callable[[Tensor, Tensor, object], Tensor]
+Model = Callable[[Tensor, Tensor, Any], Tensor]
 
 
 @pytest.fixture(params=DTYPES, ids=str)
@@ -48,7 +49,7 @@ def record(model: Model, ops: SimpleNamespace, limits: Limits = LIMITS) -> Progr
     with torch.inference_mode(), recording(recorder, Guard()):
         hidden = model(recorder.token_ids, recorder.positions, recorder.metadata)
         logits = ops.gather_rows(hidden, recorder.logits_indices)
-    return Program(recorder, recorder.calls, hidden, logits, owners=None)
+    return Program(recorder, hidden, logits, owners=None)
 
 
 def make_step(query_lens: list[int]) -> tuple:
@@ -70,7 +71,7 @@ def check(model: Model, ops: SimpleNamespace, limits: Limits = LIMITS) -> Progra
 
 
 def layers(ops: SimpleNamespace) -> Model:
-    def model(token_ids: Tensor, positions: Tensor, metadata: object) -> Tensor:
+    def model(token_ids: Tensor, positions: Tensor, metadata: Any) -> Tensor:
         residual = ops.embedding(token_ids, ops.table)
         x = ops.rms_norm(residual, ops.norm, 1e-6)
         for _ in range(4):
@@ -87,7 +88,7 @@ def layers(ops: SimpleNamespace) -> Model:
 
 def test_a_program_gives_the_bits_of_its_calls(ops):
     program = check(layers(ops), ops)
-    assert program.num_calls == 2 + 4 * 4 + 1
+    assert len(program.calls) == 2 + 4 * 4 + 1
     row_bytes = HIDDEN * ops.table.element_size()
     assert program.num_bytes < 6 * row_bytes * LIMITS.num_tokens  # residual, x, and what a layer needs: not all layers'
 
@@ -113,7 +114,7 @@ def test_random_graphs(data):
     indices = st.integers(0, 99)
     moves = data.draw(st.lists(st.tuples(st.sampled_from(["embed", "norm", "gate", "add", "drop"]), indices, indices), max_size=30))
 
-    def model(token_ids: Tensor, positions: Tensor, metadata: object) -> Tensor:
+    def model(token_ids: Tensor, positions: Tensor, metadata: Any) -> Tensor:
         live = [ops.embedding(token_ids, ops.table)]
         for move, i, j in moves:
             one, other = live[i % len(live)], live[j % len(live)]
@@ -150,6 +151,65 @@ def test_buffers_that_live_together_lie_apart(spans):
         assert num_bytes == sum(buffer.num_bytes for buffer in buffers)
 
 
+# ------------------------------------------------------------ several calls in one
+
+
+def kinds(program: Program) -> list[str]:
+    return [type(call).__name__ for call in program.calls]
+
+
+def test_a_linear_layer_gates_by_itself_where_nobody_else_reads_it(ops):
+    torch.manual_seed(3)
+    gate_up = ops.pack_linear(torch.randn(2 * HIDDEN, HIDDEN).to(ops.norm.dtype), torch.randn(2 * HIDDEN).to(ops.norm.dtype))
+    narrow = ops.pack_linear(torch.randn(HIDDEN + 2, HIDDEN).to(ops.norm.dtype), None)  # no multiple of 32
+
+    def alone(token_ids: Tensor, *_: object) -> Tensor:
+        return ops.silu_and_mul(gate_up(ops.embedding(token_ids, ops.table)))
+
+    def read_twice(token_ids: Tensor, *_: object) -> Tensor:
+        both = gate_up(ops.embedding(token_ids, ops.table))
+        gated = ops.silu_and_mul(both)
+        ops.fused_add_rms_norm(gated, both[:, :HIDDEN], ops.norm, 1e-6)
+        return gated
+
+    def a_part(token_ids: Tensor, *_: object) -> Tensor:
+        return ops.silu_and_mul(gate_up(ops.embedding(token_ids, ops.table))[:, :HIDDEN])
+
+    def the_result(token_ids: Tensor, *_: object) -> Tensor:
+        both = gate_up(ops.embedding(token_ids, ops.table))
+        ops.silu_and_mul(both)
+        return both
+
+    def ragged(token_ids: Tensor, *_: object) -> Tensor:
+        return ops.silu_and_mul(narrow(ops.embedding(token_ids, ops.table)))
+
+    assert kinds(check(alone, ops)) == ["Embedding", "Linear", "GatherRows"]
+    for model in (read_twice, a_part, the_result, ragged):
+        assert "SiluAndMul" in kinds(check(model, ops)), model.__name__
+
+
+@pytest.mark.parametrize(("written", "expected"), [("key", ["RotaryAndWriteKv"]), ("value", ["Rotary", "WriteKv"])])
+def test_rotation_and_writing_are_one_where_the_key_is_the_same(ops, written, expected):
+    cos_sin, caches = torch.randn(64, 8), torch.zeros(2, 64, 16, 1, 8, dtype=ops.norm.dtype)
+
+    def model(token_ids: Tensor, positions: Tensor, metadata: Any) -> Tensor:
+        projection = ops.embedding(token_ids, ops.table)
+        query, key, value = projection.view(len(projection), 4, 8).split((2, 1, 1), dim=1)
+        ops.rotary_embedding(positions, query, key, cos_sin)
+        ops.reshape_and_cache({"key": key, "value": value}[written], value, *caches, metadata.slot_mapping)
+        return projection
+
+    program = check(model, ops)
+    assert kinds(program) == ["Embedding", *expected, "GatherRows"]
+    step = make_step([1, 20])
+    filled = []
+    for function in (lambda: model(*step[:3]), lambda: program(*step)):
+        caches.zero_()
+        function()
+        filled.append(caches.clone())
+    assert torch.equal(*filled) and filled[0].any()
+
+
 # ------------------------------------------------------------ what cannot be recorded
 
 
@@ -183,7 +243,7 @@ def test_only_the_steps_own_tensors_are_read(ops):
     others = torch.zeros(LIMITS.num_tokens, dtype=torch.int32)
     assert refused(lambda *_: ops.embedding(others, ops.table), ops) == "Embedding reads other token_ids than the step's"
 
-    def norm_of_positions(token_ids: Tensor, positions: Tensor, metadata: object) -> Tensor:
+    def norm_of_positions(token_ids: Tensor, positions: Tensor, metadata: Any) -> Tensor:
         return ops.rms_norm(positions.view(ops.table.dtype).view(LIMITS.num_tokens, -1), ops.norm, 1e-6)
 
     assert "RmsNorm takes positions as an operand" in refused(norm_of_positions, ops)
@@ -224,5 +284,5 @@ def test_other_threads_compute_meanwhile(ops):
         return ops.embedding(token_ids, ops.table)
 
     program = record(model, ops)
-    assert program.num_calls == 2
+    assert len(program.calls) == 2
     assert torch.equal(results[0], ops.norm.expand(2, -1))

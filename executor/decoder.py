@@ -77,10 +77,9 @@ class Decoder:
         if not self.config.tie_word_embeddings:
             yield from self.lm_head.weights("")
 
-    def tied_weights(self) -> Weights:
-        """Names a checkpoint may have beside: copies of what is already in the table, and the tensors they must equal."""
-        if self.config.tie_word_embeddings:
-            yield from self.lm_head.weights("")
+    def tied_weights(self) -> dict[str, str]:
+        """Names a checkpoint may have beside: copies of what is already in the table, and the names of what they must equal."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_word_embeddings else {}
 
     def attention_layers(self) -> list[Attention]:
         """In the order of the stack; each owns its key_cache and value_cache."""

@@ -57,15 +57,34 @@ class Linear:
             start += rows
 
 
+class TiedHead(Linear):
+    """An output head that is the embedding's own table: one memory for both, if the packed weight gives rows too."""
+
+    def __init__(self, name: str, embedding: Embedding, ops: Any):
+        super().__init__({name: len(embedding.weight)}, embedding.weight, None, ops)
+        self._tied_to = embedding
+
+    def pack(self) -> None:
+        super().pack()
+        if hasattr(self._multiply, "embedding"):
+            self._tied_to.read_from(self._multiply.embedding)
+
+
 class Embedding:
     def __init__(self, name: str, weight: torch.Tensor, ops: Any):
         self.name = name
-        self.weight = weight  # [vocab_size, hidden_size]
-        self.embedding = ops.embedding
+        self.weight = weight  # [vocab_size, hidden_size]; given up where a tied head holds it
+        self._embedding = ops.embedding
+        self._look_up: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, hidden_size]"""
-        return self.embedding(token_ids, self.weight)
+        return self._embedding(token_ids, self.weight) if self._look_up is None else self._look_up(token_ids)
+
+    def read_from(self, look_up: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """From now on `look_up` gives a token's row."""
+        self._look_up = look_up
+        self.weight = None
 
     def weights(self, prefix: str) -> Weights:
         yield f"{prefix}{self.name}.weight", self.weight
@@ -124,7 +143,7 @@ class LayerFactory:
 
     def tied_head(self, name: str, embedding: Embedding) -> Linear:
         """An output head that is the embedding's own table."""
-        return self._register(Linear({name: embedding.weight.shape[0]}, embedding.weight, None, self.ops))
+        return self._register(TiedHead(name, embedding, self.ops))
 
     def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(name, self.parameter(size), eps, self.ops)

@@ -70,7 +70,7 @@ class Program:
         inputs = token_ids, positions, metadata.slot_mapping, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, logits_indices
         if tuple([tensor.dtype for tensor in inputs]) != INPUT_DTYPES:  # kernels would read past their ends
             raise TypeError(f"a step's tensors must be of {INPUT_DTYPES}, not {[tensor.dtype for tensor in inputs]}")
-        num_tokens, num_requests, num_logits = len(token_ids), len(metadata.seq_lens), len(logits_indices)
+        num_tokens, num_requests, num_logits = token_ids.shape[0], metadata.seq_lens.shape[0], logits_indices.shape[0]  # len() is Python's: slower
         if problem := self.limits.exceeded_by(num_tokens, num_requests, num_logits):
             raise ValueError(f"the step is larger than the one that was recorded: {problem}")
         step = self._step

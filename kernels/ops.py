@@ -56,7 +56,8 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tenso
     """weight [N, K], bias [N], which never change again -> a function of x [T, K] that gives x weight^T + bias [T, N].
 
     Summed in fp32. Called once per layer when the weights are filled, to lay them out as the implementation reads them best. What it
-    returns may have a method `logits` too, which gives [T, N] in fp32, not rounded to dtype before.
+    returns may have a method `logits` too, which gives [T, N] in fp32, not rounded to dtype before, and a method `embedding`, which is the
+    operation of that name with the weight as its table.
     """
 
 

@@ -29,6 +29,7 @@ class Op(IntEnum):
     QUANTIZE_INT8 = 14
     QUANTIZE_INT4 = 15
     EMBEDDING_INT8 = 16
+    EMBEDDING_PACKED = 17
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:

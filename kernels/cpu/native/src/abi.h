@@ -27,6 +27,7 @@ enum Op : int32_t {
     OP_QUANTIZE_INT8,
     OP_QUANTIZE_INT4,
     OP_EMBEDDING_INT8,
+    OP_EMBEDDING_PACKED,
     NUM_OPS,
 };
 
@@ -79,7 +80,8 @@ struct SiluAndMul : Call {
     int64_t size;
 };
 
-// out [rows, size] = table[step.token_ids], table [num_ids, size]. An id outside [0, num_ids) gives NaN.
+// out [rows, size] = table[step.token_ids], table [num_ids, size], for OP_EMBEDDING_PACKED as quire_pack_linear lays it out. An id outside
+// [0, num_ids) gives NaN.
 struct Embedding : Call {
     const void* table;
     void* out;

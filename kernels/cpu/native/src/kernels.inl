@@ -29,4 +29,5 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     quantized::quantize_int8,
     quantized::quantize_int4,
     quantized::embedding_int8,
+    embedding_packed,
 };

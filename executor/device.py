@@ -15,6 +15,7 @@ import torch
 
 from ..ipc.errors import InvalidParameterError
 from ..ipc.machine import available_cores
+from ..kernels.cpu.native.library import library
 
 _LIBC = ctypes.CDLL(None)
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -38,11 +39,28 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
+def select_cpu_isa(name: str) -> str:
+    """Chooses the instruction set of the native kernels and returns its name; "none" where torch's kernels serve in their place.
+
+    One for the whole process: engines that run in it already go on with this one. Raises InvalidParameterError for one that cannot be had.
+    """
+    if name == "none" or library is None and name == "auto":
+        return "none"
+    if library is None:
+        raise InvalidParameterError("cpu_isa", f"{name} needs the native kernels, which are not to be had here; use auto or none")
+    if name not in ("auto", *library.isas):
+        raise InvalidParameterError("cpu_isa", f"this processor has no {name}; it has {', '.join(library.isas)}")
+    library.use_isa(library.isas[0] if name == "auto" else name)
+    return library.isa
+
+
 def set_num_threads(num_threads: int | None) -> int:
     """Sets how many threads one operation may use and returns the number. None: OMP_NUM_THREADS, or every core of this process."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list gives nested regions theirs; there are none here
     count = num_threads or (int(wanted) if wanted.isdigit() and int(wanted) else available_cores())
     torch.set_num_threads(count)
+    if library is not None:
+        library.set_num_threads(count)
     return count
 
 

@@ -64,6 +64,8 @@ class Worker:
         self.device = devices.select_device(config.device_config.device)
         self.dtype = devices.select_dtype(config.model_config.dtype, self.device)
         self.num_threads = devices.set_num_threads(config.device_config.num_threads)
+        self.cpu_isa = devices.select_cpu_isa(config.device_config.cpu_isa)
+        logger.info("%d threads, native kernels: %s", self.num_threads, self.cpu_isa)
         self.model: Any = None
         self.runner: ModelRunner | None = None
         self.grammars: Grammars | None = None
@@ -82,7 +84,8 @@ class Worker:
         self._model_class = find_model_class(model_config.hf_config)
         shape = self._model_class.parse_config(model_config.hf_config)
         sizes = {"head_dim": shape.head_dim, "num_heads": shape.num_attention_heads, "num_kv_heads": shape.num_key_value_heads}
-        self._ops = ops = registry.select(self.device, self.dtype, self.config.device_config.kernels, block_size=block_size, **sizes)
+        facts = sizes | {"block_size": block_size, "cpu_isa": self.cpu_isa}
+        self._ops = ops = registry.select(self.device, self.dtype, self.config.device_config.kernels, **facts)
         if self.config.load_config.load_format != "dummy":
             self._directory = Path(model_config.model)
         self.model = self._build_model(self._directory, report)

@@ -80,6 +80,10 @@ class SchedulerConfig(Section):
 class DeviceConfig(Section):
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = "auto"
     num_threads: Annotated[PositiveInt | None, Meta(description="Threads of the model. Default: OMP_NUM_THREADS, or all cores the process may use.")] = None
+    cpu_isa: Annotated[
+        Literal["auto", "amx", "avx512", "avx2", "none"],
+        Meta(description="Instruction set of the native kernels on a CPU. auto: the best that the processor has; none: torch's kernels instead."),
+    ] = "auto"
     tensor_parallel_size: Annotated[PositiveInt, Meta(description="Ranks that share each layer.")] = 1
     pipeline_parallel_size: Annotated[PositiveInt, Meta(description="Ranks that share the stack of layers.")] = 1
     enforce_eager: Annotated[bool, Meta(description="Never capture CUDA graphs.")] = False

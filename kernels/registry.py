@@ -30,6 +30,7 @@ class Facts:
     num_heads: int = 0
     num_kv_heads: int = 0
     block_size: int = 0
+    cpu_isa: str = "auto"  # of native kernels; "none": there shall be none
 
 
 @dataclass(frozen=True)

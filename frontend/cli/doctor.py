@@ -56,7 +56,7 @@ def diagnose(engine_args: EngineArgs, server: dict[str, Any]) -> Iterator[Findin
 
     config = ServerConfig(**server)
     try:
-        yield from check_machine(config.host, config.port, config.max_connections)
+        yield from check_machine(config.host, config.port, config.max_connections, engine_args.cpu_isa)
         from ..model_diagnosis import check_model
         from ..server.state import read_template
 

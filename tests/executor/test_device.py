@@ -15,6 +15,7 @@ import torch
 from quire.executor import device as devices
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.machine import available_cores
+from quire.kernels.cpu.native.library import library
 
 CPU = torch.device("cpu")
 
@@ -48,6 +49,28 @@ def test_dtypes():
     assert devices.select_dtype("float32", CPU) == torch.float32
     with pytest.raises(InvalidParameterError, match="float16 is not supported on a CPU"):
         devices.select_dtype("float16", CPU)
+
+
+@pytest.fixture
+def best_isa():
+    """The choice is the whole process's."""
+    yield
+    if library is not None:
+        library.use_isa(library.isas[0])
+
+
+def test_an_instruction_set_that_the_processor_lacks_is_refused_by_name(monkeypatch, best_isa):
+    assert devices.select_cpu_isa("none") == "none"
+    if library is not None:
+        assert devices.select_cpu_isa("avx2") == library.isa == "avx2"
+        assert devices.select_cpu_isa("auto") == library.isa == library.isas[0]
+        monkeypatch.setattr(library, "isas", ("avx2",))
+        with pytest.raises(InvalidParameterError, match="cpu_isa: this processor has no amx; it has avx2"):
+            devices.select_cpu_isa("amx")
+    monkeypatch.setattr(devices, "library", None)
+    assert devices.select_cpu_isa("auto") == "none"
+    with pytest.raises(InvalidParameterError, match="cpu_isa: avx2 needs the native kernels"):
+        devices.select_cpu_isa("avx2")
 
 
 def test_set_num_threads(monkeypatch):

@@ -133,8 +133,9 @@ def test_a_mixed_table_runs_op_by_op_and_says_so(op, tiny, said):
     assert outputs(executor) == expected
 
 
-def test_without_native_kernels_it_runs_op_by_op(tiny, said):
-    executor = start_executor(tiny("qwen2"), kernels=dict.fromkeys(OPERATIONS, "reference"))
+@pytest.mark.parametrize("arguments", [{"cpu_isa": "none"}, {"kernels": dict.fromkeys(OPERATIONS, "reference")}], ids=str)
+def test_without_native_kernels_it_runs_op_by_op(arguments, tiny, said):
+    executor = start_executor(tiny("qwen2"), **arguments)
     assert executor.worker.runner.program is None
     assert said() == ["the model runs operation by operation: there are no native kernels for it"]
     assert all(len(output) == 8 for output in outputs(executor))

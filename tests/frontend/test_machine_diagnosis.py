@@ -21,7 +21,7 @@ from quire.frontend.machine_diagnosis import GIB, Finding, check_machine
 def test_this_machine_can_be_looked_at() -> None:
     findings = list(check_machine("127.0.0.1", 0, 10))
     names = [finding.name for finding in findings]
-    for name in ("python", "libraries", "processor", "cores", "memory", "swap", "gpu", "port", "open files", "temporary files", "sockets", "hub cache", "hub"):
+    for name in ("python", "libraries", "processor", "native kernels", "cores", "memory", "swap", "gpu", "port", "open files", "temporary files", "sockets", "hub cache", "hub"):
         assert name in names
     assert all(finding.detail for finding in findings)
     assert [finding for finding in findings if finding.status != "pass" and not finding.fix] == []
@@ -73,6 +73,33 @@ def test_processor(cpuinfo: str, status: str, words: str, tmp_path: Path, monkey
     monkeypatch.setattr(diagnosis, "CPUINFO", tmp_path / "cpuinfo")
     finding = diagnosis.check_cpu()
     assert finding.status == status and words in finding.detail
+
+
+AVX512 = "fma avx2 avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted", "is_built", "status", "words"),
+    [
+        (f"{AVX512} amx_tile amx_bf16 amx_int8", "auto", True, "pass", "amx (of amx, avx512, avx2)"),
+        (f"{AVX512} amx_bf16", "auto", True, "pass", "avx512 (of avx512, avx2)"),  # the system gives no tiles
+        (f"{AVX512} amx_tile amx_bf16 amx_int8", "avx2", True, "pass", "avx2 (of amx, avx512, avx2)"),
+        ("fma avx2 avx512f", "avx512", True, "fail", "this processor has no avx512"),
+        ("fma avx2", "none", True, "pass", "not wanted"),
+        ("fma avx2", "auto", False, "warn", "not built"),
+        ("sse2", "auto", True, "pass", "none for this processor"),
+    ],
+)
+def test_native_kernels(
+    flags: str, wanted: str, is_built: bool, status: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
+    if is_built:
+        (tmp_path / "_native.cpython-311.so").touch()
+    monkeypatch.setattr(diagnosis, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(diagnosis, "NATIVE_KERNELS", tmp_path)
+    finding = diagnosis.check_kernels(wanted)
+    assert finding.status == status and words in finding.detail and (status == "pass") == (not finding.fix)
 
 
 def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:

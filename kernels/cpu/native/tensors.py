@@ -16,7 +16,7 @@ DTYPES = {torch.bfloat16: BF16, torch.float32: F32}
 
 
 def is_native(facts: Facts) -> bool:
-    return facts.device == "cpu" and facts.dtype in DTYPES
+    return facts.device == "cpu" and facts.dtype in DTYPES and facts.cpu_isa != "none"
 
 
 def as_matrix(x: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ private:
     // The last tile of a panel may be short: its missing pairs are zeros, not the next panel's.
     template <int TILE>
     static void load_weights(const uint16_t* from, int64_t left) {
-        for (int line = 0; line < TILE_PAIRS; line++) __builtin_prefetch((const char*)(from + line * 32) + PREFETCH_BYTES);
+        for (int line = 0; line < TILE_PAIRS; line++) __builtin_prefetch((const char*)(from + line * 32) + PREFETCH_BYTES / 2);
         if (left >= TILE_K) return load_tile<TILE>(from, 64);
         alignas(64) uint16_t whole[TILE_SIZE] = {};
         std::memcpy(whole, from, round_up(left, 2) * PANEL * sizeof(uint16_t));

@@ -1,7 +1,7 @@
 // The innermost block of a linear layer in vector registers: a few rows of x times a few panels of weights.
 
 // Weights are asked for this far ahead of their use: a memory's latency at a core's share of its bandwidth.
-constexpr int64_t PREFETCH_BYTES = 1024;
+constexpr int64_t PREFETCH_BYTES = 4096;
 
 // sums [ROWS, PANELS * 16] += x [ROWS, k] times PANELS panels; x's rows are STRIDE apart. The sum over a piece takes one k after the other,
 // whatever ROWS and PANELS are, so that a row's result is the same beside any others; pieces summed apart keep the error of long sums small.
@@ -12,7 +12,7 @@ void multiply_rows(const typename Dot::X* x, const typename Dot::Weight* weights
     Vec sum[ROWS][PANELS][VECS];
     for (int64_t line = 0; line < lines; line++) {
         for (int panel = 0; panel < PANELS; panel++)
-            __builtin_prefetch((const char*)(weights + panel * panel_size) + PREFETCH_BYTES);
+            __builtin_prefetch((const char*)(weights + panel * panel_size) + PREFETCH_BYTES / PANELS);
 #pragma GCC unroll 2
         for (int step = 0; step < Dot::STEPS; step++)
 #pragma GCC unroll 4

@@ -44,7 +44,7 @@ class Decoder:
         if config.tie_word_embeddings:
             self.lm_head = make.tied_head("lm_head", self.embed_tokens)
         else:
-            self.lm_head = make.linear(config.hidden_size, {"lm_head": config.vocab_size})
+            self.lm_head = make.head("lm_head", config.hidden_size, config.vocab_size)
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """token_ids [T] i32 or i64, positions [T] i64 -> hidden states [T, hidden_size], normed"""
@@ -77,10 +77,9 @@ class Decoder:
         if not self.config.tie_word_embeddings:
             yield from self.lm_head.weights("")
 
-    def tied_weights(self) -> Weights:
-        """Names a checkpoint may have beside: copies of what is already in the table, and the tensors they must equal."""
-        if self.config.tie_word_embeddings:
-            yield from self.lm_head.weights("")
+    def tied_weights(self) -> dict[str, str]:
+        """Names a checkpoint may have beside: copies of what is already in the table, and the names of what they must equal."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_word_embeddings else {}
 
     def attention_layers(self) -> list[Attention]:
         """In the order of the stack; each owns its key_cache and value_cache."""

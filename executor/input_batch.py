@@ -36,11 +36,14 @@ class InputBatch:
         self.num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
         self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
         self.prompt_logprobs_slots: set[int] = set()  # that still want some
+        self.logprobs_slots: set[int] = set()  # that want any
+        self.random_slots: set[int] = set()  # that do not simply take the largest logit
         self.stages = stages
         self.refusals: dict[int, str] = {}  # slot -> why this request cannot be served
 
     def add(self, request: NewRequestData) -> None:
         slot, count = request.slot, len(request.token_ids)
+        self._forget_wishes(slot)
         self.token_ids[slot, :count] = request.token_ids
         self.num_tokens[slot] = count
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
@@ -57,8 +60,10 @@ class InputBatch:
         self.seeds[slot] = params.seed or 0
         self.num_logprobs[slot] = _num_logprobs(params.logprobs)
         self.num_prompt_logprobs[slot] = _num_logprobs(params.prompt_logprobs)
-        if params.prompt_logprobs is not None:
-            self.prompt_logprobs_slots.add(slot)
+        wishes = (self.prompt_logprobs_slots, params.prompt_logprobs is not None), (self.logprobs_slots, params.logprobs is not None)
+        for slots, is_wanted in (*wishes, (self.random_slots, params.temperature > 0)):
+            if is_wanted:
+                slots.add(slot)
 
     def _enter_stages(self, request: NewRequestData) -> str | None:
         try:
@@ -69,9 +74,13 @@ class InputBatch:
 
     def remove(self, slot: int) -> None:
         self.num_tokens[slot] = self.num_blocks[slot] = 0
-        self.prompt_logprobs_slots.discard(slot)
+        self._forget_wishes(slot)
         self.stages.leave(slot)
         self.refusals.pop(slot, None)
+
+    def _forget_wishes(self, slot: int) -> None:
+        for slots in (self.prompt_logprobs_slots, self.logprobs_slots, self.random_slots):
+            slots.discard(slot)
 
     def append_blocks(self, slot: int, block_ids: list[int]) -> None:
         start = self.num_blocks[slot]
@@ -80,8 +89,9 @@ class InputBatch:
 
     def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
         """One new token for each of `slots` [R], all different."""
-        self.token_ids[slots, self.num_tokens[slots]] = token_ids
-        self.num_tokens[slots] += 1
+        num_tokens = self.num_tokens[slots]
+        self.token_ids[slots, num_tokens] = token_ids
+        self.num_tokens[slots] = num_tokens + 1
 
 
 def _num_logprobs(wanted: int | None) -> int:

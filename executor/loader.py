@@ -26,14 +26,15 @@ Report = Callable[[str, float], None]
 def load_weights(model: Any, directory: Path, report: Report, on_filled: Callable[[torch.Tensor], None] = lambda tensor: None) -> None:
     """Fills every tensor of model.weights() from `directory`, cast to the parameter's dtype. Reports the part of all elements that is there.
 
-    `on_filled` is told of each tensor that has its values, and may give up its memory: it is not looked at again, but for tied ones. Files
-    are mapped and read once, and what was read of them is given back, so that no more is ever in memory than the model and one tensor.
+    `on_filled` is told of each tensor that has its values, and may give up its memory: it is not looked at again. Files are mapped and read once, and what was read of them is given back, so that no more is ever in memory than the model and one tensor.
 
     Raises ModelLoadError, naming file and tensor, for a name that is missing, that nobody asked for, or that comes twice, for a wrong
     shape, for a type that is not a float, and for a file that cannot be read.
     """
     missing = dict(model.weights())
-    tied = dict(model.tied_weights())
+    tied = model.tied_weights()
+    dtype, shapes = next(iter(missing.values())).dtype, {name: list(tensor.shape) for name, tensor in missing.items()}
+    shapes |= {name: shapes[original] for name, original in tied.items()}
     origin: dict[str, str] = {}  # tensor -> the file it came from
     files = find_weight_files(directory)
     num_loaded, num_expected = 0, sum(tensor.numel() for tensor in missing.values())
@@ -43,7 +44,7 @@ def load_weights(model: Any, directory: Path, report: Report, on_filled: Callabl
                 for name in file.keys():
                     if name.endswith("rotary_emb.inv_freq"):
                         continue  # a buffer that old checkpoints saved; it follows from the config
-                    _check(file.get_slice(name), name, path, missing, tied, origin)
+                    _check(file.get_slice(name), name, path, shapes, origin)
                     origin[name] = path.name
                     if name in missing:
                         num_loaded += _fill(missing.pop(name), file.get_tensor(name), on_filled)
@@ -53,7 +54,7 @@ def load_weights(model: Any, directory: Path, report: Report, on_filled: Callabl
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelLoadError(f"{directory}: no file has the tensor {next(iter(missing))}{more}; read: {', '.join(path.name for path in files)}")
-    _check_tied(tied, origin, directory)
+    _check_tied(tied, origin, directory, dtype)
 
 
 def _fill(destination: torch.Tensor, stored: torch.Tensor, on_filled: Callable[[torch.Tensor], None]) -> int:
@@ -64,29 +65,26 @@ def _fill(destination: torch.Tensor, stored: torch.Tensor, on_filled: Callable[[
     return destination.numel()
 
 
-def _check(
-    tensor: Any, name: str, path: Path, missing: dict[str, torch.Tensor], tied: dict[str, torch.Tensor], origin: dict[str, str]
-) -> None:
+def _check(tensor: Any, name: str, path: Path, shapes: dict[str, list[int]], origin: dict[str, str]) -> None:
     if name in origin:
         raise ModelLoadError(f"{path}: tensor {name} is also in {origin[name]}")
-    destination = missing.get(name, tied.get(name))
-    if destination is None:
+    if name not in shapes:
         raise ModelLoadError(f"{path}: the model has no place for tensor {name}")
-    if tuple(tensor.get_shape()) != tuple(destination.shape):
-        raise ModelLoadError(f"{path}: tensor {name} has shape {list(tensor.get_shape())}, the model needs {list(destination.shape)}")
+    if list(tensor.get_shape()) != shapes[name]:
+        raise ModelLoadError(f"{path}: tensor {name} has shape {list(tensor.get_shape())}, the model needs {shapes[name]}")
     if tensor.get_dtype() not in _FLOATS:
         raise ModelLoadError(
             f"{path}: tensor {name} is of type {tensor.get_dtype()}; supported: {', '.join(_FLOATS)} (no quantized weights)"
         )
 
 
-def _check_tied(tied: dict[str, torch.Tensor], origin: dict[str, str], directory: Path) -> None:
+def _check_tied(tied: dict[str, str], origin: dict[str, str], directory: Path, dtype: torch.dtype) -> None:
     """A tied head that a checkpoint stores all the same must be the embedding: to ignore another would be silent."""
-    for name, tensor in tied.items():
+    for name, original in tied.items():
         if name not in origin:
             continue
-        with safe_open(directory / origin[name], framework="pt") as file:
-            if not torch.equal(file.get_tensor(name).to(tensor.dtype), tensor):
+        with safe_open(directory / origin[name], framework="pt") as file, safe_open(directory / origin[original], framework="pt") as originals:
+            if not torch.equal(file.get_tensor(name).to(dtype), originals.get_tensor(original).to(dtype)):
                 raise ModelLoadError(
                     f"{directory / origin[name]}: tensor {name} differs from the embedding, yet the config says tie_word_embeddings"
                 )

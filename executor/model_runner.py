@@ -1,11 +1,10 @@
 """One step on one rank: from a SchedulerOutput to sampled tokens.
-May know: slots, the model, the table of operations, how a batch is laid out in memory.
+May know: slots, the model, the table of operations.
 Must not know: requests beyond their slot, why something was scheduled, other processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -21,22 +20,10 @@ from .input_batch import InputBatch
 from .logprob_arrays import join_logprobs
 from .prompt_logprobs import PromptScorer
 from .sampler import Sampler
+from .step_inputs import StepInputMaker, StepInputs
 from .step_program import run_op_by_op
 
 NULL_BLOCK = 0  # never handed out; block tables of idle rows point at it
-
-
-@dataclass(frozen=True)
-class ModelInput:
-    """A step, flattened. Rows are requests, decodes (one token) first; row r's tokens are [query_start_loc[r], query_start_loc[r + 1])."""
-
-    order: np.ndarray  # [B]: row -> index into SchedulerOutput.slots
-    slots: np.ndarray  # [B], by row
-    token_ids: torch.Tensor  # [T] i32
-    positions: torch.Tensor  # [T] i64
-    metadata: AttentionMetadata
-    sampled_rows: np.ndarray  # [R] rows whose last known token is computed in this step
-    logits_indices: np.ndarray  # [R] where in [0, T) their last tokens are
 
 
 class ModelRunner:
@@ -47,8 +34,8 @@ class ModelRunner:
         self.ops = ops
         self.program: Callable | None = None  # the worker's gift: what run_op_by_op does, in one call
         self.batch = batch
-        self.block_size = block_size
         self.device = device
+        self.make_inputs = StepInputMaker(batch, block_size, device)
         self.grammars = grammars  # one of the batch's stages, if there is one
         self.sampler = Sampler(ops)
         self.block_mover: BlockMover | None = None  # the worker's gift, once there is a cache
@@ -83,16 +70,13 @@ class ModelRunner:
         return merge_outputs(slots, results)
 
     def _compute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        inputs = self._prepare_inputs(scheduler_output)
+        inputs = self.make_inputs(scheduler_output)
         if self.grammars is not None:
-            self.grammars.start(inputs.slots[inputs.sampled_rows], self.batch)  # masks are found while the model runs
+            self.grammars.start(inputs.sampled_slots, self.batch)  # masks are found while the model runs
         return self._sample(inputs, *self._forward(inputs.token_ids, inputs.positions, inputs.metadata, inputs.logits_indices))
 
-    def _forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, logits_indices: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [T, hidden_size], logits [R, vocab_size] f32 at logits_indices [R]: both valid until the next step."""
-        step = token_ids, positions, metadata, self._upload(logits_indices)
+    def _forward(self, *step: Any) -> tuple[torch.Tensor, ...]:
+        """token_ids, positions, metadata and logits_indices of StepInputs -> what run_op_by_op gives, valid until the next step."""
         return run_op_by_op(self.model, self.ops, *step) if self.program is None else self.program(*step)
 
     def _apply_differences(self, scheduler_output: SchedulerOutput) -> None:
@@ -107,53 +91,7 @@ class ModelRunner:
             if block_ids:
                 batch.append_blocks(slot, block_ids)
 
-    def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> ModelInput:
-        """Vectorised over rows and tokens: no Python per token, none per request."""
-        batch, block_size = self.batch, self.block_size
-        query_lens = np.array(scheduler_output.num_scheduled_tokens, np.int64)
-        is_prefill = query_lens != 1
-        num_decodes = len(query_lens) - int(np.count_nonzero(is_prefill))
-        slots, num_computed = np.array(scheduler_output.slots, np.int64), np.array(scheduler_output.num_computed_tokens, np.int64)
-        if num_decodes == len(slots):  # most steps
-            order, query_start_loc = np.arange(num_decodes), np.arange(num_decodes + 1)
-            positions, token_slots = num_computed, slots
-        else:
-            order = np.argsort(is_prefill, kind="stable")
-            query_lens, slots, num_computed = query_lens[order], slots[order], num_computed[order]
-            query_start_loc = np.zeros(len(slots) + 1, np.int64)
-            np.cumsum(query_lens, out=query_start_loc[1:])
-            positions = np.arange(query_start_loc[-1]) + np.repeat(num_computed - query_start_loc[:-1], query_lens)
-            token_slots = np.repeat(slots, query_lens)
-        seq_lens = num_computed + query_lens
-        block_ids = batch.block_tables[token_slots, positions // block_size]
-        slot_mapping = block_ids.astype(np.int64) * block_size + positions % block_size
-
-        num_blocks = -(-int(seq_lens.max()) // block_size)
-        sampled_rows = np.flatnonzero(seq_lens == batch.num_tokens[slots])
-        metadata = AttentionMetadata(
-            query_start_loc=self._upload(query_start_loc.astype(np.int32)),
-            seq_lens=self._upload(seq_lens.astype(np.int32)),
-            block_tables=self._upload(batch.block_tables[slots, :num_blocks]),
-            slot_mapping=self._upload(slot_mapping),
-            num_decodes=num_decodes,
-            query_lens=query_lens.tolist(),
-            seq_lens_list=seq_lens.tolist(),
-        )
-        return ModelInput(
-            order=order,
-            slots=slots,
-            token_ids=self._upload(batch.token_ids[token_slots, positions]),
-            positions=self._upload(positions),
-            metadata=metadata,
-            sampled_rows=sampled_rows,
-            logits_indices=query_start_loc[1:][sampled_rows] - 1,
-        )
-
-    def _upload(self, values: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
-        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
-
-    def _sample(self, inputs: ModelInput, hidden: torch.Tensor, logits: torch.Tensor) -> ModelRunnerOutput:
+    def _sample(self, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor, *largest: torch.Tensor) -> ModelRunnerOutput:
         num_rows, sampled_rows = len(inputs.slots), inputs.sampled_rows
         prompt_logprobs, errors = [], self._refusals(inputs.slots)
         if self.batch.prompt_logprobs_slots:
@@ -161,8 +99,8 @@ class ModelRunner:
             errors = failed | errors
         if not len(sampled_rows):
             return ModelRunnerOutput([0] * num_rows, [], errors=errors, prompt_logprobs=prompt_logprobs)
-        slots = inputs.slots[sampled_rows]
-        sampled = self.sampler(logits, self.batch, slots)
+        slots = inputs.sampled_slots
+        sampled = self.sampler(logits, self.batch, slots, largest)
         errors = {int(slots[row]): problem for row, problem in sampled.errors.items()} | errors
 
         good = np.array([int(slot) not in errors for slot in slots]) if errors else slice(None)
@@ -201,7 +139,7 @@ class ModelRunner:
             seq_lens_list=[1] * num_tokens,
         )
         token_ids, positions = filled(0, torch.int32, num_tokens), filled(0, torch.int64, num_tokens)
-        self._forward(token_ids, positions, metadata, np.zeros(1, np.int64))
+        self._forward(token_ids, positions, metadata, filled(0, torch.int64, 1))
 
 
 def insert_forced(slots: list[int], num_sampled: list[int], token_ids: list[int], forced: dict[int, list[int]]) -> tuple[list[int], list[int]]:

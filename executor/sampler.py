@@ -30,24 +30,29 @@ class Sampler:
     def __init__(self, ops: Any):
         self.ops = ops
 
-    def __call__(self, logits: torch.Tensor, batch: InputBatch, slots: np.ndarray) -> SamplerOutput:
-        """logits [R, vocab_size] f32 on the device, overwritten; slots [R], all different. Each token is a function of its row, its
-        request's parameters and tokens, its seed and its position alone. The order of the stages: logits_stages.py."""
-        token_ids, is_finite = (column.numpy(force=True) for column in self.ops.argmax(logits))
-        errors = {} if is_finite.all() else dict.fromkeys(np.flatnonzero(~is_finite).tolist(), NOT_FINITE)
-        self._clear(logits, errors)
-        wanted = np.flatnonzero(batch.num_logprobs[slots] != NO_LOGPROBS)
-        raw_logits = self._keep(logits, wanted, batch) if len(wanted) else None
+    def __call__(
+        self, logits: torch.Tensor, batch: InputBatch, slots: np.ndarray, largest: tuple[torch.Tensor, ...] | None = None
+    ) -> SamplerOutput:
+        """logits [R, vocab_size] f32 on the device, overwritten; slots [R], all different; `largest`: what argmax finds in the logits, if that
+        is known. Each token is a function of its row, its request's parameters and tokens, its seed and its position alone. The order of the
+        stages: logits_stages.py."""
+        token_ids, is_finite = (column.numpy(force=True) for column in largest or self.ops.argmax(logits))
+        errors, logprobs, raw_logits = {}, [], None
+        if not is_finite.all():
+            errors = dict.fromkeys(np.flatnonzero(~is_finite).tolist(), NOT_FINITE)
+            self._clear(logits, errors)
+        if batch.logprobs_slots and len(wanted := np.flatnonzero(batch.num_logprobs[slots] != NO_LOGPROBS)):
+            raw_logits = self._keep(logits, wanted, batch)
         if batch.stages.num_slots:
             staged = batch.stages(logits, slots, batch)
             self._clear(logits, staged)
             errors = staged | errors
-        temperature = batch.temperature[slots]
-        if temperature.any():
+        if batch.random_slots and (temperature := batch.temperature[slots]).any():
             token_ids = self._draw(logits, temperature, batch, slots)
-        elif batch.stages.num_slots:  # the stages may have made another one the largest
+        elif batch.stages.num_slots:  # they may have made another one the largest
             token_ids = self.ops.argmax(logits)[0].numpy(force=True)
-        logprobs = [] if raw_logits is None else self._gather_logprobs(raw_logits, wanted, token_ids, batch, slots, errors)
+        if raw_logits is not None:
+            logprobs = self._gather_logprobs(raw_logits, wanted, token_ids, batch, slots, errors)
         return SamplerOutput(token_ids, errors, logprobs)
 
     @staticmethod

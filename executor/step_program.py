@@ -20,17 +20,19 @@ logger = logging.getLogger(__name__)
 NATIVE = "native"
 OPERATIONS = (
     "embedding", "pack_linear", "rms_norm", "fused_add_rms_norm", "rotary_embedding", "reshape_and_cache", "paged_attention", "silu_and_mul",
-    "gather_rows",
+    "gather_rows", "argmax",
 )  # fmt: skip  what a model may be made of
 TRIED_TOKENS = 5  # of the prompt that a program is tried with: fits in one block
 
 
 def run_op_by_op(
     model: Any, ops: OpTable, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, logits_indices: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a program does: token_ids [T] i32, positions [T] i64, logits_indices [R] i64 -> hidden [T, hidden_size], logits [R, vocab_size] f32."""
+) -> tuple[torch.Tensor, ...]:
+    """What a program does: token_ids [T] i32, positions [T] i64, logits_indices [R] i64, ascending -> hidden [T, hidden_size], logits
+    [R, vocab_size] f32, and what argmax finds in them."""
     hidden = model(token_ids, positions, metadata)
-    return hidden, model.compute_logits(ops.gather_rows(hidden, logits_indices))
+    logits = model.compute_logits(hidden if len(logits_indices) == len(hidden) else ops.gather_rows(hidden, logits_indices))
+    return hidden, logits, *ops.argmax(logits)
 
 
 def record_step(model: Any, ops: OpTable, limits: Limits) -> Program | None:
@@ -85,6 +87,6 @@ def _try(program: Program, model: Any, ops: OpTable) -> None:
     token_ids = torch.arange(num_tokens, dtype=torch.int32) % model.config.vocab_size
     step = token_ids, positions, metadata, metadata.query_start_loc[1:].long() - 1
     recorded = [result.clone() for result in program(*step)]
-    for name, mine, own in zip(("hidden states", "logits"), recorded, run_op_by_op(model, ops, *step)):
+    for name, mine, own in zip(("hidden states", "logits", "argmax", "finite rows"), recorded, run_op_by_op(model, ops, *step)):
         if mine.shape != own.shape or mine.dtype != own.dtype or not torch.equal(*(t.contiguous().view(torch.uint8) for t in (mine, own))):
             raise Unrecordable(f"the record gives other {name} than the model's own code")

@@ -56,7 +56,19 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tenso
     """weight [N, K], bias [N], which never change again -> a function of x [T, K] that gives x weight^T + bias [T, N].
 
     Summed in fp32. Called once per layer when the weights are filled, to lay them out as the implementation reads them best. What it
-    returns may have a method `logits` too, which gives [T, N] in fp32, not rounded to dtype before.
+    returns may have a method `logits` too, which gives [T, N] in fp32, not rounded to dtype before, and a method `embedding`, which is the
+    operation of that name with the weight as its table.
+    """
+
+
+@operation
+def pack_quantized_linear(weight: Tensor, bias: Tensor | None, bits: int) -> Callable[[Tensor], Tensor]:
+    """As pack_linear, with weight [N, K] quantized to 8 or 4 bits, in groups of 64 along K with a scale each, and x on the way likewise.
+
+    A row's numbers are whole, scale * {-127 .. 127}; at 4 bits a weight is scale * factor * {-8 .. 7}, where the scale is the group's and
+    the factor, whole and in +-15, that of half a group. Products are summed exactly within a group; groups are added in ascending order in
+    fp32, each by one fused multiply-add. A row of x that is not finite gives NaN. What it returns has `logits` and `embedding`, the latter
+    a function of token ids [T] that gives these rows of the quantized weight [T, K].
     """
 
 

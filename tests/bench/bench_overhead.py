@@ -4,9 +4,10 @@ Must not know: kernels, real models.
 
     python tests/bench/bench_overhead.py [--batches 1 32 128] [--vocabs 2048 151936] [--modes inproc process] [--profile] [--write]
 
-Columns are microseconds per step, medians over the steps. "total": as the caller of LLMEngine.step sees it, measured without a timer inside.
-The other columns come from a second run with timers; what they leave of "step" is the loop between them. "process": the engine in a child, where
-the frontend's part overlaps with the engine's next step."""
+Microseconds per step. "median" and "quiet" (the tenth percentile: what the machine needs when nothing disturbs it): as the caller of LLMEngine.step
+sees it, measured without a timer inside. The parts come from a second run with timers, their tenth percentiles; what "step" has beyond them is
+the loop between them. "process": the engine in a child, where the frontend's part overlaps with the engine's next step; steps come in bursts, so
+both numbers are of means, over 50 steps each."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ COMMAND = [sys.executable, "-P", "-m", "quire.tests.bench.bench_overhead", "--as
 # By column: (what of the step's objects, its method). A column's time is without that of the columns before it, which it calls.
 PARTS = {
     "schedule": ("core", "_schedule"),
-    "prepare": ("runner", "_prepare_inputs"),
+    "prepare": ("runner", "make_inputs"),
     "model": ("runner", "model"),
     "sample": ("runner", "sampler"),
     "rows": ("executor", "execute_model"),
@@ -62,9 +63,10 @@ def make_executor(config: Any) -> Any:
     from quire.executor.executor import Executor
 
     class StubExecutor(Executor):
-        def load_model(self, report: Callable[[str, float], None]) -> None:
-            super().load_model(report)
+        def initialize_kv_cache(self, num_blocks: int) -> int:
+            num_bytes = super().initialize_kv_cache(num_blocks)
             self.worker.runner.use_model(StubModel(self.worker.model, config.scheduler_config.max_num_seqs))
+            return num_bytes
 
     return StubExecutor(config)
 
@@ -102,17 +104,22 @@ def run(engine: LLMEngine, batch: int, params: SamplingParams, prefix: str) -> l
     return times[8:-8]
 
 
-def add_timers(engine: LLMEngine) -> dict[str, float]:
-    """Seconds by part, summed from now on."""
+def add_timers(engine: LLMEngine) -> dict[str, list[float]]:
+    """Seconds by part and step, from now on."""
     core = engine.client._engine.core
     objects = SimpleNamespace(core=core, executor=core.executor, runner=core.executor.worker.runner, output_processor=engine._output_processor)
-    spent = dict.fromkeys(PARTS, 0.0)
+    spent: dict[str, list[float]] = {part: [] for part in PARTS}
+    inside = 0.0
 
     def timed(part: str, function: Callable) -> Callable:
         def call(*args: Any) -> Any:
-            begin, inside = perf_counter(), sum(spent.values())
+            nonlocal inside
+            before, inside = inside, 0.0
+            begin = perf_counter()
             result = function(*args)
-            spent[part] += perf_counter() - begin - (sum(spent.values()) - inside)
+            whole = perf_counter() - begin
+            spent[part].append(whole - inside)
+            inside = before + whole
             return result
 
         if hasattr(function, "compute_logits"):
@@ -125,6 +132,11 @@ def add_timers(engine: LLMEngine) -> dict[str, float]:
     return spent
 
 
+def quiet(times: list[float]) -> float:
+    """Microseconds: the tenth percentile."""
+    return 1e6 * sorted(times)[len(times) // 10]
+
+
 def measure(vocab_size: int, mode: str, batch: int, choice: str, args: argparse.Namespace) -> dict[str, float]:
     """Microseconds per step by column."""
     num_steps = args.steps if vocab_size * batch < 2**21 or choice == "greedy" else max(40, args.steps // 8)
@@ -133,13 +145,13 @@ def measure(vocab_size: int, mode: str, batch: int, choice: str, args: argparse.
     try:
         run(engine, batch, params, "warm")
         rounds = [run(engine, batch, params, str(i)) for i in range(args.rounds)]
-        # In two processes steps come in bursts, where the frontend catches up: their mean tells, not their median.
-        row = {"total": 1e6 * min((statistics.median if mode == "inproc" else statistics.mean)(times) for times in rounds)}
+        if mode == "process":
+            rounds = [[statistics.mean(times[i : i + 50]) for i in range(0, len(times) - 49, 50)] for times in rounds]
+        times = [seconds for times in rounds for seconds in times]
+        row = {"median": 1e6 * statistics.median(times), "quiet": quiet(times)}
         if mode == "inproc":
             spent = add_timers(engine)
-            times = run(engine, batch, params, "timed")
-            num_steps = len(times) + 16
-            row |= {"step": 1e6 * statistics.mean(times)} | {part: 1e6 * seconds / num_steps for part, seconds in spent.items()}
+            row |= {"step": quiet(run(engine, batch, params, "timed"))} | {part: quiet(times) for part, times in spent.items()}
             if args.profile:
                 with cProfile.Profile() as profile:
                     run(engine, batch, params, "profiled")
@@ -162,7 +174,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="append the result to tests/bench/results/")
     args = parser.parse_args()
     print(f"{hardware()}; microseconds per step")
-    print(f"{'':34}{'total':>9}{'step':>9}" + "".join(f"{part:>10}" for part in PARTS))
+    print(f"{'':34}" + "".join(f"{column:>10}" for column in ("median", "quiet", "step", *PARTS)))
     results = {}
     for vocab_size in args.vocabs:
         for choice in args.choices:
@@ -171,7 +183,7 @@ def main() -> None:
                     row = measure(vocab_size, mode, batch, choice, args)
                     name = f"{vocab_size} {choice} {mode} {batch}"
                     results[name] = row
-                    print(f"{name:34}{row['total']:9.0f}" + "".join(f"{row[k]:{9 if k == 'step' else 10}.0f}" for k in row if k != "total"), flush=True)
+                    print(f"{name:34}" + "".join(f"{number:10.0f}" for number in row.values()), flush=True)
     if args.write:
         print(write_result("none", "overhead", results))
 

@@ -63,6 +63,18 @@ def test_tied_head_is_the_embedding():
     assert torch.equal(embedding(torch.tensor([47, 0], dtype=torch.int32)), weight[[47, 0]])
 
 
+def test_a_tied_table_lies_in_memory_once_where_the_packed_head_gives_its_rows():
+    weights = {}
+    for implementation in registry.implementations("pack_linear"):
+        make = LayerFactory(registry.select("cpu", torch.bfloat16, {"pack_linear": implementation.name}), torch.bfloat16, torch.device("cpu"))
+        embedding = make.embedding("embed_tokens", 50, 31)
+        make.tied_head("lm_head", embedding)
+        table = fill(make, embedding)["p.embed_tokens.weight"]
+        assert torch.equal(embedding(torch.tensor([49, 0, 17], dtype=torch.int32)), table[[49, 0, 17]]), implementation.name
+        weights[implementation.name] = embedding.weight
+    assert weights["reference"] is not None and weights.get("native") is None
+
+
 def test_norm_and_its_fused_form():
     make = make_factory()
     norm = make.rms_norm("norm", 32, 1e-5)

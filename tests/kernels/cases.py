@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from quire.kernels.ops import AttentionMetadata
+from quire.kernels.reference import quantized
 from torch import Tensor
 
 FOREIGN_BLOCK = 2**30  # stands in block tables past a request's last block: following it would fail
@@ -105,6 +106,29 @@ def pack_linear(dtype: torch.dtype) -> list[Case]:
 
     shapes = [(1, 64, 96), (5, 64, 96), (70, 64, 96), (1, 896, 1152), (3, 200, 33), (33, 384, 17)]
     return [case(*shape, bias) for shape in shapes for bias in (False, True)]
+
+
+def pack_quantized_linear(dtype: torch.dtype) -> list[Case]:
+    """Against the same whole numbers, multiplied in another precision: how far these are from the weights is tested elsewhere."""
+
+    class Packed(Case):
+        def call(self, function: Callable, args: list[Any]) -> Tensor:
+            with torch.inference_mode():
+                return function(*args[1:])(args[0])
+
+    def own(x: Tensor, weight: Tensor, bias: Tensor | None, bits: int) -> tuple[Tensor, ...]:
+        quantize = quantized.quantize_int8 if bits == 8 else quantized.quantize_int4
+        pairs = quantized.quantize_activations(quantized.in_groups(x.float())), quantize(quantized.in_groups(weight.float()))
+        values, weights = ((numbers.double() * scales.double().unsqueeze(-1)).flatten(1) for numbers, scales in pairs)
+        return ((values @ weights.T + (0 if bias is None else bias.double())).to(x.dtype),)
+
+    def case(num_tokens: int, in_features: int, out_features: int, bits: int, bias: bool) -> Case:
+        weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype)
+        args = rand(num_tokens, in_features, dtype=dtype), weight, rand(out_features, dtype=dtype) if bias else None, bits
+        return Packed(f"{bits} bits, {num_tokens} x {in_features} x {out_features}{' + bias' * bias}", args, own)
+
+    shapes = [(1, 64, 96), (5, 64, 96), (70, 64, 96), (1, 896, 80), (3, 200, 33), (19, 320, 17), (0, 64, 32)]
+    return [case(*shape, bits, bias) for shape in shapes for bits in (8, 4) for bias in (False, True)]
 
 
 def rms_norm(dtype: torch.dtype) -> list[Case]:
@@ -273,6 +297,9 @@ def paged_attention(dtype: torch.dtype) -> list[Case]:
 
 MODEL_OPS = {
     f.__name__: f
-    for f in (embedding, gather_rows, pack_linear, rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding, reshape_and_cache, copy_blocks, paged_attention)
+    for f in (
+        embedding, gather_rows, pack_linear, pack_quantized_linear, rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding, reshape_and_cache,
+        copy_blocks, paged_attention,
+    )
 }
 SAMPLING_OPS = ("apply_grammar_bitmask", "apply_penalties", "argmax", "sample_tokens", "random_gumbel", "gather_logprobs")

@@ -11,4 +11,4 @@ Where the library was not built, or the processor has not even AVX2, nothing is 
 from .library import library
 
 if library is not None:
-    from . import activation, attention, linear, norm, rotary, rows, sampling  # noqa: F401
+    from . import activation, attention, linear, norm, quantized, rotary, rows, sampling  # noqa: F401

@@ -26,6 +26,10 @@ class Op(IntEnum):
     ARGMAX = 11
     SAMPLE = 12
     GATHER_ROWS = 13
+    QUANTIZE_INT8 = 14
+    QUANTIZE_INT4 = 15
+    EMBEDDING_INT8 = 16
+    EMBEDDING_PACKED = 17
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:
@@ -128,3 +132,17 @@ class Sample(Call):
         logits=c_void_p, temperature=c_void_p, top_k=c_void_p, top_p=c_void_p, min_p=c_void_p, seeds=c_void_p, positions=c_void_p, out=c_void_p,
         logits_row=c_int64, vocab_size=c_int64,
     )  # fmt: skip
+
+
+class QuantizedLinear(Linear):
+    _fields_ = _fields(scales=c_void_p)
+
+
+class Quantize(Call):
+    _fields_ = _fields(
+        weight=c_void_p, packed=c_void_p, scales=c_void_p, weight_row=c_int64, in_features=c_int64, out_features=c_int64
+    )  # fmt: skip
+
+
+class EmbeddingInt8(Embedding):
+    _fields_ = _fields(scales=c_void_p)

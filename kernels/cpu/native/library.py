@@ -73,22 +73,24 @@ class Library:
             raise RuntimeError(f"call {-1 - result} is no operation that the native kernels have for {self.isa}")
 
 
-def _load() -> Library | None:
-    """The library with its best instruction set; None, with a notice, where there is none to use."""
-    built = sorted(Path(__file__).parent.glob("_native*.so"))
+def _load(choice: str | None) -> Library | None:
+    """The library with its best instruction set; None, with a notice, where there is none to use. `choice`: "0" for none, or another's path."""
+    if choice == "0":
+        return None
+    built = [Path(choice)] if choice else sorted(Path(__file__).parent.glob("_native*.so"))
     if not built:
-        logger.info("native CPU kernels are not built (no C++ compiler at installation?): torch's kernels serve, several times slower")
+        logger.warning("native CPU kernels are not built (no C++ compiler at installation): torch's serve, several times slower")
         return None
     try:
         loaded = Library(built[0])
     except OSError as error:
-        logger.warning("native CPU kernels cannot be loaded, torch's serve: %s", error)
+        logger.warning("native CPU kernels cannot be loaded, torch's serve, several times slower: %s", error)
         return None
     if not loaded.isas:
-        logger.info("native CPU kernels need a processor with AVX2: torch's kernels serve")
+        logger.warning("native CPU kernels need a processor with AVX2: torch's serve, several times slower")
         return None
     loaded.use_isa(loaded.isas[0])
     return loaded
 
 
-library = None if os.environ.get("QUIRE_NATIVE") == "0" else _load()
+library = _load(os.environ.get("QUIRE_NATIVE"))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...registry import register
-from .calls import Epilogue, Linear, Op
+from .calls import Embedding, Epilogue, Linear, Op, Step
 from .library import library
 from .program import empty, num_rows, submit
 from .tensors import DTYPES, PRIORITY, as_matrix, is_native
@@ -41,6 +41,18 @@ class PackedLinear:
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out / 2]: the operation silu_and_mul on what a plain call gives, bit for bit. Only where `can_gate`."""
         return self._multiply(x, self.out_features // 2, Epilogue.GATED, self.dtype)
+
+    def embedding(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, in]: the operation embedding on the weight, which need not be kept unpacked for it."""
+        if token_ids.dtype != torch.int32:
+            token_ids = token_ids.int()
+        out = empty(len(token_ids), self.in_features, dtype=self.dtype)
+        call = Embedding(
+            Op.EMBEDDING_PACKED, DTYPES[self.dtype], num_rows(token_ids), self.weight.data_ptr(), out.data_ptr(), out.stride(0),
+            self.out_features, self.in_features,
+        )  # fmt: skip
+        submit(call, Step(token_ids=token_ids.data_ptr()))
+        return out
 
     def _multiply(self, x: Tensor, columns: int, epilogue: Epilogue, out_dtype: torch.dtype) -> Tensor:
         x = as_matrix(x)

@@ -24,9 +24,9 @@ ALIGNMENT = 64  # bytes: a cache line, a vector of AVX-512, a row of a tile
 class Program:
     """The step of one model in one place. Holds addresses of weights and caches: to be made again when any of these moves."""
 
-    def __init__(self, recorder: Recorder, hidden: Tensor, logits: Tensor, owners: Any):
-        """hidden [T, hidden_size] and logits [R, vocab_size] f32: recorded tensors. owners: whatever keeps weights and caches alive."""
-        results = [hidden, logits]
+    def __init__(self, recorder: Recorder, hidden: Tensor, *of_logits: Tensor, owners: Any):
+        """hidden [T, hidden_size] and of_logits [R, ...], recorded tensors: what a step gives. owners: whatever keeps weights and caches alive."""
+        results = [hidden, *of_logits]
         found = [recorder.find(tensor.data_ptr()) for tensor in results]
         if None in found or any(offset or not tensor.is_contiguous() for (_, offset), tensor in zip(found, results)):
             raise Unrecordable("what the model returns is not a whole result of a native kernel")
@@ -34,7 +34,9 @@ class Program:
         self._owners = owners
         self.calls = fuse(recorder, [buffer for buffer, _ in found])
         self._step = Step()
-        self._hidden, self._logits = self._settle(recorder, results, found)
+        self._hidden, *self._of_logits = self._settle(recorder, results, found)
+        self._counts = -1, -1  # T and R of the last step,
+        self._results: tuple[Tensor, ...] = ()  # and what it gave
         self._pointers = (ctypes.c_void_p * len(self.calls))(*map(ctypes.addressof, self.calls))
 
     def _settle(self, recorder: Recorder, results: list[Tensor], found: list[tuple[int, int]]) -> list[Tensor]:
@@ -59,10 +61,10 @@ class Program:
             for (buffer, _), tensor in zip(found, results)
         ]
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, logits_indices: Tensor) -> tuple[Tensor, Tensor]:
-        """token_ids [T] i32, positions [T] i64, logits_indices [R] i64 -> hidden [T, hidden_size], logits [R, vocab_size] f32.
+    def __call__(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, logits_indices: Tensor) -> tuple[Tensor, ...]:
+        """token_ids [T] i32, positions [T] i64, logits_indices [R] i64 -> hidden [T, hidden_size] and the others [R, ...].
 
-        Both are overwritten by the next step. Raises ValueError for a step that is larger than the recorded one.
+        All are overwritten by the next step. Raises ValueError for a step that is larger than the recorded one.
         """
         num_tokens, num_requests, num_logits = len(token_ids), len(metadata.seq_lens), len(logits_indices)
         if problem := self.limits.exceeded_by(num_tokens, num_requests, num_logits):
@@ -74,4 +76,7 @@ class Program:
         step.seq_lens, step.block_tables = metadata.seq_lens.data_ptr(), metadata.block_tables.data_ptr()
         step.block_table_row, step.logits_indices = metadata.block_tables.stride(0), logits_indices.data_ptr()
         library.run_all(self._pointers, step)
-        return self._hidden[:num_tokens], self._logits[:num_logits]
+        if self._counts != (num_tokens, num_logits):
+            self._counts = num_tokens, num_logits
+            self._results = self._hidden[:num_tokens], *(tensor[:num_logits] for tensor in self._of_logits)
+        return self._results

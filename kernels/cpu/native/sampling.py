@@ -13,11 +13,9 @@ from .tensors import PRIORITY, is_native
 
 @register("argmax", name="native", predicate=is_native, priority=PRIORITY)
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    count = len(logits)
+    count, vocab_size = logits.shape
     token_ids, is_finite = empty(count, dtype=torch.int64), empty(count, dtype=torch.bool)
-    submit(
-        Argmax(Op.ARGMAX, F32, num_rows(logits), logits.data_ptr(), token_ids.data_ptr(), is_finite.data_ptr(), logits.stride(0), logits.shape[1])
-    )
+    submit(Argmax(Op.ARGMAX, F32, num_rows(logits), logits.data_ptr(), token_ids.data_ptr(), is_finite.data_ptr(), logits.stride(0), vocab_size))
     return token_ids, is_finite
 
 

@@ -4,6 +4,8 @@ Must not know: which kernels there are: it enumerates the registry."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from quire.kernels import registry
@@ -17,7 +19,7 @@ NATIVE = [(op, dtype) for op in cases.MODEL_OPS for dtype in DTYPES if any(i.nam
 WORD = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 # Operation -> its arguments that have a row per token. Of all others a row is a request: attention has tests of its own.
-PER_TOKEN = {"rms_norm": (0,), "fused_add_rms_norm": (0, 1), "silu_and_mul": (0,), "rotary_embedding": (0, 1, 2), "embedding": (0,)}
+PER_TOKEN = {"rms_norm": (0,), "fused_add_rms_norm": (0, 1), "silu_and_mul": (0,), "rotary_embedding": (0, 1, 2), "embedding": (0,), "pack_quantized_linear": (0,)}
 BY_ROWS = [(op, dtype) for op, dtype in NATIVE if op in PER_TOKEN]
 
 
@@ -31,7 +33,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def only(case: cases.Case, rows: slice, op: str) -> cases.Case:
     args = tuple(arg[rows] if i in PER_TOKEN[op] else arg for i, arg in enumerate(case.args))
-    return cases.Case(case.name, args, case.torch_own, case.in_place)
+    return replace(case, args=args)
 
 
 @pytest.mark.parametrize(("op", "dtype"), NATIVE, ids=label)
@@ -61,7 +63,7 @@ def test_a_row_of_nan_and_one_of_infinity_spoil_only_themselves(isa, op, dtype):
     for case in cases.MODEL_OPS[op](dtype):
         if len(case.args[0]) < 4:
             continue
-        spoilt = cases.Case(case.name, tuple(cases.copies(case.args)), case.torch_own, case.in_place)
+        spoilt = replace(case, args=tuple(cases.copies(case.args)))
         for i in PER_TOKEN[op]:
             if spoilt.args[i].is_floating_point():
                 spoilt.args[i][1], spoilt.args[i][2] = float("nan"), float("inf")

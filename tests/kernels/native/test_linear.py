@@ -127,6 +127,16 @@ def test_no_rows_give_no_rows(isa):
 
 
 @dtypes
+def test_rows_of_a_packed_table_are_the_tables(isa, dtype):
+    for out_features, in_features in ((50, 70), (16, 33), (3, 1)):
+        table, _ = make(out_features, in_features, dtype)
+        token_ids = torch.arange(out_features + 2)[torch.randperm(out_features + 2, generator=torch.Generator().manual_seed(8))] - 1
+        known = (token_ids >= 0) & (token_ids < out_features)
+        rows = pack_linear(table, None).embedding(token_ids)
+        assert same_bits(rows[known], table[token_ids[known]]) and rows[~known].isnan().all() and not known.all()
+
+
+@dtypes
 def test_packing_gives_panels_of_sixteen_outputs(dtype):
     """The layout of src/abi.h, which all instruction sets and the embedding of a tied table read."""
     if library is None:

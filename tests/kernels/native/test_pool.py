@@ -175,7 +175,7 @@ def test_a_fork_beside_a_run():
         other.join()
 
 
-def test_threads_that_cannot_be_had_are_an_error_and_one_remains():
+def test_limit_memory_threads_that_cannot_be_had_are_an_error_and_one_remains():
     call, expected = work(rows=200)
 
     def in_child() -> bool:

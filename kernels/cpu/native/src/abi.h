@@ -24,6 +24,10 @@ enum Op : int32_t {
     OP_ARGMAX,
     OP_SAMPLE,
     OP_GATHER_ROWS,
+    OP_QUANTIZE_INT8,
+    OP_QUANTIZE_INT4,
+    OP_EMBEDDING_INT8,
+    OP_EMBEDDING_PACKED,
     NUM_OPS,
 };
 
@@ -76,7 +80,8 @@ struct SiluAndMul : Call {
     int64_t size;
 };
 
-// out [rows, size] = table[step.token_ids], table [num_ids, size]. An id outside [0, num_ids) gives NaN.
+// out [rows, size] = table[step.token_ids], table [num_ids, size], for OP_EMBEDDING_PACKED as quire_pack_linear lays it out. An id outside
+// [0, num_ids) gives NaN.
 struct Embedding : Call {
     const void* table;
     void* out;
@@ -168,6 +173,26 @@ struct Sample : Call {
     const int64_t* positions;
     int64_t* out;
     int64_t logits_row, vocab_size;
+};
+
+// As Linear, but weight is int8 or int4, as Quantize made it with its scales; x is quantized on the way. In fp32 within.
+struct QuantizedLinear : Linear {
+    const void* scales;
+};
+
+// A linear layer's weight [out_features, in_features] as whole numbers with scales, laid out as quantize.inl says; the call's rows mean
+// nothing. packed is 64-byte aligned.
+struct Quantize : Call {
+    const void* weight;
+    void* packed;
+    void* scales;
+    int64_t weight_row;
+    int64_t in_features, out_features;
+};
+
+// As Embedding, from an int8 table that Quantize made.
+struct EmbeddingInt8 : Embedding {
+    const void* scales;
 };
 
 // The names of instruction sets in order of preference: "amx", "avx512", "avx2". 1 where this processor and system can run it.

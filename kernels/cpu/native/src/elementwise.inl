@@ -25,6 +25,9 @@ void silu_and_mul(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, silu_and_mul_rows<T>((const SiluAndMul&)call, rows_of(call, step), worker));
 }
 
+// all bits set is a NaN in both types
+inline void set_nan(char* row, size_t bytes) { std::memset(row, 0xff, bytes); }
+
 void embedding(const Call& call, const Step& step, const Worker& worker) {
     const Embedding& a = (const Embedding&)call;
     int64_t rows = rows_of(call, step), piece = piece_of_rows(a.size);
@@ -34,7 +37,7 @@ void embedding(const Call& call, const Step& step, const Worker& worker) {
             int64_t id = step.token_ids[row];
             char* out = (char*)a.out + row * a.out_row * width;
             if (id < 0 || id >= a.num_ids) {
-                std::memset(out, 0xff, a.size * width);  // all bits set is a NaN in both types
+                set_nan(out, a.size * width);
             } else {
                 std::memcpy(out, (const char*)a.table + id * a.size * width, a.size * width);
             }

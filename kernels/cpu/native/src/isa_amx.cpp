@@ -23,6 +23,7 @@ namespace amx {
 #include "emulated_amx.h"
 #endif
 #include "vec_avx512.h"
+#include "ints_avx512.h"
 #include "kernels.inl"
 }  // namespace amx
 

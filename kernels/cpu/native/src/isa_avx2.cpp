@@ -16,6 +16,7 @@
 
 namespace avx2 {
 #include "vec_avx2.h"
+#include "ints_avx2.h"
 #include "kernels.inl"
 }  // namespace avx2
 

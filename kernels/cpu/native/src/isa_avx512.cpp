@@ -21,6 +21,7 @@ namespace avx512 {
 #include "emulated_avx512.h"
 #endif
 #include "vec_avx512.h"
+#include "ints_avx512.h"
 #include "kernels.inl"
 }  // namespace avx512
 

@@ -4,6 +4,7 @@
 #include "norm.inl"
 #include "elementwise.inl"
 #include "linear.inl"
+#include "quantized.inl"
 #include "rotary.inl"
 #include "attention_tile.inl"
 #include "attention.inl"
@@ -16,8 +17,8 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     silu_and_mul,
     embedding,
     linear,
-    nullptr,  // linear_int8
-    nullptr,  // linear_int4
+    quantized::linear_int8,
+    quantized::linear_int4,
     rotary,
     write_kv,
     rotary_and_write_kv,
@@ -25,4 +26,8 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     argmax,
     sample,
     gather_rows,
+    quantized::quantize_int8,
+    quantized::quantize_int4,
+    quantized::embedding_int8,
+    embedding_packed,
 };

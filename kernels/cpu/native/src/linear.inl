@@ -115,3 +115,23 @@ void linear_items(const Linear& a, int64_t rows, const Worker& worker) {
 void linear(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, (linear_items<T, typename BlockOf<T>::type>((const Linear&)call, rows_of(call, step), worker)));
 }
+
+// A tied table's row out of the head's packed weight: one number or pair of each line of a panel.
+void embedding_packed(const Call& call, const Step& step, const Worker& worker) {
+    const Embedding& a = (const Embedding&)call;
+    int64_t rows = rows_of(call, step), piece = piece_of_rows(a.size);
+    int64_t width = call.dtype == BF16 ? 2 : 4, bytes = a.size * width, panel_bytes = round_up(bytes, 4) * PANEL;
+    for (int64_t start; (start = worker.next() * piece) < rows;)
+        for (int64_t row = start; row < std::min(start + piece, rows); row++) {
+            int64_t id = step.token_ids[row];
+            char* out = (char*)a.out + row * a.out_row * width;
+            if (id < 0 || id >= a.num_ids) {
+                set_nan(out, bytes);
+                continue;
+            }
+            const char* from = (const char*)a.table + id / PANEL * panel_bytes + id % PANEL * 4;
+            int64_t i = 0;
+            for (; i + 4 <= bytes; i += 4) std::memcpy(out + i, from + i * PANEL, 4);
+            if (i < bytes) std::memcpy(out + i, from + i * PANEL, 2);
+        }
+}

@@ -12,6 +12,8 @@ template <int TILE>
 void store_tile(void* to, int64_t row_bytes) { _tile_stored(TILE, to, row_bytes); }
 template <int SUMS, int X, int WEIGHTS>
 void dot_tiles() { _tile_dpbf16ps(SUMS, X, WEIGHTS); }
+template <int SUMS, int X, int WEIGHTS>
+void dot_int8_tiles() { _tile_dpbssd(SUMS, X, WEIGHTS); }
 #else
 inline void load_tile_config(const void* config) { asm volatile("ldtilecfg (%0)" ::"r"(config) : "memory"); }
 inline void release_tiles() { asm volatile("tilerelease" ::: "memory"); }
@@ -28,6 +30,9 @@ void store_tile(void* to, int64_t row_bytes) {
 // sums += x times weights, pairs of bf16
 template <int SUMS, int X, int WEIGHTS>
 void dot_tiles() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(X), "i"(WEIGHTS)); }
+// sums += x times weights, fours of int8, in 32 bits
+template <int SUMS, int X, int WEIGHTS>
+void dot_int8_tiles() { asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(X), "i"(WEIGHTS)); }
 #endif
 
 // For up to 32 rows of x, the first 16 in tiles 0, 1 and 4, the others in 2, 3 and 5; weights, whole, in 6 and 7. All tiles become zero.

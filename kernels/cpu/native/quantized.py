@@ -1,0 +1,90 @@
+"""Linear layers over int8 and int4 weights by the native library, and the look-up in a table that is such a layer too.
+May know: torch on CPUs, the contracts, the library.
+Must not know: models, requests.
+
+What is computed, kernels/reference/quantized.py says in torch; why in this way:
+- Weights in groups of 64 along k, with a scale each: 8.25 bits per weight (int8), 4.5 (int4: two halves, each with a whole factor, under one
+  scale, so that a weight is an int8 as well). Measured on the bundled model, int8 loses nothing in groups of 32 to 256, and int4 less than
+  with a scale of its own for each 32 (llama.cpp's Q4_0, also 4.5 bits).
+- x is quantized on the way, with a scale per token and group, so that integer products do the work. Groups of 64 keep an outlier's coarse
+  scale to its neighbours, and are one step of AMX's int8 tiles.
+- Whole numbers are summed exactly. So few rows and many may go by different instructions, and every instruction set gives the same bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...registry import register
+from .calls import EmbeddingInt8, Epilogue, Op, Quantize, QuantizedLinear, Step
+from .library import library
+from .program import empty, num_rows, submit
+from .tensors import DTYPES, PRIORITY, as_matrix, is_native
+
+_PANEL, _GROUP = 16, 64
+_SCALE_BYTES = {8: 2 * _PANEL, 4: 4 * _PANEL}  # of a panel's group
+_QUANTIZE = {8: Op.QUANTIZE_INT8, 4: Op.QUANTIZE_INT4}
+_LINEAR = {8: Op.LINEAR_INT8, 4: Op.LINEAR_INT4}
+
+
+class PackedQuantizedLinear:
+    """y = x W^T + b, for a weight that never changes again, quantized here. A row's bits do not depend on the rows beside it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, bits: int):
+        """weight [out, in] of bf16 or fp32; bias [out], of the same dtype. The bias is kept."""
+        self.out_features, self.in_features = weight.shape
+        self.bits, self.dtype = bits, weight.dtype
+        self.bias = None if bias is None else bias.contiguous()
+        panels, groups = -(-self.out_features // _PANEL), -(-self.in_features // _GROUP)
+        self.weight = torch.empty(panels, groups, _PANEL * _GROUP * bits // 8, dtype=torch.uint8)
+        self.scales = torch.empty(panels, groups, _SCALE_BYTES[bits], dtype=torch.uint8)
+        weight = as_matrix(weight)
+        call = Quantize(
+            _QUANTIZE[bits], DTYPES[weight.dtype], 0, weight.data_ptr(), self.weight.data_ptr(), self.scales.data_ptr(),
+            weight.stride(0), self.in_features, self.out_features,
+        )  # fmt: skip
+        library.run(call, Step())  # at once: it is no part of a model's step
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]"""
+        return self._multiply(x, self.out_features, Epilogue.PLAIN, self.dtype)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out] fp32, the sums as they are"""
+        return self._multiply(x, self.out_features, Epilogue.PLAIN, torch.float32)
+
+    @property
+    def can_gate(self) -> bool:
+        return self.out_features % (2 * _PANEL) == 0
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out / 2]: the operation silu_and_mul on what a plain call gives, bit for bit. Only where `can_gate`."""
+        return self._multiply(x, self.out_features // 2, Epilogue.GATED, self.dtype)
+
+    def embedding(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, in]: the rows of the weight as they are multiplied by, rounded to its dtype. Of 8 bits only."""
+        if token_ids.dtype != torch.int32:
+            token_ids = token_ids.int()
+        out = empty(len(token_ids), self.in_features, dtype=self.dtype)
+        call = EmbeddingInt8(
+            Op.EMBEDDING_INT8, DTYPES[self.dtype], num_rows(token_ids), self.weight.data_ptr(), out.data_ptr(), out.stride(0),
+            self.out_features, self.in_features, self.scales.data_ptr(),
+        )  # fmt: skip
+        submit(call, Step(token_ids=token_ids.data_ptr()))
+        return out
+
+    def _multiply(self, x: Tensor, columns: int, epilogue: Epilogue, out_dtype: torch.dtype) -> Tensor:
+        x = as_matrix(x)
+        out = empty(len(x), columns, dtype=out_dtype)
+        call = QuantizedLinear(
+            _LINEAR[self.bits], DTYPES[x.dtype], num_rows(x), x.data_ptr(), self.weight.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(), out.data_ptr(), x.stride(0), columns, self.in_features, self.out_features,
+            epilogue, DTYPES[out_dtype], self.scales.data_ptr(),
+        )  # fmt: skip
+        submit(call)
+        return out
+
+
+@register("pack_quantized_linear", name="native", predicate=is_native, priority=PRIORITY)
+def pack_quantized_linear(weight: Tensor, bias: Tensor | None, bits: int) -> PackedQuantizedLinear:
+    return PackedQuantizedLinear(weight, bias, bits)

@@ -1,0 +1,189 @@
+// A linear layer's weight quantized and packed (abi.h: Quantize). Symmetric, in groups of 64 along k, each group of an output with a scale in
+// bf16; panels of 16 outputs as the kernels of quantized.inl read them: [panel][group], a block of numbers here, their scales there.
+//
+//   int8  block [16][16 outputs][4]: k / 4, k % 4. Scales [16] bf16. The scale takes the group's largest weight to 127.
+//   int4  block [8][16 outputs][4]: byte (k / 4, k % 4) of the group's first half in the lower nibble, of its second half in the upper one,
+//         each plus 8. Scales [2][16] int8, then [16] bf16: weight = number * its half's factor * its group's scale. A factor is whole and in
+//         +-15, so number * factor is an int8, and 64 of those make one exact sum. (Lin et al. 2024, QServe; llama.cpp's K-quants.)
+//
+// All is done with an output to a lane, one k after the other: the same numbers on every instruction set.
+
+constexpr int64_t GROUP = 64, HALF_GROUP = GROUP / 2;
+constexpr int PARTS = PANEL / Vec::LANES;  // vectors of a panel's outputs
+constexpr int64_t SCALES_INT8 = PANEL * 2, FACTORS = 2 * PANEL, SCALES_INT4 = FACTORS + PANEL * 2;  // bytes of a block's scales
+
+inline int64_t groups_of(int64_t in_features) { return (in_features + GROUP - 1) / GROUP; }
+
+// One block's weights, zeros where there are none
+struct GroupOfWeights {
+    alignas(64) float at[GROUP][PANEL];
+
+    template <typename T>
+    void load(const Quantize& a, int64_t panel, int64_t group) {
+        float row[GROUP];
+        int64_t size = std::min(GROUP, a.in_features - group * GROUP);
+        for (int64_t i = 0; i < PANEL; i++) {
+            int64_t out = panel * PANEL + i;
+            std::fill(row, row + GROUP, 0.0f);
+            if (out < a.out_features) copy_numbers((const T*)a.weight + out * a.weight_row + group * GROUP, row, size);
+            for (int64_t k = 0; k < GROUP; k++) at[k][i] = row[k];
+        }
+    }
+    Vec lanes(int64_t k, int part) const { return Vec::load(&at[k][part * Vec::LANES]); }
+};
+
+inline Vec magnitude(Vec x) { return Vec::max(x, Vec() - x); }
+// 1 / x; 0 where x counts as 0
+inline Vec inverse(Vec x) { return Vec::keep_where_at_least(Vec(1.0f) / x, x, LEAST); }
+
+template <typename T>
+void quantize_int8_block(const Quantize& a, int64_t panel, int64_t group, int8_t* numbers, uint16_t* scales) {
+    GroupOfWeights weights;
+    weights.load<T>(a, panel, group);
+    for (int part = 0; part < PARTS; part++) {
+        Vec largest, spoilt;
+        for (int64_t k = 0; k < GROUP; k++) {
+            Vec w = weights.lanes(k, part);
+            largest = Vec::max(largest, magnitude(w));
+            spoilt = Vec::fma(w, Vec(), spoilt);  // NaN once a weight is not finite
+        }
+        Vec scale = (largest / Vec(127) + spoilt).rounded(), factor = inverse(scale);
+        scale.store(scales + part * Vec::LANES);
+        for (int64_t k = 0; k < GROUP; k++) {
+            int8_t row[Vec::LANES];
+            store_whole(whole_within(weights.lanes(k, part) * factor, 127), row);
+            for (int i = 0; i < Vec::LANES; i++) numbers[((k / 4) * PANEL + part * Vec::LANES + i) * 4 + k % 4] = row[i];
+        }
+    }
+}
+
+// Of half a group: the squared error of the nearest numbers, by lane
+inline Vec squared_error(const GroupOfWeights& weights, int64_t begin, int part, Vec step) {
+    Vec error, factor = Vec(1.0f) / step;
+    for (int64_t k = begin; k < begin + HALF_GROUP; k++) {
+        Vec w = weights.lanes(k, part), rest = Vec::fma(within(Vec::round(w * factor), -8, 7), Vec() - step, w);
+        error = Vec::fma(rest, rest, error);
+    }
+    return error;
+}
+
+// The best factor of half a group under a group's scale, by lane: that which takes the weight of largest magnitude to -8, or one beside it.
+inline void find_factors(const GroupOfWeights& weights, int64_t begin, int part, const float* wanted, const float* scales, float* factors, float* errors) {
+    std::fill(errors, errors + Vec::LANES, INFINITY);
+    for (int beside = -1; beside <= 1; beside++) {
+        float tried[Vec::LANES], error[Vec::LANES];
+        within(Vec::round(Vec::load(wanted) / Vec::load(scales)) + Vec((float)beside), -15, 15).store(tried);
+        for (int i = 0; i < Vec::LANES; i++)
+            if (tried[i] == 0) tried[i] = 1;
+        squared_error(weights, begin, part, Vec::load(tried) * Vec::load(scales)).store(error);
+        for (int i = 0; i < Vec::LANES; i++)
+            if (error[i] < errors[i]) errors[i] = error[i], factors[i] = tried[i];
+    }
+}
+
+struct Int4Scales {
+    float scale[Vec::LANES], factors[2][Vec::LANES];
+};
+
+// The scale is searched for too: the largest step of both halves is 15, 13.5 or 12 times as large. Measured, more candidates gain nothing.
+inline Int4Scales find_int4_scales(const GroupOfWeights& weights, int part) {
+    Int4Scales best;
+    float wanted[2][Vec::LANES], error[Vec::LANES], largest[Vec::LANES], spoilt[Vec::LANES];
+    Vec nan;
+    for (int half = 0; half < 2; half++) {
+        Vec high, low;
+        for (int64_t k = half * HALF_GROUP; k < (half + 1) * HALF_GROUP; k++) {
+            Vec w = weights.lanes(k, part);
+            high = Vec::max(high, w), low = Vec::min(low, w), nan = Vec::fma(w, Vec(), nan);
+        }
+        float highest[Vec::LANES], lowest[Vec::LANES];
+        high.store(highest), low.store(lowest);
+        for (int i = 0; i < Vec::LANES; i++) wanted[half][i] = (highest[i] > -lowest[i] ? highest[i] : lowest[i]) / -8;
+    }
+    nan.store(spoilt);
+    for (int i = 0; i < Vec::LANES; i++) {
+        largest[i] = std::max(std::fabs(wanted[0][i]), std::fabs(wanted[1][i]));
+        best.scale[i] = spoilt[i] + 0.0f, best.factors[0][i] = best.factors[1][i] = 1, error[i] = INFINITY;
+    }
+    for (float steps : {15.0f, 13.5f, 12.0f}) {
+        float scale[Vec::LANES], factors[2][Vec::LANES], errors[2][Vec::LANES];
+        for (int i = 0; i < Vec::LANES; i++) scale[i] = largest[i] > LEAST ? Number<uint16_t>::round(largest[i] / steps) : 1;
+        for (int half = 0; half < 2; half++) find_factors(weights, half * HALF_GROUP, part, wanted[half], scale, factors[half], errors[half]);
+        for (int i = 0; i < Vec::LANES; i++)
+            if (errors[0][i] + errors[1][i] < error[i] && largest[i] > LEAST) {
+                error[i] = errors[0][i] + errors[1][i], best.scale[i] = scale[i];
+                for (int half = 0; half < 2; half++) best.factors[half][i] = factors[half][i];
+            }
+    }
+    return best;
+}
+
+template <typename T>
+void quantize_int4_block(const Quantize& a, int64_t panel, int64_t group, uint8_t* numbers, int8_t* factors, uint16_t* scales) {
+    GroupOfWeights weights;
+    weights.load<T>(a, panel, group);
+    for (int part = 0; part < PARTS; part++) {
+        Int4Scales found = find_int4_scales(weights, part);
+        Vec::load(found.scale).store(scales + part * Vec::LANES);
+        for (int half = 0; half < 2; half++) {
+            float inverses[Vec::LANES];
+            for (int i = 0; i < Vec::LANES; i++) {
+                float step = found.scale[i] * found.factors[half][i];
+                inverses[i] = step == 0 ? 0 : 1 / step;
+                factors[half * PANEL + part * Vec::LANES + i] = (int8_t)found.factors[half][i];
+            }
+            Vec factor = Vec::load(inverses);
+            for (int64_t k = 0; k < HALF_GROUP; k++) {
+                int8_t row[Vec::LANES];
+                store_whole(within(Vec::round(weights.lanes(half * HALF_GROUP + k, part) * factor), -8, 7), row);
+                for (int i = 0; i < Vec::LANES; i++) {
+                    uint8_t& byte = numbers[((k / 4) * PANEL + part * Vec::LANES + i) * 4 + k % 4];
+                    byte = (uint8_t)(half ? byte | (row[i] + 8) << 4 : row[i] + 8);
+                }
+            }
+        }
+    }
+}
+
+void quantize_int8(const Call& call, const Step&, const Worker& worker) {
+    const Quantize& a = (const Quantize&)call;
+    const int64_t groups = groups_of(a.in_features), panels = (a.out_features + PANEL - 1) / PANEL;
+    for (int64_t panel; (panel = worker.next()) < panels;)
+        for (int64_t i = panel * groups; i < (panel + 1) * groups; i++)
+            FOR_DTYPE(call.dtype, quantize_int8_block<T>(a, panel, i % groups, (int8_t*)a.packed + i * GROUP * PANEL,
+                                                         (uint16_t*)((char*)a.scales + i * SCALES_INT8)));
+}
+
+void quantize_int4(const Call& call, const Step&, const Worker& worker) {
+    const Quantize& a = (const Quantize&)call;
+    const int64_t groups = groups_of(a.in_features), panels = (a.out_features + PANEL - 1) / PANEL;
+    for (int64_t panel; (panel = worker.next()) < panels;)
+        for (int64_t i = panel * groups; i < (panel + 1) * groups; i++) {
+            char* scales = (char*)a.scales + i * SCALES_INT4;
+            FOR_DTYPE(call.dtype, quantize_int4_block<T>(a, panel, i % groups, (uint8_t*)a.packed + i * GROUP * PANEL / 2, (int8_t*)scales,
+                                                         (uint16_t*)(scales + FACTORS)));
+        }
+}
+
+// out [rows, size] = the rows of an int8 table that the step's token ids name, as numbers again
+template <typename T>
+void embedding_int8_rows(const EmbeddingInt8& a, int64_t rows, const Step& step, const Worker& worker) {
+    const int64_t piece = piece_of_rows(a.size), groups = groups_of(a.size);
+    for (int64_t start; (start = worker.next() * piece) < rows;)
+        for (int64_t row = start; row < std::min(start + piece, rows); row++) {
+            int64_t id = step.token_ids[row], panel = id / PANEL, lane = id % PANEL;
+            T* out = (T*)a.out + row * a.out_row;
+            if (id < 0 || id >= a.num_ids) {
+                std::memset(out, 0xff, a.size * sizeof(T));  // all bits set is a NaN in both types
+                continue;
+            }
+            const int8_t* numbers = (const int8_t*)a.table + panel * groups * GROUP * PANEL + lane * 4;
+            const uint16_t* scales = (const uint16_t*)a.scales + panel * groups * PANEL + lane;
+            for (int64_t k = 0; k < a.size; k++)
+                put(out + k, (float)numbers[k / 4 * PANEL * 4 + k % 4] * Number<uint16_t>::get(scales[k / GROUP * PANEL]));
+        }
+}
+
+void embedding_int8(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, embedding_int8_rows<T>((const EmbeddingInt8&)call, rows_of(call, step), step, worker));
+}

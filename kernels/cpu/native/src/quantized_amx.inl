@@ -1,0 +1,58 @@
+// A panel times up to 16 rows of x in AMX's int8 tiles: for many rows. The sums are whole numbers, so the bits are those of VectorForm.
+
+constexpr int64_t TILES_FROM_ROWS = 8;  // fewer do not fill a tile
+
+template <bool INT4>
+struct TileForm {
+    using X = int8_t;
+    using Dot = std::conditional_t<INT4, Int4Dot, Int8Dot>;
+    static constexpr int MAX_ROWS = 16;
+
+    const QuantizedLinear& call;
+    const Worker& worker;
+    int8_t* unpacked = nullptr;  // an int4 panel's weights as int8, the gate's and the up half's
+    int64_t panels[2] = {-1, -1};
+    int64_t configured = 0;  // rows that the tiles have now
+
+    TileForm(const QuantizedLinear& call, const Worker& worker) : call(call), worker(worker) {}
+    ~TileForm() {
+        if (configured) release_tiles();
+    }
+
+    void multiply(int64_t rows, int64_t panel, int up, const QuantizedRows<X>& x, float* sums, int64_t sums_row) {
+        if (rows != configured) configure_tiles(rows);
+        configured = rows;
+        const char* scales = (const char*)call.scales + panel * x.groups * Dot::SCALES;
+        const int8_t* weights = (const int8_t*)call.weight + panel * x.groups * Int8Dot::BLOCK;
+        if (INT4) weights = unpack(panel, up, scales, x.groups);
+        Vec total[MAX_ROWS];
+        alignas(64) int32_t exact[2][MAX_ROWS][PANEL];
+        for (int64_t group = 0; group < x.groups; group++, weights += Int8Dot::BLOCK, scales += Dot::SCALES) {
+            auto& results = exact[group % 2];  // two, so that tiles need not wait for the vectors
+            zero_tile<0>();
+            load_tile<4>(x.numbers + group * GROUP, x.groups * GROUP);
+            load_tile<6>(weights, 64);
+            dot_int8_tiles<0, 4, 6>();
+            store_tile<0>(results, 64);
+            Vec scale = Vec::load((const uint16_t*)(scales + Dot::SCALES_AT));
+            for (int64_t row = 0; row < rows; row++)
+                total[row] = Vec::fma(Ints::load(results[row]).to_floats(), scale * Vec(x.scales[row * x.groups + group]), total[row]);
+        }
+        for (int64_t row = 0; row < rows; row++) total[row].store(sums + row * sums_row);
+    }
+
+private:
+    // Number times factor, in blocks as of int8
+    const int8_t* unpack(int64_t panel, int up, const char* factors, int64_t groups) {
+        if (!unpacked) unpacked = (int8_t*)worker.scratch(2 * groups * Int8Dot::BLOCK);
+        int8_t* to = unpacked + up * groups * Int8Dot::BLOCK;
+        if (panels[up] == panel) return to;
+        panels[up] = panel;
+        const uint8_t* block = (const uint8_t*)call.weight + panel * groups * Int4Dot::BLOCK;
+        for (int64_t group = 0; group < groups; group++, block += Int4Dot::BLOCK, factors += SCALES_INT4)
+            for (int half = 0; half < 2; half++, to += HALF_GROUP * PANEL)
+                for (int64_t i = 0; i < HALF_GROUP * PANEL; i++)
+                    to[i] = (int8_t)(((block[i] >> (4 * half) & 15) - 8) * (int8_t)factors[half * PANEL + i / 4 % PANEL]);
+        return unpacked + up * groups * Int8Dot::BLOCK;
+    }
+};

@@ -1,0 +1,81 @@
+"""The tests of native kernels again, with a library compiled under AddressSanitizer and UBSan, and under ThreadSanitizer.
+May know: how the library is compiled, pytest.
+Must not know: what the tests do.
+
+    pytest -m sanitizers"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from quire.tests.kernels.native.compiled import EMULATED, ROOT, compile_library, find_compiler
+
+pytestmark = [pytest.mark.sanitizers, pytest.mark.timeout(1800), pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")]
+
+FLAGS = {
+    "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    "thread": ("-fsanitize=thread",),
+}
+RUNTIMES = {"address": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",  # Python's own leaks at exit are not ours
+    "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+    "TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1",
+}
+# Under ThreadSanitizer only what has threads: emulated arithmetic is slow there. It has no word on forks beside threads either.
+TESTS = {"address": ("tests/kernels/native",), "thread": ("tests/kernels/native/test_pool.py", "tests/kernels/native/test_isas.py")}
+SELECTION = {"address": "not limit_memory", "thread": "not fork and not limit_memory and not amx"}
+
+
+def runtime(name: str) -> str:
+    """The path of a sanitizer's library: it must be loaded before Python, which is compiled without."""
+    done = subprocess.run([find_compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    if not Path(done.stdout.strip()).is_absolute():
+        pytest.skip(f"the compiler comes without {name}")
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module", params=FLAGS)
+def checked(request, tmp_path_factory) -> tuple[str, dict[str, str]]:
+    """A sanitizer's name, and the environment of a process whose native library is compiled under it."""
+    library = compile_library(tmp_path_factory.mktemp(request.param), *EMULATED, *FLAGS[request.param], "-O1", "-g", "-fno-omit-frame-pointer")
+    preload = ":".join(runtime(name) for name in RUNTIMES[request.param])
+    return request.param, {**os.environ, **OPTIONS, "LD_PRELOAD": preload, "QUIRE_NATIVE": str(library), "OMP_NUM_THREADS": "1"}
+
+
+def run(environment: dict[str, str], *arguments: str) -> tuple[int, str]:
+    # ThreadSanitizer's own memory lies where the system's random addresses may lie too.
+    command = ["setarch", "--addr-no-randomize", sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_no_findings(checked):
+    sanitizer, environment = checked
+    selection = ("-m", "not sanitizers and not slow", "-k", SELECTION[sanitizer])
+    code, output = run(environment, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=900", *TESTS[sanitizer], *selection)
+    assert code == 0 and " passed" in output, output[-8000:]
+
+
+FAULT = """
+import torch
+from quire.kernels.cpu.native.calls import F32, Op, SiluAndMul
+from quire.kernels.cpu.native.program import submit
+from quire.kernels.cpu.native.library import library
+library.set_num_threads(2)
+x, out = torch.ones(1000, 512), torch.empty({num_rows}, 256)
+for _ in range(100):
+    submit(SiluAndMul(Op.SILU_AND_MUL, F32, 1000, x.data_ptr(), out.data_ptr(), 512, {out_row}, 256))
+"""
+
+
+def test_faults_are_found(checked):
+    """Rows past the end of their memory, and two threads at one row: else the test above would show nothing."""
+    sanitizer, environment = checked
+    fault = FAULT.format(num_rows=999, out_row=256) if sanitizer == "address" else FAULT.format(num_rows=1000, out_row=0)
+    code, output = run(environment, "-c", fault)
+    assert code != 0 and ("heap-buffer-overflow" if sanitizer == "address" else "data race") in output, output[-4000:]

@@ -21,6 +21,7 @@ STEP_COSTS = "quire.executor.step_costs"
 ROOM = 80  # tokens that a measured decode adds at most, rounded up
 # Bytes of one weight of a linear layer where `quantization` says so; scales are not counted, so a limit is a little too strict.
 QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5}
+QUANTIZED_HEAD_BYTES = 1.0  # whatever the layers have
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,11 @@ class ModelWork:
         per_layer = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
         self.layer_weights = config.num_hidden_layers * per_layer
         self.head_weights = config.vocab_size * config.hidden_size
-        self.bytes_per_weight = QUANTIZED_BYTES[quantization] if quantization else DTYPE_BYTES[dtype]
+        bytes_per_weight = QUANTIZED_BYTES[quantization] if quantization else DTYPE_BYTES[dtype]
+        bytes_of_head = self.head_weights * (QUANTIZED_HEAD_BYTES if quantization else DTYPE_BYTES[dtype])
+        self.weights_bytes = self.layer_weights * bytes_per_weight + bytes_of_head  # every step reads them; the embedding's rows are not counted
         self.kv_bytes_per_token = 2 * config.num_hidden_layers * kv_heads * DTYPE_BYTES[dtype]
         self._attention_flops = 4 * config.num_hidden_layers * heads  # of one query with one key and value
-
-    @property
-    def weights_bytes(self) -> float:
-        """That every step reads; the embedding's few rows are not counted, but as a tied head."""
-        return (self.layer_weights + self.head_weights) * self.bytes_per_weight
 
     def decode(self, batch: int, context: int) -> Work:
         keys = batch * (context + 1)

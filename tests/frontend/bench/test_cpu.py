@@ -26,6 +26,7 @@ def test_weights_are_the_models_without_norms_and_biases() -> None:
     assert 0.99 * sizes.weights_bytes("bfloat16") < work.weights_bytes < sizes.weights_bytes("bfloat16")
     assert work.kv_bytes_per_token == sizes.kv_bytes_per_token("bfloat16")
     assert ModelWork(sizes.config, "bfloat16", "int8").weights_bytes * 2 == work.weights_bytes
+    assert ModelWork(sizes.config, "bfloat16", "int4").weights_bytes == work.layer_weights / 2 + work.head_weights
 
 
 def test_work_grows_as_it_should() -> None:

@@ -4,7 +4,7 @@
 // influence on a result.
 
 constexpr int64_t SPLIT = 512;      // keys; a multiple of KEYS
-constexpr int64_t ITEM_ROWS = 64;   // rows of an item, about: (token, query head) pairs that share a tile's keys
+constexpr int64_t ITEM_ROWS = 128;   // rows of an item, about: (token, query head) pairs that share a tile's keys
 
 // One request's share of the items.
 struct Request {

@@ -44,7 +44,7 @@ class Decoder:
         if config.tie_word_embeddings:
             self.lm_head = make.tied_head("lm_head", self.embed_tokens)
         else:
-            self.lm_head = make.linear(config.hidden_size, {"lm_head": config.vocab_size})
+            self.lm_head = make.head("lm_head", config.hidden_size, config.vocab_size)
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """token_ids [T] i32 or i64, positions [T] i64 -> hidden states [T, hidden_size], normed"""

@@ -64,6 +64,12 @@ def set_num_threads(num_threads: int | None) -> int:
     return count
 
 
+def wake_threads() -> None:
+    """A hint that a step comes: threads of native kernels that fell asleep wake up while it is prepared."""
+    if library is not None:
+        library.wake()
+
+
 def release_memory() -> None:
     """Gives the operating system back what was freed: cyclic garbage, and the pages that malloc keeps for later."""
     gc.collect()

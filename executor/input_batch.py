@@ -39,10 +39,12 @@ class InputBatch:
         self.logprobs_slots: set[int] = set()  # that want any
         self.random_slots: set[int] = set()  # that do not simply take the largest logit
         self.stages = stages
+        self.num_added = 0  # requests so far: while it stays, so does all that a slot holds but its tokens and blocks
         self.refusals: dict[int, str] = {}  # slot -> why this request cannot be served
 
     def add(self, request: NewRequestData) -> None:
         slot, count = request.slot, len(request.token_ids)
+        self.num_added += 1
         self._forget_wishes(slot)
         self.token_ids[slot, :count] = request.token_ids
         self.num_tokens[slot] = count

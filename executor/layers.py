@@ -5,27 +5,33 @@ Must not know: architectures, files, requests. Tensor parallelism, quantization 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..ipc.decoder_config import DecoderConfig
+from ..ipc.memory_plan import quantized_bytes
 from ..kernels.ops import AttentionMetadata
 from .rope import make_cos_sin_cache
 
 # (name in the checkpoint, the tensor it fills: a whole parameter, or a view of a merged one's rows)
 Weights = Iterator[tuple[str, torch.Tensor]]
+# ops.pack_linear, or ops.pack_quantized_linear for so many bits
+Pack = Callable[[torch.Tensor, torch.Tensor | None], Callable[[torch.Tensor], torch.Tensor]]
+BITS = {"int8": 8, "int4": 4}
+HEAD_BITS = 8  # of a quantized model's head, whose table is the embedding's too where it is tied: 4 would lose too much
 
 
 class Linear:
     """y = x W^T + b, for one or several projections of the same x laid one below the other (q, k and v; gate and up)."""
 
-    def __init__(self, shards: dict[str, int], weight: torch.Tensor, bias: torch.Tensor | None, ops: Any):
+    def __init__(self, shards: dict[str, int], weight: torch.Tensor, bias: torch.Tensor | None, pack: Pack):
         self.shards = shards  # name in the checkpoint -> rows, in order
         self.weight = weight  # [sum of rows, in_features]; given up once packed
         self.bias = bias
         self._num_unfilled = len(shards) * (1 if bias is None else 2)
-        self._pack_linear = ops.pack_linear
+        self._pack = pack
         self._multiply: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +51,7 @@ class Linear:
 
     def pack(self) -> None:
         """To be called once, when the weight is filled: lays it out as the device multiplies it best."""
-        self._multiply = self._pack_linear(self.weight, self.bias)
+        self._multiply = self._pack(self.weight, self.bias)
         self.weight = None
 
     def weights(self, prefix: str) -> Weights:
@@ -60,8 +66,8 @@ class Linear:
 class TiedHead(Linear):
     """An output head that is the embedding's own table: one memory for both, if the packed weight gives rows too."""
 
-    def __init__(self, name: str, embedding: Embedding, ops: Any):
-        super().__init__({name: len(embedding.weight)}, embedding.weight, None, ops)
+    def __init__(self, name: str, embedding: Embedding, pack: Pack):
+        super().__init__({name: len(embedding.weight)}, embedding.weight, None, pack)
         self._tied_to = embedding
 
     def pack(self) -> None:
@@ -113,10 +119,13 @@ class RMSNorm:
 class LayerFactory:
     """Allocates every parameter, unfilled, on one device in one dtype. A model asks it for layers and knows no other way to get one."""
 
-    def __init__(self, ops: Any, dtype: torch.dtype, device: torch.device):
+    def __init__(self, ops: Any, dtype: torch.dtype, device: torch.device, quantization: str | None = None):
+        """quantization: "int8" or "int4" for the linear layers' weights; the head's are int8 in both cases."""
         self.ops = ops  # kernels' table, selected once
         self.dtype = dtype
         self.device = device
+        self.weights_bytes = 0  # of all layers made so far, once they are packed
+        self._bits = BITS.get(quantization)
         self._unpacked: dict[int, Linear] = {}  # by the addresses of the tensors that it waits for
 
     def filled(self, tensor: torch.Tensor) -> None:
@@ -127,12 +136,14 @@ class LayerFactory:
             linear.count_filled()
 
     def parameter(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        parameter = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.weights_bytes += parameter.nbytes
+        return parameter
 
     def linear(self, in_features: int, shards: dict[str, int], bias: bool = False) -> Linear:
         """Projections of one input, merged into one multiplication. Under tensor parallelism a rank keeps a part of every shard's rows."""
         rows = sum(shards.values())
-        return self._register(Linear(shards, self.parameter(rows, in_features), self.parameter(rows) if bias else None, self.ops))
+        return self._linear(shards, self.parameter(rows, in_features), self.parameter(rows) if bias else None, self._bits)
 
     def row_linear(self, name: str, in_features: int, out_features: int, bias: bool = False) -> Linear:
         """A projection back to the residual stream. Under tensor parallelism a rank keeps a part of the columns, the results are added."""
@@ -141,9 +152,13 @@ class LayerFactory:
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
         return Embedding(name, self.parameter(vocab_size, hidden_size), self.ops)
 
+    def head(self, name: str, in_features: int, out_features: int) -> Linear:
+        """An output head of its own."""
+        return self._linear({name: out_features}, self.parameter(out_features, in_features), None, self._bits and HEAD_BITS)
+
     def tied_head(self, name: str, embedding: Embedding) -> Linear:
-        """An output head that is the embedding's own table."""
-        return self._register(TiedHead(name, embedding, self.ops))
+        bits = self._bits and HEAD_BITS
+        return self._register(TiedHead(name, embedding, self._packer(embedding.weight, bits)))
 
     def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(name, self.parameter(size), eps, self.ops)
@@ -151,6 +166,15 @@ class LayerFactory:
     def rope(self, config: DecoderConfig, num_positions: int) -> torch.Tensor:
         """[num_positions, head_dim] f32, shared by all layers: see rope.make_cos_sin_cache"""
         return make_cos_sin_cache(config.rope, config.head_dim, num_positions, config.max_position_embeddings).to(self.device)
+
+    def _linear(self, shards: dict[str, int], weight: torch.Tensor, bias: torch.Tensor | None, bits: int | None) -> Linear:
+        return self._register(Linear(shards, weight, bias, self._packer(weight, bits)))
+
+    def _packer(self, weight: torch.Tensor, bits: int | None) -> Pack:
+        if bits is None:
+            return self.ops.pack_linear
+        self.weights_bytes += quantized_bytes(*weight.shape, bits) - weight.nbytes
+        return partial(self.ops.pack_quantized_linear, bits=bits)
 
     def _register(self, linear: Linear) -> Linear:
         self._unpacked |= {tensor.data_ptr(): linear for _, tensor in linear.weights("")}

@@ -16,6 +16,7 @@ from ..kernels.ops import AttentionMetadata
 from ..kernels.registry import OpTable
 from .block_mover import BlockMover
 from .grammar import Grammars
+from .device import wake_threads
 from .input_batch import InputBatch
 from .logprob_arrays import join_logprobs
 from .prompt_logprobs import PromptScorer
@@ -49,6 +50,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Computes the scheduled tokens and samples the rows that are complete. Logits that are not finite are their own row's error."""
+        wake_threads()
         self._apply_differences(scheduler_output)
         if not scheduler_output.slots:
             return ModelRunnerOutput([], [])

@@ -29,6 +29,10 @@ class SamplerOutput:
 class Sampler:
     def __init__(self, ops: Any):
         self.ops = ops
+        # What the rows of the last draw asked for: where the same ones go on, the runner gives the same array of slots.
+        self._slots: np.ndarray | None = None
+        self._num_added = -1
+        self._parameters: list[torch.Tensor] = []
 
     def __call__(
         self, logits: torch.Tensor, batch: InputBatch, slots: np.ndarray, largest: tuple[torch.Tensor, ...] | None = None
@@ -74,16 +78,12 @@ class Sampler:
         def column(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values).to(logits.device)
 
-        token_ids = self.ops.sample_tokens(
-            logits,
-            column(temperature),
-            column(batch.top_k[slots]),
-            column(batch.top_p[slots]),
-            column(batch.min_p[slots]),
-            column(batch.seeds[slots]),
-            column(batch.num_tokens[slots]),  # the new token's index in the sequence
-        )
-        return token_ids.numpy(force=True)
+        if slots is not self._slots or batch.num_added != self._num_added:
+            self._slots, self._num_added = slots, batch.num_added
+            columns = temperature, *(values[slots] for values in (batch.top_k, batch.top_p, batch.min_p, batch.seeds))
+            self._parameters = [column(values) for values in columns]
+        positions = column(batch.num_tokens[slots])  # the new token's index in the sequence
+        return self.ops.sample_tokens(logits, *self._parameters, positions).numpy(force=True)
 
     def _gather_logprobs(
         self, raw_logits: torch.Tensor, rows: np.ndarray, token_ids: np.ndarray, batch: InputBatch, slots: np.ndarray, errors: dict[int, str]

@@ -25,7 +25,7 @@ class StepInputs:
     positions: torch.Tensor  # [T] i64
     metadata: AttentionMetadata
     sampled_rows: np.ndarray  # [R] rows whose last known token is computed in this step
-    sampled_slots: np.ndarray  # [R]
+    sampled_slots: np.ndarray  # [R]; the very array of the step before where the same rows go on
     logits_indices: torch.Tensor  # [R] i64, where in [0, T) their last tokens are
 
 

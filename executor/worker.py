@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..ipc.config import EngineConfig
-from ..ipc.errors import ModelLoadError
+from ..ipc.errors import InvalidParameterError, ModelLoadError
 from ..ipc.machine import free_memory_bytes
 from ..ipc.memory_plan import check_weights_fit, plan_num_blocks, plan_num_host_blocks
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
@@ -86,6 +86,7 @@ class Worker:
         sizes = {"head_dim": shape.head_dim, "num_heads": shape.num_attention_heads, "num_kv_heads": shape.num_key_value_heads}
         facts = sizes | {"block_size": block_size, "cpu_isa": self.cpu_isa}
         self._ops = ops = registry.select(self.device, self.dtype, self.config.device_config.kernels, **facts)
+        check_quantization(model_config.quantization, ops, self.config.device_config.kernels)
         if self.config.load_config.load_format != "dummy":
             self._directory = Path(model_config.model)
         self.model = self._build_model(self._directory, report)
@@ -98,10 +99,11 @@ class Worker:
     def _build_model(self, directory: Path | None, report: Callable[[str, float], None]) -> Any:
         """A model with the weights of `directory`, or with random ones, and without a cache."""
         model_config = self.config.model_config
-        make = LayerFactory(self._ops, self.dtype, self.device)
+        make = LayerFactory(self._ops, self.dtype, self.device, model_config.quantization)
         model = self._model_class(self._model_class.parse_config(model_config.hf_config), make, model_config.max_model_len)
-        self._weights_bytes = sum(tensor.nbytes for _, tensor in model.weights())
-        check_weights_fit(self._weights_bytes, model_config.dtype, free_memory_bytes())  # their pages are taken when they are filled, not yet
+        self._weights_bytes = make.weights_bytes
+        kind = model_config.quantization or model_config.dtype
+        check_weights_fit(self._weights_bytes, kind, free_memory_bytes())  # their pages are taken when they are filled, not yet
         if directory is None:
             fill_with_random_weights(model, model_config.seed, report, make.filled)
         else:
@@ -230,6 +232,17 @@ class Worker:
         if self.grammars is not None:
             self.grammars.shutdown()
         self.model = self.runner = self.grammars = None
+
+
+def check_quantization(quantization: str | None, ops: registry.OpTable, overrides: dict[str, str]) -> None:
+    """Raises InvalidParameterError where quantized layers have no fast kernels, unless a user has named the reference himself."""
+    op, slow = "pack_quantized_linear", "reference"
+    if quantization is not None and ops.chosen[op] == slow and overrides.get(op) != slow:
+        raise InvalidParameterError(
+            "quantization",
+            f"{quantization} needs the native CPU kernels with dtype bfloat16 or float32, and they do not serve here (the log says why); "
+            f'leave quantization out, or set kernels={{"{op}": "{slow}"}}, which is slow',
+        )
 
 
 def check_same_architecture(config: EngineConfig, model_class: Any, directory: Path) -> None:

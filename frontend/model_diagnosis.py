@@ -80,7 +80,7 @@ def check_plan(args: EngineArgs) -> Finding:
         plan = make_plan(args)
     except QuireError as error:
         return Finding("fits", "fail", str(error), "the message says what is possible")
-    detail = f"{plan.weights_bytes / GIB:.2f} GiB of weights as {plan.dtype} in {plan.memory_bytes / GIB:.1f} GiB of free memory"
+    detail = f"{plan.weights_bytes / GIB:.2f} GiB of weights as {plan.weights_kind} in {plan.memory_bytes / GIB:.1f} GiB of free memory"
     if plan.fits:
         longest = max(plan.concurrency)
         return Finding("fits", "pass", f"{detail}; {plan.concurrency[longest]} requests of {longest} tokens at once")

@@ -9,8 +9,11 @@ from typing import Any
 
 from ..ipc.decoder_config import DecoderConfig, parse_decoder_config
 from ..ipc.errors import ModelLoadError
+from ..ipc.memory_plan import quantized_bytes
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+QUANTIZATION_BITS = {"int8": 8, "int4": 4}
+HEAD_BITS = 8  # of a quantized model's head
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,14 @@ class ModelSizes:
     config: DecoderConfig
     num_parameters: int
 
-    def weights_bytes(self, dtype: str) -> int:
-        return self.num_parameters * DTYPE_BYTES[dtype]
+    def weights_bytes(self, dtype: str, quantization: str | None = None) -> int:
+        """As the engine packs them; with quantization the embedding of an untied head, biases and norms stay of the dtype."""
+        if quantization is None:
+            return self.num_parameters * DTYPE_BYTES[dtype]
+        linears = [(shape, QUANTIZATION_BITS[quantization]) for shape in _linear_shapes(self.config)]
+        linears.append(((self.config.vocab_size, self.config.hidden_size), HEAD_BITS))
+        rest = self.num_parameters - sum(rows * columns for (rows, columns), _ in linears)
+        return rest * DTYPE_BYTES[dtype] + sum(quantized_bytes(*shape, bits) for shape, bits in linears)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Keys and values of all layers."""
@@ -76,3 +85,10 @@ def _count_parameters(config: DecoderConfig, architecture: Architecture) -> int:
     norms = 2 * hidden
     embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)  # a tied head is the embedding's own table
     return embeddings + config.num_hidden_layers * (attention + mlp + norms) + hidden
+
+
+def _linear_shapes(config: DecoderConfig) -> list[tuple[int, int]]:
+    """(rows, columns) of every linear layer's weight as executor/layers.py merges them, without the head's."""
+    hidden, inner, q_rows = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
+    qkv_rows = q_rows + 2 * config.num_key_value_heads * config.head_dim
+    return [(qkv_rows, hidden), (hidden, q_rows), (2 * inner, hidden), (hidden, inner)] * config.num_hidden_layers

@@ -15,7 +15,7 @@ from ..ipc.machine import free_memory_bytes
 from ..ipc.memory_plan import CPU_MEMORY_FRACTION, affordable_blocks, fitting_tokens, plan_num_blocks
 from .engine_args import EngineArgs, model_context
 from .model_files import find_cached_directory, find_model_directory
-from .model_sizes import measure_model
+from .model_sizes import QUANTIZATION_BITS, measure_model
 
 RUNTIME_BYTES = 384 * 2**20  # the engine process without weights and cache (260 MiB measured: Python and torch), and a frontend (100)
 CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
@@ -28,7 +28,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int
     dtype: str
     weights_bytes: int
-    weights_bytes_by_dtype: dict[str, int]
+    quantization: str | None  # of the linear layers' weights
+    weights_bytes_by_dtype: dict[str, int]  # of "bfloat16" and "float32" unquantized, of "int8" and "int4" with this dtype
     kv_bytes_per_token: int
     block_size: int
     model_context: int | None
@@ -42,6 +43,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: dict[int, int]  # tokens per request -> requests that run at once, no more than max_num_seqs
     flags: list[str]  # that make it run, empty where nothing does
     fits_as: str | None  # the dtype of `flags`, where this one does not fit at all and that one does
+
+    @property
+    def weights_kind(self) -> str:
+        return self.quantization or self.dtype
 
     @property
     def fits(self) -> bool:
@@ -74,7 +79,9 @@ def make_plan(args: EngineArgs, memory_bytes: int | None = None, given: dict[str
     memory = free_memory_bytes() if memory_bytes is None else memory_bytes
     dtype, block_size = config.model_config.dtype, config.cache_config.block_size
     block_bytes = sizes.kv_bytes_per_token(dtype) * block_size
-    free = memory - sizes.weights_bytes(dtype) - RUNTIME_BYTES
+    quantization = config.model_config.quantization
+    weights_bytes = sizes.weights_bytes(dtype, quantization)
+    free = memory - weights_bytes - RUNTIME_BYTES
     room = affordable_blocks(config, block_bytes, free) if free > 0 else 0
     context = model_context(config.model_config.hf_config)
     longest = min(fitting_tokens(config, room), context or fitting_tokens(config, room))
@@ -94,8 +101,10 @@ def make_plan(args: EngineArgs, memory_bytes: int | None = None, given: dict[str
         architecture=sizes.architecture,
         num_parameters=sizes.num_parameters,
         dtype=dtype,
-        weights_bytes=sizes.weights_bytes(dtype),
-        weights_bytes_by_dtype={name: sizes.weights_bytes(name) for name in ("bfloat16", "float32")},
+        weights_bytes=weights_bytes,
+        quantization=quantization,
+        weights_bytes_by_dtype={name: sizes.weights_bytes(name) for name in ("bfloat16", "float32")}
+        | {name: sizes.weights_bytes(dtype, name) for name in QUANTIZATION_BITS},
         kv_bytes_per_token=sizes.kv_bytes_per_token(dtype),
         block_size=block_size,
         model_context=context,

@@ -26,6 +26,10 @@ class ModelConfig(Section):
         Literal["auto", "bfloat16", "float32", "float16"],
         Meta(description="Type of weights and activations. auto: bfloat16 where the hardware multiplies it natively, else float32."),
     ] = "auto"
+    quantization: Annotated[
+        Literal["int8", "int4"] | None,
+        Meta(description="Makes the weights of linear layers so small when they are loaded (the output head's int8 in both cases). Default: as dtype."),
+    ] = None
     max_model_len: Annotated[PositiveInt | None, Meta(description="Longest prompt plus output, in tokens. Default: the model's context.")] = None
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1, description="Seed from which requests without a seed of their own draw theirs.")] = 0
     hf_overrides: Annotated[dict[str, Any], Meta(description="Keys that replace those of the model's config.json.")] = {}

@@ -15,6 +15,15 @@ CPU_MEMORY_FRACTION = 0.4  # of what is free once the weights are loaded; the re
 SWAP_MEMORY_FRACTION = 0.25  # of what is free then: the most that swap_space takes
 
 
+QUANTIZED_PANEL, QUANTIZED_GROUP = 16, 64  # rows and columns of a weight that are packed together; a rest takes a whole panel or group
+
+
+def quantized_bytes(rows: int, columns: int, bits: int) -> int:
+    """Of a linear layer's packed weight (kernels/cpu/native/quantized.py): its numbers, and for a group of a row a scale, at 4 bits two factors too."""
+    groups = -(-rows // QUANTIZED_PANEL) * QUANTIZED_PANEL * -(-columns // QUANTIZED_GROUP)
+    return groups * (QUANTIZED_GROUP * bits // 8 + (2 if bits == 8 else 4))
+
+
 def check_weights_fit(weights_bytes: int, dtype: str, free_bytes: int) -> None:
     """Raises NotEnoughMemoryError before the weights are read: a system that runs out of memory kills without a word."""
     if weights_bytes > free_bytes:

@@ -124,3 +124,12 @@ def test_random_settings_and_neighbours_do_not_change_a_bit():
                 assert_same_bits(some, run(engine, some), expected)
             except AssertionError as error:
                 raise AssertionError(f"with {settings}") from error
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_of_quantized_weights_too(quantization):
+    few = make_jobs(14, seed=12)
+    with closing(make_engine(dtype="bfloat16", quantization=quantization, enable_prefix_caching=False, max_num_seqs=1)) as engine:
+        alone = run(engine, few, aborts=False)
+    with closing(make_engine(dtype="bfloat16", quantization=quantization, num_threads=2, max_num_batched_tokens=37)) as engine:
+        assert_same_bits(few, run(engine, few, aborts=False), alone, aborts=False)

@@ -64,12 +64,12 @@ def render(plan: Plan) -> str:
     """The plan as lines of text."""
     context = f"context {plan.model_context:,} tokens" if plan.model_context else "no context length in config.json"
     lines = [f"{plan.model}: {plan.architecture}, {format_count(plan.num_parameters)} parameters, {context}", ""]
-    other = ", ".join(f"{name}: {format_bytes(size)}" for name, size in plan.weights_bytes_by_dtype.items() if name != plan.dtype)
+    other = ", ".join(f"{name}: {format_bytes(size)}" for name, size in plan.weights_bytes_by_dtype.items() if name != plan.weights_kind)
     room = plan.kv_cache_bytes or -(-plan.longest_context // plan.block_size) * plan.block_size * plan.kv_bytes_per_token
     rest = plan.free_bytes - room
     table = [
         ("memory, as named" if plan.memory_is_named else "memory that is free here", plan.memory_bytes, ""),
-        (f"  weights, {plan.dtype}", plan.weights_bytes, other),
+        (f"  weights, {plan.weights_kind}", plan.weights_bytes, other),
         ("  engine and frontend", plan.runtime_bytes, ""),
         ("  KV cache", room, f"{format_bytes(plan.kv_bytes_per_token)} per token"),
         ("  left for activations, swap space and others" if rest >= 0 else "  missing", abs(rest), ""),

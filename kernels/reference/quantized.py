@@ -34,7 +34,7 @@ class QuantizedLinear:
         return total if self.bias is None else total + self.bias.float()
 
     def embedding(self, token_ids: Tensor) -> Tensor:
-        rows = self.numbers[token_ids.long()] * self.scales[token_ids.long()].unsqueeze(-1)
+        rows = (self.numbers[token_ids.long()] + 0.0) * self.scales[token_ids.long()].unsqueeze(-1)  # whole numbers know no -0.0
         return rows.flatten(1)[:, : self.in_features].to(self.dtype)
 
 

@@ -39,7 +39,7 @@ def measure(heads: tuple[int, int, int], query_len: int, contexts: list[int], dt
     query = torch.randn(query_len * len(contexts), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)[:, :num_heads]
     # As many layers as make the caches larger than the processor's: a step finds each layer's keys in memory.
     slots = sum(-(-context // BLOCK_SIZE) for context in contexts) * BLOCK_SIZE
-    layers = max(1, min(24, 2**28 // (slots * 2 * num_kv_heads * head_dim * dtype.itemsize)))
+    layers = max(1, min(24, 2**27 // (slots * 2 * num_kv_heads * head_dim * dtype.itemsize)))
     caches = torch.randn(layers, 2, slots // BLOCK_SIZE, BLOCK_SIZE, num_kv_heads, head_dim, dtype=dtype)
     functions = {i.name: i.function for i in registry.implementations("paged_attention") if i.name in ("native", "cpu")}
     times: dict[str, list[float]] = {name: [] for name in functions}
@@ -47,10 +47,10 @@ def measure(heads: tuple[int, int, int], query_len: int, contexts: list[int], dt
     while time.perf_counter() < end or min(map(len, times.values())) < 3:
         for name, function in functions.items():
             metadata.scratch.clear()
-            start = time.perf_counter()
             for key_cache, value_cache in caches:
+                start = time.perf_counter()
                 function(query, key_cache, value_cache, metadata, head_dim**-0.5)
-            times[name].append((time.perf_counter() - start) / layers)
+                times[name].append(time.perf_counter() - start)
     return times
 
 
@@ -65,7 +65,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     library.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
-    print(f"{library.isa}, {args.threads} threads, {args.dtype}; ms per layer: least, median")
+    print(f"{library.isa}, {args.threads} threads, {args.dtype}; ms per call: least, median")
     for model, heads in MODELS.items():
         if args.model not in (None, model):
             continue

@@ -4,15 +4,15 @@ Must not know: memory, files."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from quire.executor import models
 from quire.executor.layers import LayerFactory
-from quire.frontend.model_sizes import ARCHITECTURES, DTYPE_BYTES, find_architecture, measure_model
+from quire.frontend.model_sizes import ARCHITECTURES, DTYPE_BYTES, QUANTIZATION_BITS, find_architecture, measure_model
 from quire.ipc.errors import ModelLoadError
+from quire.kernels import registry
 from quire.tests.tiny_models import KINDS, make_tiny_config
 
 VARIANTS: list[dict[str, Any]] = [
@@ -33,12 +33,16 @@ def test_sizes_are_those_of_the_layers(kind: str, variant: dict[str, Any]) -> No
     hf_config = make_tiny_config(kind, **variant).to_dict()
     hf_config["architectures"] = [{"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[kind] + "ForCausalLM"]
     model_class = models.find_model_class(hf_config)
-    ops = SimpleNamespace(rms_norm=None, fused_add_rms_norm=None, silu_and_mul=None)
+    ops = registry.select("cpu", torch.bfloat16)
     model = model_class(model_class.parse_config(hf_config), LayerFactory(ops, torch.bfloat16, torch.device("cpu")), 64)
     sizes = measure_model(hf_config)
     assert sizes.config == model_class.parse_config(hf_config)
     assert sizes.num_parameters == sum(tensor.numel() for _, tensor in model.weights())
     assert sizes.weights_bytes("bfloat16") == sum(tensor.nbytes for _, tensor in model.weights())
+    for quantization in (None, *QUANTIZATION_BITS):
+        make = LayerFactory(ops, torch.bfloat16, torch.device("cpu"), quantization)
+        model_class(model_class.parse_config(hf_config), make, 64)
+        assert sizes.weights_bytes("bfloat16", quantization) == make.weights_bytes
     heads = [layer.num_kv_heads * layer.head_dim for layer in model.attention_layers()]
     assert sizes.kv_bytes_per_token("bfloat16") == 2 * 2 * sum(heads)
 

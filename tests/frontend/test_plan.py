@@ -35,6 +35,9 @@ def plan(model: str, memory_bytes: int | None = None, **arguments: Any) -> Plan:
     return make_plan(EngineArgs(model, **arguments), memory_bytes, arguments)
 
 
+SLOW = {"pack_quantized_linear": "reference"}  # is there without the native library too
+
+
 @pytest.mark.parametrize(
     ("kind", "config", "arguments"),
     [
@@ -42,6 +45,8 @@ def plan(model: str, memory_bytes: int | None = None, **arguments: Any) -> Plan:
         ("qwen2", {"tie_word_embeddings": True}, {"kv_cache_memory_bytes": 2**22}),
         ("qwen3", {}, {"num_gpu_blocks_override": 77, "dtype": "bfloat16", "max_model_len": 500}),
         ("llama", {"attention_bias": True, "mlp_bias": True}, {"max_num_seqs": 3, "dtype": "float32", "block_size": 32}),
+        ("qwen2", {"tie_word_embeddings": True}, {"quantization": "int4", "dtype": "bfloat16", "kernels": SLOW}),
+        ("qwen3", {}, {"quantization": "int8", "kernels": SLOW}),
     ],
 )
 def test_the_engine_allocates_what_the_plan_says(kind: str, config: dict[str, Any], arguments: dict[str, Any], tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def routes(state: ServerState) -> list[Route]:
 
 def _model(state: ServerState) -> dict[str, Any]:
     config = state.ready_engine().config.model_config
-    size = measure_model(config.hf_config).weights_bytes(config.dtype)
+    size = measure_model(config.hf_config).weights_bytes(config.dtype, config.quantization)
     digest = sha256(msgspec.json.encode((state.model_name, config.hf_config))).hexdigest()
     return {"name": state.model_name, "model": state.model_name, "size": size, "digest": digest, "details": _details(state)}
 
@@ -94,7 +94,7 @@ def _details(state: ServerState) -> dict[str, Any]:
         "family": family,
         "families": [family],
         "parameter_size": _short(measure_model(config.hf_config).num_parameters),
-        "quantization_level": {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}[config.dtype],
+        "quantization_level": {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int8": "INT8", "int4": "INT4"}[config.quantization or config.dtype],
     }
 
 

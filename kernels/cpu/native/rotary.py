@@ -1,4 +1,4 @@
-"""Rotary position embedding, the writing to the paged KV cache, and both in one, by the native library.
+"""Rotary position embedding and the writing to the paged KV cache by the native library. fusion.py makes one call of the two.
 May know: torch on CPUs, the contracts, the library.
 Must not know: models, requests."""
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...registry import register
-from .calls import Op, Rotary, RotaryAndWriteKv, Step, WriteKv
+from .calls import Op, Rotary, Step, WriteKv
 from .program import num_rows, submit
 from .tensors import DTYPES, PRIORITY, is_native
 
@@ -28,13 +28,3 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), key.shape[1], key.shape[2],
     )  # fmt: skip
     submit(call, Step(num_tokens=len(key), slot_mapping=slot_mapping.data_ptr()))
-
-
-def fuse(rotary: Rotary, write: WriteKv) -> RotaryAndWriteKv | None:
-    """One call with the bits of the two, which follow each other; None where they are not about the same keys."""
-    same = ("dtype", "rows", "key", "key_row", "key_head", "kv_heads")
-    if any(getattr(rotary, name) != getattr(write, name) for name in same):
-        return None
-    fields = {name: getattr(rotary, name) for struct in (Rotary.__base__, Rotary) for name, _ in struct._fields_}
-    fields |= {name: getattr(write, name) for name, _ in RotaryAndWriteKv._fields_}
-    return RotaryAndWriteKv(**fields | {"op": Op.ROTARY_AND_WRITE_KV})

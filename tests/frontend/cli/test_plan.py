@@ -41,7 +41,7 @@ def test_the_plan_in_words(model: str, capsys: pytest.CaptureFixture) -> None:
     assert lines[0] == f"{model}: Qwen3ForCausalLM, 8.19B parameters, context 40,960 tokens"
     figures = {name.strip(): rest.split() for line in lines[2:] if "   " in line.strip() for name, rest in [line.strip().split("   ", 1)]}
     assert figures["memory, as named"] == ["24.0", "GiB"]
-    assert figures["weights, bfloat16"][:5] == ["15.3", "GiB", "float32:", "30.5", "GiB"]
+    assert figures["weights, bfloat16"][:5] == ["15.3", "GiB", "float32:", "30.5", "GiB,"]
     assert figures["KV cache"] == ["3.3", "GiB", "144.0", "KiB", "per", "token"]
     assert figures["requests of 4,096 tokens at once"] == ["5"]
     assert figures["longest context"][1:3] == ["tokens;", "max_model_len=40,960"] and "in all" in out

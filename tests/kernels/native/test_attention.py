@@ -20,8 +20,8 @@ from torch import Tensor
 if library is None:
     pytest.skip("native kernels are not built here (no C++ compiler at installation, QUIRE_NATIVE=0, or no AVX2)", allow_module_level=True)
 
-from quire.kernels.cpu.native import attention, rotary  # noqa: E402
-from quire.kernels.cpu.native.calls import Op, Rotary, Step, WriteKv  # noqa: E402
+from quire.kernels.cpu.native import attention  # noqa: E402
+from quire.kernels.cpu.native.calls import Op, Rotary, RotaryAndWriteKv, Step, WriteKv  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16)
 SPLIT = 512  # src/attention.inl: contexts beyond it are summed up in pieces
@@ -209,15 +209,10 @@ def test_rotation_and_write_in_one_have_the_bits_of_the_two(isa, dtype, rotary_d
     step = Step(num_tokens=num_tokens, positions=positions.data_ptr(), slot_mapping=slots.data_ptr())
     for call in calls[0]:
         library.run(call, step)
-    library.run(rotary.fuse(*calls[1]), step)
+    rotation, write = ({name: getattr(call, name) for name, _ in type(call)._fields_} for call in calls[1])
+    new = {name: write[name] for name, _ in RotaryAndWriteKv._fields_}
+    library.run(RotaryAndWriteKv(op=Op.ROTARY_AND_WRITE_KV, dtype=kind, rows=-1, **rotation, **new), step)
     for apart, together in zip(*results):
         assert same_bits(apart, together)
     written = results[0][1].flatten(1, 2).abs().sum((0, 2, 3)) > 0
     assert written.nonzero().flatten().tolist() == sorted(slots[slots >= 0].tolist())
-
-
-def test_calls_about_different_keys_are_not_fused():
-    rotation, write = Rotary(Op.ROTARY, 0, -1, 1, 2, 3), WriteKv(Op.WRITE_KV, 0, -1, 4)
-    assert rotary.fuse(rotation, write) is None
-    write.key = 2
-    assert rotary.fuse(rotation, write) is not None

@@ -4,7 +4,7 @@
 // influence on a result.
 
 constexpr int64_t SPLIT = 512;      // keys; a multiple of KEYS
-constexpr int64_t ITEM_ROWS = 64;   // rows of an item, about: (token, query head) pairs that share a tile's keys
+constexpr int64_t ITEM_ROWS = 128;   // rows of an item, about: (token, query head) pairs that share a tile's keys
 
 // One request's share of the items.
 struct Request {
@@ -51,101 +51,58 @@ struct Plan {
     }
 };
 
+#include "attention_vec.inl"
+template <typename T>
+struct RowsOf { using type = VecRows<T>; };
+#ifdef QUIRE_AMX
+#include "attention_amx.inl"
+template <>
+struct RowsOf<uint16_t> { using type = AmxRows; };
+#endif
+
 // One thread's buffers, and the walk over an item.
 template <typename T>
 struct Attender {
+    using Rows = typename RowsOf<T>::type;
     const Attention& a;
     const Step& step;
     const Plan& plan;
-    int64_t value_row, running_row, max_rows;
-    float *q, *total, *piece;
-    int64_t* positions;
-    T *keys, *values;
+    const int64_t running_row;
+    float *total, *piece;  // [rows, running_row]
+    int64_t* positions;    // [rows]
+    Rows rows;
 
-    static int64_t running_row_of(const Attention& a) { return Running::VALUES + round_up(a.head_dim, 2 * Vec::LANES); }
+    static int64_t running_row_of(const Attention& a) { return Running::VALUES + Rows::value_row_of(a.head_dim); }
+    static int64_t max_rows(const Attention& a) { return std::max(ITEM_ROWS, a.heads / a.kv_heads); }
+    static size_t own_bytes(const Attention& a) { return round_up(max_rows(a) * (2 * running_row_of(a) * sizeof(float) + sizeof(int64_t)), 64); }
+    static size_t bytes(const Attention& a) { return own_bytes(a) + Rows::bytes(a.head_dim, max_rows(a)); }
 
-    static size_t bytes(const Attention& a) {
-        int64_t rows = std::max(ITEM_ROWS, a.heads / a.kv_heads);
-        return rows * (a.head_dim + 2 * running_row_of(a)) * sizeof(float) + rows * sizeof(int64_t) +
-               KEYS * (a.head_dim + round_up(a.head_dim, 2 * Vec::LANES)) * sizeof(T) + 6 * 64;
-    }
+    Attender(const Attention& a, const Step& step, const Plan& plan, char* memory)
+        : a(a), step(step), plan(plan), running_row(running_row_of(a)), total((float*)memory), piece(total + max_rows(a) * running_row),
+          positions((int64_t*)(piece + max_rows(a) * running_row)),
+          rows(a.head_dim, a.scale * 1.4426950408889634, max_rows(a), memory + own_bytes(a)) {}  // powers of 2 instead of e
 
-    Attender(const Attention& a, const Step& step, const Plan& plan, char* memory) : a(a), step(step), plan(plan) {
-        value_row = round_up(a.head_dim, 2 * Vec::LANES);
-        running_row = running_row_of(a);
-        max_rows = std::max(ITEM_ROWS, plan.group);
-        auto take = [&](size_t bytes) {
-            char* at = memory;
-            memory += round_up(bytes, 64);
-            return at;
-        };
-        keys = (T*)take(KEYS * a.head_dim * sizeof(T));
-        values = (T*)take(KEYS * value_row * sizeof(T));
-        q = (float*)take(max_rows * a.head_dim * sizeof(float));
-        total = (float*)take(max_rows * running_row * sizeof(float));
-        piece = (float*)take(max_rows * running_row * sizeof(float));
-        positions = (int64_t*)take(max_rows * sizeof(int64_t));
-        std::memset(values, 0, KEYS * value_row * sizeof(T));
-    }
-
-    // Rows first to first + size of a tile's num_rows are computed together: as even pieces as can be.
-    static int64_t num_blocks(int64_t num_rows) { return ceil_div(num_rows, ROWS); }
-    static int64_t block_start(int64_t block, int64_t num_rows) { return num_rows * block / num_blocks(num_rows); }
-
-    // Queries of a query tile, times `scale`, in fp32: [head_dim][rows] for each block of rows. Row: token * group + head.
+    // Row: token * group + head.
     void load_queries(const Request& r, int64_t token, int64_t num_rows, int64_t kv_head) {
-        float scale = (float)(a.scale * 1.4426950408889634);  // powers of 2 instead of e
-        for (int64_t block = 0; block < num_blocks(num_rows); block++) {
-            int64_t start = block_start(block, num_rows), size = block_start(block + 1, num_rows) - start;
-            for (int64_t i = 0; i < size; i++) {
-                int64_t in_tile = (start + i) / plan.group, head = kv_head * plan.group + (start + i) % plan.group;
-                const T* from = (const T*)a.query + (r.first_token + token + in_tile) * a.query_row + head * a.query_head;
-                float* to = q + start * a.head_dim + i;
-                for (int64_t d = 0; d < a.head_dim; d++) to[d * size] = Number<T>::get(from[d]) * scale;
-                positions[start + i] = r.context - r.num_tokens + token + in_tile;
-            }
+        for (int64_t row = 0; row < num_rows; row++) {
+            int64_t in_tile = row / plan.group, head = kv_head * plan.group + row % plan.group;
+            rows.set_query(row, num_rows, (const T*)a.query + (r.first_token + token + in_tile) * a.query_row + head * a.query_head);
+            positions[row] = r.context - r.num_tokens + token + in_tile;
         }
     }
 
-    // The tile at `start` with its first num_keys keys, of which the rows see more or less.
-    Tile<T> load_tile(const Request& r, int64_t start, int num_keys, int64_t kv_head, bool seen_by_all) {
-        static const float zeros[MAX_HEAD_DIM] = {};
-        const void* rows[KEYS];
+    // Where the keys from `start` on lie, at most a tile of them, none from `end` on.
+    void find_slots(const Request& r, int64_t start, int64_t end, int64_t kv_head, Slots<T>& slots) const {
         const int32_t* blocks = step.block_tables + r.index * step.block_table_row;
         int64_t slot_size = a.kv_heads * a.head_dim;
-        bool is_finite = true;
-        for (int key = 0; key < num_keys;) {
+        slots.count = (int)std::min<int64_t>(KEYS, std::max<int64_t>(end - start, 0));
+        for (int key = 0; key < slots.count;) {
             int64_t block = (start + key) / a.block_size, offset = (start + key) % a.block_size;
             int64_t at = ((int64_t)blocks[block] * a.block_size + offset) * slot_size + kv_head * a.head_dim;
-            int end = (int)std::min<int64_t>(num_keys, key + a.block_size - offset);
-            for (; key < end; key++, at += slot_size) {
-                rows[key] = (const T*)a.key_cache + at;
-                std::memcpy(values + key * value_row, (const T*)a.value_cache + at, a.head_dim * sizeof(T));
-            }
-        }
-        int padded = (int)round_up(num_keys, 8);
-        for (int key = num_keys; key < padded; key++) rows[key] = zeros;
-        for (int key = 0; key < padded; key += 8) transpose_8(rows + key, a.head_dim * sizeof(T) / 4, (uint32_t*)keys + key);
-        if (!seen_by_all) {
-            Vec sum;  // 0, or NaN where a value is not finite
-            for (int64_t i = 0; i < num_keys * value_row; i += Vec::LANES) sum = Vec::fma(Vec::load(values + i), Vec(), sum);
-            is_finite = sum.sum() == 0;
-        }
-        return {keys, values, a.head_dim, value_row, start, is_finite};
-    }
-
-    void attend_tile(const Tile<T>& tile, int64_t num_rows, float* running) {
-        for (int64_t block = 0; block < num_blocks(num_rows); block++) {
-            int64_t start = block_start(block, num_rows);
-            const float* block_q = q + start * a.head_dim;
-            float* block_running = running + start * running_row;
-            switch (block_start(block + 1, num_rows) - start) {
-                case 1: attend_rows<T, 1>(tile, block_q, positions + start, block_running, running_row); break;
-                case 2: attend_rows<T, 2>(tile, block_q, positions + start, block_running, running_row); break;
-                case 3: attend_rows<T, 3>(tile, block_q, positions + start, block_running, running_row); break;
-                case 4: attend_rows<T, 4>(tile, block_q, positions + start, block_running, running_row); break;
-                case 5: attend_rows<T, 5>(tile, block_q, positions + start, block_running, running_row); break;
-                case 6: attend_rows<T, 6>(tile, block_q, positions + start, block_running, running_row); break;
+            int stop = (int)std::min<int64_t>(slots.count, key + a.block_size - offset);
+            for (; key < stop; key++, at += slot_size) {
+                slots.keys[key] = (const T*)a.key_cache + at;
+                slots.values[key] = (const T*)a.value_cache + at;
             }
         }
     }
@@ -153,10 +110,18 @@ struct Attender {
     // Keys [start, end) of the context, within one SPLIT.
     void attend_piece(const Request& r, int64_t start, int64_t end, int64_t num_rows, int64_t kv_head, float* running) {
         for (int64_t row = 0; row < num_rows; row++) Running::reset(running + row * running_row, running_row);
-        for (; start < end; start += KEYS) {
-            int num_keys = (int)std::min<int64_t>(KEYS, end - start);
-            attend_tile(load_tile(r, start, num_keys, kv_head, positions[0] + 1 >= start + num_keys), num_rows, running);
+        Slots<T> slots[2];
+        find_slots(r, start, end, kv_head, slots[0]);
+        for (int i = 0; start < end; start += KEYS, i ^= 1) {
+            find_slots(r, start + KEYS, end, kv_head, slots[i ^ 1]);
+            rows.load(slots[i], slots[i ^ 1], start, positions[0] + 1 >= start + slots[i].count);
+            rows.attend(num_rows, positions, running, running_row);
         }
+    }
+
+    void finish(float* row, T* out) {
+        Running::divide(row, running_row);
+        rows.store(row, out);
     }
 
     T* out_of(const Request& r, int64_t token, int64_t row, int64_t kv_head) const {
@@ -188,7 +153,7 @@ struct Attender {
             attend_piece(r, start, std::min(end, start + SPLIT), num_rows, kv_head, piece);
             for (int64_t row = 0; row < num_rows; row++) Running::join(total + row * running_row, piece + row * running_row, running_row);
         }
-        for (int64_t row = 0; row < num_rows; row++) Running::finish(total + row * running_row, out_of(r, token, row, kv_head), a.head_dim);
+        for (int64_t row = 0; row < num_rows; row++) finish(total + row * running_row, out_of(r, token, row, kv_head));
     }
 
     // The second phase: a KV head's rows of one query tile, put together from their pieces.
@@ -199,7 +164,7 @@ struct Attender {
         for (int64_t row = 0; row < num_rows; row++) {
             float* joined = first + row * running_row;
             for (int64_t split = 1; split < r.splits; split++) Running::join(joined, joined + split * num_rows * running_row, running_row);
-            Running::finish(joined, out_of(r, token, row, kv_head), a.head_dim);
+            finish(joined, out_of(r, token, row, kv_head));
         }
     }
 };

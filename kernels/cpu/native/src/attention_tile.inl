@@ -1,34 +1,41 @@
-// Attention's arithmetic: rows of queries against one tile of keys. The tiles of a context begin at positions that are multiples of
-// KEYS, and a row meets them in order, so what a row computes depends on its own position alone: a decode, any chunk of a prefill and
-// any neighbours give it the same bits. Within a tile: scores summed over d in order, softmax online (running maximum, in powers of 2),
-// values added key by key. A masked key's weight is exactly 0.
+// Attention's arithmetic, as far as all instruction sets share it: rows of queries against one tile of keys. The tiles of a context begin
+// at positions that are multiples of KEYS, and a row meets them in order, so what a row computes depends on its own position alone: a
+// decode, any chunk of a prefill and any neighbours give it the same bits. Within a tile: scores summed over d in order, softmax online
+// (running maximum, in powers of 2), values added key by key. A masked key's weight is exactly 0.
+//
+//   Slots: where the tile lies in the cache -> Rows::load: keys transposed, values close together -> Rows::attend: scores, weigh, values
+//
+// Rows, the way of an instruction set, is VecRows (attention_vec.inl) or AmxRows (attention_amx.inl).
 
-constexpr int KEYS = 64;              // of a tile: its keys and values stay in the first cache while all rows pass
-constexpr int ROWS = 6;               // rows whose sums are held in registers at once, times 2 vectors
+constexpr int KEYS = 64;  // of a tile: its keys and values stay in the first cache while all rows pass
 constexpr int64_t MAX_HEAD_DIM = 256;
 constexpr float NO_SCORE = -3.4028235e38f;  // a maximum over nothing: finite, so that differences of two are no NaN
+constexpr auto FETCH = _MM_HINT_T1;
 
-// A tile's keys lie transposed, as [dword of head_dim][KEYS] dwords: a dword is two consecutive bf16 or one fp32 number.
-// LANES pairs of consecutive numbers, the first and the second of each; `apart`: from one vector to the other, where T is fp32.
+// Where a tile's keys and values lie in the cache.
 template <typename T>
-struct Pairs;
-template <>
-struct Pairs<uint16_t> {
-    static constexpr int WIDTH = 2;  // numbers per dword
-    static Vec first(const uint16_t* p, int) { return Vec::first_of_pairs(p); }
-    static Vec second(const uint16_t* p, int) { return Vec::second_of_pairs(p); }
-    static void store(Vec first, Vec second, uint16_t* p) { Vec::store_pairs(first, second, p); }
-};
-template <>
-struct Pairs<float> {
-    static constexpr int WIDTH = 1;
-    static Vec first(const float* p, int) { return Vec::load(p); }
-    static Vec second(const float* p, int apart) { return Vec::load(p + apart); }
-    static void store(Vec first, Vec second, float* p) {
-        first.store(p);
-        second.store(p + Vec::LANES);
+struct Slots {
+    const T* keys[KEYS];
+    const T* values[KEYS];
+    int count = 0;
+
+    // Fetch a part of them into the processor's caches: all of some keys, some columns of all values.
+    void fetch_keys(int first, int size, int64_t head_dim) const {
+        for (int key = first; key < std::min(first + size, count); key++)
+            for (int64_t d = 0; d < head_dim; d += 64 / sizeof(T)) _mm_prefetch((const char*)(keys[key] + d), FETCH);
+    }
+    void fetch_values(int64_t first, int64_t size, int64_t head_dim) const {
+        for (int64_t d = round_up(first, 64 / sizeof(T)); d < std::min(first + size, head_dim); d += 64 / sizeof(T))
+            for (int key = 0; key < count; key++) _mm_prefetch((const char*)(values[key] + d), FETCH);
     }
 };
+
+// bytes: a multiple of 16. A call of memcpy costs more than these few moves.
+inline void copy_row(const void* from, void* to, int64_t bytes) {
+    int64_t i = 0;
+    for (; i + 32 <= bytes; i += 32) _mm256_storeu_si256((__m256i*)((char*)to + i), _mm256_loadu_si256((const __m256i*)((const char*)from + i)));
+    if (i < bytes) _mm_storeu_si128((__m128i*)((char*)to + i), _mm_loadu_si128((const __m128i*)((const char*)from + i)));
+}
 
 // 8 keys of `dwords` dwords each (a multiple of 4) -> columns of the transposed tile.
 inline void transpose_8(const void* const* keys, int64_t dwords, uint32_t* out) {
@@ -48,62 +55,27 @@ inline void transpose_8(const void* const* keys, int64_t dwords, uint32_t* out) 
     }
 }
 
-// scores [R, KEYS] of N vectors of keys; q [head_dim][R], keys: at the first of them in the transposed tile.
-template <typename T, int R, int N>
-inline void score_keys(const float* q, const T* keys, int64_t head_dim, float* scores) {
-    constexpr int WIDTH = Pairs<T>::WIDTH;
-    Vec sum[R][N];
-    for (int64_t d = 0; d < head_dim; d += 2, q += 2 * R, keys += 2 * KEYS) {
-        Vec key[N];
-#pragma GCC unroll 8
-        for (int n = 0; n < N; n++) key[n] = Pairs<T>::first(keys + n * Vec::LANES * WIDTH, KEYS);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            Vec x(q[r]);
-#pragma GCC unroll 8
-            for (int n = 0; n < N; n++) sum[r][n] = Vec::fma(x, key[n], sum[r][n]);
-        }
-#pragma GCC unroll 8
-        for (int n = 0; n < N; n++) key[n] = Pairs<T>::second(keys + n * Vec::LANES * WIDTH, KEYS);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            Vec x(q[R + r]);
-#pragma GCC unroll 8
-            for (int n = 0; n < N; n++) sum[r][n] = Vec::fma(x, key[n], sum[r][n]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int n = 0; n < N; n++) sum[r][n].store(scores + r * KEYS + n * Vec::LANES);
+// A tile's keys transposed: [dword of head_dim][KEYS] dwords, a dword being two consecutive bf16 or one fp32 number. Keys from count on, up
+// to a multiple of 8, are zeros; what lies behind those is arbitrary, and its scores are masked.
+template <typename T>
+void transpose_keys(Slots<T>& slots, int64_t head_dim, T* out) {
+    static const T zeros[MAX_HEAD_DIM] = {};
+    int padded = (int)round_up(slots.count, 8);
+    for (int key = slots.count; key < padded; key++) slots.keys[key] = zeros;
+    for (int key = 0; key < padded; key += 8)
+        transpose_8((const void* const*)slots.keys + key, head_dim * sizeof(T) / 4, (uint32_t*)out + key);
 }
 
-// sums [R rows of N pairs of vectors, `row` apart] = sums * decay + weights [R, KEYS] times the first num_keys values.
-template <typename T, int R, int N>
-inline void add_values(const float* weights, const T* values, int64_t value_row, int num_keys, const float* decay, float* sums, int64_t row) {
-    Vec sum[R][2 * N];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int n = 0; n < 2 * N; n++) sum[r][n] = Vec::load(sums + r * row + n * Vec::LANES) * Vec(decay[r]);
-    for (int key = 0; key < num_keys; key++, values += value_row, weights++) {
-        Vec value[2 * N];
-#pragma GCC unroll 8
-        for (int n = 0; n < N; n++) {
-            value[2 * n] = Pairs<T>::first(values + 2 * n * Vec::LANES, Vec::LANES);
-            value[2 * n + 1] = Pairs<T>::second(values + 2 * n * Vec::LANES, Vec::LANES);
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            Vec x(weights[r * KEYS]);
-#pragma GCC unroll 8
-            for (int n = 0; n < 2 * N; n++) sum[r][n] = Vec::fma(x, value[n], sum[r][n]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int n = 0; n < 2 * N; n++) sum[r][n].store(sums + r * row + n * Vec::LANES);
+template <typename T>
+bool all_finite(const T* values, int64_t size) {  // size: a multiple of LANES
+    Vec sum;  // 0, or NaN where a value is not finite
+    for (int64_t i = 0; i < size; i += Vec::LANES) sum = Vec::fma(Vec::load(values + i), Vec(), sum);
+    return sum.sum() == 0;
+}
+
+// How many of the tile's keys each of some rows sees.
+inline void see(const int64_t* positions, int rows, int64_t tile_start, int* visible) {
+    for (int r = 0; r < rows; r++) visible[r] = (int)std::min<int64_t>(std::max<int64_t>(positions[r] + 1 - tile_start, 0), KEYS);
 }
 
 // A row's softmax so far, as floats in memory: its maximum (the first of LANES), LANES partial sums of its weights, its sums of values.
@@ -120,85 +92,38 @@ struct Running {
         row[0] = maximum;
         for (int64_t i = TOTAL; i < size; i += Vec::LANES) Vec::fma(Vec::load(later + i), take, Vec::load(row + i) * keep).store(row + i);
     }
-    // The attended row. Adding 0 makes a negative zero positive: whether a masked key's 0 * value was added must not be seen.
-    template <typename T>
-    static void finish(const float* row, T* out, int64_t head_dim) {
-        T padded[MAX_HEAD_DIM + 2 * Vec::LANES];
+    // Sums of values over the sum of weights. Adding 0 makes a negative zero positive: whether a masked key's 0 * value was added must not be seen.
+    static void divide(float* row, int64_t size) {
         Vec factor(1.0f / Vec::load(row + TOTAL).sum());
-        for (int64_t d = 0; d < head_dim; d += 2 * Vec::LANES) {
-            const float* sums = row + VALUES + d;
-            Pairs<T>::store(Vec::fma(Vec::load(sums), factor, Vec()), Vec::fma(Vec::load(sums + Vec::LANES), factor, Vec()), padded + d);
-        }
-        std::memcpy(out, padded, head_dim * sizeof(T));
+        for (int64_t i = VALUES; i < size; i += Vec::LANES) Vec::fma(Vec::load(row + i), factor, Vec()).store(row + i);
     }
 };
 
-// One tile of one KV head, and what of it may be seen.
-template <typename T>
-struct Tile {
-    const T* keys;         // transposed
-    const T* values;       // [KEYS, value_row], zeros from head_dim on
-    int64_t head_dim;
-    int64_t value_row;     // head_dim up to a multiple of 2 * LANES
-    int64_t start;         // position of the first key
-    bool has_only_finite_values;
-};
-
-// Weights of R rows: scores become powers of 2 over the row's maximum, 0 where masked. decay: what the rows' sums so far are worth.
-template <int R>
-inline void weigh(float* scores, const int* visible, int num_keys, float* running, int64_t row, float* decay) {
-    int end = (num_keys + Vec::LANES - 1) / Vec::LANES * Vec::LANES;
+// Scores [rows, KEYS] of at most LANES rows become weights: powers of 2 over the row's maximum, 0 where masked, rounded to W and summed up
+// as such. They may lie in the scores' place. decay [LANES]: what the rows' sums so far are worth.
+template <typename W>
+inline void weigh(int rows, float* scores, const int* visible, int num_keys, W* weights, float* running, int64_t running_row, float* decay) {
+    int end = (int)round_up(num_keys, Vec::LANES);
+    Vec totals[Vec::LANES];
     alignas(64) float change[Vec::LANES] = {};
-    for (int r = 0; r < R; r++) {
-        float* s = scores + r * KEYS;
+    for (int r = 0; r < rows; r++) {
+        float *s = scores + r * KEYS, &maximum = running[r * running_row];
         for (int key = visible[r]; key < end; key++) s[key] = -INFINITY;
-        Vec largest(running[r * row]);
+        Vec largest(maximum);
         for (int key = 0; key < end; key += Vec::LANES) largest = Vec::max(Vec::load(s + key), largest);  // in this order: NaN is passed over
-        float maximum = largest.largest();
-        change[r] = running[r * row] - maximum;
-        running[r * row] = maximum;
+        change[r] = maximum - largest.largest();
+        maximum = largest.largest();
         Vec total;
         for (int key = 0; key < end; key += Vec::LANES) {
-            Vec weight = exp2_of_nonpositive(Vec::load(s + key) - Vec(maximum));
-            weight.store(s + key);
+            Vec weight = Number<W>::round(exp2_of_nonpositive(Vec::load(s + key) - Vec(maximum)));
+            weight.store(weights + r * KEYS + key);
             total = total + weight;
         }
-        total.store(decay + r * Vec::LANES);
+        totals[r] = total;
     }
-    Vec factor = exp2_of_nonpositive(Vec::load(change));
-    factor.store(change);
-    for (int r = 0; r < R; r++) {
-        float* totals = running + r * row + Running::TOTAL;
-        Vec::fma(Vec::load(totals), Vec(change[r]), Vec::load(decay + r * Vec::LANES)).store(totals);
-    }
-    std::memcpy(decay, change, sizeof change);
-}
-
-template <typename T, int R>
-void add_all_values(const Tile<T>& tile, const float* weights, int num_keys, const float* decay, float* running, int64_t row) {
-    constexpr int N = R == 1 ? 4 : R <= 3 ? 2 : 1;  // pairs of vectors at once: enough independent sums to keep the multipliers busy
-    int64_t d = 0;
-    for (; d + N * 2 * Vec::LANES <= tile.value_row; d += N * 2 * Vec::LANES)
-        add_values<T, R, N>(weights, tile.values + d, tile.value_row, num_keys, decay, running + Running::VALUES + d, row);
-    for (; d < tile.value_row; d += 2 * Vec::LANES)
-        add_values<T, R, 1>(weights, tile.values + d, tile.value_row, num_keys, decay, running + Running::VALUES + d, row);
-}
-
-// R rows pass a tile. q [head_dim][R]; positions [R], ascending; running: the rows' Running, `row` floats apart.
-template <typename T, int R>
-void attend_rows(const Tile<T>& tile, const float* q, const int64_t* positions, float* running, int64_t row) {
-    constexpr int N = std::min(R == 1 ? 8 : R <= 3 ? 4 : 2, KEYS / Vec::LANES);
-    alignas(64) float scores[R * KEYS], decay[R * Vec::LANES];
-    int visible[R];
-    for (int r = 0; r < R; r++) visible[r] = (int)std::min<int64_t>(std::max<int64_t>(positions[r] + 1 - tile.start, 0), KEYS);
-    int num_keys = visible[R - 1];
-    if (num_keys == 0) return;
-    for (int key = 0; key < num_keys; key += N * Vec::LANES)
-        score_keys<T, R, N>(q, tile.keys + key * Pairs<T>::WIDTH, tile.head_dim, scores + key);
-    weigh<R>(scores, visible, num_keys, running, row, decay);
-    if (tile.has_only_finite_values || visible[0] == num_keys) {
-        add_all_values<T, R>(tile, scores, num_keys, decay, running, row);
-    } else {  // 0 * NaN is no 0: a row must not meet a later token's value
-        for (int r = 0; r < R; r++) add_all_values<T, 1>(tile, scores + r * KEYS, visible[r], decay + r, running + r * row, row);
+    exp2_of_nonpositive(Vec::load(change)).store(decay);
+    for (int r = 0; r < rows; r++) {
+        float* total = running + r * running_row + Running::TOTAL;
+        Vec::fma(Vec::load(total), Vec(decay[r]), totals[r]).store(total);
     }
 }

@@ -1,0 +1,177 @@
+// Rows of queries against a tile in vectors of fp32: sums of some rows times some vectors of keys, or of columns of values, in registers.
+
+// LANES pairs of consecutive numbers, the first and the second of each; `apart`: from one vector to the other, where T is fp32.
+template <typename T>
+struct Pairs;
+template <>
+struct Pairs<uint16_t> {
+    static constexpr int WIDTH = 2;  // numbers per dword
+    static Vec first(const uint16_t* p, int) { return Vec::first_of_pairs(p); }
+    static Vec second(const uint16_t* p, int) { return Vec::second_of_pairs(p); }
+    static void store(Vec first, Vec second, uint16_t* p) { Vec::store_pairs(first, second, p); }
+};
+template <>
+struct Pairs<float> {
+    static constexpr int WIDTH = 1;
+    static Vec first(const float* p, int) { return Vec::load(p); }
+    static Vec second(const float* p, int apart) { return Vec::load(p + apart); }
+    static void store(Vec first, Vec second, float* p) {
+        first.store(p);
+        second.store(p + Vec::LANES);
+    }
+};
+
+// sums [R][N] += x [R] times N vectors, which load(n) gives. The smaller side is held in registers while the other streams through.
+template <int R, int N, int APART, typename Load>
+inline void add_products(const float* x, Load load, Vec (&sums)[R][N]) {
+    if (R < N) {
+        Vec held[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) held[r] = Vec(x[r * APART]);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            Vec y = load(n);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) sums[r][n] = Vec::fma(held[r], y, sums[r][n]);
+        }
+    } else {
+        Vec held[N];
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) held[n] = load(n);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            Vec y(x[r * APART]);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) sums[r][n] = Vec::fma(y, held[n], sums[r][n]);
+        }
+    }
+}
+
+// scores [R, KEYS] of N vectors of keys; q [head_dim][R], keys: at the first of them in the transposed tile.
+template <typename T, int R, int N>
+inline void score_keys(const float* q, const T* keys, int64_t head_dim, float* scores) {
+    constexpr int STEP = Vec::LANES * Pairs<T>::WIDTH;
+    Vec sums[R][N];
+    for (int64_t d = 0; d < head_dim; d += 2, q += 2 * R, keys += 2 * KEYS) {
+        add_products<R, N, 1>(q, [&](int n) { return Pairs<T>::first(keys + n * STEP, KEYS); }, sums);
+        add_products<R, N, 1>(q + R, [&](int n) { return Pairs<T>::second(keys + n * STEP, KEYS); }, sums);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) sums[r][n].store(scores + r * KEYS + n * Vec::LANES);
+}
+
+// sums [R rows of N vectors, `row` apart] = sums * decay + weights [R, KEYS] times the first num_keys values. N is even: pairs.
+template <typename T, int R, int N>
+inline void add_values(const float* weights, const T* values, int64_t value_row, int num_keys, const float* decay, float* sums, int64_t row) {
+    Vec sum[R][N];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) sum[r][n] = Vec::load(sums + r * row + n * Vec::LANES) * Vec(decay[r]);
+    for (int key = 0; key < num_keys; key++, values += value_row, weights++)
+        add_products<R, N, KEYS>(weights, [&](int n) {
+            const T* pair = values + n / 2 * 2 * Vec::LANES;
+            return n % 2 ? Pairs<T>::second(pair, Vec::LANES) : Pairs<T>::first(pair, Vec::LANES);
+        }, sum);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) sum[r][n].store(sums + r * row + n * Vec::LANES);
+}
+
+template <typename T>
+struct VecRows {
+    static constexpr int ROWS = 5;  // whose sums are held at once, times 2 vectors: with 6 of them compilers run out of 16 registers
+
+    const int64_t head_dim, value_row;
+    const float scale;
+    float* q;   // [head_dim][size] for each ROWS rows, of which the last are size <= ROWS
+    T* keys;    // transposed
+    T* values;  // [KEYS, value_row]; zeros from head_dim on
+    const Slots<T>* next;  // what is fetched meanwhile
+    int64_t start;
+    bool is_finite;
+
+    static int64_t value_row_of(int64_t head_dim) { return round_up(head_dim, 2 * Vec::LANES); }
+    static size_t bytes(int64_t head_dim, int64_t max_rows) {
+        return max_rows * head_dim * sizeof(float) + KEYS * (head_dim + value_row_of(head_dim)) * sizeof(T);
+    }
+    VecRows(int64_t head_dim, double scale, int64_t max_rows, char* memory)
+        : head_dim(head_dim), value_row(value_row_of(head_dim)), scale((float)scale), q((float*)memory), keys((T*)(q + max_rows * head_dim)),
+          values(keys + KEYS * head_dim) {
+        std::memset(values, 0, KEYS * value_row * sizeof(T));
+    }
+
+    void set_query(int64_t row, int64_t num_rows, const T* from) {
+        int64_t first = row / ROWS * ROWS, size = std::min<int64_t>(ROWS, num_rows - first);
+        float* to = q + first * head_dim + row % ROWS;
+        for (int64_t d = 0; d < head_dim; d++) to[d * size] = Number<T>::get(from[d]) * scale;
+    }
+
+    // The tile at `start`. Not seen by all: some row sees fewer of its keys than another.
+    void load(Slots<T>& slots, const Slots<T>& following, int64_t tile_start, bool seen_by_all) {
+        start = tile_start;
+        next = &following;
+        transpose_keys(slots, head_dim, keys);
+        for (int key = 0; key < slots.count; key++) copy_row(slots.values[key], values + key * value_row, head_dim * sizeof(T));
+        is_finite = seen_by_all || all_finite(values, slots.count * value_row);
+    }
+
+    // positions [num_rows], ascending; running: the rows' Running, running_row floats apart.
+    void attend(int64_t num_rows, const int64_t* positions, float* running, int64_t running_row) {
+        for (int64_t row = 0; row < num_rows; row += ROWS, positions += ROWS, running += ROWS * running_row) {
+            const float* block = q + row * head_dim;
+            switch (num_rows - row) {
+                case 1: attend_block<1>(block, positions, running, running_row); break;
+                case 2: attend_block<2>(block, positions, running, running_row); break;
+                case 3: attend_block<3>(block, positions, running, running_row); break;
+                case 4: attend_block<4>(block, positions, running, running_row); break;
+                default: attend_block<ROWS>(block, positions, running, running_row);
+            }
+            next = nullptr;
+        }
+    }
+
+    // A finished row, Running::divide done.
+    void store(const float* row, T* out) const {
+        T padded[MAX_HEAD_DIM + 2 * Vec::LANES];
+        for (int64_t d = 0; d < head_dim; d += 2 * Vec::LANES)
+            Pairs<T>::store(Vec::load(row + Running::VALUES + d), Vec::load(row + Running::VALUES + d + Vec::LANES), padded + d);
+        std::memcpy(out, padded, head_dim * sizeof(T));
+    }
+
+private:
+    template <int R>
+    void attend_block(const float* block, const int64_t* positions, float* running, int64_t running_row) {
+        constexpr int N = std::min(R == 1 ? 8 : R == 2 ? 4 : 2, KEYS / Vec::LANES);
+        alignas(64) float scores[R * KEYS], decay[Vec::LANES];
+        int visible[R];
+        see(positions, R, start, visible);
+        int num_keys = visible[R - 1];
+        if (num_keys == 0) return;
+        for (int key = 0; key < num_keys; key += N * Vec::LANES) {
+            if (next) next->fetch_keys(key, N * Vec::LANES, head_dim);
+            score_keys<T, R, N>(block, keys + key * Pairs<T>::WIDTH, head_dim, scores + key);
+        }
+        weigh(R, scores, visible, num_keys, scores, running, running_row, decay);
+        if (is_finite || visible[0] == num_keys) {
+            add_all_values<R>(scores, num_keys, decay, running, running_row);
+        } else {  // 0 * NaN is no 0: a row must not meet a later token's value
+            for (int r = 0; r < R; r++) add_all_values<1>(scores + r * KEYS, visible[r], decay + r, running + r * running_row, running_row);
+        }
+    }
+
+    template <int R>
+    void add_all_values(const float* weights, int num_keys, const float* decay, float* running, int64_t running_row) {
+        constexpr int N = R == 1 ? 8 : R <= 3 ? 4 : 2;  // vectors at once: enough independent sums to keep the multipliers busy
+        float* sums = running + Running::VALUES;
+        int64_t d = 0;
+        for (; d + N * Vec::LANES <= value_row; d += N * Vec::LANES) {
+            if (next) next->fetch_values(d, N * Vec::LANES, head_dim);
+            add_values<T, R, N>(weights, values + d, value_row, num_keys, decay, sums + d, running_row);
+        }
+        for (; d < value_row; d += 2 * Vec::LANES) add_values<T, R, 2>(weights, values + d, value_row, num_keys, decay, sums + d, running_row);
+    }
+};

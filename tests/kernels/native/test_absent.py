@@ -1,0 +1,62 @@
+"""Without the native library, and without a compiler to build it: installing succeeds, a notice says so, torch's kernels serve.
+May know: setuptools' build of the extension, the registry, QUIRE_NATIVE.
+Must not know: how torch's kernels compute."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from quire.kernels.cpu.native.library import Library, _load
+from quire.tests.kernels.native.compiled import ROOT
+
+GENERATE = """
+from quire import LLM, SamplingParams
+with LLM(engine="inproc", num_threads=1) as llm:
+    [output] = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    print("tokens", len(output.outputs[0].token_ids))
+from quire.kernels import registry
+print("native", [op for op in registry.CONTRACTS if any(i.name == "native" for i in registry.implementations(op))])
+"""
+
+
+def test_an_installation_without_a_compiler_succeeds_and_says_so(tmp_path):
+    """The step of `pip install` that compiles, in a copy of what it needs."""
+    for name in ("pyproject.toml", "README.md", "__init__.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    for package in settings["packages"][1:]:
+        (tmp_path / package.removeprefix("quire.").replace(".", "/")).mkdir(parents=True, exist_ok=True)
+    shutil.copytree(ROOT / "kernels/cpu/native/src", tmp_path / "kernels/cpu/native/src")
+    command = [sys.executable, "-c", "from setuptools import setup; setup()", "build_ext"]
+    environment = {**os.environ, "CC": "false", "CXX": "false"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 'building extension "quire.kernels.cpu.native._native" failed' in done.stdout + done.stderr
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_the_list_of_sources_is_complete():
+    [extension] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    assert sorted(extension["sources"]) == sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels/cpu/native/src").glob("*.cpp"))
+
+
+def test_torch_serves_in_its_place():
+    environment = {**os.environ, "QUIRE_NATIVE": "0"}
+    done = subprocess.run([sys.executable, "-c", GENERATE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "tokens 3" in done.stdout and "native []" in done.stdout
+
+
+def test_a_library_that_is_damaged_or_old_is_a_notice(tmp_path, caplog):
+    damaged = tmp_path / "_native.so"
+    damaged.write_bytes(b"no library")
+    assert _load(str(damaged)) is None
+    assert "native CPU kernels cannot be loaded, torch's serve" in caplog.text
+    with pytest.raises(OSError):
+        Library(damaged)
+    assert _load("0") is None

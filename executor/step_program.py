@@ -38,7 +38,7 @@ def run_op_by_op(
 def record_step(model: Any, ops: OpTable, limits: Limits) -> Program | None:
     """The program of a model whose layers have their caches; None where it must run operation by operation: the log says why.
 
-    The cache's block 0, which no request is given, is written.
+    The caches must hold nothing yet in block 0, which no request is given: it is written for a moment.
     """
     others = [f"{op}={ops.chosen[op]}" for op in OPERATIONS if ops.chosen.get(op) != NATIVE]
     if len(others) == len(OPERATIONS):
@@ -49,7 +49,11 @@ def record_step(model: Any, ops: OpTable, limits: Limits) -> Program | None:
         return None
     try:
         program = _record(model, ops, limits)
-        _try(program, model, ops)
+        try:
+            _try(program, model, ops)
+        finally:
+            for layer in model.attention_layers():
+                layer.key_cache[0] = layer.value_cache[0] = 0
     except Exception as error:  # a user's model or layer may do anything
         reason = str(error) if isinstance(error, Unrecordable) else f"{type(error).__name__}: {error}"
         logger.warning("the model runs operation by operation, several times slower for small models; it cannot be recorded: %s", reason)

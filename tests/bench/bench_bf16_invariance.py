@@ -1,4 +1,4 @@
-"""How often the batch around a request changes its tokens in bf16, and which operations do it. In fp32 the tests show that it never does.
+"""How often the batch around a request changes its tokens in bf16, and which of torch's kernels do it. In fp32 the tests show that it never does.
 May know: LLM, the executor's linear layers, the bundled model's weights.
 Must not know: schedulers, clients.
 
@@ -17,9 +17,9 @@ from contextlib import contextmanager
 import torch
 from quire import LLM, SamplingParams
 from quire.executor import layers
-from quire.executor.device import pack_linear
 from quire.frontend.model_files import find_model_directory
 from quire.kernels.cpu import attention
+from quire.kernels.cpu.linear import pack_linear
 from quire.tests.bench.report import hardware, write_result
 from safetensors.torch import load_file
 
@@ -70,15 +70,20 @@ def measure_linears() -> dict[str, dict[str, dict[int, float]]]:
 @contextmanager
 def computed_alone(parts: tuple[str, ...]):
     """Models that are loaded and run in here compute these parts ("linears", "attention") for each request on its own."""
-    saved = layers.pack_linear, attention.group_by_length
+    saved = layers.Linear.pack, attention.group_by_length
+
+    def pack_by_row(linear: layers.Linear) -> None:
+        saved[0](linear)
+        linear._multiply = by_row(linear._multiply)
+
     if "linears" in parts:
-        layers.pack_linear = lambda weight, bias: by_row(saved[0](weight, bias))
+        layers.Linear.pack = pack_by_row
     if "attention" in parts:
         attention.group_by_length = lambda lengths, *limits: [[row] for row in range(len(lengths))]
     try:
         yield
     finally:
-        layers.pack_linear, attention.group_by_length = saved
+        layers.Linear.pack, attention.group_by_length = saved
 
 
 def make_prompts(count: int) -> list[list[int]]:
@@ -95,7 +100,7 @@ def measure_requests(prompts: list[list[int]], dtype: str, parts: tuple[str, ...
     def tokens(outputs: list) -> list[list[int]]:
         return [output.outputs[0].token_ids for output in outputs]
 
-    settings = dict(dtype=dtype, num_threads=1, enable_prefix_caching=False, max_num_seqs=len(prompts))
+    settings = dict(dtype=dtype, num_threads=1, cpu_isa="none", enable_prefix_caching=False, max_num_seqs=len(prompts))
     with computed_alone(parts), LLM(engine="inproc", **settings) as llm:
         together = tokens(llm.generate(prompts, params, use_tqdm=False))
         alone = [tokens(llm.generate([prompt], [p], use_tqdm=False))[0] for prompt, p in zip(prompts, params)]

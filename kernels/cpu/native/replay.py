@@ -18,6 +18,7 @@ from .fusion import fuse
 from .library import library
 from .recorder import Recorder, Unrecordable
 
+INPUT_DTYPES = (torch.int32, torch.int64, torch.int64, torch.int32, torch.int32, torch.int32, torch.int64)
 ALIGNMENT = 64  # bytes: a cache line, a vector of AVX-512, a row of a tile
 
 
@@ -64,8 +65,11 @@ class Program:
     def __call__(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, logits_indices: Tensor) -> tuple[Tensor, ...]:
         """token_ids [T] i32, positions [T] i64, logits_indices [R] i64 -> hidden [T, hidden_size] and the others [R, ...].
 
-        All are overwritten by the next step. Raises ValueError for a step that is larger than the recorded one.
+        All are overwritten by the next step. Raises ValueError for a step that is larger than the recorded one, TypeError for other integers.
         """
+        inputs = token_ids, positions, metadata.slot_mapping, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, logits_indices
+        if tuple([tensor.dtype for tensor in inputs]) != INPUT_DTYPES:  # kernels would read past their ends
+            raise TypeError(f"a step's tensors must be of {INPUT_DTYPES}, not {[tensor.dtype for tensor in inputs]}")
         num_tokens, num_requests, num_logits = token_ids.shape[0], metadata.seq_lens.shape[0], logits_indices.shape[0]  # len() is Python's: slower
         if problem := self.limits.exceeded_by(num_tokens, num_requests, num_logits):
             raise ValueError(f"the step is larger than the one that was recorded: {problem}")

@@ -274,6 +274,13 @@ def test_a_larger_step_is_refused(ops):
         program(token_ids, positions, metadata, torch.arange(20))
 
 
+def test_other_integers_are_refused(ops):
+    program = record(layers(ops), ops)
+    token_ids, *others = make_step([3])
+    with pytest.raises(TypeError, match="a step's tensors must be of"):
+        program(token_ids.long(), *others)
+
+
 def test_other_threads_compute_meanwhile(ops):
     results = []
 

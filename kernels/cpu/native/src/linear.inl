@@ -42,19 +42,24 @@ void lay_out(const T* x, int64_t x_row, int64_t rows, int64_t in_features, typen
         }
 }
 
+// The order of pieces and panels is free, since each sum takes its pieces in ascending order either way. Where x fits the second cache, a
+// panel's pieces come one after the other, and its weights in one stream; otherwise a piece of x serves the whole group of panels.
+constexpr int64_t SMALL_X = 1 << 17;
+
 template <typename Block>
 void multiply_chunk(Block& block, const typename Block::X* x, int64_t rows, int64_t in_features, int64_t panel, int64_t panels, float* sums,
                     int64_t sums_row) {
-    int64_t blocks = (rows + Block::MAX_ROWS - 1) / Block::MAX_ROWS, most = (rows + blocks - 1) / blocks;
-    int64_t at_once = Block::panels_at_once(most);
-    for (int64_t begin = 0; begin < in_features; begin += Block::DEPTH, x += rows * Block::STRIDE) {
-        int64_t size = std::min(Block::DEPTH, in_features - begin);
-        for (int64_t first = 0; first < panels; first += at_once)
-            for (int64_t i = 0; i < blocks; i++) {
-                int64_t row = i * rows / blocks, end = (i + 1) * rows / blocks;
-                block.multiply(end - row, std::min(at_once, panels - first), x + row * Block::STRIDE, panel + first, begin, size,
-                               sums + row * sums_row + first * PANEL, sums_row);
-            }
+    const int64_t blocks = (rows + Block::MAX_ROWS - 1) / Block::MAX_ROWS, at_once = Block::panels_at_once((rows + blocks - 1) / blocks);
+    const int64_t pieces = (in_features + Block::DEPTH - 1) / Block::DEPTH, groups = (panels + at_once - 1) / at_once;
+    const bool by_panel = rows * in_features * (int64_t)sizeof(*x) <= SMALL_X;
+    for (int64_t i = 0; i < pieces * groups; i++) {
+        const int64_t piece = by_panel ? i % pieces : i / groups, first = (by_panel ? i / pieces : i % groups) * at_once;
+        const int64_t begin = piece * Block::DEPTH, size = std::min(Block::DEPTH, in_features - begin);
+        for (int64_t j = 0; j < blocks; j++) {
+            const int64_t row = j * rows / blocks, end = (j + 1) * rows / blocks;
+            block.multiply(end - row, std::min(at_once, panels - first), x + (piece * rows + row) * Block::STRIDE, panel + first, begin, size,
+                           sums + row * sums_row + first * PANEL, sums_row);
+        }
     }
 }
 

@@ -1,6 +1,6 @@
-"""`quire bench serve|throughput|latency`: which of the three.
+"""`quire bench serve|throughput|latency|cpu`: which of the four.
 May know: their names.
-Must not know: how anything is measured; bench_serve.py and bench_offline.py are imported when they are the ones asked for."""
+Must not know: how anything is measured; bench_serve.py, bench_offline.py and bench_cpu.py are imported when they are the ones asked for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ MODES = {
     "serve": "load on a running server of the OpenAI API, ours or another's",
     "throughput": "the offline engine, all requests at once",
     "latency": "the offline engine, one batch again and again",
+    "cpu": "a model's steps beside what this CPU's memory and arithmetic allow",
 }
 HELP = "\n".join(["usage: quire bench MODE ...", "", *(f"  quire bench {mode:<10} {what}" for mode, what in MODES.items())])
 
@@ -26,6 +27,10 @@ def main(argv: list[str]) -> int:
         from .bench_serve import serve
 
         return serve(argv[1:])
+    if mode == "cpu":
+        from .bench_cpu import cpu
+
+        return cpu(argv[1:])
     from .bench_offline import latency, throughput
 
     return (latency if mode == "latency" else throughput)(argv[1:])

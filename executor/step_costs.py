@@ -1,0 +1,134 @@
+"""What steps of a model cost on this machine, beside the machine's limits: a program, `python -m quire.executor.step_costs`.
+May know: the executor, messages, the kernels' limits.
+Must not know: the scheduler, text, what the figures are shown as.
+
+A job comes as JSON on stdin, its result leaves as JSON on stdout (frontend/bench/cpu.py starts it). Nothing is prefilled before a decode
+is measured: the rows are handed to the executor as if their context had been found in the prefix cache, whose contents cost nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import msgspec
+
+from ..ipc.config import EngineConfig
+from ..ipc.messages import NewRequestData, SchedulerOutput
+from ..ipc.params import SamplingParams
+from .executor import Executor
+
+MAX_STEPS = 64  # of one measurement; a decode's rows have room for them
+MIN_STEPS = 3
+
+
+class Job(msgspec.Struct):
+    config: EngineConfig  # max_num_seqs and the KV cache suffice for what is asked
+    decode: list[tuple[int, int]] = []  # (rows, tokens before each)
+    prefill: list[int] = []  # tokens of a prompt
+    seconds: float = 1.0  # for each measurement
+    bandwidth_bytes: int = 0  # of memory that is read by 1, 2, … threads; 0: limits are not measured
+
+
+class Times(msgspec.Struct):
+    """Seconds of each step, or of each whole prompt."""
+
+    batch: int
+    context: int
+    seconds: list[float]
+
+
+class Result(msgspec.Struct):
+    num_threads: int
+    decode: list[Times] = []
+    prefill: list[Times] = []
+    read_bandwidth: dict[int, float] = {}  # threads -> bytes per second
+    gemm_flops: dict[str, float] = {}  # dtype -> operations per second
+
+
+class StepTimer:
+    """Plays the scheduler for an executor that nobody else uses."""
+
+    def __init__(self, executor: Executor, config: EngineConfig, vocab_size: int):
+        self._executor = executor
+        self._block_size = config.cache_config.block_size
+        self._budget = config.scheduler_config.max_num_batched_tokens
+        self._vocab_size = vocab_size
+
+    def decode(self, batch: int, context: int, seconds: float) -> Times:
+        """Steps of `batch` rows that have `context` tokens before them, greedy."""
+        num_blocks = -(-(context + MAX_STEPS + 2) // self._block_size)
+        block_ids = [list(range(1 + row * num_blocks, 1 + (row + 1) * num_blocks)) for row in range(batch)]
+        new = [self._request(row, context + 1) for row in range(batch)]
+        step = SchedulerOutput(0, list(range(batch)), [1] * batch, [context] * batch, block_ids, new)
+        times, end = [], time.perf_counter() + seconds
+        self._run(step)
+        while len(times) < MIN_STEPS or (len(times) < MAX_STEPS and time.perf_counter() < end):
+            computed = context + 1 + len(times)
+            times.append(self._run(SchedulerOutput(0, step.slots, step.num_scheduled_tokens, [computed] * batch, [[]] * batch)))
+        self._free(batch)
+        return Times(batch, context, times)
+
+    def prefill(self, num_tokens: int, seconds: float) -> Times:
+        """A prompt of so many tokens, in the pieces that a step may take."""
+        times, end = [], time.perf_counter() + seconds
+        while not times or time.perf_counter() < end:
+            new, total = [self._request(0, num_tokens)], 0.0
+            block_ids = list(range(1, 1 + -(-num_tokens // self._block_size)))
+            for start in range(0, num_tokens, self._budget):
+                count = min(self._budget, num_tokens - start)
+                total += self._run(SchedulerOutput(0, [0], [count], [start], [[] if start else block_ids], [] if start else new))
+            times.append(total)
+            self._free(1)
+        return Times(1, num_tokens, times)
+
+    def _request(self, slot: int, num_tokens: int) -> NewRequestData:
+        token_ids = [(7 + slot + 31 * i) % self._vocab_size for i in range(num_tokens)]
+        return NewRequestData(slot, str(slot), token_ids, num_tokens, SamplingParams(temperature=0.0, seed=0))
+
+    def _run(self, step: SchedulerOutput) -> float:
+        start = time.perf_counter()
+        result = self._executor.execute_model(step)
+        seconds = time.perf_counter() - start
+        if result.errors:
+            raise RuntimeError(f"a row failed: {next(iter(result.errors.values()))}")
+        return seconds
+
+    def _free(self, batch: int) -> None:
+        self._executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=list(range(batch))))
+
+
+def run(job: Job) -> Result:
+    """Limits first: nothing else has touched the machine's memory then."""
+    executor = Executor(job.config)
+    result = Result(executor.worker.num_threads)
+    if job.bandwidth_bytes:
+        _measure_limits(job, result)
+    executor.load_model(lambda stage, fraction: None)
+    executor.initialize_kv_cache(executor.determine_num_blocks())
+    timer = StepTimer(executor, job.config, job.config.model_config.hf_config["vocab_size"])
+    result.decode = [timer.decode(batch, context, job.seconds) for batch, context in job.decode]
+    result.prefill = [timer.prefill(num_tokens, job.seconds) for num_tokens in job.prefill]
+    executor.shutdown()
+    return result
+
+
+def _measure_limits(job: Job, result: Result) -> None:
+    import torch
+
+    from ..kernels.cpu.limits import gemm_flops, read_bandwidth
+
+    threads = {1, 2, 4, result.num_threads} | set(range(8, result.num_threads, 8))
+    for num_threads in sorted(count for count in threads if count <= result.num_threads):
+        result.read_bandwidth[num_threads] = read_bandwidth(job.bandwidth_bytes, num_threads, job.seconds)
+    for dtype in (torch.bfloat16, torch.float32):
+        result.gemm_flops[str(dtype).removeprefix("torch.")] = gemm_flops(dtype, job.seconds)
+
+
+def main() -> None:
+    result = run(msgspec.json.decode(sys.stdin.buffer.read(), type=Job))
+    sys.stdout.buffer.write(msgspec.json.encode(result))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

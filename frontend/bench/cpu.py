@@ -1,0 +1,154 @@
+"""`quire bench cpu`: what steps of a model cost on this CPU beside what its memory and its arithmetic allow.
+May know: the model's sizes, the program that measures (executor/step_costs.py) and its JSON.
+Must not know: command lines, torch, how a step is computed."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ...ipc.config import EngineConfig
+from ...ipc.decoder_config import DecoderConfig
+from ...ipc.errors import QuireError
+from ..model_sizes import DTYPE_BYTES, measure_model
+
+STEP_COSTS = "quire.executor.step_costs"
+ROOM = 80  # tokens that a measured decode adds at most, rounded up
+# Bytes of one weight of a linear layer where `quantization` says so; scales are not counted, so a limit is a little too strict.
+QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5}
+QUANTIZED_HEAD_BYTES = 1.0  # whatever the layers have
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Measured. Bytes and operations per second."""
+
+    read_bandwidth: dict[int, float]  # threads -> of as much memory as the weights take
+    gemm_flops: dict[str, float]  # dtype -> the fastest product
+
+    def bandwidth(self, num_threads: int) -> float:
+        """The most that so many threads read: fewer are sometimes faster."""
+        return max(rate for count, rate in self.read_bandwidth.items() if count <= num_threads)
+
+    @property
+    def flops(self) -> float:
+        """Whatever the model's dtype, who is faster in another may compute in that one: bfloat16 as float32, on a CPU without instructions for it."""
+        return max(self.gemm_flops.values())
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step has to read and to compute."""
+
+    num_bytes: float
+    num_flops: float
+
+    def least_seconds(self, limits: Limits, num_threads: int, share_of_flops: float = 1.0) -> float:
+        return max(self.num_bytes / limits.bandwidth(num_threads), self.num_flops / (limits.flops * share_of_flops))
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str  # "decode" or "prefill"
+    batch: int
+    context: int  # tokens before a decode's, or of the prompt
+    num_threads: int
+    seconds: float  # median
+    fastest_s: float
+    least_s: float  # what the limits allow
+    bound: str  # "memory" or "arithmetic": which of them
+
+    @property
+    def fraction(self) -> float:
+        """Of the limit that is reached, by the median."""
+        return self.least_s / self.seconds
+
+
+class ModelWork:
+    """The arithmetic of a decoder: products with weights, attention, the head."""
+
+    def __init__(self, config: DecoderConfig, dtype: str, quantization: str | None = None):
+        self._config = config
+        heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        per_layer = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
+        self.layer_weights = config.num_hidden_layers * per_layer
+        self.head_weights = config.vocab_size * config.hidden_size
+        bytes_per_weight = QUANTIZED_BYTES[quantization] if quantization else DTYPE_BYTES[dtype]
+        bytes_of_head = self.head_weights * (QUANTIZED_HEAD_BYTES if quantization else DTYPE_BYTES[dtype])
+        self.weights_bytes = self.layer_weights * bytes_per_weight + bytes_of_head  # every step reads them; the embedding's rows are not counted
+        self.kv_bytes_per_token = 2 * config.num_hidden_layers * kv_heads * DTYPE_BYTES[dtype]
+        self._attention_flops = 4 * config.num_hidden_layers * heads  # of one query with one key and value
+
+    def decode(self, batch: int, context: int) -> Work:
+        keys = batch * (context + 1)
+        num_flops = 2 * batch * (self.layer_weights + self.head_weights) + self._attention_flops * keys
+        return Work(self.weights_bytes + keys * self.kv_bytes_per_token, num_flops)
+
+    def prefill(self, num_tokens: int) -> Work:
+        """One row's logits; each token attends to those before it and to itself."""
+        pairs = num_tokens * (num_tokens + 1) / 2
+        num_flops = 2 * (num_tokens * self.layer_weights + self.head_weights) + self._attention_flops * pairs
+        return Work(self.weights_bytes + num_tokens * self.kv_bytes_per_token, num_flops)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured, in one engine of a given number of threads."""
+
+    decode: list[tuple[int, int]]  # (requests, tokens before each)
+    prefill: list[int]
+    seconds: float  # for each
+
+    @property
+    def max_num_seqs(self) -> int:
+        return max((batch for batch, _ in self.decode), default=1)
+
+    @property
+    def max_model_len(self) -> int:
+        return max([context for _, context in self.decode] + self.prefill) + ROOM
+
+    def kv_cache_bytes(self, kv_bytes_per_token: int, block_size: int) -> int:
+        tokens = max([batch * (context + ROOM + block_size) for batch, context in self.decode] + self.prefill)
+        return (tokens + self.max_model_len + 2 * block_size) * kv_bytes_per_token
+
+
+def model_work(config: EngineConfig) -> ModelWork:
+    model_config = config.model_config
+    return ModelWork(measure_model(model_config.hf_config).config, model_config.dtype, getattr(model_config, "quantization", None))
+
+
+def run_plan(config: EngineConfig, plan: Plan, work: ModelWork, limits: Limits | None) -> tuple[Limits, list[Phase]]:
+    """In a process of its own, which prints nothing. `limits` None: they are measured first. `config` is resolved and fits the plan.
+
+    Raises QuireError when the process fails; what it says is on standard error."""
+    job = {
+        "config": config,
+        "decode": plan.decode,
+        "prefill": plan.prefill,
+        "seconds": plan.seconds,
+        "bandwidth_bytes": 0 if limits else int(work.weights_bytes),
+    }
+    done = subprocess.run([sys.executable, "-P", "-m", STEP_COSTS], input=msgspec.json.encode(job), stdout=subprocess.PIPE, check=False)
+    if done.returncode != 0:
+        raise QuireError(f"measuring failed: {STEP_COSTS} ended with code {done.returncode}")
+    result = msgspec.json.decode(done.stdout)
+    if limits is None:
+        limits = Limits({int(count): rate for count, rate in result["read_bandwidth"].items()}, result["gemm_flops"])
+    most_threads = max(limits.read_bandwidth)
+    phases = []
+    for name, work_of in (("decode", lambda row: work.decode(row["batch"], row["context"])), ("prefill", lambda row: work.prefill(row["context"]))):
+        phases += [_phase(name, row, work_of(row), limits, result["num_threads"], most_threads) for row in result[name]]
+    return limits, phases
+
+
+def _phase(name: str, row: dict[str, Any], work: Work, limits: Limits, num_threads: int, most_threads: int) -> Phase:
+    share = num_threads / most_threads  # of the arithmetic, which was measured on all threads
+    least_s = work.least_seconds(limits, num_threads, share)
+    bound = "memory" if least_s == work.num_bytes / limits.bandwidth(num_threads) else "arithmetic"
+    seconds = row["seconds"]
+    return Phase(name, row["batch"], row["context"], num_threads, statistics.median(seconds), min(seconds), least_s, bound)

@@ -1,0 +1,153 @@
+"""`quire bench cpu`: its flags, what it prints and writes.
+May know: frontend/bench/cpu.py, the engine's flags.
+Must not know: how anything is measured, torch."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...ipc.errors import InvalidParameterError
+from .bench_flags import Adder, settings_of
+from .flags import engine_flags, given
+from .parser import Parser
+from .table import print_table
+
+if TYPE_CHECKING:
+    from ...ipc.config import EngineConfig
+    from ..bench.cpu import Limits, ModelWork, Phase, Plan
+
+COLUMNS = ("phase", "requests", "context", "threads", "ms", "fastest", "limit", "bound by", "of the limit")
+BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (128, 512, 2048, 8192, 16384)
+
+
+def cpu_parser(argv: list[str]) -> Parser:
+    parser = Parser(
+        "quire bench cpu",
+        "quire bench cpu [--model NAME] [--sweep] [engine flags]",
+        "Measures what this CPU's memory and arithmetic allow, and each phase of a model as a fraction of that.",
+        show_all="--help-all" in argv,
+    )
+    add = Adder(parser, "measurement")
+    add("--batch-sizes", "requests of the decode steps", type=int, nargs="+", default=[1, 32], metavar="N")
+    add("--context", "tokens before each of them", type=int, default=128, metavar="N")
+    add("--prefill-len", "tokens of the prompt, as far as the model takes them", type=int, default=4096, metavar="N")
+    add("--seconds", "for each measurement", type=float, default=1.0, metavar="S")
+    add("--sweep", f"also {BATCHES[0]} to {BATCHES[-1]} requests, {CONTEXTS[0]} to {CONTEXTS[-1]} tokens of context, 1 to all threads", action="store_true")
+    add("--svg", "with --sweep: draw what costs grow with, into files in this directory", metavar="DIR")
+    add("--json", "write settings, machine and results to this file", metavar="FILE")
+    parser.add_flags("engine", engine_flags(), ("model", "dtype", "num_threads"))
+    return parser
+
+
+def cpu(argv: list[str]) -> int:
+    args = cpu_parser(argv).parse(argv)
+    _check(args)
+    from ..bench.cpu import Plan, model_work, run_plan
+    from ..engine_args import EngineArgs
+
+    arguments = given(args, engine_flags())
+    asked = EngineArgs(arguments.pop("model", "bundled"), **arguments).create_engine_config()
+    work, longest = model_work(asked), asked.model_config.max_model_len
+    plan = Plan([(batch, args.context) for batch in args.batch_sizes], [min(args.prefill_len, longest - 1)], args.seconds)
+    limits, phases = run_plan(fitting(asked, plan, work), plan, work, None)
+    print(format_limits(limits))
+    print(f"\na step reads {work.weights_bytes / 1e6:.1f} MB of weights and {work.kv_bytes_per_token / 1024:.1f} KiB for each token of context\n")
+    print_phases(phases)
+    swept: dict[str, list[Phase]] = {}
+    if args.sweep:
+        for name, config, part in sweeps(asked, args, longest, max(limits.read_bandwidth)):
+            swept.setdefault(name, []).extend(run_plan(fitting(config, part, work), part, work, limits)[1])
+        for name, found in swept.items():
+            print(f"\nas {name} grow:\n")
+            print_phases(found)
+        if args.svg:
+            draw(Path(args.svg), swept)
+    if args.json:
+        from ..bench.report import stamp, write_json
+
+        result = {"limits": asdict(limits), "phases": _rows(phases), "sweeps": {name: _rows(found) for name, found in swept.items()}}
+        write_json(args.json, {**stamp(), "settings": settings_of(args), **result})
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, values in (("batch_sizes", args.batch_sizes), ("context", [args.context]), ("prefill_len", [args.prefill_len])):
+        if min(values) < 1:
+            raise InvalidParameterError("--" + name.replace("_", "-"), f"must be at least 1, got {min(values)}")
+    if args.seconds <= 0:
+        raise InvalidParameterError("--seconds", f"must be more than 0, got {args.seconds}")
+    if args.svg and not Path(args.svg).is_dir():
+        raise InvalidParameterError("--svg", f"must be a directory, got {args.svg!r}")
+
+
+def fitting(config: EngineConfig, plan: Plan, work: ModelWork) -> EngineConfig:
+    """With room for the plan, and no more."""
+    from ..engine_args import replace as replaced
+
+    model_config, block_size = config.model_config, config.cache_config.block_size
+    if plan.max_model_len > model_config.max_model_len:
+        longest = model_config.max_model_len
+        raise InvalidParameterError("--context", f"must leave room for {plan.max_model_len} tokens in all, the model takes {longest}")
+    num_bytes = max(plan.kv_cache_bytes(work.kv_bytes_per_token, block_size), 2 * model_config.max_model_len * work.kv_bytes_per_token)
+    return replaced(
+        config,
+        scheduler_config=replaced(config.scheduler_config, max_num_seqs=plan.max_num_seqs),
+        cache_config=replaced(config.cache_config, kv_cache_memory_bytes=num_bytes),
+    )
+
+
+def sweeps(config: EngineConfig, args: argparse.Namespace, longest: int, most_threads: int) -> list[tuple[str, EngineConfig, Any]]:
+    """(what grows, the engine's configuration, what is measured in it)"""
+    from ..bench.cpu import ROOM, Plan
+    from ..engine_args import replace as replaced
+
+    contexts = [context for context in CONTEXTS if context + ROOM <= longest] or [args.context]
+    found: list[tuple[str, EngineConfig, Any]] = [
+        ("requests", config, Plan([(batch, args.context) for batch in BATCHES], [], args.seconds)),
+        ("tokens of context", config, Plan([(1, context) for context in contexts], [], args.seconds)),
+    ]
+    counts = sorted({2**i for i in range(most_threads.bit_length())} | {most_threads})
+    for count in counts:
+        device_config = replaced(config.device_config, num_threads=count)
+        plan = Plan([(1, args.context)], [min(512, longest - ROOM)], args.seconds)
+        found.append(("threads", replaced(config, device_config=device_config), plan))
+    return found
+
+
+def format_limits(limits: Limits) -> str:
+    rates = ", ".join(f"{rate / 1e9:.1f} GB/s with {count} thread{'s' * (count > 1)}" for count, rate in limits.read_bandwidth.items())
+    peaks = ", ".join(f"{dtype} {rate / 1e9:.0f} GFLOP/s" for dtype, rate in limits.gemm_flops.items())
+    return f"this machine reads as much memory as the weights take at {rates}\nand multiplies matrices at {peaks}"
+
+
+def print_phases(phases: list[Phase]) -> None:
+    rows = [
+        (
+            phase.name, str(phase.batch), str(phase.context), str(phase.num_threads), f"{1000 * phase.seconds:.2f}",
+            f"{1000 * phase.fastest_s:.2f}", f"{1000 * phase.least_s:.2f}", phase.bound, f"{100 * phase.fraction:.0f} %",
+        )
+        for phase in phases
+    ]  # fmt: skip
+    print_table(COLUMNS, rows, right=frozenset(COLUMNS) - {"phase", "bound by"})
+
+
+def draw(directory: Path, swept: dict[str, list[Phase]]) -> None:
+    from ..bench.plot import line_chart
+
+    grows = {"requests": lambda phase: phase.batch, "tokens of context": lambda phase: phase.context, "threads": lambda phase: phase.num_threads}
+    for name, phases in swept.items():
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for phase in phases:
+            x = grows[name](phase)
+            lines.setdefault(phase.name, []).append((x, 1000 * phase.seconds))
+            lines.setdefault(f"{phase.name}, limit", []).append((x, 1000 * phase.least_s))
+        path = directory / f"cost-of-{name.replace(' ', '-')}.svg"
+        path.write_text(line_chart(f"A step's cost as {name} grow", name, "ms", lines))
+        print(path)
+
+
+def _rows(phases: list[Phase]) -> list[dict[str, Any]]:
+    return [asdict(phase) | {"fraction": phase.fraction} for phase in phases]

@@ -1,0 +1,59 @@
+"""What this machine can do at most: how fast its threads read memory, how fast they multiply matrices.
+May know: torch on CPUs, the registry's packed products.
+Must not know: models, requests, what the limits are compared with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from .. import registry
+
+GEMM_SHAPES = ((512, 2048, 2048), (1024, 1024, 4096))  # rows, in, out: large enough for any blocking, small enough for a cache
+
+
+def read_bandwidth(num_bytes: int, num_threads: int, seconds: float) -> float:
+    """Bytes per second at which threads read num_bytes again and again: from the caches if they fit there, as weights would be."""
+    memory = torch.ones(max(num_bytes // 4, 1), dtype=torch.float32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        return memory.nbytes / _shortest(memory.sum, seconds)
+    finally:
+        torch.set_num_threads(before)
+
+
+def gemm_flops(dtype: torch.dtype, seconds: float) -> float:
+    """Operations per second of the fastest product of matrices that is to be had in `dtype`: torch's or the registry's own, on the threads
+    that are set."""
+    return max(_flops(multiply, x, out, seconds / 4) for x, out, multiply in _products(dtype))
+
+
+def _products(dtype: torch.dtype):
+    """(x, its product's columns, how it is multiplied); what this processor has no instructions for is left out."""
+    pack_linear = registry.select("cpu", dtype).pack_linear
+    emulated = dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    for rows, columns_in, columns_out in GEMM_SHAPES:
+        x, weight = torch.randn(rows, columns_in).to(dtype), torch.randn(columns_out, columns_in).to(dtype)
+        yield x, columns_out, pack_linear(weight, None)
+        if not emulated:
+            yield x, columns_out, lambda x, weight=weight: F.linear(x, weight)
+
+
+@torch.inference_mode()
+def _flops(multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, columns_out: int, seconds: float) -> float:
+    return 2 * x.numel() * columns_out / _shortest(lambda: multiply(x), seconds)
+
+
+def _shortest(function: Callable[[], object], seconds: float) -> float:
+    """Of as many runs as `seconds` allow, two at least; the first is not timed."""
+    function()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while best == float("inf") or time.perf_counter() < end:
+        start = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,83 @@
+"""What a step must read and compute, beside a model's own counts; phases beside their limits.
+May know: bench/cpu.py, the bundled model's config.json.
+Must not know: how fast any machine is."""
+
+from __future__ import annotations
+
+import subprocess
+
+import msgspec
+import pytest
+from quire import EngineArgs, QuireError
+from quire.frontend.bench import cpu
+from quire.frontend.bench.cpu import Limits, ModelWork, Phase, Plan, model_work, run_plan
+from quire.frontend.model_sizes import measure_model
+
+LIMITS = Limits({1: 1e9, 2: 3e9}, {"bfloat16": 1e10, "float32": 4e10})
+
+
+def bundled(**arguments):
+    return EngineArgs(dtype="bfloat16", **arguments).create_engine_config()
+
+
+def test_weights_are_the_models_without_norms_and_biases() -> None:
+    config = bundled()
+    work, sizes = model_work(config), measure_model(config.model_config.hf_config)
+    assert 0.99 * sizes.weights_bytes("bfloat16") < work.weights_bytes < sizes.weights_bytes("bfloat16")
+    assert work.kv_bytes_per_token == sizes.kv_bytes_per_token("bfloat16")
+    assert ModelWork(sizes.config, "bfloat16", "int8").weights_bytes * 2 == work.weights_bytes
+    assert ModelWork(sizes.config, "bfloat16", "int4").weights_bytes == work.layer_weights / 2 + work.head_weights
+
+
+def test_work_grows_as_it_should() -> None:
+    work = model_work(bundled())
+    one, many = work.decode(1, 0), work.decode(8, 0)
+    assert many.num_flops == 8 * one.num_flops and many.num_bytes - one.num_bytes == 7 * work.kv_bytes_per_token
+    assert work.decode(1, 100).num_bytes - one.num_bytes == 100 * work.kv_bytes_per_token
+    assert work.prefill(1) == one  # a prompt of one token
+    attention = [work.prefill(n).num_flops - n * (work.prefill(1).num_flops - 2 * work.head_weights) - 2 * work.head_weights for n in (2, 4)]
+    assert attention[1] == 6 * attention[0] > 0  # pairs beyond each token's own: 1 of 2 tokens, 6 of 4
+
+
+def test_limits() -> None:
+    assert (LIMITS.bandwidth(1), LIMITS.bandwidth(2), LIMITS.bandwidth(3), LIMITS.flops) == (1e9, 3e9, 3e9, 4e10)
+    assert Limits({1: 5e9, 2: 3e9}, {"float32": 1.0}).bandwidth(2) == 5e9
+    assert cpu.Work(6e9, 4e10).least_seconds(LIMITS, 2) == 2.0 and cpu.Work(3e9, 8e10).least_seconds(LIMITS, 2) == 2.0
+    assert Phase("decode", 1, 1, 1, seconds=0.5, fastest_s=0.4, least_s=0.25, bound="memory").fraction == 0.5
+
+
+def test_a_plan_has_room() -> None:
+    plan = Plan([(1, 1000), (32, 100)], [500], 1.0)
+    assert plan.max_num_seqs == 32 and plan.max_model_len == 1000 + cpu.ROOM
+    assert plan.kv_cache_bytes(10, 16) >= 10 * (32 * (100 + cpu.ROOM) + plan.max_model_len)
+
+
+def test_what_the_program_says_becomes_phases(monkeypatch) -> None:
+    jobs = []
+
+    def run(command, *, input, stdout, check):
+        jobs.append(msgspec.json.decode(input))
+        result = {
+            "num_threads": 2, "read_bandwidth": {"1": 1e9, "2": 3e9}, "gemm_flops": {"float32": 4e10},
+            "decode": [{"batch": 1, "context": 9, "seconds": [0.3, 0.1, 0.2]}], "prefill": [{"batch": 1, "context": 64, "seconds": [5.0]}],
+        }  # fmt: skip
+        return subprocess.CompletedProcess(command, 0, msgspec.json.encode(result))
+
+    monkeypatch.setattr(cpu.subprocess, "run", run)
+    config = bundled()
+    work = model_work(config)
+    limits, [decode, prefill] = run_plan(config, Plan([(1, 9)], [64], 0.5), work, None)
+    assert jobs[0]["bandwidth_bytes"] == work.weights_bytes and jobs[0]["config"]["model_config"]["dtype"] == "bfloat16"
+    assert limits.read_bandwidth == {1: 1e9, 2: 3e9}
+    assert (decode.seconds, decode.fastest_s, decode.bound) == (0.2, 0.1, "memory")
+    assert decode.least_s == pytest.approx(work.decode(1, 9).num_bytes / 3e9)
+    assert (prefill.name, prefill.bound) == ("prefill", "arithmetic") and prefill.least_s == pytest.approx(work.prefill(64).num_flops / 4e10)
+    run_plan(config, Plan([(1, 9)], [64], 0.5), work, limits)
+    assert jobs[1]["bandwidth_bytes"] == 0  # they are known
+
+
+def test_a_program_that_fails_is_an_error(monkeypatch) -> None:
+    monkeypatch.setattr(cpu.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 3, b""))
+    config = bundled()
+    with pytest.raises(QuireError, match="ended with code 3"):
+        run_plan(config, Plan([(1, 9)], [], 0.5), model_work(config), None)

@@ -1,0 +1,29 @@
+"""The machine's limits: positive, the fastest of several runs, threads left as they were.
+May know: limits.py.
+Must not know: how fast any machine is."""
+
+import time
+
+import pytest
+import torch
+from quire.kernels.cpu import limits
+
+
+def test_limits_are_positive_and_threads_stay(monkeypatch):
+    monkeypatch.setattr(limits, "GEMM_SHAPES", ((4, 32, 48),))
+    before = torch.get_num_threads()
+    assert limits.read_bandwidth(2**16, 1, 0.001) > 0
+    assert limits.gemm_flops(torch.float32, 0.001) > 0 and limits.gemm_flops(torch.bfloat16, 0.001) > 0
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(("durations", "seconds", "best"), [([9, 2, 1, 5], 7, 1), ([9, 4, 1], 3, 4)])
+def test_the_first_run_is_not_timed_and_one_is(monkeypatch, durations, seconds, best):
+    now, runs = 0.0, iter(durations)
+
+    def run() -> None:
+        nonlocal now
+        now += next(runs)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    assert limits._shortest(run, seconds) == best

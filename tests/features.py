@@ -19,6 +19,7 @@ import msgspec
 import pytest
 from quire import BeamSearchParams, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.frontend.beam_search import BeamSearch, BeamSearchOutput, first_params
+from quire.kernels.cpu.native.library import library
 from quire.tests.answers import Answers
 from quire.tests.workloads import Job, drive
 
@@ -56,6 +57,7 @@ class Feature:
     relates: Callable[[Answers, Answers], None] | None = None  # (answers, those of the same requests without this feature)
     disturb: Callable[[LLMEngine], str] | None = None  # once, in mid-run; returns what it was
     searches_beams: bool = False  # beside the jobs, from the first step on
+    changes_model: bool = False  # its settings make other logits: what is compared with has them too
 
     def __str__(self) -> str:
         return self.name
@@ -362,9 +364,13 @@ PENALTIES = Feature(
 STRUCTURED = Feature(
     "structured output", _shows_structure, dict(enable_jump_forward=True), change=_with_structure, relates=_relates_as_different
 )
+QUANTIZED = Feature(
+    "quantized", _shows_nothing_of_its_own, dict(quantization="int4", kernels={} if library else {"pack_quantized_linear": "reference"}),
+    relates=_relates_as_different, changes_model=True,
+)  # fmt: skip
 STOP = Feature("stop", _shows_stop, change=_with_stop, relates=_relates_stop)
 
 FEATURES = (
     CHUNKED_PREFILL, PREFIX_CACHE, RECOMPUTE, SWAP, N, BEAMS, LOGPROBS, PROMPT_LOGPROBS, PENALTIES, STRUCTURED, STOP, OVERLAP, MULTI_STEP,
-    PAUSE, PRIORITY,
+    PAUSE, PRIORITY, QUANTIZED,
 )  # fmt: skip

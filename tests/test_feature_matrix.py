@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from functools import cached_property
 
 import pytest
 from quire import (
@@ -55,6 +54,7 @@ class Matrix:
     def __init__(self) -> None:
         self._engines: dict[str, LLMEngine] = {}
         self._alone: dict[tuple[str, ...], Answers] = {}
+        self._beams: dict[str, list[BeamSearchOutput]] = {}
 
     def engine(self, *features: Feature) -> LLMEngine:
         settings = PLAIN | {name: value for feature in features for name, value in feature.settings.items()}
@@ -66,7 +66,7 @@ class Matrix:
 
     def jobs(self, *features: Feature) -> list[Job]:
         """JOBS with the changes of those features that are the request's, each knowing what was answered before its own."""
-        jobs, changed = JOBS, ()
+        jobs, changed = JOBS, tuple(feature for feature in features if feature.changes_model)
         for feature in features:
             if feature.change is not None and feature not in changed:
                 without = self.alone(*changed)
@@ -76,16 +76,22 @@ class Matrix:
         return jobs
 
     def alone(self, *features: Feature) -> Answers:
-        """What the plain engine answers to each of these jobs when there is no other. Features of the engine do not count."""
-        key = tuple(feature.name for feature in features if feature.change is not None)
+        """What the plain engine answers to each of these jobs when there is no other. Features of the engine do not count but for the model's."""
+        model = [feature for feature in features if feature.changes_model]
+        key = tuple(feature.name for feature in features if feature.change is not None or feature.changes_model)
         if key not in self._alone:
-            self._alone[key] = answer_alone(self.engine(), self.jobs(*features))
+            self._alone[key] = answer_alone(self.engine(*model), self.jobs(*features))
         return self._alone[key]
 
-    @cached_property
-    def beams_alone(self) -> list[BeamSearchOutput]:
-        with LLM(engine="inproc", **PLAIN) as llm:
-            return llm.beam_search(BEAM_PROMPTS, BEAM_PARAMS)
+    def beams_alone(self, *features: Feature) -> list[BeamSearchOutput]:
+        """Likewise."""
+        model = [feature for feature in features if feature.changes_model]
+        settings = PLAIN | {name: value for feature in model for name, value in feature.settings.items()}
+        key = repr(settings)
+        if key not in self._beams:
+            with LLM(engine="inproc", **settings) as llm:
+                self._beams[key] = llm.beam_search(BEAM_PROMPTS, BEAM_PARAMS)
+        return self._beams[key]
 
     def close(self) -> None:
         for engine in self._engines.values():
@@ -106,7 +112,7 @@ def test_pair(matrix: Matrix, a: Feature, b: Feature) -> None:
     seen = run(matrix.engine(*pair), jobs, *pair)
     assert_same(seen.answers, alone)
     if seen.beams:
-        assert_same_beams(seen.beams, matrix.beams_alone)
+        assert_same_beams(seen.beams, matrix.beams_alone(*pair))
     for feature in pair:
         feature.shows(seen)
         if feature.relates is not None:
@@ -119,7 +125,7 @@ def test_everything_at_once(matrix: Matrix) -> None:
     alone = matrix.alone(*features)
     seen = run(matrix.engine(*features), matrix.jobs(*features), *features)
     assert_same(seen.answers, alone)
-    assert_same_beams(seen.beams, matrix.beams_alone)
+    assert_same_beams(seen.beams, matrix.beams_alone(*features))
     for feature in features:
         feature.shows(seen)
 

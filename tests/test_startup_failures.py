@@ -56,7 +56,7 @@ def test_the_callers_exception_is_the_engines(case, good, tmp_path):
         begin = time.monotonic()
         with pytest.raises(expected, match=text) as caught:
             LLM(str(directory), engine=engine, **arguments)
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 60  # not a wait for the deadline, which is later
         errors.append(caught.value)
     assert type(errors[0]) is type(errors[1]) and str(errors[0]) == str(errors[1])
     assert psutil.Process().children() == before

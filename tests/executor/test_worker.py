@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from quire import LLM, SamplingParams
+from quire.executor.model_runner import NULL_BLOCK
 from quire.executor.worker import Worker, load_plugins
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.kernels import registry
@@ -30,7 +31,7 @@ def test_cache_has_the_size_it_says(tiny, kind, dtype, per_token):
         assert (
             tensor.shape == (21, 32, 2, 16 if kind == "qwen2" else 24) and tensor.is_contiguous() and tensor.dtype == getattr(torch, dtype)
         )
-        assert not tensor.any()
+        assert not tensor[NULL_BLOCK + 1 :].any()  # that one, which nobody is given, may have been used for trying the kernels
 
 
 def test_dummy_weights_need_no_files(tiny, tmp_path):

@@ -18,7 +18,7 @@ from quire.tests.fakes import make_config
 
 
 def opened_blocking(engine: str, command, reports, **arguments):
-    return open_connection(make_config(**arguments), engine, epoch=3, command=command)
+    return open_connection(make_config(**arguments), engine, lambda stage, fraction: reports.append((stage, fraction)), epoch=3, command=command)
 
 
 def opened_in_a_loop(engine: str, command, reports, **arguments):

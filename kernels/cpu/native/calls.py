@@ -30,6 +30,7 @@ class Op(IntEnum):
     QUANTIZE_INT4 = 15
     EMBEDDING_INT8 = 16
     EMBEDDING_PACKED = 17
+    GATHER_LOGPROBS = 18
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:
@@ -146,3 +147,9 @@ class Quantize(Call):
 
 class EmbeddingInt8(Embedding):
     _fields_ = _fields(scales=c_void_p)
+
+
+class GatherLogprobs(Call):
+    _fields_ = _fields(
+        logits=c_void_p, token_ids=c_void_p, ids=c_void_p, logprobs=c_void_p, ranks=c_void_p, logits_row=c_int64, vocab_size=c_int64, k=c_int64,
+    )  # fmt: skip

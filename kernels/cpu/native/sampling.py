@@ -1,4 +1,4 @@
-"""Sampling by the native library: the largest logit, the draw.
+"""Sampling by the native library: the largest logit, the draw, log-probabilities.
 May know: torch on CPUs, the contracts, the library.
 Must not know: models, requests."""
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...registry import register
-from .calls import F32, Argmax, Op, Sample
+from .calls import F32, Argmax, GatherLogprobs, Op, Sample
 from .program import empty, num_rows, submit
 from .tensors import PRIORITY, is_native
 
@@ -28,3 +28,13 @@ def sample_tokens(
     addresses = [column.data_ptr() for column in columns]
     submit(Sample(Op.SAMPLE, F32, num_rows(logits), logits.data_ptr(), *addresses, token_ids.data_ptr(), logits.stride(0), logits.shape[1]))
     return token_ids
+
+
+@register("gather_logprobs", name="native", predicate=is_native, priority=PRIORITY)
+def gather_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    count, vocab_size = logits.shape
+    ids, logprobs = empty(count, k + 1, dtype=torch.int32), empty(count, k + 1, dtype=torch.float32)
+    ranks, token_ids = empty(count, dtype=torch.int32), token_ids.contiguous()
+    addresses = [tensor.data_ptr() for tensor in (logits, token_ids, ids, logprobs, ranks)]
+    submit(GatherLogprobs(Op.GATHER_LOGPROBS, F32, num_rows(logits), *addresses, logits.stride(0), vocab_size, k))
+    return ids, logprobs, ranks

@@ -64,3 +64,29 @@ def test_what_lies_behind_a_row_is_not_read(isa):
     assert torch.equal(drawn, alone)
     token_ids, is_finite = native.argmax(logits)
     assert torch.equal(token_ids, logits.clone().argmax(-1)) and is_finite.all()
+
+
+def test_log_probabilities_are_the_references(isa):
+    """Values to rounding, all else exactly (but the order of masked tokens); a row is the same beside any others, and one with a NaN spoils only
+    itself."""
+    for vocab_size in (1, 65, 1000, 8193):
+        torch.manual_seed(vocab_size)
+        size = vocab_size + 3  # so that rows are further apart than they are long
+        logits = (torch.stack([torch.randperm(size) for _ in range(5)]) * (20 / size) - 10)[:, :vocab_size]  # all different
+        logits[1, vocab_size // 3 :] = -math.inf
+        logits[1, 0] = 1.0
+        token_ids = torch.randint(0, vocab_size, (5,))
+        token_ids[1] = 0
+        for k in sorted({0, 1, min(20, vocab_size), vocab_size}):
+            expected = reference.gather_logprobs(logits, token_ids, k)
+            library.set_num_threads(2)
+            ids, logprobs, ranks = native.gather_logprobs(logits, token_ids, k)
+            assert torch.equal(ids[[0, 2, 3, 4]], expected[0][[0, 2, 3, 4]]) and torch.equal(ranks, expected[2])
+            torch.testing.assert_close(logprobs, expected[1], rtol=1e-6, atol=1e-5)
+            library.set_num_threads(1)
+            alone = native.gather_logprobs(logits[3:4], token_ids[3:4], k)
+            assert all(torch.equal(column, whole[3:4]) for column, whole in zip(alone, (ids, logprobs, ranks)))
+            broken = logits.clone()
+            broken[2] = math.nan
+            others = native.gather_logprobs(broken, token_ids, k)
+            assert all(torch.equal(column[[0, 1, 3, 4]], whole[[0, 1, 3, 4]]) for column, whole in zip(others, (ids, logprobs, ranks)))

@@ -28,6 +28,7 @@ enum Op : int32_t {
     OP_QUANTIZE_INT4,
     OP_EMBEDDING_INT8,
     OP_EMBEDDING_PACKED,
+    OP_GATHER_LOGPROBS,
     NUM_OPS,
 };
 
@@ -193,6 +194,16 @@ struct Quantize : Call {
 // As Embedding, from an int8 table that Quantize made.
 struct EmbeddingInt8 : Embedding {
     const void* scales;
+};
+
+// logits fp32 [rows, vocab_size], token_ids [rows] -> ids and logprobs [rows, k + 1], ranks [rows], as gather_logprobs says (kernels/ops.py).
+struct GatherLogprobs : Call {
+    const float* logits;
+    const int64_t* token_ids;
+    int32_t* ids;
+    float* logprobs;
+    int32_t* ranks;
+    int64_t logits_row, vocab_size, k;
 };
 
 // The names of instruction sets in order of preference: "amx", "avx512", "avx2". 1 where this processor and system can run it.

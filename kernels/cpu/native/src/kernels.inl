@@ -30,4 +30,5 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     quantized::quantize_int4,
     quantized::embedding_int8,
     embedding_packed,
+    gather_logprobs,
 };

@@ -352,3 +352,51 @@ void sample(const Call& call, const Step& step, const Worker& worker) {
         a.out[row] = best.token;
     }
 }
+
+// ---------------------------------------------------------------- log-probabilities
+
+// log of the sum of exp(logit - largest): lanes within a group in fp32, groups in fp64, so always in one order.
+inline double log_sum(const Row& row, float largest) {
+    float padded[GROUP];
+    double total = 0;
+    for (int64_t group = 0; group < num_groups(row.vocab_size); group++) {
+        const float* logits = group_of(row, group, padded);
+        Vec sum;
+        for (int64_t i = 0; i < GROUP; i += Vec::LANES) sum = sum + exp(Vec::load(logits + i) - Vec(largest));
+        total += sum.sum();
+    }
+    return std::log(total);
+}
+
+void gather_logprobs(const Call& call, const Step& step, const Worker& worker) {
+    const GatherLogprobs& a = (const GatherLogprobs&)call;
+    int64_t rows = rows_of(call, step), groups = num_groups(a.vocab_size);
+    auto [keys, weights] = Scratch(worker.scratch(Scratch::bytes(a.vocab_size) + groups * sizeof(float)), a.vocab_size);
+    auto* maxima = (float*)(weights + a.vocab_size);
+    for (int64_t index; (index = worker.next()) < rows;) {
+        Row row = {a.logits + index * a.logits_row, maxima, a.vocab_size};
+        Vec poison;
+        float largest = -INFINITY;
+        for (int64_t group = 0; group < groups; group++) {
+            maxima[group] = group_max(row.logits, group, a.vocab_size, poison);
+            largest = std::max(largest, maxima[group]);
+        }
+        double log_total = log_sum(row, largest);
+        int32_t* ids = a.ids + index * (a.k + 1);
+        float* logprobs = a.logprobs + index * (a.k + 1);
+        auto put = [&](int64_t place, int32_t token) {
+            ids[place] = token;
+            logprobs[place] = (float)((double)row.logits[token] - largest - log_total);
+        };
+        int32_t chosen = (int32_t)a.token_ids[index], likelier = 0;
+        for (int64_t token = 0; token < a.vocab_size; token++) likelier += row.logits[token] > row.logits[chosen];
+        a.ranks[index] = likelier + 1;
+        int64_t count = 0;
+        if (a.k > 0) for_each_from(row, reached_by(row, a.k, (float*)weights), [&](float logit, int32_t token) { keys[count++] = order_key(logit, token); });
+        int64_t found = std::min(count, a.k);
+        if (found < count) std::nth_element(keys, keys + found, keys + count);
+        std::sort(keys, keys + found);
+        put(0, chosen);
+        for (int64_t i = 0; i < a.k; i++) put(i + 1, i < found ? candidate_of(keys[i]).token : chosen);  // fewer only where there is a NaN
+    }
+}

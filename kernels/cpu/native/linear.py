@@ -12,6 +12,7 @@ from .calls import Embedding, Epilogue, Linear, Op, Step
 from .library import library
 from .program import empty, num_rows, submit
 from .tensors import DTYPES, PRIORITY, as_matrix, is_native
+from .weights import empty_weight
 
 _PANEL = 16  # outputs whose weights lie together (src/abi.h: quire_pack_linear)
 
@@ -75,6 +76,6 @@ def _pack(weight: Tensor) -> Tensor:
     weight = as_matrix(weight)
     out_features, in_features = weight.shape
     per_line = 4 // weight.element_size()
-    packed = torch.empty(-(-out_features // _PANEL), -(-in_features // per_line), _PANEL, per_line, dtype=weight.dtype)
+    packed = empty_weight(-(-out_features // _PANEL), -(-in_features // per_line), _PANEL, per_line, dtype=weight.dtype)
     library.pack_linear(weight.data_ptr(), weight.stride(0), DTYPES[weight.dtype], out_features, in_features, packed.data_ptr())
     return packed

@@ -20,6 +20,7 @@ from .calls import EmbeddingInt8, Epilogue, Op, Quantize, QuantizedLinear, Step
 from .library import library
 from .program import empty, num_rows, submit
 from .tensors import DTYPES, PRIORITY, as_matrix, is_native
+from .weights import empty_weight
 
 _PANEL, _GROUP = 16, 64
 _SCALE_BYTES = {8: 2 * _PANEL, 4: 4 * _PANEL}  # of a panel's group
@@ -36,8 +37,8 @@ class PackedQuantizedLinear:
         self.bits, self.dtype = bits, weight.dtype
         self.bias = None if bias is None else bias.contiguous()
         panels, groups = -(-self.out_features // _PANEL), -(-self.in_features // _GROUP)
-        self.weight = torch.empty(panels, groups, _PANEL * _GROUP * bits // 8, dtype=torch.uint8)
-        self.scales = torch.empty(panels, groups, _SCALE_BYTES[bits], dtype=torch.uint8)
+        self.weight = empty_weight(panels, groups, _PANEL * _GROUP * bits // 8, dtype=torch.uint8)
+        self.scales = empty_weight(panels, groups, _SCALE_BYTES[bits], dtype=torch.uint8)
         weight = as_matrix(weight)
         call = Quantize(
             _QUANTIZE[bits], DTYPES[weight.dtype], 0, weight.data_ptr(), self.weight.data_ptr(), self.scales.data_ptr(),

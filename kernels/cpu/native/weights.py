@@ -1,0 +1,55 @@
+"""Memory for packed weights, in huge pages where the system has them: they are read from end to end in every step.
+May know: torch on CPUs, the operating system's pages.
+Must not know: how a weight is packed."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import weakref
+
+import torch
+from torch import Tensor
+
+_PIECE_BYTES = 32 * 2**20
+_HUGE_PAGE_BYTES = 2 * 2**20
+_ALIGNMENT = 64
+
+
+class _Piece:
+    """Memory that several weights share, so that small ones are in huge pages too. It lives as long as one of them."""
+
+    def __init__(self, num_bytes: int):
+        memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        self.start = -whole.data_ptr() % _HUGE_PAGE_BYTES  # what is not used is never touched, and takes no memory
+        self.end = self.start + num_bytes
+        self.memory = weakref.ref(memory)
+        self._untaken: mmap.mmap | None = memory  # until somebody holds a part of it
+
+    def take(self, num_bytes: int) -> Tensor | None:
+        """None: it is full, or gone with its last weight."""
+        memory = self.memory()
+        if memory is None or self.start + num_bytes > self.end:
+            return None
+        taken, self._untaken = torch.frombuffer(memory, dtype=torch.uint8, offset=self.start, count=num_bytes), None
+        self.start += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return taken
+
+
+_last: _Piece | None = None
+
+
+def empty_weight(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Not filled, 64-byte aligned."""
+    global _last
+    num_bytes = math.prod(shape) * dtype.itemsize
+    taken = _last.take(num_bytes) if _last is not None else None
+    if taken is None:
+        piece = _Piece(max(num_bytes, _PIECE_BYTES))
+        taken = piece.take(num_bytes)
+        if num_bytes < _PIECE_BYTES:
+            _last = piece
+    return taken.view(dtype).view(*shape)

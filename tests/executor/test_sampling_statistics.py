@@ -115,7 +115,8 @@ def draw_counts(params: dict) -> np.ndarray:
     slots, sampler, counts = np.arange(NUM_SLOTS), Sampler(OPS), np.zeros(VOCAB_SIZE, np.int64)
     for round_index in range(NUM_ROUNDS):
         batch.seeds[:] = slots + round_index * NUM_SLOTS
-        output = sampler(torch.from_numpy(make_logits()).expand(NUM_SLOTS, -1).clone(), batch, slots)
+        # An array of slots of its own for every round: while it is the same one, the requests' parameters are taken to be.
+        output = sampler(torch.from_numpy(make_logits()).expand(NUM_SLOTS, -1).clone(), batch, slots.copy())
         assert not output.errors
         counts += np.bincount(output.token_ids, minlength=VOCAB_SIZE)
     return counts

@@ -236,8 +236,8 @@ class OutputProcessor:
             metrics.num_generation_tokens += num_used
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
-            if self.record_token_times and len(metrics.token_ts) < MAX_TOKEN_TS:
-                metrics.token_ts.extend([self._engine_ts] * num_used)
+            if self.record_token_times and (room := MAX_TOKEN_TS - len(metrics.token_ts)):
+                metrics.token_ts.extend([self._engine_ts] * min(num_used, room))
             if extras.logprobs is not None and completion.logprobs_reader is not None:
                 positions = completion.logprobs_reader.read(extras.logprobs, num_known, num_known + num_used)
                 completion.logprobs += positions

@@ -39,6 +39,7 @@ class TroubledExecutor(FakeExecutor):
         if trouble == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if trouble == "hang":
+            print("hanging", file=sys.stderr, flush=True)
             time.sleep(1000)
         if trouble == "exit":
             print("famous last words", file=sys.stderr, flush=True)

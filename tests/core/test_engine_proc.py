@@ -120,6 +120,7 @@ def test_at_once_even_in_the_middle_of_a_step(open_client, signals):
 def test_sigterm_during_start_up(open_client, tmp_path):
     config = make_config(hf_overrides={"at_load": "hang"}, startup_timeout_s=30.0)
     with daemon(tmp_path, config) as (_, process):
+        assert process.stderr.readline() == b"hanging\n"  # earlier, the first one would end it
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
         process.send_signal(signal.SIGTERM)

@@ -161,7 +161,8 @@ def test_long_contexts(heads, query_lens, contexts):
         (result,) = case.run(attention.paged_attention)
         library.set_num_threads(2)
         assert same_bits(result, *case.run(attention.paged_attention))
-        worst = 1e-6 if dtype == torch.float32 else 1.05 * (case.truth(dtype)[0].double() - truth).square().mean().sqrt()
+        factor = 1.5 if library.isa == "amx" else 1.05  # tiles take probabilities in bf16
+        worst = 1e-6 if dtype == torch.float32 else factor * (case.truth(dtype)[0].double() - truth).square().mean().sqrt()
         assert (result.double() - truth).square().mean().sqrt() < worst
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...registry import register
 from .calls import EmbeddingInt8, Epilogue, Op, Quantize, QuantizedLinear, Step
 from .library import library
+from .linear import PackedLinear
 from .program import empty, num_rows, submit
 from .tensors import DTYPES, PRIORITY, as_matrix, is_native
 from .weights import empty_weight
@@ -28,8 +29,8 @@ _QUANTIZE = {8: Op.QUANTIZE_INT8, 4: Op.QUANTIZE_INT4}
 _LINEAR = {8: Op.LINEAR_INT8, 4: Op.LINEAR_INT4}
 
 
-class PackedQuantizedLinear:
-    """y = x W^T + b, for a weight that never changes again, quantized here. A row's bits do not depend on the rows beside it."""
+class PackedQuantizedLinear(PackedLinear):
+    """A PackedLinear whose weight is quantized here: only how it is stored and multiplied differs. A row's bits do not depend on the rows beside it."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: int):
         """weight [out, in] of bf16 or fp32; bias [out], of the same dtype. The bias is kept."""
@@ -45,22 +46,6 @@ class PackedQuantizedLinear:
             weight.stride(0), self.in_features, self.out_features,
         )  # fmt: skip
         library.run(call, Step())  # at once: it is no part of a model's step
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]"""
-        return self._multiply(x, self.out_features, Epilogue.PLAIN, self.dtype)
-
-    def logits(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out] fp32, the sums as they are"""
-        return self._multiply(x, self.out_features, Epilogue.PLAIN, torch.float32)
-
-    @property
-    def can_gate(self) -> bool:
-        return self.out_features % (2 * _PANEL) == 0
-
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out / 2]: the operation silu_and_mul on what a plain call gives, bit for bit. Only where `can_gate`."""
-        return self._multiply(x, self.out_features // 2, Epilogue.GATED, self.dtype)
 
     def embedding(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, in]: the rows of the weight as they are multiplied by, rounded to its dtype. Of 8 bits only."""

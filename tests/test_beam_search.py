@@ -181,7 +181,8 @@ def test_async_beams_are_the_same_beside_other_requests(kind, llm) -> None:
                 await engine.beam_search("x", BeamSearchParams(beam_width=21, max_tokens=5), "refused")
             cancelled = asyncio.create_task(engine.beam_search("x", BeamSearchParams(beam_width=2, max_tokens=100, ignore_eos=True), "left"))
             while not engine.has_unfinished_requests():
-                await asyncio.sleep(0.001)
+                assert not cancelled.done(), cancelled
+                await asyncio.sleep(0)  # every turn of the loop: a step of this model takes less than a millisecond
             cancelled.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await cancelled

@@ -11,8 +11,8 @@ from quire.kernels import registry
 
 # Operations without a kernel of ours on a GPU: torch's serve, as the reference calls them.
 NOT_IN_TRITON = {
-    "embedding", "gather_rows", "pack_linear", "pack_quantized_linear", "silu_and_mul", "rotary_embedding", "reshape_and_cache",
-    "paged_attention", "copy_blocks", "apply_penalties", "argmax", "sample_tokens", "apply_grammar_bitmask", "random_gumbel", "gather_logprobs",
+    "pack_linear", "pack_quantized_linear", "paged_attention", "copy_blocks", "apply_penalties", "argmax", "sample_tokens", "apply_grammar_bitmask",
+    "random_gumbel", "gather_logprobs",
 }  # fmt: skip
 
 

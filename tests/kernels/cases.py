@@ -5,6 +5,7 @@ Must not know: any implementation that is registered."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,10 @@ import torch.nn.functional as F
 from quire.kernels.ops import AttentionMetadata
 from quire.kernels.reference import quantized
 from torch import Tensor
+
+# Triton's interpreter runs the kernels for GPUs on tensors in host memory; then they alone are tested (tests/kernels/triton/).
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if INTERPRETED else "cpu"
 
 FOREIGN_BLOCK = 2**30  # stands in block tables past a request's last block: following it would fail
 

@@ -11,10 +11,12 @@ from quire.kernels.registry import Facts, Implementation
 from quire.tests.kernels import cases
 
 DTYPES = (torch.float32, torch.bfloat16)
+registry.import_implementations(cases.DEVICE)
 
 
 def all_implementations(op: str, dtype: torch.dtype) -> list[Implementation]:
-    return [i for i in registry.implementations(op) if i.predicate(Facts("cpu", dtype, head_dim=64))]
+    chosen = [i for i in registry.implementations(op) if i.predicate(Facts(cases.DEVICE, dtype, head_dim=64))]
+    return [i for i in chosen if i.name != "reference" or not cases.INTERPRETED]
 
 
 def label(value: object) -> str:

@@ -87,6 +87,7 @@ class ServerState:
         most = config.max_concurrent_requests or 2 * engine.config.scheduler_config.max_num_seqs
         self.admission = Admission(most, config.max_queued_requests, config.max_queued_tokens)
         engine.record_token_times = True  # for the time lines of requests
+        engine.max_outputs_per_s = self.server_config.max_chunks_per_s
         self.engine = engine
 
     def _find_template(self, engine: AsyncLLM) -> str:

@@ -120,12 +120,12 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metad
 
 
 @operation
-def copy_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
-    """In place: block pairs[i, 1] of destination becomes block pairs[i, 0] of source, for every i.
+def copy_blocks(sources: list[Tensor], destinations: list[Tensor], pairs: Tensor) -> None:
+    """In place: block pairs[i, 1] of destinations[n] becomes block pairs[i, 0] of sources[n], for every i and n: a request's blocks in all layers.
 
-    source and destination [num_blocks, block_size, NKV, D] are both on the device (perhaps one tensor: a request's last block is copied
-    before it writes there), or one of them in host memory (a preempted request's blocks are swapped out, and in again). pairs [P, 2] i64,
-    on the host. No block is filled twice, and none is both read and filled.
+    Each [num_blocks, block_size, NKV, D], contiguous. A source and its destination are both on the device (perhaps one tensor: a request's
+    last block is copied before it writes there), or one of them in host memory, pinned where the device is a GPU (a preempted request's
+    blocks are swapped out, and in again). pairs [P, 2] i64, on the host. No block is filled twice, and none is both read and filled.
     """
 
 

@@ -38,6 +38,7 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metad
 
 
 @register("copy_blocks", name="reference", priority=0)
-def copy_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
-    for from_block, to_block in pairs.tolist():
-        destination[to_block] = source[from_block]
+def copy_blocks(sources: list[Tensor], destinations: list[Tensor], pairs: Tensor) -> None:
+    for source, destination in zip(sources, destinations, strict=True):
+        for from_block, to_block in pairs.tolist():
+            destination[to_block] = source[from_block]

@@ -4,6 +4,7 @@ Must not know: any implementation that is registered."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable
@@ -19,6 +20,10 @@ from torch import Tensor
 # Triton's interpreter runs the kernels for GPUs on tensors in host memory; then they alone are tested (tests/kernels/triton/).
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if INTERPRETED else "cpu"
+if INTERPRETED:
+    from quire.tests.kernels.triton.guard import reachable
+else:
+    reachable = contextlib.nullcontext  # of tensors whose addresses a kernel reads from memory
 
 FOREIGN_BLOCK = 2**30  # stands in block tables past a request's last block: following it would fail
 
@@ -219,17 +224,39 @@ def reshape_and_cache(dtype: torch.dtype) -> list[Case]:
 
 
 def copy_blocks(dtype: torch.dtype) -> list[Case]:
-    def own(source: Tensor, destination: Tensor, pairs: Tensor) -> tuple[Tensor, ...]:
-        result = destination.clone()
-        result[pairs[:, 1]] = source[pairs[:, 0]]
-        return (result,)
+    class Copies(Case):
+        """args: pairs, then sources and destinations in turn"""
 
-    cache, host = rand(10, 8, 2, 16, dtype=dtype), rand(6, 8, 2, 16, dtype=dtype)
+        def call(self, function: Callable, args: list[Any]) -> None:
+            pairs, *caches = args
+            with reachable(caches):
+                function(caches[::2], caches[1::2], pairs)
+
+    def own(pairs: Tensor, *caches: Tensor) -> tuple[Tensor, ...]:
+        results = []
+        for source, destination in zip(caches[::2], caches[1::2]):
+            copied = destination.clone()
+            copied[pairs[:, 1]] = source[pairs[:, 0]]
+            results += [copied if source.equal(destination) else source, copied]
+        return tuple(results)
+
+    def case(name: str, pairs: list[tuple[int, int]], *caches: Tensor) -> Case:
+        index = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+        return Copies(name, (index, *caches), own, in_place=tuple(range(1, 1 + len(caches))))
+
+    def blocks(num_blocks: int, *shape: int) -> list[Tensor]:
+        return [rand(num_blocks, *(shape or (8, 2, 16)), dtype=dtype) for _ in range(4)]
+
+    caches, hosts, odd, large = blocks(10), blocks(6), blocks(4, 3, 1, 5), blocks(3, 16, 4, 128)
+    joined = torch.stack(caches)
     return [
-        Case("within one cache", (cache, cache, torch.tensor([[3, 4], [3, 0], [9, 2]])), lambda *args: own(*args) * 2, in_place=(0, 1)),
-        Case("out", (cache, host, torch.tensor([[9, 0], [1, 5], [1, 2]])), own, in_place=(1,)),
-        Case("in", (host, cache, torch.tensor([[5, 7]])), own, in_place=(1,)),
-        Case("nothing", (host, cache, torch.zeros(0, 2, dtype=torch.int64)), own, in_place=(1,)),
+        case("within the caches", [(3, 4), (3, 0), (9, 2)], *(cache for cache in caches for _ in range(2))),
+        case("out", [(9, 0), (1, 5), (1, 2)], *(cache for pair in zip(caches, hosts) for cache in pair)),
+        case("in", [(5, 7)], *(cache for pair in zip(hosts, caches) for cache in pair)),
+        case("nothing", [], hosts[0], caches[0]),
+        case("odd sizes", [(1, 0), (3, 2)], odd[0], odd[1]),
+        case("views of one tensor", [(0, 3), (9, 1)], joined[0], joined[0], joined[2], joined[2]),
+        case("large blocks", [(2, 0)], large[0], large[1], large[2], large[3]),
     ]
 
 

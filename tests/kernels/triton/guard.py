@@ -89,11 +89,12 @@ class Watch:
 
     def __init__(self) -> None:
         self.races = True  # looked for
+        self.reachable: list = []  # tensors whose addresses a kernel reads from memory
         self.bases = np.zeros(0, np.uint64)
 
     def start(self, tensors: list) -> None:
         """A launch begins, and these are its tensors."""
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*tensors, *self.reachable)}
         sizes = sorted((base, size) for base, size in storages.items() if size)
         self.bases = np.array([base for base, _ in sizes], np.uint64)
         # 0: nobody, else 1 + the program. Zeroed memory is only taken where it is touched.
@@ -140,6 +141,16 @@ def unordered() -> Iterator[None]:
         yield
     finally:
         watch.races = True
+
+
+@contextmanager
+def reachable(tensors: list) -> Iterator[None]:
+    """For a kernel that reads the addresses of these tensors from memory in place of being given them."""
+    watch.reachable = tensors
+    try:
+        yield
+    finally:
+        watch.reachable = []
 
 
 def _load(original):

@@ -3,6 +3,7 @@ May know: the wrappers, model sizes.
 Must not know: what they compute."""
 
 import pytest
+import torch
 from quire.kernels.triton import activation, kv_cache, rotary, rows
 from quire.tests.kernels.triton.budget import Budget, bf16, combinations, f32, i32, i64
 
@@ -17,6 +18,11 @@ def store(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     kv_cache.reshape_and_cache(key, value, bf16(9, 16, num_kv_heads, head_dim), bf16(9, 16, num_kv_heads, head_dim), i64(64))
 
 
+def copy(num_kv_heads: int, head_dim: int) -> None:
+    caches = [bf16(9, 16, num_kv_heads, head_dim) for _ in range(4)]
+    kv_cache.copy_blocks(caches[:2], caches[2:], torch.zeros(3, 2, dtype=torch.int64))
+
+
 BUDGETS = [
     Budget("silu_and_mul, 4864", lambda: activation.silu_and_mul(bf16(64, 2 * 4864)), registers=40),
     Budget("silu_and_mul, 18944", lambda: activation.silu_and_mul(bf16(64, 2 * 18944)), registers=40),
@@ -26,6 +32,8 @@ BUDGETS = [
     Budget("rotary_embedding, 7B", lambda: rotate(28, 4, 128), registers=64),
     Budget("reshape_and_cache, 0.5B", lambda: store(14, 2, 64), registers=48),
     Budget("reshape_and_cache, 7B", lambda: store(28, 4, 128), registers=48),
+    Budget("copy_blocks, 0.5B", lambda: copy(2, 64), registers=48),
+    Budget("copy_blocks, 7B", lambda: copy(4, 128), registers=48),
 ]
 
 

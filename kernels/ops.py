@@ -109,6 +109,18 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
 
 
 @operation
+def fused_qk_rope_reshape_and_cache(
+    positions: Tensor, query: Tensor, key: Tensor, value: Tensor, cos_sin_cache: Tensor, key_cache: Tensor, value_cache: Tensor,
+    slot_mapping: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, eps: float,
+) -> None:
+    """All that stands between a layer's projection and its attention: rms_norm of each head of query and key, where there are weights
+    query_norm and key_norm [D] (both or neither), rotary_embedding, reshape_and_cache: with their arguments and their roundings.
+
+    In place, query and the two caches; the key is written to the cache alone. One pass over memory in place of two or four.
+    """
+
+
+@operation
 def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
     """Causal attention of query [T, NQ, D] over the cached context -> [T, NQ, D]. Kwon et al. 2023.
 

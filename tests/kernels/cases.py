@@ -223,6 +223,45 @@ def reshape_and_cache(dtype: torch.dtype) -> list[Case]:
     ]  # fmt: skip
 
 
+def fused_qk_rope_reshape_and_cache(dtype: torch.dtype) -> list[Case]:
+    def own(positions: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        """transformers' Qwen3Attention, as far as its rotation, and index_put_"""
+        angles, key_cache, value_cache, slots, query_norm, key_norm, eps = rest
+        cos, sin = (half.to(query.dtype).repeat(1, 2)[:, None] for half in angles[positions].chunk(2, -1))
+
+        def turn(x: Tensor, weight: Tensor | None) -> Tensor:
+            if weight is not None:
+                x = F.rms_norm(x, weight.shape, weight, eps)
+            x, rest = x[..., : angles.shape[1]], x[..., angles.shape[1] :]
+            first, second = x.chunk(2, -1)
+            return torch.cat((x * cos + torch.cat((-second, first), -1) * sin, rest), -1)
+
+        kept = slots >= 0
+        caches = key_cache.clone(), value_cache.clone()
+        for cache, new in zip(caches, (turn(key, key_norm), value)):
+            cache.flatten(0, 1)[slots[kept]] = new[kept]
+        return turn(query, query_norm), *caches
+
+    def case(tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norm: bool, joined: bool = True) -> Case:
+        angles = torch.arange(512)[:, None] * 0.01 ** torch.linspace(0, 1, rotary_dim // 2)
+        angles = torch.cat((angles.cos(), angles.sin()), -1).to(dtype).float()  # rounded beforehand, as for rotary_embedding
+        query, key, value = rand(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype).split((heads, kv_heads, kv_heads), dim=1)
+        if not joined:
+            query, key, value = query.clone(), key.clone(), value.clone()
+        caches = rand(6, 8, kv_heads, head_dim, dtype=dtype), rand(6, 8, kv_heads, head_dim, dtype=dtype)
+        slots = torch.randperm(48)[:tokens]
+        slots[1::3] = -1
+        norms = (rand(head_dim, dtype=dtype), rand(head_dim, dtype=dtype), 1e-6) if norm else (None, None, 0.0)
+        args = torch.randint(0, 512, (tokens,)), query, key, value, angles, *caches, slots, *norms
+        name = f"{tokens} tokens {heads}/{kv_heads} x {head_dim}, {rotary_dim} rotated{', norms' * norm}"
+        return Case(name, args, own, in_place=(1, 5, 6))
+
+    return [
+        case(1, 4, 2, 64, 64, False), case(9, 14, 2, 64, 64, False), case(4, 16, 8, 128, 128, True), case(3, 3, 1, 24, 24, True, False),
+        case(7, 4, 2, 32, 16, True), case(5, 2, 2, 40, 10, False, False), case(2, 40, 20, 8, 8, True), case(0, 4, 2, 16, 16, True),
+    ]  # fmt: skip
+
+
 def copy_blocks(dtype: torch.dtype) -> list[Case]:
     class Copies(Case):
         """args: pairs, then sources and destinations in turn"""
@@ -331,7 +370,7 @@ MODEL_OPS = {
     f.__name__: f
     for f in (
         embedding, gather_rows, pack_linear, pack_quantized_linear, rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding, reshape_and_cache,
-        copy_blocks, paged_attention,
+        fused_qk_rope_reshape_and_cache, copy_blocks, paged_attention,
     )
 }
 SAMPLING_OPS = ("apply_grammar_bitmask", "apply_penalties", "argmax", "sample_tokens", "random_gumbel", "gather_logprobs")

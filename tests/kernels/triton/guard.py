@@ -67,7 +67,9 @@ def _refuse_bf16(original):
     def operate(self, *args):
         if any(is_bf16(arg) for arg in args):
             raise KernelFault("arithmetic in bf16: use .to(tl.float32) first, and round where the contract says so")
-        return original(self, *args)
+        result = original(self, *args)
+        # A comparison keeps the type of what was compared, so that a scalar one would make integers of the mask that it becomes part of.
+        return TensorHandle(result.data, tl.int1) if result.data.dtype == bool else result
 
     return operate
 

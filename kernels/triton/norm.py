@@ -7,9 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..registry import register
-from .device import PRIORITY, is_cuda
-
-TILE = 1024  # elements of a program with 4 warps: 8 to a thread, one 16-byte load each in bf16
+from .device import PRIORITY, TILE, is_cuda
 
 
 @triton.jit
@@ -21,7 +19,10 @@ def _normalise(x, weight, eps, SIZE: tl.constexpr):
 
 
 @triton.jit
-def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, num_rows, heads, token_stride, head_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, num_rows, heads, token_stride, head_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """x: `heads` rows to a token, with strides; out [num_rows, SIZE], contiguous"""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -33,7 +34,10 @@ def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, num_rows, heads, token_stride, h
 
 
 @triton.jit
-def fused_add_rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, num_rows, x_stride, residual_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def fused_add_rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, num_rows, x_stride, residual_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (column < SIZE)[None, :]

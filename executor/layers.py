@@ -20,6 +20,7 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 # ops.pack_linear, or ops.pack_quantized_linear for so many bits
 Pack = Callable[[torch.Tensor, torch.Tensor | None], Callable[[torch.Tensor], torch.Tensor]]
 BITS = {"int8": 8, "int4": 4}
+FUSED_PARTS = ("rms_norm", "rotary_embedding", "reshape_and_cache", "fused_qk_rope_reshape_and_cache")
 HEAD_BITS = 8  # of a quantized model's head, whose table is the embedding's too where it is tied: 4 would lose too much
 
 
@@ -197,16 +198,23 @@ class Attention:
         self.ops = make.ops
         self.key_cache = self.value_cache = None  # [num_blocks, block_size, num_kv_heads, head_dim], bound when the cache is made
         self._heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        # Only where one implementer has it and its parts: another's kernel for one of these must not be passed over.
+        self._fused = len({self.ops.chosen[op] for op in FUSED_PARTS}) == 1
+        self._norms = (self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps) if qk_norm else (None, None, 0.0)
         self._q_rows = q_rows
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """x [T, hidden_size], positions [T] i64 -> [T, hidden_size]; writes the T tokens' keys and values into the cache."""
         ops = self.ops
         query, key, value = self.qkv_proj(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
-        if self.q_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        ops.rotary_embedding(positions, query, key, self.cos_sin_cache)
-        ops.reshape_and_cache(key, value, self.key_cache, self.value_cache, metadata.slot_mapping)
+        slots = metadata.slot_mapping
+        if self._fused:
+            ops.fused_qk_rope_reshape_and_cache(positions, query, key, value, self.cos_sin_cache, self.key_cache, self.value_cache, slots, *self._norms)
+        else:
+            if self.q_norm is not None:
+                query, key = self.q_norm(query), self.k_norm(key)
+            ops.rotary_embedding(positions, query, key, self.cos_sin_cache)
+            ops.reshape_and_cache(key, value, self.key_cache, self.value_cache, slots)
         attended = ops.paged_attention(query, self.key_cache, self.value_cache, metadata, self.scale)
         return self.o_proj(attended.view(len(x), self._q_rows))
 

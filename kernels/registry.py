@@ -68,7 +68,8 @@ def operation(contract: Callable) -> Callable:
 
     @functools.wraps(contract)
     def call(*args, **kwargs):
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        values = [item for value in (*args, *kwargs.values()) for item in (value if isinstance(value, list) else [value])]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
         dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
         return getattr(_default_table(tensors[0].device.type, dtype), name)(*args, **kwargs)
 

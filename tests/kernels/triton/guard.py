@@ -67,7 +67,9 @@ def _refuse_bf16(original):
     def operate(self, *args):
         if any(is_bf16(arg) for arg in args):
             raise KernelFault("arithmetic in bf16: use .to(tl.float32) first, and round where the contract says so")
-        return original(self, *args)
+        result = original(self, *args)
+        # A comparison keeps the type of what was compared, so that a scalar one would make integers of the mask that it becomes part of.
+        return TensorHandle(result.data, tl.int1) if result.data.dtype == bool else result
 
     return operate
 
@@ -89,11 +91,12 @@ class Watch:
 
     def __init__(self) -> None:
         self.races = True  # looked for
+        self.reachable: list = []  # tensors whose addresses a kernel reads from memory
         self.bases = np.zeros(0, np.uint64)
 
     def start(self, tensors: list) -> None:
         """A launch begins, and these are its tensors."""
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*tensors, *self.reachable)}
         sizes = sorted((base, size) for base, size in storages.items() if size)
         self.bases = np.array([base for base, _ in sizes], np.uint64)
         self.remapped: set[frozenset[int]] = set()  # views of Triton's language
@@ -141,6 +144,16 @@ def unordered() -> Iterator[None]:
         yield
     finally:
         watch.races = True
+
+
+@contextmanager
+def reachable(tensors: list) -> Iterator[None]:
+    """For a kernel that reads the addresses of these tensors from memory in place of being given them."""
+    watch.reachable = tensors
+    try:
+        yield
+    finally:
+        watch.reachable = []
 
 
 def _load(original):

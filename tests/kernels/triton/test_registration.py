@@ -10,14 +10,14 @@ import torch
 from quire.kernels import registry
 
 # Operations without a kernel of ours on a GPU: torch's serve, as the reference calls them.
-NOT_IN_TRITON = {"pack_linear", "pack_quantized_linear", "paged_attention", "copy_blocks"}
+NOT_IN_TRITON = {"pack_linear", "pack_quantized_linear", "paged_attention"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_gpu_runs_triton_wherever_there_is_a_kernel(dtype):
     table = registry.select("cuda", dtype, head_dim=128, num_heads=28, num_kv_heads=4, block_size=16)
     assert {op for op, name in table.chosen.items() if name != "triton"} == NOT_IN_TRITON
-    assert {table.chosen[op] for op in NOT_IN_TRITON} <= {"reference", "torch"}
+    assert {table.chosen[op] for op in NOT_IN_TRITON} <= {"reference", "cublas"}
 
 
 def test_a_cpu_never_runs_triton_nor_imports_it():

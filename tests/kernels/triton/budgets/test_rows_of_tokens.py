@@ -3,6 +3,7 @@ May know: the wrappers, model sizes.
 Must not know: what they compute."""
 
 import pytest
+import torch
 from quire.kernels.triton import activation, kv_cache, rotary, rows
 from quire.tests.kernels.triton.budget import Budget, bf16, combinations, f32, i32, i64
 
@@ -12,9 +13,21 @@ def rotate(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     rotary.rotary_embedding(i64(64), query, key, f32(4096, head_dim))
 
 
+def rotate_and_store(num_heads: int, num_kv_heads: int, head_dim: int, norm: bool) -> None:
+    query, key, value = bf16(64, num_heads + 2 * num_kv_heads, head_dim).split((num_heads, num_kv_heads, num_kv_heads), 1)
+    caches = bf16(9, 16, num_kv_heads, head_dim), bf16(9, 16, num_kv_heads, head_dim)
+    norms = (bf16(head_dim), bf16(head_dim), 1e-6) if norm else (None, None, 0.0)
+    rotary.fused_qk_rope_reshape_and_cache(i64(64), query, key, value, f32(4096, head_dim), *caches, i64(64), *norms)
+
+
 def store(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     _, key, value = bf16(64, num_heads + 2 * num_kv_heads, head_dim).split((num_heads, num_kv_heads, num_kv_heads), 1)
     kv_cache.reshape_and_cache(key, value, bf16(9, 16, num_kv_heads, head_dim), bf16(9, 16, num_kv_heads, head_dim), i64(64))
+
+
+def copy(num_kv_heads: int, head_dim: int) -> None:
+    caches = [bf16(9, 16, num_kv_heads, head_dim) for _ in range(4)]
+    kv_cache.copy_blocks(caches[:2], caches[2:], torch.zeros(3, 2, dtype=torch.int64))
 
 
 BUDGETS = [
@@ -24,8 +37,13 @@ BUDGETS = [
     Budget("gather_rows, 3584", lambda: rows.gather_rows(bf16(64, 3584), i64(9)), registers=32),
     Budget("rotary_embedding, 0.5B", lambda: rotate(14, 2, 64), registers=64),
     Budget("rotary_embedding, 7B", lambda: rotate(28, 4, 128), registers=64),
+    Budget("rotary and cache, 0.5B", lambda: rotate_and_store(14, 2, 64, False), registers=64),
+    Budget("rotary and cache, 7B", lambda: rotate_and_store(28, 4, 128, False), registers=64),
+    Budget("rotary and cache, norms, Qwen3-0.6B", lambda: rotate_and_store(16, 8, 128, True), registers=80),
     Budget("reshape_and_cache, 0.5B", lambda: store(14, 2, 64), registers=48),
     Budget("reshape_and_cache, 7B", lambda: store(28, 4, 128), registers=48),
+    Budget("copy_blocks, 0.5B", lambda: copy(2, 64), registers=48),
+    Budget("copy_blocks, 7B", lambda: copy(4, 128), registers=48),
 ]
 
 

@@ -11,7 +11,7 @@ from quire.kernels import registry
 
 # Operations without a kernel of ours on a GPU: torch's serve, as the reference calls them.
 NOT_IN_TRITON = {
-    "pack_linear", "pack_quantized_linear", "paged_attention", "apply_penalties", "argmax", "sample_tokens", "apply_grammar_bitmask",
+    "pack_linear", "pack_quantized_linear", "apply_penalties", "argmax", "sample_tokens", "apply_grammar_bitmask",
     "random_gumbel", "gather_logprobs",
 }  # fmt: skip
 

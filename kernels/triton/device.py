@@ -2,6 +2,12 @@
 May know: the facts that a predicate is given, Triton's driver.
 Must not know: any operation."""
 
+import functools
+
+import torch
+import triton
+from triton.runtime import driver
+
 from ..registry import Facts
 
 PRIORITY = 20
@@ -13,3 +19,14 @@ TILE = 1024
 
 def is_cuda(facts: Facts) -> bool:
     return facts.device == "cuda"
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Tensors of the interpreter, in host memory, have one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def architecture() -> int:
+    """80 for sm_80, 90 for sm_90, ...: of the current device. The interpreter stands for the newest."""
+    return 90 if triton.knobs.runtime.interpret else driver.active.get_current_target().arch

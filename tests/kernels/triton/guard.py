@@ -4,7 +4,8 @@ Must not know: any kernel.
 
 Importing it patches the interpreter of this process, where TRITON_INTERPRET=1 was set before triton was imported. A kernel that does wrong
 fails with an InterpreterError that names the KernelFault. Programs run one after another, so a race shows only here: as memory that two
-programs of one launch touch, one of them writing. What a kernel hands over through atomics is no race: `with unordered(): ...`.
+programs of one launch touch, one of them writing. It is none if the first had done so before an atomic of acquire-release order at the GPU's
+scope, and the second does so after another one: the hand-over of which that is part. What else is no race: `with unordered(): ...`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+from triton._C.libtriton.ir import MEM_SEMANTIC, MEM_SYNC_SCOPE
 from triton.runtime.interpreter import InterpreterBuilder as Builder
 from triton.runtime.interpreter import TensorHandle
 
@@ -99,8 +101,23 @@ class Watch:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*tensors, *self.reachable)}
         sizes = sorted((base, size) for base, size in storages.items() if size)
         self.bases = np.array([base for base, _ in sizes], np.uint64)
+        self.remapped: set[frozenset[int]] = set()  # views of Triton's language
         # 0: nobody, else 1 + the program. Zeroed memory is only taken where it is touched.
         self.regions = [(base, size, np.zeros(size, np.int32), np.zeros(size, np.int32)) for base, size in sizes]
+        self.names: dict[int, int] = {}  # of programs that did atomics: what they touch since, they touch under another number
+        self.released: list[int] = []  # numbers of what came before an atomic
+        self.acquired: dict[int, list[int]] = {}  # program -> the numbers that its last atomic saw released
+
+    def hand_over(self) -> None:
+        """An atomic of acquire-release order: all that the program did is released, all that was released before is acquired."""
+        program = self._program()
+        self.released.append(self.names.get(program, program))
+        self.acquired[program] = list(self.released)
+        self.names[program] = 2**30 + len(self.released)
+
+    def _program(self) -> int:
+        (x, y, z), (_, height, depth) = interpreter.interpreter_builder.grid_idx, interpreter.interpreter_builder.grid_dim
+        return 1 + (x * height + y) * depth + z
 
     def touch(self, pointers: TensorHandle, mask: np.ndarray | None, write: bool, atomic: bool = False) -> None:
         addresses = pointers.data if mask is None else np.broadcast_to(pointers.data, mask.shape)[mask]
@@ -117,9 +134,9 @@ class Watch:
                 self._note(writers, readers, offsets, write, place)
 
     def _note(self, writers: np.ndarray, readers: np.ndarray, offsets: np.ndarray, write: bool, place: tuple[int, int, int]) -> None:
-        _, y, z = interpreter.interpreter_builder.grid_dim
-        program = 1 + (place[0] * y + place[1]) * z + place[2]
-        wrote, read = writers[offsets], readers[offsets]
+        program, known = self._program(), self.acquired.get(self._program(), ())
+        program = self.names.get(program, program)
+        wrote, read = (np.where((who == program) | np.isin(who, known), 0, who) if len(known) else who for who in (writers[offsets], readers[offsets]))
         if ((wrote != 0) & (wrote != program)).any():
             raise KernelFault(f"race: program {place} {'writes' if write else 'reads'} what another one writes")
         if not write:
@@ -137,7 +154,7 @@ watch = Watch()
 
 @contextmanager
 def unordered() -> Iterator[None]:
-    """For a kernel that hands memory from program to program through atomics: bounds are checked, races are not."""
+    """For a kernel whose programs share memory by other means: bounds are checked, races are not."""
     watch.races = False
     try:
         yield
@@ -182,6 +199,9 @@ def _exchange(original):
 def _combine(original):
     def combine(self, operation, pointers, value, mask, *rest):
         watch.touch(pointers, mask.data, write=True, atomic=True)
+        semantics, scope = rest
+        if semantics == MEM_SEMANTIC.ACQUIRE_RELEASE and scope != MEM_SYNC_SCOPE.CTA:
+            watch.hand_over()
         return original(self, operation, pointers, value, mask, *rest)
 
     return combine
@@ -206,6 +226,19 @@ def _index(original):
     return patch
 
 
+def _once(original):
+    """The interpreter remaps Triton's language at every call of a function by a kernel, which takes most of its time. Once per launch is
+    enough: for the kernel's own view of the language, which it restores in the end, and for each other view."""
+
+    def patch(kernel):
+        views = frozenset(id(value) for value in kernel.__globals__.values() if value is tl or value is tl.core)
+        if views not in watch.remapped:
+            watch.remapped.add(views)
+            return original(kernel)
+
+    return patch
+
+
 PATCHES = (
     (Builder, "cast_impl", _cast), (Builder, "create_fp_to_fp", _cast), (Builder, "create_dot", _dot),
     (Builder, "binary_op", _refuse_bf16), (Builder, "unary_op", _refuse_bf16), (Builder, "create_fma", _refuse_bf16),
@@ -213,6 +246,7 @@ PATCHES = (
     (Builder, "create_masked_load", _load), (Builder, "create_masked_store", _store),
     (Builder, "create_atomic_cas", _exchange), (Builder, "create_atomic_rmw", _combine),
     (interpreter.GridExecutor, "_init_args_hst", _start), (interpreter, "_patch_lang_tensor", _index),
+    (interpreter, "_patch_lang", _once),
 )  # fmt: skip
 for owner, name, patch in PATCHES:
     setattr(owner, name, patch(getattr(owner, name)))

@@ -28,6 +28,18 @@ def meet_kernel(x_ptr, WRITE: tl.constexpr, ATOMIC: tl.constexpr):
 
 
 @triton.jit
+def last_sums_kernel(x_ptr, count_ptr, out_ptr, N: tl.constexpr, ORDER: tl.constexpr, EARLY: tl.constexpr):
+    """Each program stores an element; the last one adds them up."""
+    if EARLY == 0:
+        tl.store(x_ptr + tl.program_id(0), 1.0)
+    place = tl.atomic_add(count_ptr, 1, sem=ORDER)
+    if EARLY:
+        tl.store(x_ptr + tl.program_id(0), 1.0)
+    if place == N - 1:
+        tl.store(out_ptr, tl.sum(tl.load(x_ptr + tl.arange(0, N))))
+
+
+@triton.jit
 def add_kernel(x_ptr, out_ptr):
     tl.store(out_ptr, tl.load(x_ptr) + tl.load(x_ptr + 1))
 
@@ -83,6 +95,15 @@ def test_races():
         meet_kernel[(2,)](torch.zeros(8), WRITE=True, ATOMIC=False)
     with pytest.raises(InterpreterError, match="race"):
         copy_kernel[(2,)](shared := torch.zeros(9), shared, 8, 1, BLOCK=4)
+
+
+def test_a_hand_over_is_no_race():
+    x, count, out = torch.zeros(4), torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+    last_sums_kernel[(4,)](x, count, out, N=4, ORDER="acq_rel", EARLY=0)
+    assert out.item() == 4
+    for order, early in (("relaxed", 0), ("acq_rel", 1)):
+        with pytest.raises(InterpreterError, match="reads what another one writes"):
+            last_sums_kernel[(4,)](x, count.zero_(), out, N=4, ORDER=order, EARLY=early)
 
 
 def test_one_store_to_an_address_twice():

@@ -101,6 +101,7 @@ class Watch:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*tensors, *self.reachable)}
         sizes = sorted((base, size) for base, size in storages.items() if size)
         self.bases = np.array([base for base, _ in sizes], np.uint64)
+        self.remapped: set[frozenset[int]] = set()  # views of Triton's language
         # 0: nobody, else 1 + the program. Zeroed memory is only taken where it is touched.
         self.regions = [(base, size, np.zeros(size, np.int32), np.zeros(size, np.int32)) for base, size in sizes]
         self.names: dict[int, int] = {}  # of programs that did atomics: what they touch since, they touch under another number
@@ -225,6 +226,19 @@ def _index(original):
     return patch
 
 
+def _once(original):
+    """The interpreter remaps Triton's language at every call of a function by a kernel, which takes most of its time. Once per launch is
+    enough: for the kernel's own view of the language, which it restores in the end, and for each other view."""
+
+    def patch(kernel):
+        views = frozenset(id(value) for value in kernel.__globals__.values() if value is tl or value is tl.core)
+        if views not in watch.remapped:
+            watch.remapped.add(views)
+            return original(kernel)
+
+    return patch
+
+
 PATCHES = (
     (Builder, "cast_impl", _cast), (Builder, "create_fp_to_fp", _cast), (Builder, "create_dot", _dot),
     (Builder, "binary_op", _refuse_bf16), (Builder, "unary_op", _refuse_bf16), (Builder, "create_fma", _refuse_bf16),
@@ -232,6 +246,7 @@ PATCHES = (
     (Builder, "create_masked_load", _load), (Builder, "create_masked_store", _store),
     (Builder, "create_atomic_cas", _exchange), (Builder, "create_atomic_rmw", _combine),
     (interpreter.GridExecutor, "_init_args_hst", _start), (interpreter, "_patch_lang_tensor", _index),
+    (interpreter, "_patch_lang", _once),
 )  # fmt: skip
 for owner, name, patch in PATCHES:
     setattr(owner, name, patch(getattr(owner, name)))

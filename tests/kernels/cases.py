@@ -5,10 +5,11 @@ Must not know: any implementation that is registered."""
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 # Triton's interpreter runs the kernels for GPUs on tensors in host memory; then they alone are tested (tests/kernels/triton/).
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if INTERPRETED else "cpu"
+GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if INTERPRETED:
     from quire.tests.kernels.triton.guard import reachable
 else:
@@ -69,6 +70,41 @@ def copies(args: tuple[Any, ...]) -> list[Any]:
         return storages[key].as_strided(arg.shape, arg.stride(), arg.storage_offset())
 
     return [copy(arg) for arg in args]
+
+
+def on_gpu(function: Callable) -> Callable:
+    """An implementation for GPUs as a function of tensors in host memory: they go there, and what was written comes back."""
+    names = list(inspect.signature(function).parameters)
+
+    def call(*args: Any) -> Any:
+        moved: dict[tuple[int, torch.dtype], Tensor] = {}  # storages, so that views of one stay views of one
+        back: list[tuple[Tensor, Tensor]] = []
+
+        def move(value: Any) -> Any:
+            if isinstance(value, list):
+                return [move(item) for item in value]
+            if isinstance(value, AttentionMetadata):
+                return replace(value, **{name: move(item) for name, item in vars(value).items() if isinstance(item, Tensor)})
+            if not isinstance(value, Tensor):
+                return value
+            storage = value.untyped_storage()
+            whole = value.as_strided((storage.nbytes() // value.element_size(),), (1,), 0)
+            key = storage.data_ptr(), value.dtype  # empty ones are all at 0
+            if key not in moved:
+                moved[key] = whole.to(GPU, copy=True)
+                back.append((whole, moved[key]))
+            return moved[key].as_strided(value.shape, value.stride(), value.storage_offset())
+
+        there = [arg if name == "pairs" else move(arg) for name, arg in zip(names, args)]  # copy_blocks has them on the host
+        with reachable([written for _, written in back]):
+            result = function(*there)
+        for here, written in back:
+            here.copy_(written)
+        if callable(result):
+            return on_gpu(result)
+        return tuple(r.cpu() for r in result) if isinstance(result, tuple) else result.cpu() if isinstance(result, Tensor) else result
+
+    return call
 
 
 def rand(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -268,8 +304,7 @@ def copy_blocks(dtype: torch.dtype) -> list[Case]:
 
         def call(self, function: Callable, args: list[Any]) -> None:
             pairs, *caches = args
-            with reachable(caches):
-                function(caches[::2], caches[1::2], pairs)
+            function(caches[::2], caches[1::2], pairs)
 
     def own(pairs: Tensor, *caches: Tensor) -> tuple[Tensor, ...]:
         results = []

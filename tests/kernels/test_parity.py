@@ -2,6 +2,8 @@
 May know: the registry, the cases.
 Must not know: which implementations there are: it enumerates them, a user's too."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,12 +13,18 @@ from quire.kernels.registry import Facts, Implementation
 from quire.tests.kernels import cases
 
 DTYPES = (torch.float32, torch.bfloat16)
-registry.import_implementations(cases.DEVICE)
 
 
 def all_implementations(op: str, dtype: torch.dtype) -> list[Implementation]:
-    chosen = [i for i in registry.implementations(op) if i.predicate(Facts(cases.DEVICE, dtype, head_dim=64))]
-    return [i for i in chosen if i.name != "reference" or not cases.INTERPRETED]
+    """Those for CPUs, and where there is a GPU those for it; in Triton's interpreter these alone (tests/kernels/triton/)."""
+    found = []
+    if not cases.INTERPRETED:
+        found += [i for i in registry.implementations(op) if i.predicate(Facts("cpu", dtype, head_dim=64))]
+    if cases.INTERPRETED or cases.GPU.type == "cuda":
+        registry.import_implementations("cuda")
+        on_gpu = [i for i in registry.implementations(op) if i.predicate(Facts("cuda", dtype, head_dim=64)) and i.name != "reference"]
+        found += [dataclasses.replace(i, function=cases.on_gpu(i.function)) for i in on_gpu]
+    return found
 
 
 def label(value: object) -> str:

@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -59,6 +60,20 @@ class AbsentGpu:
         return divmod(self.arch, 10)
 
 
+class NothingWaits(TorchFunctionMode):
+    """Refuses what would wait for a GPU: asking for a tensor's contents. No launch could then be part of a CUDA graph."""
+
+    WAITS = frozenset({
+        "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "cpu", "equal", "item", "masked_select", "nonzero", "numpy",
+        "repeat_interleave", "tolist", "unique", "unique_consecutive",
+    })  # fmt: skip
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", None) in self.WAITS:
+            raise AssertionError(f"{func.__name__} waits for the GPU")
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass(frozen=True)
 class Compiled:
     kernel: str
@@ -76,7 +91,7 @@ class Compiled:
 
 
 def compile_launches(call: Callable[[], Any], arch: int) -> list[Compiled]:
-    """Every launch that `call` makes, in order, as compiled for `arch`."""
+    """Every launch that `call` makes, in order, as compiled for `arch`. Fails if it reads a tensor."""
     kernels = []
 
     def compile_only(self, *args, grid, warmup, **kwargs):
@@ -86,19 +101,18 @@ def compile_launches(call: Callable[[], Any], arch: int) -> list[Compiled]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_active", AbsentGpu(arch))
         patch.setattr(JITFunction, "run", compile_only)
-        call()
+        with NothingWaits():
+            call()
     return [_inspect(kernel) for kernel in kernels]
 
 
 def _inspect(kernel: Any) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
-        resources, sass = (
-            subprocess.run([TOOLS / "cuobjdump", option, file.name], capture_output=True, text=True, check=True).stdout
-            for option in ("--dump-resource-usage", "--dump-sass")
-        )
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", resources).groups())
-    return Compiled(kernel.name, registers, stack, kernel.metadata.shared, sass)
+        command = [TOOLS / "cuobjdump", "--dump-resource-usage", "--dump-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", text).groups())
+    return Compiled(kernel.name, registers, stack, kernel.metadata.shared, text)
 
 
 @dataclass(frozen=True)

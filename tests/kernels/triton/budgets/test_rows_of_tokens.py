@@ -31,19 +31,13 @@ def copy(num_kv_heads: int, head_dim: int) -> None:
 
 
 BUDGETS = [
-    Budget("silu_and_mul, 4864", lambda: activation.silu_and_mul(bf16(64, 2 * 4864)), registers=40),
-    Budget("silu_and_mul, 18944", lambda: activation.silu_and_mul(bf16(64, 2 * 18944)), registers=40),
-    Budget("embedding, 896", lambda: rows.embedding(i32(64), bf16(1000, 896)), registers=32),
-    Budget("gather_rows, 3584", lambda: rows.gather_rows(bf16(64, 3584), i64(9)), registers=32),
-    Budget("rotary_embedding, 0.5B", lambda: rotate(14, 2, 64), registers=64),
-    Budget("rotary_embedding, 7B", lambda: rotate(28, 4, 128), registers=64),
-    Budget("rotary and cache, 0.5B", lambda: rotate_and_store(14, 2, 64, False), registers=64),
-    Budget("rotary and cache, 7B", lambda: rotate_and_store(28, 4, 128, False), registers=64),
-    Budget("rotary and cache, norms, Qwen3-0.6B", lambda: rotate_and_store(16, 8, 128, True), registers=80),
-    Budget("reshape_and_cache, 0.5B", lambda: store(14, 2, 64), registers=48),
-    Budget("reshape_and_cache, 7B", lambda: store(28, 4, 128), registers=48),
-    Budget("copy_blocks, 0.5B", lambda: copy(2, 64), registers=48),
-    Budget("copy_blocks, 7B", lambda: copy(4, 128), registers=48),
+    Budget("silu_and_mul", lambda: activation.silu_and_mul(bf16(64, 2 * 4864)), registers=40),
+    Budget("gather_rows", lambda: rows.embedding(i32(64), bf16(1000, 896)), registers=32),
+    Budget("rotary, D = 128", lambda: rotate(28, 4, 128), registers=64),
+    Budget("rotary and cache, D = 64", lambda: rotate_and_store(14, 2, 64, False), registers=64),
+    Budget("rotary and cache, norms, D = 128", lambda: rotate_and_store(16, 8, 128, True), registers=80),
+    Budget("reshape_and_cache", lambda: store(28, 4, 128), registers=48),
+    Budget("copy_blocks", lambda: copy(4, 128), registers=56),
 ]
 
 

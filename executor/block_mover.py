@@ -22,7 +22,7 @@ class BlockMover:
     where nothing is swapped. The layers are handed in anew: their caches come and go."""
 
     def __init__(self, host_caches: Sequence[tuple[torch.Tensor, torch.Tensor]], ops: Any):
-        self._host_caches = host_caches
+        self._host_caches = [cache for layer in host_caches for cache in layer]  # in the order of _caches
         self._copy_blocks = ops.copy_blocks
 
     def move(self, layers: Sequence[Any], step: SchedulerOutput) -> None:
@@ -32,28 +32,20 @@ class BlockMover:
         if step.blocks_to_swap_in:
             self.swap_in(layers, step.blocks_to_swap_in)
         if step.blocks_to_copy:
-            pairs = torch.tensor(step.blocks_to_copy)
-            for layer in layers:
-                for cache in (layer.key_cache, layer.value_cache):
-                    self._copy_blocks(cache, cache, pairs)
+            caches = _caches(layers)
+            self._copy_blocks(caches, caches, torch.tensor(step.blocks_to_copy))
 
     def swap_out(self, layers: Sequence[Any], pairs: Pairs) -> None:
         """pairs: (device block, host block)"""
-        index = torch.tensor(pairs)
-        for layer, (host_keys, host_values) in zip(layers, self._host_caches, strict=True):
-            self._copy_blocks(layer.key_cache, host_keys, index)
-            self._copy_blocks(layer.value_cache, host_values, index)
+        self._copy_blocks(_caches(layers), self._host_caches, torch.tensor(pairs))
 
     def swap_in(self, layers: Sequence[Any], pairs: Pairs) -> None:
         """pairs: (host block, device block)"""
-        index = torch.tensor(pairs)
-        for layer, (host_keys, host_values) in zip(layers, self._host_caches, strict=True):
-            self._copy_blocks(host_keys, layer.key_cache, index)
-            self._copy_blocks(host_values, layer.value_cache, index)
+        self._copy_blocks(self._host_caches, _caches(layers), torch.tensor(pairs))
 
     def measure(self, layers: Sequence[Any]) -> tuple[float, float]:
         """Seconds that a swap out and in takes whatever its size, and for each block. To be called while the cache holds nothing."""
-        most = min(MEASURED_BLOCKS, len(self._host_caches[0][0]), len(layers[0].key_cache) - 1)
+        most = min(MEASURED_BLOCKS, len(self._host_caches[0]), len(layers[0].key_cache) - 1)
         one_s, all_s = (self._time(layers, count) for count in (1, most))
         per_block_s = max(0.0, all_s - one_s) / max(1, most - 1)
         return max(0.0, one_s - per_block_s), per_block_s
@@ -64,6 +56,10 @@ class BlockMover:
             self.swap_in(layers, [(block, block + 1) for block in range(num_blocks)])
 
         return shortest_time(both_ways)
+
+
+def _caches(layers: Sequence[Any]) -> list[torch.Tensor]:
+    return [cache for layer in layers for cache in (layer.key_cache, layer.value_cache)]
 
 
 def shortest_time(function: Callable[[], Any], repeats: int = 3, budget_s: float = math.inf) -> float:

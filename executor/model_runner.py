@@ -15,8 +15,8 @@ from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
 from ..kernels.ops import AttentionMetadata
 from ..kernels.registry import OpTable
 from .block_mover import BlockMover
-from .grammar import Grammars
 from .device import wake_threads
+from .grammar import Grammars
 from .input_batch import InputBatch
 from .logprob_arrays import join_logprobs
 from .prompt_logprobs import PromptScorer

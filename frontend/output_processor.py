@@ -60,6 +60,7 @@ class RequestState:
     num_cached_tokens: int | None = None
     timings: dict[str, RequestTiming] = field(default_factory=dict)  # by the engine's id of the completion
     num_unfinished: int = 1
+    told_at: float = 0.0  # of time.time(): its last output, where outputs are spaced
     error: str | None = None
     error_parameter: str | None = None
 
@@ -82,6 +83,7 @@ class _Extras:
 
 NO_EXTRAS = _Extras()
 MAX_TOKEN_TS = 4096  # of a request
+LEAST_GAP_S, MAX_GAP_S = 0.005, 0.05  # between two outputs of a stream: less is not worth holding anything back, and more could be seen
 
 
 class OutputProcessor:
@@ -98,6 +100,8 @@ class OutputProcessor:
         self._engine_ts = 0.0  # the engine's clock when its last outputs left
         self._clock_offset = 0.0  # what to add to it for time.time()
         self.record_token_times = False  # fill RequestMetrics.token_ts
+        self.max_outputs_per_s = 0  # of all streams together, about; 0: each token at once, however many there are
+        self._held: dict[str, RequestState] = {}  # by the user's id: what has news that its reader has not been told
         self.num_dropped_rows = 0  # rows of an earlier engine; rows of requests that ended here are expected, and not counted
 
     def add_request(self, request: ProcessedRequest) -> RequestMetrics:
@@ -209,10 +213,32 @@ class OutputProcessor:
                     with_news[state.request_id] = state
                 if completion.finish_reason is not None and extras.finished is None:
                     processed.requests_to_abort.append(completion.engine_id)
+        gap_s = self._gap_s() if self.max_outputs_per_s else 0.0
         for state in with_news.values():
-            if (output := self._make_output(state)) is not None:
+            if gap_s and state.is_delta and state.num_unfinished and 0 <= now - state.told_at < gap_s:
+                self._held[state.request_id] = state
+            elif (output := self._make_output(state)) is not None:
+                state.told_at = now
                 processed.request_outputs.append(output)
         return processed
+
+    def _gap_s(self) -> float:
+        """Seconds between two outputs of one stream: that of a stream alone, times the number of streams."""
+        gap_s = len(self._requests) / self.max_outputs_per_s if self.max_outputs_per_s else 0.0
+        return min(gap_s, MAX_GAP_S) if gap_s >= LEAST_GAP_S else 0.0
+
+    @property
+    def holds_news(self) -> bool:
+        """Whether `take_held` may have something to give, within MAX_GAP_S if not now: a stream's next token takes it along, if one comes."""
+        return bool(self._held)
+
+    def take_held(self, *, is_over: bool = False) -> list[RequestOutput]:
+        """What has been held back for long enough; with `is_over`, all of it."""
+        now, gap_s = time.time(), 0.0 if is_over else self._gap_s()
+        due = [state for state in self._held.values() if not 0 <= now - state.told_at < gap_s]
+        for state in due:
+            state.told_at = now
+        return [output for state in due if (output := self._make_output(state)) is not None]
 
     def _process_row(
         self, state: RequestState, completion: CompletionState, new_token_ids: list[int], num_known: int, extras: _Extras, now: float
@@ -300,6 +326,8 @@ class OutputProcessor:
 
     def _make_output(self, state: RequestState) -> RequestOutput | None:
         """What the reader asked to see now: everything so far, the news, or (FINAL_ONLY, or between two intervals) nothing."""
+        if self._held:
+            self._held.pop(state.request_id, None)
         finished, is_delta = state.num_unfinished == 0, state.is_delta
         if state.is_final_only and not finished:
             return None

@@ -57,7 +57,8 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tenso
 
     Summed in fp32. Called once per layer when the weights are filled, to lay them out as the implementation reads them best. What it
     returns may have a method `logits` too, which gives [T, N] in fp32, not rounded to dtype before, and a method `embedding`, which is the
-    operation of that name with the weight as its table.
+    operation of that name with the weight as its table. An implementation that keeps nothing of the weight may have an attribute `from_parts`:
+    the same function of a list of tensors [n, K], together the weight's N rows, and the bias; its result has `embedding`. A layer is then packed out of a mapped file.
     """
 
 
@@ -109,6 +110,18 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
 
 
 @operation
+def fused_qk_rope_reshape_and_cache(
+    positions: Tensor, query: Tensor, key: Tensor, value: Tensor, cos_sin_cache: Tensor, key_cache: Tensor, value_cache: Tensor,
+    slot_mapping: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, eps: float,
+) -> None:
+    """All that stands between a layer's projection and its attention: rms_norm of each head of query and key, where there are weights
+    query_norm and key_norm [D] (both or neither), rotary_embedding, reshape_and_cache: with their arguments and their roundings.
+
+    In place, query and the two caches; the key is written to the cache alone. One pass over memory in place of two or four.
+    """
+
+
+@operation
 def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
     """Causal attention of query [T, NQ, D] over the cached context -> [T, NQ, D]. Kwon et al. 2023.
 
@@ -120,12 +133,12 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metad
 
 
 @operation
-def copy_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
-    """In place: block pairs[i, 1] of destination becomes block pairs[i, 0] of source, for every i.
+def copy_blocks(sources: list[Tensor], destinations: list[Tensor], pairs: Tensor) -> None:
+    """In place: block pairs[i, 1] of destinations[n] becomes block pairs[i, 0] of sources[n], for every i and n: a request's blocks in all layers.
 
-    source and destination [num_blocks, block_size, NKV, D] are both on the device (perhaps one tensor: a request's last block is copied
-    before it writes there), or one of them in host memory (a preempted request's blocks are swapped out, and in again). pairs [P, 2] i64,
-    on the host. No block is filled twice, and none is both read and filled.
+    Each [num_blocks, block_size, NKV, D], contiguous. A source and its destination are both on the device (perhaps one tensor: a request's
+    last block is copied before it writes there), or one of them in host memory, pinned where the device is a GPU (a preempted request's
+    blocks are swapped out, and in again). pairs [P, 2] i64, on the host. No block is filled twice, and none is both read and filled.
     """
 
 

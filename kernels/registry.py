@@ -68,7 +68,8 @@ def operation(contract: Callable) -> Callable:
 
     @functools.wraps(contract)
     def call(*args, **kwargs):
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        values = [item for value in (*args, *kwargs.values()) for item in (value if isinstance(value, list) else [value])]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
         dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
         return getattr(_default_table(tensors[0].device.type, dtype), name)(*args, **kwargs)
 
@@ -105,6 +106,12 @@ def unregister(op: str, name: str) -> None:
     _default_table.cache_clear()
 
 
+def import_implementations(device: str) -> None:
+    """Makes those known that are imported only where they can run: Triton takes a third of a second, which a CPU has no use for."""
+    if device == "cuda":
+        from . import triton  # noqa: F401  it registers them
+
+
 def implementations(op: str) -> tuple[Implementation, ...]:
     """All of one operation's implementations, in order of registration."""
     _check_op("op", op)
@@ -118,6 +125,7 @@ def select(device: str | torch.device, dtype: torch.dtype, overrides: Mapping[st
     Raises InvalidParameterError on an unknown operation or name (it lists the valid ones), and on an override that cannot run here.
     """
     facts = Facts(torch.device(device).type, dtype, **sizes)
+    import_implementations(facts.device)
     overrides = overrides or {}
     for op, name in overrides.items():
         _check_op("kernels", op)

@@ -31,6 +31,7 @@ HEAVY = {
     "prometheus_client",
     "packaging",
 }
+COMPILERS = {"torch._dynamo", "torch._inductor", "sympy", "triton", "transformers", "pandas", "scipy"}  # seconds and 100 MB at start-up, for nothing
 MAX_FRONTEND_MIB = 120
 GENERATE = """
 import json, os, sys, psutil
@@ -121,6 +122,12 @@ def test_frontend_is_light_and_never_imports_torch() -> None:
     assert {"torch", "transformers", "triton"} & set(result["modules"]) == set()
     print(f"frontend: {result['rss'] / 2**20:.0f} MiB resident")
     assert result["rss"] < MAX_FRONTEND_MIB * 2**20
+
+
+def test_an_engine_of_this_process_loads_no_compiler() -> None:
+    code = GENERATE.replace('engine="process"', 'engine="inproc"')
+    loaded = set(json.loads(run_python(code).splitlines()[-1])["modules"])
+    assert "torch" in loaded and loaded & COMPILERS == set()
 
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(30, marks=pytest.mark.slow)])

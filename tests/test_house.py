@@ -56,6 +56,7 @@ MIRRORS = {
     "executor/models/": "tests/executor/test_models.py",
     "kernels/reference/": "tests/kernels/test_parity.py",
     "kernels/cpu/": "tests/kernels/test_parity.py",
+    "kernels/triton/": "tests/kernels/test_parity.py",  # in Triton's interpreter: tests/kernels/triton/test_interpreted.py
 }
 
 

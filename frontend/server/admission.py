@@ -18,7 +18,7 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
 
-from .errors import ApiError
+from .http.errors import ApiError
 
 MAX_RETRY_AFTER_S = 600.0
 

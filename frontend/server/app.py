@@ -12,13 +12,13 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, Router
 
 from ... import __version__
-from .auth import Keys
-from .call import Call, new_request_id
-from .cors import Cors
-from .errors import ApiError, from_status
-from .openapi import description_route
+from .http.auth import Keys
+from .http.call import Call, new_request_id
+from .http.cors import Cors
+from .http.errors import ApiError, from_status
+from .http.openapi import description_route
+from .http.sse import Json
 from .routes import admin, chat, completions, engine_view, health, messages, metrics, models, ollama, ollama_models, page, pooling, responses, tokenize
-from .sse import Json
 from .state import ServerState
 
 logger = logging.getLogger(__name__)

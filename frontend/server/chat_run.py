@@ -18,9 +18,9 @@ import msgspec
 from ...ipc.params import SamplingParams
 from ..answer_format import Answer, AnswerFormat, AnswerParser, Content, Part, Reasoning, ToolCallStart, collect
 from ..outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
-from .call import Call
-from .errors import invalid
 from .generation import Job, check_context, check_room, run
+from .http.call import Call
+from .http.errors import invalid
 from .state import ServerState
 from .tokenizing import LONG_TEXT, tokenize_all
 from .usage import Usage

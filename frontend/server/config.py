@@ -56,6 +56,13 @@ class ServerConfig(Section):
     step_timeout_s: Annotated[Seconds, Meta(description="Step time beyond which /health/ready calls the engine stuck.")] = 60.0
     drain_timeout_s: Annotated[Seconds, Meta(description="How long running requests may take after SIGTERM.")] = 30.0
     salt_per_key: Annotated[bool, Meta(description="Share the prefix cache only between requests of one key.")] = False
+    max_chunks_per_s: Annotated[
+        NonNegativeInt,
+        Meta(
+            description="About how many chunks all streams together send in a second; beyond it chunks hold several tokens. "
+            "A stream waits at most 50 ms for its next one. 0: one for each token, however many streams there are."
+        ),
+    ] = 2000
     max_stored_responses: Annotated[NonNegativeInt, Meta(description="Answers of /v1/responses that are kept for later; the oldest go first.")] = 1024
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
 from ..outputs import RequestMetrics, RequestOutput
-from .call import Call
-from .errors import INTERNAL, ApiError, context_length_exceeded, invalid, refused
+from .http.call import Call
+from .http.errors import INTERNAL, ApiError, context_length_exceeded, invalid, refused
 from .state import ServerState
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import StructuredOutputsParams
-from .errors import invalid, missing, refused, unsupported
+from .http.errors import invalid, missing, refused, unsupported
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of schemas and of functions
 GUIDED = {

@@ -12,9 +12,9 @@ from msgspec import Meta
 from ...ipc.checks import INT64_MAX
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import RequestOutputKind, SamplingParams
-from .call import Call
 from .config import ServerConfig
-from .errors import invalid, refused, unsupported
+from .http.call import Call
+from .http.errors import invalid, refused, unsupported
 from .response_format import GUIDED, StructuredOutputs, structured_outputs_of
 
 MAX_STOPS = 16  # OpenAI allows 4; its clients' users of other servers are used to more

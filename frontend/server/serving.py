@@ -22,9 +22,9 @@ from ..async_llm import AsyncLLM
 from ..engine_args import EngineArgs
 from .app import make_app
 from .config import ServerConfig
-from .protocol import SPARE_CONNECTIONS, Protocol
+from .http.protocol import SPARE_CONNECTIONS, Protocol
+from .http.write_batch import WriteBatch
 from .state import ServerState
-from .write_batch import WriteBatch
 
 logger = logging.getLogger(__name__)
 OTHER_FILES = 128  # that a process has open beside its connections

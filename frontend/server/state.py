@@ -16,12 +16,12 @@ from ...ipc.errors import EngineDeadError, InvalidParameterError
 from ..answer_format import AnswerFormat, detect
 from ..async_llm import AsyncLLM
 from .admission import Admission
-from .call import Call
 from .config import ServerConfig
-from .errors import ENGINE_GONE, ApiError, from_exception
+from .http.call import Call
+from .http.errors import ENGINE_GONE, ApiError, from_exception
+from .http.sse import COMMENT, EVENT_STREAM, EventStream, event
 from .meters import Meters
 from .request_log import RequestLog
-from .sse import COMMENT, EVENT_STREAM, EventStream, event
 
 logger = logging.getLogger(__name__)
 SHUTDOWN_RETRY_S = 5.0  # until whatever takes over is there
@@ -87,6 +87,7 @@ class ServerState:
         most = config.max_concurrent_requests or 2 * engine.config.scheduler_config.max_num_seqs
         self.admission = Admission(most, config.max_queued_requests, config.max_queued_tokens)
         engine.record_token_times = True  # for the time lines of requests
+        engine.max_outputs_per_s = self.server_config.max_chunks_per_s
         self.engine = engine
 
     def _find_template(self, engine: AsyncLLM) -> str:

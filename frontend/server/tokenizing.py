@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ..token_bounds import composes
 from ..tokenizer import Tokenizer
-from .errors import ApiError, invalid
+from .http.errors import ApiError, invalid
 from .state import ServerState
 
 LONG_TEXT = 20_000  # characters; the tokenizer takes milliseconds for more, which other requests should not wait for

@@ -19,6 +19,7 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
 
 
 @register("copy_blocks", name="cpu", predicate=is_cpu, priority=PRIORITY)
-def copy_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
+def copy_blocks(sources: list[Tensor], destinations: list[Tensor], pairs: Tensor) -> None:
     from_blocks, to_blocks = pairs.T.contiguous()
-    destination.flatten(1).index_copy_(0, to_blocks, source.flatten(1).index_select(0, from_blocks))
+    for source, destination in zip(sources, destinations, strict=True):
+        destination.flatten(1).index_copy_(0, to_blocks, source.flatten(1).index_select(0, from_blocks))

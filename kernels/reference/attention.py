@@ -7,6 +7,8 @@ from torch import Tensor
 
 from ..ops import AttentionMetadata
 from ..registry import register
+from .norm import rms_norm
+from .rotary import rotary_embedding
 
 
 @register("reshape_and_cache", name="reference", priority=0)
@@ -16,6 +18,18 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
         if slot >= 0:
             key_cache[slot // block_size, slot % block_size] = key[token]
             value_cache[slot // block_size, slot % block_size] = value[token]
+
+
+@register("fused_qk_rope_reshape_and_cache", name="reference", priority=0)
+def fused_qk_rope_reshape_and_cache(
+    positions: Tensor, query: Tensor, key: Tensor, value: Tensor, cos_sin_cache: Tensor, key_cache: Tensor, value_cache: Tensor,
+    slot_mapping: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, eps: float,
+) -> None:  # fmt: skip
+    if query_norm is not None:
+        query.copy_(rms_norm(query, query_norm, eps))
+    key = key.clone() if key_norm is None else rms_norm(key, key_norm, eps)
+    rotary_embedding(positions, query, key, cos_sin_cache)
+    reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
 
 
 @register("paged_attention", name="reference", priority=0)
@@ -38,6 +52,7 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metad
 
 
 @register("copy_blocks", name="reference", priority=0)
-def copy_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
-    for from_block, to_block in pairs.tolist():
-        destination[to_block] = source[from_block]
+def copy_blocks(sources: list[Tensor], destinations: list[Tensor], pairs: Tensor) -> None:
+    for source, destination in zip(sources, destinations, strict=True):
+        for from_block, to_block in pairs.tolist():
+            destination[to_block] = source[from_block]

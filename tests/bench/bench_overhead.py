@@ -7,7 +7,7 @@ Must not know: kernels, real models.
 Microseconds per step. "median" and "quiet" (the tenth percentile: what the machine needs when nothing disturbs it): as the caller of LLMEngine.step
 sees it, measured without a timer inside. The parts come from a second run with timers, their tenth percentiles; what "step" has beyond them is
 the loop between them. "process": the engine in a child, where the frontend's part overlaps with the engine's next step; steps come in bursts, so
-both numbers are of means, over 50 steps each."""
+both numbers are of means, over 50 steps each. What the model's program does, argmax included, costs nothing here: other benchmarks time it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from quire.tests.bench.report import hardware, write_result
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
 CHOICES = {"greedy": {"temperature": 0.0}, "sampled": SAMPLED, "temperature": {"temperature": 0.8}, "logprobs": {"temperature": 0.0, "logprobs": 5}}
 NUM_PROMPT_TOKENS = 16
+BURST = 50  # steps
 COMMAND = [sys.executable, "-P", "-m", "quire.tests.bench.bench_overhead", "--as-engine"]
 # By column: (what of the step's objects, its method). A column's time is without that of the columns before it, which it calls.
 PARTS = {
     "schedule": ("core", "_schedule"),
     "prepare": ("runner", "make_inputs"),
-    "model": ("runner", "model"),
+    "model": ("runner", "program"),
     "sample": ("runner", "sampler"),
     "rows": ("executor", "execute_model"),
     "process": ("core", "_process_model_outputs"),
@@ -40,23 +41,22 @@ PARTS = {
 }
 
 
-class StubModel:
-    """Hidden states are the rows' numbers; logits, by row, always the same: no token of the bundled model's is much likelier than others."""
+class StubProgram:
+    """In the place of a step's program: hidden states are the rows' numbers; logits, by row, always the same, and so is what argmax finds in
+    them. No token of the bundled model's is much likelier than others."""
 
-    def __init__(self, model: Any, max_num_seqs: int):
+    def __init__(self, vocab_size: int, max_num_seqs: int):
         import torch
 
         torch.manual_seed(0)
-        self.config, self.attention_layers = model.config, model.attention_layers
-        self.logits = 2.5 * torch.randn(max_num_seqs, model.config.vocab_size)
+        self.logits = 2.5 * torch.randn(max_num_seqs, vocab_size)
         self.logits[:, :2048] += 2.5
         self.hidden = torch.zeros(2**16, 1)
+        self.largest, self.is_finite = self.logits.argmax(1), torch.ones(max_num_seqs, dtype=torch.bool)
 
-    def __call__(self, token_ids: Any, positions: Any, metadata: Any) -> Any:
-        return self.hidden[: len(token_ids)]
-
-    def compute_logits(self, hidden: Any) -> Any:
-        return self.logits[: len(hidden)]
+    def __call__(self, token_ids: Any, positions: Any, metadata: Any, logits_indices: Any) -> tuple[Any, ...]:
+        num_rows = len(logits_indices)
+        return self.hidden[: len(token_ids)], self.logits[:num_rows], self.largest[:num_rows], self.is_finite[:num_rows]
 
 
 def make_executor(config: Any) -> Any:
@@ -65,7 +65,7 @@ def make_executor(config: Any) -> Any:
     class StubExecutor(Executor):
         def initialize_kv_cache(self, num_blocks: int) -> int:
             num_bytes = super().initialize_kv_cache(num_blocks)
-            self.worker.runner.use_model(StubModel(self.worker.model, config.scheduler_config.max_num_seqs))
+            self.worker.runner.program = StubProgram(self.worker.model.config.vocab_size, config.scheduler_config.max_num_seqs)
             return num_bytes
 
     return StubExecutor(config)
@@ -123,8 +123,6 @@ def add_timers(engine: LLMEngine) -> dict[str, list[float]]:
             inside = before + whole
             return result
 
-        if hasattr(function, "compute_logits"):
-            call.compute_logits = function.compute_logits
         return call
 
     for part, (owner, name) in PARTS.items():
@@ -147,7 +145,8 @@ def measure(vocab_size: int, mode: str, batch: int, choice: str, args: argparse.
         run(engine, batch, params, "warm")
         rounds = [run(engine, batch, params, str(i)) for i in range(args.rounds)]
         if mode == "process":
-            rounds = [[statistics.mean(times[i : i + 50]) for i in range(0, len(times) - 49, 50)] for times in rounds]
+            size = min(BURST, len(rounds[0]))
+            rounds = [[statistics.mean(times[i : i + size]) for i in range(0, len(times) - size + 1, size)] for times in rounds]
         times = [seconds for times in rounds for seconds in times]
         row = {"median": 1e6 * statistics.median(times), "quiet": quiet(times)}
         if mode == "inproc":

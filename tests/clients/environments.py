@@ -91,9 +91,8 @@ def print_row(client: Client, address: str, model_directory: Path) -> int:
 
 
 def print_table(wanted: list[Client]) -> int:
-    from quire.tests.frontend.server.conftest import running_server
-
     import quire
+    from quire.tests.frontend.server.conftest import running_server
 
     model_directory, num_failed = Path(quire.__file__).parent / "frontend" / "bundled_model", 0
     print("| client | version | checks | result |\n|---|---|---|---|")

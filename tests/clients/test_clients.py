@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from _pytest.mark import ParameterSet
-
 import quire
+from _pytest.mark import ParameterSet
 from quire.tests.clients.environments import SERVER_FLAGS, Client, clients
 from quire.tests.frontend.server.conftest import running_server
 

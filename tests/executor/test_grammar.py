@@ -21,8 +21,8 @@ from quire.ipc.messages import NewRequestData
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
 from quire.kernels import registry
 from quire.tests.executor.driver import make_config
-from quire.tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, save_tiny_model
 from quire.tests.structured.generator import numbered
+from quire.tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, save_tiny_model
 from tokenizers import Tokenizer
 
 OPS = registry.select("cpu", torch.float32)

@@ -210,6 +210,42 @@ def test_what_came_before_the_death_is_read_first() -> None:
     with_llm(test, lambda request: [5] * 5000, dies_after=4)
 
 
+def test_what_was_held_back_is_read_before_the_death() -> None:
+    async def test(llm: AsyncLLM) -> None:
+        llm.max_outputs_per_s = 1  # 50 ms between two outputs
+        stream, read = llm.generate("x", ENDLESS, "a"), []
+        with pytest.raises(EngineDeadError):
+            async for output in stream:
+                read.append(output)
+        assert [t for output in read for t in output.outputs[0].token_ids] == [5] * 4
+
+    with_llm(test, lambda request: [5] * 5000, dies_after=4)
+
+
+def test_what_is_held_back_comes_even_if_the_engine_falls_silent() -> None:
+    async def test(llm: AsyncLLM) -> None:
+        silent, steps = asyncio.Event(), iter(range(3))
+        get_output = llm.client.get_output_async
+
+        async def three_steps():
+            if next(steps, None) is None:
+                await silent.wait()
+            return await get_output()
+
+        llm.client.get_output_async = three_steps
+        llm.max_outputs_per_s = 1
+        assert llm.max_outputs_per_s == 1
+        stream = llm.generate("x", ENDLESS, "a")
+        told = []
+        while len(told) < 3:
+            told += (await anext(stream)).outputs[0].token_ids
+        assert told == [5] * 3
+        silent.set()
+        await stream.aclose()
+
+    with_llm(test, lambda request: [5] * 5000)
+
+
 def test_a_bug_in_reading_outputs_is_not_silent() -> None:
     async def test(llm: AsyncLLM) -> None:
         def broken(outputs):

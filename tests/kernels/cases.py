@@ -4,9 +4,12 @@ Must not know: any implementation that is registered."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +17,14 @@ import torch.nn.functional as F
 from quire.kernels.ops import AttentionMetadata
 from quire.kernels.reference import quantized
 from torch import Tensor
+
+# Triton's interpreter runs the kernels for GPUs on tensors in host memory; then they alone are tested (tests/kernels/triton/).
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if INTERPRETED:
+    from quire.tests.kernels.triton.guard import reachable
+else:
+    reachable = contextlib.nullcontext  # of tensors whose addresses a kernel reads from memory
 
 FOREIGN_BLOCK = 2**30  # stands in block tables past a request's last block: following it would fail
 
@@ -59,6 +70,41 @@ def copies(args: tuple[Any, ...]) -> list[Any]:
         return storages[key].as_strided(arg.shape, arg.stride(), arg.storage_offset())
 
     return [copy(arg) for arg in args]
+
+
+def on_gpu(function: Callable) -> Callable:
+    """An implementation for GPUs as a function of tensors in host memory: they go there, and what was written comes back."""
+    names = list(inspect.signature(function).parameters)
+
+    def call(*args: Any) -> Any:
+        moved: dict[tuple[int, torch.dtype], Tensor] = {}  # storages, so that views of one stay views of one
+        back: list[tuple[Tensor, Tensor]] = []
+
+        def move(value: Any) -> Any:
+            if isinstance(value, list):
+                return [move(item) for item in value]
+            if isinstance(value, AttentionMetadata):
+                return replace(value, **{name: move(item) for name, item in vars(value).items() if isinstance(item, Tensor)})
+            if not isinstance(value, Tensor):
+                return value
+            storage = value.untyped_storage()
+            whole = value.as_strided((storage.nbytes() // value.element_size(),), (1,), 0)
+            key = storage.data_ptr(), value.dtype  # empty ones are all at 0
+            if key not in moved:
+                moved[key] = whole.to(GPU, copy=True)
+                back.append((whole, moved[key]))
+            return moved[key].as_strided(value.shape, value.stride(), value.storage_offset())
+
+        there = [arg if name == "pairs" else move(arg) for name, arg in zip(names, args)]  # copy_blocks has them on the host
+        with reachable([written for _, written in back]):
+            result = function(*there)
+        for here, written in back:
+            here.copy_(written)
+        if callable(result):
+            return on_gpu(result)
+        return tuple(r.cpu() for r in result) if isinstance(result, tuple) else result.cpu() if isinstance(result, Tensor) else result
+
+    return call
 
 
 def rand(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -213,18 +259,78 @@ def reshape_and_cache(dtype: torch.dtype) -> list[Case]:
     ]  # fmt: skip
 
 
-def copy_blocks(dtype: torch.dtype) -> list[Case]:
-    def own(source: Tensor, destination: Tensor, pairs: Tensor) -> tuple[Tensor, ...]:
-        result = destination.clone()
-        result[pairs[:, 1]] = source[pairs[:, 0]]
-        return (result,)
+def fused_qk_rope_reshape_and_cache(dtype: torch.dtype) -> list[Case]:
+    def own(positions: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        """transformers' Qwen3Attention, as far as its rotation, and index_put_"""
+        angles, key_cache, value_cache, slots, query_norm, key_norm, eps = rest
+        cos, sin = (half.to(query.dtype).repeat(1, 2)[:, None] for half in angles[positions].chunk(2, -1))
 
-    cache, host = rand(10, 8, 2, 16, dtype=dtype), rand(6, 8, 2, 16, dtype=dtype)
+        def turn(x: Tensor, weight: Tensor | None) -> Tensor:
+            if weight is not None:
+                x = F.rms_norm(x, weight.shape, weight, eps)
+            x, rest = x[..., : angles.shape[1]], x[..., angles.shape[1] :]
+            first, second = x.chunk(2, -1)
+            return torch.cat((x * cos + torch.cat((-second, first), -1) * sin, rest), -1)
+
+        kept = slots >= 0
+        caches = key_cache.clone(), value_cache.clone()
+        for cache, new in zip(caches, (turn(key, key_norm), value)):
+            cache.flatten(0, 1)[slots[kept]] = new[kept]
+        return turn(query, query_norm), *caches
+
+    def case(tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norm: bool, joined: bool = True) -> Case:
+        angles = torch.arange(512)[:, None] * 0.01 ** torch.linspace(0, 1, rotary_dim // 2)
+        angles = torch.cat((angles.cos(), angles.sin()), -1).to(dtype).float()  # rounded beforehand, as for rotary_embedding
+        query, key, value = rand(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype).split((heads, kv_heads, kv_heads), dim=1)
+        if not joined:
+            query, key, value = query.clone(), key.clone(), value.clone()
+        caches = rand(6, 8, kv_heads, head_dim, dtype=dtype), rand(6, 8, kv_heads, head_dim, dtype=dtype)
+        slots = torch.randperm(48)[:tokens]
+        slots[1::3] = -1
+        norms = (rand(head_dim, dtype=dtype), rand(head_dim, dtype=dtype), 1e-6) if norm else (None, None, 0.0)
+        args = torch.randint(0, 512, (tokens,)), query, key, value, angles, *caches, slots, *norms
+        name = f"{tokens} tokens {heads}/{kv_heads} x {head_dim}, {rotary_dim} rotated{', norms' * norm}"
+        return Case(name, args, own, in_place=(1, 5, 6))
+
     return [
-        Case("within one cache", (cache, cache, torch.tensor([[3, 4], [3, 0], [9, 2]])), lambda *args: own(*args) * 2, in_place=(0, 1)),
-        Case("out", (cache, host, torch.tensor([[9, 0], [1, 5], [1, 2]])), own, in_place=(1,)),
-        Case("in", (host, cache, torch.tensor([[5, 7]])), own, in_place=(1,)),
-        Case("nothing", (host, cache, torch.zeros(0, 2, dtype=torch.int64)), own, in_place=(1,)),
+        case(1, 4, 2, 64, 64, False), case(9, 14, 2, 64, 64, False), case(4, 16, 8, 128, 128, True), case(3, 3, 1, 24, 24, True, False),
+        case(7, 4, 2, 32, 16, True), case(5, 2, 2, 40, 10, False, False), case(2, 40, 20, 8, 8, True), case(0, 4, 2, 16, 16, True),
+    ]  # fmt: skip
+
+
+def copy_blocks(dtype: torch.dtype) -> list[Case]:
+    class Copies(Case):
+        """args: pairs, then sources and destinations in turn"""
+
+        def call(self, function: Callable, args: list[Any]) -> None:
+            pairs, *caches = args
+            function(caches[::2], caches[1::2], pairs)
+
+    def own(pairs: Tensor, *caches: Tensor) -> tuple[Tensor, ...]:
+        results = []
+        for source, destination in zip(caches[::2], caches[1::2]):
+            copied = destination.clone()
+            copied[pairs[:, 1]] = source[pairs[:, 0]]
+            results += [copied if source.equal(destination) else source, copied]
+        return tuple(results)
+
+    def case(name: str, pairs: list[tuple[int, int]], *caches: Tensor) -> Case:
+        index = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+        return Copies(name, (index, *caches), own, in_place=tuple(range(1, 1 + len(caches))))
+
+    def blocks(num_blocks: int, *shape: int) -> list[Tensor]:
+        return [rand(num_blocks, *(shape or (8, 2, 16)), dtype=dtype) for _ in range(4)]
+
+    caches, hosts, odd, large = blocks(10), blocks(6), blocks(4, 3, 1, 5), blocks(3, 16, 4, 128)
+    joined = torch.stack(caches)
+    return [
+        case("within the caches", [(3, 4), (3, 0), (9, 2)], *(cache for cache in caches for _ in range(2))),
+        case("out", [(9, 0), (1, 5), (1, 2)], *(cache for pair in zip(caches, hosts) for cache in pair)),
+        case("in", [(5, 7)], *(cache for pair in zip(hosts, caches) for cache in pair)),
+        case("nothing", [], hosts[0], caches[0]),
+        case("odd sizes", [(1, 0), (3, 2)], odd[0], odd[1]),
+        case("views of one tensor", [(0, 3), (9, 1)], joined[0], joined[0], joined[2], joined[2]),
+        case("large blocks", [(2, 0)], large[0], large[1], large[2], large[3]),
     ]
 
 
@@ -281,6 +387,11 @@ def attention_own(query: Tensor, key_cache: Tensor, value_cache: Tensor, metadat
 
 def paged_attention(dtype: torch.dtype) -> list[Case]:
     bundled, qwen = (4, 2, 64), (14, 2, 64)
+    if INTERPRETED:  # a tile of keys takes 10 ms there
+        return [
+            attention_case([1, 1, 1], [15, 1, 33], bundled, 16, dtype),
+            attention_case([1, 1, 7, 80], [300, 3, 100, 80], (4, 1, 32), 16, dtype),
+        ]
     ragged = [50 + i for i in range(31)] + [1500]
     return [
         attention_case([1], [1], bundled, 16, dtype),
@@ -299,7 +410,7 @@ MODEL_OPS = {
     f.__name__: f
     for f in (
         embedding, gather_rows, pack_linear, pack_quantized_linear, rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding, reshape_and_cache,
-        copy_blocks, paged_attention,
+        fused_qk_rope_reshape_and_cache, copy_blocks, paged_attention,
     )
 }
 SAMPLING_OPS = ("apply_grammar_bitmask", "apply_penalties", "argmax", "sample_tokens", "random_gumbel", "gather_logprobs")

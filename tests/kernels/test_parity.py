@@ -2,6 +2,8 @@
 May know: the registry, the cases.
 Must not know: which implementations there are: it enumerates them, a user's too."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +16,15 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def all_implementations(op: str, dtype: torch.dtype) -> list[Implementation]:
-    return [i for i in registry.implementations(op) if i.predicate(Facts("cpu", dtype, head_dim=64))]
+    """Those for CPUs, and where there is a GPU those for it; in Triton's interpreter these alone (tests/kernels/triton/)."""
+    found = []
+    if not cases.INTERPRETED:
+        found += [i for i in registry.implementations(op) if i.predicate(Facts("cpu", dtype, head_dim=64))]
+    if cases.INTERPRETED or cases.GPU.type == "cuda":
+        registry.import_implementations("cuda")
+        on_gpu = [i for i in registry.implementations(op) if i.predicate(Facts("cuda", dtype, head_dim=64)) and i.name != "reference"]
+        found += [dataclasses.replace(i, function=cases.on_gpu(i.function)) for i in on_gpu]
+    return found
 
 
 def label(value: object) -> str:
@@ -84,7 +94,7 @@ def batches(draw) -> tuple[list[int], list[int], tuple[int, int, int], int]:
 
 
 @pytest.mark.parametrize(("dtype", "implementation"), ATTENTION, ids=label)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=4 if cases.INTERPRETED else 25, deadline=None, derandomize=True)
 @given(batch=batches())
 def test_attention_over_ragged_batches(dtype, implementation, batch):
     torch.manual_seed(len(batch[0]))
@@ -109,11 +119,12 @@ def test_a_request_with_nan_spoils_only_itself(dtype, implementation):
 @pytest.mark.parametrize(("dtype", "implementation"), ATTENTION, ids=label)
 def test_chunked_prefill_equals_whole(dtype, implementation):
     torch.manual_seed(4)
-    total, heads, block_size = 530, (4, 2, 32), 16
+    sizes = (1, 15, 16, 17, 1, 40, 20) if cases.INTERPRETED else (1, 15, 16, 17, 1, 300, 180)
+    total, heads, block_size = sum(sizes), (4, 2, 32), 16
     query, key_cache, value_cache, whole, scale = cases.attention_case([total], [total], heads, block_size, dtype).args
     expected = implementation.function(query, key_cache, value_cache, whole, scale)
     pieces, start = [], 0
-    for size in (1, 15, 16, 17, 1, 300, 180):
+    for size in sizes:
         end = start + size
         metadata = cases.make_metadata([size], [end], block_size, 64)
         metadata.block_tables[:] = whole.block_tables[:, : metadata.block_tables.shape[1]]

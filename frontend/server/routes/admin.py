@@ -14,9 +14,9 @@ from starlette.routing import Route
 
 from ....ipc.errors import EnginePausedError
 from ...async_llm import AsyncLLM
-from ..call import read_body
-from ..errors import ApiError, invalid, unsupported
-from ..sse import Json
+from ..http.call import read_body
+from ..http.errors import ApiError, invalid, unsupported
+from ..http.sse import Json
 from ..state import ServerState
 
 Action = Callable[[AsyncLLM, Request], Awaitable[dict[str, Any]]]

@@ -11,13 +11,13 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from ....ipc.checks import INT64_MAX
-from ..call import Call, call_of, read_body
-from ..chat_answer import ChatAnswer, ChatCompletion
+from ..apis.chat_answer import ChatAnswer, ChatCompletion
+from ..apis.openai_messages import Message, plain_messages
+from ..apis.openai_tools import Tool, ToolChoice, checked_tools
 from ..chat_run import ChatTurn, prepare_chat
-from ..errors import invalid
-from ..openai_messages import Message, plain_messages
-from ..openai_tools import Tool, ToolChoice, checked_tools
-from ..openapi import described
+from ..http.call import Call, call_of, read_body
+from ..http.errors import invalid
+from ..http.openapi import described
 from ..sampling import MAX_LOGPROBS, SamplingBody, check_fields, field_names, sampling_params
 from ..state import ServerState
 

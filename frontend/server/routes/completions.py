@@ -12,11 +12,11 @@ from starlette.routing import Route
 
 from ....ipc.checks import INT64_MAX
 from ....ipc.params import ALL_LOGPROBS, RequestOutputKind
-from ..call import Call, call_of, read_body
-from ..completion_answer import Completion, CompletionAnswer
-from ..errors import invalid, unsupported
+from ..apis.completion_answer import Completion, CompletionAnswer
 from ..generation import Job, check_context, check_room
-from ..openapi import described
+from ..http.call import Call, call_of, read_body
+from ..http.errors import invalid, unsupported
+from ..http.openapi import described
 from ..sampling import MAX_LOGPROBS, SamplingBody, TokenId, check_fields, field_names, sampling_params
 from ..state import ServerState
 from ..tokenizing import tokenize_all

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..errors import ApiError, invalid
+from ..http.errors import ApiError, invalid
+from ..http.sse import Json
 from ..request_log import MAX_REQUESTS, FinishedRequest
-from ..sse import Json
 from ..state import ServerState
 from ..time_line import chrome_trace, summary_of, time_line
 

@@ -11,10 +11,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...async_llm import AsyncLLM
-from ..errors import ApiError
-from ..sse import Json
+from ..http.errors import ApiError
+from ..http.sse import Json
 from ..state import ServerState
-
 
 PING_S = 0.5  # how long an answer waits for the engine's: those who probe expect one within a second
 

@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..apis.messages_turn import NAMES, MessagesBody, PromptBody, turn_of
 from ..blocks import CALL, DELTA, REASONING, START, TEXT, Block, BlockEvent, Blocks, read_blocks
-from ..call import Call, call_of, read_body
 from ..chat_run import ChatRun, ChoiceNews, Message, prepare_chat, render_turn
-from ..errors import ApiError, named
-from ..messages_turn import NAMES, MessagesBody, PromptBody, turn_of
-from ..openapi import described
-from ..sse import EventStream, Json, named_event
+from ..http.call import Call, call_of, read_body
+from ..http.errors import ApiError, named
+from ..http.openapi import described
+from ..http.sse import EventStream, Json, named_event
 from ..state import ServerState
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..openapi import described
-from ..sse import Json
+from ..http.openapi import described
+from ..http.sse import Json
 from ..state import ServerState
 
 

@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from ...outputs import PositionLogprobs
+from ..apis.ollama_turn import CHAT_NAMES, GENERATE_NAMES, OllamaBody, OllamaChatBody, OllamaGenerateBody, check_body, prepare_generate, prepare_ollama_chat
 from ..blocks import CALL, DELTA, STOP, TEXT, Block, Blocks
-from ..call import Call, call_of, read_body
 from ..chat_run import ChatRun
-from ..errors import ApiError, named, unsupported
-from ..ollama_turn import CHAT_NAMES, GENERATE_NAMES, OllamaChatBody, OllamaGenerateBody, OllamaBody, check_body, prepare_generate, prepare_ollama_chat
-from ..openapi import described
-from ..sse import EventStream, Json, encode
+from ..http.call import Call, call_of, read_body
+from ..http.errors import ApiError, named, unsupported
+from ..http.openapi import described
+from ..http.sse import EventStream, Json, encode
 from ..state import ServerState
 from ..token_logprobs import TokenWriter
 

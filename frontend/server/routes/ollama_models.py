@@ -15,10 +15,10 @@ from starlette.routing import Route
 
 from .... import __version__
 from ...model_sizes import measure_model
-from ..call import read_body
-from ..errors import ApiError, missing
-from ..openapi import described
-from ..sse import Json
+from ..http.call import read_body
+from ..http.errors import ApiError, missing
+from ..http.openapi import described
+from ..http.sse import Json
 from ..state import ServerState
 
 API_VERSION = "0.13.0"  # of Ollama's API as it is followed here; clients compare it with the least that they need

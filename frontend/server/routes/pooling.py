@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..call import read_body
-from ..errors import unsupported
-from ..openapi import described
+from ..http.call import read_body
+from ..http.errors import unsupported
+from ..http.openapi import described
 from ..sampling import TokenId
 from ..state import ServerState
 

@@ -11,15 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..call import Call, call_of, read_body
+from ..apis.response_store import ResponseStore, Stored
+from ..apis.responses_answer import ResponsesAnswer, new_response_id
+from ..apis.responses_items import Item, items_of
+from ..apis.responses_turn import NAMES, ResponsesBody, check_body, turn_of
 from ..chat_run import ChatRun, ChatTurn, prepare_chat, render_turn
-from ..errors import ApiError, invalid, named, not_found, unsupported
-from ..openapi import described
-from ..response_store import ResponseStore, Stored
-from ..responses_answer import ResponsesAnswer, new_response_id
-from ..responses_items import Item, items_of
-from ..responses_turn import NAMES, ResponsesBody, check_body, turn_of
-from ..sse import Json
+from ..http.call import Call, call_of, read_body
+from ..http.errors import ApiError, invalid, named, not_found, unsupported
+from ..http.openapi import described
+from ..http.sse import Json
 from ..state import ServerState
 
 MAX_LISTED, LISTED = 100, 20  # items of one page of a list, OpenAI's

@@ -14,13 +14,13 @@ from starlette.routing import Route
 
 from ....ipc.params import SamplingParams
 from ...tokenizer import SPECIAL_TOKEN_KEYS, Tokenizer
-from ..call import Call, call_of, read_body
+from ..apis.openai_messages import Message, plain_messages
+from ..apis.openai_tools import Tool, checked_tools
 from ..chat_run import ChatTurn, render_turn
-from ..errors import ApiError, invalid, missing
-from ..openai_messages import Message, plain_messages
-from ..openai_tools import Tool, checked_tools
-from ..openapi import described
-from ..sse import Json
+from ..http.call import Call, call_of, read_body
+from ..http.errors import ApiError, invalid, missing
+from ..http.openapi import described
+from ..http.sse import Json
 from ..state import ServerState
 from ..tokenizing import tokenize_all
 from .chat import checked_variables

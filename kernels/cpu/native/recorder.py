@@ -122,6 +122,10 @@ class Recorder:
 class Guard(TorchDispatchMode):
     """Lets views of tensors through; refuses whatever would compute."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, two seconds and 100 MB, for what is never compiled
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **kwargs or {}) if func.is_view else None
         # Some that are views mostly, like reshape, may copy.

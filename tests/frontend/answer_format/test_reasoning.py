@@ -3,7 +3,6 @@ May know: the marks.
 Must not know: parsers."""
 
 import pytest
-
 from quire.frontend.answer_format.reasoning import ReasoningMarks
 
 MARKS = ReasoningMarks("<think>", "</think>")

@@ -8,13 +8,12 @@ from typing import Any
 
 import httpx2 as httpx
 import msgspec
-
 from quire.frontend.engine_args import EngineArgs
 from quire.frontend.llm_engine import TextSide
 from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.frontend.server.app import App, make_app
-from quire.frontend.server.call import Call
 from quire.frontend.server.config import ServerConfig
+from quire.frontend.server.http.call import Call
 from quire.frontend.server.state import ServerState
 from quire.ipc.params import RequestOutputKind, SamplingParams
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from quire.frontend.server.admission import MAX_RETRY_AFTER_S, Admission
-from quire.frontend.server.errors import ApiError
+from quire.frontend.server.http.errors import ApiError
 
 
 class Clock:

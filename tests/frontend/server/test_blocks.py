@@ -3,7 +3,6 @@ May know: blocks.py, the parts of an answer.
 Must not know: any API."""
 
 import pytest
-
 from quire.frontend.answer_format import Content, Reasoning, ToolCallArguments, ToolCallStart
 from quire.frontend.server.blocks import Blocks
 

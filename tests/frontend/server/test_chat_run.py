@@ -7,15 +7,14 @@ from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 
 import pytest
-
 from quire.frontend.answer_format import ToolCall, detect
 from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.frontend.server import chat_run
 from quire.frontend.server.admission import Admission
-from quire.frontend.server.call import Call
 from quire.frontend.server.chat_run import ChatRun, ChatTurn, Message, prepare_chat, shape_answer, shown_tool
-from quire.frontend.server.errors import ApiError
 from quire.frontend.server.generation import Job
+from quire.frontend.server.http.call import Call
+from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.meters import Meters
 from quire.frontend.server.request_log import RequestLog
 from quire.ipc.errors import InvalidParameterError

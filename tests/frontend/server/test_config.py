@@ -4,7 +4,6 @@ Must not know: what a value does."""
 
 import msgspec
 import pytest
-
 from quire.frontend.server.config import ServerConfig, server_fields
 from quire.ipc.config import config_fields
 

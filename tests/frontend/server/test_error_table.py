@@ -12,12 +12,11 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from starlette.routing import Match
-
 from quire.frontend.server.app import all_routes
 from quire.frontend.server.config import ServerConfig
-from quire.frontend.server.errors import TYPES
+from quire.frontend.server.http.errors import TYPES
 from quire.frontend.server.state import ServerState
+from starlette.routing import Match
 
 T, C, R, M = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 hi = [{"role": "user", "content": "hi"}]

@@ -7,10 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
-
 from quire.frontend.outputs import RequestOutput
-from quire.frontend.server.errors import ApiError
 from quire.frontend.server.generation import all_of, failure, merged
+from quire.frontend.server.http.errors import ApiError
 
 
 class Runs:

@@ -16,7 +16,6 @@ from typing import Any
 import httpx2 as httpx
 import psutil
 import pytest
-
 from quire.tests.fake_engine import wait_until
 from quire.tests.frontend.server.conftest import running_server
 from quire.tests.frontend.server.hostile import HEAD, SLOW, exchange

@@ -3,7 +3,6 @@ May know: meters.py, RequestMetrics.
 Must not know: Prometheus."""
 
 import pytest
-
 from quire.frontend.outputs import RequestMetrics
 from quire.frontend.server.meters import Histogram, Meters
 from quire.ipc.params import SamplingParams

@@ -3,8 +3,7 @@ May know: response_format.py, SamplingBody.
 Must not know: grammars."""
 
 import pytest
-
-from quire.frontend.server.errors import ApiError
+from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.response_format import StructuredOutputs, response_format, structured_outputs_of
 from quire.frontend.server.sampling import SamplingBody
 

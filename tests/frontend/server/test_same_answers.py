@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-
 from quire import LLM, SamplingParams
 from quire.tests.frontend.server.conftest import running_server
 from quire.tests.frontend.server.routes.test_completions import events

@@ -8,7 +8,6 @@ from typing import Any
 import httpx2 as httpx
 import msgspec
 import pytest
-
 from quire.tests.frontend.server.scripted import named_events
 
 SYSTEM = "You are brief."

@@ -6,10 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-
-from quire.frontend.server.call import Call
 from quire.frontend.server.config import ServerConfig
-from quire.frontend.server.errors import ApiError
+from quire.frontend.server.http.call import Call
+from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.routes.chat import ChatBody
 from quire.frontend.server.sampling import IGNORED, UNSUPPORTED, SamplingBody, StreamOptions, check_fields, field_names, sampling_params
 from quire.ipc.errors import InvalidParameterError

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.serving import check_certificate, open_port, raise_open_files_limit
 from quire.ipc.errors import InvalidParameterError

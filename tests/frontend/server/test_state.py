@@ -3,9 +3,8 @@ May know: ServerState, ApiError.
 Must not know: an engine."""
 
 import pytest
-
 from quire.frontend.server.config import ServerConfig
-from quire.frontend.server.errors import ApiError
+from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.state import ServerState, read_template
 
 

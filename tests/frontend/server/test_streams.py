@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-
 from quire.frontend.server.app import App
 from quire.tests.frontend.server.scripted import ScriptedEngine, post, scripted_app
 

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
-
 from quire.frontend.outputs import Logprob
 from quire.frontend.server.token_logprobs import TokenWriter, joined, prompt_logprobs
 from quire.frontend.tokenizer import Tokenizer
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
 EURO = "€".encode()  # three bytes, three tokens
 HI, BOS, ODD = 256, 257, 258

@@ -8,7 +8,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from quire.frontend.server.errors import ApiError
+from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.tokenizing import LONG_TEXT, check_length, tokenize_all
 from quire.tests.frontend.tiny_tokenizers import tiny_tokenizer
 from tokenizers import normalizers

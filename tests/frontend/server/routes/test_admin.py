@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import httpx2 as httpx
 import pytest
-
 from quire.frontend.server.routes.admin import ACTIONS
 from quire.tests.fake_engine import wait_until
 from quire.tests.frontend.server.conftest import running_server, slow_engine

@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-
 from quire.tests.frontend.server.conftest import running_server
 from quire.tests.frontend.server.routes.test_completions import events
 from quire.tests.frontend.server.scripted import TOOL_TEMPLATE

@@ -6,7 +6,6 @@ import socket
 import time
 
 import httpx2 as httpx
-
 from quire.tests.fake_engine import wait_until
 from quire.tests.frontend.server.conftest import running_server, slow_engine
 

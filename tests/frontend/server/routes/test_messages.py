@@ -4,7 +4,6 @@ Must not know: the engine."""
 
 import httpx2 as httpx
 import pytest
-
 from quire.tests.frontend.server.scripted import WITH_THOUGHT_AND_CALL, ScriptedEngine, named_events, post, scripted_app
 
 URL = "/v1/messages"

@@ -11,7 +11,6 @@ import httpx2 as httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
-
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.routes import metrics
 from quire.frontend.server.state import ServerState

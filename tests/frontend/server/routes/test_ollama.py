@@ -8,7 +8,6 @@ from typing import Any
 import httpx2 as httpx
 import msgspec
 import pytest
-
 from quire.tests.frontend.server.scripted import WITH_THOUGHT_AND_CALL, ScriptedEngine, post, scripted_app
 
 CHAT = {"model": "bundled", "messages": [{"role": "user", "content": "What is 2 + 3?"}]}

@@ -5,7 +5,6 @@ Must not know: the engine."""
 from datetime import datetime
 
 import pytest
-
 from quire.tests.frontend.server.scripted import ScriptedEngine, post, scripted_app, talk
 
 APP = scripted_app(ScriptedEngine([""]))

@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-
 from quire.tests.frontend.server.scripted import WITH_THOUGHT_AND_CALL, ScriptedEngine, named_events, post, scripted_app, talk
 
 URL = "/v1/responses"

@@ -1,0 +1,137 @@
+"""The messages of Anthropic's API and the blocks that they are made of, as messages that chat templates know.
+May know: the shapes of messages and blocks, what chat templates expect of messages.
+Must not know: the other fields of a body, HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ..http.errors import ApiError, invalid, unsupported
+
+
+class Block(msgspec.Struct, tag_field="type", kw_only=True):
+    """What content is made of."""
+
+    cache_control: dict[str, Any] | None = None  # for Anthropic's prompt cache; here every prefix is cached
+
+
+class TextBlock(Block, tag="text"):
+    text: str
+    citations: list[Any] | None = None  # of an answer that is handed back: they are in its text
+
+
+class ThinkingBlock(Block, tag="thinking"):
+    thinking: str = ""
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(Block, tag="redacted_thinking"):
+    """Written by another server's model in a form that only that one can read."""
+
+    data: str | None = None
+
+
+class ToolUseBlock(Block, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ImageBlock(Block, tag="image"): ...
+
+
+class DocumentBlock(Block, tag="document"): ...
+
+
+class ToolResultBlock(Block, tag="tool_result"):
+    tool_use_id: str
+    content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
+    is_error: bool | None = None
+
+
+AnyBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | ImageBlock | DocumentBlock
+
+
+class SystemBlock(msgspec.Struct, kw_only=True):
+    """A TextBlock, whose type need not be said: there is no other."""
+
+    type: Literal["text"] = "text"
+    text: str
+    citations: list[Any] | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class AnthropicMessage(msgspec.Struct, kw_only=True):
+    role: Annotated[str, Meta(extra_json_schema={"enum": ["user", "assistant", "system"]})]
+    content: str | list[AnyBlock]
+
+
+def plain_messages(system: str | list[SystemBlock] | None, said: list[AnthropicMessage]) -> list[dict[str, Any]]:
+    """As chat templates expect them: a result of a tool is a message, thoughts and calls belong to the message that they stand in.
+
+    Turns of the same role that follow each other become one, as in Anthropic's API; many templates refuse two.
+    """
+    messages: list[dict[str, Any]] = []  # their texts in pieces for now
+    if text := system if isinstance(system, str) else "\n".join(block.text for block in system or []):
+        messages.append({"role": "system", "content": [text]})
+    if not said:
+        raise invalid("messages", "'messages' must hold at least one message.", "empty_array")
+    names: dict[str, str] = {}  # of the tools, by the ids of their calls
+    for i, message in enumerate(said):
+        if message.role not in ("user", "assistant", "system"):
+            raise invalid(f"messages[{i}].role", f"'messages[{i}].role' must be user, assistant or system, got '{message.role:.40}'.")
+        blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
+        for j, block in enumerate(blocks):
+            _add(messages, message.role, block, f"messages[{i}].content[{j}]", names)
+        if not blocks:
+            _last(messages, message.role)
+    for message in messages:
+        message["content"] = "\n".join(message["content"])
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
+    return messages
+
+
+def _last(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
+    """The message to add to: the last one if it is of this role, else a new one."""
+    if not messages or messages[-1]["role"] != role:
+        messages.append({"role": role, "content": []})
+    return messages[-1]
+
+
+def _add(messages: list[dict[str, Any]], role: str, block: AnyBlock, where: str, names: dict[str, str]) -> None:
+    if isinstance(block, TextBlock):
+        _last(messages, role)["content"].append(block.text)
+    elif isinstance(block, ThinkingBlock) and role == "assistant":
+        _last(messages, role).setdefault("reasoning_content", []).append(block.thinking)
+    elif isinstance(block, ToolUseBlock) and role == "assistant":
+        names[block.id] = block.name
+        call = {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+        _last(messages, role).setdefault("tool_calls", []).append(call)
+    elif isinstance(block, ToolResultBlock) and role == "user":
+        if block.tool_use_id not in names:
+            raise invalid(f"{where}.tool_use_id", f"'{where}.tool_use_id' must be the id of a tool_use block of an earlier message.")
+        content = [_result_text(block, where)]
+        messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "name": names[block.tool_use_id], "content": content})
+    elif isinstance(block, (ImageBlock, DocumentBlock)):
+        raise no_media(where, block)
+    elif isinstance(block, RedactedThinkingBlock):
+        _last(messages, role)
+    else:
+        raise invalid(f"{where}.type", f"'{where}' cannot be a {block.__struct_config__.tag} block in a message of the role {role}.")
+
+
+def _result_text(block: ToolResultBlock, where: str) -> str:
+    parts = [TextBlock(text=block.content or "")] if not isinstance(block.content, list) else block.content
+    for k, part in enumerate(parts):
+        if not isinstance(part, TextBlock):
+            raise no_media(f"{where}.content[{k}]", part)
+    text = "\n".join(part.text for part in parts)
+    return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text  # templates have no other way to say so
+
+
+def no_media(where: str, block: Block) -> ApiError:
+    return unsupported(f"{where}.type", f"'{where}' is of the type {block.__struct_config__.tag}: this model reads text only.")

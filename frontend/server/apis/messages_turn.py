@@ -1,0 +1,175 @@
+"""From a body of Anthropic's /v1/messages to a turn of a conversation.
+May know: the fields of that API, what chat templates expect of tools.
+Must not know: content blocks (anthropic_messages.py), the answer's shape, HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from ....ipc.checks import INT64_MAX
+from ....ipc.params import StructuredOutputsParams
+from ..chat_run import ChatTurn, thinking_variables
+from ..http.call import Call
+from ..http.errors import invalid, missing, unsupported
+from ..sampling import SamplingBody, sampling_params
+from ..state import ServerState
+from .anthropic_messages import AnthropicMessage, SystemBlock, plain_messages
+
+# The house's names of what can be refused -> this API's.
+NAMES = {"prompt": "messages", "stop": "stop_sequences", "structured_outputs": "output_config.format"}
+
+
+class AnthropicTool(msgspec.Struct, kw_only=True):
+    name: str | None = None
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class AnthropicToolChoice(msgspec.Struct, kw_only=True):
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["auto", "any", "tool", "none"]})]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(msgspec.Struct, kw_only=True):
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["enabled", "adaptive", "disabled"]})]
+    budget_tokens: int | None = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["json_schema"]})]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class PromptBody(msgspec.Struct, kw_only=True):
+    """POST /v1/messages/count_tokens: what makes the prompt."""
+
+    model: str | None = None
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
+    system: str | list[SystemBlock] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    cache_control: dict[str, Any] | None = None  # every prefix is cached
+
+
+class MessagesBody(PromptBody, kw_only=True):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=INT64_MAX)]
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
+    metadata: dict[str, Any] | None = None  # whom the request is for: changes no answer
+    service_tier: str | None = None  # there is one
+
+
+def turn_of(state: ServerState, call: Call, body: PromptBody, request_id: str) -> ChatTurn:
+    """Raises ApiError, or InvalidParameterError under the house's names. max_tokens is cut to what the context leaves, as clients expect
+    who have to send one."""
+    is_run = isinstance(body, MessagesBody)
+    sampling = SamplingBody()
+    if is_run:
+        sampling = SamplingBody(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences, stream=body.stream)
+    defaults = state.ready_engine().get_default_sampling_params()
+    structured = _structured_outputs(body.output_config)
+    max_tokens = body.max_tokens if is_run else None
+    params = sampling_params(sampling, defaults, state.server_config, max_tokens=max_tokens, logprobs=None, structured_outputs=structured)
+    messages = plain_messages(body.system, body.messages)
+    continues = messages[-1]["role"] == "assistant"
+    if continues and messages[-1].get("tool_calls"):
+        raise invalid("messages", "messages: the last message calls tools; their tool_result blocks must follow in a user message.")
+    tools, tool_choice = _tools(body)
+    _note_ignored(call, body)
+    return ChatTurn(
+        request_id,
+        messages,
+        params,
+        tools=tools,
+        tool_choice=tool_choice,
+        parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+        template_variables=_variables(state, call, body),
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        names=NAMES,
+    )
+
+
+def _structured_outputs(config: OutputConfig | None) -> StructuredOutputsParams | None:
+    if config is None or config.format is None:
+        return None
+    if config.format.type != "json_schema":
+        raise unsupported("output_config.format.type", "'output_config.format.type' must be json_schema.")
+    return StructuredOutputsParams(json=config.format.schema)
+
+
+def _note_ignored(call: Call, body: PromptBody) -> None:
+    if body.thinking and body.thinking.budget_tokens is not None:
+        call.ignored_params.append("thinking.budget_tokens")
+    if isinstance(body, MessagesBody) and body.metadata:
+        call.ignored_params.append("metadata")
+    if isinstance(body, MessagesBody) and body.service_tier not in (None, "auto", "standard_only"):
+        call.ignored_params.append("service_tier")
+
+
+def _variables(state: ServerState, call: Call, body: PromptBody) -> dict[str, Any]:
+    kind = body.thinking and body.thinking.type
+    if kind not in (None, "enabled", "adaptive", "disabled"):
+        raise unsupported("thinking.type", f"'thinking.type' must be enabled, adaptive or disabled, got '{kind:.40}'.")
+    enabled = None if kind in (None, "adaptive") else kind == "enabled"
+    effort = body.output_config and body.output_config.effort
+    return thinking_variables(state, call, enabled, effort, ("thinking", "output_config.effort"))
+
+
+# ------------------------------------------------------------ tools
+
+
+def _tools(body: PromptBody) -> tuple[list[dict[str, Any]] | None, Any]:
+    """In OpenAI's form, which chat templates know, and which of them is to be called."""
+    tools = [_tool(tool, i) for i, tool in enumerate(body.tools or [])]
+    names: set[str] = set()
+    for i, tool in enumerate(tools):
+        if (name := tool["function"]["name"]) in names:
+            raise invalid(f"tools[{i}].name", f"'tools[{i}].name': two tools are called {name!r:.60}.")
+        names.add(name)
+    choice = body.tool_choice
+    if choice is None or choice.type == "auto":
+        return tools or None, "auto"
+    if choice.type == "none":
+        return tools or None, "none"
+    if choice.type not in ("any", "tool"):
+        raise unsupported("tool_choice.type", f"'tool_choice.type' must be auto, any, tool or none, got '{choice.type:.40}'.")
+    if not tools:
+        raise invalid("tool_choice", f"'tool_choice' can be {choice.type} only with 'tools'.")
+    if choice.type == "any":
+        return tools, "required"
+    if choice.name not in names:
+        raise invalid("tool_choice.name", "'tool_choice.name' must be the name of one of 'tools'.")
+    return tools, {"name": choice.name}
+
+
+def _tool(tool: AnthropicTool, i: int) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        message = f"'tools[{i}]', {tool.type:.40}, is one of Anthropic's own; this server has only tools with a name and an input_schema."
+        raise unsupported(f"tools[{i}].type", message)
+    if not tool.name:
+        raise missing(f"tools[{i}].name")
+    if tool.input_schema is None:
+        raise missing(f"tools[{i}].input_schema")
+    described = {"description": tool.description} if tool.description else {}
+    function = {"name": tool.name, **described, "parameters": tool.input_schema} | ({"strict": True} if tool.strict else {})
+    return {"type": "function", "function": function}

@@ -1,0 +1,240 @@
+"""From bodies of Ollama's /api/chat and /api/generate to a turn of a conversation, or to a prompt as it is.
+May know: the fields and options of that API, what chat templates expect of messages and tools.
+Must not know: the answer's shape, HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from ....ipc.params import SamplingParams, StructuredOutputsParams
+from ...answer_format import detect
+from ..chat_run import ChatRun, ChatTurn, prepare_chat, thinking_variables
+from ..generation import Job, check_context
+from ..http.call import Call
+from ..http.errors import invalid, missing, unsupported
+from ..sampling import MAX_LOGPROBS, Number, SamplingBody, sampling_params
+from ..state import ServerState
+from ..tokenizing import tokenize_all
+
+CHAT_NAMES = {"prompt": "messages", "structured_outputs": "format", "structured_outputs.json": "format", "max_tokens": "options.num_predict"}
+CHAT_NAMES |= {name: f"options.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")}
+CHAT_NAMES["repetition_penalty"] = "options.repeat_penalty"
+GENERATE_NAMES = CHAT_NAMES | {"prompt": "prompt"}
+
+
+class OllamaOptions(msgspec.Struct, kw_only=True):
+    """The first ones mean something here."""
+
+    num_predict: int | None = None  # below 1: to the end of the context
+    num_ctx: int | None = None
+    temperature: Number | None = None
+    top_k: int | None = None
+    top_p: Number | None = None
+    min_p: Number | None = None
+    seed: int | None = None  # below 0: any
+    stop: str | list[str] | None = None
+    repeat_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    # how Ollama samples and runs its models; ignored
+    num_keep: int | None = None
+    typical_p: Number | None = None
+    tfs_z: Number | None = None
+    repeat_last_n: int | None = None
+    mirostat: int | None = None
+    mirostat_tau: Number | None = None
+    mirostat_eta: Number | None = None
+    penalize_newline: bool | None = None
+    numa: bool | None = None
+    num_batch: int | None = None
+    num_gpu: int | None = None
+    main_gpu: int | None = None
+    num_thread: int | None = None
+    low_vram: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+
+
+IGNORED = OllamaOptions.__struct_fields__[OllamaOptions.__struct_fields__.index("num_keep") :]
+
+
+class OllamaFunctionCall(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: dict[str, Any]
+    index: int | None = None
+
+
+class OllamaToolCall(msgspec.Struct, kw_only=True):
+    function: OllamaFunctionCall
+    id: str | None = None
+    type: str | None = None
+
+
+class OllamaMessage(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[OllamaToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class OllamaTool(msgspec.Struct, kw_only=True):
+    function: OllamaFunction
+    type: str | None = None
+
+
+class OllamaBody(msgspec.Struct, kw_only=True):
+    """What chat and generate share."""
+
+    model: str | None = None
+    format: str | dict[str, Any] | None = None  # "json" or a schema
+    options: OllamaOptions | None = None
+    stream: bool | None = None  # unless false
+    think: bool | str | None = None
+    keep_alive: Number | str | None = None  # the model stays as long as the server
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class OllamaChatBody(OllamaBody, kw_only=True):
+    """POST /api/chat."""
+
+    messages: list[OllamaMessage] | None = None
+    tools: list[OllamaTool] | None = None
+
+
+class OllamaGenerateBody(OllamaBody, kw_only=True):
+    """POST /api/generate."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    # refused
+    suffix: str | None = None
+    template: str | None = None
+    context: list[int] | None = None
+    images: list[Any] | None = None
+
+
+def check_body(state: ServerState, call: Call, body: OllamaBody) -> str:
+    """The name of the model as it was asked for. Ollama's names may end in a tag. What is ignored is noted."""
+    if not body.model:
+        raise missing("model")
+    call.ignored_params += [f"options.{name}" for name in IGNORED if body.options and getattr(body.options, name) is not None]
+    if body.keep_alive is not None:
+        call.ignored_params.append("keep_alive")
+    state.check_model(body.model.removesuffix(":latest"))
+    if body.think and state.answer_format.reasoning_marks is None:
+        raise invalid("think", f"The model {body.model!r:.60} does not think: 'think' cannot be set.")
+    context = body.options and body.options.num_ctx
+    if context is not None and context > state.max_model_len:
+        raise invalid("options.num_ctx", f"'options.num_ctx' must be at most {state.max_model_len}, this server's max_model_len, got {context}.")
+    return body.model
+
+
+def sampling(state: ServerState, body: OllamaBody) -> SamplingParams:
+    options = body.options or OllamaOptions()
+    house = SamplingBody(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        seed=options.seed if (options.seed or 0) >= 0 else None,
+        stop=options.stop,
+        repetition_penalty=options.repeat_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        stream=body.stream is not False,
+    )
+    max_tokens = options.num_predict if (options.num_predict or 0) > 0 else None
+    defaults = state.ready_engine().get_default_sampling_params()
+    format = _format(body.format)
+    logprobs = (body.top_logprobs or 0) if body.logprobs or body.top_logprobs else None
+    return sampling_params(house, defaults, state.server_config, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=format)
+
+
+def _format(format: str | dict[str, Any] | None) -> StructuredOutputsParams | None:
+    if not format:
+        return None
+    if isinstance(format, dict):
+        return StructuredOutputsParams(json=format)
+    if format != "json":
+        raise invalid("format", f"'format' must be \"json\" or a JSON schema, got {format!r:.40}.")
+    return StructuredOutputsParams(json_object=True)
+
+
+async def prepare_ollama_chat(state: ServerState, call: Call, body: OllamaChatBody, request_id: str) -> ChatRun:
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+    tools = [{"type": "function", "function": msgspec.to_builtins(tool.function)} for tool in body.tools or []]
+    turn = _turn(state, call, request_id, messages, sampling(state, body), body)
+    turn.tools = tools or None
+    return await prepare_chat(state, call, turn)
+
+
+def _turn(state: ServerState, call: Call, request_id: str, messages: list[dict[str, Any]], params: SamplingParams, body: OllamaBody) -> ChatTurn:
+    """A last message of the assistant is gone on with, as in Ollama."""
+    thinks, effort = None if body.think is None else bool(body.think), body.think if isinstance(body.think, str) else None
+    continues = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    return ChatTurn(
+        request_id,
+        messages,
+        params,
+        template_variables=thinking_variables(state, call, thinks, effort, ("think", "think")),
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        names=CHAT_NAMES if isinstance(body, OllamaChatBody) else GENERATE_NAMES,
+    )
+
+
+def _message(given: OllamaMessage, where: str) -> dict[str, Any]:
+    if given.role not in ("system", "user", "assistant", "tool"):
+        raise invalid(f"{where}.role", f"'{where}.role' must be system, user, assistant or tool, got {given.role!r:.40}.")
+    if given.images:
+        raise unsupported(f"{where}.images", f"'{where}.images': this model reads text only.")
+    message: dict[str, Any] = {"role": given.role, "content": given.content or ""}
+    if given.thinking:
+        message["reasoning_content"] = given.thinking
+    if given.tool_calls:
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": call.function.name, "arguments": call.function.arguments}} | ({"id": call.id} if call.id else {})
+            for call in given.tool_calls
+        ]
+    if given.tool_name:
+        message["name"] = given.tool_name
+    if given.tool_call_id:
+        message["tool_call_id"] = given.tool_call_id
+    return message
+
+
+async def prepare_generate(state: ServerState, call: Call, body: OllamaGenerateBody, request_id: str) -> ChatRun:
+    if body.images:
+        raise unsupported("images", "'images': this model reads text only.")
+    if body.suffix:
+        raise unsupported("suffix", "This model cannot fill in the middle: 'suffix' is not supported.")
+    if body.template:
+        raise unsupported("template", "Templates are not taken from requests: with 'raw' the prompt is taken as it is.")
+    if body.context:
+        raise unsupported("context", "'context' is not supported: /api/chat takes a conversation.")
+    params = sampling(state, body)
+    if body.raw:
+        return await _prepare_raw(state, call, body.prompt, params, request_id)
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    return await prepare_chat(state, call, _turn(state, call, request_id, [*system, {"role": "user", "content": body.prompt}], params, body))
+
+
+async def _prepare_raw(state: ServerState, call: Call, prompt: str, params: SamplingParams, request_id: str) -> ChatRun:
+    """Without a template: the prompt as it is, the answer as it comes."""
+    [token_ids] = await tokenize_all(state, [prompt], param=GENERATE_NAMES["prompt"])
+    check_context(state, token_ids, params, GENERATE_NAMES)
+    return ChatRun(state, call, Job(request_id, token_ids, params, prompt, names=GENERATE_NAMES), [detect(None).parser()])

@@ -1,0 +1,162 @@
+"""The messages of OpenAI's chat: their shapes by role, and what of them this server cannot take.
+May know: the shapes of OpenAI's messages.
+Must not know: what a template makes of them (frontend/chat_messages.py), tokens, the engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from ..http.call import Call
+from ..http.errors import invalid, missing, unsupported
+from ..response_format import check_name
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """A piece of a message. Only text can be read by this server's models."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal"]})]
+    text: str | None = None
+    refusal: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+
+Content = str | Annotated[list[ContentPart], Meta(min_length=1)]
+
+
+class FunctionCallParam(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCallParam(msgspec.Struct, kw_only=True):
+    function: FunctionCallParam | None = None
+    id: str | None = None
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})] = "function"
+    index: int | None = None  # clients send back what a stream gave them
+    custom: dict[str, Any] | None = None  # of OpenAI's custom tools; refused
+
+
+class SystemMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="system"):
+    content: Content
+    name: str | None = None
+
+
+class DeveloperMessage(SystemMessage, kw_only=True, tag_field="role", tag="developer"):
+    """What newer models call the system message."""
+
+
+class UserMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="user"):
+    content: Content
+    name: str | None = None
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="assistant"):
+    """`content`, `tool_calls` or both. A message of this server's own can be sent back as it came."""
+
+    content: Content | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCallParam] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    annotations: list[Any] | None = None
+    audio: dict[str, Any] | None = None
+    function_call: dict[str, Any] | None = None
+
+
+class ToolMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="tool"):
+    content: Content
+    tool_call_id: str
+    name: str | None = None
+
+
+class FunctionMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="function"):
+    """The old form of a tool's answer. Refused."""
+
+    content: str | None = None
+    name: str | None = None
+
+
+Message = DeveloperMessage | SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
+
+
+def plain_messages(messages: list[Message], call: Call) -> list[dict[str, Any]]:
+    """Dicts with text contents and without what was not said, for ChatTurn. Raises ApiError with the path of what is wrong."""
+    if not messages:
+        raise invalid("messages", "'messages' must hold at least one message.", "empty_array")
+    plain = []
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if isinstance(message, FunctionMessage):
+            raise unsupported(f"{where}.role", "Messages of the role 'function' are the old form of the role 'tool'; send that.")
+        if isinstance(message, AssistantMessage):
+            plain.append(_assistant(message, where, call))
+            continue
+        fields: dict[str, Any] = {"role": message.__struct_config__.tag, "content": _text(message.content, where, call)}
+        if isinstance(message, ToolMessage):
+            fields["tool_call_id"] = message.tool_call_id
+        if message.name is not None:
+            fields["name"] = message.name
+        plain.append(fields)
+    return plain
+
+
+def _assistant(message: AssistantMessage, where: str, call: Call) -> dict[str, Any]:
+    if message.function_call is not None:
+        raise unsupported(f"{where}.function_call", "'function_call' is the old form of tool calls; send 'tool_calls'.")
+    if message.audio is not None:
+        raise unsupported(f"{where}.audio", "This model reads text only: a message cannot refer to audio.")
+    content = message.content if message.content is not None else message.refusal
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    if content is None and reasoning is None and not message.tool_calls:
+        raise missing(f"{where}.content")
+    fields: dict[str, Any] = {"role": "assistant", "content": None if content is None else _text(content, where, call, may_refuse=True)}
+    if content is None and not message.tool_calls:
+        fields["content"] = ""
+    if reasoning is not None:
+        fields["reasoning_content"] = reasoning
+    if message.name is not None:
+        fields["name"] = message.name
+    if message.tool_calls:
+        fields["tool_calls"] = [_tool_call(made, f"{where}.tool_calls[{i}]") for i, made in enumerate(message.tool_calls)]
+    return fields
+
+
+def _tool_call(made: ToolCallParam, where: str) -> dict[str, Any]:
+    if made.type != "function":
+        raise unsupported(f"{where}.type", f"'{where}.type' must be \"function\", got {made.type!r:.40}.")
+    if made.function is None:
+        raise missing(f"{where}.function")
+    check_name(made.function.name, f"{where}.function.name")
+    function = {"name": made.function.name, "arguments": made.function.arguments}
+    return {"type": "function", "function": function} | ({} if made.id is None else {"id": made.id})
+
+
+def _text(content: Content, where: str, call: Call, *, may_refuse: bool = False) -> str:
+    """Parts of text are joined by newlines, as in vLLM."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        path = f"{where}.content[{i}]"
+        if part.type == "refusal" and may_refuse:
+            texts.append(_required(part.refusal, f"{path}.refusal"))
+        elif part.type == "text":
+            texts.append(_required(part.text, f"{path}.text"))
+        else:
+            raise unsupported(f"{path}.type", f"This model reads text only: a content part of type {part.type!r:.40} is not supported.")
+        if part.prompt_cache_breakpoint is not None:
+            call.ignored_params.append(f"{path}.prompt_cache_breakpoint")
+    return "\n".join(texts)
+
+
+def _required(text: str | None, path: str) -> str:
+    if text is None:
+        raise missing(path)
+    return text

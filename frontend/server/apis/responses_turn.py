@@ -1,0 +1,234 @@
+"""From a body of /v1/responses to a turn of a conversation.
+May know: the fields of OpenAI's Responses, what chat templates expect of tools.
+Must not know: items (responses_items.py), the answer's shape, where answers are kept, HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from ....ipc.checks import INT64_MAX
+from ....ipc.params import StructuredOutputsParams
+from ..chat_run import ChatTurn, thinking_variables
+from ..http.call import Call
+from ..http.errors import invalid, missing, unsupported
+from ..sampling import MAX_LOGPROBS, Probability, SamplingBody, sampling_params
+from ..state import ServerState
+from .responses_items import Item, messages_of
+
+# The house's names of what can be refused -> this API's.
+NAMES = {
+    "prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs",
+    "structured_outputs": "text.format", "structured_outputs.json": "text.format.schema",
+}  # fmt: skip
+LOGPROBS = "message.output_text.logprobs"
+# What `include` may ask for. Reasoning is given in plain, so nothing needs to be encrypted; the rest is of tools that are not here.
+INCLUDABLE = (
+    LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "web_search_call.action.sources", "web_search_call.results",
+    "file_search_call.results", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+)  # fmt: skip
+MAX_METADATA = 16
+IGNORED = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "max_tool_calls")
+
+
+class ResponsesTool(msgspec.Struct, kw_only=True):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponsesToolRef(msgspec.Struct, kw_only=True):
+    type: str
+    name: str | None = None
+
+
+class ResponsesToolChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
+    type: str
+    name: str | None = None
+    mode: str | None = None
+    tools: list[ResponsesToolRef] | None = None
+
+
+class Format(msgspec.Struct, kw_only=True, omit_defaults=True):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, kw_only=True):
+    format: Format | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(msgspec.Struct, kw_only=True):
+    effort: str | None = None
+    summary: str | None = None  # models here give the reasoning itself
+    generate_summary: str | None = None
+
+
+class ResponseStreamOptions(msgspec.Struct, kw_only=True):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesBody(msgspec.Struct, kw_only=True):
+    """POST /v1/responses. None: as if it had not been sent."""
+
+    model: str | None = None
+    input: str | list[Item] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
+    max_tool_calls: int | None = None  # of built-in tools, of which there are none
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: list[str] | None = None
+    text: TextConfig | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: str | ResponsesToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
+    truncation: Annotated[str, Meta(extra_json_schema={"enum": ["auto", "disabled"]})] | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=MAX_METADATA)] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None  # every prefix is cached
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None  # there is one
+    # refused
+    background: bool | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    # what users of other servers know
+    top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
+    min_p: Probability | None = None
+    seed: Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def check_body(body: ResponsesBody) -> None:
+    """Refuses what this server does not do, in a sentence each."""
+    if body.background:
+        raise unsupported("background", "'background' is not supported: answers are made while the client waits. Leave it out and stream.")
+    if body.conversation is not None:
+        raise unsupported("conversation", "'conversation' is not supported: go on from a stored answer with 'previous_response_id'.")
+    if body.prompt is not None:
+        raise unsupported("prompt", "'prompt' refers to a template stored at OpenAI, which is not here: give 'input' and 'instructions'.")
+    if unknown := [name for name in body.include or [] if name not in INCLUDABLE]:
+        raise invalid("include", f"'include' cannot ask for {unknown[0]!r:.60}; it can for {', '.join(INCLUDABLE)}.")
+    if body.truncation not in (None, "auto", "disabled"):
+        raise invalid("truncation", f"'truncation' must be auto or disabled, got {body.truncation!r:.40}.")
+
+
+def turn_of(state: ServerState, call: Call, body: ResponsesBody, request_id: str, items: list[Item], num_earlier: int) -> ChatTurn:
+    """`items`: the whole conversation, the first `num_earlier` of them from earlier turns.
+
+    Raises ApiError, or InvalidParameterError under the house's names.
+    """
+    format = _structured_outputs(body.text and body.text.format)
+    wants_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or [])
+    params = sampling_params(
+        SamplingBody(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            min_p=body.min_p,
+            seed=body.seed,
+            stream=body.stream or wants_logprobs,  # which token belongs to which item shows only as they come
+        ),
+        state.ready_engine().get_default_sampling_params(),
+        state.server_config,
+        max_tokens=body.max_output_tokens,
+        logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+        structured_outputs=format,
+    )
+    tools, tool_choice = _tools(body)
+    effort = body.reasoning and body.reasoning.effort
+    variables = thinking_variables(state, call, None if effort is None else effort != "none", effort, ("reasoning.effort", "reasoning.effort"))
+    _note_ignored(call, body)
+    return ChatTurn(
+        request_id,
+        messages_of(body.instructions, items, num_earlier),
+        params,
+        body.max_output_tokens,
+        tools,
+        tool_choice,
+        body.parallel_tool_calls is not False,
+        variables | (body.chat_template_kwargs or {}),
+        names=NAMES,
+    )
+
+
+def _note_ignored(call: Call, body: ResponsesBody) -> None:
+    ignored = [name for name in IGNORED if getattr(body, name) is not None]
+    if body.service_tier not in (None, "auto", "default"):
+        ignored.append("service_tier")
+    if body.text and body.text.verbosity not in (None, "medium"):
+        ignored.append("text.verbosity")
+    ignored += [f"reasoning.{name}" for name in ("summary", "generate_summary") if body.reasoning and getattr(body.reasoning, name) is not None]
+    if body.stream_options and body.stream_options.include_obfuscation:
+        ignored.append("stream_options.include_obfuscation")
+    call.ignored_params += ignored
+
+
+def _structured_outputs(format: Format | None) -> StructuredOutputsParams | None:
+    if format is None or format.type == "text":
+        return None
+    if format.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if format.type != "json_schema":
+        raise unsupported("text.format.type", f"'text.format.type' must be text, json_object or json_schema, got {format.type!r:.40}.")
+    if format.schema is None:
+        raise missing("text.format.schema")
+    return StructuredOutputsParams(json=format.schema)
+
+
+# ------------------------------------------------------------ tools
+
+
+def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]] | None, Any]:
+    """In the form of OpenAI's chat, which chat templates know, and which of them is to be called."""
+    tools = {}
+    for i, tool in enumerate(body.tools or []):
+        if tool.type != "function":
+            message = f"'tools[{i}]' is a {tool.type!r:.40}, which OpenAI's servers run; this server has only functions, which the client runs."
+            raise unsupported(f"tools[{i}].type", message)
+        if not tool.name:
+            raise missing(f"tools[{i}].name")
+        if tool.name in tools:
+            raise invalid(f"tools[{i}].name", f"'tools[{i}].name': two tools are called {tool.name!r:.60}.")
+        described = {"description": tool.description} if tool.description else {}
+        function = {"name": tool.name, **described, "parameters": tool.parameters or {"type": "object"}}
+        tools[tool.name] = {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
+    choice = body.tool_choice
+    if isinstance(choice, ResponsesToolChoice):
+        return _chosen(choice, tools)
+    if choice not in (None, "auto", "none", "required"):
+        raise invalid("tool_choice", f"'tool_choice' must be none, auto, required or an object that names a function, got {choice!r:.40}.")
+    if choice == "required" and not tools:
+        raise invalid("tool_choice", "'tool_choice' can be required only with 'tools'.")
+    return list(tools.values()) or None, choice or "auto"
+
+
+def _chosen(choice: ResponsesToolChoice, tools: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], Any]:
+    if choice.type == "function":
+        if choice.name not in tools:
+            raise invalid("tool_choice.name", "'tool_choice.name' must be the name of one of 'tools'.")
+        return list(tools.values()), {"name": choice.name}
+    if choice.type != "allowed_tools":
+        raise unsupported("tool_choice.type", f"'tool_choice.type' must be function or allowed_tools, got {choice.type!r:.40}.")
+    if choice.mode not in ("auto", "required"):
+        raise invalid("tool_choice.mode", "'tool_choice.mode' must be auto or required.")
+    allowed = {ref.name for ref in choice.tools or []}
+    if not allowed or any(name not in tools for name in allowed):
+        raise invalid("tool_choice.tools", "'tool_choice.tools' must be functions out of 'tools', at least one.")
+    return [tools[name] for name in tools if name in allowed], choice.mode

@@ -1,0 +1,72 @@
+"""Keys: who may call. With keys configured every route asks for one, but those that tell whether the server lives.
+May know: the headers of a request, hashes.
+Must not know: what a route does with a tenant."""
+
+from __future__ import annotations
+
+import hmac
+import re
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from ....ipc.errors import InvalidParameterError
+from ..config import ServerConfig
+from .errors import ApiError
+
+# Everything else asks for a key: /metrics too, which tells how busy the others are (Prometheus has `authorization: credentials:`). The page at / is only
+# a file; what it shows comes from routes that ask.
+OPEN_PATHS = frozenset({"/health", "/health/ready"})
+KEY_IN_URL = re.compile(rb"(?i)(^|&)(api[-_]?key|key|token|access_token|authorization)=")
+
+
+class Keys:
+    """Raises InvalidParameterError when the file of keys cannot be read."""
+
+    def __init__(self, config: ServerConfig):
+        keys = [*config.api_key, *_read_keys(config.api_key_file)]
+        self._digests = [_digest(key.encode()) for key in keys]
+        self._has_page = config.page
+
+    def check(self, scope: Any) -> str:
+        """The tenant of the request, "" without keys. Raises a 401; compares every key in constant time."""
+        if not self._digests or scope["path"] in OPEN_PATHS or scope["path"] == "/" and self._has_page:
+            return ""
+        presented = _presented(scope["headers"])
+        if presented is None:
+            message = "You didn't provide an API key. Send it as 'Authorization: Bearer KEY'."
+            if KEY_IN_URL.search(scope.get("query_string", b"")):
+                message = "A key in the URL is not read: URLs are kept in logs. Send it as 'Authorization: Bearer KEY'."
+            raise ApiError(401, message, code="invalid_api_key")
+        digest = _digest(presented)
+        if not any([hmac.compare_digest(digest, known) for known in self._digests]):
+            raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
+        return digest.hex()[:16]
+
+
+def _presented(headers: list[tuple[bytes, bytes]]) -> bytes | None:
+    """OpenAI's header, or Anthropic's."""
+    for name, value in headers:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            return value[7:].strip()
+        if name == b"x-api-key":
+            return value.strip()
+    return None
+
+
+def _digest(key: bytes) -> bytes:
+    """Keys of any length become alike; what is kept in memory is not the key."""
+    return blake2b(key, digest_size=32).digest()
+
+
+def _read_keys(path: str | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidParameterError("api_key_file", f"cannot be read: {error}") from error
+    keys = [line.split("#")[0].strip() for line in lines]
+    if not any(keys):
+        raise InvalidParameterError("api_key_file", "holds no key; an empty file would let everybody in")
+    return [key for key in keys if key]

@@ -1,0 +1,151 @@
+"""Attention over the paged cache in Triton: which rows go to which kernel, in which shapes.
+May know: torch, Triton, the contracts.
+Must not know: models, requests.
+
+The decodes' launch depends on shapes alone: it can be captured in a CUDA graph, padded with requests of length 0, which get zeros. That of
+longer queries depends on the host's list of their lengths, and copies its work list from pinned memory: it belongs outside of graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..ops import AttentionMetadata
+from ..registry import Facts, register
+from .attention_decode import MAX_PIECES, MIN_TILES, decode_kernel, merge_kernel
+from .attention_prefill import prefill_kernel
+from .device import PRIORITY, architecture, is_cuda, num_multiprocessors
+
+MAX_HEAD_DIM = 256
+PROGRAMS_PER_MULTIPROCESSOR = 4  # of decodes: enough to even out requests of different length, and to keep loads in flight
+
+
+def has_triton_heads(facts: Facts) -> bool:
+    return is_cuda(facts) and 0 < facts.head_dim <= MAX_HEAD_DIM
+
+
+@register("paged_attention", name="triton", predicate=has_triton_heads, priority=PRIORITY)
+def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+    return attend(query, key_cache, value_cache, metadata, scale)
+
+
+@register("paged_attention", name="triton_two_launches", predicate=has_triton_heads, priority=PRIORITY - 1)
+def paged_attention_in_two_launches(query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+    """The same bits, without a hand-over between programs of one launch. For doubts about that: see attention_decode."""
+    return attend(query, key_cache, value_cache, metadata, scale, one_launch=False)
+
+
+def attend(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+    sliding_window: int = 0, softcap: float = 0.0, one_launch: bool = True, num_programs: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The contract of paged_attention, and more. sliding_window: a token sees so many positions, its own the last; 0: all before it.
+    softcap c > 0: a logit x becomes c tanh(x / c). num_programs: of each decode and KV head; None: as the GPU is best filled."""
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, not {scale}")
+    if sliding_window < 0 or softcap < 0:
+        raise ValueError(f"sliding_window and softcap must be at least 0, not {sliding_window} and {softcap}")
+    out = query.new_empty(query.shape)
+    cache = _cache_arguments(key_cache, value_cache)
+    options = {"WINDOW": sliding_window, "SOFTCAP": float(softcap), **_layout(query, key_cache)}
+    options["enable_fp_fusion"] = False  # multiply-adds are written where they are wanted: the same bits wherever they are compiled in
+    if metadata.num_decodes:
+        _decode(query, cache, metadata, scale, out, options, one_launch, num_programs)
+    if metadata.num_decodes < len(metadata.query_lens):
+        _prefill(query, cache, metadata, scale, out, options)
+    return out
+
+
+def _decode(
+    query: Tensor, cache: dict[str, Any], metadata: AttentionMetadata, scale: float, out: Tensor, options: dict[str, Any],
+    one_launch: bool, num_programs: int | None,
+) -> None:  # fmt: skip
+    num_requests, num_kv_heads = metadata.num_decodes, query.shape[1] // options["GROUP"]
+    shape = {**options, **decode_shape(options["GROUP"], options["BLOCK_D"], query.dtype), "MIN_TILES": MIN_TILES, "MAX_PIECES": MAX_PIECES}
+    max_length = metadata.block_tables.shape[1] * options["BLOCK_SIZE"]
+    max_pieces = min(MAX_PIECES, triton.cdiv(max_length, MIN_TILES * shape["TILE"]))
+    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(query.device), num_requests * num_kv_heads)
+    num_programs = num_programs or min(max_pieces, wanted)
+    scalars, sums, counters = _states_once(metadata, num_requests, query, num_kv_heads, options["BLOCK_D"], num_programs)
+    decode_kernel[num_requests, num_kv_heads, num_programs](
+        query, cache["key"], cache["value"], metadata.block_tables, metadata.seq_lens, out, scalars, sums, counters,
+        scale, num_programs, metadata.block_tables.stride(0), *query.stride()[:2], *cache["strides"], **shape, ONE_LAUNCH=one_launch,
+    )  # fmt: skip
+    if num_programs > 1 and not one_launch:
+        names = ("GROUP", "ROWS", "HEAD_DIM", "BLOCK_D", "TILE", "MIN_TILES", "MAX_PIECES", "WINDOW", "enable_fp_fusion")
+        merge_kernel[num_requests, num_kv_heads](
+            metadata.seq_lens, out, scalars, sums, num_programs, **{name: shape[name] for name in names}, num_warps=4
+        )
+
+
+def _prefill(query: Tensor, cache: dict[str, Any], metadata: AttentionMetadata, scale: float, out: Tensor, options: dict[str, Any]) -> None:
+    shape = {**options, **prefill_shape(options["GROUP"], options["BLOCK_D"], query.dtype, architecture())}
+    work = _work_once(metadata, shape["ROWS"] // options["GROUP"], query.device)
+    prefill_kernel[query.shape[1] // options["GROUP"], len(work)](
+        query, cache["key"], cache["value"], metadata.block_tables, metadata.query_start_loc, metadata.seq_lens, work, out,
+        scale, query.shape[1], metadata.block_tables.stride(0), *query.stride()[:2], *cache["strides"], **shape,
+    )  # fmt: skip
+
+
+def _cache_arguments(key_cache: Tensor, value_cache: Tensor) -> dict[str, Any]:
+    return {"key": key_cache, "value": value_cache, "strides": (*key_cache.stride()[:3], *value_cache.stride()[:3])}
+
+
+def _layout(query: Tensor, key_cache: Tensor) -> dict[str, int]:
+    head_dim = query.shape[2]
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    return {"GROUP": query.shape[1] // key_cache.shape[2], "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_SIZE": key_cache.shape[1]}
+
+
+# ---------------------------------------------------------------- shapes, by static facts alone: all batches have the same bits
+
+
+def decode_shape(group: int, block_d: int, dtype: torch.dtype) -> dict[str, int]:
+    """num_stages: one goes to the block table's look-up, so 5 hold two tiles in flight."""
+    rows = max(16, triton.next_power_of_2(group))
+    if dtype == torch.float32:
+        return {"ROWS": rows, "TILE": 32 if block_d <= 64 else 16, "num_warps": 4, "num_stages": 3}
+    return {"ROWS": rows, "TILE": 64 if block_d <= 128 else 32, "num_warps": 4, "num_stages": 5}
+
+
+def prefill_shape(group: int, block_d: int, dtype: torch.dtype, arch: int) -> dict[str, int]:
+    """64 rows or more, of 4 warps each: what wgmma takes. Before Hopper a tile of 64 keys of 128 elements would not fit the registers."""
+    if dtype == torch.float32:
+        return {"ROWS": max(32, triton.next_power_of_2(group)), "TILE": 32 if block_d <= 64 else 16, "num_warps": 8, "num_stages": 2}
+    rows, tile = 64 if block_d > 128 else 128, 64 if block_d <= (128 if arch >= 90 else 64) else 32
+    return {"ROWS": max(rows, triton.next_power_of_2(group)), "TILE": tile, "num_warps": 8, "num_stages": 3}
+
+
+# ---------------------------------------------------------------- once per step
+
+
+def _states_once(
+    metadata: AttentionMetadata, num_requests: int, query: Tensor, num_kv_heads: int, block_d: int, num_programs: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where programs that share a request leave their states, and counters at 0: each layer's launch leaves them so."""
+    key = ("triton decode", query.shape[1], num_kv_heads, block_d, num_programs > 1)
+    if key not in metadata.scratch:
+        places = (num_requests, query.shape[1], MAX_PIECES) if num_programs > 1 else (1, 1, 1)
+        scalars, sums = (query.new_empty((*places, size), dtype=torch.float32) for size in (2, block_d))
+        counters = torch.zeros(num_requests, num_kv_heads, dtype=torch.int32, device=query.device)
+        metadata.scratch[key] = scalars, sums, counters
+    return metadata.scratch[key]
+
+
+def _work_once(metadata: AttentionMetadata, block_tokens: int, device: torch.device) -> Tensor:
+    """[items, 2] i32: a request, and the first of its tokens in a block of block_tokens. Longest contexts first, lest the last program
+    to start be the one that runs longest."""
+    key = ("triton prefill", block_tokens)
+    if key not in metadata.scratch:
+        items = []
+        for request in range(metadata.num_decodes, len(metadata.query_lens)):
+            query_len, length = metadata.query_lens[request], metadata.seq_lens_list[request]
+            items += [(length - query_len + first, request, first) for first in range(0, query_len, block_tokens)]
+        items.sort(reverse=True)
+        work = torch.tensor([item[1:] for item in items], dtype=torch.int32, pin_memory=device.type == "cuda")
+        metadata.scratch[key] = work.to(device, non_blocking=True)
+    return metadata.scratch[key]

@@ -1,0 +1,220 @@
+"""Where top_k and top_p cut a row's order, in Triton, without sorting.
+May know: torch, triton, the order of tokens.
+Must not know: the noise, what is drawn.
+
+Three launches. The first counts tokens by how far they lie below the row's largest, in LEVELS steps that widen like floating-point numbers,
+and adds up their mass. From the counts alone it follows how many levels are enough: for top_k, as many as hold k tokens; for top_p, as many
+as leave outside, even if each token there weighed as much as its level's heaviest could, less than 1 - top_p of the mass. The second
+launch lists the tokens of these levels, mostly a few hundred. The third looks for the cut among them, one program per row, by halving the
+range in which it may lie, and snaps the range to tokens that exist. A row that needs more than CAPACITY tokens is searched as it stands.
+
+Masses are sums of integers, exp(scaled) in fp64 in steps of 2**-44, so that their order does not matter and equal tokens weigh the same. That
+gives a vocabulary up to 2**19 tokens.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .order import CHUNK, HIGHEST, LOWEST, TILE, first_of_row, load_logits, order_of, value_of
+
+GREEDY_BELOW = tl.constexpr(1e-5)
+LEVELS = tl.constexpr(128)
+TALLIES = 128 + 2  # of a row: tokens of each level, the mass, how many tokens are listed
+MASS, LISTED = tl.constexpr(128), tl.constexpr(129)
+LEVEL_SHIFT = tl.constexpr(19)  # 16 levels for each doubling of 1 - scaled
+ONE_BITS = tl.constexpr(0x3F800000)
+UNIT = tl.constexpr(2.0**44)
+CAPACITY = 8192  # listed tokens of a row
+SEARCH_TILE = 2048  # of a program that has a row to itself, and 8 warps
+MARGIN = tl.constexpr(0.999)  # for the rounding of masses estimated from levels
+
+
+@triton.jit
+def scale(x, largest, temperature):
+    """As the reference rounds it"""
+    return tl.div_rn(x - largest, temperature)
+
+
+@triton.jit
+def least_scaled(min_p):
+    """f64: min_p asks whether exp(scaled) >= min_p"""
+    return tl.where(min_p > 0, tl.log(tl.where(min_p > 0, min_p, 1.0).to(tl.float64)), float("-inf"))
+
+
+@triton.jit
+def mass_of(scaled):
+    """i64 of one token"""
+    return (tl.exp(scaled.to(tl.float64)) * UNIT + 0.5).to(tl.int64)
+
+
+@triton.jit
+def level_of(scaled):
+    """i32: 0 for the largest token, up to LEVELS - 1. The bits of 1 - scaled grow as it does."""
+    return tl.minimum(((1.0 - scaled).to(tl.int32, bitcast=True) - ONE_BITS) >> LEVEL_SHIFT, LEVELS - 1)
+
+
+@triton.jit
+def has_top_k(top_k, vocab_size):
+    return (top_k > 0) & (top_k < vocab_size)
+
+
+@triton.jit
+def has_cut(temperature, top_k, top_p, vocab_size):
+    return (temperature >= GREEDY_BELOW) & (has_top_k(top_k, vocab_size) | (top_p < 1))
+
+
+@triton.jit
+def tally_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, parts_ptr, tallies_ptr, vocab_size, num_chunks, row_stride,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, TALLIES: tl.constexpr,
+):  # fmt: skip
+    """tallies [rows, TALLIES] i64, zeros before: tokens that min_p leaves, by level, and their mass if it is top_p's."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    if has_cut(temperature, top_k, top_p, vocab_size):
+        largest = value_of(first_of_row(parts_ptr, row, num_chunks, BLOCK))
+        least = least_scaled(tl.load(min_p_ptr + row))
+        counts = tl.zeros([LEVELS], tl.int32)
+        mass = tl.zeros([TILE], tl.int64)
+        for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab_size), TILE):
+            token = start + tl.arange(0, TILE)
+            scaled = scale(load_logits(logits_ptr + row.to(tl.int64) * row_stride, token, vocab_size), largest, temperature)
+            is_left = (scaled.to(tl.float64) >= least) & (token < vocab_size)
+            counts += tl.histogram(tl.where(is_left, level_of(scaled), 0), LEVELS, mask=is_left)
+            if not has_top_k(top_k, vocab_size):
+                mass += tl.where(is_left, mass_of(scaled), 0)
+        tallies_ptr += row.to(tl.int64) * TALLIES
+        tl.atomic_add(tallies_ptr + tl.arange(0, LEVELS), counts.to(tl.int64), mask=counts > 0, sem="relaxed")
+        tl.atomic_add(tallies_ptr + MASS, tl.sum(mass, axis=0), sem="relaxed")
+
+
+@triton.jit
+def last_level(tallies_ptr, top_k, top_p, vocab_size):
+    """The last level of which tokens must be listed."""
+    level = tl.arange(0, LEVELS)
+    counts = tl.load(tallies_ptr + level)
+    if has_top_k(top_k, vocab_size):
+        last = tl.sum((tl.cumsum(counts, axis=0) < top_k).to(tl.int32), axis=0)
+    else:
+        nearest = ((level << LEVEL_SHIFT) + ONE_BITS).to(tl.float32, bitcast=True) - 1.0
+        most_beyond = tl.cumsum(counts.to(tl.float64) * tl.exp(-nearest.to(tl.float64)), axis=0, reverse=True)  # with the level itself
+        spared = (1.0 - top_p).to(tl.float64) * tl.load(tallies_ptr + MASS).to(tl.float64) * (MARGIN / UNIT)
+        last = tl.sum(((most_beyond > spared) & (level > 0)).to(tl.int32), axis=0)
+    return last
+
+
+@triton.jit
+def list_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, parts_ptr, tallies_ptr, orders_ptr, masses_ptr, vocab_size, num_chunks,
+    row_stride, CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, TALLIES: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """orders and masses [rows, CAPACITY] i64, in any order: the tokens that min_p leaves, down to the last level."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    if has_cut(temperature, top_k, top_p, vocab_size):
+        largest = value_of(first_of_row(parts_ptr, row, num_chunks, BLOCK))
+        least = least_scaled(tl.load(min_p_ptr + row))
+        tallies_ptr += row.to(tl.int64) * TALLIES
+        last = last_level(tallies_ptr, top_k, top_p, vocab_size)
+        for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab_size), TILE):
+            token = start + tl.arange(0, TILE)
+            x = load_logits(logits_ptr + row.to(tl.int64) * row_stride, token, vocab_size)
+            scaled = scale(x, largest, temperature)
+            is_listed = (scaled.to(tl.float64) >= least) & (token < vocab_size) & (level_of(scaled) <= last)
+            count = tl.sum(is_listed.to(tl.int32), axis=0)
+            if count > 0:
+                place = tl.atomic_add(tallies_ptr + LISTED, count.to(tl.int64), sem="relaxed") + tl.cumsum(is_listed.to(tl.int32), axis=0) - 1
+                has_place = is_listed & (place < CAPACITY)
+                place += row.to(tl.int64) * CAPACITY
+                tl.store(orders_ptr + place, order_of(x, token), mask=has_place)
+                tl.store(masses_ptr + place, mass_of(scaled), mask=has_place)
+
+
+@triton.jit
+def weigh(
+    at, row_ptr, orders_ptr, masses_ptr, vocab_size, size, is_listed, largest, temperature, least, MASSES: tl.constexpr, TILE: tl.constexpr
+):
+    """Of the tokens from `at` on: their number, or with MASSES their mass; the last of them; and the first of those behind. i64."""
+    total, last, behind = tl.zeros([TILE], tl.int64), tl.full([TILE], HIGHEST, tl.int64), tl.full([TILE], LOWEST, tl.int64)
+    for start in range(0, size, TILE):
+        place = start + tl.arange(0, TILE)
+        if is_listed:
+            order = tl.load(orders_ptr + place, mask=place < size, other=LOWEST)
+            weight = tl.load(masses_ptr + place, mask=place < size, other=0) if MASSES else tl.full([TILE], 1, tl.int64)
+        else:
+            x = load_logits(row_ptr, place, vocab_size)
+            scaled = scale(x, largest, temperature)
+            order = tl.where((scaled.to(tl.float64) >= least) & (place < vocab_size), order_of(x, place), LOWEST)
+            weight = mass_of(scaled) if MASSES else tl.full([TILE], 1, tl.int64)
+        total += tl.where((order >= at) & (order > LOWEST), weight, 0)
+        last = tl.minimum(last, tl.where((order >= at) & (order > LOWEST), order, HIGHEST))
+        behind = tl.maximum(behind, tl.where(order < at, order, LOWEST))
+    return tl.sum(total, axis=0), tl.min(last, axis=0), tl.max(behind, axis=0)
+
+
+@triton.jit
+def search(
+    low, high, wanted, row_ptr, orders_ptr, masses_ptr, vocab_size, size, is_listed, largest, temperature, least, MASSES: tl.constexpr, TILE: tl.constexpr
+):
+    """The last token of the shortest beginning that has at least `wanted`: one between low and high, as orders. That from low on has it."""
+    while low < high:
+        middle = (low | high) - ((low ^ high) >> 1)  # their mean, rounded up
+        total, last, behind = weigh(middle, row_ptr, orders_ptr, masses_ptr, vocab_size, size, is_listed, largest, temperature, least, MASSES, TILE)
+        if total >= wanted:
+            low = last
+            high = tl.where(total == wanted, last, high)
+        else:
+            high = behind
+    return low
+
+
+@triton.jit
+def find_cuts_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, parts_ptr, tallies_ptr, orders_ptr, masses_ptr, cuts_ptr, vocab_size,
+    num_chunks, row_stride, TILE: tl.constexpr, BLOCK: tl.constexpr, TALLIES: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """cuts [rows] i64: the order of the last token that top_k and top_p keep. min_p may keep fewer."""
+    row = tl.program_id(0)
+    temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row).to(tl.int64), tl.load(top_p_ptr + row)
+    cut = tl.full([], LOWEST, tl.int64)
+    if has_cut(temperature, top_k, top_p, vocab_size):
+        least = least_scaled(tl.load(min_p_ptr + row))
+        first = first_of_row(parts_ptr, row, num_chunks, BLOCK)
+        largest = value_of(first)
+        row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+        orders_ptr += row.to(tl.int64) * CAPACITY
+        masses_ptr += row.to(tl.int64) * CAPACITY
+        tallies_ptr += row.to(tl.int64) * TALLIES
+        num_listed = tl.load(tallies_ptr + LISTED)
+        is_listed = num_listed <= CAPACITY
+        size = tl.where(is_listed, num_listed, vocab_size).to(tl.int32)
+        mass = tl.load(tallies_ptr + MASS)
+        count, cut, _ = weigh(cut, row_ptr, orders_ptr, masses_ptr, vocab_size, size, is_listed, largest, temperature, least, False, TILE)
+        if has_top_k(top_k, vocab_size):
+            if count > top_k:
+                cut = search(cut, first, top_k, row_ptr, orders_ptr, masses_ptr, vocab_size, size, is_listed, largest, temperature, least, False, TILE)
+            if top_p < 1:
+                mass, _, _ = weigh(cut, row_ptr, orders_ptr, masses_ptr, vocab_size, size, is_listed, largest, temperature, least, True, TILE)
+        if top_p < 1:
+            wanted = tl.maximum(tl.ceil(top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64), 1)
+            cut = search(cut, first, wanted, row_ptr, orders_ptr, masses_ptr, vocab_size, size, is_listed, largest, temperature, least, True, TILE)
+    tl.store(cuts_ptr + row, cut)
+
+
+def find_cuts(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, parts: Tensor) -> Tensor:
+    """parts [rows, chunks] i64: the orders of the chunks' first tokens -> [rows] i64. A row without top_k and top_p keeps all orders."""
+    num_rows, vocab_size = logits.shape
+    num_chunks = parts.shape[1]
+    tallies = torch.zeros(num_rows, TALLIES, dtype=torch.int64, device=logits.device)
+    orders, masses = torch.empty(2, num_rows, CAPACITY, dtype=torch.int64, device=logits.device)
+    cuts = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    inputs = logits, temperature, top_k, top_p, min_p, parts, tallies
+    sizes = vocab_size, num_chunks, logits.stride(0)
+    options = {"TILE": TILE, "BLOCK": triton.next_power_of_2(num_chunks), "TALLIES": TALLIES, "enable_fp_fusion": False}
+    tally_kernel[num_rows, num_chunks](*inputs, *sizes, CHUNK=CHUNK, **options)
+    options["CAPACITY"] = CAPACITY
+    list_kernel[num_rows, num_chunks](*inputs, orders, masses, *sizes, CHUNK=CHUNK, **options)
+    find_cuts_kernel[(num_rows,)](*inputs, orders, masses, cuts, *sizes, **options | {"TILE": SEARCH_TILE, "num_warps": 8})
+    return cuts

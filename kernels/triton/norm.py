@@ -1,0 +1,76 @@
+"""RMS norms in Triton: a program holds whole rows, so that they are read once.
+May know: torch, triton, the contracts.
+Must not know: models, requests."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..registry import register
+from .device import PRIORITY, TILE, is_cuda
+
+
+@triton.jit
+def _normalise(x, weight, eps, SIZE: tl.constexpr):
+    """x [ROWS, BLOCK] f32 with zeros beyond SIZE, weight [BLOCK] -> [ROWS, BLOCK] in the weight's dtype, rounded before the product too"""
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)
+    normalised = (x * scale[:, None]).to(weight.dtype).to(tl.float32)
+    return (normalised * weight.to(tl.float32)[None, :]).to(weight.dtype)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, num_rows, heads, token_stride, head_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """x: `heads` rows to a token, with strides; out [num_rows, SIZE], contiguous"""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    mask = (row < num_rows)[:, None] & (column < SIZE)[None, :]
+    offset = (row // heads).to(tl.int64) * token_stride + (row % heads) * head_stride
+    x = tl.load(x_ptr + offset[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0)
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * SIZE + column[None, :], _normalise(x, weight, eps, SIZE), mask=mask)
+
+
+@triton.jit
+def fused_add_rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, num_rows, x_stride, residual_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    mask = (row < num_rows)[:, None] & (column < SIZE)[None, :]
+    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride + column[None, :]
+    residual_ptrs = residual_ptr + row.to(tl.int64)[:, None] * residual_stride + column[None, :]
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0)
+    total = (x + residual).to(weight.dtype)
+    tl.store(residual_ptrs, total, mask=mask)
+    tl.store(x_ptrs, _normalise(total.to(tl.float32), weight, eps, SIZE), mask=mask)
+
+
+def _shape(size: int) -> dict[str, int]:
+    """Rows of a program and its warps. Small rows (heads) share a program; a large one has 8 warps, with up to four loads in flight each."""
+    block = triton.next_power_of_2(size)
+    return {"SIZE": size, "BLOCK": block, "ROWS": max(1, TILE // block), "num_warps": 8 if block > 2 * TILE else 4}
+
+
+@register("rms_norm", name="triton", predicate=is_cuda, priority=PRIORITY)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    heads = x.unsqueeze(-2) if x.dim() < 3 else x.flatten(0, -3)  # [tokens, heads, size]
+    heads = heads.reshape(-1, *heads.shape[-2:])
+    out = heads.new_empty(heads.shape)
+    shape = _shape(x.shape[-1])
+    num_rows = heads.shape[0] * heads.shape[1]
+    grid = (triton.cdiv(num_rows, shape["ROWS"]),)
+    rms_norm_kernel[grid](heads, weight, out, num_rows, heads.shape[1], heads.stride(0), heads.stride(1), eps, **shape)
+    return out.view(x.shape)
+
+
+@register("fused_add_rms_norm", name="triton", predicate=is_cuda, priority=PRIORITY)
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    shape = _shape(x.shape[-1])
+    grid = (triton.cdiv(len(x), shape["ROWS"]),)
+    fused_add_rms_norm_kernel[grid](x, residual, weight, len(x), x.stride(0), residual.stride(0), eps, **shape)

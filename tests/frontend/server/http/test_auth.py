@@ -1,0 +1,101 @@
+"""Keys: who gets in, in which header, and what is never asked for one.
+May know: auth.py, ASGI scopes, the table of routes, a server with keys.
+Must not know: what a route does."""
+
+import asyncio
+
+import pytest
+from quire.frontend.server.app import all_routes, make_app
+from quire.frontend.server.config import ServerConfig
+from quire.frontend.server.http.auth import Keys
+from quire.frontend.server.http.errors import ApiError
+from quire.frontend.server.state import ServerState
+from quire.ipc.errors import InvalidParameterError
+from quire.tests.frontend.server.conftest import running_server, slow_engine
+
+
+def scope(path: str = "/v1/models", **headers: str) -> dict:
+    return {"path": path, "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]}
+
+
+def test_without_keys_everybody_is_one_tenant() -> None:
+    assert Keys(ServerConfig()).check(scope()) == ""
+
+
+def test_each_key_is_a_tenant_in_either_header() -> None:
+    keys = Keys(ServerConfig(api_key=["one", "two"]))
+    tenants = {keys.check(scope(authorization="Bearer one")), keys.check(scope(x_api_key="two"))}
+    assert len(tenants) == 2 and not any("one" in tenant or "two" in tenant for tenant in tenants)
+    assert keys.check(scope(authorization="bearer one")) in tenants
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": "one"}, {"authorization": "Bearer "}, {"x_api_key": "one "[:2]}])
+def test_all_others_are_refused(headers: dict) -> None:
+    with pytest.raises(ApiError) as caught:
+        Keys(ServerConfig(api_key=["one"])).check(scope(**headers))
+    assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+
+
+def test_health_needs_no_key() -> None:
+    keys = Keys(ServerConfig(api_key=["one"]))
+    assert keys.check(scope("/health")) == keys.check(scope("/health/ready")) == ""
+
+
+def test_keys_from_a_file(tmp_path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\none\n\n two  # the second\n")
+    keys = Keys(ServerConfig(api_key_file=str(path)))
+    assert keys.check(scope(x_api_key="two"))
+    for content in ("", "# nothing\n"):
+        path.write_text(content)
+        with pytest.raises(InvalidParameterError, match="api_key_file"):
+            Keys(ServerConfig(api_key_file=str(path)))
+    with pytest.raises(InvalidParameterError, match="cannot be read"):
+        Keys(ServerConfig(api_key_file=str(tmp_path / "none")))
+
+
+def test_a_key_in_the_url_is_not_read_and_the_answer_says_why() -> None:
+    keys = Keys(ServerConfig(api_key=["one"]))
+    for query in (b"api_key=one", b"a=b&key=one", b"API-KEY=one", b"access_token=one"):
+        with pytest.raises(ApiError, match="URL"):
+            keys.check(scope() | {"query_string": query})
+    assert keys.check(scope(authorization="Bearer one") | {"query_string": b"api_key=two"})
+
+
+def status_of(app, method: str, path: str) -> int:
+    sent = []
+
+    async def receive() -> dict:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    asyncio.run(app({"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"", "headers": []}, receive, send))
+    return sent[0]["status"]
+
+
+def test_every_route_but_health_asks_for_a_key() -> None:
+    """Over the table of routes itself: one that is added later cannot be forgotten."""
+    state = ServerState(ServerConfig(api_key=["one"], access_log=False, admin=True), "m")
+    app, table = make_app(state), all_routes(state)
+    open_routes = {(method, route.path) for route in table for method in route.methods if status_of(app, method, route.path.replace("{", "").replace("}", "")) != 401}
+    assert open_routes == {(method, path) for method in ("GET", "HEAD") for path in ("/", "/health", "/health/ready")}
+    assert len(table) > 20 and status_of(app, "GET", "/nowhere") == 401  # what is not there is not told either
+
+
+def test_tenants_over_http() -> None:
+    """Their caches are apart, and no key comes to the log."""
+    flags = ("--api-key", "secret-one", "--api-key", "secret-two", "--salt-per-key")
+    with slow_engine(0.0) as (address, _), running_server("--engine", address, *flags) as client:
+
+        def num_cached(key: str) -> int:
+            body = {"prompt": list(range(1, 64)), "max_tokens": 1}
+            answer = client.post("/v1/completions?api_key=secret-one", json=body, headers={"authorization": f"Bearer {key}"})
+            return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert [num_cached(key) for key in ("secret-one", "secret-two", "secret-one", "secret-two")] == [0, 0, 48, 48]
+        for headers in ({}, {"authorization": "Bearer secret-three"}, {"x-api-key": "secret-four"}):
+            assert client.get("/v1/models?key=secret-five", headers=headers).status_code == 401
+        assert client.get("/health").status_code == 200
+        assert "secret" not in client.log()

@@ -1,0 +1,252 @@
+"""Makes Triton's CPU interpreter trustworthy: bf16 rounded as a GPU rounds it, every address checked, races between programs found.
+May know: the internals of triton.runtime.interpreter.
+Must not know: any kernel.
+
+Importing it patches the interpreter of this process, where TRITON_INTERPRET=1 was set before triton was imported. A kernel that does wrong
+fails with an InterpreterError that names the KernelFault. Programs run one after another, so a race shows only here: as memory that two
+programs of one launch touch, one of them writing. It is none if the first had done so before an atomic of acquire-release order at the GPU's
+scope, and the second does so after another one: the hand-over of which that is part. What else is no race: `with unordered(): ...`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from triton._C.libtriton.ir import MEM_SEMANTIC, MEM_SYNC_SCOPE
+from triton.runtime.interpreter import InterpreterBuilder as Builder
+from triton.runtime.interpreter import TensorHandle
+
+MANY = -1  # readers
+
+
+class KernelFault(AssertionError):
+    """A kernel did what a GPU would punish, or would compute otherwise."""
+
+
+# --- bf16: the interpreter holds it as uint16, truncates when it rounds, and adds and multiplies the bits ---
+
+
+def widened(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """To the nearest, ties to even; a NaN stays one."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), nearest)
+
+
+def is_bf16(value: object) -> bool:
+    return isinstance(value, TensorHandle) and value.dtype.scalar == tl.bfloat16
+
+
+def as_f32(value: TensorHandle) -> TensorHandle:
+    return TensorHandle(widened(value.data), tl.float32) if is_bf16(value) else value
+
+
+def _cast(original):
+    def cast(self, source, target, *rounding):
+        wanted = target.scalar
+        if is_bf16(source) and wanted != tl.bfloat16:
+            return original(self, as_f32(source), target, *rounding) if wanted != tl.float32 else as_f32(source)
+        if wanted == tl.bfloat16 and not is_bf16(source):
+            return TensorHandle(rounded(source.data.astype(np.float32)), tl.bfloat16)
+        return original(self, source, target, *rounding)
+
+    return cast
+
+
+def _dot(original):
+    return lambda self, a, b, *rest: original(self, as_f32(a), as_f32(b), *rest)
+
+
+def _refuse_bf16(original):
+    def operate(self, *args):
+        if any(is_bf16(arg) for arg in args):
+            raise KernelFault("arithmetic in bf16: use .to(tl.float32) first, and round where the contract says so")
+        result = original(self, *args)
+        # A comparison keeps the type of what was compared, so that a scalar one would make integers of the mask that it becomes part of.
+        return TensorHandle(result.data, tl.int1) if result.data.dtype == bool else result
+
+    return operate
+
+
+def _refuse_bf16_sums(original):
+    def apply(self, input):
+        if any(value.dtype.scalar == tl.bfloat16 for value in (input if isinstance(input, tuple) else (input,))):
+            raise KernelFault("a reduction or scan in bf16: use .to(tl.float32) first")
+        return original(self, input)
+
+    return apply
+
+
+# --- addresses: every one must lie in a tensor that the kernel was given, and no two programs may meet there ---
+
+
+class Watch:
+    """What the programs of one launch have touched so far: for each byte at which an element begins, its writer and its reader."""
+
+    def __init__(self) -> None:
+        self.races = True  # looked for
+        self.reachable: list = []  # tensors whose addresses a kernel reads from memory
+        self.bases = np.zeros(0, np.uint64)
+
+    def start(self, tensors: list) -> None:
+        """A launch begins, and these are its tensors."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*tensors, *self.reachable)}
+        sizes = sorted((base, size) for base, size in storages.items() if size)
+        self.bases = np.array([base for base, _ in sizes], np.uint64)
+        self.remapped: set[frozenset[int]] = set()  # views of Triton's language
+        # 0: nobody, else 1 + the program. Zeroed memory is only taken where it is touched.
+        self.regions = [(base, size, np.zeros(size, np.int32), np.zeros(size, np.int32)) for base, size in sizes]
+        self.names: dict[int, int] = {}  # of programs that did atomics: what they touch since, they touch under another number
+        self.released: list[int] = []  # numbers of what came before an atomic
+        self.acquired: dict[int, list[int]] = {}  # program -> the numbers that its last atomic saw released
+
+    def hand_over(self) -> None:
+        """An atomic of acquire-release order: all that the program did is released, all that was released before is acquired."""
+        program = self._program()
+        self.released.append(self.names.get(program, program))
+        self.acquired[program] = list(self.released)
+        self.names[program] = 2**30 + len(self.released)
+
+    def _program(self) -> int:
+        (x, y, z), (_, height, depth) = interpreter.interpreter_builder.grid_idx, interpreter.interpreter_builder.grid_dim
+        return 1 + (x * height + y) * depth + z
+
+    def touch(self, pointers: TensorHandle, mask: np.ndarray | None, write: bool, atomic: bool = False) -> None:
+        addresses = pointers.data if mask is None else np.broadcast_to(pointers.data, mask.shape)[mask]
+        addresses = np.ravel(addresses).astype(np.uint64)
+        size = interpreter._get_np_dtype(pointers.get_element_ty()).itemsize
+        place = interpreter.interpreter_builder.grid_idx
+        owners = np.searchsorted(self.bases, addresses, side="right").astype(np.int64) - 1
+        for owner in np.unique(owners):
+            base, num_bytes, writers, readers = self.regions[owner] if owner >= 0 else (0, 0, None, None)
+            offsets = (addresses[owners == owner] - np.uint64(base)).astype(np.int64)
+            if (offsets + size > num_bytes).any():
+                raise KernelFault(f"out of bounds: a {'store' if write else 'load'} by program {place}")
+            if self.races and not atomic:
+                self._note(writers, readers, offsets, write, place)
+
+    def _note(self, writers: np.ndarray, readers: np.ndarray, offsets: np.ndarray, write: bool, place: tuple[int, int, int]) -> None:
+        program, known = self._program(), self.acquired.get(self._program(), ())
+        program = self.names.get(program, program)
+        wrote, read = (np.where((who == program) | np.isin(who, known), 0, who) if len(known) else who for who in (writers[offsets], readers[offsets]))
+        if ((wrote != 0) & (wrote != program)).any():
+            raise KernelFault(f"race: program {place} {'writes' if write else 'reads'} what another one writes")
+        if not write:
+            readers[offsets] = np.where((read == 0) | (read == program), program, MANY)
+        elif ((read != 0) & (read != program)).any():
+            raise KernelFault(f"race: program {place} writes what another one reads")
+        else:
+            if len(np.unique(offsets)) != len(offsets):
+                raise KernelFault(f"race: program {place} stores to one address twice at once")
+            writers[offsets] = program
+
+
+watch = Watch()
+
+
+@contextmanager
+def unordered() -> Iterator[None]:
+    """For a kernel whose programs share memory by other means: bounds are checked, races are not."""
+    watch.races = False
+    try:
+        yield
+    finally:
+        watch.races = True
+
+
+@contextmanager
+def reachable(tensors: list) -> Iterator[None]:
+    """For a kernel that reads the addresses of these tensors from memory in place of being given them."""
+    watch.reachable = tensors
+    try:
+        yield
+    finally:
+        watch.reachable = []
+
+
+def _load(original):
+    def load(self, pointers, mask, *rest):
+        watch.touch(pointers, mask.data, write=False)
+        return original(self, pointers, mask, *rest)
+
+    return load
+
+
+def _store(original):
+    def store(self, pointers, value, mask, *rest):
+        watch.touch(pointers, mask.data, write=True)
+        return original(self, pointers, value, mask, *rest)
+
+    return store
+
+
+def _exchange(original):
+    def exchange(self, pointers, *rest):
+        watch.touch(pointers, None, write=True, atomic=True)
+        return original(self, pointers, *rest)
+
+    return exchange
+
+
+def _combine(original):
+    def combine(self, operation, pointers, value, mask, *rest):
+        watch.touch(pointers, mask.data, write=True, atomic=True)
+        semantics, scope = rest
+        if semantics == MEM_SEMANTIC.ACQUIRE_RELEASE and scope != MEM_SYNC_SCOPE.CTA:
+            watch.hand_over()
+        return original(self, operation, pointers, value, mask, *rest)
+
+    return combine
+
+
+def _start(original):
+    def start(self, args, kwargs):
+        on_host = original(self, args, kwargs)
+        watch.start([arg for arg in (*on_host[0], *on_host[1].values()) if hasattr(arg, "untyped_storage")])
+        return on_host
+
+    return start
+
+
+def _index(original):
+    """numpy >= 2.4 makes no integer of an array; Triton 3.6 needs one of arrays with one element."""
+
+    def patch(tensor, scope):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+    return patch
+
+
+def _once(original):
+    """The interpreter remaps Triton's language at every call of a function by a kernel, which takes most of its time. Once per launch is
+    enough: for the kernel's own view of the language, which it restores in the end, and for each other view."""
+
+    def patch(kernel):
+        views = frozenset(id(value) for value in kernel.__globals__.values() if value is tl or value is tl.core)
+        if views not in watch.remapped:
+            watch.remapped.add(views)
+            return original(kernel)
+
+    return patch
+
+
+PATCHES = (
+    (Builder, "cast_impl", _cast), (Builder, "create_fp_to_fp", _cast), (Builder, "create_dot", _dot),
+    (Builder, "binary_op", _refuse_bf16), (Builder, "unary_op", _refuse_bf16), (Builder, "create_fma", _refuse_bf16),
+    (interpreter.ReduceOps, "apply", _refuse_bf16_sums), (interpreter.ScanOps, "apply", _refuse_bf16_sums),
+    (Builder, "create_masked_load", _load), (Builder, "create_masked_store", _store),
+    (Builder, "create_atomic_cas", _exchange), (Builder, "create_atomic_rmw", _combine),
+    (interpreter.GridExecutor, "_init_args_hst", _start), (interpreter, "_patch_lang_tensor", _index),
+    (interpreter, "_patch_lang", _once),
+)  # fmt: skip
+for owner, name, patch in PATCHES:
+    setattr(owner, name, patch(getattr(owner, name)))

@@ -1,0 +1,64 @@
+"""A whole tiny model on the kernels for GPUs, in the interpreter: prefill, a chunk beside a decode, decode; the logits are the reference's.
+May know: the factory, the models, the registry.
+Must not know: any kernel."""
+
+import pytest
+import torch
+from quire.executor.layers import LayerFactory
+from quire.executor.loader import fill_with_random_weights
+from quire.executor.models.qwen2 import Qwen2ForCausalLM
+from quire.executor.models.qwen3 import Qwen3ForCausalLM
+from quire.kernels import registry
+from quire.kernels.ops import AttentionMetadata
+
+BLOCK_SIZE = 16
+SHAPE = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
+    "vocab_size": 100, "rms_norm_eps": 1e-6, "max_position_embeddings": 128, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}  # fmt: skip
+
+
+def build(model_class: type, device: str):
+    """On tensors in host memory, with the operations of `device`."""
+    config = model_class.parse_config(SHAPE)
+    ops = registry.select(device, torch.float32, {} if device == "cuda" else dict.fromkeys(registry.CONTRACTS, "reference"), head_dim=16)
+    make = LayerFactory(ops, torch.float32, torch.device("cpu"))
+    model = model_class(config, make, 128)
+    fill_with_random_weights(model, 0, lambda stage, fraction: None, make.filled)
+    for layer in model.attention_layers():
+        layer.key_cache, layer.value_cache = torch.full((2, 9, BLOCK_SIZE, 2, 16), torch.nan)
+    return model, ops
+
+
+def metadata(query_lens: list[int], seq_lens: list[int], block_tables: torch.Tensor) -> tuple[torch.Tensor, AttentionMetadata]:
+    """Positions too."""
+    positions = torch.cat([torch.arange(n - q, n) for q, n in zip(query_lens, seq_lens)])
+    rows = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
+    slots = block_tables[rows, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+    starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
+    num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
+    return positions, AttentionMetadata(starts, torch.tensor(seq_lens, dtype=torch.int32), block_tables, slots, num_decodes, query_lens, seq_lens)
+
+
+@torch.inference_mode()
+def run(model_class: type, device: str) -> list[torch.Tensor]:
+    model, ops = build(model_class, device)
+    block_tables = torch.tensor([[7, 2], [4, 1]], dtype=torch.int32)
+    token_ids = torch.randint(0, 100, (60,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    results, taken = [], 0
+    for query_lens, seq_lens in (([17, 9], [17, 9]), ([1, 3], [18, 12]), ([1, 1], [19, 13])):
+        count = sum(query_lens)
+        positions, step = metadata(query_lens, seq_lens, block_tables)
+        hidden = model(token_ids[taken : taken + count], positions, step)
+        last = torch.tensor(query_lens).cumsum(0) - 1
+        results.append(model.compute_logits(ops.gather_rows(hidden, last)))
+        taken += count
+    return results
+
+
+@pytest.mark.parametrize("model_class", [Qwen2ForCausalLM, Qwen3ForCausalLM])
+def test_a_model_gives_the_references_logits(model_class):
+    for mine, expected in zip(run(model_class, "cuda"), run(model_class, "cpu"), strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)

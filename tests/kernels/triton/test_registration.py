@@ -1,0 +1,27 @@
+"""Which operations run in Triton on a GPU, and that a machine without one pays nothing for them.
+May know: the registry.
+Must not know: any kernel."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from quire.kernels import registry
+
+# Operations without a kernel of ours on a GPU: torch's serve, as the reference calls them.
+NOT_IN_TRITON = {"pack_linear", "pack_quantized_linear"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_gpu_runs_triton_wherever_there_is_a_kernel(dtype):
+    table = registry.select("cuda", dtype, head_dim=128, num_heads=28, num_kv_heads=4, block_size=16)
+    assert {op for op, name in table.chosen.items() if name != "triton"} == NOT_IN_TRITON
+    assert {table.chosen[op] for op in NOT_IN_TRITON} <= {"reference", "cublas"}
+
+
+def test_a_cpu_never_runs_triton_nor_imports_it():
+    assert "triton" not in registry.select("cpu", torch.bfloat16).chosen.values()
+    code = "import sys, torch; from quire.kernels import registry; registry.select('cpu', torch.float32); print('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

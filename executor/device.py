@@ -77,6 +77,12 @@ def release_memory() -> None:
         _LIBC.malloc_trim(0)
 
 
+def copy_mapped(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """tensor = values, of whatever dtype, which are then given up: see release_mapped."""
+    tensor.copy_(values)
+    release_mapped(values)
+
+
 def release_mapped(tensor: torch.Tensor) -> None:
     """Gives back the whole pages of a contiguous tensor that lies in a private mapping of a file and was only read. Looked at again, they
     would be read again; what was written to other memory would be lost."""

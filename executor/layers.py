@@ -13,12 +13,14 @@ import torch
 from ..ipc.decoder_config import DecoderConfig
 from ..ipc.memory_plan import quantized_bytes
 from ..kernels.ops import AttentionMetadata
+from .device import copy_mapped, release_mapped
 from .rope import make_cos_sin_cache
 
 # (name in the checkpoint, the tensor it fills: a whole parameter, or a view of a merged one's rows)
 Weights = Iterator[tuple[str, torch.Tensor]]
-# ops.pack_linear, or ops.pack_quantized_linear for so many bits
-Pack = Callable[[torch.Tensor, torch.Tensor | None], Callable[[torch.Tensor], torch.Tensor]]
+Multiply = Callable[[torch.Tensor], torch.Tensor]
+# ops.pack_linear, or ops.pack_quantized_linear for so many bits; and from_parts, if the implementation has it (see the contract of pack_linear)
+Packer = tuple[Callable[[torch.Tensor, torch.Tensor | None], Multiply], Callable[[list[torch.Tensor], torch.Tensor | None], Multiply] | None]
 BITS = {"int8": 8, "int4": 4}
 FUSED_PARTS = ("rms_norm", "rotary_embedding", "reshape_and_cache", "fused_qk_rope_reshape_and_cache")
 HEAD_BITS = 8  # of a quantized model's head, whose table is the embedding's too where it is tied: 4 would lose too much
@@ -27,13 +29,14 @@ HEAD_BITS = 8  # of a quantized model's head, whose table is the embedding's too
 class Linear:
     """y = x W^T + b, for one or several projections of the same x laid one below the other (q, k and v; gate and up)."""
 
-    def __init__(self, shards: dict[str, int], weight: torch.Tensor, bias: torch.Tensor | None, pack: Pack):
+    def __init__(self, shards: dict[str, int], weight: torch.Tensor, bias: torch.Tensor | None, packer: Packer):
         self.shards = shards  # name in the checkpoint -> rows, in order
         self.weight = weight  # [sum of rows, in_features]; given up once packed
         self.bias = bias
         self._num_unfilled = len(shards) * (1 if bias is None else 2)
-        self._pack = pack
-        self._multiply: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._pack, self._pack_parts = packer
+        self._stored: dict[int, torch.Tensor] = {}  # shards that stay where they are until all is packed, by the address of their rows in `weight`
+        self._multiply: Multiply | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in_features] -> [T, sum of rows]"""
@@ -44,16 +47,27 @@ class Linear:
         multiply = getattr(self._multiply, "logits", None)
         return self._multiply(x).float() if multiply is None else multiply(x)
 
-    def count_filled(self) -> None:
-        """To be called once for each tensor of `weights` when it has its values. With the last, the weight is packed."""
+    def fill(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """To be called once for each tensor of `weights`, see LayerFactory.fill. With the last, the weight is packed."""
+        is_shard = tensor.dim() == 2
+        if is_shard and self._pack_parts is not None and (values.dtype, values.device) == (tensor.dtype, tensor.device):
+            self._stored[tensor.data_ptr()] = values
+        else:
+            copy_mapped(tensor, values)
         self._num_unfilled -= 1
         if not self._num_unfilled:
             self.pack()
 
     def pack(self) -> None:
-        """To be called once, when the weight is filled: lays it out as the device multiplies it best."""
-        self._multiply = self._pack(self.weight, self.bias)
-        self.weight = None
+        """To be called once, when all values are there: lays the weight out as the device multiplies it best."""
+        if self._stored:
+            shards = [rows for _, rows in self.weights("") if rows.dim() == 2]
+            self._multiply = self._pack_parts([self._stored.get(rows.data_ptr(), rows) for rows in shards], self.bias)
+        else:
+            self._multiply = self._pack(self.weight, self.bias)
+        for values in self._stored.values():
+            release_mapped(values)
+        self.weight, self._stored = None, {}
 
     def weights(self, prefix: str) -> Weights:
         start = 0
@@ -67,8 +81,8 @@ class Linear:
 class TiedHead(Linear):
     """An output head that is the embedding's own table: one memory for both, if the packed weight gives rows too."""
 
-    def __init__(self, name: str, embedding: Embedding, pack: Pack):
-        super().__init__({name: len(embedding.weight)}, embedding.weight, None, pack)
+    def __init__(self, name: str, embedding: Embedding, packer: Packer):
+        super().__init__({name: len(embedding.weight)}, embedding.weight, None, packer)
         self._tied_to = embedding
 
     def pack(self) -> None:
@@ -129,12 +143,15 @@ class LayerFactory:
         self._bits = BITS.get(quantization)
         self._unpacked: dict[int, Linear] = {}  # by the addresses of the tensors that it waits for
 
-    def filled(self, tensor: torch.Tensor) -> None:
-        """To be called for every tensor of the model's weight-name table when it has its values, before the model runs. A linear layer that
-        is complete is packed, and the memory that it was filled in freed, so that no more than one lies there twice."""
+    def fill(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Gives a tensor of the model's weight-name table its values, of whatever float dtype; to be called for every one, before the model
+        runs. `values` may lie in a file's private mapping, and are of no use afterwards. A linear layer that is complete is packed, where
+        possible out of that mapping, and what it was filled in freed, so that no more than one lies there twice."""
         linear = self._unpacked.pop(tensor.data_ptr(), None)
-        if linear is not None:
-            linear.count_filled()
+        if linear is None:
+            copy_mapped(tensor, values)
+        else:
+            linear.fill(tensor, values)
 
     def parameter(self, *shape: int) -> torch.Tensor:
         parameter = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -171,11 +188,13 @@ class LayerFactory:
     def _linear(self, shards: dict[str, int], weight: torch.Tensor, bias: torch.Tensor | None, bits: int | None) -> Linear:
         return self._register(Linear(shards, weight, bias, self._packer(weight, bits)))
 
-    def _packer(self, weight: torch.Tensor, bits: int | None) -> Pack:
-        if bits is None:
-            return self.ops.pack_linear
-        self.weights_bytes += quantized_bytes(*weight.shape, bits) - weight.nbytes
-        return partial(self.ops.pack_quantized_linear, bits=bits)
+    def _packer(self, weight: torch.Tensor, bits: int | None) -> Packer:
+        pack, options = self.ops.pack_linear, {}
+        if bits is not None:
+            self.weights_bytes += quantized_bytes(*weight.shape, bits) - weight.nbytes
+            pack, options = self.ops.pack_quantized_linear, {"bits": bits}
+        pack_parts = getattr(pack, "from_parts", None)
+        return partial(pack, **options), None if pack_parts is None else partial(pack_parts, **options)
 
     def _register(self, linear: Linear) -> Linear:
         self._unpacked |= {tensor.data_ptr(): linear for _, tensor in linear.weights("")}

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..ipc.errors import ModelLoadError
-from .device import release_mapped
+from .device import copy_mapped
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -21,12 +21,14 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _STAGE = "load weights"
 
 Report = Callable[[str, float], None]
+Fill = Callable[[torch.Tensor, torch.Tensor], None]  # a tensor of the weight-name table, and its values
 
 
-def load_weights(model: Any, directory: Path, report: Report, on_filled: Callable[[torch.Tensor], None] = lambda tensor: None) -> None:
+def load_weights(model: Any, directory: Path, report: Report, fill: Fill = copy_mapped) -> None:
     """Fills every tensor of model.weights() from `directory`, cast to the parameter's dtype. Reports the part of all elements that is there.
 
-    `on_filled` is told of each tensor that has its values, and may give up its memory: it is not looked at again. Files are mapped and read once, and what was read of them is given back, so that no more is ever in memory than the model and one tensor.
+    `fill(tensor, stored)` does it, and may keep both as long as it likes: they are not looked at again. Files are mapped and read once, and
+    what was read of them is given back, so that no more is ever in memory than the model and one layer.
 
     Raises ModelLoadError, naming file and tensor, for a name that is missing, that nobody asked for, or that comes twice, for a wrong
     shape, for a type that is not a float, and for a file that cannot be read.
@@ -47,7 +49,8 @@ def load_weights(model: Any, directory: Path, report: Report, on_filled: Callabl
                     _check(file.get_slice(name), name, path, shapes, origin)
                     origin[name] = path.name
                     if name in missing:
-                        num_loaded += _fill(missing.pop(name), file.get_tensor(name), on_filled)
+                        num_loaded += missing[name].numel()
+                        fill(missing.pop(name), file.get_tensor(name))
                         report(_STAGE, num_loaded / num_expected)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{path}: not a readable safetensors file: {error}") from error
@@ -55,14 +58,6 @@ def load_weights(model: Any, directory: Path, report: Report, on_filled: Callabl
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelLoadError(f"{directory}: no file has the tensor {next(iter(missing))}{more}; read: {', '.join(path.name for path in files)}")
     _check_tied(tied, origin, directory, dtype)
-
-
-def _fill(destination: torch.Tensor, stored: torch.Tensor, on_filled: Callable[[torch.Tensor], None]) -> int:
-    """Returns the number of elements. `stored` is of no use afterwards."""
-    destination.copy_(stored)
-    release_mapped(stored)
-    on_filled(destination)
-    return destination.numel()
 
 
 def _check(tensor: Any, name: str, path: Path, shapes: dict[str, list[int]], origin: dict[str, str]) -> None:
@@ -111,16 +106,15 @@ def find_weight_files(directory: Path) -> list[Path]:
     return [directory / shard for shard in shards]
 
 
-def fill_with_random_weights(model: Any, seed: int, report: Report, on_filled: Callable[[torch.Tensor], None] = lambda tensor: None) -> None:
-    """load_format="dummy": normal with standard deviation 0.02 (norms around 1), the same for the same seed on every machine. `on_filled` as
-    in load_weights."""
+def fill_with_random_weights(model: Any, seed: int, report: Report, fill: Fill = torch.Tensor.copy_) -> None:
+    """load_format="dummy": normal with standard deviation 0.02 (norms around 1), the same for the same seed on every machine. `fill` as in
+    load_weights."""
     generator = torch.Generator().manual_seed(seed)
     unfilled = dict(model.weights())
     num_filled, num_elements = 0, sum(tensor.numel() for tensor in unfilled.values())
     for name in list(unfilled):
         tensor = unfilled.pop(name)
         mean = 1.0 if name.endswith("norm.weight") else 0.0
-        tensor.copy_(torch.empty(tensor.shape).normal_(mean, 0.02, generator=generator))
-        on_filled(tensor)
         num_filled += tensor.numel()
+        fill(tensor, torch.empty(tensor.shape).normal_(mean, 0.02, generator=generator))
         report(_STAGE, num_filled / num_elements)

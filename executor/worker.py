@@ -105,9 +105,9 @@ class Worker:
         kind = model_config.quantization or model_config.dtype
         check_weights_fit(self._weights_bytes, kind, free_memory_bytes())  # their pages are taken when they are filled, not yet
         if directory is None:
-            fill_with_random_weights(model, model_config.seed, report, make.filled)
+            fill_with_random_weights(model, model_config.seed, report, make.fill)
         else:
-            load_weights(model, directory, report, make.filled)
+            load_weights(model, directory, report, make.fill)
         return model
 
     @property

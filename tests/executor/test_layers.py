@@ -4,6 +4,7 @@ Must not know: architectures, files."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from quire.executor.layers import LayerFactory
@@ -15,14 +16,12 @@ def make_factory(dtype: torch.dtype = torch.float32) -> LayerFactory:
 
 
 def fill(make: LayerFactory, layer) -> dict[str, torch.Tensor]:
-    """Random values through the views that the loader would fill, as it does; returns copies of them."""
+    """Random values for the tensors that the loader would fill, as it does; returns copies of them. The values' own pages are given up."""
     generator = torch.Generator().manual_seed(0)
-    table = dict(layer.weights("p."))
     copies = {}
-    for name, tensor in table.items():
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
-        copies[name] = tensor.clone()
-        make.filled(tensor)
+    for name, tensor in layer.weights("p."):
+        copies[name] = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        make.fill(tensor, copies[name].clone())
     return copies
 
 
@@ -42,8 +41,22 @@ def test_a_linear_is_packed_and_its_weight_freed_with_its_last_tensor():
     table = dict(layer.weights(""))
     for name, tensor in table.items():
         assert layer.weight is not None, name
-        make.filled(tensor.zero_())
+        make.fill(tensor, torch.zeros(tensor.shape))
     assert layer.weight is None and (layer(torch.ones(1, 32)) == 0).all()
+
+
+@pytest.mark.parametrize("rows", [{"q_proj": 48, "k_proj": 16, "v_proj": 24}, {"q_proj": 40, "k_proj": 8, "v_proj": 8}], ids=str)
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_a_layer_packed_out_of_its_shards_is_the_layer_packed_whole(quantization, rows):
+    """Out of where they are stored (in the model's dtype), by way of the layer's own memory (in another), or some so, some so."""
+    results = []
+    for stored in ([torch.bfloat16] * 3, [torch.float32] * 3, [torch.bfloat16, torch.float32, torch.bfloat16]):
+        make = LayerFactory(registry.select("cpu", torch.bfloat16), torch.bfloat16, torch.device("cpu"), quantization)
+        layer, generator = make.linear(70, rows, bias=True), torch.Generator().manual_seed(1)
+        for i, (_, tensor) in enumerate(layer.weights("")):
+            make.fill(tensor, torch.randn(tensor.shape, generator=generator).bfloat16().to(stored[i // 2]))
+        results.append(layer(torch.randn(5, 70, generator=generator).bfloat16()))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 def test_row_linear_and_bias():

@@ -93,19 +93,20 @@ def test_weights_are_cast_on_load(tiny):
 
 
 @pytest.mark.parametrize("num_shards", [1, 4])
-def test_who_is_told_of_a_filled_tensor_may_give_up_its_memory(num_shards, tiny):
-    """The loader lets go of it: no reference is left when the next one is filled."""
+def test_who_fills_a_tensor_may_give_up_its_memory_and_its_values(num_shards, tiny):
+    """The loader lets go of them: no reference is left when the next one comes."""
     directory = tiny("qwen2", num_shards=num_shards)
     model, filled, alive = make_model(directory), 0, []
 
-    def on_filled(tensor: torch.Tensor) -> None:
+    def fill(tensor: torch.Tensor, stored: torch.Tensor) -> None:
         nonlocal filled
-        assert not tensor.isnan().any() and [reference for reference in alive if reference() is not None] == []
+        assert stored.shape == tensor.shape and [reference for reference in alive if reference() is not None] == []
         filled += tensor.numel()
+        alive.append(weakref.ref(stored))
         if tensor._base is not None:  # a linear layer's rows, not a norm, which the model itself holds
             alive.append(weakref.ref(tensor))
 
-    load_weights(model, directory, lambda stage, fraction: None, on_filled)
+    load_weights(model, directory, lambda stage, fraction: None, fill)
     assert filled == sum(tensor.numel() for _, tensor in model.weights())
 
 

@@ -4,6 +4,8 @@ Must not know: models, requests."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,12 +22,21 @@ _PANEL = 16  # outputs whose weights lie together (src/abi.h: quire_pack_linear)
 class PackedLinear:
     """y = x W^T + b, for a bf16 or fp32 weight that never changes again. A row's bits do not depend on the rows beside it."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        """weight [out, in]; bias [out], of the same dtype. The weight is copied, the bias kept."""
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self.weight = _pack(weight)
+    def __init__(self, parts: Sequence[Tensor], bias: Tensor | None):
+        """parts [n, in], one below the other the weight [out, in]; bias [out], of the same dtype. The weight is copied, the bias kept."""
+        self.out_features, self.in_features = sum(map(len, parts)), parts[0].shape[1]
+        self.dtype = parts[0].dtype
         self.bias = None if bias is None else bias.contiguous()
+        self._pack(parts)
+
+    def _pack(self, parts: Sequence[Tensor]) -> None:
+        """weight: [panels, lines, 16, numbers of 4 bytes], zeros where it ends."""
+        per_line = 4 // self.dtype.itemsize
+        shape = -(-self.out_features // _PANEL), -(-self.in_features // per_line), _PANEL, per_line
+        self.weight = empty_weight(*shape, dtype=self.dtype)
+        for panel, part in by_panel(parts):
+            packed = self.weight[panel].data_ptr()
+            library.pack_linear(part.data_ptr(), part.stride(0), DTYPES[self.dtype], len(part), self.in_features, packed)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]"""
@@ -68,14 +79,17 @@ class PackedLinear:
 
 @register("pack_linear", name="native", predicate=is_native, priority=PRIORITY)
 def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    return PackedLinear(weight, bias)
+    return PackedLinear([weight], bias)
 
 
-def _pack(weight: Tensor) -> Tensor:
-    """[panels, lines, 16, numbers of 4 bytes], zeros where the weight ends."""
-    weight = as_matrix(weight)
-    out_features, in_features = weight.shape
-    per_line = 4 // weight.element_size()
-    packed = empty_weight(-(-out_features // _PANEL), -(-in_features // per_line), _PANEL, per_line, dtype=weight.dtype)
-    library.pack_linear(weight.data_ptr(), weight.stride(0), DTYPES[weight.dtype], out_features, in_features, packed.data_ptr())
-    return packed
+pack_linear.from_parts = PackedLinear
+
+
+def by_panel(parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Parts that each begin with a panel, as matrices, and which panel that is; what does not is joined before."""
+    if any(len(part) % _PANEL for part in parts[:-1]):
+        parts = [torch.cat(list(parts))]
+    panel = 0
+    for part in parts:
+        yield panel, as_matrix(part)
+        panel += len(part) // _PANEL

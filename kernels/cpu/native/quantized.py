@@ -12,13 +12,15 @@ What is computed, kernels/reference/quantized.py says in torch; why in this way:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ...registry import register
 from .calls import EmbeddingInt8, Epilogue, Op, Quantize, QuantizedLinear, Step
 from .library import library
-from .linear import PackedLinear
+from .linear import PackedLinear, by_panel
 from .program import empty, num_rows, submit
 from .tensors import DTYPES, PRIORITY, as_matrix, is_native
 from .weights import empty_weight
@@ -32,20 +34,21 @@ _LINEAR = {8: Op.LINEAR_INT8, 4: Op.LINEAR_INT4}
 class PackedQuantizedLinear(PackedLinear):
     """A PackedLinear whose weight is quantized here: only how it is stored and multiplied differs. A row's bits do not depend on the rows beside it."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, bits: int):
-        """weight [out, in] of bf16 or fp32; bias [out], of the same dtype. The bias is kept."""
-        self.out_features, self.in_features = weight.shape
-        self.bits, self.dtype = bits, weight.dtype
-        self.bias = None if bias is None else bias.contiguous()
+    def __init__(self, parts: Sequence[Tensor], bias: Tensor | None, bits: int):
+        """parts [n, in] of bf16 or fp32, one below the other the weight [out, in]; bias [out], of the same dtype. The bias is kept."""
+        self.bits = bits
+        super().__init__(parts, bias)
+
+    def _pack(self, parts: Sequence[Tensor]) -> None:
         panels, groups = -(-self.out_features // _PANEL), -(-self.in_features // _GROUP)
-        self.weight = empty_weight(panels, groups, _PANEL * _GROUP * bits // 8, dtype=torch.uint8)
-        self.scales = empty_weight(panels, groups, _SCALE_BYTES[bits], dtype=torch.uint8)
-        weight = as_matrix(weight)
-        call = Quantize(
-            _QUANTIZE[bits], DTYPES[weight.dtype], 0, weight.data_ptr(), self.weight.data_ptr(), self.scales.data_ptr(),
-            weight.stride(0), self.in_features, self.out_features,
-        )  # fmt: skip
-        library.run(call, Step())  # at once: it is no part of a model's step
+        self.weight = empty_weight(panels, groups, _PANEL * _GROUP * self.bits // 8, dtype=torch.uint8)
+        self.scales = empty_weight(panels, groups, _SCALE_BYTES[self.bits], dtype=torch.uint8)
+        for panel, part in by_panel(parts):
+            call = Quantize(
+                _QUANTIZE[self.bits], DTYPES[self.dtype], 0, part.data_ptr(), self.weight[panel].data_ptr(), self.scales[panel].data_ptr(),
+                part.stride(0), self.in_features, len(part),
+            )  # fmt: skip
+            library.run(call, Step())  # at once: it is no part of a model's step
 
     def embedding(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, in]: the rows of the weight as they are multiplied by, rounded to its dtype. Of 8 bits only."""
@@ -73,4 +76,7 @@ class PackedQuantizedLinear(PackedLinear):
 
 @register("pack_quantized_linear", name="native", predicate=is_native, priority=PRIORITY)
 def pack_quantized_linear(weight: Tensor, bias: Tensor | None, bits: int) -> PackedQuantizedLinear:
-    return PackedQuantizedLinear(weight, bias, bits)
+    return PackedQuantizedLinear([weight], bias, bits)
+
+
+pack_quantized_linear.from_parts = PackedQuantizedLinear

@@ -148,5 +148,5 @@ def test_packing_gives_panels_of_sixteen_outputs(dtype):
         weight = wide[:, :in_features]  # rows with something between them
         padded = F.pad(weight, (0, -in_features % pair, 0, -out_features % 16))
         expected = padded.view(len(padded) // 16, 16, -1, pair).transpose(1, 2)
-        assert torch.equal(PackedLinear(weight, None).weight, expected)
+        assert torch.equal(PackedLinear([weight], None).weight, expected)
     library.set_num_threads(1)

@@ -1,4 +1,6 @@
 // Linear layers' weights laid out as linear.inl reads them.
+#include <emmintrin.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -17,6 +19,18 @@ struct Packing {
     char* packed;
 };
 
+// Four lines of four rows: 16 bytes of each row become 16 bytes of each line. Past the caches: nobody reads them before all is packed.
+inline void transpose(const char* weight, int64_t row_bytes, char* packed) {
+    __m128i a = _mm_loadu_si128((const __m128i*)weight), b = _mm_loadu_si128((const __m128i*)(weight + row_bytes));
+    __m128i c = _mm_loadu_si128((const __m128i*)(weight + 2 * row_bytes)), d = _mm_loadu_si128((const __m128i*)(weight + 3 * row_bytes));
+    __m128i ab_low = _mm_unpacklo_epi32(a, b), ab_high = _mm_unpackhi_epi32(a, b);
+    __m128i cd_low = _mm_unpacklo_epi32(c, d), cd_high = _mm_unpackhi_epi32(c, d);
+    _mm_stream_si128((__m128i*)packed, _mm_unpacklo_epi64(ab_low, cd_low));
+    _mm_stream_si128((__m128i*)(packed + PANEL * 4), _mm_unpackhi_epi64(ab_low, cd_low));
+    _mm_stream_si128((__m128i*)(packed + 2 * PANEL * 4), _mm_unpacklo_epi64(ab_high, cd_high));
+    _mm_stream_si128((__m128i*)(packed + 3 * PANEL * 4), _mm_unpackhi_epi64(ab_high, cd_high));
+}
+
 // A line of a panel holds 4 bytes of each of its 16 rows: one fp32 number or a pair of bf16.
 void pack_panel(const Packing& p, int64_t panel) {
     int64_t used = p.in_features * p.width, lines = (used + 3) / 4;
@@ -24,7 +38,11 @@ void pack_panel(const Packing& p, int64_t panel) {
     const char* weight = p.weight + panel * PANEL * p.row_bytes;
     char* packed = p.packed + panel * lines * PANEL * 4;
     if (rows < PANEL) std::memset(packed, 0, lines * PANEL * 4);
-    for (int64_t line = 0; line < used / 4; line++)
+    int64_t line = 0;
+    if (rows == PANEL)
+        for (; line + 4 <= used / 4; line += 4)
+            for (int64_t row = 0; row < PANEL; row += 4) transpose(weight + row * p.row_bytes + line * 4, p.row_bytes, packed + (line * PANEL + row) * 4);
+    for (; line < used / 4; line++)
         for (int64_t row = 0; row < rows; row++)
             std::memcpy(packed + (line * PANEL + row) * 4, weight + row * p.row_bytes + line * 4, 4);
     if (used % 4 != 0) {
@@ -38,6 +56,7 @@ void pack(const Worker& worker, void* argument) {
     const Packing& p = *static_cast<Packing*>(argument);
     int64_t panels = (p.out_features + PANEL - 1) / PANEL;
     for (int64_t panel; (panel = worker.next()) < panels;) pack_panel(p, panel);
+    _mm_sfence();  // what went past the caches is there before the other threads are told
 }
 
 }  // namespace

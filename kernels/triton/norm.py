@@ -18,7 +18,7 @@ def _normalise(x, weight, eps, SIZE: tl.constexpr):
     return (normalised * weight.to(tl.float32)[None, :]).to(weight.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, num_rows, heads, token_stride, head_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -33,7 +33,7 @@ def rms_norm_kernel(
     tl.store(out_ptr + row.to(tl.int64)[:, None] * SIZE + column[None, :], _normalise(x, weight, eps, SIZE), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def fused_add_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, num_rows, x_stride, residual_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,

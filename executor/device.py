@@ -9,12 +9,13 @@ import gc
 import math
 import mmap
 import os
+from collections.abc import Callable
 
 import psutil
 import torch
 
 from ..ipc.errors import InvalidParameterError
-from ..ipc.machine import available_cores
+from ..ipc.machine import available_cores, free_memory_bytes
 from ..kernels.cpu.native.library import library
 
 _LIBC = ctypes.CDLL(None)
@@ -22,12 +23,15 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torc
 
 
 def select_device(name: str) -> torch.device:
-    """ "cpu" -> its torch.device. Raises InvalidParameterError for what is not supported yet, or was left unresolved."""
-    if name == "cuda":
-        raise InvalidParameterError("device", "cuda is not supported yet; use cpu")
-    if name != "cpu":
-        raise InvalidParameterError("device", f"must be cpu once the configuration is resolved, got {name!r}")
-    return torch.device("cpu")
+    """ "cpu" or "cuda" -> its torch.device. Raises InvalidParameterError for what this machine has not, or was left unresolved."""
+    if name not in ("cpu", "cuda"):
+        raise InvalidParameterError("device", f"must be cpu or cuda once the configuration is resolved, got {name!r}")
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        lacking = f"PyTorch {torch.__version__} is built without CUDA" if torch.version.cuda is None else "PyTorch finds no NVIDIA GPU"
+        raise InvalidParameterError("device", f"cuda: {lacking} (quire doctor says what is here); use cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def select_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -95,6 +99,33 @@ def release_mapped(tensor: torch.Tensor) -> None:
 def resident_bytes() -> int:
     """Memory that this process has in use now."""
     return psutil.Process().memory_info().rss
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that nobody uses."""
+    return free_memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
+def free_share_bytes(device: torch.device, share: float) -> int:
+    """What is free of `share` of a GPU's memory: what others have in use counts as well. Can be negative."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return free - (total - int(total * share))
+
+
+def peak_bytes(device: torch.device, function: Callable[[], object]) -> int:
+    """Memory of a GPU that `function` takes for itself at most."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    function()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A large zeroed tensor in host memory, pinned where `device` copies from and to it by itself."""
+    return zeros(shape, dtype, torch.device("cpu")) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, pin_memory=True)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

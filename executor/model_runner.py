@@ -125,8 +125,8 @@ class ModelRunner:
         return {slot: refusals[slot] for slot in slots.tolist() if slot in refusals} if refusals else {}
 
     @torch.inference_mode()
-    def execute_dummy_batch(self, num_tokens: int = 1) -> None:
-        """A forward pass of `num_tokens` one-token rows, with one row's logits as for a prompt; it leaves no trace in the cache."""
+    def execute_dummy_batch(self, num_tokens: int = 1, num_logits: int = 1) -> None:
+        """A forward pass of `num_tokens` one-token rows, with logits of `num_logits` as for prompts; it leaves no trace in the cache."""
 
         def filled(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.full(shape, value, dtype=dtype, device=self.device)
@@ -141,7 +141,7 @@ class ModelRunner:
             seq_lens_list=[1] * num_tokens,
         )
         token_ids, positions = filled(0, torch.int32, num_tokens), filled(0, torch.int64, num_tokens)
-        self._forward(token_ids, positions, metadata, filled(0, torch.int64, 1))
+        self._forward(token_ids, positions, metadata, filled(0, torch.int64, num_logits))
 
 
 def insert_forced(slots: list[int], num_sampled: list[int], token_ids: list[int], forced: dict[int, list[int]]) -> tuple[list[int], list[int]]:

@@ -15,13 +15,13 @@ import torch
 
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError, ModelLoadError
-from ..ipc.machine import free_memory_bytes
 from ..ipc.memory_plan import check_weights_fit, plan_num_blocks, plan_num_host_blocks
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..kernels import registry
 from ..kernels.cpu.native.recorder import Limits
 from . import device as devices
 from .block_mover import BlockMover, shortest_time
+from .cuda_graphs import CudaCapture, GraphedStep
 from .grammar import Grammars
 from .input_batch import InputBatch
 from .layers import LayerFactory
@@ -103,7 +103,7 @@ class Worker:
         model = self._model_class(self._model_class.parse_config(model_config.hf_config), make, model_config.max_model_len)
         self._weights_bytes = make.weights_bytes
         kind = model_config.quantization or model_config.dtype
-        check_weights_fit(self._weights_bytes, kind, free_memory_bytes())  # their pages are taken when they are filled, not yet
+        check_weights_fit(self._weights_bytes, kind, devices.free_bytes(self.device))  # their pages are taken when they are filled, not yet
         if directory is None:
             fill_with_random_weights(model, model_config.seed, report, make.fill)
         else:
@@ -118,32 +118,51 @@ class Worker:
 
     def determine_num_blocks(self) -> int:
         """How many KV-cache blocks to make, the null block included. Raises NotEnoughMemoryError when one full sequence would not fit."""
-        return plan_num_blocks(self.config, self.block_bytes, free_memory_bytes())
+        return plan_num_blocks(self.config, self.block_bytes, self._free_for_cache())
+
+    def _free_for_cache(self) -> int:
+        """Bytes: on a CPU what is free, of which steps and other programs need a part; on a GPU what the largest step and its graphs leave."""
+        if self.device.type == "cpu":
+            return devices.free_bytes(self.device)
+        scheduler_config = self.config.scheduler_config
+        self._bind_cache(1)
+        num_bytes = devices.free_share_bytes(self.device, self.config.cache_config.gpu_memory_utilization)
+        for num_tokens in (scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs):  # of a step; of graphs, which have memory of their own
+            num_logits = min(num_tokens, scheduler_config.max_num_seqs)
+            num_bytes -= devices.peak_bytes(self.device, lambda: self.runner.execute_dummy_batch(num_tokens, num_logits))
+        return num_bytes
 
     def initialize_kv_cache(self, num_blocks: int) -> int:
         """Allocates the cache, gives each layer its part, runs the model once, and returns the cache's size in bytes."""
-        block_size = self.config.cache_config.block_size
-        for layer in self.model.attention_layers():
-            shape = (2, num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
-            layer.key_cache, layer.value_cache = devices.zeros(shape, self.dtype, self.device)
+        self._bind_cache(num_blocks)
         self._num_blocks = num_blocks
-        self._record_step()
+        self._make_program()
         self.runner.execute_dummy_batch()  # what operations set up in their first call, no request shall wait for; and a broken one shows now
         num_bytes = num_blocks * self.block_bytes
-        logger.info("KV cache: %d blocks of %d tokens, %.1f MiB", num_blocks, block_size, num_bytes / 2**20)
+        logger.info("KV cache: %d blocks of %d tokens, %.1f MiB", num_blocks, self.config.cache_config.block_size, num_bytes / 2**20)
         return num_bytes
 
-    def _record_step(self) -> None:
+    def _bind_cache(self, num_blocks: int) -> None:
+        for layer in self.model.attention_layers():
+            shape = (2, num_blocks, self.config.cache_config.block_size, layer.num_kv_heads, layer.head_dim)
+            layer.key_cache, layer.value_cache = devices.zeros(shape, self.dtype, self.device)
+
+    def _make_program(self) -> None:
         """To be called whenever weights or cache have moved: a program holds their addresses."""
-        scheduler_config = self.config.scheduler_config
-        max_num_seqs = scheduler_config.max_num_seqs
-        self.runner.program = record_step(self.model, self._ops, Limits(scheduler_config.max_num_batched_tokens, max_num_seqs, max_num_seqs))
+        config = self.config
+        max_num_seqs, max_num_tokens = config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens
+        if self.device.type == "cpu":
+            self.runner.program = record_step(self.model, self._ops, Limits(max_num_tokens, max_num_seqs, max_num_seqs))
+        elif not config.device_config.enforce_eager:
+            sizes = max_num_seqs, config.model_config.max_model_len, config.cache_config.block_size
+            self.runner.program = GraphedStep(self.model, self._ops, *sizes, self.device, CudaCapture())
+            self.runner.program.prepare()
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
         """Sets host memory aside for blocks of preempted requests. Returns the number of blocks, and what bringing a request back costs."""
         mode, block_size = self.config.scheduler_config.preemption_mode, self.config.cache_config.block_size
         if mode != "recompute":
-            self._num_host_blocks = plan_num_host_blocks(self.config, self.block_bytes, free_memory_bytes())
+            self._num_host_blocks = plan_num_host_blocks(self.config, self.block_bytes, devices.free_bytes(torch.device("cpu")))
         self._make_block_mover()
         if mode != "auto" or not self._num_host_blocks:
             return self._num_host_blocks, PreemptionCosts()
@@ -159,7 +178,7 @@ class Worker:
         block_size, host_caches = self.config.cache_config.block_size, []
         for layer in self.model.attention_layers() if self._num_host_blocks else ():
             shape = (2, self._num_host_blocks, block_size, layer.num_kv_heads, layer.head_dim)
-            host_caches.append(devices.zeros(shape, self.dtype, torch.device("cpu")).unbind(0))
+            host_caches.append(devices.host_zeros(shape, self.dtype, self.device).unbind(0))
         self.runner.block_mover = BlockMover(host_caches, self._ops)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -223,7 +242,7 @@ class Worker:
         self.model, self._directory = model, directory
         self.runner.use_model(model)
         if "kv_cache" not in self.asleep:
-            self._record_step()
+            self._make_program()
         self.asleep.discard("weights")
         devices.release_memory()
 

@@ -191,7 +191,7 @@ def check_gpu() -> Finding:
     detail = f"{', '.join(names) or 'none'}; driver for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
     if not names:
         return Finding("gpu", "pass", detail)
-    return Finding("gpu", "warn", f"{detail}; the model runs on the processor all the same", "nothing yet: Quire does not support device=cuda so far")
+    return Finding("gpu", "warn", f"{detail}; the model runs on the processor all the same", "nothing, or --device cuda, which has not been proven on a GPU yet")
 
 
 # ------------------------------------------------------------ port, files, hub

@@ -130,9 +130,9 @@ def resolve(args: EngineArgs) -> EngineConfig:
 
 
 def _refuse_what_no_engine_takes(config: EngineConfig) -> None:
-    """As executor/device.py does: a plan for it would be one for nothing."""
+    """Nor what no plan is made for yet."""
     if config.device_config.device == "cuda":
-        raise InvalidParameterError("device", "cuda is not supported yet; use cpu")
+        raise InvalidParameterError("device", "plans are made for the memory of CPUs so far; use cpu")
     if config.model_config.dtype == "float16":
         raise InvalidParameterError("dtype", "float16 is not supported on a CPU; use bfloat16 or float32")
 

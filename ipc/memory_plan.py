@@ -34,13 +34,14 @@ def check_weights_fit(weights_bytes: int, dtype: str, free_bytes: int) -> None:
 
 def affordable_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> int:
     """KV-cache blocks that there is room for, however many are wanted: num_gpu_blocks_override, or what fits kv_cache_memory_bytes, or else
-    CPU_MEMORY_FRACTION of `free_bytes`."""
+    `free_bytes`, on a CPU CPU_MEMORY_FRACTION of them."""
     cache_config = config.cache_config
     if cache_config.num_gpu_blocks_override is not None:
         return cache_config.num_gpu_blocks_override
     if cache_config.kv_cache_memory_bytes is not None:
         return cache_config.kv_cache_memory_bytes // block_bytes
-    return max(0, int(free_bytes * CPU_MEMORY_FRACTION)) // block_bytes
+    share = 1.0 if config.device_config.device == "cuda" else CPU_MEMORY_FRACTION
+    return max(0, int(free_bytes * share)) // block_bytes
 
 
 def fitting_tokens(config: EngineConfig, num_blocks: int) -> int:

@@ -20,11 +20,25 @@ from quire.kernels.cpu.native.library import library
 CPU = torch.device("cpu")
 
 
-def test_cuda_is_refused_in_one_sentence():
+@pytest.mark.parametrize(
+    ("built_for", "lacking"), [(None, f"PyTorch {torch.__version__} is built without CUDA"), ("13.0", "PyTorch finds no NVIDIA GPU")]
+)
+def test_cuda_without_a_gpu_is_refused_in_one_sentence(built_for, lacking, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
     with pytest.raises(InvalidParameterError) as caught:
         devices.select_device("cuda")
-    assert str(caught.value) == "device: cuda is not supported yet; use cpu"
+    assert str(caught.value) == f"device: cuda: {lacking} (quire doctor says what is here); use cpu"
     assert devices.select_device("cpu") == CPU
+
+
+def test_memory_of_a_gpu(monkeypatch):
+    """Of 100 bytes 30 are in use by whomever; a share of 0.9 leaves 60 to take."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70, 100))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    gpu = torch.device("cuda", 0)
+    assert devices.free_bytes(gpu) == 70 and devices.free_share_bytes(gpu, 0.9) == 60 and devices.free_share_bytes(gpu, 0.2) == -10
+    assert devices.free_bytes(CPU) > 0
 
 
 @pytest.mark.parametrize(("own", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
@@ -38,7 +52,7 @@ def test_threads_sleep_when_idle_unless_the_user_says_otherwise(own, policy):
 
 @pytest.mark.parametrize("name", ["auto", "tpu"])
 def test_unresolved_values_are_refused(name):
-    with pytest.raises(InvalidParameterError, match="device: must be cpu"):
+    with pytest.raises(InvalidParameterError, match="device: must be cpu or cuda"):
         devices.select_device(name)
     with pytest.raises(InvalidParameterError, match="dtype: must be one of"):
         devices.select_dtype(name, CPU)

@@ -126,7 +126,7 @@ def test_models_that_the_engine_refuses_have_no_plan(big: str, tmp_path: Path) -
         plan(str(tmp_path))
     with pytest.raises(InvalidParameterError, match="max_model_len: must be at most 32768"):
         plan(big, max_model_len=40_000)
-    with pytest.raises(InvalidParameterError, match="device: cuda is not supported yet"):
+    with pytest.raises(InvalidParameterError, match="device: plans are made for the memory of CPUs so far"):
         plan(big, device="cuda")
     with pytest.raises(InvalidParameterError, match="dtype: float16 is not supported on a CPU"):
         plan(big, dtype="float16")

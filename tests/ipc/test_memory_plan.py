@@ -15,9 +15,10 @@ BLOCK_BYTES = 1000
 PLENTY = 10**12
 
 
-def plan(free_bytes: int = PLENTY, max_model_len: int = 100, max_num_seqs: int = 4, **cache_arguments) -> int:
+def plan(free_bytes: int = PLENTY, max_model_len: int = 100, max_num_seqs: int = 4, device: str = "cpu", **cache_arguments) -> int:
     sections = {
         "model_config": {"max_model_len": max_model_len}, "scheduler_config": {"max_num_seqs": max_num_seqs}, "cache_config": cache_arguments,
+        "device_config": {"device": device},
     }  # fmt: skip
     return plan_num_blocks(msgspec.convert(sections, EngineConfig), BLOCK_BYTES, free_bytes)
 
@@ -32,6 +33,11 @@ def test_no_more_than_two_fifths_of_what_is_free():
     assert plan(free_bytes=50_000) == 20
     assert plan(free_bytes=49_999) == 19
     assert plan(free_bytes=20_000) == 8  # one sequence and the null block
+
+
+def test_on_a_gpu_all_that_the_engine_may_take():
+    assert plan(free_bytes=20_000, device="cuda") == 20
+    assert plan(free_bytes=PLENTY, device="cuda") == 1 + 4 * 7
 
 
 def test_given_bytes_and_given_blocks_override():

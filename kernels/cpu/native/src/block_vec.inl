@@ -36,8 +36,8 @@ void multiply_rows(const typename Dot::X* x, const typename Dot::Weight* weights
             }
 }
 
-constexpr int panels_beside(int rows) {
-    int most = MAX_SUMS / (rows * (PANEL / Vec::LANES));
+constexpr int panels_beside(int rows, int max_sums = MAX_SUMS) {
+    int most = max_sums / (rows * (PANEL / Vec::LANES));
     return most >= 4 ? 4 : most >= 2 ? 2 : 1;
 }
 

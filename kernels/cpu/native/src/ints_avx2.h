@@ -10,8 +10,6 @@ struct Ints {
     static Ints load(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
     void store(void* p) const { _mm256_storeu_si256((__m256i*)p, v); }
     static Ints repeat32(int32_t x) { return _mm256_set1_epi32(x); }
-    static Ints repeat64(int64_t x) { return _mm256_set1_epi64x(x); }
-    static Ints widened(const int8_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }  // BYTES / 2 numbers to 16 bits
     // BYTES / 4 numbers, each twice, as 16 bits
     static Ints widened_twice(const int8_t* p) {
         __m256i x = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
@@ -25,8 +23,10 @@ struct Ints {
     static Ints pairs(Ints u, Ints s) { return _mm256_maddubs_epi16(u.v, s.v); }
     // 16 bits: sum + a0 * b0 + a1 * b1, as 32 bits
     static Ints add_pairs(Ints sum, Ints a, Ints b) { return _mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v)); }
-    // Each two neighbours of a, then of b, added up: BYTES / 4 sums of 32 bits
-    static Ints neighbours(Ints a, Ints b) { return _mm256_permute4x64_epi64(_mm256_hadd_epi32(a.v, b.v), 0xd8); }
+    // Bytes: sum + u0 * s0 + ... + u3 * s3, as 32 bits, where u is within 127
+    static Ints add_fours(Ints sum, Ints u, Ints s) { return add_pairs(sum, pairs(u, s), _mm256_set1_epi16(1)); }
+    static Ints magnitude(Ints x) { return _mm256_abs_epi8(x.v); }
+    static Ints signed_as(Ints x, Ints y) { return _mm256_sign_epi8(x.v, y.v); }  // -x where y < 0, x where y > 0
     Vec to_floats() const { return _mm256_cvtepi32_ps(v); }
 };
 
@@ -36,11 +36,7 @@ inline Ints settled(Ints x) {
     return x;
 }
 
-// Whole numbers of at most 16 or 8 bits, Vec::LANES of them
-inline void store_whole(Vec x, int16_t* p) {
-    __m256i wide = _mm256_cvtps_epi32(x.v);
-    _mm_storeu_si128((__m128i*)p, _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
-}
+// Whole numbers within 127, Vec::LANES of them
 inline void store_whole(Vec x, int8_t* p) {
     __m256i wide = _mm256_cvtps_epi32(x.v);
     __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));

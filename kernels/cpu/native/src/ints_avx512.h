@@ -10,8 +10,6 @@ struct Ints {
     static Ints load(const void* p) { return _mm512_loadu_si512(p); }
     void store(void* p) const { _mm512_storeu_si512(p, v); }
     static Ints repeat32(int32_t x) { return _mm512_set1_epi32(x); }
-    static Ints repeat64(int64_t x) { return _mm512_set1_epi64(x); }
-    static Ints widened(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
     static Ints widened_twice(const int8_t* p) {
         __m512i x = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
         return _mm512_or_si512(_mm512_slli_epi32(x, 16), _mm512_and_si512(x, _mm512_set1_epi32(0xffff)));
@@ -22,11 +20,9 @@ struct Ints {
     static Ints add16(Ints a, Ints b) { return _mm512_add_epi16(a.v, b.v); }
     static Ints pairs(Ints u, Ints s) { return _mm512_maddubs_epi16(u.v, s.v); }
     static Ints add_pairs(Ints sum, Ints a, Ints b) { return _mm512_dpwssd_epi32(sum.v, a.v, b.v); }
-    static Ints neighbours(Ints a, Ints b) {
-        __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-        __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-        return _mm512_add_epi32(_mm512_permutex2var_epi32(a.v, even, b.v), _mm512_permutex2var_epi32(a.v, odd, b.v));
-    }
+    static Ints add_fours(Ints sum, Ints u, Ints s) { return _mm512_dpbusd_epi32(sum.v, u.v, s.v); }
+    static Ints magnitude(Ints x) { return _mm512_abs_epi8(x.v); }
+    static Ints signed_as(Ints x, Ints y) { return _mm512_mask_sub_epi8(x.v, _mm512_movepi8_mask(y.v), _mm512_setzero_si512(), x.v); }
     Vec to_floats() const { return _mm512_cvtepi32_ps(v); }
 };
 
@@ -36,5 +32,4 @@ inline Ints settled(Ints x) {
 #endif
     return x;
 }
-inline void store_whole(Vec x, int16_t* p) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x.v))); }
 inline void store_whole(Vec x, int8_t* p) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v))); }

@@ -17,17 +17,16 @@ inline Vec whole_within(Vec x, float most) { return within(Vec::round(x), -most,
 
 #include "quantize.inl"
 
-// x as the kernels read it: rows [groups][64], their scales, and for int4 what its numbers' offset of 8 adds to the sums of each half group
-template <typename X>
+// x as the kernels read it: rows [groups][64], their scales, and what the offset of 8 of int4's numbers adds to the sums of each half group
 struct QuantizedRows {
     int64_t groups;
-    X* numbers;
+    int8_t* numbers;
     float* scales;
-    int32_t* offsets;  // [groups][2], pairs of 16 bits: minus 8 times the sums of the numbers at k % 4 < 2 and at the others
+    int32_t* offsets;  // [groups][2]: minus 8 times the sum of the half group's numbers, in 16 bits
 
     QuantizedRows(void* memory, int64_t rows, int64_t groups)
-        : groups(groups), numbers((X*)memory), scales((float*)(numbers + rows * groups * GROUP)), offsets((int32_t*)(scales + rows * groups)) {}
-    static int64_t bytes(int64_t rows, int64_t groups) { return rows * groups * (GROUP * sizeof(X) + sizeof(float) + 2 * sizeof(int32_t)); }
+        : groups(groups), numbers((int8_t*)memory), scales((float*)(numbers + rows * groups * GROUP)), offsets((int32_t*)(scales + rows * groups)) {}
+    static int64_t bytes(int64_t rows, int64_t groups) { return rows * groups * (GROUP + sizeof(float) + 2 * sizeof(int32_t)); }
 
     QuantizedRows from(int64_t row) const {
         QuantizedRows rest = *this;
@@ -50,25 +49,21 @@ struct QuantizedRows {
             bool counts = most > LEAST;
             scales[group] = (counts ? most / 127 : 0) + spoilt.sum();
             Vec factor(counts ? 127 / most : 0);
-            X* to = numbers + group * GROUP;
+            int8_t* to = numbers + group * GROUP;
             for (int64_t i = 0; i < GROUP; i += Vec::LANES) store_whole(whole_within(Vec::load(values + i) * factor, 127), to + i);
-            for (int half = 0; half < 2; half++) offsets[group * 2 + half] = offset(to + half * HALF_GROUP);
+            for (int half = 0; half < 2; half++) {
+                int32_t sum = 0;
+                for (int64_t i = 0; i < HALF_GROUP; i++) sum += to[half * HALF_GROUP + i];
+                offsets[group * 2 + half] = (-8 * sum) & 0xffff;
+            }
         }
-    }
-
-private:
-    static int32_t offset(const X* numbers) {
-        int32_t first = 0, second = 0;
-        for (int64_t i = 0; i < HALF_GROUP; i += 4) first += numbers[i] + numbers[i + 1], second += numbers[i + 2] + numbers[i + 3];
-        return (int32_t)((uint32_t)(-8 * first) & 0xffff) | (int32_t)((uint32_t)(-8 * second) << 16);
     }
 };
 
-template <typename N>
-inline N bits_at(const void* p) {
-    N bits;
-    std::memcpy(&bits, p, sizeof bits);
-    return bits;
+inline int32_t four_at(const int8_t* p) {
+    int32_t four;
+    std::memcpy(&four, p, sizeof four);
+    return four;
 }
 
 // f(0) to f(N - 1), written out while the compiler still sees single variables in arrays: a loop that it unrolls later keeps them in memory.
@@ -81,114 +76,131 @@ inline ALWAYS_INLINE void written_out(F f) {
     }
 }
 
-constexpr int64_t QUANTIZED_PREFETCH = 2048;  // bytes ahead of their use weights are asked for
+constexpr int MAX_EXACT_SUMS = Vec::LANES == 16 ? 16 : 10;  // of 32 or 16 registers
+constexpr int MAX_PANELS = 4;
+using Sums = float[MAX_PANELS][2][PANEL];  // a row's results; [1] is of the up half
 
-// A group's exact sums for ROWS rows and VECTORS vectors of outputs, from the panel's vector `first` on
+// So far ahead of their use weights and scales are asked for
+constexpr int64_t AHEAD_BYTES = 1024, AHEAD_GROUPS = 4;
+
+// Panels multiplied side by side: first, first + apart, ... Each is read on from where its predecessor ended: as many long streams.
+struct Panels {
+    int64_t first, count, apart;
+};
+
+// Vector i of the outputs of panels whose data are `apart` bytes apart
+inline const char* vector_at(const char* data, int64_t apart, int i, int64_t bytes) { return data + i / PARTS * apart + i % PARTS * bytes; }
+
+// A group's exact sums for ROWS rows and PANELS panels, whose blocks are `apart` bytes apart. In 16 bits a pair's products are within 2 * 127 * 127.
 struct Int8Dot {
-    using X = int16_t;
-    static constexpr int MAX_ROWS = Vec::LANES == 16 ? 8 : 6;
     static constexpr int64_t BLOCK = GROUP * PANEL, SCALES = SCALES_INT8, SCALES_AT = 0;
 
-    template <int ROWS, int VECTORS>
-    static ALWAYS_INLINE void dot(const char* block, const char*, int first, const QuantizedRows<X>& x, int64_t group, Ints* sums) {
-        Ints sum[ROWS][VECTORS][2];
-        const int8_t* weights = (const int8_t*)block + first * Ints::BYTES;
-        const X* numbers = x.numbers + group * GROUP;
+    template <int ROWS, int PANELS>
+    static ALWAYS_INLINE void dot(const char* block, int64_t apart, const char*, int64_t, const QuantizedRows& x, int64_t group, Ints* sums) {
+        constexpr int VECTORS = PANELS * PARTS;
         const int64_t stride = x.groups * GROUP;
+        const int8_t* numbers = x.numbers + group * GROUP;
+        Ints sum[ROWS * VECTORS];
 #pragma GCC unroll 1
-        for (int64_t k = 0; k < GROUP; k += 4, weights += 4 * PANEL) {
-            if (first == 0) __builtin_prefetch(weights + QUANTIZED_PREFETCH);
-            Ints w[VECTORS][2];
-            written_out<2 * VECTORS>([&](int i) ALWAYS_INLINE { w[i / 2][i % 2] = Ints::widened(weights + i * (Ints::BYTES / 2)); });
+        for (int64_t k = 0; k < GROUP; k += 4, block += 4 * PANEL, numbers += 4) {
+            written_out<PANELS>([&](int panel) ALWAYS_INLINE { __builtin_prefetch(block + panel * apart + AHEAD_BYTES); });
             written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                Ints four = Ints::repeat64(bits_at<int64_t>(numbers + row * stride + k));
-                written_out<2 * VECTORS>([&](int i) ALWAYS_INLINE {
-                    sum[row][i / 2][i % 2] = settled(Ints::add_pairs(sum[row][i / 2][i % 2], w[i / 2][i % 2], four));
+                Ints four = Ints::repeat32(four_at(numbers + row * stride));
+                written_out<VECTORS>([&](int i) ALWAYS_INLINE {
+                    Ints w = Ints::load(vector_at(block, apart, i, Ints::BYTES)), &s = sum[row * VECTORS + i];
+                    s = settled(Ints::add_fours(s, Ints::magnitude(w), Ints::signed_as(four, w)));
                 });
             });
         }
-        written_out<ROWS * VECTORS>([&](int i) ALWAYS_INLINE {
-            sums[i] = Ints::neighbours(sum[i / VECTORS][i % VECTORS][0], sum[i / VECTORS][i % VECTORS][1]);
-        });
+        written_out<ROWS * VECTORS>([&](int i) ALWAYS_INLINE { sums[i] = sum[i]; });
     }
 };
 
+// Half a group after the other, so that twice as many sums find room in registers.
 struct Int4Dot {
-    using X = int8_t;
-    static constexpr int MAX_ROWS = Vec::LANES == 16 ? 8 : 4;
     static constexpr int64_t BLOCK = GROUP * PANEL / 2, SCALES = SCALES_INT4, SCALES_AT = FACTORS;
 
-    // In 16 bits: a pair's products are within 2 * 15 * 127, the sum over half a group without its offset within 16 * 8 * 127.
-    template <int ROWS, int VECTORS>
-    static ALWAYS_INLINE void dot(const char* block, const char* factors, int first, const QuantizedRows<X>& x, int64_t group, Ints* sums) {
-        Ints sum[ROWS][VECTORS][2];
-        const char* weights = block + first * Ints::BYTES;
-        const X* numbers = x.numbers + group * GROUP;
+    // In 16 bits: a pair's products are within 2 * 15 * 127, sums over half a group and all of its offset within 32 * 8 * 127.
+    template <int ROWS, int PANELS>
+    static ALWAYS_INLINE void dot(const char* block, int64_t apart, const char* factors, int64_t factors_apart, const QuantizedRows& x, int64_t group,
+                                  Ints* sums) {
+        constexpr int VECTORS = PANELS * PARTS;
         const int64_t stride = x.groups * GROUP;
-        written_out<2 * ROWS>([&](int i) ALWAYS_INLINE {
-            Ints offset = Ints::repeat32(x.offsets[(i / 2 * x.groups + group) * 2 + i % 2]);
-            written_out<VECTORS>([&](int v) ALWAYS_INLINE { sum[i / 2][v][i % 2] = offset; });
-        });
-#pragma GCC unroll 1
-        for (int64_t k = 0; k < HALF_GROUP; k += 4, weights += 4 * PANEL) {
-            if (first == 0) __builtin_prefetch(weights + QUANTIZED_PREFETCH);
-            Ints w[VECTORS][2];
-            written_out<VECTORS>([&](int v) ALWAYS_INLINE {
-                Ints both = Ints::load(weights + v * Ints::BYTES);
-                w[v][0] = both.low_nibbles(), w[v][1] = both.high_nibbles();
-            });
-            written_out<2 * ROWS>([&](int i) ALWAYS_INLINE {
-                Ints four = Ints::repeat32(bits_at<int32_t>(numbers + i / 2 * stride + i % 2 * HALF_GROUP + k));
-                written_out<VECTORS>([&](int v) ALWAYS_INLINE {
-                    sum[i / 2][v][i % 2] = settled(Ints::add16(sum[i / 2][v][i % 2], Ints::pairs(w[v][i % 2], four)));
-                });
-            });
-        }
-        written_out<VECTORS>([&](int v) ALWAYS_INLINE {
-            Ints lower = Ints::widened_twice((const int8_t*)factors + (first + v) * Vec::LANES);
-            Ints upper = Ints::widened_twice((const int8_t*)factors + PANEL + (first + v) * Vec::LANES);
+        written_out<2>([&](int half) ALWAYS_INLINE {
+            const int8_t* numbers = x.numbers + group * GROUP + half * HALF_GROUP;
+            const char* weights = block;
+            Ints sum[ROWS * VECTORS];
             written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                sums[row * VECTORS + v] = Ints::add_pairs(Ints::add_pairs(Ints(), sum[row][v][0], lower), sum[row][v][1], upper);
+                Ints offset = Ints::repeat32(x.offsets[(row * x.groups + group) * 2 + half]);
+                written_out<VECTORS>([&](int i) ALWAYS_INLINE { sum[row * VECTORS + i] = offset; });
+            });
+#pragma GCC unroll 1
+            for (int64_t k = 0; k < HALF_GROUP; k += 4, weights += 4 * PANEL, numbers += 4) {
+                if (half == 0) written_out<PANELS>([&](int panel) ALWAYS_INLINE { __builtin_prefetch(weights + panel * apart + AHEAD_BYTES); });
+                written_out<ROWS>([&](int row) ALWAYS_INLINE {
+                    Ints four = Ints::repeat32(four_at(numbers + row * stride));
+                    written_out<VECTORS>([&](int i) ALWAYS_INLINE {
+                        Ints both = Ints::load(vector_at(weights, apart, i, Ints::BYTES)), &s = sum[row * VECTORS + i];
+                        s = settled(Ints::add16(s, Ints::pairs(half ? both.high_nibbles() : both.low_nibbles(), four)));
+                    });
+                });
+            }
+            written_out<VECTORS>([&](int i) ALWAYS_INLINE {
+                Ints factor = Ints::widened_twice((const int8_t*)vector_at(factors, factors_apart, i, Vec::LANES) + half * PANEL);
+                written_out<ROWS>([&](int row) ALWAYS_INLINE {
+                    Ints& s = sums[row * VECTORS + i];
+                    s = Ints::add_pairs(half ? s : Ints(), sum[row * VECTORS + i], factor);
+                });
             });
         });
     }
 };
 
-// A panel times a few rows of x: sums [rows, 16]
+// A few panels times a few rows of x
 template <typename Dot>
 struct VectorForm {
-    using X = typename Dot::X;
-    static constexpr int MAX_ROWS = Dot::MAX_ROWS;
+    static constexpr int MAX_ROWS = MAX_EXACT_SUMS / 2;
 
     const QuantizedLinear& call;
     explicit VectorForm(const QuantizedLinear& call, const Worker&) : call(call) {}
 
-    void multiply(int64_t rows, int64_t panel, int, const QuantizedRows<X>& x, float* sums, int64_t sums_row) const {
-        multiply_exactly<MAX_ROWS>(rows, panel, x, sums, sums_row);
+    static constexpr int panels_at_once(int64_t rows) { return panels_beside((int)rows, MAX_EXACT_SUMS); }
+
+    void multiply(int64_t rows, const Panels& panels, int up, const QuantizedRows& x, Sums* sums) const {
+        multiply_exactly<MAX_ROWS>(rows, panels, up, x, sums);
     }
 
 private:
     template <int ROWS>
-    void multiply_exactly(int64_t rows, int64_t panel, const QuantizedRows<X>& x, float* sums, int64_t sums_row) const {
+    void multiply_exactly(int64_t rows, const Panels& panels, int up, const QuantizedRows& x, Sums* sums) const {
         if constexpr (ROWS > 1)
-            if (rows != ROWS) return multiply_exactly<ROWS - 1>(rows, panel, x, sums, sums_row);
-        constexpr int VECTORS = 2 * ROWS <= MAX_ROWS ? PARTS : 1;  // a whole panel at once where the registers suffice
-        const char* block = (const char*)call.weight + panel * x.groups * Dot::BLOCK;
-        const char* scales = (const char*)call.scales + panel * x.groups * Dot::SCALES;
-        Vec total[ROWS][PARTS];
-        for (int64_t group = 0; group < x.groups; group++, block += Dot::BLOCK, scales += Dot::SCALES)
-#pragma GCC unroll 2
-            for (int first = 0; first < PARTS; first += VECTORS) {
-                Ints exact[ROWS * VECTORS];
-                Dot::template dot<ROWS, VECTORS>(block, scales, first, x, group, exact);
-                written_out<ROWS * VECTORS>([&](int i) ALWAYS_INLINE {
-                    Vec scale = Vec::load((const uint16_t*)(scales + Dot::SCALES_AT) + (first + i % VECTORS) * Vec::LANES);
-                    Vec& sum = total[i / VECTORS][first + i % VECTORS];
-                    sum = Vec::fma(exact[i].to_floats(), scale * Vec(x.scales[i / VECTORS * x.groups + group]), sum);
+            if (rows != ROWS) return multiply_exactly<ROWS - 1>(rows, panels, up, x, sums);
+        constexpr int AT_ONCE = panels_at_once(ROWS);
+        if (panels.count == AT_ONCE) return multiply_panels<ROWS, AT_ONCE>(panels.first, panels.apart, 0, up, x, sums);
+        for (int64_t i = 0; i < panels.count; i++) multiply_panels<ROWS, 1>(panels.first + i * panels.apart, 0, i, up, x, sums);
+    }
+
+    template <int ROWS, int PANELS>
+    void multiply_panels(int64_t first, int64_t apart, int64_t place, int up, const QuantizedRows& x, Sums* sums) const {
+        constexpr int VECTORS = PANELS * PARTS;
+        const int64_t blocks_apart = apart * x.groups * Dot::BLOCK, scales_apart = apart * x.groups * Dot::SCALES;
+        const char* block = (const char*)call.weight + first * x.groups * Dot::BLOCK;
+        const char* scales = (const char*)call.scales + first * x.groups * Dot::SCALES;
+        Vec total[ROWS * VECTORS];
+        for (int64_t group = 0; group < x.groups; group++, block += Dot::BLOCK, scales += Dot::SCALES) {
+            written_out<PANELS>([&](int panel) ALWAYS_INLINE { __builtin_prefetch(scales + panel * scales_apart + AHEAD_GROUPS * Dot::SCALES); });
+            Ints exact[ROWS * VECTORS];
+            Dot::template dot<ROWS, PANELS>(block, blocks_apart, scales, scales_apart, x, group, exact);
+            written_out<VECTORS>([&](int i) ALWAYS_INLINE {
+                Vec scale = Vec::load((const uint16_t*)(vector_at(scales, scales_apart, i, Vec::LANES * 2) + Dot::SCALES_AT));
+                written_out<ROWS>([&](int row) ALWAYS_INLINE {
+                    Vec& sum = total[row * VECTORS + i];
+                    sum = Vec::fma(exact[row * VECTORS + i].to_floats(), scale * Vec(x.scales[row * x.groups + group]), sum);
                 });
-            }
+            });
+        }
         for (int row = 0; row < ROWS; row++)
-            for (int part = 0; part < PARTS; part++) total[row][part].store(sums + row * sums_row + part * Vec::LANES);
+            for (int i = 0; i < VECTORS; i++) total[row * VECTORS + i].store(sums[row][place + i / PARTS][up] + i % PARTS * Vec::LANES);
     }
 };
 
@@ -199,47 +211,61 @@ private:
 constexpr int64_t ROWS_AT_ONCE = 512;         // quantized together, in memory that the threads share
 constexpr int64_t ROWS_APART = 2;             // so few each thread quantizes for itself: cheaper than waiting for another
 constexpr int64_t ITEM_BYTES = 32 * 1024;     // of weights: worth a ticket
+constexpr int64_t STREAMS_BYTES = 512 * 1024; // of weights: worth a ticket where they come from memory and wait for nothing else
 constexpr int64_t CACHED_BYTES = 128 * 1024;  // of x, which stay in the second cache while panels come
+
+// Bias, activation and rounding of `rows` rows of one panel, place `place` of their sums; the first result is out[first].
+template <typename T>
+void finish_panel(const QuantizedLinear& a, Sums* sums, int64_t place, int64_t first, int64_t rows, int64_t panel, int64_t all_columns) {
+    const bool gated = a.epilogue == GATED;
+    const int64_t column = panel * PANEL, columns = std::min(PANEL, all_columns - column);
+    float bias[2][PANEL];
+    for (int up = 0; a.bias && up <= gated; up++) copy_numbers((const T*)a.bias + up * all_columns + column, bias[up], columns);
+    for (int64_t row = 0; row < rows; row++) {
+        float* values = sums[row][place][0];
+        const int64_t to = (first + row) * a.out_row + column;
+        finish_row<T>(values, a.bias ? bias[0] : nullptr, columns, PANEL, gated);
+        if (a.out_dtype == F32) store_columns(values, columns, (float*)a.out + to);
+        else store_columns(values, columns, (uint16_t*)a.out + to);
+    }
+}
 
 // All panels for `rows` quantized rows, whose first result is out[first].
 template <typename T, typename Form>
-void multiply_quantized(Form& form, const QuantizedLinear& a, int64_t first, int64_t rows, const QuantizedRows<typename Form::X>& x,
-                        int64_t panel_bytes, const Worker& worker) {
+void multiply_quantized(Form& form, const QuantizedLinear& a, int64_t first, int64_t rows, const QuantizedRows& x, int64_t panel_bytes,
+                        const Worker& worker) {
     const bool gated = a.epilogue == GATED;
     const int64_t all_columns = gated ? a.out_features / 2 : a.out_features, panels = (all_columns + PANEL - 1) / PANEL;
-    const int64_t fair = std::max<int64_t>(1, panels / (8 * worker.count));
-    const int64_t item = std::max<int64_t>(1, std::min(fair, ITEM_BYTES / panel_bytes)), items = (panels + item - 1) / item;
-    const int64_t chunk = std::max<int64_t>(Form::MAX_ROWS, CACHED_BYTES / (x.groups * GROUP * (int64_t)sizeof(typename Form::X)));
-    float sums[Form::MAX_ROWS][2 * PANEL], bias[2 * PANEL];
+    const int64_t chunk = std::min(rows, std::max<int64_t>(Form::MAX_ROWS, CACHED_BYTES / (x.groups * GROUP)));
+    const int64_t beside = std::max<int64_t>(1, std::min<int64_t>(Form::panels_at_once(std::min<int64_t>(chunk, Form::MAX_ROWS)), panels / worker.count));
+    const int64_t sets = (panels + beside - 1) / beside, worth = rows <= Form::MAX_ROWS ? STREAMS_BYTES : ITEM_BYTES;
+    const int64_t items = std::min(sets, std::max<int64_t>(8 * worker.count, panels * panel_bytes / worth));
+    Sums sums[Form::MAX_ROWS];
     for (int64_t i; (i = worker.next()) < items;)
-        for (int64_t begin = 0; begin < rows; begin += chunk)
-            for (int64_t panel = i * item; panel < std::min((i + 1) * item, panels); panel++) {
-                const int64_t column = panel * PANEL, columns = std::min(PANEL, all_columns - column);
-                if (a.bias) copy_numbers((const T*)a.bias + column, bias, columns);
-                if (a.bias && gated) copy_numbers((const T*)a.bias + all_columns + column, bias + PANEL, columns);
-                const int64_t here = std::min(chunk, rows - begin), tiles = (here + Form::MAX_ROWS - 1) / Form::MAX_ROWS;
+        for (int64_t begin = 0; begin < rows; begin += chunk) {
+            const int64_t here = std::min(chunk, rows - begin), tiles = (here + Form::MAX_ROWS - 1) / Form::MAX_ROWS;
+            const int64_t start = i * sets / items * beside, size = std::min((i + 1) * sets / items * beside, panels) - start, whole = size / beside;
+            for (int64_t set = 0; set < whole + size % beside; set++) {  // what is no whole set comes one by one
+                const Panels side = set < whole ? Panels{start + set, beside, whole} : Panels{start + whole * beside + set - whole, 1, 0};
                 for (int64_t tile = 0; tile < tiles; tile++) {
                     const int64_t row = begin + tile * here / tiles, count = begin + (tile + 1) * here / tiles - row;
-                    for (int up = 0; up <= gated; up++) form.multiply(count, up * panels + panel, up, x.from(row), sums[0] + up * PANEL, 2 * PANEL);
-                    for (int64_t j = 0; j < count; j++) {
-                        int64_t place = (first + row + j) * a.out_row + column;
-                        finish_row<T>(sums[j], a.bias ? bias : nullptr, columns, PANEL, gated);
-                        if (a.out_dtype == F32) store_columns(sums[j], columns, (float*)a.out + place);
-                        else store_columns(sums[j], columns, (uint16_t*)a.out + place);
-                    }
+                    for (int up = 0; up <= gated; up++)
+                        form.multiply(count, Panels{up * panels + side.first, side.count, side.apart}, up, x.from(row), sums);
+                    for (int64_t p = 0; p < side.count; p++)
+                        finish_panel<T>(a, sums, p, first + row, count, side.first + p * side.apart, all_columns);
                 }
             }
+        }
 }
 
 template <typename T, typename Form>
 void quantized_linear(const QuantizedLinear& a, int64_t rows, int64_t block_bytes, const Worker& worker) {
-    using Rows = QuantizedRows<typename Form::X>;
     const int64_t groups = groups_of(a.in_features), most = std::min(rows, ROWS_AT_ONCE);
     Form form(a, worker);
     for (int64_t first = 0; first < rows; first += most) {
         const int64_t count = std::min(most, rows - first);
         const T* from = (const T*)a.x + first * a.x_row;
-        Rows x(rows <= ROWS_APART ? worker.scratch(Rows::bytes(most, groups)) : worker.shared(Rows::bytes(most, groups)), most, groups);
+        QuantizedRows x(rows <= ROWS_APART ? worker.scratch(QuantizedRows::bytes(most, groups)) : worker.shared(QuantizedRows::bytes(most, groups)), most, groups);
         if (rows <= ROWS_APART) {
             for (int64_t row = 0; row < count; row++) x.quantize(row, from + row * a.x_row, a.in_features);
         } else {

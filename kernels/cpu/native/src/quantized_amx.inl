@@ -4,7 +4,6 @@ constexpr int64_t TILES_FROM_ROWS = 8;  // fewer do not fill a tile
 
 template <bool INT4>
 struct TileForm {
-    using X = int8_t;
     using Dot = std::conditional_t<INT4, Int4Dot, Int8Dot>;
     static constexpr int MAX_ROWS = 16;
 
@@ -19,7 +18,10 @@ struct TileForm {
         if (configured) release_tiles();
     }
 
-    void multiply(int64_t rows, int64_t panel, int up, const QuantizedRows<X>& x, float* sums, int64_t sums_row) {
+    static constexpr int panels_at_once(int64_t) { return 1; }
+
+    void multiply(int64_t rows, const Panels& one, int up, const QuantizedRows& x, Sums* sums) {
+        const int64_t panel = one.first;
         if (rows != configured) configure_tiles(rows);
         configured = rows;
         const char* scales = (const char*)call.scales + panel * x.groups * Dot::SCALES;
@@ -38,7 +40,7 @@ struct TileForm {
             for (int64_t row = 0; row < rows; row++)
                 total[row] = Vec::fma(Ints::load(results[row]).to_floats(), scale * Vec(x.scales[row * x.groups + group]), total[row]);
         }
-        for (int64_t row = 0; row < rows; row++) total[row].store(sums + row * sums_row);
+        for (int64_t row = 0; row < rows; row++) total[row].store(sums[row][0][up]);
     }
 
 private:

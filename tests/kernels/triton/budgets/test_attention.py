@@ -6,11 +6,14 @@ import pytest
 import torch
 from quire.kernels.ops import AttentionMetadata
 from quire.kernels.triton.attention import attend
-from quire.tests.kernels.triton.budget import Budget, combinations, i32, i64
+from quire.tests.kernels.triton.budget import Budget, combinations, compile_launches, i32, i64
 
 SEVEN_B, HALF_B = (28, 4, 128), (14, 2, 64)  # query heads, KV heads, head dimension
 TENSOR_CORES = {"decode": {80: (r"\bHMMA\b",), 90: (r"\bHMMA\b",)}, "prefill": {80: (r"\bHMMA\b",), 90: (r"\bHGMMA\b",)}}
 ASYNCHRONOUS = r"\bLDGSTS\S*\.128\b"
+
+# States stored, all threads done, released, counted, acquired, all threads told; only then is a state loaded.
+HAND_OVER = r"(?s)STG\.E.*?BAR\.SYNC.*?MEMBAR\.\w+\.GPU.*?ATOMG\.E\.ADD\.STRONG\.GPU.*?CCTL\.IVALL.*?BAR\.SYNC.*?LDGSTS.*?STG\.E"
 
 
 def call(kind: str, heads: tuple[int, int, int], block_size: int = 16, dtype: torch.dtype = torch.bfloat16, **options):
@@ -23,17 +26,18 @@ def call(kind: str, heads: tuple[int, int, int], block_size: int = 16, dtype: to
     return lambda: attend(query, *caches, metadata, 0.1, num_programs=4, **options)
 
 
-def budget(name: str, registers: int, shared_kib: int, kind: str, *args, launches: int = 1, **options) -> Budget:
-    contains = {arch: (*patterns, ASYNCHRONOUS) for arch, patterns in TENSOR_CORES[kind].items()}
-    return Budget(f"{kind} {name}", call(kind, *args, **options), registers, shared_kib * 1024, launches, contains=contains)
+def budget(name: str, registers: int, shared_kib: int, kind: str, *args, launches: int = 1, archs: tuple[int, ...] = (80, 90), **options) -> Budget:
+    more = (ASYNCHRONOUS, HAND_OVER) if kind == "decode" and launches == 1 else (ASYNCHRONOUS,)
+    contains = {arch: (*patterns, *more) for arch, patterns in TENSOR_CORES[kind].items()}
+    return Budget(f"{kind} {name}", call(kind, *args, **options), registers, shared_kib * 1024, launches, contains=contains, archs=archs)
 
 
 # Decodes: at most 168 registers and 77 KiB, so that two programs or more share a multiprocessor, each with two tiles in flight.
 BUDGETS = [
     budget("7B", 168, 77, "decode", SEVEN_B),
-    budget("0.5B, two launches", 128, 40, "decode", HALF_B, one_launch=False, launches=2),
+    budget("0.5B, two launches", 128, 40, "decode", HALF_B, one_launch=False, launches=2, archs=(90,)),
     budget("7B", 232, 97, "prefill", SEVEN_B),
-    budget("0.5B", 176, 49, "prefill", HALF_B),
+    budget("0.5B", 176, 49, "prefill", HALF_B, archs=(80,)),
 ]
 OTHERS = [
     budget("7B, window and soft-cap", 208, 78, "decode", SEVEN_B, 8, torch.float16, sliding_window=4096, softcap=50.0),
@@ -48,6 +52,12 @@ OTHERS = [
 @pytest.mark.parametrize(("budget", "arch"), combinations(BUDGETS), ids=str)
 def test_budget(budget, arch):
     budget.check(arch)
+
+
+def test_two_launches_hand_nothing_over():
+    launches = compile_launches(call("decode", HALF_B, one_launch=False), 90)
+    assert [launch.kernel for launch in launches] == ["decode_kernel", "merge_kernel"]
+    assert not any(launch.count("ATOM") for launch in launches)
 
 
 @pytest.mark.slow

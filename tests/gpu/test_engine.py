@@ -1,0 +1,54 @@
+"""The engine on a GPU: the tokens of the CPU's engine with and without graphs, and no more memory than it was given. Skips itself without one.
+May know: the public API, tiny models, torch's count of a GPU's memory.
+Must not know: kernels, graphs."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from quire import LLM, SamplingParams
+from quire.tests.tiny_models import save_tiny_model
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+ARGUMENTS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 40, "max_num_batched_tokens": 256}
+PROMPTS = [[5, 6, 7], [40], list(range(60, 300)), *([n, n + 1, 2 * n] for n in range(3, 36))]
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama"])
+def model(request, tmp_path_factory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("gpu") / request.param, request.param, seed=3)
+
+
+def run(model: Path, **arguments) -> list[tuple[list[int], list[float]]]:
+    """Token ids and their log-probabilities, greedy and drawn ones in one batch."""
+    params = [SamplingParams(temperature=0.8 * (i % 2), top_p=0.9, top_k=40, seed=i, max_tokens=20 + i % 7, logprobs=1, ignore_eos=True) for i in range(len(PROMPTS))]
+    with LLM(str(model), engine="inproc", **{**ARGUMENTS, **arguments}) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+    told = [output.outputs[0] for output in outputs]
+    return [(one.token_ids, [position[token].logprob for token, position in zip(one.token_ids, one.logprobs, strict=True)]) for one in told]
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("max_num_seqs", [40, 7])
+def test_the_tokens_of_the_cpu(model, enforce_eager, max_num_seqs) -> None:
+    expected = run(model, device="cpu", max_num_seqs=max_num_seqs)
+    found = run(model, device="cuda", enforce_eager=enforce_eager, max_num_seqs=max_num_seqs)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    for (_, mine), (_, theirs) in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-3)
+
+
+def test_no_more_memory_than_given_and_none_kept(model) -> None:
+    torch.cuda.empty_cache()
+    before, total = torch.cuda.mem_get_info()
+    share = (total - before) / total + 0.3
+    with LLM(str(model), engine="inproc", device="cuda", gpu_memory_utilization=share, **{**ARGUMENTS, "max_num_seqs": 4096}) as llm:
+        llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], SamplingParams(max_tokens=20), use_tqdm=False)
+        assert total - torch.cuda.mem_get_info()[0] <= (share + 0.02) * total
+    del llm
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert before - torch.cuda.mem_get_info()[0] < 0.02 * total

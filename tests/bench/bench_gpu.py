@@ -1,4 +1,4 @@
-"""What the engine makes of a GPU, in one call of some minutes: the card's ceilings, then steps and whole workloads beside them.
+"""What the engine makes of a GPU, in one call of some minutes: the card's ceilings, then steps, attention and whole workloads beside them.
 May know: the executor's step timer, LLM, transformers as a peer, torch.
 Must not know: how a step is computed.
 
@@ -19,7 +19,8 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
-from importlib import metadata
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ from quire import LLM, EngineArgs, SamplingParams
 from quire.executor.executor import Executor
 from quire.executor.step_costs import StepTimer, Times
 from quire.frontend import bundled_model
+from quire.kernels import registry
+from quire.kernels.ops import AttentionMetadata
+from quire.tests.bench.bench_attention import metadata_of
 from quire.tests.bench.report import write_result
 
 BUNDLED = Path(bundled_model.__file__).parent
@@ -65,7 +69,7 @@ class Bench:
     def run(self) -> None:
         self.tell("machine", **machine(self.is_gpu))
         self.attempt("ceilings", self.ceilings)
-        for part, function in (("steps", self.steps), ("workload", self.workload), ("peers", self.peers)):
+        for part, function in (("steps", self.steps), ("attention", self.attention), ("workload", self.workload), ("peers", self.peers)):
             for model in self.args.models if part not in self.args.skip else ():
                 self.attempt(f"{part} {model}", function, model)
 
@@ -146,6 +150,24 @@ class Bench:
         median, fastest = statistics.median(times.seconds), min(times.seconds)
         self.tell(name, ms=1e3 * median, fastest_ms=1e3 * fastest, floor_ms=1e3 * floor, times_floor=median / floor, tokens_per_s=tokens / median)
 
+    def attention(self, model: str) -> None:
+        """The kernels alone: decodes as a share of the bytes per second that the card reads, prompts of the operations that it does."""
+        s = SHAPES[model]
+        heads, kv_heads, size = s["num_attention_heads"], s["num_key_value_heads"], s["head_dim"]
+        facts = {"head_dim": size, "num_heads": heads, "num_kv_heads": kv_heads, "block_size": 16}
+        paged_attention = registry.select(self.args.device, torch.bfloat16, **facts).paged_attention
+        decodes, prompts = (((1, 1024), (1, 8192), (64, 1024), (64, 4096), (256, 1024)), (2048, 8192)) if self.is_gpu else (((4, 64),), (64,))
+        for query_len, batch, context in [(1, *decode) for decode in decodes] + [(prompt, 1, prompt) for prompt in prompts]:
+            metadata = on_device(metadata_of(query_len, [context] * batch), self.args.device)
+            num_blocks = metadata.block_tables.numel()
+            caches = torch.randn(2, num_blocks, 16, kv_heads, size, dtype=torch.bfloat16, device=self.args.device)
+            query = torch.randn(query_len * batch, heads, size, dtype=torch.bfloat16, device=self.args.device)
+            seconds = self.seconds_of(lambda: paged_attention(query, *caches, metadata, size**-0.5))
+            done = {"bytes": caches.nbytes} if query_len == 1 else {"flops": 2 * heads * size * context * context}
+            ((limit, amount),) = done.items()
+            name = f"attention {model} " + (f"decode b={batch} ctx={context}" if query_len == 1 else f"prefill {context}")
+            self.tell(name, ms=1e3 * seconds, **{f"{limit}_per_s": amount / seconds}, of_the_limit=amount / seconds / self.limits[limit])
+
     def workload(self, model: str) -> None:
         """nano-vllm's: all requests at once, ends of sequence ignored; in this process and in a child."""
         count, (low, high) = (NANO_REQUESTS, NANO_LENGTHS) if self.is_gpu else (6, (5, 30))
@@ -190,9 +212,14 @@ class Bench:
         self.tell(f"transformers continuous batching {model} n={count}", tokens_per_s=rate, attention=hf.config._attn_implementation)
 
 
+def on_device(step: AttentionMetadata, device: str) -> AttentionMetadata:
+    tensors = {name: value.to(device) for name, value in vars(step).items() if isinstance(value, torch.Tensor)}
+    return replace(step, **tensors, scratch={})
+
+
 def machine(is_gpu: bool) -> dict[str, Any]:
     card = torch.cuda.get_device_properties(0) if is_gpu else None
-    about = {name: metadata.version(name) for name in ("quire", "torch", "triton", "transformers", "numpy")} | {"cuda": torch.version.cuda}
+    about = {name: version(name) for name in ("quire", "torch", "triton", "transformers", "numpy")} | {"cuda": torch.version.cuda}
     return about | ({"gpu": card.name, "multiprocessors": card.multi_processor_count, "bytes": card.total_memory} if card else {})
 
 
@@ -215,7 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["0.5B", "0.6B", "1.5B", "7B"])
-    parser.add_argument("--skip", nargs="*", choices=["steps", "workload", "peers"], default=[])
+    parser.add_argument("--skip", nargs="*", choices=["steps", "attention", "workload", "peers"], default=[])
     parser.add_argument("--seconds", type=float, default=1.0, help="for each measurement of a step")
     parser.add_argument("--out", help="directory for gpu.json, written anew with every figure")
     parser.add_argument("--write", action="store_true", help="append the result to tests/bench/results/")

@@ -34,7 +34,8 @@ def test_a_run_without_a_gpu_tells_every_step_and_no_failure(capsys, tmp_path) -
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line for line in told if "failed" in line] == []
     names = [line["name"] for line in told]
-    assert names == ["machine", "ceilings", "decode tiny b=1 ctx=64", "decode tiny b=4 ctx=64", "prefill tiny 32", "prefill tiny 128"]
+    steps = ["decode tiny b=1 ctx=64", "decode tiny b=4 ctx=64", "prefill tiny 32", "prefill tiny 128"]
+    assert names == ["machine", "ceilings", *steps, "attention tiny decode b=4 ctx=64", "attention tiny prefill 64"]
     assert json.loads((tmp_path / "gpu.json").read_text()).keys() == set(names)
 
 

@@ -15,6 +15,7 @@ from quire.tests.kernels.triton import guard  # noqa: F401  patches the interpre
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encountered:RuntimeWarning")  # numpy's, in lanes that are masked
 
+SLOW = (pytest.mark.slow, pytest.mark.timeout(1800))  # TRITON_INTERPRET=1 pytest -m slow
 NEUTRAL = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 FILTERS = [
     {}, {"top_k": 1}, {"top_k": 50}, {"top_k": 15_000}, {"top_p": 0.1}, {"top_p": 0.95}, {"top_p": 0.9999999}, {"min_p": 0.1}, {"min_p": 1.0},
@@ -110,7 +111,7 @@ def random_filters(count: int, vocab_size: int) -> list[dict]:
     return rows
 
 
-@pytest.mark.parametrize(("vocab_size", "count"), [(2, 8), (13, 24), (70, 24), pytest.param(40, 2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("vocab_size", "count"), [(2, 8), (13, 24), (70, 24), pytest.param(40, 2000, marks=SLOW)])
 def test_the_same_tokens_are_kept(vocab_size, count):
     """Rows of random numbers, of few different ones, of one alone; and with nearly all masked."""
     torch.manual_seed(vocab_size)
@@ -164,6 +165,7 @@ def test_rows_that_are_nearly_or_wholly_masked():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_thousands_of_rows():
     torch.manual_seed(6)
     logits = torch.randn(2000, 90) * torch.rand(2000, 1) * 8

@@ -141,6 +141,30 @@ def test_heads_and_blocks_of_other_sizes(head_dim, block_size, dtype):
     check_bf16(cases.attention_case([1, 5], [70, 133], (4, 2, head_dim), block_size, dtype))
 
 
+def test_an_fp8_cache():
+    """As one in bf16 that holds the same numbers, rounded to fp8 and scaled; a NaN of fp8 is none's business either."""
+    torch.manual_seed(9)
+    query, keys, values, metadata, scale = cases.attention_case([1, 12], [200, 70], (4, 2, 64), 16, BF16).args
+    small = [(cache * 4).to(torch.float8_e4m3fn) for cache in (keys, values)]
+    result = attend(query, *small, metadata, scale, key_scale=0.25, value_scale=0.5)
+    same = cases.Case("fp8", (query, small[0].to(BF16) / 4, small[1].to(BF16) / 2, metadata, scale), cases.attention_own)
+    exact, torchs = same.truth(torch.float64)[0], same.truth(BF16)[0]
+    assert root_mean_square(result.double() - exact) <= 1.5 * root_mean_square(torchs.double() - exact)
+
+
+def test_a_capture_takes_nothing_from_the_run_before_it(monkeypatch):
+    """What that leaves in the metadata's scratch is freed with the metadata, while the graph lives on."""
+    query, keys, values, metadata, scale = cases.attention_case([1], [300], (2, 1, 64), 16, BF16).args
+    attend(query, keys, values, metadata, scale, num_programs=2)
+    before = {tensor.data_ptr() for tensors in metadata.scratch.values() for tensor in tensors}
+    used = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(attention, "decode_kernel", type("Kernel", (), {"__getitem__": lambda self, grid: lambda *args, **_: used.extend(args)})())
+    on_gpu = query.as_subclass(type("OnGpu", (Tensor,), {"is_cuda": True}))
+    attend(on_gpu, keys, values, metadata, scale, num_programs=2)
+    assert used and not before & {arg.data_ptr() for arg in used if isinstance(arg, Tensor)}
+
+
 def test_caches_that_are_views():
     torch.manual_seed(8)
     query, keys, values, metadata, scale = cases.attention_case([1, 4], [40, 70], (2, 2, 64), 16, BF16).args

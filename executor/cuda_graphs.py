@@ -91,8 +91,12 @@ class GraphedStep:
                 query_lens=[1] * size,
                 seq_lens_list=[self._max_model_len] * size,
             )
-            step = self._token_ids[:size], self._positions[:size], metadata, self._rows[:size]
-            self._graphs[size] = self._capture(partial(self._run, *step))
+
+            def step() -> Tensors:
+                metadata.scratch.clear()  # what a run before the capture has derived, no replay derives again
+                return self._run(self._token_ids[:size], self._positions[:size], metadata, self._rows[:size])
+
+            self._graphs[size] = self._capture(step)
             logger.debug("captured a CUDA graph for up to %d requests", size)
         return self._graphs[size]
 

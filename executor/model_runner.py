@@ -125,10 +125,11 @@ class ModelRunner:
         return {slot: refusals[slot] for slot in slots.tolist() if slot in refusals} if refusals else {}
 
     @torch.inference_mode()
-    def execute_dummy_batch(self, num_tokens: int = 1, num_logits: int = 1) -> None:
-        """A forward pass of `num_tokens` one-token rows, with logits of `num_logits` as for prompts; it leaves no trace in the cache."""
+    def execute_dummy_batch(self, num_tokens: int = 1, num_logits: int = 1, is_sampled: bool = False) -> None:
+        """A forward pass of `num_tokens` one-token rows, with logits of `num_logits` as for prompts, and with a draw for each of these if
+        `is_sampled`; it leaves no trace in the cache."""
 
-        def filled(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        def filled(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.full(shape, value, dtype=dtype, device=self.device)
 
         metadata = AttentionMetadata(
@@ -141,7 +142,10 @@ class ModelRunner:
             seq_lens_list=[1] * num_tokens,
         )
         token_ids, positions = filled(0, torch.int32, num_tokens), filled(0, torch.int64, num_tokens)
-        self._forward(token_ids, positions, metadata, filled(0, torch.int64, num_logits))
+        _, logits, *_ = self._forward(token_ids, positions, metadata, filled(0, torch.int64, num_logits))
+        if is_sampled:
+            halves, ones, seeds = filled(0.5, torch.float32, num_logits), filled(1, torch.int32, num_logits), filled(0, torch.int64, num_logits)
+            self.ops.sample_tokens(logits, halves, ones, halves, halves, seeds, seeds)
 
 
 def insert_forced(slots: list[int], num_sampled: list[int], token_ids: list[int], forced: dict[int, list[int]]) -> tuple[list[int], list[int]]:

@@ -132,7 +132,7 @@ class Worker:
         num_bytes = devices.free_share_bytes(self.device, self.config.cache_config.gpu_memory_utilization)
         for num_tokens in (scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs):  # of a step; of graphs, which have memory of their own
             num_logits = min(num_tokens, scheduler_config.max_num_seqs)
-            num_bytes -= devices.peak_bytes(self.device, lambda: self.runner.execute_dummy_batch(num_tokens, num_logits))
+            num_bytes -= devices.peak_bytes(self.device, lambda: self.runner.execute_dummy_batch(num_tokens, num_logits, is_sampled=True))
         return num_bytes
 
     def initialize_kv_cache(self, num_blocks: int) -> int:

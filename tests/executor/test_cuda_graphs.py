@@ -5,6 +5,7 @@ Must not know: CUDA (tests/gpu/ runs the real thing)."""
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from quire.executor.cuda_graphs import GraphedStep, graph_sizes
 from quire.executor.executor import Executor
 from quire.ipc.params import SamplingParams
+from quire.kernels.ops import AttentionMetadata
 from quire.tests.executor.driver import Driver, Row, generate, start_executor
 
 MAX_NUM_SEQS = 13
@@ -125,3 +127,24 @@ def test_the_largest_graph_is_captured_first(tiny):
     assert capture.sizes == [MAX_NUM_SEQS, 1]
     executor.worker.runner.program.prepare()
     assert capture.sizes == [MAX_NUM_SEQS, 1] and capture.num_replays == 0
+
+
+def test_nothing_derived_before_a_capture_is_used_in_it():
+    class Model:
+        def __call__(self, token_ids, positions, metadata):
+            assert not metadata.scratch
+            metadata.scratch["derived"] = metadata.seq_lens.clone()
+            return token_ids[:, None].float()
+
+        def compute_logits(self, hidden):
+            return hidden
+
+    ops = SimpleNamespace(argmax=lambda logits: (logits.argmax(1), logits.isfinite().all(1)))
+    step = GraphedStep(Model(), ops, 4, 64, 16, torch.device("cpu"), FakeCapture())
+    for count in (2, 2, 4):
+        rows = torch.arange(count)
+        metadata = AttentionMetadata(
+            torch.arange(count + 1, dtype=torch.int32), torch.ones(count, dtype=torch.int32), torch.zeros(count, 1, dtype=torch.int32), rows, count,
+            [1] * count, [1] * count,
+        )  # fmt: skip
+        assert step(rows.int(), rows, metadata, rows)[0].flatten().tolist() == rows.tolist()

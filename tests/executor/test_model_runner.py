@@ -201,6 +201,7 @@ def test_dummy_batch_changes_nothing(executor):
         driver.step({row.request_id: row.num_tokens - row.num_computed for row in rows})
         before = [tensor.clone() for pair in cache for tensor in pair]
         executor.execute_dummy_batch()
+        executor.worker.runner.execute_dummy_batch(5, 3, is_sampled=True)
         assert all(torch.equal(a, b) for a, b in zip(before, (tensor for pair in cache for tensor in pair)))
     assert outputs(rows) == expected
     for row in rows:

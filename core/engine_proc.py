@@ -7,6 +7,7 @@ Must not know: torch, text, or what a step does.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import queue
@@ -112,6 +113,9 @@ class EngineCoreProc:
         )
         core.gate.wake = lambda: self.input.events.put(events.Wake())
         self._take_events(block=False)
+        if not gc.isenabled():  # see main. What has been made stays: a collection that looked at all of it would stop a step for 0.1 s and more
+            gc.freeze()
+            gc.enable()
         self.core = core
         self._tell_all(core.ready)
         self.on_ready(core.ready)
@@ -279,6 +283,7 @@ def main(argv: list[str] | None = None, *, make_executor: Callable[[EngineConfig
     parser.add_argument("--log-level", type=int, default=logging.WARNING)
     args = parser.parse_args(argv)
     logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    gc.disable()  # until the engine is ready: importing torch and building a model make half a million objects and no garbage
     if args.connect is not None:
         return run_child(args.connect, args.parent_pid, args.parent_fd, args.max_message_bytes, make_executor)
     if args.listen is None:

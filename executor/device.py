@@ -76,7 +76,11 @@ def wake_threads() -> None:
 
 def release_memory() -> None:
     """Gives the operating system back what was freed: cyclic garbage, and the pages that malloc keeps for later."""
+    is_frozen = gc.get_freeze_count() > 0  # core/engine_proc.py and a server freeze what start-up has made, the model too
+    gc.unfreeze()
     gc.collect()
+    if is_frozen:
+        gc.freeze()
     if hasattr(_LIBC, "malloc_trim"):  # glibc's
         _LIBC.malloc_trim(0)
 

@@ -4,6 +4,7 @@ Must not know: the model, requests beyond their slot, what is done with the inpu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,24 +78,25 @@ class StepInputMaker:
         seq_lens = (num_computed + query_lens).astype(np.int32)
         sampled_rows = np.flatnonzero(seq_lens == batch.num_tokens[slots])
         token_ids, slot_mapping = batch.token_ids[token_slots, positions], self._slot_mapping(token_slots, positions)
-        metadata = AttentionMetadata(
-            query_start_loc=self._upload(query_start_loc.astype(np.int32)),
-            seq_lens=self._upload(seq_lens),
-            block_tables=self._block_tables(slots, seq_lens),
-            slot_mapping=self._upload(slot_mapping),
-            num_decodes=num_decodes,
-            query_lens=query_lens.tolist(),
-            seq_lens_list=seq_lens.tolist(),
-        )
+        arrays = {
+            "positions": positions,
+            "slot_mapping": slot_mapping,
+            "logits_indices": query_start_loc[1:][sampled_rows] - 1,
+            "token_ids": token_ids,
+            "query_start_loc": query_start_loc.astype(np.int32),
+            "seq_lens": seq_lens,
+            "block_tables": self._block_tables(slots, seq_lens),
+        }
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()} if self.device.type == "cpu" else packed(arrays, self.device)
         inputs = StepInputs(
             order=order,
             slots=slots,
-            token_ids=self._upload(token_ids),
-            positions=self._upload(positions),
-            metadata=metadata,
+            token_ids=tensors.pop("token_ids"),
+            positions=tensors.pop("positions"),
+            logits_indices=tensors.pop("logits_indices"),
+            metadata=AttentionMetadata(**tensors, num_decodes=num_decodes, query_lens=query_lens.tolist(), seq_lens_list=seq_lens.tolist()),
             sampled_rows=sampled_rows,
             sampled_slots=slots[sampled_rows],
-            logits_indices=self._upload(query_start_loc[1:][sampled_rows] - 1),
         )
         self._last = None
         if len(sampled_rows) == num_decodes == len(slots) and self.device.type == "cpu":
@@ -125,7 +127,7 @@ class StepInputMaker:
             last.slot_mapping += 1
         else:  # some row begins a block
             last.slot_mapping[:] = self._slot_mapping(inputs.slots, last.positions)
-            block_tables = self._block_tables(inputs.slots, last.seq_lens)
+            block_tables = torch.from_numpy(self._block_tables(inputs.slots, last.seq_lens))
         metadata = AttentionMetadata(
             before.query_start_loc, before.seq_lens, block_tables, before.slot_mapping, before.num_decodes, before.query_lens, last.seq_lens.tolist()
         )
@@ -139,10 +141,23 @@ class StepInputMaker:
         block_ids = self.batch.block_tables[slots, positions // self.block_size]
         return block_ids.astype(np.int64) * self.block_size + positions % self.block_size
 
-    def _block_tables(self, slots: np.ndarray, seq_lens: np.ndarray) -> torch.Tensor:
+    def _block_tables(self, slots: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
         num_blocks = -(-int(seq_lens.max()) // self.block_size)
-        return self._upload(self.batch.block_tables[slots, :num_blocks])
+        return self.batch.block_tables[slots, :num_blocks]
 
-    def _upload(self, values: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
-        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+
+ALIGNMENT = 16  # bytes: what a kernel loads at once
+
+
+def packed(arrays: Mapping[str, np.ndarray], device: torch.device, is_pinned: bool = True) -> dict[str, torch.Tensor]:
+    """The arrays on `device`, brought there by one copy that nobody waits for: PyTorch keeps pinned memory until a copy from it is over."""
+    starts, num_bytes = {}, 0
+    for name, array in arrays.items():
+        starts[name], num_bytes = num_bytes, num_bytes + -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+    for name, array in arrays.items():
+        host.numpy()[starts[name] : starts[name] + array.nbytes].view(array.dtype)[:] = array.ravel()
+    there = host.to(device, non_blocking=True)
+    return {
+        name: there[starts[name] : starts[name] + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape) for name, array in arrays.items()
+    }

@@ -14,9 +14,9 @@ from msgspec import inspect
 from ..ipc.config import EngineConfig, config_fields
 from ..ipc.errors import InvalidParameterError, ModelLoadError
 from .model_files import NO_GENERATION_CONFIG, find_model_directory, read_hf_config
+from .processor import prefers_bfloat16
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
-CPUINFO = Path("/proc/cpuinfo")
 # Keys of config.json that give the longest sequence a model was made for; the smallest of those present counts.
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 # With these, max_position_embeddings already is the length after scaling.
@@ -63,7 +63,7 @@ class EngineArgs:
         """
         config = self.tree()
         device_config = _resolve_device(config.device_config)
-        model_config = _resolve_model(config, device_config.device)
+        model_config = _resolve_model(config, device_config)
         return replace(
             config,
             model_config=model_config,
@@ -158,7 +158,7 @@ def _resolve_device(device_config: Any) -> Any:
     return replace(device_config, device="cpu") if device_config.device == "auto" else device_config
 
 
-def _resolve_model(config: EngineConfig, device: str) -> Any:
+def _resolve_model(config: EngineConfig, device_config: Any) -> Any:
     wanted = config.model_config
     directory = find_model_directory(wanted.model, revision=wanted.revision, weights=config.load_config.load_format != "dummy")
     tokenizer_directory = directory
@@ -170,7 +170,7 @@ def _resolve_model(config: EngineConfig, device: str) -> Any:
         model=str(directory),
         tokenizer=str(tokenizer_directory),
         served_model_name=wanted.served_model_name or wanted.model,
-        dtype=_auto_dtype(device) if wanted.dtype == "auto" else wanted.dtype,
+        dtype=_auto_dtype(device_config) if wanted.dtype == "auto" else wanted.dtype,
         max_model_len=_resolve_max_model_len(wanted.max_model_len, hf_config),
         hf_config=hf_config,
         generation_config=_resolve_generation_config(wanted.generation_config, str(directory)),
@@ -189,15 +189,8 @@ def _resolve_generation_config(wanted: str, model_directory: str) -> str:
     return str(directory)
 
 
-def _auto_dtype(device: str) -> str:
-    """bfloat16 where the hardware multiplies it natively. On CPUs without, it is emulated and slower than float32."""
-    if device == "cuda":
-        return "bfloat16"
-    try:
-        features = CPUINFO.read_text(encoding="utf-8").split()
-    except OSError:
-        return "float32"
-    return "bfloat16" if {"amx_bf16", "avx512_bf16"} & set(features) else "float32"
+def _auto_dtype(device_config: Any) -> str:
+    return "bfloat16" if device_config.device == "cuda" or prefers_bfloat16(device_config.cpu_isa) else "float32"
 
 
 def _resolve_max_model_len(wanted: int | None, hf_config: dict[str, Any]) -> int:

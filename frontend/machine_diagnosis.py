@@ -21,18 +21,12 @@ import psutil
 
 from ..ipc.errors import QuireError
 from ..ipc.machine import available_cores, cgroup_cpu_quota, cgroup_free_memory, free_memory_bytes
-from .engine_args import CPUINFO
+from .processor import NATIVE_BFLOAT16, are_kernels_built, prefers_bfloat16, native_isas, read_processor
 
 GIB = 2**30
 # What the kernels make use of, best first; the first line that holds says how the model is multiplied.
 X86_FEATURES = ("amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx_vnni", "avx512f", "avx2", "fma")
 ARM_FEATURES = ("sve2", "sve", "bf16", "i8mm", "asimd")
-NATIVE_BFLOAT16 = {"amx_bf16", "avx512_bf16"}
-# What the native kernels' instruction sets are made of (kernels/cpu/native/src/run.cpp), the best first.
-AVX2 = {"avx2", "fma"}
-AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}
-ISAS = {"amx": AVX512 | {"amx_tile", "amx_bf16", "amx_int8"}, "avx512": AVX512, "avx2": AVX2}
-NATIVE_KERNELS = Path(__file__).parent.parent / "kernels" / "cpu" / "native"
 CUDA_LIBRARY = "libcuda.so.1"
 
 
@@ -47,7 +41,7 @@ def check_machine(host: str, port: int, max_connections: int, cpu_isa: str = "au
     """All checks, in the order in which they are to be read."""
     yield check_python()
     yield from check_packages()
-    yield check_cpu()
+    yield check_cpu(cpu_isa)
     yield check_kernels(cpu_isa)
     yield check_cores()
     yield check_memory()
@@ -99,15 +93,7 @@ def check_packages() -> Iterator[Finding]:
 # ------------------------------------------------------------ processor and memory
 
 
-def read_processor() -> tuple[str, set[str]]:
-    """Its name, and the features that the system shows."""
-    text = CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
-    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    fields = {name.strip(): value.strip() for name, value in lines.items()}
-    return fields.get("model name") or platform.machine(), set((fields.get("flags") or fields.get("Features") or "").split())
-
-
-def check_cpu() -> Finding:
+def check_cpu(cpu_isa: str = "auto") -> Finding:
     name, present = read_processor()
     features = [name for name in X86_FEATURES + ARM_FEATURES if name in present]
     detail = f"{name}: {', '.join(features) or 'no vector instructions known here'}"
@@ -115,20 +101,20 @@ def check_cpu() -> Finding:
         return Finding("processor", "pass", f"{detail}; bfloat16 is multiplied natively")
     if not {"avx2", "asimd"} & present:
         return Finding("processor", "warn", detail, "without AVX2 everything is slow; another machine, or another type of virtual CPU")
-    return Finding("processor", "pass", f"{detail}; no native bfloat16, so dtype=auto is float32")
+    dtype = "bfloat16, by native kernels" if prefers_bfloat16(cpu_isa) else "float32"
+    return Finding("processor", "pass", f"{detail}; no native bfloat16, so dtype=auto is {dtype}")
 
 
 def check_kernels(cpu_isa: str) -> Finding:
     """Whether the native kernels were built, and which instruction set they would use. The library itself is not asked: that takes torch."""
-    _, present = read_processor()
-    isas = [isa for isa, features in ISAS.items() if features <= present]
+    isas = native_isas()
     if cpu_isa == "none":
         return Finding("native kernels", "pass", "not wanted (cpu_isa=none): torch's kernels serve, several times slower for small models")
     if cpu_isa != "auto" and cpu_isa not in isas:
         return Finding("native kernels", "fail", f"this processor has no {cpu_isa}", f"--cpu-isa {isas[0] if isas else 'none'}, or none of this flag")
     if not isas:
         return Finding("native kernels", "pass", "none for this processor (x86 with AVX2): torch's serve")
-    if not list(NATIVE_KERNELS.glob("_native*.so")):
+    if not are_kernels_built():
         fix = "a C++ compiler (apt install g++), then install Quire again (pip install -e .)"
         return Finding("native kernels", "warn", "not built: torch's kernels serve, several times slower for small models", fix)
     return Finding("native kernels", "pass", f"{isas[0] if cpu_isa == 'auto' else cpu_isa} (of {', '.join(isas)})")

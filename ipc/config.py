@@ -24,7 +24,7 @@ class ModelConfig(Section):
     revision: Annotated[str | None, Meta(description="Branch, tag or commit on the hub.")] = None
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32", "float16"],
-        Meta(description="Type of weights and activations. auto: bfloat16 where the hardware multiplies it natively, else float32."),
+        Meta(description="Type of weights and activations. auto: bfloat16 where the hardware or native kernels multiply it, else float32."),
     ] = "auto"
     quantization: Annotated[
         Literal["int8", "int4"] | None,

@@ -9,4 +9,6 @@ from .registry import Facts, OpTable, register, select
 # isort: split
 from . import cpu, reference  # noqa: F401  after ops, which declares what these two register implementations of
 
+registry.import_when_asked("cuda", f"{__name__}.triton")
+
 __all__ = ["AttentionMetadata", "Facts", "OpTable", "ops", "register", "registry", "select"]

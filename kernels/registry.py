@@ -9,6 +9,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 CONTRACTS: dict[str, Callable] = {}  # operation -> the function in ops.py whose signature and docstring are its contract
 _implementations: dict[str, dict[str, Implementation]] = {}  # operation -> implementation's name -> implementation
+_unimported: dict[str, str] = {}  # device -> module that registers more
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,15 @@ def unregister(op: str, name: str) -> None:
     _default_table.cache_clear()
 
 
+def import_when_asked(device: str, module: str) -> None:
+    """Names a module that registers implementations for `device`, and that nobody else has a use for: Triton takes a third of a second."""
+    _unimported[device] = module
+
+
 def import_implementations(device: str) -> None:
-    """Makes those known that are imported only where they can run: Triton takes a third of a second, which a CPU has no use for."""
-    if device == "cuda":
-        from . import triton  # noqa: F401  it registers them
+    """Makes those known that are imported only where they can run."""
+    if (module := _unimported.pop(device, None)) is not None:
+        import_module(module)
 
 
 def implementations(op: str) -> tuple[Implementation, ...]:

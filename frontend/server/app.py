@@ -24,8 +24,8 @@ from .state import ServerState
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
 CLIENT_LEFT = 499  # nginx's number, for the metrics only
-FAMILIES = (
-    health, models, completions, chat, tokenize, pooling, responses, messages, ollama, ollama_models, engine_view, metrics, admin, page
+FAMILIES = (  # in the order in which the router tries them
+    chat, completions, responses, messages, ollama, health, metrics, models, tokenize, pooling, ollama_models, engine_view, admin, page
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..registry import register
-from .device import PRIORITY, TILE, is_cuda
+from .device import PLAIN, PRIORITY, TILE, is_cuda
 
 
 @triton.jit
@@ -28,5 +28,5 @@ def silu_and_mul(x: Tensor) -> Tensor:
     size = x.shape[1] // 2
     out = x.new_empty(len(x), size)
     block = min(TILE, triton.next_power_of_2(size))
-    silu_and_mul_kernel[len(x), triton.cdiv(size, block)](x, out, x.stride(0), SIZE=size, BLOCK=block)
+    silu_and_mul_kernel[len(x), triton.cdiv(size, block)](x, out, x.stride(0), SIZE=size, BLOCK=block, **PLAIN)
     return out

@@ -41,27 +41,32 @@ def paged_attention_in_two_launches(query: Tensor, key_cache: Tensor, value_cach
 
 def attend(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
-    sliding_window: int = 0, softcap: float = 0.0, one_launch: bool = True, num_programs: int | None = None,
+    sliding_window: int = 0, softcap: float = 0.0, key_scale: float = 1.0, value_scale: float = 1.0,
+    one_launch: bool = True, num_programs: int | None = None,
 ) -> Tensor:  # fmt: skip
     """The contract of paged_attention, and more. sliding_window: a token sees so many positions, its own the last; 0: all before it.
-    softcap c > 0: a logit x becomes c tanh(x / c). num_programs: of each decode and KV head; None: as the GPU is best filled."""
-    if scale <= 0:
-        raise ValueError(f"scale must be positive, not {scale}")
+    softcap c > 0: a logit x becomes c tanh(x / c). The caches may be in float8_e4m3fn (from sm_89 on): keys and values are theirs times
+    key_scale and value_scale. num_programs: of each decode and KV head; None: as the GPU is best filled."""
+    if min(scale, key_scale, value_scale) <= 0:
+        raise ValueError(f"scale, key_scale and value_scale must be positive, not {scale}, {key_scale} and {value_scale}")
     if sliding_window < 0 or softcap < 0:
         raise ValueError(f"sliding_window and softcap must be at least 0, not {sliding_window} and {softcap}")
+    if key_cache.dtype != query.dtype and architecture() < 89:
+        raise ValueError(f"key_cache in {key_cache.dtype} needs sm_89 or newer, this GPU is sm_{architecture()}")
     out = query.new_empty(query.shape)
     cache = _cache_arguments(key_cache, value_cache)
     options = {"WINDOW": sliding_window, "SOFTCAP": float(softcap), **_layout(query, key_cache)}
     options["enable_fp_fusion"] = False  # multiply-adds are written where they are wanted: the same bits wherever they are compiled in
+    scale *= key_scale
     if metadata.num_decodes:
-        _decode(query, cache, metadata, scale, out, options, one_launch, num_programs)
+        _decode(query, cache, metadata, (scale, value_scale), out, options, one_launch, num_programs)
     if metadata.num_decodes < len(metadata.query_lens):
-        _prefill(query, cache, metadata, scale, out, options)
+        _prefill(query, cache, metadata, (scale, value_scale), out, options)
     return out
 
 
 def _decode(
-    query: Tensor, cache: dict[str, Any], metadata: AttentionMetadata, scale: float, out: Tensor, options: dict[str, Any],
+    query: Tensor, cache: dict[str, Any], metadata: AttentionMetadata, scales: tuple[float, float], out: Tensor, options: dict[str, Any],
     one_launch: bool, num_programs: int | None,
 ) -> None:  # fmt: skip
     num_requests, num_kv_heads = metadata.num_decodes, query.shape[1] // options["GROUP"]
@@ -73,21 +78,23 @@ def _decode(
     scalars, sums, counters = _states_once(metadata, num_requests, query, num_kv_heads, options["BLOCK_D"], num_programs)
     decode_kernel[num_requests, num_kv_heads, num_programs](
         query, cache["key"], cache["value"], metadata.block_tables, metadata.seq_lens, out, scalars, sums, counters,
-        scale, num_programs, metadata.block_tables.stride(0), *query.stride()[:2], *cache["strides"], **shape, ONE_LAUNCH=one_launch,
+        *scales, num_programs, metadata.block_tables.stride(0), *query.stride()[:2], *cache["strides"], **shape, ONE_LAUNCH=one_launch,
     )  # fmt: skip
     if num_programs > 1 and not one_launch:
         names = ("GROUP", "ROWS", "HEAD_DIM", "BLOCK_D", "TILE", "MIN_TILES", "MAX_PIECES", "WINDOW", "enable_fp_fusion")
         merge_kernel[num_requests, num_kv_heads](
-            metadata.seq_lens, out, scalars, sums, num_programs, **{name: shape[name] for name in names}, num_warps=4
+            metadata.seq_lens, out, scalars, sums, scales[1], num_programs, **{name: shape[name] for name in names}, num_warps=4
         )
 
 
-def _prefill(query: Tensor, cache: dict[str, Any], metadata: AttentionMetadata, scale: float, out: Tensor, options: dict[str, Any]) -> None:
+def _prefill(
+    query: Tensor, cache: dict[str, Any], metadata: AttentionMetadata, scales: tuple[float, float], out: Tensor, options: dict[str, Any]
+) -> None:
     shape = {**options, **prefill_shape(options["GROUP"], options["BLOCK_D"], query.dtype, architecture())}
     work = _work_once(metadata, shape["ROWS"] // options["GROUP"], query.device)
     prefill_kernel[query.shape[1] // options["GROUP"], len(work)](
         query, cache["key"], cache["value"], metadata.block_tables, metadata.query_start_loc, metadata.seq_lens, work, out,
-        scale, query.shape[1], metadata.block_tables.stride(0), *query.stride()[:2], *cache["strides"], **shape,
+        *scales, query.shape[1], metadata.block_tables.stride(0), *query.stride()[:2], *cache["strides"], **shape,
     )  # fmt: skip
 
 
@@ -115,7 +122,8 @@ def decode_shape(group: int, block_d: int, dtype: torch.dtype) -> dict[str, int]
 def prefill_shape(group: int, block_d: int, dtype: torch.dtype, arch: int) -> dict[str, int]:
     """64 rows or more, of 4 warps each: what wgmma takes. Before Hopper a tile of 64 keys of 128 elements would not fit the registers."""
     if dtype == torch.float32:
-        return {"ROWS": max(32, triton.next_power_of_2(group)), "TILE": 32 if block_d <= 64 else 16, "num_warps": 8, "num_stages": 2}
+        rows, tile = 32 if block_d <= 128 else 16, 32 if block_d <= 64 else 16
+        return {"ROWS": max(rows, triton.next_power_of_2(group)), "TILE": tile, "num_warps": 8, "num_stages": 2}
     rows, tile = 64 if block_d > 128 else 128, 64 if block_d <= (128 if arch >= 90 else 64) else 32
     return {"ROWS": max(rows, triton.next_power_of_2(group)), "TILE": tile, "num_warps": 8, "num_stages": 3}
 
@@ -126,13 +134,18 @@ def prefill_shape(group: int, block_d: int, dtype: torch.dtype, arch: int) -> di
 def _states_once(
     metadata: AttentionMetadata, num_requests: int, query: Tensor, num_kv_heads: int, block_d: int, num_programs: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where programs that share a request leave their states, and counters at 0: each layer's launch leaves them so."""
-    key = ("triton decode", query.shape[1], num_kv_heads, block_d, num_programs > 1)
+    """Where programs that share a request leave their states, and counters at 0: each layer's launch leaves them so.
+
+    The capture of a CUDA graph makes its own: those of the run before it go away with the metadata, and each replay is to begin with zeros.
+    """
+    is_captured = query.is_cuda and torch.cuda.is_current_stream_capturing()
+    key = ("triton decode", query.shape[1], num_kv_heads, block_d, num_programs > 1, is_captured)
     if key not in metadata.scratch:
-        places = (num_requests, query.shape[1], MAX_PIECES) if num_programs > 1 else (1, 1, 1)
+        is_shared = num_programs > 1  # else the kernel takes them, and touches none
+        places = (num_requests, query.shape[1], MAX_PIECES) if is_shared else (1,)
         scalars, sums = (query.new_empty((*places, size), dtype=torch.float32) for size in (2, block_d))
-        counters = torch.zeros(num_requests, num_kv_heads, dtype=torch.int32, device=query.device)
-        metadata.scratch[key] = scalars, sums, counters
+        counters = query.new_empty((num_requests, num_kv_heads), dtype=torch.int32)
+        metadata.scratch[key] = scalars, sums, counters.zero_() if is_shared else counters
     return metadata.scratch[key]
 
 

@@ -14,7 +14,8 @@ always; how many programs share the pieces out is free. So a row's bits depend n
 
 Who ends last is told by a counter per request and KV head, which the last program sets back to 0. Memory order: a program's stores of
 states precede a barrier of its threads, then one thread's atomic add with acquire-release order at GPU scope; the last program's loads
-follow its own atomic add and a barrier. By PTX's memory model that suffices, as a release covers what its thread saw through a barrier.
+follow its own atomic add and a barrier. By PTX's memory model that suffices, as a release covers what its thread saw through a barrier
+(a grid's barrier in CUDA's cooperative groups is built so).
 What was checked: results in Triton's interpreter, where programs run one after another, and the order of barrier, atomic and loads in the
 compiled code. What was not: it never ran on a GPU, and no race detector saw it. With one_launch=False a second kernel merges the
 states: none of this is needed then, and the bits are the same.
@@ -23,7 +24,7 @@ states: none of this is needed then, and the bits are the same.
 import triton
 import triton.language as tl
 
-from .attention_tile import NOTHING, capped, merge, normalised, online_softmax, slots_of
+from .attention_tile import NOTHING, capped, in_dtype, merge, normalised, online_softmax, slots_of
 
 MAX_PIECES = 32
 MIN_TILES = 2  # of a piece: more would leave a GPU idle at batch 1, fewer would store more states than they save time
@@ -49,7 +50,7 @@ def _fold(scalars_ptr, sums_ptr, states, in_group, first, stop, BLOCK_D: tl.cons
     columns = tl.arange(0, BLOCK_D)
     for i in tl.range(first, stop, num_stages=3):
         state = states + i
-        # .cg: from L2, where other multiprocessors' stores are
+        # .cg: from L2, where other multiprocessors' stores are. What is copied 4 bytes at a time passes L1, which the acquire has emptied.
         piece_largest = tl.load(scalars_ptr + state * 2, mask=in_group, other=0.0, cache_modifier=".cg")
         piece_total = tl.load(scalars_ptr + state * 2 + 1, mask=in_group, other=0.0, cache_modifier=".cg")
         sums = tl.load(sums_ptr + state[:, None] * BLOCK_D + columns[None, :], mask=in_group[:, None], other=0.0, cache_modifier=".cg")
@@ -67,7 +68,7 @@ def _store_state(scalars_ptr, sums_ptr, state, in_group, largest, total, acc, BL
 @triton.jit(do_not_specialize=["table_stride", "num_programs"])
 def decode_kernel(
     query_ptr, key_ptr, value_ptr, tables_ptr, lengths_ptr, out_ptr, scalars_ptr, sums_ptr, counters_ptr,
-    scale, num_programs, table_stride, query_stride, query_head_stride,
+    scale, value_scale, num_programs, table_stride, query_stride, query_head_stride,
     key_block_stride, key_slot_stride, key_head_stride, value_block_stride, value_slot_stride, value_head_stride,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     MIN_TILES: tl.constexpr, MAX_PIECES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ONE_LAUNCH: tl.constexpr,
@@ -107,9 +108,9 @@ def decode_kernel(
         value_slots = slots_of(table, positions, seen, value_block_stride, value_slot_stride, BLOCK_SIZE, TILE, True)
         keys = tl.load(key_ptr + key_slots[None, :] + columns[:, None], mask=seen[None, :] & in_head[:, None], other=0.0)
         values = tl.load(value_ptr + value_slots[:, None] + columns[None, :], mask=seen[:, None] & in_head[None, :], other=0.0)
-        scores, factor = capped(tl.dot(query, keys, input_precision="ieee"), scale, SOFTCAP)
+        scores, factor = capped(tl.dot(query, in_dtype(keys, query), input_precision="ieee"), scale, SOFTCAP)
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        largest, total, acc = online_softmax(scores, factor, values, largest, total, acc)
+        largest, total, acc = online_softmax(scores, factor, in_dtype(values, query), largest, total, acc)
         if ((tile + 1) % piece_tiles == 0) | (tile + 1 == stop):
             if program == 0:
                 fold_largest, fold_total, fold_acc = merge(fold_largest, fold_total, fold_acc, largest, total, acc)
@@ -120,7 +121,7 @@ def decode_kernel(
             acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
 
     if num_sharing == 1:
-        tl.store(out_ptrs, normalised(fold_total, fold_acc).to(out_ptr.dtype.element_ty), mask=stored)
+        tl.store(out_ptrs, normalised(fold_total, fold_acc, value_scale).to(out_ptr.dtype.element_ty), mask=stored)
         return
     if program == 0:
         _store_state(scalars_ptr, sums_ptr, states + share - 1, in_group, fold_largest, fold_total, fold_acc, BLOCK_D)
@@ -129,13 +130,13 @@ def decode_kernel(
         tl.debug_barrier()
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_sharing - 1:
             total, acc = _fold(scalars_ptr, sums_ptr, states, in_group, share - 1, num_pieces, BLOCK_D)
-            tl.store(out_ptrs, normalised(total, acc).to(out_ptr.dtype.element_ty), mask=stored)
+            tl.store(out_ptrs, normalised(total, acc, value_scale).to(out_ptr.dtype.element_ty), mask=stored)
             tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=["num_programs"])
 def merge_kernel(
-    lengths_ptr, out_ptr, scalars_ptr, sums_ptr, num_programs,
+    lengths_ptr, out_ptr, scalars_ptr, sums_ptr, value_scale, num_programs,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
     MIN_TILES: tl.constexpr, MAX_PIECES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -149,4 +150,4 @@ def merge_kernel(
     heads, in_group = (request * tl.num_programs(1) + kv_head) * GROUP + rows, rows < GROUP
     total, acc = _fold(scalars_ptr, sums_ptr, heads * MAX_PIECES, in_group, share - 1, num_pieces, BLOCK_D)
     out_ptrs = out_ptr + heads.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :]
-    tl.store(out_ptrs, normalised(total, acc).to(out_ptr.dtype.element_ty), mask=in_group[:, None] & (columns < HEAD_DIM)[None, :])
+    tl.store(out_ptrs, normalised(total, acc, value_scale).to(out_ptr.dtype.element_ty), mask=in_group[:, None] & (columns < HEAD_DIM)[None, :])

@@ -10,7 +10,7 @@ the left edge of a sliding window, are masked.
 import triton
 import triton.language as tl
 
-from .attention_tile import NOTHING, capped, normalised, online_softmax, slots_of
+from .attention_tile import NOTHING, capped, in_dtype, normalised, online_softmax, slots_of
 
 
 @triton.jit
@@ -37,20 +37,20 @@ def _attend(
             values = tl.load(value_ptrs, mask=(columns < HEAD_DIM)[None, :], other=0.0)
         else:
             keys, values = tl.load(key_ptrs), tl.load(value_ptrs)
-        scores, factor = capped(tl.dot(query, keys, input_precision="ieee"), scale, SOFTCAP)
+        scores, factor = capped(tl.dot(query, in_dtype(keys, query), input_precision="ieee"), scale, SOFTCAP)
         if MASKED:
             seen = positions[None, :] <= row_positions[:, None]
             if WINDOW:
                 seen = seen & (positions[None, :] > row_positions[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
-        largest, total, acc = online_softmax(scores, factor, values, largest, total, acc)
+        largest, total, acc = online_softmax(scores, factor, in_dtype(values, query), largest, total, acc)
     return largest, total, acc
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def prefill_kernel(
     query_ptr, key_ptr, value_ptr, tables_ptr, starts_ptr, lengths_ptr, work_ptr, out_ptr,
-    scale, num_heads, table_stride, query_stride, query_head_stride,
+    scale, value_scale, num_heads, table_stride, query_stride, query_head_stride,
     key_block_stride, key_slot_stride, key_head_stride, value_block_stride, value_slot_stride, value_head_stride,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -98,4 +98,4 @@ def prefill_kernel(
         HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, True,
     )  # fmt: skip
     out_ptrs = out_ptr + ((start + tokens).to(tl.int64) * num_heads + heads)[:, None] * HEAD_DIM + columns[None, :]
-    tl.store(out_ptrs, normalised(total, acc).to(out_ptr.dtype.element_ty), mask=stored)
+    tl.store(out_ptrs, normalised(total, acc, value_scale).to(out_ptr.dtype.element_ty), mask=stored)

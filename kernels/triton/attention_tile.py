@@ -26,6 +26,12 @@ def slots_of(table, positions, in_context, stride_block, stride_slot, BLOCK_SIZE
 
 
 @triton.jit
+def in_dtype(cached, query):
+    """Keys or values of an fp8 cache in the query's dtype, which holds them exactly, for the tensor cores; others as they are."""
+    return cached if cached.dtype == query.dtype else cached.to(query.dtype)
+
+
+@triton.jit
 def capped(scores, scale, SOFTCAP: tl.constexpr):
     """-> (scores, factor), whose product is the logits in base 2. A soft-cap c makes a logit x into c tanh(x / c).
 
@@ -63,6 +69,6 @@ def merge(largest, total, acc, later_largest, later_total, later_acc):
 
 
 @triton.jit
-def normalised(total, acc):
+def normalised(total, acc, value_scale):
     """The state of rows -> their attention; zeros where there was no key."""
-    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale

@@ -13,7 +13,7 @@ from ..registry import register
 from .device import PRIORITY, TILE, is_cuda
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def reshape_and_cache_kernel(
     key_ptr, value_ptr, key_cache_ptr, value_cache_ptr, slots_ptr, num_rows, heads, key_stride, key_head_stride, value_stride, value_head_stride,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,

@@ -13,7 +13,7 @@ PAIRS = 256  # of a program: their logits lie scattered, so that many programs w
 WORDS = 128  # of a bitmask's row, to a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def apply_penalties_kernel(
     logits_ptr, rows_ptr, token_ids_ptr, counts_ptr, repetition_ptr, frequency_ptr, presence_ptr, num_pairs, row_stride, PAIRS: tl.constexpr
 ):

@@ -14,7 +14,7 @@ from .order import CHUNK, LOWEST, first_of_row, load_logits, order_of, token_of,
 MOST_BY_TURNS = 32  # most likely tokens found one after the other; more by torch's topk, which orders nothing either that it does not return
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def chunk_logprobs_kernel(
     logits_ptr, token_ids_ptr, parts_ptr, sums_ptr, likelier_ptr, tops_ptr, vocab_size, row_stride, k, CHUNK: tl.constexpr
 ):
@@ -39,7 +39,7 @@ def chunk_logprobs_kernel(
         first = tl.max(order, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k", "num_out"])
 def row_logprobs_kernel(
     logits_ptr, token_ids_ptr, parts_ptr, sums_ptr, likelier_ptr, tops_ptr, ids_ptr, logprobs_ptr, ranks_ptr, norms_ptr, row_stride, num_chunks,
     k, num_out, BLOCK: tl.constexpr, TOPS: tl.constexpr,

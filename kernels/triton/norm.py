@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..registry import register
-from .device import PRIORITY, TILE, is_cuda
+from .device import PLAIN, PRIORITY, TILE, is_cuda
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def _normalise(x, weight, eps, SIZE: tl.constexpr):
     return (normalised * weight.to(tl.float32)[None, :]).to(weight.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, num_rows, heads, token_stride, head_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -33,7 +33,7 @@ def rms_norm_kernel(
     tl.store(out_ptr + row.to(tl.int64)[:, None] * SIZE + column[None, :], _normalise(x, weight, eps, SIZE), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def fused_add_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, num_rows, x_stride, residual_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -51,10 +51,10 @@ def fused_add_rms_norm_kernel(
     tl.store(x_ptrs, _normalise(total.to(tl.float32), weight, eps, SIZE), mask=mask)
 
 
-def _shape(size: int) -> dict[str, int]:
+def _shape(size: int) -> dict[str, int | bool]:
     """Rows of a program and its warps. Small rows (heads) share a program; a large one has 8 warps, with up to four loads in flight each."""
     block = triton.next_power_of_2(size)
-    return {"SIZE": size, "BLOCK": block, "ROWS": max(1, TILE // block), "num_warps": 8 if block > 2 * TILE else 4}
+    return {"SIZE": size, "BLOCK": block, "ROWS": max(1, TILE // block), "num_warps": 8 if block > 2 * TILE else 4, **PLAIN}
 
 
 @register("rms_norm", name="triton", predicate=is_cuda, priority=PRIORITY)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..registry import register
-from .device import PRIORITY, TILE, is_cuda
+from .device import PLAIN, PRIORITY, TILE, is_cuda
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def _launch(
         positions, query, key, value, cos_sin_cache, *caches, slots, *norms, eps,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), *value_strides, num_heads, num_kv_heads,
         SIZE=size, HALF=half, BLOCK=block, REST_BLOCK=triton.next_power_of_2(max(1, size - 2 * half)), HEADS=heads,
-        NORM=norms[0] is not None, CACHE=slots is not None, num_warps=max(1, heads * block // 256),
+        NORM=norms[0] is not None, CACHE=slots is not None, num_warps=max(1, heads * block // 256), **PLAIN,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import gc
 import os
 import queue
 import random
@@ -260,6 +261,24 @@ def test_what_its_threads_count_is_in_the_metrics():
     assert counted == {
         "num_bad_frames": 3, "num_lost_outputs": 4, "num_overflowed_clients": 1, "num_requests_orphaned": 1, "num_finished_abort": 1,
     }  # fmt: skip
+
+
+def test_no_garbage_is_looked_for_while_an_engine_starts_nor_later_in_what_it_made():
+    """`main` switches the collector off; where nobody has, as for an engine of a program's own, it is left alone."""
+    counts = []
+    for is_enabled in (True, False):
+        input_ = types.SimpleNamespace(events=queue.SimpleQueue(), aborts=collections.deque())
+        proc = EngineCoreProc(input_, types.SimpleNamespace(send=None), TroubledExecutor)
+        proc.config = make_config()
+        (gc.enable if is_enabled else gc.disable)()
+        try:
+            proc._start()
+            counts.append(gc.get_freeze_count())
+            assert gc.isenabled()
+        finally:
+            gc.enable()
+            gc.unfreeze()
+    assert counts[0] == 0 < counts[1]
 
 
 # ---------------------------------------------------------------- the daemon

@@ -4,10 +4,12 @@ Must not know: models."""
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import subprocess
 import sys
+import weakref
 
 import psutil
 import pytest
@@ -125,3 +127,20 @@ def test_pages_that_are_not_whole_are_kept():
     first = -around.data_ptr() % mmap.PAGESIZE  # of the first whole page
     devices.release_mapped(around[first + 1 : first + mmap.PAGESIZE - 1])
     assert torch.equal(around, before)
+
+
+def test_memory_given_back_includes_cycles_that_were_frozen():
+    class Node:
+        pass
+
+    node = Node()
+    node.itself, gone = node, weakref.ref(node)
+    gc.freeze()
+    try:
+        del node
+        devices.release_memory()
+        assert gone() is None and gc.get_freeze_count() > 0  # the others stay frozen
+    finally:
+        gc.unfreeze()
+    devices.release_memory()
+    assert gc.get_freeze_count() == 0

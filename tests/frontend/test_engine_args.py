@@ -94,14 +94,11 @@ def test_the_bundled_model_is_the_default() -> None:
     assert config.model_config.max_model_len >= 2048
 
 
-@pytest.mark.parametrize(("features", "dtype"), [("fpu amx_bf16", "bfloat16"), ("avx512_bf16", "bfloat16"), ("avx2 fma", "float32")])
-def test_dtype_follows_the_processor(model, monkeypatch, tmp_path, features, dtype) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(f"flags\t\t: {features}\n")
-    monkeypatch.setattr(engine_args, "CPUINFO", cpuinfo)
-    assert EngineArgs(model).create_engine_config().model_config.dtype == dtype
-    monkeypatch.setattr(engine_args, "CPUINFO", tmp_path / "missing")
-    assert EngineArgs(model).create_engine_config().model_config.dtype == "float32"
+@pytest.mark.parametrize(("is_faster", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_dtype_follows_the_processor_and_its_kernels(model, monkeypatch, is_faster, dtype) -> None:
+    asked = []
+    monkeypatch.setattr(engine_args, "prefers_bfloat16", lambda cpu_isa: asked.append(cpu_isa) or is_faster)
+    assert EngineArgs(model, cpu_isa="none").create_engine_config().model_config.dtype == dtype and asked == ["none"]
     assert EngineArgs(model, dtype="float16").create_engine_config().model_config.dtype == "float16"
 
 

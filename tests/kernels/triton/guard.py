@@ -55,6 +55,7 @@ def _cast(original):
         if is_bf16(source) and wanted != tl.bfloat16:
             return original(self, as_f32(source), target, *rounding) if wanted != tl.float32 else as_f32(source)
         if wanted == tl.bfloat16 and not is_bf16(source):
+            source = original(self, source, tl.float32, *rounding) if source.dtype.scalar.is_fp8() else source  # held as bits, too
             return TensorHandle(rounded(source.data.astype(np.float32)), tl.bfloat16)
         return original(self, source, target, *rounding)
 

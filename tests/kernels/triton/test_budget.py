@@ -6,7 +6,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from quire.tests.kernels.triton.budget import Budget, NothingWaits, bf16, compile_launches, f32
+from quire.tests.kernels.triton.budget import Budget, bf16, compile_launches, f32
+from quire.tests.kernels.triton.waiting import NothingWaits
 
 
 @triton.jit

@@ -25,7 +25,7 @@ BUDGETS = [
     Budget("sample_tokens", sample, registers=168, shared=16 * 1024, launches=6, wide_loads=False),
     Budget("random_gumbel", lambda: noise.random_gumbel(i64(B), i64(B), V), registers=64, wide_loads=False),
     Budget("gather_logprobs, 20", lambda: logprobs.gather_logprobs(f32(B, V), i64(B), 20), registers=128, launches=2, wide_loads=False),
-    Budget("apply_penalties", penalize, registers=40),
+    Budget("apply_penalties", penalize, registers=40, wide_loads=False),
     Budget("apply_grammar_bitmask", lambda: logits.apply_grammar_bitmask(f32(B, V), i32(B, V // 32), i64(B)), registers=40, wide_loads=False),
 ]
 

@@ -8,12 +8,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from quire.ipc.errors import InvalidParameterError
 from quire.kernels.reference import sampling as reference
 from quire.kernels.triton import cut, noise, sampling
 from quire.tests.kernels.triton import guard  # noqa: F401  patches the interpreter
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encountered:RuntimeWarning")  # numpy's, in lanes that are masked
 
+SLOW = (pytest.mark.slow, pytest.mark.timeout(1800))  # TRITON_INTERPRET=1 pytest -m slow
 NEUTRAL = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 FILTERS = [
     {}, {"top_k": 1}, {"top_k": 50}, {"top_k": 15_000}, {"top_p": 0.1}, {"top_p": 0.95}, {"top_p": 0.9999999}, {"min_p": 0.1}, {"min_p": 1.0},
@@ -109,7 +111,7 @@ def random_filters(count: int, vocab_size: int) -> list[dict]:
     return rows
 
 
-@pytest.mark.parametrize(("vocab_size", "count"), [(2, 8), (13, 24), (70, 24)])
+@pytest.mark.parametrize(("vocab_size", "count"), [(2, 8), (13, 24), (70, 24), pytest.param(40, 2000, marks=SLOW)])
 def test_the_same_tokens_are_kept(vocab_size, count):
     """Rows of random numbers, of few different ones, of one alone; and with nearly all masked."""
     torch.manual_seed(vocab_size)
@@ -125,7 +127,7 @@ def test_the_same_tokens_are_kept(vocab_size, count):
 
 
 def test_a_row_that_does_not_fit_the_list_is_searched_as_it_stands(monkeypatch):
-    monkeypatch.setattr(cut, "CAPACITY", 16)
+    monkeypatch.setattr(cut, "CAPACITY", 4)
     torch.manual_seed(4)
     logits = torch.randn(8, 3000)
     logits[::2] = logits[::2].bfloat16().float()
@@ -136,17 +138,17 @@ def test_a_row_that_does_not_fit_the_list_is_searched_as_it_stands(monkeypatch):
 # ---------------------------------------------------------------- draws
 
 
-@pytest.mark.parametrize(("vocab_size", "scale"), [(1, 3), (65, 30), (1000, 0.3), (5001, 3)])
-def test_the_reference_draws_the_same(vocab_size, scale):
-    """Rows of all kinds side by side; with ties, and in a memory where rows are further apart."""
+@pytest.mark.parametrize(("vocab_size", "scale", "some"), [(1, 3, FILTERS[::4]), (65, 30, FILTERS), (1000, 0.3, FILTERS), (4099, 3, FILTERS[1::3])])
+def test_the_reference_draws_the_same(vocab_size, scale, some):
+    """Rows of all kinds side by side; with ties, and in a memory where rows are further apart. A row alone gets the same token."""
     torch.manual_seed(vocab_size)
-    logits = (scale * torch.randn(len(FILTERS), vocab_size + 5))[:, :vocab_size]
+    logits = (scale * torch.randn(len(some), vocab_size + 5))[:, :vocab_size]
     logits[:, vocab_size // 2 :] = logits[:, vocab_size // 2 :].bfloat16().float()
-    seeds, positions = numbers(len(FILTERS))
-    drawn = sampling.sample_tokens(logits, *columns(FILTERS), seeds, positions)
-    assert torch.equal(drawn, reference.sample_tokens(logits, *columns(FILTERS), seeds, positions))
-    alone = [sampling.sample_tokens(logits[i : i + 1], *columns(FILTERS[i : i + 1]), seeds[i : i + 1], positions[i : i + 1]) for i in (0, 5)]
-    assert torch.equal(torch.cat(alone), drawn[[0, 5]])
+    seeds, positions = numbers(len(some))
+    drawn = sampling.sample_tokens(logits, *columns(some), seeds, positions)
+    assert torch.equal(drawn, reference.sample_tokens(logits, *columns(some), seeds, positions))
+    alone = sampling.sample_tokens(logits[1:2], *columns(some[1:2]), seeds[1:2], positions[1:2])
+    assert torch.equal(alone, drawn[1:2])
 
 
 def test_rows_that_are_nearly_or_wholly_masked():
@@ -160,6 +162,22 @@ def test_rows_that_are_nearly_or_wholly_masked():
     drawn = sampling.sample_tokens(logits, *columns(rows), *numbers(len(rows)))
     assert set(drawn[: len(some)].tolist()) <= {40, vocab_size - 1}
     assert 0 <= int(drawn.min()) and int(drawn.max()) < vocab_size
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_thousands_of_rows():
+    torch.manual_seed(6)
+    logits = torch.randn(2000, 90) * torch.rand(2000, 1) * 8
+    logits[::3] = logits[::3].bfloat16().float()
+    filters, (seeds, positions) = random_filters(2000, 90), numbers(2000)
+    drawn = sampling.sample_tokens(logits, *columns(filters), seeds, positions)
+    assert torch.equal(drawn, reference.sample_tokens(logits, *columns(filters), seeds, positions))
+
+
+def test_a_vocabulary_too_large_for_the_masses_is_refused():
+    with pytest.raises(InvalidParameterError, match="fewer than 524288 tokens"):
+        sampling.sample_tokens(torch.zeros(1, 2**19), *columns([{}]), *numbers(1))
 
 
 def test_nothing_is_drawn_from_no_rows():

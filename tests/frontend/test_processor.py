@@ -1,0 +1,54 @@
+"""Which type a CPU multiplies fast: by what it has, what was built, and what the user wants.
+May know: the frontend's view of the processor.
+Must not know: the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from quire.frontend import processor
+
+AVX512 = " ".join(sorted(processor.AVX512))
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_built", "native", "cpu_isa", "is_faster"),
+    [
+        ("fpu amx_bf16", False, None, "auto", True),
+        ("avx512_bf16", True, None, "none", True),
+        ("avx2 fma", True, None, "auto", True),
+        ("avx2 fma", True, None, "avx2", True),
+        ("avx2 fma", True, None, "none", False),
+        ("avx2 fma", True, "0", "auto", False),
+        ("avx2 fma", False, "cpuinfo", "auto", True),  # a library elsewhere
+        ("avx2 fma", True, "nowhere.so", "auto", False),
+        ("avx2 fma", False, None, "auto", False),
+        ("sse2", True, None, "auto", False),
+        (None, True, None, "auto", False),
+    ],
+)
+def test_bfloat16(flags, is_built, native, cpu_isa, is_faster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if flags is not None:
+        (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
+    if is_built:
+        (tmp_path / "_native.cpython-311.so").touch()
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processor, "NATIVE_KERNELS", tmp_path)
+    monkeypatch.delenv("QUIRE_NATIVE", raising=False)
+    if native is not None:
+        monkeypatch.setenv("QUIRE_NATIVE", native if native == "0" else str(tmp_path / native))
+    assert processor.prefers_bfloat16(cpu_isa) == is_faster
+
+
+def test_instruction_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: {AVX512} amx_bf16\n")
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    assert processor.native_isas() == ["avx512", "avx2"]  # the system gives no tiles
+
+
+def test_the_frontend_sees_what_the_engine_finds() -> None:
+    from quire.kernels.cpu.native.library import library
+
+    assert (processor.are_kernels_built() and bool(processor.native_isas())) == (library is not None)
+    assert library is None or processor.native_isas() == list(library.isas)

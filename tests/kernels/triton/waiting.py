@@ -1,0 +1,19 @@
+"""Finds wrappers that would wait for a GPU, on tensors that lie in host memory.
+May know: torch's overrides.
+Must not know: any kernel."""
+
+from torch.overrides import TorchFunctionMode
+
+
+class NothingWaits(TorchFunctionMode):
+    """Refuses what would wait for a GPU: asking for a tensor's contents. No launch could then be part of a CUDA graph."""
+
+    WAITS = frozenset({
+        "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "cpu", "equal", "item", "masked_select", "nonzero", "numpy",
+        "repeat_interleave", "tolist", "unique", "unique_consecutive",
+    })  # fmt: skip
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", None) in self.WAITS:
+            raise AssertionError(f"{func.__name__} waits for the GPU")
+        return func(*args, **(kwargs or {}))

@@ -14,7 +14,8 @@ always; how many programs share the pieces out is free. So a row's bits depend n
 
 Who ends last is told by a counter per request and KV head, which the last program sets back to 0. Memory order: a program's stores of
 states precede a barrier of its threads, then one thread's atomic add with acquire-release order at GPU scope; the last program's loads
-follow its own atomic add and a barrier. By PTX's memory model that suffices, as a release covers what its thread saw through a barrier.
+follow its own atomic add and a barrier. By PTX's memory model that suffices, as a release covers what its thread saw through a barrier
+(a grid's barrier in CUDA's cooperative groups is built so).
 What was checked: results in Triton's interpreter, where programs run one after another, and the order of barrier, atomic and loads in the
 compiled code. What was not: it never ran on a GPU, and no race detector saw it. With one_launch=False a second kernel merges the
 states: none of this is needed then, and the bits are the same.
@@ -49,7 +50,7 @@ def _fold(scalars_ptr, sums_ptr, states, in_group, first, stop, BLOCK_D: tl.cons
     columns = tl.arange(0, BLOCK_D)
     for i in tl.range(first, stop, num_stages=3):
         state = states + i
-        # .cg: from L2, where other multiprocessors' stores are
+        # .cg: from L2, where other multiprocessors' stores are. What is copied 4 bytes at a time passes L1, which the acquire has emptied.
         piece_largest = tl.load(scalars_ptr + state * 2, mask=in_group, other=0.0, cache_modifier=".cg")
         piece_total = tl.load(scalars_ptr + state * 2 + 1, mask=in_group, other=0.0, cache_modifier=".cg")
         sums = tl.load(sums_ptr + state[:, None] * BLOCK_D + columns[None, :], mask=in_group[:, None], other=0.0, cache_modifier=".cg")

@@ -2,7 +2,8 @@
 May know: the wrapper, the cases of the parity test, which runs on a GPU too.
 Must not know: how programs share out the work.
 
-compute-sanitizer looks for races: `compute-sanitizer --tool racecheck pytest tests/gpu/test_attention.py`, and with --tool memcheck.
+To be run under compute-sanitizer too, with --tool memcheck and --tool racecheck. The latter watches shared memory; the hand-over goes through
+global memory, where only repetition can show that it holds.
 """
 
 from __future__ import annotations

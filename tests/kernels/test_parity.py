@@ -96,7 +96,7 @@ def batches(draw) -> tuple[list[int], list[int], tuple[int, int, int], int]:
 
 
 @pytest.mark.parametrize(("dtype", "implementation"), ATTENTION, ids=label)
-@settings(max_examples=4 if cases.INTERPRETED else 25, deadline=None, derandomize=True)
+@settings(max_examples=3 if cases.INTERPRETED else 25, deadline=None, derandomize=True)
 @given(batch=batches())
 def test_attention_over_ragged_batches(dtype, implementation, batch):
     torch.manual_seed(len(batch[0]))

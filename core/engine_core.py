@@ -45,6 +45,9 @@ class EngineCore:
         report = report or _report_nothing
         if executor is None:
             report("import", 0.0)
+            from ..executor import early_memory
+
+            early_memory.begin(config)
             from ..executor.executor import Executor
 
             report("import", 1.0)

@@ -19,9 +19,11 @@ from ..ipc.memory_plan import check_weights_fit, plan_num_blocks, plan_num_host_
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..kernels import registry
 from ..kernels.cpu.native.recorder import Limits
+from ..kernels.cpu.native.weights import early_memory
 from . import device as devices
 from .block_mover import BlockMover, shortest_time
 from .cuda_graphs import CudaCapture, GraphedStep
+from .early_memory import take as take_early_memory
 from .grammar import Grammars
 from .input_batch import InputBatch
 from .layers import LayerFactory
@@ -89,7 +91,8 @@ class Worker:
         check_quantization(model_config.quantization, ops, self.config.device_config.kernels)
         if self.config.load_config.load_format != "dummy":
             self._directory = Path(model_config.model)
-        self.model = self._build_model(self._directory, report)
+        with early_memory(take_early_memory()):
+            self.model = self._build_model(self._directory, report)
         max_num_seqs, max_model_len = scheduler_config.max_num_seqs, model_config.max_model_len
         self.grammars = Grammars(self.config, ops, shape.vocab_size)
         stages = make_stages(ops, shape.vocab_size, max_num_seqs, max_model_len, processors, self.grammars)

@@ -26,7 +26,6 @@ TALLIES = 512 + 16  # of a row: tokens of each level, the mass, how many tokens 
 MASS, LISTED, BEFORE = tl.constexpr(512), tl.constexpr(513), tl.constexpr(514)
 UNIT, MOST_TOKENS = tl.constexpr(2.0**44), 2**19  # of so many, the mass fits into 64 bits
 CAPACITY = 8192  # listed tokens of a row
-SEARCH_TILE = 2048  # of a program that has a row to itself, and 8 warps
 MARGIN = tl.constexpr(1e-3)  # for the rounding of masses estimated from levels
 
 
@@ -236,5 +235,5 @@ def find_cuts(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
     tally_kernel[num_rows, num_chunks](*inputs, *sizes, CHUNK=CHUNK, **options)
     options["CAPACITY"] = CAPACITY
     list_kernel[num_rows, num_chunks](*inputs, orders, masses, *sizes, CHUNK=CHUNK, **options)
-    find_cuts_kernel[(num_rows,)](*inputs, orders, masses, cuts, *sizes, **options | {"TILE": SEARCH_TILE, "num_warps": 8})
+    find_cuts_kernel[(num_rows,)](*inputs, orders, masses, cuts, *sizes, **options, num_warps=8)
     return cuts

@@ -4,9 +4,11 @@ Must not know: how a weight is packed."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import weakref
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -19,13 +21,13 @@ _ALIGNMENT = 64
 class _Piece:
     """Memory that several weights share, so that small ones are in huge pages too. It lives as long as one of them."""
 
-    def __init__(self, num_bytes: int):
-        memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    def __init__(self, memory: mmap.mmap):
+        """memory: a private mapping, larger than what it is to hold by one huge page."""
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         self.start = -whole.data_ptr() % _HUGE_PAGE_BYTES  # what is not used is never touched, and takes no memory
-        self.end = self.start + num_bytes
+        self.end = self.start + len(memory) - _HUGE_PAGE_BYTES
         self.memory = weakref.ref(memory)
         self._untaken: mmap.mmap | None = memory  # until somebody holds a part of it
 
@@ -38,8 +40,31 @@ class _Piece:
         self.start += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return taken
 
+    def give_back(self) -> None:
+        """The pages of what nobody has taken, if the system had given them already."""
+        memory, start = self.memory(), -(-self.start // mmap.PAGESIZE) * mmap.PAGESIZE
+        if memory is not None and start < len(memory):
+            memory.madvise(mmap.MADV_DONTNEED, start, len(memory) - start)
+
 
 _last: _Piece | None = None
+
+
+@contextlib.contextmanager
+def early_memory(memory: mmap.mmap | None) -> Iterator[None]:
+    """Within it, weights lie in `memory` until it is full (see _Piece.__init__); None: as ever. What is not used is given back afterwards."""
+    global _last
+    if memory is None:
+        yield
+        return
+    _last = piece = _Piece(memory)
+    del memory
+    try:
+        yield
+    finally:
+        piece.give_back()
+        if _last is piece:
+            _last = None
 
 
 def empty_weight(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -48,7 +73,9 @@ def empty_weight(*shape: int, dtype: torch.dtype) -> Tensor:
     num_bytes = math.prod(shape) * dtype.itemsize
     taken = _last.take(num_bytes) if _last is not None else None
     if taken is None:
-        piece = _Piece(max(num_bytes, _PIECE_BYTES))
+        memory = mmap.mmap(-1, max(num_bytes, _PIECE_BYTES) + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        piece = _Piece(memory)
+        del memory
         taken = piece.take(num_bytes)
         if num_bytes < _PIECE_BYTES:
             _last = piece

@@ -22,7 +22,7 @@ def penalize() -> None:
 # Of the launches only those that read whole rows have anything wide to load: test_budget looks at each.
 BUDGETS = [
     Budget("argmax", lambda: sampling.argmax(f32(B, V)), registers=64, launches=2, wide_loads=False),
-    Budget("sample_tokens", sample, registers=168, shared=16 * 1024, launches=6, wide_loads=False),
+    Budget("sample_tokens", sample, registers=136, shared=16 * 1024, launches=6, wide_loads=False),
     Budget("random_gumbel", lambda: noise.random_gumbel(i64(B), i64(B), V), registers=64, wide_loads=False),
     Budget("gather_logprobs, 20", lambda: logprobs.gather_logprobs(f32(B, V), i64(B), 20), registers=128, launches=2, wide_loads=False),
     Budget("apply_penalties", penalize, registers=40, wide_loads=False),

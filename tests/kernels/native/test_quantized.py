@@ -49,6 +49,17 @@ def test_the_bits_are_the_references_for_any_number_of_rows_and_threads(isa, sha
 
 
 @bits
+def test_panels_read_side_by_side(isa, bits):
+    """So many that a thread's share is several times as many as are multiplied at once, and no multiple of that."""
+    weight, bias = make(1184, 65, torch.bfloat16)
+    layer, x = pack_quantized_linear(weight, bias, bits), normal(4, 65, dtype=torch.bfloat16)
+    expected = QuantizedLinear(weight, bias, bits)(x)
+    for num_rows in (1, 2, 4):
+        assert same_bits(layer(x[:num_rows]), expected[:num_rows]), num_rows
+        assert same_bits(layer.silu_and_mul(x[:num_rows]), silu_and_mul(expected[:num_rows])), num_rows
+
+
+@bits
 def test_more_rows_than_are_quantized_together(isa, bits):
     layer = pack_quantized_linear(*make(24, 70, torch.bfloat16), bits)
     x = normal(1100, 70, dtype=torch.bfloat16)

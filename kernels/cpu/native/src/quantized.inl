@@ -2,7 +2,7 @@
 //
 //   rows of x are quantized, a group of 64 at a time: whole numbers in +-127, and a scale
 //   item = a few panels, computed by one thread
-//       for a few rows, for a panel: for each group the sum of products of whole numbers, exactly; times both scales; added in fp32
+//       for panels side by side, for a few rows: for each group the sum of products of whole numbers, exactly; times both scales; added in fp32
 //       then bias, activation, rounding
 //
 // A group's sum is exact, whichever instructions find it, and groups are added in ascending order, each by one fused multiply-add. So a
@@ -50,11 +50,13 @@ struct QuantizedRows {
             scales[group] = (counts ? most / 127 : 0) + spoilt.sum();
             Vec factor(counts ? 127 / most : 0);
             int8_t* to = numbers + group * GROUP;
-            for (int64_t i = 0; i < GROUP; i += Vec::LANES) store_whole(whole_within(Vec::load(values + i) * factor, 127), to + i);
             for (int half = 0; half < 2; half++) {
-                int32_t sum = 0;
-                for (int64_t i = 0; i < HALF_GROUP; i++) sum += to[half * HALF_GROUP + i];
-                offsets[group * 2 + half] = (-8 * sum) & 0xffff;
+                Vec sum;
+                for (int64_t i = half * HALF_GROUP; i < (half + 1) * HALF_GROUP; i += Vec::LANES) {
+                    Vec whole = whole_within(Vec::load(values + i) * factor, 127);
+                    store_whole(whole, to + i), sum = sum + whole;
+                }
+                offsets[group * 2 + half] = (int32_t)(-8 * sum.sum()) & 0xffff;
             }
         }
     }
@@ -83,7 +85,7 @@ using Sums = float[MAX_PANELS][2][PANEL];  // a row's results; [1] is of the up 
 // So far ahead of their use weights and scales are asked for
 constexpr int64_t AHEAD_BYTES = 1024, AHEAD_GROUPS = 4;
 
-// Panels multiplied side by side: first, first + apart, ... Each is read on from where its predecessor ended: as many long streams.
+// Panels multiplied side by side: first, first + apart, ... The next have the panels behind these: as many streams of weights, each without a gap.
 struct Panels {
     int64_t first, count, apart;
 };
@@ -208,11 +210,11 @@ private:
 #include "quantized_amx.inl"
 #endif
 
-constexpr int64_t ROWS_AT_ONCE = 512;         // quantized together, in memory that the threads share
-constexpr int64_t ROWS_APART = 2;             // so few each thread quantizes for itself: cheaper than waiting for another
-constexpr int64_t ITEM_BYTES = 32 * 1024;     // of weights: worth a ticket
-constexpr int64_t STREAMS_BYTES = 512 * 1024; // of weights: worth a ticket where they come from memory and wait for nothing else
-constexpr int64_t CACHED_BYTES = 128 * 1024;  // of x, which stay in the second cache while panels come
+constexpr int64_t ROWS_AT_ONCE = 512;          // quantized together, in memory that the threads share
+constexpr int64_t ROWS_APART = 2;              // so few each thread quantizes for itself: cheaper than waiting for another
+constexpr int64_t ITEM_BYTES = 32 * 1024;      // of weights: worth a ticket
+constexpr int64_t STREAMS_BYTES = 512 * 1024;  // the same where rows are few: long streams are what memory is fast at
+constexpr int64_t CACHED_BYTES = 128 * 1024;   // of x, which stay in the second cache while panels come
 
 // Bias, activation and rounding of `rows` rows of one panel, place `place` of their sums; the first result is out[first].
 template <typename T>
@@ -259,7 +261,7 @@ void multiply_quantized(Form& form, const QuantizedLinear& a, int64_t first, int
 }
 
 template <typename T, typename Form>
-void quantized_linear(const QuantizedLinear& a, int64_t rows, int64_t block_bytes, const Worker& worker) {
+void multiply_rows(const QuantizedLinear& a, int64_t rows, int64_t block_bytes, const Worker& worker) {
     const int64_t groups = groups_of(a.in_features), most = std::min(rows, ROWS_AT_ONCE);
     Form form(a, worker);
     for (int64_t first = 0; first < rows; first += most) {
@@ -277,28 +279,19 @@ void quantized_linear(const QuantizedLinear& a, int64_t rows, int64_t block_byte
     }
 }
 
-void linear_int8(const Call& call, const Step& step, const Worker& worker) {
+template <typename Dot>
+void quantized_linear(const Call& call, const Step& step, const Worker& worker) {
     const QuantizedLinear& a = (const QuantizedLinear&)call;
     const int64_t rows = rows_of(call, step);
 #ifdef QUIRE_AMX
     if (rows >= TILES_FROM_ROWS) {
-        FOR_DTYPE(call.dtype, (quantized_linear<T, TileForm<false>>(a, rows, Int8Dot::BLOCK, worker)));
+        FOR_DTYPE(call.dtype, (multiply_rows<T, TileForm<Dot>>(a, rows, Dot::BLOCK, worker)));
         return;
     }
 #endif
-    FOR_DTYPE(call.dtype, (quantized_linear<T, VectorForm<Int8Dot>>(a, rows, Int8Dot::BLOCK, worker)));
+    FOR_DTYPE(call.dtype, (multiply_rows<T, VectorForm<Dot>>(a, rows, Dot::BLOCK, worker)));
 }
 
-void linear_int4(const Call& call, const Step& step, const Worker& worker) {
-    const QuantizedLinear& a = (const QuantizedLinear&)call;
-    const int64_t rows = rows_of(call, step);
-#ifdef QUIRE_AMX
-    if (rows >= TILES_FROM_ROWS) {
-        FOR_DTYPE(call.dtype, (quantized_linear<T, TileForm<true>>(a, rows, Int4Dot::BLOCK, worker)));
-        return;
-    }
-#endif
-    FOR_DTYPE(call.dtype, (quantized_linear<T, VectorForm<Int4Dot>>(a, rows, Int4Dot::BLOCK, worker)));
-}
+constexpr Kernel linear_int8 = quantized_linear<Int8Dot>, linear_int4 = quantized_linear<Int4Dot>;
 
 }  // namespace quantized

@@ -2,9 +2,9 @@
 
 constexpr int64_t TILES_FROM_ROWS = 8;  // fewer do not fill a tile
 
-template <bool INT4>
+template <typename Dot>
 struct TileForm {
-    using Dot = std::conditional_t<INT4, Int4Dot, Int8Dot>;
+    static constexpr bool INT4 = std::is_same_v<Dot, Int4Dot>;
     static constexpr int MAX_ROWS = 16;
 
     const QuantizedLinear& call;

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..ipc.messages import SchedulerOutput
+from .device import synchronize
 
 Pairs = Sequence[tuple[int, int]]  # (from, to)
 MEASURED_BLOCKS = 8
@@ -54,6 +55,7 @@ class BlockMover:
         def both_ways() -> None:
             self.swap_out(layers, [(block + 1, block) for block in range(num_blocks)])
             self.swap_in(layers, [(block, block + 1) for block in range(num_blocks)])
+            synchronize(layers[0].key_cache.device)
 
         return shortest_time(both_ways)
 

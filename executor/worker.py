@@ -171,7 +171,12 @@ class Worker:
             return self._num_host_blocks, PreemptionCosts()
         scheduler_config = self.config.scheduler_config
         num_tokens = min(MEASURED_TOKENS, scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs)
-        recompute_s = shortest_time(lambda: self.runner.execute_dummy_batch(num_tokens), budget_s=MEASURING_BUDGET_S) / num_tokens
+
+        def recompute() -> None:
+            self.runner.execute_dummy_batch(num_tokens)
+            devices.synchronize(self.device)
+
+        recompute_s = shortest_time(recompute, budget_s=MEASURING_BUDGET_S) / num_tokens
         swap_s, swap_s_per_block = self.runner.block_mover.measure(self.model.attention_layers())
         costs = PreemptionCosts(recompute_s, swap_s, swap_s_per_block / block_size)
         logger.info("swap space: %d blocks; %s", self._num_host_blocks, costs)

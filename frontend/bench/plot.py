@@ -32,7 +32,7 @@ def line_chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Points]
         parts.append(f'<text x="{x_of(x):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:g}</text>')
     for y in _ticks(min(ys), max(ys)):
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_of(y):.1f}" y2="{y_of(y):.1f}" stroke="#eeeeee"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y_of(y) + 4:.1f}" text-anchor="end">{y:g}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y_of(y) + 4:.1f}" text-anchor="end">{y:.3g}</text>')
     for i, (name, points) in enumerate(lines.items()):
         colour, dash = COLOURS[i % len(COLOURS)], ' stroke-dasharray="5 4"' if name.endswith("limit") else ""
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in sorted(points))

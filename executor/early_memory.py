@@ -17,9 +17,8 @@ from pathlib import Path
 
 from ..ipc.config import EngineConfig
 from ..ipc.machine import free_memory_bytes
-from ..ipc.memory_plan import quantized_bytes
+from ..ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 
-BITS = {"int8": 8, "int4": 4}
 HUGE_PAGE_BYTES = 2 * 2**20
 MAX_HEADER_BYTES = 100 * 10**6  # the format's own limit
 _STEP_BYTES = 32 * 2**20
@@ -79,8 +78,8 @@ def packed_bytes(shapes: list[tuple[int, int, int]], dtype: str, quantization: s
     largest = max(shapes, key=lambda shape: shape[2], default=(0, 0, 0))
     if quantization is None:
         return sum(rows * columns for rows, columns, _ in shapes) * (4 if dtype == "float32" else 2), largest[2]
-    total = sum(quantized_bytes(rows, columns, BITS[quantization]) for rows, columns, _ in shapes)
-    return total + quantized_bytes(*largest[:2], 8) - quantized_bytes(*largest[:2], BITS[quantization]), largest[2]
+    total = sum(quantized_bytes(rows, columns, QUANTIZATION_BITS[quantization]) for rows, columns, _ in shapes)
+    return total + quantized_bytes(*largest[:2], HEAD_BITS) - quantized_bytes(*largest[:2], QUANTIZATION_BITS[quantization]), largest[2]
 
 
 def _populate(memory: mmap.mmap, num_bytes: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..ipc.decoder_config import DecoderConfig
-from ..ipc.memory_plan import quantized_bytes
+from ..ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 from ..kernels.ops import AttentionMetadata
 from .device import copy_mapped, release_mapped
 from .rope import make_cos_sin_cache
@@ -21,9 +21,7 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 # ops.pack_linear, or ops.pack_quantized_linear for so many bits; and from_parts, if the implementation has it (see the contract of pack_linear)
 Packer = tuple[Callable[[torch.Tensor, torch.Tensor | None], Multiply], Callable[[list[torch.Tensor], torch.Tensor | None], Multiply] | None]
-BITS = {"int8": 8, "int4": 4}
 FUSED_PARTS = ("rms_norm", "rotary_embedding", "reshape_and_cache", "fused_qk_rope_reshape_and_cache")
-HEAD_BITS = 8  # of a quantized model's head, whose table is the embedding's too where it is tied: 4 would lose too much
 
 
 class Linear:
@@ -140,7 +138,7 @@ class LayerFactory:
         self.dtype = dtype
         self.device = device
         self.weights_bytes = 0  # of all layers made so far, once they are packed
-        self._bits = BITS.get(quantization)
+        self._bits = QUANTIZATION_BITS.get(quantization)
         self._unpacked: dict[int, Linear] = {}  # by the addresses of the tensors that it waits for
 
     def fill(self, tensor: torch.Tensor, values: torch.Tensor) -> None:

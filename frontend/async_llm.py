@@ -156,8 +156,8 @@ class AsyncLLM:
     def max_outputs_per_s(self) -> int:
         """About how many outputs of DELTA kind all readers together get in a second; 0, until it is set: one for each token.
 
-        With it, each of n streams gets its news every n / max_outputs_per_s seconds, but at least every 50 ms; where that is less than 5 ms, each
-        token at once. First tokens and ends never wait. For servers: what a token costs them is mostly what its output costs.
+        With it, each of n streams gets its news with the first token that comes n / max_outputs_per_s seconds after its last, 50 ms at most; where
+        that is less than 5 ms, each token at once. What no token takes along comes within 0.1 s. First tokens and ends never wait. For servers: what a token costs them is mostly what its output costs.
         """
         return self._output_processor.max_outputs_per_s
 

@@ -21,7 +21,7 @@ import psutil
 
 from ..ipc.errors import QuireError
 from ..ipc.machine import available_cores, cgroup_cpu_quota, cgroup_free_memory, free_memory_bytes
-from .processor import NATIVE_BFLOAT16, are_kernels_built, prefers_bfloat16, native_isas, read_processor
+from .processor import NATIVE_BFLOAT16, are_kernels_built, native_isas, prefers_bfloat16, read_processor
 
 GIB = 2**30
 # What the kernels make use of, best first; the first line that holds says how the model is multiplied.

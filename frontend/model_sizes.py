@@ -9,11 +9,9 @@ from typing import Any
 
 from ..ipc.decoder_config import DecoderConfig, parse_decoder_config
 from ..ipc.errors import ModelLoadError
-from ..ipc.memory_plan import quantized_bytes
+from ..ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-QUANTIZATION_BITS = {"int8": 8, "int4": 4}
-HEAD_BITS = 8  # of a quantized model's head
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ class OutputProcessor:
                     with_news[state.request_id] = state
                 if completion.finish_reason is not None and extras.finished is None:
                     processed.requests_to_abort.append(completion.engine_id)
-        gap_s = self._gap_s() if self.max_outputs_per_s else 0.0
+        gap_s = self._gap_s()
         for state in with_news.values():
             if gap_s and state.is_delta and state.num_unfinished and 0 <= now - state.told_at < gap_s:
                 self._held[state.request_id] = state
@@ -223,13 +223,13 @@ class OutputProcessor:
         return processed
 
     def _gap_s(self) -> float:
-        """Seconds between two outputs of one stream: that of a stream alone, times the number of streams."""
+        """Seconds between two outputs of one stream: that of a stream alone, times the number of streams; 0.0: nothing is held back."""
         gap_s = len(self._requests) / self.max_outputs_per_s if self.max_outputs_per_s else 0.0
         return min(gap_s, MAX_GAP_S) if gap_s >= LEAST_GAP_S else 0.0
 
     @property
     def holds_news(self) -> bool:
-        """Whether `take_held` may have something to give, within MAX_GAP_S if not now: a stream's next token takes it along, if one comes."""
+        """Whether `take_held` has something to give, within MAX_GAP_S if not now, unless a stream's next token takes it along."""
         return bool(self._held)
 
     def take_held(self, *, is_over: bool = False) -> list[RequestOutput]:

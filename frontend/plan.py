@@ -12,10 +12,10 @@ import msgspec
 from ..ipc.config import EngineConfig, config_fields
 from ..ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ..ipc.machine import free_memory_bytes
-from ..ipc.memory_plan import CPU_MEMORY_FRACTION, affordable_blocks, fitting_tokens, plan_num_blocks
+from ..ipc.memory_plan import CPU_MEMORY_FRACTION, QUANTIZATION_BITS, affordable_blocks, fitting_tokens, plan_num_blocks
 from .engine_args import EngineArgs, model_context
 from .model_files import find_cached_directory, find_model_directory
-from .model_sizes import QUANTIZATION_BITS, measure_model
+from .model_sizes import measure_model
 
 RUNTIME_BYTES = 384 * 2**20  # the engine process without weights and cache (260 MiB measured: Python and torch), and a frontend (100)
 CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
@@ -130,7 +130,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
 
 
 def _refuse_what_no_engine_takes(config: EngineConfig) -> None:
-    """Nor what no plan is made for yet."""
+    """What no engine takes, and what no plan is made for yet."""
     if config.device_config.device == "cuda":
         raise InvalidParameterError("device", "plans are made for the memory of CPUs so far; use cpu")
     if config.model_config.dtype == "float16":

@@ -15,6 +15,8 @@ CPU_MEMORY_FRACTION = 0.4  # of what is free once the weights are loaded; the re
 SWAP_MEMORY_FRACTION = 0.25  # of what is free then: the most that swap_space takes
 
 
+QUANTIZATION_BITS = {"int8": 8, "int4": 4}  # of a weight's numbers
+HEAD_BITS = 8  # of a quantized model's head, whose table is the embedding's too where it is tied: 4 would lose too much
 QUANTIZED_PANEL, QUANTIZED_GROUP = 16, 64  # rows and columns of a weight that are packed together; a rest takes a whole panel or group
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from quire.executor import models
 from quire.executor.layers import LayerFactory
-from quire.frontend.model_sizes import ARCHITECTURES, DTYPE_BYTES, QUANTIZATION_BITS, find_architecture, measure_model
+from quire.frontend.model_sizes import ARCHITECTURES, DTYPE_BYTES, find_architecture, measure_model
 from quire.ipc.errors import ModelLoadError
+from quire.ipc.memory_plan import QUANTIZATION_BITS
 from quire.kernels import registry
 from quire.tests.tiny_models import KINDS, make_tiny_config
 

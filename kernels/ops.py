@@ -122,12 +122,15 @@ def fused_qk_rope_reshape_and_cache(
 
 
 @operation
-def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0, softcap: float = 0.0
+) -> Tensor:
     """Causal attention of query [T, NQ, D] over the cached context -> [T, NQ, D]. Kwon et al. 2023.
 
     key_cache and value_cache [num_blocks, block_size, NKV, D] already hold this step's tokens (reshape_and_cache). NQ is a multiple of
     NKV: query head h reads KV head h // (NQ / NKV). The i-th of a request's q query tokens stands at position seq_len - q + i and sees
-    positions up to its own. Softmax and sums in fp32. A slot outside a request's context cannot touch its result, whatever it holds
+    positions up to its own, with sliding_window w > 0 the last w of these (Beltagy et al. 2020). softcap c > 0: a logit x becomes
+    c tanh(x / c) (Gemma 2). Softmax and sums in fp32. A slot outside a request's context cannot touch its result, whatever it holds
     (memory never written, another request's NaN).
     """
 

@@ -33,10 +33,10 @@ def wish(params: SamplingParams, is_early: bool, rng: random.Random) -> Sampling
 
 def make_jobs(seed: int) -> list[Job]:
     rng = random.Random(seed)
-    return [replace(job, params=wish(job.params, job.arrives_at_step < 8, rng)) for job in random_jobs(60, vocab_size=1500, seed=seed, max_output=40)]
+    return [replace(job, params=wish(job.params, job.arrives_at_step < 8, rng)) for job in random_jobs(60, vocab_size=1500, seed=seed)]
 
 
-JOBS = make_jobs(2)
+JOBS = make_jobs(1)
 
 
 @pytest.fixture(scope="module")

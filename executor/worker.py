@@ -27,6 +27,7 @@ from .early_memory import take as take_early_memory
 from .grammar import Grammars
 from .input_batch import InputBatch
 from .layers import LayerFactory
+from .lean_import import PLUGINS
 from .loader import fill_with_random_weights, load_weights
 from .logits_processors import load_logits_processors
 from .model_runner import ModelRunner
@@ -38,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 MEASURED_TOKENS = 32  # of a forward pass, to learn what recomputing costs
 MEASURING_BUDGET_S = 0.05  # of start-up; a pass that takes longer is run once
-PLUGINS = "quire.plugins"  # entry points of installed packages: modules that register kernels or models when they are imported
 
 
 def load_plugins() -> None:

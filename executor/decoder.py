@@ -28,18 +28,19 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A causal language model. `make_attention` and `make_mlp` build one layer's blocks: all in which the architectures differ."""
+    """A causal language model. `make_attention`, a function of the layer's index, and `make_mlp` build one layer's blocks: all in which
+    the architectures differ."""
 
     def __init__(
         self,
         make: LayerFactory,
         config: DecoderConfig,
-        make_attention: Callable[[], Attention],
+        make_attention: Callable[[int], Attention],
         make_mlp: Callable[[], GatedMLP],
     ):
         self.config = config
         self.embed_tokens = make.embedding("embed_tokens", config.vocab_size, config.hidden_size)
-        self.layers = [DecoderLayer(make, config, make_attention(), make_mlp()) for _ in range(config.num_hidden_layers)]
+        self.layers = [DecoderLayer(make, config, make_attention(i), make_mlp()) for i in range(config.num_hidden_layers)]
         self.norm = make.rms_norm("norm", config.hidden_size, config.rms_norm_eps)
         if config.tie_word_embeddings:
             self.lm_head = make.tied_head("lm_head", self.embed_tokens)

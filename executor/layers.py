@@ -202,8 +202,10 @@ class LayerFactory:
 class Attention:
     """Causal grouped-query attention over the paged cache, with rotary positions and, where given, norms on each head's q and k."""
 
-    def __init__(self, make: LayerFactory, config: DecoderConfig, cos_sin_cache: torch.Tensor, qkv_bias: bool, o_bias: bool, qk_norm: bool):
-        """cos_sin_cache [positions, head_dim] f32: from make.rope"""
+    def __init__(
+        self, make: LayerFactory, config: DecoderConfig, cos_sin_cache: torch.Tensor, layer: int, qkv_bias: bool, o_bias: bool, qk_norm: bool
+    ):
+        """cos_sin_cache [positions, head_dim] f32: from make.rope; layer: its index in the stack"""
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.qkv_proj = make.linear(config.hidden_size, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, qkv_bias)
@@ -212,6 +214,7 @@ class Attention:
         self.k_norm = make.rms_norm("k_norm", self.head_dim, config.rms_norm_eps) if qk_norm else None
         self.cos_sin_cache = cos_sin_cache
         self.scale = self.head_dim**-0.5
+        self.sliding_window = config.sliding_windows[layer]
         self.ops = make.ops
         self.key_cache = self.value_cache = None  # [num_blocks, block_size, num_kv_heads, head_dim], bound when the cache is made
         self._heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
@@ -232,7 +235,7 @@ class Attention:
                 query, key = self.q_norm(query), self.k_norm(key)
             ops.rotary_embedding(positions, query, key, self.cos_sin_cache)
             ops.reshape_and_cache(key, value, self.key_cache, self.value_cache, slots)
-        attended = ops.paged_attention(query, self.key_cache, self.value_cache, metadata, self.scale)
+        attended = ops.paged_attention(query, self.key_cache, self.value_cache, metadata, self.scale, self.sliding_window)
         return self.o_proj(attended.view(len(x), self._q_rows))
 
     def weights(self, prefix: str) -> Weights:

@@ -30,8 +30,9 @@ class Architecture:
 
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(honours=("attention_bias", "mlp_bias")),
-    "Qwen2ForCausalLM": Architecture(honours=("attention_bias",), qkv_bias=True, o_bias=False),
-    "Qwen3ForCausalLM": Architecture(honours=("attention_bias",), default_head_dim=128, qk_norm=True),
+    "MistralForCausalLM": Architecture(honours=("sliding_window",)),
+    "Qwen2ForCausalLM": Architecture(honours=("attention_bias", "use_sliding_window"), qkv_bias=True, o_bias=False),
+    "Qwen3ForCausalLM": Architecture(honours=("attention_bias", "use_sliding_window"), default_head_dim=128, qk_norm=True),
 }
 
 

@@ -5,7 +5,7 @@ Must not know: tensors, layers, how any of it is computed, which architectures t
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import ModelLoadError
@@ -60,6 +60,8 @@ _ROPE_KEYS = {  # by type: required, optional
     ),
 }
 DEFAULT_THETA = 10000.0
+FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
+DEFAULT_MAX_WINDOW_LAYERS = 28  # transformers'
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 
 
@@ -80,6 +82,7 @@ class DecoderConfig:
     attention_bias: bool
     mlp_bias: bool
     rope: dict[str, Any]  # see parse_rope_parameters
+    sliding_windows: tuple[int, ...] = ()  # of each layer: how many positions a token sees, its own the last; 0: all before it
 
 
 def parse_decoder_config(hf_config: dict[str, Any], *, default_head_dim: int | None = None, honours: tuple[str, ...] = ()) -> DecoderConfig:
@@ -103,6 +106,7 @@ def parse_decoder_config(hf_config: dict[str, Any], *, default_head_dim: int | N
         rope=parse_rope_parameters(hf_config),
     )
     _check_sizes(config)
+    config = replace(config, sliding_windows=parse_sliding_windows(hf_config, honours))
     unread = hf_config.keys() - _HARMLESS - _NEUTRAL.keys() - config.__dataclass_fields__.keys() - {"layer_types"}
     if unread:
         logger.warning("config.json: keys that Quire does not know were not used: %s", ", ".join(sorted(unread)))
@@ -116,13 +120,35 @@ def _refuse_unhandled(hf_config: dict[str, Any], honours: tuple[str, ...]) -> No
             continue
         allowed = f"; supported: {', '.join(repr(v) for v in neutral)}" if neutral else ""
         raise ModelLoadError(f"config.json: {key}={value!r} is not supported{allowed}")
-    layer_types = set(hf_config.get("layer_types") or ()) - {"full_attention"}
-    if layer_types:
-        raise ModelLoadError(f"config.json: layer_types of {', '.join(sorted(layer_types))} are not supported; supported: full_attention")
-    # Mistral's way to ask for a window: the length alone. Qwen's configs carry a length that use_sliding_window=false switches off.
-    window = hf_config.get("sliding_window")
-    if window is not None and hf_config.get("use_sliding_window") is not False and not hf_config.get("layer_types"):
+
+
+def parse_sliding_windows(hf_config: dict[str, Any], honours: tuple[str, ...]) -> tuple[int, ...]:
+    """DecoderConfig.sliding_windows. Two ways to ask for them: Qwen's, "use_sliding_window" among `honours`, is a switch, a length, and which
+    layers have it; Mistral's, "sliding_window", is the length alone, for all layers.
+
+    Raises ModelLoadError, naming the key, for what is out of range, and for a window that is asked for in neither way.
+    """
+    num_layers, window, layer_types = hf_config["num_hidden_layers"], hf_config.get("sliding_window"), hf_config.get("layer_types")
+    has_switch, switch = "use_sliding_window" in honours, hf_config.get("use_sliding_window")
+    is_on = window is not None and bool(switch if has_switch else "sliding_window" in honours)
+    if is_on and (not isinstance(window, int) or window < 1):
+        raise ModelLoadError(f"config.json: sliding_window must be a positive integer, got {window!r}")
+    # Qwen's configs carry a length that use_sliding_window=false switches off.
+    if window is not None and not is_on and not has_switch and switch is not False and not layer_types:
         raise ModelLoadError(f"config.json: sliding_window={window} is not supported unless use_sliding_window is false")
+    if not layer_types:
+        first = hf_config.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS) if has_switch else 0
+        if not isinstance(first, int) or first < 0:
+            raise ModelLoadError(f"config.json: max_window_layers must be an integer, at least 0, got {first!r}")
+        layer_types = [SLIDING if is_on and layer >= first else FULL for layer in range(num_layers)]
+    elif is_on and not has_switch:  # transformers' Mistral would not look at them
+        raise ModelLoadError("config.json: layer_types beside sliding_window are not supported for this architecture")
+    supported = [FULL, SLIDING] if is_on else [FULL]
+    if unknown := {str(layer_type) for layer_type in layer_types} - set(supported):
+        raise ModelLoadError(f"config.json: layer_types of {', '.join(sorted(unknown))} are not supported; supported: {', '.join(supported)}")
+    if len(layer_types) != num_layers:
+        raise ModelLoadError(f"config.json: layer_types has {len(layer_types)} entries for num_hidden_layers={num_layers}")
+    return tuple(window if layer_type == SLIDING else 0 for layer_type in layer_types)
 
 
 def _check_sizes(config: DecoderConfig) -> None:

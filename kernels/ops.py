@@ -122,12 +122,15 @@ def fused_qk_rope_reshape_and_cache(
 
 
 @operation
-def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0, softcap: float = 0.0
+) -> Tensor:
     """Causal attention of query [T, NQ, D] over the cached context -> [T, NQ, D]. Kwon et al. 2023.
 
     key_cache and value_cache [num_blocks, block_size, NKV, D] already hold this step's tokens (reshape_and_cache). NQ is a multiple of
     NKV: query head h reads KV head h // (NQ / NKV). The i-th of a request's q query tokens stands at position seq_len - q + i and sees
-    positions up to its own. Softmax and sums in fp32. A slot outside a request's context cannot touch its result, whatever it holds
+    positions up to its own, with sliding_window w > 0 the last w of these (Beltagy et al. 2020). softcap c > 0: a logit x becomes
+    c tanh(x / c) (Gemma 2). Softmax and sums in fp32. A slot outside a request's context cannot touch its result, whatever it holds
     (memory never written, another request's NaN).
     """
 
@@ -204,4 +207,46 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, 
 
     Returns ids [B, k + 1] i32 and log_softmax(logits) at them [B, k + 1] fp32, the chosen token first, the others by descending
     probability (equals in any order), and ranks [B] i32: 1 + the number of tokens more likely than the chosen one.
+    """
+
+
+# ---------------------------------------------------------------- a step's state, by slot
+
+
+@operation
+def write_runs(memory: Tensor, places: Tensor, starts: Tensor, values: Tensor) -> None:
+    """In place, memory [M] i32: values [V] i32 from starts[n] to starts[n + 1] go to memory[places[n]] and what follows, for each n.
+
+    places [N] i64, starts [N + 1] i32, ascending. No two runs meet; one may be empty. What a step changes in all slots' tables, at once.
+    """
+
+
+@operation
+def prepare_step_inputs(
+    slots: Tensor, num_computed: Tensor, query_start_loc: Tensor, token_table: Tensor, block_table: Tensor, block_size: int,
+    token_ids: Tensor, positions: Tensor, slot_mapping: Tensor, seq_lens: Tensor, block_tables: Tensor,
+) -> None:
+    """A model's inputs for the tokens [num_computed[r], num_computed[r] + query length) of each of B requests, in slots [B] i32, all
+    different; num_computed [B] i32; query_start_loc [B + 1] i32, as AttentionMetadata's. token_table [S, L] i32 holds each slot's tokens,
+    block_table [S, W] i32 its blocks, of `block_size` tokens.
+
+    Writes token_ids [T] i32, positions [T] i64, and slot_mapping [T] i64, seq_lens [R] i32, block_tables [R, W'] i32 as
+    AttentionMetadata's; W' * block_size >= the longest. Entries past a request's last block are left as they are. Where R > B, each
+    request has one token and T = R: the rows behind are padding, token 0 at position 0 of block 0 with a context of 1, not stored.
+    """
+
+
+@operation
+def gather_sampling_parameters(parameters: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Temperature f32, top_k i32, top_p f32, min_p f32 and seed i64, each [R], of slots [R] i32: the columns that sample_tokens takes.
+
+    parameters [S, 8] i32: a slot's values in this order, by their bits; the seed's low word before its high one; two words unused.
+    """
+
+
+@operation
+def append_sampled_tokens(token_table: Tensor, slots: Tensor, positions: Tensor, token_ids: Tensor, is_finite: Tensor, results: Tensor) -> None:
+    """In place: token_table[slots[r], positions[r]] and results[r] become token_ids[r]; in a row that is not finite 0, which may be
+    computed with, and -1. token_table [S, L] i32; slots [R] i32, all different; positions and token_ids [R] i64; is_finite [R] bool;
+    results [R] i32.
     """

@@ -35,14 +35,14 @@ TINY = {
     "bos_token_id": 300,
     "eos_token_id": EOS_TOKEN_ID,
 }
-KINDS = ("qwen2", "qwen3", "llama")
+KINDS = ("qwen2", "qwen3", "llama", "mistral")
 
 
 def make_tiny_config(kind: str, **overrides: Any):
-    """transformers' config of a tiny model of `kind` ("qwen2", "qwen3", "llama"); `overrides` are keys of config.json."""
+    """transformers' config of a tiny model of `kind`; `overrides` are keys of config.json."""
     from transformers import AutoConfig
 
-    per_kind = {"qwen2": {}, "qwen3": {"head_dim": 24}, "llama": {"rms_norm_eps": 1e-5}}[kind]
+    per_kind = {"qwen2": {}, "qwen3": {"head_dim": 24}, "llama": {"rms_norm_eps": 1e-5}, "mistral": {"sliding_window": 24}}[kind]
     return AutoConfig.for_model(kind, **{**TINY, **per_kind, **overrides})
 
 

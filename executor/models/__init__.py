@@ -11,6 +11,7 @@ from ...ipc.errors import ModelLoadError
 
 _MODELS: dict[str, str | type] = {
     "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }

@@ -1,4 +1,4 @@
-"""Llama 2 and 3: grouped-query attention, biases where the config asks for them.
+"""Llama 2 and 3: grouped-query attention, biases where the config asks for them. Mistral 7B is the same with a sliding window (Jiang et al. 2023).
 May know: shared blocks.
 Must not know: files, requests, devices."""
 
@@ -22,6 +22,12 @@ class LlamaForCausalLM(Decoder):
         super().__init__(
             make,
             config,
-            make_attention=lambda: Attention(make, config, rope, qkv_bias=bias, o_bias=bias, qk_norm=False),
+            make_attention=lambda layer: Attention(make, config, rope, layer, qkv_bias=bias, o_bias=bias, qk_norm=False),
             make_mlp=lambda: GatedMLP(make, config, bias=config.mlp_bias),
         )
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    @staticmethod
+    def parse_config(hf_config: dict[str, Any]) -> DecoderConfig:
+        return parse_decoder_config(hf_config, honours=("sliding_window",))

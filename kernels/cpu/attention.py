@@ -5,6 +5,7 @@ Must not know: models, requests.
 Decode: requests of similar length share one gather and one attention call; no loop over requests. A KV head's query heads are
 the rows of one small matrix, [requests, NKV, group, D], so that its keys and values are read once: about twice as fast as enable_gqa.
 Prefill: one request at a time; its query heads see the KV heads through a view of stride 0.
+Sliding window: what lies before that of a request's first token is not gathered. Soft-cap: torch's attention has none, products do.
 
 The gather goes by token, not by block (index_select costs the same), and a padded position repeats the request's own first token:
 what lies in unwritten or foreign slots is never read. Masking alone would not do: NaN plus -inf is NaN, and so is 0 times NaN.
@@ -12,7 +13,9 @@ what lies in unwritten or foreign slots is never read. Masking alone would not d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -37,15 +40,18 @@ class Bucket:
 
 
 @register("paged_attention", name="cpu", predicate=is_cpu, priority=PRIORITY)
-def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0, softcap: float = 0.0
+) -> Tensor:
     num_decodes = start = metadata.num_decodes
     out = torch.empty(query.shape, dtype=query.dtype)
-    buckets, prefill_slots, buffers = _plan_once(metadata, key_cache)
+    buckets, prefill_slots, buffers = _plan_once(metadata, key_cache, sliding_window)
+    attend = partial(F.scaled_dot_product_attention if not softcap else partial(_capped_attention, softcap=softcap), scale=scale)
     for bucket in buckets:
-        _decode(bucket, query[:num_decodes], _gather(key_cache, value_cache, bucket.slots, buffers), out[:num_decodes], scale)
+        _decode(bucket, query[:num_decodes], _gather(key_cache, value_cache, bucket.slots, buffers), out[:num_decodes], attend)
     for query_len, slots in zip(metadata.query_lens[num_decodes:], prefill_slots):
         end = start + query_len
-        _prefill(query[start:end], _gather(key_cache, value_cache, slots, buffers), out[start:end], scale)
+        _prefill(query[start:end], _gather(key_cache, value_cache, slots, buffers), out[start:end], attend, sliding_window)
         start = end
     return out
 
@@ -64,18 +70,24 @@ def _gather(key_cache: Tensor, value_cache: Tensor, slots: Tensor, buffers: Tens
 # ---------------------------------------------------------------- once per step
 
 
-def _plan_once(metadata: AttentionMetadata, key_cache: Tensor) -> tuple[list[Bucket], list[Tensor], Tensor]:
+def _plan_once(metadata: AttentionMetadata, key_cache: Tensor, sliding_window: int) -> tuple[list[Bucket], list[Tensor], Tensor]:
     """The decode buckets, each prefill's slots, and buffers for the largest of these; kept in metadata.scratch for the other layers."""
-    key = ("cpu attention", *key_cache.shape[1:], key_cache.dtype)
+    key = ("cpu attention", *key_cache.shape[1:], key_cache.dtype, sliding_window)
     if key not in metadata.scratch:
         block_size, row = key_cache.shape[1], key_cache.stride(1)
         lengths = metadata.seq_lens_list
-        groups = group_by_length(lengths[: metadata.num_decodes], CALL_COST_TOKENS, GATHER_BYTES // (row * key_cache.element_size()))
-        buckets = [_make_bucket(rows, metadata, block_size, key_cache.dtype) for rows in groups]
-        prefill_slots = [_slots_of(metadata.block_tables[i], lengths[i], block_size) for i in range(metadata.num_decodes, len(lengths))]
+        seen = [length - _first_seen(length - size, sliding_window) for length, size in zip(lengths, metadata.query_lens)]
+        groups = group_by_length(seen[: metadata.num_decodes], CALL_COST_TOKENS, GATHER_BYTES // (row * key_cache.element_size()))
+        buckets = [_make_bucket(rows, metadata, seen, block_size, key_cache.dtype) for rows in groups]
+        prefills = range(metadata.num_decodes, len(lengths))
+        prefill_slots = [_slots_of(metadata.block_tables[i], metadata.seq_lens[i] - seen[i], seen[i], block_size) for i in prefills]
         most = max(map(len, [*(bucket.slots for bucket in buckets), *prefill_slots]), default=0)
         metadata.scratch[key] = buckets, prefill_slots, torch.empty(2, most, row, dtype=key_cache.dtype)
     return metadata.scratch[key]
+
+
+def _first_seen(position: int, sliding_window: int) -> int:
+    return max(0, position + 1 - sliding_window) if sliding_window else 0
 
 
 def group_by_length(lengths: list[int], call_cost: int, max_tokens: int) -> list[list[int]]:
@@ -92,56 +104,72 @@ def group_by_length(lengths: list[int], call_cost: int, max_tokens: int) -> list
     return groups
 
 
-def _make_bucket(rows: list[int], metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> Bucket:
+def _make_bucket(rows: list[int], metadata: AttentionMetadata, seen: list[int], block_size: int, dtype: torch.dtype) -> Bucket:
+    """seen: how many positions each of the batch's requests attends to, its last ones."""
     is_everyone = len(rows) == metadata.num_decodes
     index = slice(len(rows)) if is_everyone else torch.tensor(rows)
-    longest, shortest = metadata.seq_lens_list[rows[0]], metadata.seq_lens_list[rows[-1]]
-    slots = _slots_of(metadata.block_tables[index], longest, block_size)
+    longest, shortest = seen[rows[0]], seen[rows[-1]]
+    lengths = torch.tensor(seen[: metadata.num_decodes])[index]
+    slots = _slots_of(metadata.block_tables[index], metadata.seq_lens[index] - lengths, longest, block_size)
     mask = None
     if shortest < longest:
-        is_padding = torch.arange(longest) >= metadata.seq_lens[index][:, None]
+        is_padding = torch.arange(longest) >= lengths[:, None]
         slots = torch.where(is_padding, slots[:, :1], slots)
         mask = torch.zeros(slots.shape, dtype=dtype).masked_fill_(is_padding, float("-inf"))[:, None, None, :]
     return Bucket(None if is_everyone else index, slots.flatten(), mask)
 
 
-def _slots_of(block_tables: Tensor, length: int, block_size: int) -> Tensor:
-    """block_tables [..., max_blocks] -> [..., length] i64: the slots of positions 0 to length - 1."""
-    first = block_tables[..., : -(-length // block_size), None].long() * block_size
-    return (first + torch.arange(block_size)).flatten(-2)[..., :length]
+def _slots_of(block_tables: Tensor, first: Tensor, length: int, block_size: int) -> Tensor:
+    """block_tables [..., max_blocks], first [...] -> [..., length] i64: the slots of `length` positions from `first` on. Those behind a
+    table's end are taken from its last block."""
+    position = first[..., None] + torch.arange(length)
+    blocks = block_tables.long().gather(-1, (position // block_size).clamp(max=block_tables.shape[-1] - 1))
+    return blocks * block_size + position % block_size
 
 
 # ---------------------------------------------------------------- in every layer
 
 
-def _decode(bucket: Bucket, query: Tensor, context: tuple[Tensor, Tensor], out: Tensor, scale: float) -> None:
+def _capped_attention(
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    """As F.scaled_dot_product_attention, with softcap tanh(logit / softcap) for each logit. In fp32."""
+    logits = softcap * torch.tanh(query.float() @ keys.float().transpose(-1, -2) * (scale / softcap))
+    if is_causal:
+        attn_mask = torch.full(logits.shape[-2:], float("-inf")).triu_(1)
+    weights = (logits if attn_mask is None else logits + attn_mask).softmax(-1)
+    return (weights @ values.float()).to(query.dtype)
+
+
+def _decode(bucket: Bucket, query: Tensor, context: tuple[Tensor, Tensor], out: Tensor, attend: Callable[..., Tensor]) -> None:
     """query and out [num_decodes, NQ, D]; context: the bucket's keys and values, each [b * L, NKV, D]. Fills the bucket's rows of out."""
     if bucket.rows is not None:
         query = query.index_select(0, bucket.rows)
     num_requests, num_kv_heads = len(query), context[0].shape[1]
     grouped = query.unflatten(1, (num_kv_heads, -1))  # [b, NKV, group, D]
     keys, values = (tensor.unflatten(0, (num_requests, -1)).transpose(1, 2) for tensor in context)  # [b, NKV, L, D]
-    attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bucket.mask, scale=scale)
+    attended = attend(grouped, keys, values, attn_mask=bucket.mask)
     if bucket.rows is None:
         out.view(grouped.shape).copy_(attended)
     else:
         out.index_copy_(0, bucket.rows, attended.flatten(1, 2))
 
 
-def _prefill(query: Tensor, context: tuple[Tensor, Tensor], out: Tensor, scale: float) -> None:
-    """One request: query and out [Lq, NQ, D], the last Lq tokens of its context; context: its keys and values, each [Lk, NKV, D]."""
+def _prefill(query: Tensor, context: tuple[Tensor, Tensor], out: Tensor, attend: Callable[..., Tensor], sliding_window: int) -> None:
+    """One request: query and out [Lq, NQ, D], the last Lq tokens of its context; context: its keys and values, each [Lk, NKV, D], as far as
+    the first of these tokens sees."""
     num_queries, num_kv_heads = len(query), context[0].shape[1]
     num_before = len(context[0]) - num_queries
     grouped, grouped_out = (tensor.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3) for tensor in (query, out))  # [NKV, group, Lq, D]
     keys, values = (tensor.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1) for tensor in context)  # [NKV, group, Lk, D]
-    if num_before == 0:
-        grouped_out.copy_(F.scaled_dot_product_attention(grouped, keys, values, is_causal=True, scale=scale))
+    if num_before == 0 and not 0 < sliding_window < num_queries:
+        grouped_out.copy_(attend(grouped, keys, values, is_causal=True))
         return
     for start in range(0, num_queries, QUERY_TILE):
         end = min(start + QUERY_TILE, num_queries)
-        visible = num_before + end  # of the keys, by the tile's last query
-        mask = torch.full((end - start, visible), float("-inf"), dtype=query.dtype).triu_(num_before + start + 1)
-        context_of_tile = keys[:, :, :visible], values[:, :, :visible]
-        grouped_out[:, :, start:end].copy_(
-            F.scaled_dot_product_attention(grouped[:, :, start:end], *context_of_tile, attn_mask=mask, scale=scale)
-        )
+        first, stop = _first_seen(num_before + start, sliding_window), num_before + end  # the keys that some query of the tile sees
+        distance = torch.arange(num_before + start, stop)[:, None] - torch.arange(first, stop)
+        is_unseen = (distance < 0) | (distance >= (sliding_window or stop))
+        mask = torch.zeros(is_unseen.shape, dtype=query.dtype).masked_fill_(is_unseen, float("-inf"))
+        tile = attend(grouped[:, :, start:end], keys[:, :, first:stop], values[:, :, first:stop], attn_mask=mask)
+        grouped_out[:, :, start:end].copy_(tile)

@@ -2,4 +2,4 @@
 May know: torch, the contracts.
 Must not know: speed. Loops are welcome here."""
 
-from . import activation, attention, grammar, linear, norm, quantized, rotary, sampling  # noqa: F401
+from . import activation, attention, grammar, linear, norm, quantized, rotary, sampling, slots  # noqa: F401

@@ -33,7 +33,9 @@ def fused_qk_rope_reshape_and_cache(
 
 
 @register("paged_attention", name="reference", priority=0)
-def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0, softcap: float = 0.0
+) -> Tensor:
     block_size = key_cache.shape[1]
     group_size = query.shape[1] // key_cache.shape[2]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -43,11 +45,15 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metad
         position = torch.arange(seq_len, device=query.device)
         blocks, offsets = metadata.block_tables[row].long()[position // block_size], position % block_size
         k, v = key_cache[blocks, offsets].float(), value_cache[blocks, offsets].float()  # [seq_len, NKV, D]
-        is_future = position[None, :] > position[seq_len - len(q) :, None]  # [Lq, seq_len]
+        distance = position[seq_len - len(q) :, None] - position[None, :]  # [Lq, seq_len]
+        is_unseen = (distance < 0) | (distance >= (sliding_window or seq_len))
         for head in range(query.shape[1]):
             kv_head = head // group_size
-            scores = (q[:, head] @ k[:, kv_head].T * scale).masked_fill(is_future, float("-inf"))
-            out[starts[row] : starts[row + 1], head] = (scores.softmax(-1) @ v[:, kv_head]).to(query.dtype)
+            scores = q[:, head] @ k[:, kv_head].T * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            weights = scores.masked_fill(is_unseen, float("-inf")).softmax(-1)
+            out[starts[row] : starts[row + 1], head] = (weights @ v[:, kv_head]).to(query.dtype)
     return out
 
 

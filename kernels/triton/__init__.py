@@ -10,4 +10,4 @@ alone, so that all of them can be recorded in a CUDA graph. Checked without a GP
 from importlib.util import find_spec
 
 if find_spec("triton") is not None:
-    from . import activation, attention, kv_cache, linear, logits, logprobs, noise, norm, rotary, rows, sampling  # noqa: F401
+    from . import activation, attention, kv_cache, linear, logits, logprobs, noise, norm, rotary, rows, sampling, slots  # noqa: F401

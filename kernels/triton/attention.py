@@ -29,24 +29,27 @@ def has_triton_heads(facts: Facts) -> bool:
 
 
 @register("paged_attention", name="triton", predicate=has_triton_heads, priority=PRIORITY)
-def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
-    return attend(query, key_cache, value_cache, metadata, scale)
+def paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0, softcap: float = 0.0
+) -> Tensor:
+    return attend(query, key_cache, value_cache, metadata, scale, sliding_window, softcap)
 
 
 @register("paged_attention", name="triton_two_launches", predicate=has_triton_heads, priority=PRIORITY - 1)
-def paged_attention_in_two_launches(query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention_in_two_launches(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0, softcap: float = 0.0
+) -> Tensor:
     """The same bits, without a hand-over between programs of one launch. For doubts about that: see attention_decode."""
-    return attend(query, key_cache, value_cache, metadata, scale, one_launch=False)
+    return attend(query, key_cache, value_cache, metadata, scale, sliding_window, softcap, one_launch=False)
 
 
 def attend(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
-    sliding_window: int = 0, softcap: float = 0.0, key_scale: float = 1.0, value_scale: float = 1.0,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float,
+    sliding_window: int = 0, softcap: float = 0.0, *, key_scale: float = 1.0, value_scale: float = 1.0,
     one_launch: bool = True, num_programs: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """The contract of paged_attention, and more. sliding_window: a token sees so many positions, its own the last; 0: all before it.
-    softcap c > 0: a logit x becomes c tanh(x / c). The caches may be in float8_e4m3fn (from sm_89 on): keys and values are theirs times
-    key_scale and value_scale. num_programs: of each decode and KV head; None: as the GPU is best filled."""
+    """The contract of paged_attention, and more: keys and values of caches in float8_e4m3fn (from sm_89 on) are theirs times key_scale and
+    value_scale. num_programs: of each decode and KV head; None: as the GPU is best filled."""
     if min(scale, key_scale, value_scale) <= 0:
         raise ValueError(f"scale, key_scale and value_scale must be positive, not {scale}, {key_scale} and {value_scale}")
     if sliding_window < 0 or softcap < 0:

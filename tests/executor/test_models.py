@@ -14,7 +14,7 @@ from quire.executor.models import find_model_class, register_model
 from quire.executor.models.llama import LlamaForCausalLM
 from quire.frontend import bundled_model
 from quire.ipc.errors import ModelLoadError
-from quire.tests.executor.driver import Row, generate, greedy, start_executor
+from quire.tests.executor.driver import Driver, Row, generate, greedy, start_executor
 
 BLOCK_SIZE = 16
 BUNDLED = Path(bundled_model.__file__).parent
@@ -24,8 +24,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 256,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 VARIANTS = {
     "qwen2": ("qwen2", {}),
+    "qwen2-window": ("qwen2", WINDOW),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-no-gqa": ("qwen2", {"num_key_value_heads": 4}),
     "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
@@ -34,6 +36,9 @@ VARIANTS = {
     "qwen3-tied-mqa": ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
     "qwen3-linear": ("qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}),
+    "qwen3-window": ("qwen3", {**WINDOW, "sliding_window": 17, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "mistral": ("mistral", {}),
+    "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -76,12 +81,26 @@ def test_token_exact_with_transformers(variant, tiny, oracle):
         assert_same_as_oracle(row, oracle_logprobs(oracle(directory), row))
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
-def test_long_prompt_is_token_exact(kind, tiny, oracle):
-    directory = tiny(kind)
+@pytest.mark.parametrize(("kind", "overrides"), [("qwen2", {}), ("qwen3", {}), ("llama", {}), ("mistral", {"sliding_window": 600})], ids=str)
+def test_long_prompt_is_token_exact(kind, overrides, tiny, oracle):
+    directory = tiny(kind, **overrides)
     executor = start_executor(directory, block_size=BLOCK_SIZE, max_model_len=2048)
     (row,) = generate(executor, [random_prompt(1500, seed=5)], 16, greedy(logprobs=2))
     assert_same_as_oracle(row, oracle_logprobs(oracle(directory), row))
+
+
+@pytest.mark.parametrize("isa", ["auto", "none"])
+@pytest.mark.parametrize("variant", ["qwen2-window", "mistral"])
+def test_windows_are_token_exact_in_chunks_beside_decodes_and_after_preemption(variant, isa, tiny, oracle):
+    kind, overrides = VARIANTS[variant]
+    directory = tiny(kind, **overrides)
+    driver = Driver(start_executor(directory, block_size=BLOCK_SIZE, cpu_isa=isa))
+    rows = [driver.add(f"r{n}", random_prompt(n, seed=n), greedy(logprobs=4)) for n in (5, 70, 90)]
+    driver.run(12, chunk=lambda row: 7 + row.slot)
+    driver.preempt(rows[1])
+    driver.run(24)
+    for row in rows:
+        assert_same_as_oracle(row, oracle_logprobs(oracle(directory), row))
 
 
 def test_bundled_model_is_token_exact(oracle):
@@ -149,7 +168,7 @@ def test_bfloat16_is_within_transformers_own_error(kind, tiny, oracle):
 
 
 def test_unknown_architecture_lists_the_known_ones():
-    with pytest.raises(ModelLoadError, match="MambaForCausalLM.*supported: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"):
+    with pytest.raises(ModelLoadError, match="MambaForCausalLM.*supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"):
         find_model_class({"architectures": ["MambaForCausalLM"]})
     with pytest.raises(ModelLoadError, match="names no architecture"):
         find_model_class({})

@@ -29,7 +29,7 @@ def test_defaults_are_transformers_own():
 @pytest.mark.parametrize("kind", KINDS)
 def test_configs_that_transformers_writes_need_no_warning(kind, caplog):
     with caplog.at_level(logging.WARNING):
-        parse_decoder_config(make_tiny_config(kind).to_dict())
+        parse_decoder_config(make_tiny_config(kind).to_dict(), honours=("sliding_window",) if kind == "mistral" else ())
     assert not caplog.records
 
 
@@ -45,7 +45,8 @@ def test_a_missing_key_is_named(key):
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
         ({"use_sliding_window": True, "sliding_window": 512}, "use_sliding_window=True"),
         ({"sliding_window": 512}, "sliding_window=512 is not supported unless use_sliding_window is false"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types of sliding_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types of sliding_attention are not supported; supported: full_attention"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers=2"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"mlp_bias": True}, "mlp_bias=True"),
@@ -79,3 +80,46 @@ def test_unknown_keys_are_warned_about(caplog):
     with caplog.at_level(logging.WARNING):
         parse_decoder_config({**MINIMAL, "wobble": 3})
     assert "wobble" in caplog.text
+
+
+QWEN, MISTRAL = ("use_sliding_window",), ("sliding_window",)
+ON = {"use_sliding_window": True, "sliding_window": 9}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("honours", "override", "windows"),
+    [
+        (QWEN, {}, (0, 0)),
+        (QWEN, {"sliding_window": 9}, (0, 0)),  # the switch is off by default
+        (QWEN, ON, (0, 0)),  # max_window_layers is 28 by default
+        (QWEN, {**ON, "max_window_layers": 1}, (0, 9)),
+        (QWEN, {**ON, "max_window_layers": 0}, (9, 9)),
+        (QWEN, {**ON, "layer_types": [SLIDING, FULL]}, (9, 0)),
+        (QWEN, {"use_sliding_window": True, "sliding_window": None}, (0, 0)),
+        (QWEN, {"sliding_window": 9, "layer_types": [FULL, FULL]}, (0, 0)),
+        (MISTRAL, {"sliding_window": 9}, (9, 9)),
+        (MISTRAL, {"sliding_window": None}, (0, 0)),
+        ((), {**ON, "use_sliding_window": False}, (0, 0)),
+    ],
+)
+def test_windows_of_the_layers(honours, override, windows):
+    assert parse_decoder_config({**MINIMAL, **override}, honours=honours).sliding_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("honours", "override", "message"),
+    [
+        (QWEN, {**ON, "sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
+        (MISTRAL, {"sliding_window": "9"}, "sliding_window must be a positive integer, got '9'"),
+        (QWEN, {**ON, "max_window_layers": -1}, "max_window_layers must be an integer, at least 0, got -1"),
+        (QWEN, {**ON, "layer_types": [FULL]}, "layer_types has 1 entries for num_hidden_layers=2"),
+        (QWEN, {**ON, "layer_types": [FULL, "chunked_attention"]}, "layer_types of chunked_attention are not supported; supported: full_attention, sliding"),
+        (QWEN, {"layer_types": [FULL, SLIDING]}, "layer_types of sliding_attention are not supported; supported: full_attention"),
+        (MISTRAL, {"sliding_window": 9, "layer_types": [FULL, FULL]}, "layer_types beside sliding_window are not supported"),
+        ((), {"sliding_window": 9}, "sliding_window=9 is not supported unless use_sliding_window is false"),
+    ],
+)
+def test_windows_that_nobody_can_mean_are_refused(honours, override, message):
+    with pytest.raises(ModelLoadError, match=message):
+        parse_decoder_config({**MINIMAL, **override}, honours=honours)

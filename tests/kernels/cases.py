@@ -358,8 +358,10 @@ def context_slots(metadata: AttentionMetadata, row: int, block_size: int) -> tup
     return metadata.block_tables[row].long()[position // block_size], position % block_size
 
 
-def attention_case(query_lens: list[int], seq_lens: list[int], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> Case:
-    """heads: (NQ, NKV, D). Every slot that no request owns holds NaN."""
+def attention_case(
+    query_lens: list[int], seq_lens: list[int], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, *options: Any
+) -> Case:
+    """heads: (NQ, NKV, D); options: sliding_window and softcap, where there are any. Every slot that no request owns holds NaN."""
     num_heads, num_kv_heads, head_dim = heads
     num_blocks = sum(-(-n // block_size) for n in seq_lens) + 3
     metadata = make_metadata(query_lens, seq_lens, block_size, num_blocks)
@@ -370,19 +372,28 @@ def attention_case(query_lens: list[int], seq_lens: list[int], heads: tuple[int,
             cache[where] = rand(seq_lens[row], num_kv_heads, head_dim, dtype=dtype)
     query = rand(sum(query_lens), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)[:, :num_heads]
     batch = f"queries {query_lens} of {seq_lens}" if len(seq_lens) < 6 else f"{len(seq_lens)} requests"
-    name = f"{batch}, {heads}, blocks of {block_size}"
-    return Case(name, (query, key_cache, value_cache, metadata, head_dim**-0.5), attention_own)
+    name = f"{batch}, {heads}, blocks of {block_size}, {options}"
+    return Case(name, (query, key_cache, value_cache, metadata, head_dim**-0.5, *options), attention_own)
 
 
-def attention_own(query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float) -> tuple[Tensor, ...]:
+def attention_own(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0, softcap: float = 0.0
+) -> tuple[Tensor, ...]:
     out = torch.empty_like(query)
     start, group = 0, query.shape[1] // key_cache.shape[2]
     for row, (query_len, seq_len) in enumerate(zip(metadata.query_lens, metadata.seq_lens_list)):
         blocks, offsets = context_slots(metadata, row, key_cache.shape[1])
         keys, values = (cache[blocks, offsets].transpose(0, 1).repeat_interleave(group, 0) for cache in (key_cache, value_cache))
         mask = torch.ones(query_len, seq_len, dtype=torch.bool).tril(seq_len - query_len)
+        if sliding_window:
+            mask = mask.triu(seq_len - query_len + 1 - sliding_window)
         q = query[start : start + query_len].transpose(0, 1)
-        out[start : start + query_len] = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale).transpose(0, 1)
+        if softcap:  # transformers' Gemma 2
+            logits = (q @ keys.mT * scale / softcap).tanh() * softcap
+            attended = logits.masked_fill(~mask, -math.inf).softmax(-1) @ values
+        else:
+            attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+        out[start : start + query_len] = attended.transpose(0, 1)
         start += query_len
     return (out,)
 
@@ -393,6 +404,7 @@ def paged_attention(dtype: torch.dtype) -> list[Case]:
         return [
             attention_case([1, 1, 1], [15, 1, 33], bundled, 16, dtype),
             attention_case([1, 1, 7, 80], [300, 3, 100, 80], (4, 1, 32), 16, dtype),
+            attention_case([1, 9], [150, 100], (4, 2, 32), 16, dtype, 40, 3.0),
         ]
     ragged = [50 + i for i in range(31)] + [1500]
     return [
@@ -405,6 +417,11 @@ def paged_attention(dtype: torch.dtype) -> list[Case]:
         attention_case([7], [100], qwen, 16, dtype),
         attention_case([2, 300], [2, 700], (4, 1, 32), 32, dtype),
         attention_case([1, 1, 600, 20], [900, 3, 600, 37], bundled, 16, dtype),
+        attention_case([1, 1, 1, 70, 300], [1, 100, 1500, 70, 900], bundled, 16, dtype, 64),
+        attention_case([1, 7, 20], [1300, 7, 1100], qwen, 32, dtype, 500),
+        attention_case([1, 1, 9, 30], [40, 300, 9, 200], (4, 1, 32), 16, dtype, 0, 2.0),
+        attention_case([1, 1, 300], [600, 3, 700], (3, 3, 16), 8, dtype, 33, 5.0),
+        attention_case([1, 5], [9, 100], (2, 2, 8), 16, dtype, 1),
     ]
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from quire.kernels import registry
 from quire.kernels.registry import Facts, Implementation
 from quire.tests.kernels import cases
+from quire.tests.kernels.state_cases import STATE_OPS
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -34,6 +35,7 @@ def label(value: object) -> str:
 
 
 MODEL_OPS = [(op, dtype, i) for op in cases.MODEL_OPS for dtype in DTYPES for i in all_implementations(op, dtype)]
+STATE = [(op, i) for op in STATE_OPS for i in all_implementations(op, torch.float32)]
 ATTENTION = [(dtype, i) for dtype in DTYPES for i in all_implementations("paged_attention", dtype)]
 
 
@@ -56,7 +58,7 @@ def check_close(case: cases.Case, implementation: Implementation, dtype: torch.d
 
 
 def test_every_operation_has_cases():
-    assert {*cases.MODEL_OPS, *cases.SAMPLING_OPS} == set(registry.CONTRACTS)
+    assert {*cases.MODEL_OPS, *cases.SAMPLING_OPS, *STATE_OPS} == set(registry.CONTRACTS)
 
 
 @pytest.mark.parametrize(("op", "dtype", "implementation"), MODEL_OPS, ids=label)
@@ -75,6 +77,14 @@ def test_agrees_with_the_reference(op, dtype, implementation):
     for case in cases.MODEL_OPS[op](dtype):
         for result, expected in zip(case.run(implementation.function), case.run(reference.function), strict=True):
             torch.testing.assert_close(result, expected, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, case=case: f"{case.name}: {m}")
+
+
+@pytest.mark.parametrize(("op", "implementation"), STATE, ids=label)
+def test_tables_of_slots_to_the_bit(op, implementation):
+    """What is not to be written stays as it is, too."""
+    for case in STATE_OPS[op]():
+        for result, expected in zip(case.run(implementation.function), case.torch_own(*case.args), strict=True):
+            assert result.dtype == expected.dtype and torch.equal(result, expected), case.name
 
 
 @pytest.mark.parametrize("implementation", all_implementations("rms_norm", torch.bfloat16), ids=label)

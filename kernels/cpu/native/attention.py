@@ -18,12 +18,14 @@ def has_native_heads(facts: Facts) -> bool:
 
 
 @register("paged_attention", name="native", predicate=has_native_heads, priority=PRIORITY)
-def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0, softcap: float = 0.0
+) -> Tensor:
     block_size, num_kv_heads, head_dim = key_cache.shape[1:]
     out = empty(*query.shape, dtype=query.dtype)
     call = Attention(
         Op.ATTENTION, DTYPES[query.dtype], num_rows(query), query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), out.data_ptr(),
-        query.stride(0), query.stride(1), query.shape[1], num_kv_heads, head_dim, block_size, scale,
+        query.stride(0), query.stride(1), query.shape[1], num_kv_heads, head_dim, block_size, sliding_window, scale, softcap,
     )  # fmt: skip
     step = Step(
         num_tokens=len(query), num_requests=len(metadata.seq_lens),

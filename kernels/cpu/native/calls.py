@@ -5,7 +5,7 @@ Must not know: what an operation computes (kernels/ops.py), tensors."""
 from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 BF16, F32 = 0, 1
 ALL_TOKENS, ALL_LOGITS = -1, -2  # as `rows`: the step's num_tokens, its num_logits
@@ -108,7 +108,7 @@ class Attention(Call):
     _fields_ = _fields(
         query=c_void_p, key_cache=c_void_p, value_cache=c_void_p, out=c_void_p,
         query_row=c_int64, query_head=c_int64,
-        heads=c_int64, kv_heads=c_int64, head_dim=c_int64, block_size=c_int64, scale=c_double,
+        heads=c_int64, kv_heads=c_int64, head_dim=c_int64, block_size=c_int64, sliding_window=c_int64, scale=c_double, softcap=c_double,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from quire.kernels.cpu.native import attention  # noqa: E402
 from quire.kernels.cpu.native.calls import Op, Rotary, RotaryAndWriteKv, Step, WriteKv  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16)
+TILE = 64  # of keys, src/attention_tile.inl
 SPLIT = 512  # src/attention.inl: contexts beyond it are summed up in pieces
 
 
@@ -63,7 +64,7 @@ class Cache:
         for table, own in zip(self.tables, pages):
             table[: len(own)] = own
 
-    def step(self, requests: list[Request], rows: list[int], sizes: list[int]) -> list[Tensor]:
+    def step(self, requests: list[Request], rows: list[int], sizes: list[int], options: tuple = ()) -> list[Tensor]:
         """Computes the next sizes[i] tokens of request rows[i], as the engine does; gives each one's result."""
         ends = [requests[row].computed + size for row, size in zip(rows, sizes)]
         query, slots = [], []
@@ -77,11 +78,11 @@ class Cache:
         starts, lengths = torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
         metadata = AttentionMetadata(starts, lengths, self.tables[rows], torch.cat(slots), 0, sizes, ends)
         scale = request.query.shape[-1] ** -0.5
-        return list(attention.paged_attention(torch.cat(query), self.keys, self.values, metadata, scale).split(sizes))
+        return list(attention.paged_attention(torch.cat(query), self.keys, self.values, metadata, scale, *options).split(sizes))
 
 
-def make_request(length: int, heads: tuple[int, int, int], dtype: torch.dtype) -> Request:
-    """Expected is what a single thread gives when the tokens come one by one and nobody else is there."""
+def make_request(length: int, heads: tuple[int, int, int], dtype: torch.dtype, options: tuple = ()) -> Request:
+    """Options: sliding_window and softcap. Expected is what a single thread gives when the tokens come one by one and nobody else is there."""
     num_heads, num_kv_heads, head_dim = heads
     query = cases.rand(length, num_heads, head_dim, dtype=dtype)
     key, value = (cases.rand(length, num_kv_heads, head_dim, dtype=dtype) for _ in range(2))
@@ -89,19 +90,19 @@ def make_request(length: int, heads: tuple[int, int, int], dtype: torch.dtype) -
     library.set_num_threads(1)
     cache = Cache([request], 16)
     for token in range(length):
-        (request.expected[token : token + 1],) = cache.step([request], [0], [1])
+        (request.expected[token : token + 1],) = cache.step([request], [0], [1], options)
     request.computed = 0
     return request
 
 
-def check_in_steps(requests: list[Request], block_size: int, draw) -> None:
+def check_in_steps(requests: list[Request], block_size: int, draw, options: tuple = ()) -> None:
     """All tokens of all requests, in steps of some requests with some tokens each: `draw(n)` chooses from 0 to n."""
     cache = Cache(requests, block_size)
     while open_rows := [i for i, r in enumerate(requests) if r.computed < len(r.query)]:
         rows = [row for row in open_rows if draw(3)] or open_rows[:1]
         sizes = [1 + draw(len(requests[row].query) - requests[row].computed - 1) for row in rows]
         library.set_num_threads(1 + draw(2))
-        for row, size, result in zip(rows, sizes, cache.step(requests, rows, sizes)):
+        for row, size, result in zip(rows, sizes, cache.step(requests, rows, sizes, options)):
             request = requests[row]
             start = request.computed - size
             assert same_bits(result, request.expected[start : request.computed]), f"request {row}, tokens {start} to {request.computed}"
@@ -115,25 +116,28 @@ def test_a_token_is_the_same_bits_in_any_chunk_batch_and_pool(dtype, data):
     heads = (num_kv_heads * group, num_kv_heads, data.draw(st.sampled_from([8, 24, 64, 72])))
     lengths = data.draw(st.lists(st.one_of(st.integers(1, 150), st.sampled_from([64, 65, 128])), min_size=1, max_size=4))
     torch.manual_seed(sum(lengths))
-    requests = [make_request(length, heads, dtype) for length in lengths]
-    check_in_steps(requests, data.draw(st.sampled_from([1, 5, 8, 16, 32, 128])), lambda n: data.draw(st.integers(0, n)))
+    options = data.draw(st.sampled_from([(), (), (1,), (40,), (64, 3.0), (0, 1.5)]))
+    requests = [make_request(length, heads, dtype, options) for length in lengths]
+    check_in_steps(requests, data.draw(st.sampled_from([1, 5, 8, 16, 32, 128])), lambda n: data.draw(st.integers(0, n)), options)
 
 
+@pytest.mark.parametrize("options", [(), (70,), (SPLIT + 5, 4.0)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_so_it_is_where_contexts_are_summed_up_in_pieces(dtype):
+def test_so_it_is_where_contexts_are_summed_up_in_pieces(dtype, options):
     torch.manual_seed(10)
-    requests = [make_request(length, (6, 2, 32), dtype) for length in (SPLIT + 70, 2 * SPLIT + 9, 30)]
-    for attempt in range(3):
+    requests = [make_request(length, (6, 2, 32), dtype, options) for length in (SPLIT + 70, 2 * SPLIT + 9, 30)]
+    for attempt in range(1 if options else 3):
         for request in requests:
             request.computed = 0
-        check_in_steps(requests, 16, lambda n: int(torch.randint(n + 1, ())))
+        check_in_steps(requests, 16, lambda n: int(torch.randint(n + 1, ())), options)
 
 
 def test_so_it_is_on_every_instruction_set(isa):
     for dtype in DTYPES:
-        torch.manual_seed(11)
-        requests = [make_request(length, (6, 2, 40), dtype) for length in (90, 33, 17)]
-        check_in_steps(requests, 16, lambda n: int(torch.randint(n + 1, ())))
+        for options in ((), (20, 2.0)):
+            torch.manual_seed(11)
+            requests = [make_request(length, (6, 2, 40), dtype, options) for length in (90, 33, 17)]
+            check_in_steps(requests, 16, lambda n: int(torch.randint(n + 1, ())), options)
 
 
 @pytest.mark.parametrize("what", ["key", "value"])
@@ -147,6 +151,25 @@ def test_what_is_not_finite_spoils_no_earlier_token(isa, dtype, bad, what):
     assert same_bits(result[:77], request.expected[:77])
     if bad != -math.inf or what == "value":
         assert not result[77:].isfinite().any(-1).all()
+
+
+@pytest.mark.parametrize("what", ["keys", "values"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_lies_before_a_window_spoils_nothing(isa, dtype, what):
+    """Tokens whose windows have passed a NaN have the bits that they have without it; tiles before all windows are not looked at."""
+    torch.manual_seed(17)
+    window, length, bad = 30, 150, 77
+    request = make_request(length, (4, 2, 24), dtype, (window,))
+    cache = Cache([request], 8)
+    cache.step([request], [0], [100], (window,))
+    getattr(cache, what)[cache.tables[0, bad // 8].item(), bad % 8] = math.nan
+    request.computed = 90  # keys and values of these ten are written again, the NaN stays
+    (result,) = cache.step([request], [0], [60], (window,))
+    unspoilt = slice(bad + window - 90, None)
+    assert same_bits(result[unspoilt], request.expected[90:][unspoilt]) and result[: unspoilt.start].isnan().all()
+    cache.tables[0, : (length - window) // TILE * TILE // 8] = cases.FOREIGN_BLOCK
+    request.computed = length - 1
+    assert same_bits(cache.step([request], [0], [1], (window,))[0], request.expected[-1:])
 
 
 @pytest.mark.parametrize("heads", [(14, 2, 64), (2, 1, 256)], ids=str)

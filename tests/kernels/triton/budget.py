@@ -78,6 +78,11 @@ class Compiled:
 
 def compile_launches(call: Callable[[], Any], arch: int) -> list[Compiled]:
     """Every launch that `call` makes, in order, as compiled for `arch`. Fails if it reads a tensor."""
+    return [_inspect(kernel) for kernel in compiled_kernels(call, arch)]
+
+
+def compiled_kernels(call: Callable[[], Any], arch: int) -> list[Any]:
+    """As compile_launches, Triton's own objects: a `name`, and a `hash` that two launches share if they need not be compiled apart."""
     kernels = []
 
     def compile_only(self, *args, grid, warmup, **kwargs):
@@ -89,7 +94,7 @@ def compile_launches(call: Callable[[], Any], arch: int) -> list[Compiled]:
         patch.setattr(JITFunction, "run", compile_only)
         with NothingWaits():
             call()
-    return [_inspect(kernel) for kernel in kernels]
+    return kernels
 
 
 def _inspect(kernel: Any) -> Compiled:

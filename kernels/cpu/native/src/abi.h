@@ -4,7 +4,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 2
+#define QUIRE_ABI_VERSION 3
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1 };
@@ -128,15 +128,16 @@ struct RotaryAndWriteKv : Rotary {
 };
 
 // query [rows, heads, head_dim] over the context in the caches [blocks, block_size, kv_heads, head_dim] -> out, contiguous.
-// head_dim: a multiple of 8, at most 256.
+// head_dim: a multiple of 8, at most 256. sliding_window: how many positions a token sees, its own the last; 0: all before it. softcap c: a
+// logit x becomes c tanh(x / c); 0: it stays.
 struct Attention : Call {
     const void* query;
     const void* key_cache;
     const void* value_cache;
     void* out;
     int64_t query_row, query_head;
-    int64_t heads, kv_heads, head_dim, block_size;
-    double scale;
+    int64_t heads, kv_heads, head_dim, block_size, sliding_window;
+    double scale, softcap;
 };
 
 enum Epilogue : int32_t { PLAIN = 0, GATED = 1 };

@@ -1,14 +1,17 @@
 // Causal attention over the paged cache. Work is handed out in items: some consecutive tokens of one request (a query tile) with all
 // query heads of one KV head, over the whole context they see, or, where few items must keep many threads busy, over SPLIT keys of it.
 // A context is always summed up in pieces of SPLIT keys that are joined in order, by whichever threads: how work is shared has no
-// influence on a result.
+// influence on a result. Pieces and tiles that lie before all rows' sliding windows are passed over.
 
+constexpr double LOG2_E = 1.4426950408889634;   // scores are powers of 2 instead of e
+constexpr int64_t EVERYTHING = int64_t{1} << 62;  // a window as wide as any context
 constexpr int64_t SPLIT = 512;      // keys; a multiple of KEYS
-constexpr int64_t ITEM_ROWS = 128;   // rows of an item, about: (token, query head) pairs that share a tile's keys
+constexpr int64_t ITEM_ROWS = 128;  // rows of an item, about: (token, query head) pairs that share a tile's keys
 
 // One request's share of the items.
 struct Request {
     int64_t index, first_token, num_tokens, context;
+    int64_t first_split;   // the first that its first token sees
     int64_t splits;        // 1: its items go over the whole context
     int64_t first_item, num_items;
     int64_t first_partial;  // splits > 1: where its rows' pieces lie, in rows
@@ -16,14 +19,19 @@ struct Request {
 
 // The same list on every thread.
 struct Plan {
+    const Sight sight;
     Request* requests;
     int64_t num_requests, tokens_per_tile, group, kv_heads;
     int64_t num_partials = 0;  // rows
 
     int64_t tiles_of(const Request& r) const { return ceil_div(r.num_tokens, tokens_per_tile); }
-    int64_t cost_of_tile(const Request& r) const { return (std::min(r.num_tokens, tokens_per_tile) * group + 8) * r.context; }
+    int64_t cost_of_tile(const Request& r) const {
+        int64_t tokens = std::min(r.num_tokens, tokens_per_tile);
+        return (tokens * group + 8) * std::min(r.context, sight.window + tokens);
+    }
 
-    Plan(const Attention& a, const Step& step, int num_threads, void* memory) {
+    Plan(const Attention& a, const Step& step, int num_threads, void* memory)
+        : sight{a.sliding_window ? a.sliding_window : EVERYTHING, (float)(a.softcap * LOG2_E)} {
         requests = (Request*)memory;
         num_requests = step.num_requests;
         group = a.heads / a.kv_heads;
@@ -32,7 +40,8 @@ struct Plan {
         int64_t total = 0;
         for (int64_t i = 0; i < num_requests; i++) {
             int64_t first = step.query_start_loc[i];
-            requests[i] = {i, first, step.query_start_loc[i + 1] - first, step.seq_lens[i], 1, 0, 0, 0};
+            int64_t num_tokens = step.query_start_loc[i + 1] - first, context = step.seq_lens[i];
+            requests[i] = {i, first, num_tokens, context, sight.first(context - num_tokens) / SPLIT, 1, 0, 0, 0};
             total += cost_of_tile(requests[i]) * tiles_of(requests[i]) * kv_heads;
         }
         std::sort(requests, requests + num_requests, [this](const Request& x, const Request& y) {
@@ -42,7 +51,7 @@ struct Plan {
         int64_t item = 0;
         for (int64_t i = 0; i < num_requests; i++) {
             Request& r = requests[i];
-            if (num_threads > 1 && cost_of_tile(r) * num_threads * 2 > total) r.splits = ceil_div(r.context, SPLIT);
+            if (num_threads > 1 && cost_of_tile(r) * num_threads * 2 > total) r.splits = ceil_div(r.context, SPLIT) - r.first_split;
             r.first_item = item;
             item += r.num_items = tiles_of(r) * r.splits * kv_heads;
             r.first_partial = num_partials;
@@ -80,7 +89,7 @@ struct Attender {
     Attender(const Attention& a, const Step& step, const Plan& plan, char* memory)
         : a(a), step(step), plan(plan), running_row(running_row_of(a)), total((float*)memory), piece(total + max_rows(a) * running_row),
           positions((int64_t*)(piece + max_rows(a) * running_row)),
-          rows(a.head_dim, a.scale * 1.4426950408889634, max_rows(a), memory + own_bytes(a)) {}  // powers of 2 instead of e
+          rows(a.head_dim, a.scale * LOG2_E, plan.sight, max_rows(a), memory + own_bytes(a)) {}
 
     // Row: token * group + head.
     void load_queries(const Request& r, int64_t token, int64_t num_rows, int64_t kv_head) {
@@ -107,14 +116,16 @@ struct Attender {
         }
     }
 
-    // Keys [start, end) of the context, within one SPLIT.
+    // Keys [start, end) of the context, within one SPLIT, as far as some row sees them.
     void attend_piece(const Request& r, int64_t start, int64_t end, int64_t num_rows, int64_t kv_head, float* running) {
         for (int64_t row = 0; row < num_rows; row++) Running::reset(running + row * running_row, running_row);
+        start = std::max(start, plan.sight.first(positions[0]) / KEYS * KEYS);
+        int64_t seen_by_last = plan.sight.first(positions[num_rows - 1]);  // from here on
         Slots<T> slots[2];
         find_slots(r, start, end, kv_head, slots[0]);
         for (int i = 0; start < end; start += KEYS, i ^= 1) {
             find_slots(r, start + KEYS, end, kv_head, slots[i ^ 1]);
-            rows.load(slots[i], slots[i ^ 1], start, positions[0] + 1 >= start + slots[i].count);
+            rows.load(slots[i], slots[i ^ 1], start, positions[0] + 1 >= start + slots[i].count && seen_by_last <= start);
             rows.attend(num_rows, positions, running, running_row);
         }
     }
@@ -142,14 +153,16 @@ struct Attender {
         int64_t kv_head = item % plan.kv_heads, split = item / plan.kv_heads % r.splits;
         int64_t token = (plan.tiles_of(r) - 1 - item / plan.kv_heads / r.splits) * plan.tokens_per_tile;
         int64_t num_tokens = tokens_of(r, token), num_rows = num_tokens * plan.group;
-        int64_t end = r.context - r.num_tokens + token + num_tokens;  // what the last row sees
+        int64_t end = r.context - r.num_tokens + token + num_tokens;  // what the last row sees ends here
         load_queries(r, token, num_rows, kv_head);
         if (r.splits > 1) {
-            attend_piece(r, split * SPLIT, std::min(end, (split + 1) * SPLIT), num_rows, kv_head, partial(r, partials, token, kv_head, split));
+            int64_t start = (r.first_split + split) * SPLIT;
+            attend_piece(r, start, std::min(end, start + SPLIT), num_rows, kv_head, partial(r, partials, token, kv_head, split));
             return;
         }
-        attend_piece(r, 0, std::min(end, SPLIT), num_rows, kv_head, total);
-        for (int64_t start = SPLIT; start < end; start += SPLIT) {
+        int64_t first = plan.sight.first(positions[0]) / SPLIT * SPLIT;
+        attend_piece(r, first, std::min(end, first + SPLIT), num_rows, kv_head, total);
+        for (int64_t start = first + SPLIT; start < end; start += SPLIT) {
             attend_piece(r, start, std::min(end, start + SPLIT), num_rows, kv_head, piece);
             for (int64_t row = 0; row < num_rows; row++) Running::join(total + row * running_row, piece + row * running_row, running_row);
         }

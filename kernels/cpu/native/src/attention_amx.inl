@@ -8,6 +8,7 @@ struct AmxRows {
 
     const int64_t head_dim, depth;  // depth: head_dim up to a multiple of TILE_K, zeros behind
     const float scale;
+    const Sight sight;
     T* q;       // [row][depth]
     T* keys;    // transposed: [depth / 2][KEYS] pairs
     T* values;  // [KEYS / 2][depth] pairs of keys
@@ -17,8 +18,8 @@ struct AmxRows {
 
     static int64_t value_row_of(int64_t head_dim) { return round_up(head_dim, TILE_K); }
     static size_t bytes(int64_t head_dim, int64_t max_rows) { return (max_rows + 2 * KEYS) * value_row_of(head_dim) * sizeof(T); }
-    AmxRows(int64_t head_dim, double scale, int64_t max_rows, char* memory)
-        : head_dim(head_dim), depth(value_row_of(head_dim)), scale((float)scale), q((T*)memory), keys(q + max_rows * depth),
+    AmxRows(int64_t head_dim, double scale, Sight sight, int64_t max_rows, char* memory)
+        : head_dim(head_dim), depth(value_row_of(head_dim)), scale((float)scale), sight(sight), q((T*)memory), keys(q + max_rows * depth),
           values(keys + KEYS * depth) {
         std::memset(memory, 0, bytes(head_dim, max_rows));
     }
@@ -66,14 +67,15 @@ private:
     void attend_block(int rows, const T* block, const int64_t* positions, float* running, int64_t running_row) {
         alignas(64) float scores[ROWS * KEYS], decay[Vec::LANES];
         alignas(64) T weights[ROWS * KEYS];
-        int visible[ROWS];
-        see(positions, rows, start, visible);
-        if (visible[rows - 1] == 0) return;
+        int hidden[ROWS], visible[ROWS];
+        see(sight, positions, rows, start, hidden, visible);
+        if (visible[rows - 1] == hidden[0]) return;
         configure(rows);
         score(block, scores);
         if (next) next->fetch_keys(0, KEYS, head_dim);
         for (int i = 0; i < rows * KEYS; i += Vec::LANES) (Vec::load(scores + i) * Vec(scale)).store(scores + i);
-        weigh(rows, scores, visible, KEYS, weights, running, running_row, decay);
+        if (sight.cap) cap_scores(rows, scores, KEYS, sight.cap);
+        weigh(rows, scores, hidden, visible, KEYS, weights, running, running_row, decay);
         if (next) next->fetch_values(0, head_dim, head_dim);
         next = nullptr;
         float* sums = running + Running::VALUES;
@@ -81,8 +83,8 @@ private:
             if (decay[r] != 1)
                 for (float* at = sums + r * running_row; at < sums + r * running_row + depth; at += Vec::LANES)
                     (Vec::load(at) * Vec(decay[r])).store(at);
-        if (is_finite || visible[0] == visible[rows - 1]) add_values(weights, values, sums, running_row);
-        else add_values_row_by_row(rows, weights, visible, sums, running_row);
+        if (is_finite || (visible[0] == visible[rows - 1] && hidden[rows - 1] == 0)) add_values(weights, values, sums, running_row);
+        else add_values_row_by_row(rows, weights, hidden, visible, sums, running_row);
     }
 
     // Tiles 0 to 3: scores of 16 keys each; 4: queries; 6 and 7: keys.
@@ -114,14 +116,15 @@ private:
         }
     }
 
-    // 0 * NaN is no 0: a row must not meet a later token's value. The last rows see most.
-    void add_values_row_by_row(int rows, const T* weights, const int* visible, float* sums, int64_t running_row) {
+    // 0 * NaN is no 0: a row must not meet a value that it does not see.
+    void add_values_row_by_row(int rows, const T* weights, const int* hidden, const int* visible, float* sums, int64_t running_row) {
         T seen[KEYS * MAX_HEAD_DIM];
-        std::memcpy(seen, values, KEYS * depth * sizeof(T));
         configure(1);
-        for (int r = rows - 1; r >= 0; r--) {
-            for (int key = visible[r]; key < KEYS; key++)
-                for (int64_t d = 0; d < depth; d++) seen[(key / 2 * depth + d) * 2 + key % 2] = 0;
+        for (int r = 0; r < rows; r++) {
+            std::memcpy(seen, values, KEYS * depth * sizeof(T));
+            for (int key = 0; key < KEYS; key++)
+                if (key < hidden[r] || key >= visible[r])
+                    for (int64_t d = 0; d < depth; d++) seen[(key / 2 * depth + d) * 2 + key % 2] = 0;
             add_values(weights + r * KEYS, seen, sums + r * running_row, running_row);
         }
     }

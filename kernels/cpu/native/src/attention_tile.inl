@@ -1,7 +1,8 @@
 // Attention's arithmetic, as far as all instruction sets share it: rows of queries against one tile of keys. The tiles of a context begin
 // at positions that are multiples of KEYS, and a row meets them in order, so what a row computes depends on its own position alone: a
 // decode, any chunk of a prefill and any neighbours give it the same bits. Within a tile: scores summed over d in order, softmax online
-// (running maximum, in powers of 2), values added key by key. A masked key's weight is exactly 0.
+// (running maximum, in powers of 2), values added key by key. A masked key's weight is exactly 0, so a tile of which a row sees nothing,
+// before its sliding window, is the same to it whether it meets it or not.
 //
 //   Slots: where the tile lies in the cache -> Rows::load: keys transposed, values close together -> Rows::attend: scores, weigh, values
 //
@@ -73,9 +74,25 @@ bool all_finite(const T* values, int64_t size) {  // size: a multiple of LANES
     return sum.sum() == 0;
 }
 
-// How many of the tile's keys each of some rows sees.
-inline void see(const int64_t* positions, int rows, int64_t tile_start, int* visible) {
-    for (int r = 0; r < rows; r++) visible[r] = (int)std::min<int64_t>(std::max<int64_t>(positions[r] + 1 - tile_start, 0), KEYS);
+// Which positions a token sees besides its own, and how.
+struct Sight {
+    int64_t window;  // how many in all; without a sliding window more than there are
+    float cap;       // of logits in powers of 2; 0: none
+
+    int64_t first(int64_t position) const { return std::max<int64_t>(position + 1 - window, 0); }
+};
+
+// Which of the tile's keys each of some rows sees: those from hidden on, before visible.
+inline void see(const Sight& sight, const int64_t* positions, int rows, int64_t tile_start, int* hidden, int* visible) {
+    for (int r = 0; r < rows; r++) {
+        visible[r] = (int)std::min<int64_t>(std::max<int64_t>(positions[r] + 1 - tile_start, 0), KEYS);
+        hidden[r] = (int)std::min<int64_t>(std::max<int64_t>(sight.first(positions[r]) - tile_start, 0), visible[r]);
+    }
+}
+
+inline void cap_scores(int rows, float* scores, int num_keys, float cap) {
+    for (int r = 0; r < rows; r++)
+        for (float* s = scores + r * KEYS; s < scores + r * KEYS + num_keys; s += Vec::LANES) (Vec(cap) * tanh(Vec::load(s) * Vec(1.0f / cap))).store(s);
 }
 
 // A row's softmax so far, as floats in memory: its maximum (the first of LANES), LANES partial sums of its weights, its sums of values.
@@ -102,12 +119,13 @@ struct Running {
 // Scores [rows, KEYS] of at most LANES rows become weights: powers of 2 over the row's maximum, 0 where masked, rounded to W and summed up
 // as such. They may lie in the scores' place. decay [LANES]: what the rows' sums so far are worth.
 template <typename W>
-inline void weigh(int rows, float* scores, const int* visible, int num_keys, W* weights, float* running, int64_t running_row, float* decay) {
+inline void weigh(int rows, float* scores, const int* hidden, const int* visible, int num_keys, W* weights, float* running, int64_t running_row, float* decay) {
     int end = (int)round_up(num_keys, Vec::LANES);
     Vec totals[Vec::LANES];
     alignas(64) float change[Vec::LANES] = {};
     for (int r = 0; r < rows; r++) {
         float *s = scores + r * KEYS, &maximum = running[r * running_row];
+        for (int key = 0; key < hidden[r]; key++) s[key] = -INFINITY;
         for (int key = visible[r]; key < end; key++) s[key] = -INFINITY;
         Vec largest(maximum);
         for (int key = 0; key < end; key += Vec::LANES) largest = Vec::max(Vec::load(s + key), largest);  // in this order: NaN is passed over

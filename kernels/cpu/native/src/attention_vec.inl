@@ -87,6 +87,7 @@ struct VecRows {
 
     const int64_t head_dim, value_row;
     const float scale;
+    const Sight sight;
     float* q;   // [head_dim][size] for each ROWS rows, of which the last are size <= ROWS
     T* keys;    // transposed
     T* values;  // [KEYS, value_row]; zeros from head_dim on
@@ -98,8 +99,8 @@ struct VecRows {
     static size_t bytes(int64_t head_dim, int64_t max_rows) {
         return max_rows * head_dim * sizeof(float) + KEYS * (head_dim + value_row_of(head_dim)) * sizeof(T);
     }
-    VecRows(int64_t head_dim, double scale, int64_t max_rows, char* memory)
-        : head_dim(head_dim), value_row(value_row_of(head_dim)), scale((float)scale), q((float*)memory), keys((T*)(q + max_rows * head_dim)),
+    VecRows(int64_t head_dim, double scale, Sight sight, int64_t max_rows, char* memory)
+        : head_dim(head_dim), value_row(value_row_of(head_dim)), scale((float)scale), sight(sight), q((float*)memory), keys((T*)(q + max_rows * head_dim)),
           values(keys + KEYS * head_dim) {
         std::memset(values, 0, KEYS * value_row * sizeof(T));
     }
@@ -147,24 +148,28 @@ private:
     void attend_block(const float* block, const int64_t* positions, float* running, int64_t running_row) {
         constexpr int N = std::min(R == 1 ? 8 : R == 2 ? 4 : 2, KEYS / Vec::LANES);
         alignas(64) float scores[R * KEYS], decay[Vec::LANES];
-        int visible[R];
-        see(positions, R, start, visible);
+        int hidden[R], visible[R];
+        see(sight, positions, R, start, hidden, visible);
         int num_keys = visible[R - 1];
-        if (num_keys == 0) return;
+        if (num_keys == hidden[0]) return;
         for (int key = 0; key < num_keys; key += N * Vec::LANES) {
             if (next) next->fetch_keys(key, N * Vec::LANES, head_dim);
             score_keys<T, R, N>(block, keys + key * Pairs<T>::WIDTH, head_dim, scores + key);
         }
-        weigh(R, scores, visible, num_keys, scores, running, running_row, decay);
-        if (is_finite || visible[0] == num_keys) {
-            add_all_values<R>(scores, num_keys, decay, running, running_row);
-        } else {  // 0 * NaN is no 0: a row must not meet a later token's value
-            for (int r = 0; r < R; r++) add_all_values<1>(scores + r * KEYS, visible[r], decay + r, running + r * running_row, running_row);
+        if (sight.cap) cap_scores(R, scores, num_keys, sight.cap);
+        weigh(R, scores, hidden, visible, num_keys, scores, running, running_row, decay);
+        if (is_finite || (visible[0] == num_keys && hidden[R - 1] == 0)) {
+            add_all_values<R>(scores, values, num_keys, decay, running, running_row);
+        } else {  // 0 * NaN is no 0: a row must not meet a value that it does not see
+            for (int r = 0; r < R; r++) {
+                float *weights = scores + r * KEYS + hidden[r], *row = running + r * running_row;
+                add_all_values<1>(weights, values + hidden[r] * value_row, visible[r] - hidden[r], decay + r, row, running_row);
+            }
         }
     }
 
     template <int R>
-    void add_all_values(const float* weights, int num_keys, const float* decay, float* running, int64_t running_row) {
+    void add_all_values(const float* weights, const T* values, int num_keys, const float* decay, float* running, int64_t running_row) {
         constexpr int N = R == 1 ? 8 : R <= 3 ? 4 : 2;  // vectors at once: enough independent sums to keep the multipliers busy
         float* sums = running + Running::VALUES;
         int64_t d = 0;

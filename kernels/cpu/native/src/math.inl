@@ -55,6 +55,16 @@ inline Vec exp(Vec x) {
     return Vec::keep_where_at_least(Vec::scale_by_power(p, n), x, -87.3f);
 }
 
+// To about 2 units in the last place; NaN for NaN: Lambert's continued fraction at half of x, where it is exact enough, and the double angle.
+inline Vec tanh(Vec x) {
+    Vec half = Vec::max(Vec(-4.7f), Vec::min(Vec(4.7f), x * Vec(0.5f)));  // in this order: the second operand where one is NaN
+    Vec square = half * half;
+    Vec above = Vec::fma(square + Vec(378.0f), square, Vec(17325.0f));
+    Vec below = Vec::fma(Vec::fma(Vec(28.0f), square, Vec(3150.0f)), square, Vec(62370.0f));
+    Vec t = half * Vec::fma(above, square, Vec(135135.0f)) / Vec::fma(below, square, Vec(135135.0f));
+    return (t + t) / Vec::fma(t, t, Vec(1.0f));
+}
+
 inline Vec silu(Vec x) { return x / (Vec(1.0f) + exp(Vec() - x)); }
 
 // 2**x for x <= 0 to about 1 unit in the last place; exactly 1 at 0, exactly 0 below -126, NaN for NaN. The coefficients are a fit of

@@ -29,7 +29,7 @@ def root_mean_square(x: Tensor) -> float:
 def truth(case: cases.Case, dtype: torch.dtype, window: int = 0, softcap: float = 0.0) -> Tensor:
     """Scores, caps, masks and sums of every query by itself."""
     query, keys, values = (arg.to(dtype) for arg in case.args[:3])
-    metadata, scale = case.args[3:]
+    metadata, scale = case.args[3:5]
     group, out, token = query.shape[1] // keys.shape[2], torch.empty_like(query), 0
     for row, (query_len, length) in enumerate(zip(metadata.query_lens, metadata.seq_lens_list)):
         for position in range(length - query_len, length):

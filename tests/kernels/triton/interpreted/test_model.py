@@ -21,7 +21,7 @@ SHAPE = {
 
 def build(model_class: type, device: str):
     """On tensors in host memory, with the operations of `device`."""
-    config = model_class.parse_config(SHAPE)
+    config = model_class.parse_config(SHAPE | (WINDOWS if model_class is Qwen3ForCausalLM else {}))
     ops = registry.select(device, torch.float32, {} if device == "cuda" else dict.fromkeys(registry.CONTRACTS, "reference"), head_dim=16)
     make = LayerFactory(ops, torch.float32, torch.device("cpu"))
     model = model_class(config, make, 128)
@@ -39,6 +39,9 @@ def metadata(query_lens: list[int], seq_lens: list[int], block_tables: torch.Ten
     starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
     num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
     return positions, AttentionMetadata(starts, torch.tensor(seq_lens, dtype=torch.int32), block_tables, slots, num_decodes, query_lens, seq_lens)
+
+
+WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 
 
 @torch.inference_mode()

@@ -1,0 +1,35 @@
+"""Models with sliding windows, and caches of other types, give the same outputs whatever the scheduler does with a request.
+May know: the public API, the bundled model.
+Must not know: how attention is computed."""
+
+from __future__ import annotations
+
+import pytest
+from quire.tests.client_forms import make_engine
+from quire.tests.workloads import assert_same, drive, random_jobs
+
+JOBS = random_jobs(30, vocab_size=1500, seed=2)
+OPTIONS = {"window": {"hf_overrides": {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}}}
+SETTINGS = (
+    {"block_size": 8, "num_gpu_blocks_override": 50, "preemption_mode": "recompute", "max_num_batched_tokens": 48},
+    {"block_size": 8, "num_gpu_blocks_override": 50, "preemption_mode": "swap", "async_scheduling": True, "num_scheduler_steps": 3},
+)
+
+
+def answers(**settings):
+    engine = make_engine(**settings)
+    try:
+        results = drive(engine, JOBS, aborts=False)
+        if "preemption_mode" in settings:
+            assert engine.client.call_utility("get_metrics")["num_preemptions"] > 3  # else the test would show nothing
+        return results
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_scheduler_does_not_change_outputs(option):
+    expected = answers(**OPTIONS[option], enable_prefix_caching=False)
+    assert expected != answers(enable_prefix_caching=False)  # the option is at work
+    for settings in SETTINGS:
+        assert_same(JOBS, answers(**OPTIONS[option], **settings), expected, aborts=False)

@@ -1,5 +1,4 @@
-"""Steps of a tiny model whose state is kept on the device, all in the interpreter: prompts in chunks, decodes, greedy and drawn, looking ahead,
-a slot that is given away; the tokens are those of the reference, step by step on the host.
+"""Steps of a tiny model with its state on the device, in the interpreter, a chunk, a look ahead and a reused slot among them: the reference's tokens.
 May know: the runner, the messages, the registry.
 Must not know: any kernel."""
 

@@ -23,7 +23,7 @@ from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, M
 from ..ipc.params import ALL_LOGPROBS, SamplingParams
 from .grammar_gate import GrammarGate, as_refusal
 from .observation import StepRecords, observe
-from .output_rows import OutputRows
+from .output_rows import MAX_GAP_S, OutputRows
 from .pause import PauseControl
 from .scheduler import ScheduledStep, Scheduler
 
@@ -73,6 +73,7 @@ class EngineCore:
         self.log_stats = not config.service_config.disable_log_stats
         self.check_every_step = False  # for tests: post_step runs check_integrity
         self.host_counters: Callable[[], dict[str, int]] = dict  # the host's own, for get_metrics; see TransportStats
+        self.hand_out: Callable[[dict[int, EngineCoreOutputs] | None], None] = lambda rows: None  # the host's, for rows that must not wait for the step's end
         self.pausing = PauseControl(self)
         self.gate = GrammarGate()  # the host sets gate.wake
         self._rows = OutputRows(epoch)
@@ -130,6 +131,10 @@ class EngineCore:
         self._rows.drop(client_index)
         self.pausing.drop_client(client_index)
 
+    def pace_outputs(self, rows_per_s: int, client_index: int = 0) -> None:
+        """See PaceOutputs."""
+        self._rows.pace(client_index, rows_per_s)
+
     def abort_all_requests(self) -> None:
         """Every client's, wherever they are; each is answered as in abort_requests."""
         by_client: dict[int, list[str]] = {}
@@ -168,7 +173,7 @@ class EngineCore:
         step = self._schedule()
         if step is not None:
             self._process_model_outputs(step, self._execute_model(step))
-        return self._take_rows(), step is not None
+        return self.take_rows(everything=step is None), step is not None
 
     def _step_overlapped(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
         """As _step, with the next step scheduled and handed over before the one that runs is waited for: the model never waits for us.
@@ -181,7 +186,7 @@ class EngineCore:
         ran = self._drain()
         if step is not None:
             self._in_flight = step, future
-        return self._take_rows(), ran or step is not None
+        return self.take_rows(everything=step is None), ran or step is not None
 
     def _drain(self) -> bool:
         """Waits for the step in flight and takes its results; whether there was one. Whoever changes what steps work on calls it first."""
@@ -191,9 +196,10 @@ class EngineCore:
         self._process_model_outputs(step, future.result())
         return True
 
-    def _take_rows(self) -> dict[int, EngineCoreOutputs] | None:
+    def take_rows(self, *, everything: bool = True) -> dict[int, EngineCoreOutputs] | None:
+        """What clients are owed; without `everything` some of it may wait for the next step's (PaceOutputs)."""
         stats = self.scheduler.stats() if self._rows and self.log_stats else None
-        return self._rows.take(stats)
+        return self._rows.take(stats, everything=everything)
 
     def _schedule(self) -> ScheduledStep | None:
         if self.gate.has_checked():
@@ -204,6 +210,8 @@ class EngineCore:
         step = self.scheduler.schedule()
         if step is not None:
             self._step_records.begin(step, start_time, self.scheduler.counters)
+            if step.prefills and self._rows.holds_any and self._step_records.expected_s(step.output.total_num_scheduled_tokens) > MAX_GAP_S:
+                self.hand_out(self.take_rows())  # what is held cannot wait for its end
         return step
 
     def _execute_model(self, step: ScheduledStep) -> ModelRunnerOutput:

@@ -35,6 +35,7 @@ from ..ipc.messages import (
     EngineMessage,
     Finished,
     FinishReason,
+    PaceOutputs,
     Progress,
     Ready,
     Shutdown,
@@ -93,6 +94,7 @@ class EngineCoreProc:
                 self._tell_all(pack_exception(error))
                 raise
             logger.error("the engine failed\n%s", traceback.format_exc())
+            self._hand_out(self.core.take_rows())
             self._tell_all(EngineDead(f"the engine failed: {type(error).__name__}: {error}"))
             return 1
         finally:
@@ -111,6 +113,7 @@ class EngineCoreProc:
         core.host_counters = lambda: msgspec.structs.asdict(
             TransportStats(self.input.num_bad_frames, self.output.num_lost_outputs, self.num_overflowed_clients)
         )
+        core.hand_out = self._hand_out
         core.gate.wake = lambda: self.input.events.put(events.Wake())
         self._take_events(block=False)
         if not gc.isenabled():  # see main. What has been made stays: a collection that looked at all of it would stop a step for 0.1 s and more
@@ -144,9 +147,12 @@ class EngineCoreProc:
 
     def _step(self) -> None:
         outputs, model_executed = self.core.step_fn()
+        self._hand_out(outputs)
+        self.core.post_step(model_executed)
+
+    def _hand_out(self, outputs: dict[int, EngineCoreOutputs] | None) -> None:
         for client_index, rows in (outputs or {}).items():
             self.output.send(client_index, rows)
-        self.core.post_step(model_executed)
 
     def _take_events(self, block: bool) -> None:
         """Applies everything that has come; aborts first. `block`: waits until something has."""
@@ -196,6 +202,9 @@ class EngineCoreProc:
         elif isinstance(message, AbortRequests):
             if self.core is not None:
                 self.core.abort_requests(message.request_ids, client_index)
+        elif isinstance(message, PaceOutputs):
+            if self.core is not None:
+                self.core.pace_outputs(message.rows_per_s, client_index)
         elif isinstance(message, UtilityCall):
             self._call_utility(message, client_index)
         elif isinstance(message, Shutdown):

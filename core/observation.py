@@ -62,6 +62,13 @@ class StepRecords:
         )  # fmt: skip
         self._executed_time, self._num_generation_tokens = executed_time, num_generation_tokens
 
+    def expected_s(self, num_tokens: int) -> float:
+        """About the longest that a step of so many tokens will take: as long for each of them as in the last one, where there was any."""
+        if not self._ring:
+            return 0.0
+        _, _, _, execute_s, _, num_prefill_tokens, num_decode_tokens, *_ = self._ring[-1]
+        return execute_s * num_tokens / max(1, num_prefill_tokens + num_decode_tokens)
+
     @property
     def last_step(self) -> int:
         """The number of the last one; -1 before the first."""

@@ -1,11 +1,19 @@
 """Gathers the rows that each client is owed (new tokens, refusals, aborts) until they leave as one EngineCoreOutputs per client.
 May know: the messages, client indices, a request's account of its time.
-Must not know: the scheduler, sockets, or what a client does with its rows."""
+Must not know: the scheduler, sockets, or what a client does with its rows.
+
+They leave after each step, or, for a client that asked for fewer and larger messages, the tokens of several steps together:
+
+    step 1: a b c ──▶ sent    step 2: a b c held    step 3: a b c held, c ends ──▶ c sent, three tokens    step 4: a b ──▶ sent, three tokens each
+
+A message costs the threads on its way, and each row its client, nearly the same whether there are four tokens in it or one."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+
+import msgspec
 
 from ..ipc.messages import (
     Array,
@@ -21,6 +29,8 @@ from ..ipc.messages import (
 )  # fmt: skip
 from .request import Request
 
+LEAST_GAP_S, MAX_GAP_S = 0.005, 0.05  # between two messages: less is not worth holding anything back, and more could be seen
+
 
 @dataclass(slots=True)
 class ClientRows:
@@ -35,6 +45,8 @@ class ClientRows:
     num_cached_tokens: list[tuple[int, int]] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     timings: list[RequestTiming] = field(default_factory=list)
+    step_times: list[float] = field(default_factory=list)
+    token_steps: list[int] = field(default_factory=list)
 
     def add(self, request_id: str, first_index: int, token_ids: list[int]) -> None:
         self.request_ids.append(request_id)
@@ -65,6 +77,12 @@ class ClientRows:
         """`now`: when its last token came, or when it ended without another."""
         self.timings.append(request.timing(len(self.request_ids) - 1, now))
 
+    def urgent_ids(self) -> list[str]:
+        """The requests whose rows tell more than tokens and their log-probabilities: a first token, an end."""
+        news = {entry.row for column in (self.finished, self.prompt_logprobs, self.timings) for entry in column}
+        news.update(row for row, _ in self.num_cached_tokens)
+        return list(dict.fromkeys(self.request_ids[row] for row in sorted(news)))
+
 
 def _head(array: Array, num_rows: int) -> Array:
     """The first rows of an array, without a copy."""
@@ -74,16 +92,110 @@ def _head(array: Array, num_rows: int) -> Array:
     return Array(array.dtype, (num_rows, *array.shape[1:]), data[: len(data) // array.shape[0] * num_rows])
 
 
+@dataclass(slots=True)
+class HeldRow:
+    """One request's tokens of some steps."""
+
+    first_index: int
+    token_ids: list[int] = field(default_factory=list)
+    token_steps: list[int] = field(default_factory=list)  # of each token: its step's place among Pace._step_times
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class Pace:
+    """Of one client, that wants about `rows_per_s` rows. Its rows leave together, where there are n of them not before n / rows_per_s seconds after
+    they last did; one that tells more than tokens (a first token, an end) leaves at once, with what was held of its request."""
+
+    def __init__(self, rows_per_s: int):
+        self.rows_per_s = rows_per_s
+        self._held: dict[str, HeldRow] = {}  # by request id
+        self._step_times: list[float] = []  # of the steps since all rows left
+        self._told_at = float("-inf")
+
+    def __bool__(self) -> bool:
+        """Whether anything is held."""
+        return bool(self._held)
+
+    def take(self, rows: ClientRows, now: float, *, everything: bool) -> ClientRows | None:
+        """What leaves after a step that ended `now` and gave `rows`: perhaps nothing (None), with `everything` all there is."""
+        gap_s = min(MAX_GAP_S, max(len(rows.request_ids), len(self._held)) / self.rows_per_s) if self.rows_per_s else 0.0
+        is_due = everything or gap_s < LEAST_GAP_S or now - self._told_at >= gap_s
+        if is_due:
+            self._told_at = now
+            if not self._held:
+                return rows
+        self._hold(rows, now)
+        leaving = list(self._held) if is_due else rows.urgent_ids()
+        told = self._release(leaving, rows) if leaving else None
+        if is_due:
+            self._step_times = []
+        return told
+
+    def _hold(self, rows: ClientRows, now: float) -> None:
+        held, step, end = self._held, len(self._step_times), 0
+        self._step_times.append(now)
+        for request_id, first_index, num_tokens in zip(rows.request_ids, rows.first_indices, rows.num_tokens):
+            start, end = end, end + num_tokens
+            row = held.get(request_id)
+            if row is None:
+                row = held[request_id] = HeldRow(first_index)
+            row.token_ids += rows.token_ids[start:end]
+            row.token_steps += [step] * num_tokens
+        for logprobs in rows.logprobs:
+            held[rows.request_ids[logprobs.row]].logprobs.append(logprobs)
+
+    def _release(self, request_ids: list[str], rows: ClientRows) -> ClientRows:
+        """The held rows of these requests, with all else that the step which gave `rows` tells: it is theirs."""
+        told, index_of = ClientRows(step_times=self._step_times.copy()), {}
+        for index, request_id in enumerate(request_ids):
+            row, index_of[request_id] = self._held.pop(request_id), index
+            told.add(request_id, row.first_index, row.token_ids)
+            told.token_steps += row.token_steps
+            if row.logprobs:
+                told.logprobs.append(_joined(index, row.logprobs))
+
+        def moved(entry):
+            return msgspec.structs.replace(entry, row=index_of[rows.request_ids[entry.row]])
+
+        told.finished, told.timings = [*map(moved, rows.finished)], [*map(moved, rows.timings)]
+        told.prompt_logprobs = [*map(moved, rows.prompt_logprobs)]
+        told.num_cached_tokens = [(index_of[rows.request_ids[row]], number) for row, number in rows.num_cached_tokens]
+        return told
+
+
+def _joined(row: int, parts: list[TokenLogprobs]) -> TokenLogprobs:
+    """Those of one request's steps."""
+    columns = zip(*((part.token_ids, part.logprobs, part.ranks) for part in parts))
+    return TokenLogprobs(row, *map(_below_each_other, columns))
+
+
+def _below_each_other(arrays: tuple[Array, ...]) -> Array:
+    first = arrays[0]
+    if len(arrays) == 1:
+        return first
+    return Array(first.dtype, (sum(array.shape[0] for array in arrays), *first.shape[1:]), b"".join(array.data for array in arrays))
+
+
 class OutputRows:
     """Rows by client, clients in the order of their first row."""
 
     def __init__(self, epoch: int = 0):
         self.epoch = epoch
         self.now = 0.0  # when the model last ran; see stamp
-        self._by_client: dict[int, ClientRows] = {}
+        self._by_client: dict[int, ClientRows] = {}  # since rows were last taken
+        self._paces: dict[int, Pace] = {}  # of the clients that asked for one
 
     def __bool__(self) -> bool:
-        return bool(self._by_client)
+        return bool(self._by_client) or self.holds_any
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether rows of earlier steps wait for those of the next."""
+        return any(self._paces.values())
+
+    def pace(self, client_index: int, rows_per_s: int) -> None:
+        """From now on the client gets about so many rows in a second, those of several steps in one message; 0: each step's at once."""
+        self._paces.setdefault(client_index, Pace(rows_per_s)).rows_per_s = rows_per_s
 
     def stamp(self) -> None:
         """The model has run: its rows carry this moment. The clock is read once per step."""
@@ -98,27 +210,33 @@ class OutputRows:
     def drop(self, client_index: int) -> None:
         """The client is gone; nobody will ask for its rows."""
         self._by_client.pop(client_index, None)
+        self._paces.pop(client_index, None)
 
-    def take(self, stats: SchedulerStats | None) -> dict[int, EngineCoreOutputs] | None:
-        """Everything owed, as messages; None when nothing is."""
-        if not self._by_client:
-            return None
+    def take(self, stats: SchedulerStats | None, *, everything: bool = True) -> dict[int, EngineCoreOutputs] | None:
+        """What is owed, as messages; None when nothing is. Without `everything` clients with a pace may get theirs later."""
         by_client, self._by_client = self._by_client, {}
         now, self.now = self.now or time.monotonic(), 0.0
-        return {
-            client_index: EngineCoreOutputs(
-                epoch=self.epoch,
-                request_ids=rows.request_ids,
-                first_indices=rows.first_indices,
-                num_tokens=rows.num_tokens,
-                token_ids=rows.token_ids,
-                finished=rows.finished,
-                logprobs=rows.logprobs,
-                num_cached_tokens=rows.num_cached_tokens,
-                prompt_logprobs=rows.prompt_logprobs,
-                stats=stats,
-                timestamp=now,
-                timings=rows.timings,
-            )
-            for client_index, rows in by_client.items()
-        }
+        for client_index, pace in self._paces.items():
+            if client_index in by_client or everything and pace:
+                told = pace.take(by_client.pop(client_index, None) or ClientRows(), now, everything=everything)
+                if told is not None:
+                    by_client[client_index] = told
+        return {client_index: self._message(rows, stats, now) for client_index, rows in by_client.items()} or None
+
+    def _message(self, rows: ClientRows, stats: SchedulerStats | None, now: float) -> EngineCoreOutputs:
+        return EngineCoreOutputs(
+            epoch=self.epoch,
+            request_ids=rows.request_ids,
+            first_indices=rows.first_indices,
+            num_tokens=rows.num_tokens,
+            token_ids=rows.token_ids,
+            finished=rows.finished,
+            logprobs=rows.logprobs,
+            num_cached_tokens=rows.num_cached_tokens,
+            prompt_logprobs=rows.prompt_logprobs,
+            stats=stats,
+            timestamp=now,
+            timings=rows.timings,
+            step_times=rows.step_times,
+            token_steps=rows.token_steps,
+        )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from .cuda_graphs import CudaCapture, GraphedStep
 from .early_memory import take as take_early_memory
 from .grammar import Grammars
 from .input_batch import InputBatch
+from .launched_steps import PendingStep
 from .layers import LayerFactory
 from .loader import fill_with_random_weights, load_weights
 from .logits_processors import load_logits_processors
@@ -193,6 +195,14 @@ class Worker:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         return self.runner.execute_model(scheduler_output)
+
+    @property
+    def launches(self) -> bool:
+        """Whether launch_model works: the device computes while its host goes on."""
+        return self.runner.launcher is not None
+
+    def launch_model(self, scheduler_output: SchedulerOutput) -> PendingStep | Future[ModelRunnerOutput]:
+        return self.runner.launch_model(scheduler_output)
 
     def execute_dummy_batch(self) -> None:
         self.check_health()

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from ..ipc.checks import INT64_MAX, require_int
 from ..ipc.config import EngineConfig
 from ..ipc.errors import EngineDeadError, InvalidParameterError
 from ..ipc.messages import SchedulerStats
@@ -21,7 +22,7 @@ from .engine_args import EngineArgs
 from .input_processor import Prompt
 from .llm_engine import TextSide, TokenizerBeside, connect, connect_async
 from .model_files import find_model_directory
-from .output_processor import MAX_GAP_S, ProcessedOutputs
+from .output_processor import ProcessedOutputs
 from .outputs import RequestMetrics, RequestOutput
 from .stats import Telemetry
 from .tokenizer import Tokenizer
@@ -99,7 +100,7 @@ class AsyncLLM:
         self._output_task: asyncio.Task | None = None
         self._dead_error: EngineDeadError | None = None
         self._last_output_time = self._busy_since = 0.0  # of time.monotonic(); the second: the first unfinished request came
-        self._held_timer: asyncio.TimerHandle | None = None  # while outputs are held back
+        self._max_outputs_per_s = 0
         self._idle = asyncio.Event()  # no stream is open
         self._idle.set()
 
@@ -154,16 +155,19 @@ class AsyncLLM:
 
     @property
     def max_outputs_per_s(self) -> int:
-        """About how many outputs of DELTA kind all readers together get in a second; 0, until it is set: one for each token.
+        """About how many outputs all readers together get in a second; 0, until it is set: one for each token.
 
-        With it, each of n streams gets its news with the first token that comes n / max_outputs_per_s seconds after its last, 50 ms at most; where
-        that is less than 5 ms, each token at once. What no token takes along comes within 0.1 s. First tokens and ends never wait. For servers: what a token costs them is mostly what its output costs.
+        With it, n streams get the tokens of several of the engine's steps together, every n / max_outputs_per_s seconds or 50 ms, whichever is less;
+        where that is less than 5 ms, each token at once. First tokens and the engine's ends never wait, a stop string is found so much later. For
+        servers: what a token costs them is mostly what its output costs.
         """
-        return self._output_processor.max_outputs_per_s
+        return self._max_outputs_per_s
 
     @max_outputs_per_s.setter
     def max_outputs_per_s(self, number: int) -> None:
-        self._output_processor.max_outputs_per_s = number
+        require_int("max_outputs_per_s", number, 0, INT64_MAX)
+        self._max_outputs_per_s = number
+        self.client.pace_outputs(number)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -320,17 +324,9 @@ class AsyncLLM:
                 stream.put(output)
         if processed.requests_to_abort:
             self.client.abort_requests(processed.requests_to_abort)
-        if self._held_timer is None and self._output_processor.holds_news:
-            self._held_timer = asyncio.get_running_loop().call_later(MAX_GAP_S, self._deliver_held)
-
-    def _deliver_held(self) -> None:
-        """What no further token has taken along: the engine may be busy with others' prompts, or paused."""
-        self._held_timer = None
-        self._deliver(ProcessedOutputs(self._output_processor.take_held(), []))
 
     def _fail(self, error: EngineDeadError) -> None:
         """Every reader, now and later, gets the error, after what came before it."""
-        self._deliver(ProcessedOutputs(self._output_processor.take_held(is_over=True), []))
         self._dead_error = error
         self._telemetry.fail(error)
         for stream in self._streams.values():

@@ -32,6 +32,10 @@ class EngineClient(ABC):
         """Ends requests. Each one still alive is answered by a row with FinishReason.ABORT."""
 
     @abstractmethod
+    def pace_outputs(self, rows_per_s: int) -> None:
+        """From now on the rows of several steps may come together; see PaceOutputs."""
+
+    @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
         """Blocks for the next outputs. To be called only while a request of this client is unfinished.
 

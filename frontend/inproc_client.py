@@ -59,14 +59,18 @@ class LocalEngine:
         else:
             self._inbox.put(function)
 
+    def hand_out(self, outputs: dict[int, m.EngineCoreOutputs] | None) -> None:
+        if outputs and CLIENT in outputs:
+            self.outputs.append(outputs[CLIENT])
+            self._notify()
+
     def step(self) -> None:
         """One step; its outputs are appended. Raises EngineDeadError if it fails: the engine is then dead."""
         if not self.core.has_work() and self.core.gate:  # a grammar is being checked, in a thread and a process of its own
             self.core.gate.wait()
         with self._fatal():
             outputs, model_executed = self.core.step_fn()
-            if outputs and CLIENT in outputs:
-                self.outputs.append(outputs[CLIENT])
+            self.hand_out(outputs)
             self.core.post_step(model_executed)
 
     @contextlib.contextmanager
@@ -75,6 +79,7 @@ class LocalEngine:
         try:
             yield
         except Exception as error:
+            self.hand_out(self.core.take_rows())
             self.death = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")
             self.death.__cause__ = error
             self._fail_calls()
@@ -137,7 +142,6 @@ class LocalEngine:
                 self._take(block=not self._can_step())
                 if self._can_step() and not self._is_closing:
                     self.step()
-                    self._notify()
         except EngineDeadError:
             pass  # told below, and by every later call
         finally:
@@ -193,6 +197,7 @@ class InprocClient(EngineClient):
 
         self._engine = engine = LocalEngine(EngineCore(config, executor, report))
         engine.core.host_counters = engine.count_transport
+        engine.core.hand_out = engine.hand_out
         engine.core.gate.wake = engine.wake_thread
         self._close = weakref.finalize(self, engine.close)  # also at exit, for scripts that forget
         self.ready = engine.core.ready
@@ -230,6 +235,10 @@ class InprocClient(EngineClient):
         if request_ids:
             self._engine.submit(lambda: core.abort_requests(request_ids, CLIENT))
 
+    def pace_outputs(self, rows_per_s: int) -> None:
+        core = self._engine.core
+        self._engine.submit(lambda: core.pace_outputs(rows_per_s, CLIENT))
+
     def _carry(self, request: m.EngineCoreRequest) -> m.EngineCoreRequest | None:
         """The request as the engine receives it; None if it did not survive and was answered, as ipc/engine_input.py does it."""
         if self._encoder is None:
@@ -261,7 +270,8 @@ class InprocClient(EngineClient):
                 if stall := engine.core.pausing.describe_stall():  # there is no other client that could change it
                     raise EnginePausedError(stall)
                 raise RuntimeError("no request of this client is unfinished: there is nothing to wait for")
-            engine.step()
+            with contextlib.suppress(EngineDeadError):  # raised in the next turn, behind the rows that came before it
+                engine.step()
         return self._deliver()
 
     def call_utility(self, method: str, *args: Any) -> Any:

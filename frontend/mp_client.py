@@ -91,6 +91,9 @@ class MPClient(EngineClient):
         if request_ids:
             self._send(m.AbortRequests(request_ids))
 
+    def pace_outputs(self, rows_per_s: int) -> None:
+        self._send(m.PaceOutputs(rows_per_s))
+
     def shutdown(self) -> None:
         self._leave()
         self._close()

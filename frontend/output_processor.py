@@ -60,7 +60,6 @@ class RequestState:
     num_cached_tokens: int | None = None
     timings: dict[str, RequestTiming] = field(default_factory=dict)  # by the engine's id of the completion
     num_unfinished: int = 1
-    told_at: float = 0.0  # of time.time(): its last output, where outputs are spaced
     error: str | None = None
     error_parameter: str | None = None
 
@@ -83,7 +82,6 @@ class _Extras:
 
 NO_EXTRAS = _Extras()
 MAX_TOKEN_TS = 4096  # of a request
-LEAST_GAP_S, MAX_GAP_S = 0.005, 0.05  # between two outputs of a stream: less is not worth holding anything back, and more could be seen
 
 
 class OutputProcessor:
@@ -100,8 +98,6 @@ class OutputProcessor:
         self._engine_ts = 0.0  # the engine's clock when its last outputs left
         self._clock_offset = 0.0  # what to add to it for time.time()
         self.record_token_times = False  # fill RequestMetrics.token_ts
-        self.max_outputs_per_s = 0  # of all streams together, about; 0: each token at once, however many there are
-        self._held: dict[str, RequestState] = {}  # by the user's id: what has news that its reader has not been told
         self.num_dropped_rows = 0  # rows of an earlier engine; rows of requests that ended here are expected, and not counted
 
     def add_request(self, request: ProcessedRequest) -> RequestMetrics:
@@ -192,6 +188,7 @@ class OutputProcessor:
         processed = ProcessedOutputs([], [])
         with_news: dict[str, RequestState] = {}  # by the user's id, in the order of their first row
         extras_of, end = _extras(outputs), 0
+        token_ts = _token_ts(outputs) if self.record_token_times else None
         for i, (engine_id, first_index, num_tokens) in enumerate(zip(outputs.request_ids, outputs.first_indices, outputs.num_tokens, strict=True)):
             start, end = end, end + num_tokens
             entry = self._by_engine_id.get(engine_id)
@@ -208,40 +205,26 @@ class OutputProcessor:
                     continue
                 num_known = len(completion.token_ids) - first_index  # tokens of the row that came before; less than 0: some are lost
                 new_token_ids = outputs.token_ids[start + num_known if num_known > 0 else start : end]
-                is_news = self._process_row(state, completion, new_token_ids, num_known, extras, now)
+                new_token_ts = None if token_ts is None else token_ts[end - len(new_token_ids) : end]
+                is_news = self._process_row(state, completion, new_token_ids, new_token_ts, num_known, extras, now)
                 if is_news and (not state.is_final_only or state.num_unfinished == 0):
                     with_news[state.request_id] = state
                 if completion.finish_reason is not None and extras.finished is None:
                     processed.requests_to_abort.append(completion.engine_id)
-        gap_s = self._gap_s()
         for state in with_news.values():
-            if gap_s and state.is_delta and state.num_unfinished and 0 <= now - state.told_at < gap_s:
-                self._held[state.request_id] = state
-            elif (output := self._make_output(state)) is not None:
-                state.told_at = now
+            if (output := self._make_output(state)) is not None:
                 processed.request_outputs.append(output)
         return processed
 
-    def _gap_s(self) -> float:
-        """Seconds between two outputs of one stream: that of a stream alone, times the number of streams; 0.0: nothing is held back."""
-        gap_s = len(self._requests) / self.max_outputs_per_s if self.max_outputs_per_s else 0.0
-        return min(gap_s, MAX_GAP_S) if gap_s >= LEAST_GAP_S else 0.0
-
-    @property
-    def holds_news(self) -> bool:
-        """Whether `take_held` has something to give, within MAX_GAP_S if not now, unless a stream's next token takes it along."""
-        return bool(self._held)
-
-    def take_held(self, *, is_over: bool = False) -> list[RequestOutput]:
-        """What has been held back for long enough; with `is_over`, all of it."""
-        now, gap_s = time.time(), 0.0 if is_over else self._gap_s()
-        due = [state for state in self._held.values() if not 0 <= now - state.told_at < gap_s]
-        for state in due:
-            state.told_at = now
-        return [output for state in due if (output := self._make_output(state)) is not None]
-
     def _process_row(
-        self, state: RequestState, completion: CompletionState, new_token_ids: list[int], num_known: int, extras: _Extras, now: float
+        self,
+        state: RequestState,
+        completion: CompletionState,
+        new_token_ids: list[int],
+        new_token_ts: list[float] | None,
+        num_known: int,
+        extras: _Extras,
+        now: float,
     ) -> bool:
         """Takes in what the row says about the completion; whether that is anything new."""
         if num_known < 0:
@@ -262,8 +245,8 @@ class OutputProcessor:
             metrics.num_generation_tokens += num_used
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
-            if self.record_token_times and (room := MAX_TOKEN_TS - len(metrics.token_ts)):
-                metrics.token_ts.extend([self._engine_ts] * min(num_used, room))
+            if new_token_ts is not None and (room := MAX_TOKEN_TS - len(metrics.token_ts)):
+                metrics.token_ts += new_token_ts[: min(num_used, room)]
             if extras.logprobs is not None and completion.logprobs_reader is not None:
                 positions = completion.logprobs_reader.read(extras.logprobs, num_known, num_known + num_used)
                 completion.logprobs += positions
@@ -326,8 +309,6 @@ class OutputProcessor:
 
     def _make_output(self, state: RequestState) -> RequestOutput | None:
         """What the reader asked to see now: everything so far, the news, or (FINAL_ONLY, or between two intervals) nothing."""
-        if self._held:
-            self._held.pop(state.request_id, None)
         finished, is_delta = state.num_unfinished == 0, state.is_delta
         if state.is_final_only and not finished:
             return None
@@ -368,6 +349,13 @@ def _completion_output(completion: CompletionState, is_delta: bool) -> Completio
         None if finish_reason is None else str(finish_reason),
         completion.stop_reason,
     )
+
+
+def _token_ts(outputs: EngineCoreOutputs) -> list[float]:
+    """For each token of all rows the moment of its step."""
+    if not outputs.token_steps:
+        return [outputs.timestamp] * len(outputs.token_ids)
+    return [outputs.step_times[step] for step in outputs.token_steps]
 
 
 def _extras(outputs: EngineCoreOutputs) -> dict[int, _Extras]:

@@ -208,7 +208,7 @@ def error_rows(outputs: EngineCoreOutputs, error: str) -> EngineCoreOutputs:
     """The same rows without their tokens, each finished with this error."""
     num_rows = len(outputs.request_ids)
     finished = [Finished(row, FinishReason.ERROR, error=error) for row in range(num_rows)]
-    return msgspec.structs.replace(outputs, num_tokens=[0] * num_rows, token_ids=[], finished=finished, logprobs=[], num_cached_tokens=[])
+    return msgspec.structs.replace(outputs, num_tokens=[0] * num_rows, token_ids=[], finished=finished, logprobs=[], num_cached_tokens=[], token_steps=[])
 
 
 def _num_bytes(frames: list) -> int:

@@ -5,9 +5,10 @@ Must not know: sockets, torch, or who handles what. A receiver never changes a m
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from .config import EngineConfig
 from .params import PoolingParams, SamplingParams
@@ -84,6 +85,16 @@ class AbortRequests(Message, tag="abort"):
     request_ids: list[str]
 
 
+class PaceOutputs(Message, tag="pace"):
+    """This client wants about so many rows in a second, those of several steps in one message; 0, as it begins: each step's at once.
+
+    Of n rows each then leaves with the first step that ends n / rows_per_s seconds after they last left, 50 ms at most; where that is less than
+    5 ms, at once. A row that brings more than tokens and their log-probabilities never waits: a first token, an end.
+    """
+
+    rows_per_s: Annotated[int, Meta(ge=0)]
+
+
 class UtilityCall(Message, tag="call"):
     """Calls one of EngineCore.UTILITIES. `args` are plain msgpack values."""
 
@@ -118,12 +129,12 @@ class Attach(Message, tag="attach"):
     output_address: str  # the client's PULL
 
 
-ClientMessage = EngineCoreRequest | AbortRequests | UtilityCall | Detach | Shutdown | Config | Attach
+ClientMessage = EngineCoreRequest | AbortRequests | PaceOutputs | UtilityCall | Detach | Shutdown | Config | Attach
 
 
 # ---------------------------------------------------------------- engine core -> frontend
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class Hello(Message, tag="hello"):
@@ -240,7 +251,8 @@ class RequestTiming(Message):
 
 
 class EngineCoreOutputs(Message, tag="outputs"):
-    """What one step gave one client, in columns; row i is request_ids[i]. A row may have no tokens (an abort, an error)."""
+    """What one step gave one client, or several steps (PaceOutputs), in columns; row i is request_ids[i]. A row may have no tokens (an abort,
+    an error)."""
 
     epoch: int
     request_ids: list[str]
@@ -254,6 +266,9 @@ class EngineCoreOutputs(Message, tag="outputs"):
     timestamp: float = 0.0  # time.monotonic() of the engine, seconds
     prompt_logprobs: list[PromptLogprobs] = []
     timings: list[RequestTiming] = []
+    # Of several steps: when each of them ended, as timestamp, and for each of token_ids the index of its step. Both empty: of one step.
+    step_times: list[float] = []
+    token_steps: list[int] = []
 
     def __post_init__(self) -> None:
         """Columns that do not fit each other are no message: decoding refuses them like any other bad frame."""
@@ -262,6 +277,8 @@ class EngineCoreOutputs(Message, tag="outputs"):
             raise ValueError("the columns of EngineCoreOutputs differ in length")
         if sum(self.num_tokens) != len(self.token_ids):
             raise ValueError(f"EngineCoreOutputs has {len(self.token_ids)} tokens for rows of {sum(self.num_tokens)}")
+        if self.token_steps and not (len(self.token_steps) == len(self.token_ids) and 0 <= min(self.token_steps) <= max(self.token_steps) < len(self.step_times)):
+            raise ValueError(f"EngineCoreOutputs has {len(self.token_steps)} tokens' steps, of {len(self.step_times)}, for {len(self.token_ids)} tokens")
         parts = (self.finished, self.logprobs, self.prompt_logprobs, self.timings)
         rows = [*(part.row for column in parts for part in column), *(row for row, _ in self.num_cached_tokens)]
         if rows and not 0 <= min(rows) <= max(rows) < num_rows:

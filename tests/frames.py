@@ -21,6 +21,7 @@ from quire.ipc.messages import (
     Finished,
     FinishReason,
     Hello,
+    PaceOutputs,
     Progress,
     SchedulerStats,
     TokenLogprobs,
@@ -37,6 +38,7 @@ CLIENT_MESSAGES = [
     EngineCoreRequest("fuzz-2", list(range(90)), SamplingParams(seed=2, max_tokens=2, stop=["x"], logit_bias={1: 2.0}, logprobs=3), eos_token_ids=[1, 2]),
     EngineCoreRequest("fuzz-3", [4], SamplingParams(seed=3, max_tokens=1, output_kind=RequestOutputKind.DELTA), None, [], 1.5, -3, "salt", [5]),
     AbortRequests(["fuzz-1", "fuzz-9"]),
+    PaceOutputs(2000),
     UtilityCall(2**33, "ping", ["text", 1, None, {"a": [1.5]}]),
     Attach(PROTOCOL, 1, "ipc:///nowhere/a", "ipc:///nowhere/b"),
 ]
@@ -45,6 +47,7 @@ ENGINE_MESSAGES: list[EngineMessage] = [
         0, ["fuzz-1", "fuzz-2"], [0, 4], [2, 1], [5, 6, 7], [Finished(1, FinishReason.ERROR, error="bad")],
         [TokenLogprobs(0, _ARRAY, _LARGE, _ARRAY)], [(0, 16)], SchedulerStats(1, 2, 3), 4.5,
     ),
+    EngineCoreOutputs(0, ["fuzz-1"], [3], [3], [5, 6, 7], timestamp=4.5, step_times=[4.25, 4.5], token_steps=[0, 0, 1]),
     UtilityResult(2**33, {"a": [1, None, "b"]}),
     UtilityResult(2**33, None, Failed("ValueError", "no", "traceback", "parameter")),
     Hello(PROTOCOL, 1),

@@ -5,7 +5,7 @@ Must not know: processes, sockets, real models."""
 import pytest
 from quire.core.engine_core import EngineCore
 from quire.ipc.errors import InvalidParameterError
-from quire.ipc.messages import EngineCoreRequest, FinishReason
+from quire.ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from quire.ipc.params import PoolingParams, SamplingParams
 from quire.tests.core.engine_loop import assert_nothing_left, collect, make_core, run, step
 from quire.tests.fakes import FakeExecutor, expected_output, make_config
@@ -163,6 +163,59 @@ def test_a_client_that_leaves_takes_its_requests_and_rows_along():
     assert core.scheduler_state()["running"] == ["stays"]
     assert list(run(core, {0: told})) == [0] and len(told["stays"].tokens) == 5
     assert_nothing_left(core)
+
+
+# ------------------------------------------------------------ several steps' rows together
+
+
+def paced_core(**arguments) -> tuple[EngineCore, dict]:
+    """Two requests that run for long, whose client has been told their first tokens and is owed the second ones; what it was told."""
+    core, told = make_core(**arguments), {}
+    core.pace_outputs(20)
+    for name in ("a", "b"):
+        core.add_request(make_request(name, params=greedy(max_tokens=50)))
+    while not core._rows.holds_any:
+        for outputs in step(core).values():
+            collect(outputs, told)
+    assert [len(answer.tokens) for answer in told.values()] == [1, 1]
+    return core, told
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_rows_of_several_steps_are_the_same_tokens(overlapped):
+    core, told = paced_core(async_scheduling=overlapped)
+    assert core.owes_rows() and core.has_work()
+    run(core, {0: told})
+    for answer in told.values():
+        assert (answer.tokens, answer.reason, None) == expected_output([1, 2, 3], greedy(max_tokens=50), [], core.config)
+    assert_nothing_left(core)
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_what_is_held_does_not_wait_for_a_long_step(overlapped):
+    core, told = paced_core(async_scheduling=overlapped)
+    name, order = "submit_model" if overlapped else "execute_model", []
+    execute = getattr(core.executor, name)
+    setattr(core.executor, name, lambda output: (order.append("step"), execute(output))[1])
+    core.hand_out = lambda outputs: (order.append("told"), collect(outputs[0], told))
+    core._step_records.expected_s = lambda num_tokens: 0.04 if num_tokens < 40 else 0.06
+    core.add_request(make_request("short"))
+    collect(step(core).get(0, EngineCoreOutputs(0, [], [], [], [])), told)
+    assert order == ["step"] and core._rows.holds_any
+    core.add_request(make_request("long", prompt=[7] * 40))
+    step(core)
+    assert order == ["step", "told", "step"] and len(told["a"].tokens) > 1
+
+
+def test_what_is_held_does_not_wait_for_the_end_of_a_pause():
+    core, told = paced_core()
+    done = core.call_utility("pause", ["keep"])
+    assert not done.done()
+    collect(step(core)[0], told)
+    assert done.done() and not core.owes_rows() and [len(answer.tokens) for answer in told.values()] == [2, 2]
+    core.call_utility("resume", [])
+    run(core, {0: told})
+    assert {len(answer.tokens) for answer in told.values()} == {50}
 
 
 # ------------------------------------------------------------ failures

@@ -94,6 +94,16 @@ def test_steps_in_order_and_only_the_new_ones(arguments):
     assert core.observe(len(steps) - 3)["steps"] == steps[-2:] and core.observe(len(steps) - 1)["steps"] == []
 
 
+def test_how_long_the_next_step_may_take():
+    core = make_core()
+    assert core._step_records.expected_s(100) == 0.0
+    core.executor.delay_s = 0.01
+    core.add_request(make_request(max_tokens=3))
+    run(core)
+    execute_s = core.observe()["steps"][-1][3]
+    assert execute_s >= 0.01 and core._step_records.expected_s(7) == 7 * execute_s
+
+
 class Clock:
     def __init__(self):
         self.now = 0.0

@@ -4,6 +4,7 @@ Must not know: the scheduler."""
 
 import struct
 
+import pytest
 from quire.core.output_rows import OutputRows
 from quire.ipc.messages import Array, Finished, FinishReason, PromptLogprobs, SchedulerStats, SlotLogprobs, SlotPromptLogprobs
 
@@ -73,3 +74,110 @@ def test_prompt_logprobs_belong_to_the_last_row():
     rows.of(0).add("b", 0, [])
     rows.of(0).add_prompt_logprobs(SlotPromptLogprobs(9, 17, array, array, array))
     assert rows.take(None)[0].prompt_logprobs == [PromptLogprobs(1, 17, array, array, array)]
+
+
+# ------------------------------------------------------------ the tokens of several steps together
+
+
+def paced(num_rows: int, rows_per_s: int = 1000, step_s: float = 0.009):
+    """(the rows of client 0, which has a pace, and a function): a step in which `num_rows` requests get a token each. What it gave as
+    {request id: (first index, tokens)}, or None."""
+    rows = OutputRows()
+    rows.pace(0, rows_per_s)
+    num_steps = 0
+
+    def step(end: str | None = None):
+        nonlocal num_steps
+        for i in range(num_rows):
+            rows.of(0).add(f"r{i}", num_steps, [100 * num_steps + i])
+            if f"r{i}" == end:
+                rows.of(0).finish(FinishReason.LENGTH)
+        num_steps += 1
+        rows.now = step_s * num_steps
+        return by_request(rows.take(None, everything=False))
+
+    return rows, step
+
+
+def by_request(taken) -> dict[str, tuple[int, list[int]]] | None:
+    if taken is None:
+        return None
+    message, told, end = taken[0], {}, 0
+    for request_id, first_index, num_tokens in zip(message.request_ids, message.first_indices, message.num_tokens, strict=True):
+        start, end = end, end + num_tokens
+        told[request_id] = (first_index, message.token_ids[start:end])
+    return told
+
+
+def test_many_rows_leave_together_after_several_steps():
+    rows, step = paced(20)  # 20 rows, 1000 in a second: every 20 ms
+    first, *others = [step() for _ in range(7)]  # of 9 ms
+    assert first == {f"r{i}": (0, [i]) for i in range(20)}
+    assert others[:2] == [None, None] and others[3:5] == [None, None]
+    assert others[2] == {f"r{i}": (1, [100 + i, 200 + i, 300 + i]) for i in range(20)}
+    assert others[5]["r7"] == (4, [407, 507, 607]) and not rows
+
+
+def test_each_token_knows_its_step():
+    rows, step = paced(2, rows_per_s=100)
+    step(), step()
+    rows.of(0).add("late", 0, [7])
+    rows.now = 0.5
+    message = rows.take(None)[0]
+    assert message.request_ids == ["r0", "r1", "late"] and message.step_times == [0.018, 0.5]
+    assert message.token_steps == [0, 0, 1] and message.timestamp == 0.5
+
+
+def test_an_end_leaves_at_once_with_what_was_held():
+    rows, step = paced(20)
+    step(), step()
+    assert step(end="r3") == {"r3": (1, [103, 203])}
+    assert rows.holds_any and len(by_request(rows.take(None))) == 19 and not rows.holds_any
+    assert rows.take(None) is None
+
+
+def test_a_first_token_and_its_account_leave_at_once():
+    rows, step = paced(20)
+    step()
+    for i in range(20):
+        rows.of(0).add(f"r{i}", 1, [5])
+    rows.of(0).add("new", 0, [6])
+    rows.of(0).add_num_cached_tokens(16)
+    rows.now = 0.010
+    message = rows.take(None, everything=False)[0]
+    assert message.request_ids == ["new"] and message.num_cached_tokens == [(0, 16)] and message.token_ids == [6]
+
+
+def test_log_probabilities_of_several_steps_become_one_array():
+    rows, arrays = OutputRows(), [Array("i4", (1, 2), struct.pack("<2i", i, 9)) for i in range(3)]
+    rows.pace(0, 1)
+    for index, array in enumerate(arrays):
+        rows.of(0).add("a", index, [index])
+        rows.of(0).add_logprobs(SlotLogprobs(0, array, array, Array("i4", (1,), struct.pack("<i", index))), 1)
+        rows.now = 1.0 + index / 1000
+        taken = rows.take(None, everything=index == 2)
+    (logprobs,) = taken[0].logprobs
+    assert taken[0].token_ids == [1, 2] and logprobs.row == 0
+    assert logprobs.token_ids == Array("i4", (2, 2), struct.pack("<4i", 1, 9, 2, 9)) and logprobs.ranks == Array("i4", (2,), struct.pack("<2i", 1, 2))
+
+
+@pytest.mark.parametrize("num_rows, rows_per_s", [(20, 0), (4, 1000)], ids=["by default", "few rows"])
+def test_each_step_at_once(num_rows, rows_per_s):
+    rows, step = paced(num_rows, rows_per_s)
+    assert all(len(step()) == num_rows for _ in range(5)) and not rows
+
+
+def test_nobody_waits_longer_than_50_ms():
+    rows, step = paced(500, rows_per_s=1, step_s=0.026)
+    assert [told is not None for told in (step() for _ in range(5))] == [True, False, True, False, True]
+
+
+def test_others_keep_their_own_pace_and_the_dead_have_none():
+    rows, step = paced(1, rows_per_s=1)
+    step()
+    rows.of(1).add("other", 0, [1])
+    rows.of(0).add("r0", 1, [2])
+    rows.now = 0.010
+    assert list(rows.take(None, everything=False)) == [1] and rows.holds_any
+    rows.drop(0)
+    assert not rows and rows.take(None) is None

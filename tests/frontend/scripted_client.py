@@ -48,6 +48,7 @@ class ScriptedClient(EngineClient):
         self.ready = Ready(config, num_blocks=1, kv_cache_bytes=1)
         self.requests: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
+        self.rows_per_s: int | None = None  # what was asked for; it changes nothing here
         self.calls: list[tuple[Any, ...]] = []
         self.num_shutdowns = 0
         self._answer = answer
@@ -69,6 +70,10 @@ class ScriptedClient(EngineClient):
             if any(running == request_id or running.endswith(f"_{request_id}") for request_id in request_ids):
                 del self._running[running]
                 self._rows.append(row(running, 0, [], FinishReason.ABORT))
+
+    def pace_outputs(self, rows_per_s: int) -> None:
+        self._check_alive()
+        self.rows_per_s = rows_per_s
 
     def get_output(self) -> EngineCoreOutputs:
         self._check_alive()

@@ -133,6 +133,36 @@ def test_outputs(open_driver):
     assert driver.call("check_integrity") is True
 
 
+def test_rows_of_several_steps_may_come_together(open_driver):
+    driver, requests = open_driver(hf_overrides={"delay_s": 0.002}), make_requests(40)
+    driver.client.pace_outputs(20)  # rows in a second: even two of them wait the longest time there is
+    for request in requests:
+        driver.client.add_request(request)
+    num_messages, get_output = 0, driver.get_output
+
+    def counted() -> EngineCoreOutputs:
+        nonlocal num_messages
+        num_messages += 1
+        outputs = get_output()
+        assert sum(row.token_ids.shape[0] for row in outputs.logprobs) <= len(outputs.token_ids) and len(outputs.token_steps) in (0, len(outputs.token_ids))
+        return outputs
+
+    driver.get_output = counted
+    results = driver.collect(40)
+    assert_expected(requests, results, driver.config)
+    assert num_messages < sum(len(tokens) for tokens, _ in results.values()) / 2
+
+
+def test_what_is_held_comes_before_the_engines_failure(open_driver):
+    driver, told = open_driver(hf_overrides={"raise_at_step": 4}), []
+    driver.client.pace_outputs(1)
+    driver.client.add_request(EngineCoreRequest("a", [1, 2], SamplingParams(seed=0, max_tokens=200)))
+    with pytest.raises(EngineDeadError, match="scripted failure"):
+        while True:
+            told += driver.get_output().token_ids
+    assert len(told) == 4
+
+
 def test_logprobs_are_arrays(open_driver):
     driver = open_driver()
     driver.client.add_request(EngineCoreRequest("a", [1, 2, 3], SamplingParams(temperature=0.0, seed=0, max_tokens=1, logprobs=2)))

@@ -4,9 +4,7 @@ Must not know: engines."""
 
 from __future__ import annotations
 
-import time
 from array import array
-from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -192,68 +190,16 @@ def test_metrics_are_times_in_order() -> None:
     assert metrics.arrival_time <= metrics.first_token_time <= metrics.last_token_time <= metrics.finished_time
 
 
-# ------------------------------------------------------------ outputs held back
-
-
-def held_back(monkeypatch, num_streams: int, max_outputs_per_s: int = 1000, **params) -> tuple[OutputProcessor, list[str], SimpleNamespace]:
-    """A processor that spaces the outputs of its streams, the engine's ids, and its clock."""
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(time, "time", lambda: clock.now)
-    processor, ids = started(*(f"r{i}" for i in range(num_streams)), **({"output_kind": RequestOutputKind.DELTA} | params))
-    processor.max_outputs_per_s = max_outputs_per_s
-    return processor, ids, clock
-
-
-def tokens_told(outputs) -> dict[str, list[int]]:
-    return {output.request_id: output.outputs[0].token_ids for output in outputs}
-
-
-def test_a_stream_among_many_gets_its_tokens_in_larger_pieces(monkeypatch) -> None:
-    processor, ids, clock = held_back(monkeypatch, 20)  # 20 streams, 1000 outputs per second: one every 20 ms for each
-    told = []
-    for n in range(6):  # steps of 9 ms
-        told.append(tokens_told(run(processor, *(row(i, n, [50 + n]) for i in ids)).request_outputs))
-        clock.now += 0.009
-    assert [len(outputs) for outputs in told] == [20, 0, 0, 20, 0, 0]  # the first at once, each later one when its time has come
-    assert told[0]["r3"] == [50] and told[3]["r3"] == [51, 52, 53]
-    ended = run(processor, row(ids[3], 6, [56], FinishReason.LENGTH)).request_outputs
-    assert tokens_told(ended) == {"r3": [54, 55, 56]} and ended[0].finished  # an end does not wait, and tells everything
-    assert processor.holds_news and len(processor.take_held(is_over=True)) == 19 and not processor.holds_news
-
-
-def test_what_no_token_takes_along_is_given_after_its_time(monkeypatch) -> None:
-    processor, ids, clock = held_back(monkeypatch, 500)  # half a second each by the numbers: never more than 50 ms
-    for n in range(2):
-        run(processor, row(ids[0], n, [50 + n]))
-    clock.now += 0.049
-    assert processor.take_held() == [] and processor.holds_news
-    clock.now += 0.002
-    assert tokens_told(processor.take_held()) == {"r0": [51]}
-    assert not processor.holds_news and processor.take_held() == []
-
-
-def test_a_clock_set_back_holds_nothing_back(monkeypatch) -> None:
-    processor, ids, clock = held_back(monkeypatch, 20)
-    run(processor, row(ids[0], 0, [50]))
-    clock.now -= 3600
-    assert tokens_told(run(processor, row(ids[0], 1, [51])).request_outputs) == {"r0": [51]}
-
-
-def test_an_abort_tells_what_was_held_back(monkeypatch) -> None:
-    processor, ids, _ = held_back(monkeypatch, 20)
-    run(processor, row(ids[0], 0, [50]))
-    assert run(processor, row(ids[0], 1, [51])).request_outputs == []
-    assert tokens_told(processor.abort_requests(["r0"]).request_outputs) == {"r0": [51]}
-    assert not processor.holds_news
-
-
-@pytest.mark.parametrize(
-    "num_streams, max_outputs_per_s, params",
-    [(20, 0, {}), (4, 1000, {}), (20, 1000, {"output_kind": RequestOutputKind.CUMULATIVE})],
-    ids=["by default", "few streams", "cumulative"],
-)
-def test_each_token_at_once(monkeypatch, num_streams, max_outputs_per_s, params) -> None:
-    processor, ids, _ = held_back(monkeypatch, num_streams, max_outputs_per_s, **params)
-    for n in range(3):
-        assert len(run(processor, *(row(i, n, [50 + n]) for i in ids)).request_outputs) == num_streams
-    assert not processor.holds_news
+def test_tokens_of_several_steps_have_their_own_moments() -> None:
+    processor, [i, j] = started("r", "s", stop=["lo"])
+    processor.record_token_times = True
+    outputs = joined([row(i, 0, HELLO), row(j, 0, [7])])
+    times = {"timestamp": 3.0, "step_times": [1.0, 2.0, 3.0], "token_steps": [*range(len(HELLO) - 1), 2, 1]}
+    processed = processor.process_outputs(replace(outputs, **times)).request_outputs
+    metrics = {output.request_id: output.metrics for output in processed}
+    assert metrics["s"].token_ts == [2.0]
+    assert metrics["r"].token_ts == [1.0, 2.0, 3.0][: metrics["r"].num_generation_tokens]
+    processor, [i] = started("r")
+    processor.record_token_times = True
+    [output] = processor.process_outputs(replace(row(i, 0, HELLO[:2]), timestamp=4.0)).request_outputs
+    assert output.metrics.token_ts == [4.0, 4.0]

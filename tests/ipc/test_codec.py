@@ -114,6 +114,15 @@ def test_an_array_must_fit_its_shape():
             Encoder(LIMIT).encode(EngineCoreOutputs(0, [], [], [], [], logprobs=[TokenLogprobs(0, bad, bad, bad)]))
 
 
+@pytest.mark.parametrize("step_times, token_steps", [([1.0, 2.0], [0]), ([1.0, 2.0], [0, 2]), ([1.0, 2.0], [-1, 0]), ([], [0, 0])])
+def test_tokens_must_be_of_steps_that_are_told(step_times, token_steps):
+    good = EngineCoreOutputs(0, ["a"], [0], [2], [7, 8], step_times=[1.0, 2.0], token_steps=[0, 1])
+    assert Decoder(EngineMessage, LIMIT).decode(Encoder(LIMIT).encode(good)) == good
+    fields = msgspec.to_builtins(good)
+    with pytest.raises(BadFrameError, match="tokens' steps"):
+        Decoder(EngineMessage, LIMIT).decode([msgspec.msgpack.encode([*fields[:-2], step_times, token_steps])])
+
+
 def test_sizes_are_bounded_at_both_ends():
     message = EngineCoreRequest("a", list(range(1000)), SamplingParams())
     with pytest.raises(MessageTooLargeError, match="max_message_bytes=1000"):

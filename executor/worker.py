@@ -29,6 +29,7 @@ from .grammar import Grammars
 from .input_batch import InputBatch
 from .launched_steps import PendingStep
 from .layers import LayerFactory
+from .lean_import import PLUGINS
 from .loader import fill_with_random_weights, load_weights
 from .logits_processors import load_logits_processors
 from .model_runner import ModelRunner
@@ -40,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 MEASURED_TOKENS = 32  # of a forward pass, to learn what recomputing costs
 MEASURING_BUDGET_S = 0.05  # of start-up; a pass that takes longer is run once
-PLUGINS = "quire.plugins"  # entry points of installed packages: modules that register kernels or models when they are imported
 
 
 def load_plugins() -> None:

@@ -44,6 +44,16 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
+def select_kv_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """ "auto" or "fp8" -> torch's dtype. Raises InvalidParameterError for a GPU that has no instructions for fp8."""
+    if name != "fp8":
+        return dtype
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
+        has = ".".join(map(str, capability))
+        raise InvalidParameterError("kv_cache_dtype", f"fp8 needs a GPU of compute capability 8.9 or newer (Ada, Hopper), this one has {has}; use auto")
+    return torch.float8_e4m3fn
+
+
 def select_cpu_isa(name: str) -> str:
     """Chooses the instruction set of the native kernels and returns its name; "none" where torch's kernels serve in their place.
 

@@ -81,6 +81,20 @@ class PendingStep:
         return ModelRunnerOutput(is_good.sum(axis=1).tolist(), token_ids[is_good].tolist(), errors=errors)
 
 
+class HostStep:
+    """A step whose tokens the host samples, when somebody asks for them: until then the model runs."""
+
+    def __init__(self, finish: Callable[[], ModelRunnerOutput]):
+        self._finish = finish
+        self._result: ModelRunnerOutput | None = None
+
+    def result(self) -> ModelRunnerOutput:
+        if self._result is None:
+            self._result = self._finish()
+            del self._finish  # and with it the logits
+        return self._result
+
+
 class StepLauncher:
     """`forward`: of StepInputs, what run_op_by_op gives."""
 

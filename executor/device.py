@@ -17,6 +17,7 @@ import torch
 
 from ..ipc.errors import InvalidParameterError
 from ..ipc.machine import available_cores, free_memory_bytes
+from ..ipc.memory_plan import free_of_share
 from ..kernels.cpu.native.library import library
 
 _LIBC = ctypes.CDLL(None)
@@ -42,6 +43,16 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
     if device.type == "cpu" and name == "float16":
         raise InvalidParameterError("dtype", "float16 is not supported on a CPU; use bfloat16 or float32")
     return _DTYPES[name]
+
+
+def select_kv_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """ "auto" or "fp8" -> torch's dtype. Raises InvalidParameterError for a GPU that has no instructions for fp8."""
+    if name != "fp8":
+        return dtype
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
+        has = ".".join(map(str, capability))
+        raise InvalidParameterError("kv_cache_dtype", f"fp8 needs a GPU of compute capability 8.9 or newer (Ada, Hopper), this one has {has}; use auto")
+    return torch.float8_e4m3fn
 
 
 def select_cpu_isa(name: str) -> str:
@@ -114,8 +125,7 @@ def free_bytes(device: torch.device) -> int:
 def free_share_bytes(device: torch.device, share: float) -> int:
     """What is free of `share` of a GPU's memory: what others have in use counts as well. Can be negative."""
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    return free - (total - int(total * share))
+    return free_of_share(*torch.cuda.mem_get_info(device), share)
 
 
 def synchronize(device: torch.device) -> None:

@@ -45,8 +45,6 @@ class DeviceTables:
     def note_differences(self, scheduler_output: SchedulerOutput) -> None:
         """The host's tables have them by now; the device is told with the next `ship`."""
         batch = self.batch
-        for slot in scheduler_output.freed_slots:
-            self._unsent_tokens.pop(slot, None)
         for request in scheduler_output.new_requests:
             self._unsent_tokens[request.slot] = 0
             self._unsent_runs.append((self._place(self.parameters, request.slot, 0), parameter_words(batch, request.slot)))

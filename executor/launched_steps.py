@@ -50,6 +50,8 @@ class PendingStep:
         self._passes = passes
         self._wait = wait
         self._refusals = {slot: batch.refusals[slot] for slot in self._slots if slot in batch.refusals} if batch.refusals else {}
+        # One pass, and every row of it sampled, in the order of the step.
+        self._is_plain = len(passes) == 1 and not self._refusals and np.array_equal(passes[0].columns, np.arange(len(self._slots)))
         self._result: ModelRunnerOutput | None = None
 
     def result(self) -> ModelRunnerOutput:
@@ -63,7 +65,10 @@ class PendingStep:
 
     def _told(self, values: np.ndarray) -> ModelRunnerOutput:
         """Each row's tokens up to where it fails, in the order of the SchedulerOutput."""
-        token_ids = np.zeros((len(self._slots), max(1, len(self._passes))), np.int64)  # [rows, passes]; a row that is in one is in all before it
+        num_rows = len(self._slots)
+        if self._is_plain and (values[:num_rows] >= 0).all():  # most steps
+            return ModelRunnerOutput([1] * num_rows, values[:num_rows].tolist())
+        token_ids = np.zeros((num_rows, len(self._passes)), np.int64)  # [rows, passes]; a row that is in one is in all before it
         is_expected = np.zeros(token_ids.shape, bool)
         for number, one in enumerate(self._passes):
             token_ids[one.columns, number], is_expected[one.columns, number] = values[one.place], True
@@ -85,6 +90,19 @@ class StepLauncher:
         self._forward = forward
         self._copy_to_host = copy_to_host
         self._pending: list[PendingStep] = []  # in order; the finished ones are dropped with the next launch
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Launches all that surrounds a model, so that no request waits until it is compiled. The tables hold nothing yet, and nothing afterwards."""
+        nothing, one = np.zeros(1, np.int64), np.ones(1, np.int64)
+        self._tables.note_sampled_by_host(nothing)  # an empty run
+        layout = StepLayout(nothing, nothing, nothing, one, np.arange(2), one.astype(np.int32), 1, nothing)
+        (columns,) = self._inputs.ship([layout])
+        self._inputs.prepare(layout, columns)
+        slots, results = columns["sampled_slots"], torch.zeros(1, dtype=torch.int32, device=self._tables.device)
+        self._ops.gather_sampling_parameters(self._tables.parameters, slots)
+        self._ops.append_sampled_tokens(self._tables.token_ids, slots, columns["positions"], results.long(), results == 0, results)
+        self._copy_to_host(results)()
 
     def finish_all(self) -> None:
         """Waits for every step so far: from here on the host knows all tokens."""

@@ -56,6 +56,7 @@ class ModelRunner:
         self.tables = DeviceTables(self.batch, self.ops, self.device)
         self.make_inputs = inputs = DeviceInputMaker(self.tables, self.block_size, self.ops, self._graph_buffers)
         self.launcher = StepLauncher(self.batch, self.ops, self.tables, inputs, self._forward, copy_to_host)
+        self.launcher.warm_up()
 
     def _graph_buffers(self, count: int) -> tuple[torch.Tensor, ...] | None:
         return self.program.buffers(count) if isinstance(self.program, GraphedStep) else None

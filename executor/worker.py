@@ -67,6 +67,7 @@ class Worker:
         self.config = config
         self.device = devices.select_device(config.device_config.device)
         self.dtype = devices.select_dtype(config.model_config.dtype, self.device)
+        self.kv_cache_dtype = devices.select_kv_cache_dtype(config.cache_config.kv_cache_dtype, self.dtype, self.device)
         self.num_threads = devices.set_num_threads(config.device_config.num_threads)
         self.cpu_isa = devices.select_cpu_isa(config.device_config.cpu_isa)
         logger.info("%d threads, native kernels: %s", self.num_threads, self.cpu_isa)
@@ -88,9 +89,10 @@ class Worker:
         self._model_class = find_model_class(model_config.hf_config)
         shape = self._model_class.parse_config(model_config.hf_config)
         sizes = {"head_dim": shape.head_dim, "num_heads": shape.num_attention_heads, "num_kv_heads": shape.num_key_value_heads}
-        facts = sizes | {"block_size": block_size, "cpu_isa": self.cpu_isa}
+        facts = sizes | {"block_size": block_size, "cpu_isa": self.cpu_isa, "kv_cache_dtype": self.kv_cache_dtype}
         self._ops = ops = registry.select(self.device, self.dtype, self.config.device_config.kernels, **facts)
         check_quantization(model_config.quantization, ops, self.config.device_config.kernels)
+        check_kv_cache_dtype(self.config.cache_config.kv_cache_dtype, ops, self.config.device_config.kernels)
         if self.config.load_config.load_format != "dummy":
             self._directory = Path(model_config.model)
         with early_memory(take_early_memory()):
@@ -118,7 +120,7 @@ class Worker:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: keys and values of block_size tokens in every layer."""
-        per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.model.attention_layers()) * self.dtype.itemsize
+        per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.model.attention_layers()) * self.kv_cache_dtype.itemsize
         return per_token * self.config.cache_config.block_size
 
     def determine_num_blocks(self) -> int:
@@ -150,7 +152,7 @@ class Worker:
     def _bind_cache(self, num_blocks: int) -> None:
         for layer in self.model.attention_layers():
             shape = (2, num_blocks, self.config.cache_config.block_size, layer.num_kv_heads, layer.head_dim)
-            layer.key_cache, layer.value_cache = devices.zeros(shape, self.dtype, self.device)
+            layer.key_cache, layer.value_cache = devices.zeros(shape, self.kv_cache_dtype, self.device)
 
     def _make_program(self) -> None:
         """To be called whenever weights or cache have moved: a program holds their addresses."""
@@ -192,7 +194,7 @@ class Worker:
         block_size, host_caches = self.config.cache_config.block_size, []
         for layer in self.model.attention_layers() if self._num_host_blocks else ():
             shape = (2, self._num_host_blocks, block_size, layer.num_kv_heads, layer.head_dim)
-            host_caches.append(devices.host_zeros(shape, self.dtype, self.device).unbind(0))
+            host_caches.append(devices.host_zeros(shape, self.kv_cache_dtype, self.device).unbind(0))
         self.runner.block_mover = BlockMover(host_caches, self._ops)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -283,6 +285,15 @@ def check_quantization(quantization: str | None, ops: registry.OpTable, override
             "quantization",
             f"{quantization} needs the native CPU kernels with dtype bfloat16 or float32, and they do not serve here (the log says why); "
             f'leave quantization out, or set kernels={{"{op}": "{slow}"}}, which is slow',
+        )
+
+
+def check_kv_cache_dtype(kv_cache_dtype: str, ops: registry.OpTable, overrides: dict[str, str]) -> None:
+    """Raises InvalidParameterError where no fast kernels read and write such a cache, unless a user has named the reference himself."""
+    readers = {op: "reference" for op in ("reshape_and_cache", "paged_attention")}
+    if kv_cache_dtype == "fp8" and any(ops.chosen[op] == slow and overrides.get(op) != slow for op, slow in readers.items()):
+        raise InvalidParameterError(
+            "kv_cache_dtype", f"fp8 is served by the kernels for NVIDIA GPUs; use auto, or set kernels={json.dumps(readers)}, which is slow"
         )
 
 

@@ -21,6 +21,10 @@ class LateCopies:
         self.events: list[str] = []
         self.num_copies = 0
 
+    def forget(self) -> None:
+        """What came before the first step."""
+        self.events, self.num_copies = [], 0
+
     def __call__(self, values: torch.Tensor) -> Callable[[], np.ndarray]:
         number, self.num_copies = self.num_copies, self.num_copies + 1
         self.events.append(f"launched {number}")
@@ -66,6 +70,7 @@ def keep_on_device(patch: pytest.MonkeyPatch, copies: Any, with_graphs: bool = F
     def load(self: Worker, *args: Any) -> None:
         load_model(self, *args)
         self.runner.keep_state_on_device(copies)
+        copies.forget()
 
     patch.setattr(Worker, "load_model", load)
     patch.setattr(Worker, "_make_program", lambda self: give_graphs(self) if with_graphs else make_program(self))

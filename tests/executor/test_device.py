@@ -147,6 +147,18 @@ def test_memory_given_back_includes_cycles_that_were_frozen():
     assert gc.get_freeze_count() == 0
 
 
+def test_fp8_needs_a_gpu_that_converts_it(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    for capability, is_enough in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert devices.select_kv_cache_dtype("auto", torch.bfloat16, gpu) == torch.bfloat16
+        if is_enough:
+            assert devices.select_kv_cache_dtype("fp8", torch.bfloat16, gpu) == torch.float8_e4m3fn
+        else:
+            with pytest.raises(InvalidParameterError, match=rf"kv_cache_dtype: fp8 needs .* 8\.9 or newer .* this one has {capability[0]}\.{capability[1]}; use auto"):
+                devices.select_kv_cache_dtype("fp8", torch.bfloat16, gpu)
+
+
 def test_arrays_packed_for_one_copy():
     chance = np.random.default_rng(0)
     for shapes in ([(3,), (5,), (1, 7)], [(0,), (1,), (4, 4)], [(257,), (0, 3), (2, 129)]):

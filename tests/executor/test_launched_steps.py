@@ -55,6 +55,7 @@ def copies() -> LateCopies:
 def executor(tiny, copies, request) -> Executor:
     executor = start_executor(tiny("qwen2"), max_num_seqs=5)
     executor.worker.runner.keep_state_on_device(copies)
+    copies.forget()
     if request.param == "graphs":
         give_graphs(executor.worker)
     return executor

@@ -46,6 +46,7 @@ def make_runner(copies: LateCopies, with_graphs: bool) -> ModelRunner:
     batch = InputBatch(NUM_SLOTS, MAX_LEN, BLOCK_SIZE, make_stages(ops, 100, NUM_SLOTS, MAX_LEN))
     runner = ModelRunner(model, ops, batch, BLOCK_SIZE, CPU)
     runner.keep_state_on_device(copies)
+    copies.forget()
     if with_graphs:
         runner.program = GraphedStep(model, ops, NUM_SLOTS, MAX_LEN, BLOCK_SIZE, CPU, FakeCapture())
     return runner
@@ -81,6 +82,7 @@ def test_steps_are_launched_without_a_look(temperature, with_graphs, monkeypatch
     """One copy each, whatever they begin or look ahead, and one launch for each thing to be done; the third begins a block."""
     copies, launches = LateCopies(), Launches(monkeypatch)
     runner = make_runner(copies, with_graphs)
+    assert launches.take() == (dict.fromkeys(AROUND - {"draw_kernel"}, 1), 1)  # warmed up
     params = SamplingParams(temperature=temperature, seed=1)
     prompts = {slot: list(range(slot + 14)) for slot in (0, 2, 3)}
     new = [NewRequestData(slot, str(slot), tokens, len(tokens), params) for slot, tokens in prompts.items()]
@@ -105,6 +107,7 @@ def test_steps_are_launched_without_a_look(temperature, with_graphs, monkeypatch
 def test_a_look_would_be_seen(monkeypatch):
     launches, copies = Launches(monkeypatch), LateCopies()
     runner = make_runner(copies, False)
+    launches.take()
     params = SamplingParams(temperature=0.0, seed=1, logprobs=1)  # of the host's making
     step = SchedulerOutput(0, [1], [3], [0], [[1]], [NewRequestData(1, "r", [1, 2, 3], 3, params)])
     with pytest.raises(AssertionError, match="waits for the GPU"), NothingWaits():

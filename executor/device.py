@@ -17,6 +17,7 @@ import torch
 
 from ..ipc.errors import InvalidParameterError
 from ..ipc.machine import available_cores, free_memory_bytes
+from ..ipc.memory_plan import free_of_share
 from ..kernels.cpu.native.library import library
 
 _LIBC = ctypes.CDLL(None)
@@ -124,8 +125,7 @@ def free_bytes(device: torch.device) -> int:
 def free_share_bytes(device: torch.device, share: float) -> int:
     """What is free of `share` of a GPU's memory: what others have in use counts as well. Can be negative."""
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    return free - (total - int(total * share))
+    return free_of_share(*torch.cuda.mem_get_info(device), share)
 
 
 def synchronize(device: torch.device) -> None:

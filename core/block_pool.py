@@ -84,18 +84,29 @@ class BlockPool:
     def __init__(self, num_blocks: int):
         if num_blocks < 2:
             raise ValueError(f"num_blocks: must be at least 2 (one is the null block), got {num_blocks}")
-        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
-        self.null_block = self.blocks[0]
-        self.free_queue = FreeBlockQueue(self.blocks[1:])
+        self.num_blocks = num_blocks
+        self.null_block = KVCacheBlock(0)
+        self.blocks = [self.null_block]  # by id, those that were given away once: the rest is free, and made when it is needed
+        self._untouched = KVCacheBlock(num_blocks)  # stands for the rest in the free list
+        self.free_queue = FreeBlockQueue([self._untouched])
         self._cached: dict[bytes, KVCacheBlock] = {}
 
     @property
     def num_free_blocks(self) -> int:
-        return self.free_queue.num_free_blocks
+        num_untouched = self.num_blocks - len(self.blocks)
+        return self.free_queue.num_free_blocks + num_untouched - (num_untouched > 0)
 
     @property
     def num_used_blocks(self) -> int:
-        return len(self.blocks) - 1 - self.num_free_blocks
+        return self.num_blocks - 1 - self.num_free_blocks
+
+    def free_block_ids(self) -> Iterator[int]:
+        """In the order in which they would be taken."""
+        for block in self.free_queue:
+            if block is self._untouched:
+                yield from range(len(self.blocks), self.num_blocks)
+            else:
+                yield block.block_id
 
     @property
     def num_cached_blocks(self) -> int:
@@ -108,11 +119,20 @@ class BlockPool:
         """Takes blocks from the front of the free list, evicting what they cached. Raises ValueError when there are too few."""
         if num_blocks > self.num_free_blocks:
             raise ValueError(f"{num_blocks} blocks wanted, {self.num_free_blocks} are free")
-        blocks = [self.free_queue.popleft() for _ in range(num_blocks)]
+        blocks = [self._take() for _ in range(num_blocks)]
         for block in blocks:
             self.uncache(block)
             block.ref_cnt = 1
         return blocks
+
+    def _take(self) -> KVCacheBlock:
+        block = self.free_queue.popleft()
+        if block is self._untouched:
+            block = KVCacheBlock(len(self.blocks))
+            self.blocks.append(block)
+            if len(self.blocks) < self.num_blocks:
+                self.free_queue.prepend_n([self._untouched])
+        return block
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
         """One more request holds these cached blocks; those that were free leave the free list, so that nothing evicts them."""
@@ -153,7 +173,7 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Free + used == total, every free block is unreferenced and listed once, map and hashes agree. Raises AssertionError."""
-        free_ids = [block.block_id for block in self.free_queue]
+        free_ids = list(self.free_block_ids())
         free, cached = set(free_ids), self._cached
         if not len(free_ids) == len(free) == self.num_free_blocks:
             raise AssertionError(f"the free list counts {self.num_free_blocks} and holds {free_ids}")

@@ -39,15 +39,20 @@ class EngineCore:
     UTILITIES = frozenset({"ping", "observe", "scheduler_state", "get_metrics", "check_integrity", "execute_dummy_batch"}) | PauseControl.UTILITIES
     DRAINING = PauseControl.DRAINING | {"execute_dummy_batch"}  # those that wait for the step in flight before they do anything
 
-    def __init__(self, config: EngineConfig, executor: Any = None, report: Report | None = None, *, epoch: int = 0):
-        """Loads the model and sizes the KV cache, calling `report(stage, fraction)` on the way. `executor` has Executor's methods."""
+    def __init__(self, config: EngineConfig, executor: Any = None, report: Report | None = None, *, epoch: int = 0, is_alone: bool = False):
+        """Loads the model and sizes the KV cache, calling `report(stage, fraction)` on the way. `executor` has Executor's methods.
+        `is_alone`: this process is the engine's own, and runs no other program's code."""
         check_config(config)
         report = report or _report_nothing
+        give_back: Callable[[], None] | None = None
         if executor is None:
             report("import", 0.0)
-            from ..executor import early_memory
+            from ..executor import early_memory, lean_import
 
             early_memory.begin(config)
+            if is_alone:
+                lean_import.import_torch(config)
+                give_back = lean_import.give_back
             from ..executor.executor import Executor
 
             report("import", 1.0)
@@ -61,6 +66,8 @@ class EngineCore:
             check_num_blocks(config, num_blocks)
             kv_cache_bytes = executor.initialize_kv_cache(num_blocks)
             num_host_blocks, costs = executor.initialize_swap_space()
+            if give_back is not None:
+                give_back()
             report("kv cache", 1.0)
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to tell

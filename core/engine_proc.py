@@ -109,7 +109,7 @@ class EngineCoreProc:
             self._take_events(block=True)
             self._check_early()
         executor = self.make_executor(self.config) if self.make_executor is not None else None
-        core = EngineCore(self.config, executor, self._report, epoch=self.epoch)
+        core = EngineCore(self.config, executor, self._report, epoch=self.epoch, is_alone=True)
         core.host_counters = lambda: msgspec.structs.asdict(
             TransportStats(self.input.num_bad_frames, self.output.num_lost_outputs, self.num_overflowed_clients)
         )

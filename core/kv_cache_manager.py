@@ -4,6 +4,7 @@ Must not know: who is scheduled when, the memory behind a block, torch."""
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 
@@ -21,7 +22,7 @@ class KVCacheManager:
         self.block_pool = BlockPool(num_blocks)
         self._tables: dict[str, list[KVCacheBlock]] = {}
         self._host_tables: dict[str, list[int]] = {}  # host blocks of swapped requests
-        self._free_host_blocks = list(range(num_host_blocks - 1, -1, -1))
+        self._free_host_blocks = array("q", range(num_host_blocks - 1, -1, -1))  # there may be many
         self._num_cached: dict[str, int] = {}  # entries of the table that were offered to the cache; absent: none
         self.prefix_cache_queries = 0  # tokens
         self.prefix_cache_hits = 0  # tokens
@@ -33,7 +34,7 @@ class KVCacheManager:
     @property
     def usage(self) -> float:
         """Fraction of the blocks that requests hold, 0 … 1."""
-        return self.block_pool.num_used_blocks / (len(self.block_pool.blocks) - 1)
+        return self.block_pool.num_used_blocks / (self.block_pool.num_blocks - 1)
 
     def get_block_ids(self, request_id: str) -> list[int]:
         return [block.block_id for block in self._tables.get(request_id, ())]
@@ -118,7 +119,7 @@ class KVCacheManager:
     def free_host_blocks(self, request: Request) -> list[int]:
         """What the request holds of host memory is free again, and returned."""
         host_blocks = self._host_tables.pop(request.request_id, [])
-        self._free_host_blocks += reversed(host_blocks)
+        self._free_host_blocks.extend(reversed(host_blocks))
         return host_blocks
 
     # ------------------------------------------------------------ the prefix cache

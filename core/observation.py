@@ -102,7 +102,7 @@ def observe(scheduler: Scheduler, gate: GrammarGate, records: StepRecords, since
         "step": records.last_step,
         "steps": records.newer_than(since_step),
         "requests": [*describe_requests(scheduler), *map(_describe_gated, gate)],
-        "num_blocks": len(scheduler.kv_cache_manager.block_pool.blocks),
+        "num_blocks": scheduler.kv_cache_manager.block_pool.num_blocks,
         "blocks": blocks,
         "blocks_per_cell": blocks_per_cell,
     }
@@ -161,7 +161,7 @@ def map_blocks(pool: BlockPool, max_cells: int) -> tuple[str, int]:
     busy = bytes(
         [(3 if n == 1 else 4) if (n := block.ref_cnt) else (1 if block.block_hash is None else 2) for block in pool.blocks]
     )
-    busy = b"\0" + busy[1:]
+    busy = b"\0" + busy[1:] + b"\1" * (pool.num_blocks - len(busy))  # those that nobody has had yet
     blocks_per_cell = -(-len(busy) // max_cells)
     if blocks_per_cell > 1:
         busy = bytes([max(busy[i : i + blocks_per_cell]) for i in range(0, len(busy), blocks_per_cell)])

@@ -425,7 +425,7 @@ class Scheduler:
             num_waiting=len(self.waiting) + len(self.held) - manager.num_swapped_requests,
             num_swapped=manager.num_swapped_requests,
             num_free_blocks=manager.num_free_blocks,
-            num_blocks=len(manager.block_pool.blocks),
+            num_blocks=manager.block_pool.num_blocks,
             prefix_cache_queries=manager.prefix_cache_queries,
             prefix_cache_hits=manager.prefix_cache_hits,
         )

@@ -4,7 +4,7 @@ Must not know: architectures, requests, who samples.
 
 A decode of a small model takes the processor longer to launch than the GPU to compute. A graph keeps the launches with their addresses, so the
 inputs of all graphs lie in one set of buffers, whose first rows each step fills. One graph serves every batch up to its size: the rows behind
-it compute again whatever token an earlier step has left there, with a context of one, and store nothing.
+it compute whatever token stands there, with a context of one, and store nothing.
 
      step of decodes ──▶ buffers[:size] ──▶ graph[size] ──▶ results[:number of requests]
      any other step  ──▶ operation by operation"""
@@ -61,12 +61,27 @@ class GraphedStep:
         for size in dict.fromkeys((self._sizes[-1], self._sizes[0])):
             self._graph(size)
 
+    def buffers(self, count: int) -> Tensors | None:
+        """Where the inputs of a step of `count` sampled decodes are read: token_ids, positions, slot_mapping, seq_lens and block_tables, each
+        with the rows of padding that its graph has. Written there, they are not copied. None: there is no graph for so many."""
+        if not 0 < count <= self._sizes[-1]:
+            return None
+        size = self._sizes[bisect_left(self._sizes, count)]
+        return tuple(buffer[:size] for buffer in (self._token_ids, self._positions, self._slot_mapping, self._seq_lens, self._block_tables))
+
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, logits_indices: torch.Tensor) -> Tensors:
         """As run_op_by_op. A graph's results are overwritten by the next step that is replayed."""
         count = len(metadata.query_lens)
         if not count == metadata.num_decodes == len(logits_indices) or count > self._sizes[-1]:
             return self._run(token_ids, positions, metadata, logits_indices)
         size = self._sizes[bisect_left(self._sizes, count)]
+        if token_ids.data_ptr() != self._token_ids.data_ptr():
+            self._copy(count, size, token_ids, positions, metadata)
+        replay, results = self._graph(size)
+        replay()
+        return tuple(result[:count] for result in results)
+
+    def _copy(self, count: int, size: int, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> None:
         num_blocks = metadata.block_tables.shape[1]
         self._token_ids[:count].copy_(token_ids)
         self._positions[:count].copy_(positions)
@@ -75,9 +90,6 @@ class GraphedStep:
         self._block_tables[:count, :num_blocks].copy_(metadata.block_tables)
         self._seq_lens[count:size] = 1
         self._slot_mapping[count:size] = NOT_STORED
-        replay, results = self._graph(size)
-        replay()
-        return tuple(result[:count] for result in results)
 
     def _graph(self, size: int) -> tuple[Callable[[], None], Tensors]:
         if size not in self._graphs:

@@ -9,13 +9,15 @@ import gc
 import math
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import numpy as np
 import psutil
 import torch
 
 from ..ipc.errors import InvalidParameterError
 from ..ipc.machine import available_cores, free_memory_bytes
+from ..ipc.memory_plan import free_of_share
 from ..kernels.cpu.native.library import library
 
 _LIBC = ctypes.CDLL(None)
@@ -41,6 +43,16 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
     if device.type == "cpu" and name == "float16":
         raise InvalidParameterError("dtype", "float16 is not supported on a CPU; use bfloat16 or float32")
     return _DTYPES[name]
+
+
+def select_kv_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """ "auto" or "fp8" -> torch's dtype. Raises InvalidParameterError for a GPU that has no instructions for fp8."""
+    if name != "fp8":
+        return dtype
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
+        has = ".".join(map(str, capability))
+        raise InvalidParameterError("kv_cache_dtype", f"fp8 needs a GPU of compute capability 8.9 or newer (Ada, Hopper), this one has {has}; use auto")
+    return torch.float8_e4m3fn
 
 
 def select_cpu_isa(name: str) -> str:
@@ -113,8 +125,7 @@ def free_bytes(device: torch.device) -> int:
 def free_share_bytes(device: torch.device, share: float) -> int:
     """What is free of `share` of a GPU's memory: what others have in use counts as well. Can be negative."""
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    return free - (total - int(total * share))
+    return free_of_share(*torch.cuda.mem_get_info(device), share)
 
 
 def synchronize(device: torch.device) -> None:
@@ -144,3 +155,55 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
+
+
+ALIGNMENT = 16  # bytes: what a kernel loads at once
+
+
+def packed(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+    """The arrays on `device`, brought there by one copy that nobody waits for: PyTorch keeps pinned memory until a copy from it is over."""
+    starts, num_bytes = {}, 0
+    for name, array in arrays.items():
+        starts[name], num_bytes = num_bytes, num_bytes + -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for name, array in arrays.items():
+        host.numpy()[starts[name] : starts[name] + array.nbytes].view(array.dtype)[:] = array.ravel()
+    there = host.to(device, non_blocking=True)
+    return {
+        name: there[starts[name] : starts[name] + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape) for name, array in arrays.items()
+    }
+
+
+# Begins to bring a tensor to host memory, which nobody writes to again -> a function that waits until it is there and gives it
+CopyToHost = Callable[[torch.Tensor], Callable[[], np.ndarray]]
+
+
+def there_already(values: torch.Tensor) -> Callable[[], np.ndarray]:
+    """The CopyToHost of a CPU, where a launch is the computation itself."""
+    return values.numpy
+
+
+class SecondStream:
+    """The CopyToHost of a GPU: a stream of its own copies to pinned memory, while the first one goes on with the next step.
+
+    first stream    [ step N: …, tokens ][ step N + 1: … ]
+    second stream            waits for ──▶[ tokens to the host ] event ──▶ whoever asks for them
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, values: torch.Tensor) -> Callable[[], np.ndarray]:
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(values, non_blocking=True)
+        values.record_stream(self._stream)  # its memory is not given to the next step before the copy is over
+        is_there = self._stream.record_event()
+
+        def wait() -> np.ndarray:
+            is_there.synchronize()
+            return host.numpy()
+
+        return wait

@@ -14,6 +14,7 @@ from ..ipc.params import ALL_LOGPROBS, SamplingParams
 
 LEAST_TOP_P = float(np.finfo(np.float32).tiny)  # a smaller share would be none in 32 bits, and no token would be left
 NO_LOGPROBS = -1
+NOT_KNOWN = -1  # a token that the device has sampled and the host has not seen
 WHOLE_VOCABULARY = 2**31 - 1  # of num_logprobs; whoever knows the vocabulary's size takes the smaller
 
 
@@ -40,11 +41,13 @@ class InputBatch:
         self.random_slots: set[int] = set()  # that do not simply take the largest logit
         self.stages = stages
         self.num_added = 0  # requests so far: while it stays, so does all that a slot holds but its tokens and blocks
+        self.entries = np.zeros(max_num_seqs, np.int64)  # the number of the request that entered the slot last
         self.refusals: dict[int, str] = {}  # slot -> why this request cannot be served
 
     def add(self, request: NewRequestData) -> None:
         slot, count = request.slot, len(request.token_ids)
         self.num_added += 1
+        self.entries[slot] = self.num_added
         self._forget_wishes(slot)
         self.token_ids[slot, :count] = request.token_ids
         self.num_tokens[slot] = count
@@ -94,6 +97,16 @@ class InputBatch:
         num_tokens = self.num_tokens[slots]
         self.token_ids[slots, num_tokens] = token_ids
         self.num_tokens[slots] = num_tokens + 1
+
+    def expect_tokens(self, slots: np.ndarray, positions: np.ndarray) -> None:
+        """One token more for each of `slots` [R], all different, at `positions` [R]: on its way, see fill_in."""
+        self.token_ids[slots, positions] = NOT_KNOWN
+        self.num_tokens[slots] = positions + 1
+
+    def fill_in(self, slots: np.ndarray, positions: np.ndarray, entries: np.ndarray, token_ids: np.ndarray) -> None:
+        """The tokens that were expected of the requests `entries` [R]; a slot may have another one by now, whose tokens these are not."""
+        mine = np.flatnonzero(self.entries[slots] == entries)
+        self.token_ids[slots[mine], positions[mine]] = token_ids[mine]
 
 
 def _num_logprobs(wanted: int | None) -> int:

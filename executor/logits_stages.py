@@ -87,6 +87,10 @@ class LogitsStages:
         self._wants[:, slot] = False
         self._count()
 
+    def are_wanted_by(self, slots: list[int]) -> bool:
+        """By any of them."""
+        return self.num_slots > 0 and bool(self._wants[:, slots].any())
+
     def _count(self) -> None:
         self.num_slots = int(self._wants.any(axis=0).sum())
 

@@ -5,6 +5,7 @@ Must not know: requests beyond their slot, why something was scheduled, other pr
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import islice
 from typing import Any
 
@@ -15,9 +16,12 @@ from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
 from ..kernels.ops import AttentionMetadata
 from ..kernels.registry import OpTable
 from .block_mover import BlockMover
-from .device import wake_threads
+from .cuda_graphs import GraphedStep
+from .device import CopyToHost, SecondStream, wake_threads
+from .device_inputs import DeviceInputMaker, DeviceTables
 from .grammar import Grammars
 from .input_batch import InputBatch
+from .launched_steps import PendingStep, StepLauncher
 from .logprob_arrays import join_logprobs
 from .prompt_logprobs import PromptScorer
 from .sampler import Sampler
@@ -36,11 +40,26 @@ class ModelRunner:
         self.program: Callable | None = None  # the worker's gift: what run_op_by_op does, in one call
         self.batch = batch
         self.device = device
-        self.make_inputs = StepInputMaker(batch, block_size, device)
+        self.block_size = block_size
+        self.make_inputs: Callable[[SchedulerOutput], StepInputs] = StepInputMaker(batch, block_size)
+        self.tables: DeviceTables | None = None
+        self.launcher: StepLauncher | None = None  # of steps whose tokens stay on the device
         self.grammars = grammars  # one of the batch's stages, if there is one
         self.sampler = Sampler(ops)
         self.block_mover: BlockMover | None = None  # the worker's gift, once there is a cache
         self.prompt_scorer = PromptScorer(model.compute_logits, ops, model.config.vocab_size)
+        if device.type != "cpu":
+            self.keep_state_on_device(SecondStream(device))
+
+    def keep_state_on_device(self, copy_to_host: CopyToHost) -> None:
+        """From now on tables and inputs are the device's, and tokens come back by `copy_to_host`. To be called before the first request."""
+        self.tables = DeviceTables(self.batch, self.ops, self.device)
+        self.make_inputs = inputs = DeviceInputMaker(self.tables, self.block_size, self.ops, self._graph_buffers)
+        self.launcher = StepLauncher(self.batch, self.ops, self.tables, inputs, self._forward, copy_to_host)
+        self.launcher.warm_up()
+
+    def _graph_buffers(self, count: int) -> tuple[torch.Tensor, ...] | None:
+        return self.program.buffers(count) if isinstance(self.program, GraphedStep) else None
 
     def use_model(self, model: Any) -> None:
         """Another model of the same shape takes over, or (None) nobody: then no step may come."""
@@ -50,8 +69,33 @@ class ModelRunner:
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Computes the scheduled tokens and samples the rows that are complete. Logits that are not finite are their own row's error."""
+        if self.launcher is not None:
+            return self.launch_model(scheduler_output).result()
         wake_threads()
         self._apply_differences(scheduler_output)
+        return self._run(scheduler_output)
+
+    @torch.inference_mode()
+    def launch_model(self, scheduler_output: SchedulerOutput) -> PendingStep | Future[ModelRunnerOutput]:
+        """As execute_model where state is kept on the device, but for waiting: `result()` of what it returns does that, in this same thread.
+        Steps may be launched before the ones before have been finished."""
+        self._apply_differences(scheduler_output)
+        self.tables.note_differences(scheduler_output)
+        if scheduler_output.slots and not self._needs_host(scheduler_output.slots):
+            return self.launcher.launch(scheduler_output)
+        # The plain order: all steps before are finished first, and this one is before the next is launched.
+        self.launcher.finish_all()
+        done: Future[ModelRunnerOutput] = Future()
+        done.set_result(self._run(scheduler_output))
+        return done
+
+    def _needs_host(self, slots: list[int]) -> bool:
+        """Whether a row of the step wants what is found on the host, from tokens or logits: any stage of logits_stages.py, log-probabilities."""
+        batch = self.batch
+        wishes = batch.logprobs_slots, batch.prompt_logprobs_slots
+        return any(some and not some.isdisjoint(slots) for some in wishes) or batch.stages.are_wanted_by(slots)
+
+    def _run(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         if not scheduler_output.slots:
             return ModelRunnerOutput([], [])
         result = self._compute(scheduler_output)

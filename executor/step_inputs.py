@@ -4,8 +4,8 @@ Must not know: the model, requests beyond their slot, what is done with the inpu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class StepInputs:
 
 @dataclass(eq=False, slots=True)
 class _Decodes:
-    """A step of decodes that were all sampled, and its arrays, which on a CPU are the memory of the inputs' tensors."""
+    """A step of decodes that were all sampled, and its arrays, which are the memory of the inputs' tensors."""
 
     output: SchedulerOutput
     inputs: StepInputs
@@ -43,13 +43,49 @@ class _Decodes:
     slot_mapping: np.ndarray
 
 
-class StepInputMaker:
-    """Vectorised over rows and tokens: no Python per token, none per request."""
+class StepLayout(NamedTuple):
+    """The rows of a step, before anybody looks at a token."""
 
-    def __init__(self, batch: InputBatch, block_size: int, device: torch.device):
+    order: np.ndarray  # [B], as are the following: see StepInputs
+    slots: np.ndarray
+    num_computed: np.ndarray
+    query_lens: np.ndarray
+    query_start_loc: np.ndarray  # [B + 1]
+    seq_lens: np.ndarray  # [B] i32; all others are i64
+    num_decodes: int
+    sampled_rows: np.ndarray  # [R]
+
+    def is_all_sampled_decodes(self) -> bool:
+        return len(self.sampled_rows) == self.num_decodes == len(self.slots)
+
+    def logits_indices(self) -> np.ndarray:
+        """[R]"""
+        return self.query_start_loc[1:][self.sampled_rows] - 1
+
+
+def lay_out(scheduler_output: SchedulerOutput, num_tokens: np.ndarray) -> StepLayout:
+    """num_tokens [slots]: of each slot's sequence."""
+    query_lens = np.array(scheduler_output.num_scheduled_tokens, np.int64)
+    is_prefill = query_lens != 1
+    num_decodes = len(query_lens) - int(np.count_nonzero(is_prefill))
+    slots, num_computed = np.array(scheduler_output.slots, np.int64), np.array(scheduler_output.num_computed_tokens, np.int64)
+    if num_decodes == len(slots):  # most steps
+        order, query_start_loc = np.arange(num_decodes), np.arange(num_decodes + 1)
+    else:
+        order = np.argsort(is_prefill, kind="stable")
+        query_lens, slots, num_computed = query_lens[order], slots[order], num_computed[order]
+        query_start_loc = np.zeros(len(slots) + 1, np.int64)
+        np.cumsum(query_lens, out=query_start_loc[1:])
+    seq_lens = (num_computed + query_lens).astype(np.int32)
+    return StepLayout(order, slots, num_computed, query_lens, query_start_loc, seq_lens, num_decodes, np.flatnonzero(seq_lens == num_tokens[slots]))
+
+
+class StepInputMaker:
+    """On a CPU; executor/device_inputs.py makes the same on a GPU. Vectorised over rows and tokens: no Python per token, none per request."""
+
+    def __init__(self, batch: InputBatch, block_size: int):
         self.batch = batch
         self.block_size = block_size
-        self.device = device
         self._last: _Decodes | None = None  # the last step, if the next may be its like
 
     def __call__(self, scheduler_output: SchedulerOutput) -> StepInputs:
@@ -61,45 +97,34 @@ class StepInputMaker:
 
     def _make(self, scheduler_output: SchedulerOutput) -> StepInputs:
         batch = self.batch
-        query_lens = np.array(scheduler_output.num_scheduled_tokens, np.int64)
-        is_prefill = query_lens != 1
-        num_decodes = len(query_lens) - int(np.count_nonzero(is_prefill))
-        slots, num_computed = np.array(scheduler_output.slots, np.int64), np.array(scheduler_output.num_computed_tokens, np.int64)
+        layout = lay_out(scheduler_output, batch.num_tokens)
+        order, slots, num_computed, query_lens, query_start_loc, seq_lens, num_decodes, sampled_rows = layout
         if num_decodes == len(slots):  # most steps
-            order, query_start_loc = np.arange(num_decodes), np.arange(num_decodes + 1)
             positions, token_slots = num_computed, slots
         else:
-            order = np.argsort(is_prefill, kind="stable")
-            query_lens, slots, num_computed = query_lens[order], slots[order], num_computed[order]
-            query_start_loc = np.zeros(len(slots) + 1, np.int64)
-            np.cumsum(query_lens, out=query_start_loc[1:])
             positions = np.arange(query_start_loc[-1]) + np.repeat(num_computed - query_start_loc[:-1], query_lens)
             token_slots = np.repeat(slots, query_lens)
-        seq_lens = (num_computed + query_lens).astype(np.int32)
-        sampled_rows = np.flatnonzero(seq_lens == batch.num_tokens[slots])
         token_ids, slot_mapping = batch.token_ids[token_slots, positions], self._slot_mapping(token_slots, positions)
-        arrays = {
-            "positions": positions,
-            "slot_mapping": slot_mapping,
-            "logits_indices": query_start_loc[1:][sampled_rows] - 1,
-            "token_ids": token_ids,
-            "query_start_loc": query_start_loc.astype(np.int32),
-            "seq_lens": seq_lens,
-            "block_tables": self._block_tables(slots, seq_lens),
-        }
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()} if self.device.type == "cpu" else packed(arrays, self.device)
         inputs = StepInputs(
             order=order,
             slots=slots,
-            token_ids=tensors.pop("token_ids"),
-            positions=tensors.pop("positions"),
-            logits_indices=tensors.pop("logits_indices"),
-            metadata=AttentionMetadata(**tensors, num_decodes=num_decodes, query_lens=query_lens.tolist(), seq_lens_list=seq_lens.tolist()),
+            token_ids=torch.from_numpy(token_ids),
+            positions=torch.from_numpy(positions),
+            logits_indices=torch.from_numpy(layout.logits_indices()),
+            metadata=AttentionMetadata(
+                query_start_loc=torch.from_numpy(query_start_loc.astype(np.int32)),
+                seq_lens=torch.from_numpy(seq_lens),
+                block_tables=torch.from_numpy(self._block_tables(slots, seq_lens)),
+                slot_mapping=torch.from_numpy(slot_mapping),
+                num_decodes=num_decodes,
+                query_lens=query_lens.tolist(),
+                seq_lens_list=seq_lens.tolist(),
+            ),
             sampled_rows=sampled_rows,
             sampled_slots=slots[sampled_rows],
         )
         self._last = None
-        if len(sampled_rows) == num_decodes == len(slots) and self.device.type == "cpu":
+        if layout.is_all_sampled_decodes():
             token_index = slots * batch.token_ids.shape[1] + positions
             self._last = _Decodes(scheduler_output, inputs, token_index, token_ids, positions, seq_lens, slot_mapping)
         return inputs
@@ -144,20 +169,3 @@ class StepInputMaker:
     def _block_tables(self, slots: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
         num_blocks = -(-int(seq_lens.max()) // self.block_size)
         return self.batch.block_tables[slots, :num_blocks]
-
-
-ALIGNMENT = 16  # bytes: what a kernel loads at once
-
-
-def packed(arrays: Mapping[str, np.ndarray], device: torch.device, is_pinned: bool = True) -> dict[str, torch.Tensor]:
-    """The arrays on `device`, brought there by one copy that nobody waits for: PyTorch keeps pinned memory until a copy from it is over."""
-    starts, num_bytes = {}, 0
-    for name, array in arrays.items():
-        starts[name], num_bytes = num_bytes, num_bytes + -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-    for name, array in arrays.items():
-        host.numpy()[starts[name] : starts[name] + array.nbytes].view(array.dtype)[:] = array.ravel()
-    there = host.to(device, non_blocking=True)
-    return {
-        name: there[starts[name] : starts[name] + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape) for name, array in arrays.items()
-    }

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from .cuda_graphs import CudaCapture, GraphedStep
 from .early_memory import take as take_early_memory
 from .grammar import Grammars
 from .input_batch import InputBatch
+from .launched_steps import PendingStep
 from .layers import LayerFactory
+from .lean_import import PLUGINS
 from .loader import fill_with_random_weights, load_weights
 from .logits_processors import load_logits_processors
 from .model_runner import ModelRunner
@@ -36,9 +39,8 @@ from .token_stages import make_stages
 
 logger = logging.getLogger(__name__)
 
-MEASURED_TOKENS = 32  # of a forward pass, to learn what recomputing costs
+MEASURED_TOKENS = (8, 32)  # of a forward pass, to learn what recomputing costs; the latter only of a model that is quick
 MEASURING_BUDGET_S = 0.05  # of start-up; a pass that takes longer is run once
-PLUGINS = "quire.plugins"  # entry points of installed packages: modules that register kernels or models when they are imported
 
 
 def load_plugins() -> None:
@@ -65,6 +67,7 @@ class Worker:
         self.config = config
         self.device = devices.select_device(config.device_config.device)
         self.dtype = devices.select_dtype(config.model_config.dtype, self.device)
+        self.kv_cache_dtype = devices.select_kv_cache_dtype(config.cache_config.kv_cache_dtype, self.dtype, self.device)
         self.num_threads = devices.set_num_threads(config.device_config.num_threads)
         self.cpu_isa = devices.select_cpu_isa(config.device_config.cpu_isa)
         logger.info("%d threads, native kernels: %s", self.num_threads, self.cpu_isa)
@@ -86,9 +89,10 @@ class Worker:
         self._model_class = find_model_class(model_config.hf_config)
         shape = self._model_class.parse_config(model_config.hf_config)
         sizes = {"head_dim": shape.head_dim, "num_heads": shape.num_attention_heads, "num_kv_heads": shape.num_key_value_heads}
-        facts = sizes | {"block_size": block_size, "cpu_isa": self.cpu_isa}
+        facts = sizes | {"block_size": block_size, "cpu_isa": self.cpu_isa, "kv_cache_dtype": self.kv_cache_dtype}
         self._ops = ops = registry.select(self.device, self.dtype, self.config.device_config.kernels, **facts)
         check_quantization(model_config.quantization, ops, self.config.device_config.kernels)
+        check_kv_cache_dtype(self.config.cache_config.kv_cache_dtype, ops, self.config.device_config.kernels)
         if self.config.load_config.load_format != "dummy":
             self._directory = Path(model_config.model)
         with early_memory(take_early_memory()):
@@ -116,7 +120,7 @@ class Worker:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: keys and values of block_size tokens in every layer."""
-        per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.model.attention_layers()) * self.dtype.itemsize
+        per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.model.attention_layers()) * self.kv_cache_dtype.itemsize
         return per_token * self.config.cache_config.block_size
 
     def determine_num_blocks(self) -> int:
@@ -148,7 +152,7 @@ class Worker:
     def _bind_cache(self, num_blocks: int) -> None:
         for layer in self.model.attention_layers():
             shape = (2, num_blocks, self.config.cache_config.block_size, layer.num_kv_heads, layer.head_dim)
-            layer.key_cache, layer.value_cache = devices.zeros(shape, self.dtype, self.device)
+            layer.key_cache, layer.value_cache = devices.zeros(shape, self.kv_cache_dtype, self.device)
 
     def _make_program(self) -> None:
         """To be called whenever weights or cache have moved: a program holds their addresses."""
@@ -170,13 +174,17 @@ class Worker:
         if mode != "auto" or not self._num_host_blocks:
             return self._num_host_blocks, PreemptionCosts()
         scheduler_config = self.config.scheduler_config
-        num_tokens = min(MEASURED_TOKENS, scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs)
+        most_tokens = min(scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs)
+        for num_tokens in sorted({min(count, most_tokens) for count in MEASURED_TOKENS}):
 
-        def recompute() -> None:
-            self.runner.execute_dummy_batch(num_tokens)
-            devices.synchronize(self.device)
+            def recompute(num_tokens: int = num_tokens) -> None:
+                self.runner.execute_dummy_batch(num_tokens)
+                devices.synchronize(self.device)
 
-        recompute_s = shortest_time(recompute, budget_s=MEASURING_BUDGET_S) / num_tokens
+            pass_s = shortest_time(recompute, budget_s=MEASURING_BUDGET_S)
+            recompute_s = pass_s / num_tokens
+            if pass_s > MEASURING_BUDGET_S / 4:  # more tokens would take longer, and change nothing: swapping is cheaper by far
+                break
         swap_s, swap_s_per_block = self.runner.block_mover.measure(self.model.attention_layers())
         costs = PreemptionCosts(recompute_s, swap_s, swap_s_per_block / block_size)
         logger.info("swap space: %d blocks; %s", self._num_host_blocks, costs)
@@ -186,11 +194,19 @@ class Worker:
         block_size, host_caches = self.config.cache_config.block_size, []
         for layer in self.model.attention_layers() if self._num_host_blocks else ():
             shape = (2, self._num_host_blocks, block_size, layer.num_kv_heads, layer.head_dim)
-            host_caches.append(devices.host_zeros(shape, self.dtype, self.device).unbind(0))
+            host_caches.append(devices.host_zeros(shape, self.kv_cache_dtype, self.device).unbind(0))
         self.runner.block_mover = BlockMover(host_caches, self._ops)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         return self.runner.execute_model(scheduler_output)
+
+    @property
+    def launches(self) -> bool:
+        """Whether launch_model works: the device computes while its host goes on."""
+        return self.runner.launcher is not None
+
+    def launch_model(self, scheduler_output: SchedulerOutput) -> PendingStep | Future[ModelRunnerOutput]:
+        return self.runner.launch_model(scheduler_output)
 
     def execute_dummy_batch(self) -> None:
         self.check_health()
@@ -269,6 +285,15 @@ def check_quantization(quantization: str | None, ops: registry.OpTable, override
             "quantization",
             f"{quantization} needs the native CPU kernels with dtype bfloat16 or float32, and they do not serve here (the log says why); "
             f'leave quantization out, or set kernels={{"{op}": "{slow}"}}, which is slow',
+        )
+
+
+def check_kv_cache_dtype(kv_cache_dtype: str, ops: registry.OpTable, overrides: dict[str, str]) -> None:
+    """Raises InvalidParameterError where no fast kernels read and write such a cache, unless a user has named the reference himself."""
+    readers = {op: "reference" for op in ("reshape_and_cache", "paged_attention")}
+    if kv_cache_dtype == "fp8" and any(ops.chosen[op] == slow and overrides.get(op) != slow for op, slow in readers.items()):
+        raise InvalidParameterError(
+            "kv_cache_dtype", f"fp8 is served by the kernels for NVIDIA GPUs; use auto, or set kernels={json.dumps(readers)}, which is slow"
         )
 
 

@@ -12,6 +12,8 @@ from ..ipc.errors import ModelLoadError
 from ..ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+SAMPLING_ROW_BYTES = 2 * 8192 * 8  # kernels/triton/cut.py: tokens listed for a cut, their orders and masses
+ATTENTION_PIECES = 32  # kernels/triton/attention_decode.py
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,20 @@ class ModelSizes:
         rest = self.num_parameters - sum(rows * columns for (rows, columns), _ in linears)
         return rest * DTYPE_BYTES[dtype] + sum(quantized_bytes(*shape, bits) for shape, bits in linears)
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
+    def kv_bytes_per_token(self, dtype: str, kv_cache_dtype: str = "auto") -> int:
         """Keys and values of all layers."""
         config = self.config
-        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * DTYPE_BYTES[dtype]
+        number_bytes = 1 if kv_cache_dtype == "fp8" else DTYPE_BYTES[dtype]
+        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * number_bytes
+
+    def step_bytes(self, dtype: str, num_tokens: int, num_logits: int) -> int:
+        """What a step on a GPU holds at once at most, by estimate: the residual stream and the widest layer's inputs and outputs, logits and
+        a copy of them, what sampling and the pieces of a decode's attention keep. The engine measures it."""
+        config = self.config
+        attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+        per_token = (2 * config.hidden_size + max(attention, 3 * config.intermediate_size)) * DTYPE_BYTES[dtype]
+        pieces = config.num_attention_heads * ATTENTION_PIECES * (config.head_dim + 2) * 4
+        return num_tokens * per_token + num_logits * (2 * config.vocab_size * 4 + SAMPLING_ROW_BYTES + pieces)
 
 
 def measure_model(hf_config: dict[str, Any]) -> ModelSizes:

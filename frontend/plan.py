@@ -12,11 +12,13 @@ import msgspec
 from ..ipc.config import EngineConfig, config_fields
 from ..ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ..ipc.machine import free_memory_bytes
-from ..ipc.memory_plan import CPU_MEMORY_FRACTION, QUANTIZATION_BITS, affordable_blocks, fitting_tokens, plan_num_blocks
+from ..ipc.memory_plan import CPU_MEMORY_FRACTION, QUANTIZATION_BITS, affordable_blocks, fitting_tokens, free_of_share, plan_num_blocks
 from .engine_args import EngineArgs, model_context
+from .gpu_memory import gpu_memory_bytes
 from .model_files import find_cached_directory, find_model_directory
-from .model_sizes import measure_model
+from .model_sizes import ModelSizes, measure_model
 
+CUDA_BYTES = 640 * 2**20  # of a GPU, for CUDA itself and cuBLAS's workspace: an estimate, nobody has measured it
 RUNTIME_BYTES = 384 * 2**20  # the engine process without weights and cache (260 MiB measured: Python and torch), and a frontend (100)
 CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 NOT_COPIED = frozenset({"model", "max_model_len", "kv_cache_memory_bytes"})  # of the arguments; the plan decides them
@@ -34,9 +36,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     model_context: int | None
     max_model_len: int  # asked for; by default the model's context
-    memory_bytes: int
-    memory_is_named: bool  # else it is what this machine has free
+    device: str
+    memory_bytes: int  # all of a GPU's
+    memory_is_named: bool  # else it is what this machine has free, or its GPU
+    memory_share: float  # gpu_memory_utilization
+    withheld_bytes: int  # of a GPU: what gpu_memory_utilization leaves to others, and what these have beyond that
     runtime_bytes: int
+    step_bytes: int  # on a GPU: activations, graphs and requests' tables, by estimate
     num_blocks: int  # KV-cache blocks that the engine will make; 0: it will refuse to start
     kv_cache_bytes: int
     longest_context: int  # tokens of one sequence that fit, no more than the model takes; 0: not even the weights and one block fit
@@ -55,6 +61,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def least_memory_bytes(self) -> int:
         """Memory for the weights and one sequence of max_model_len, as the engine divides it when left to itself."""
+        if self.device == "cuda":
+            needed = self.weights_bytes + self.runtime_bytes + self.step_bytes + self.least_kv_cache_bytes
+            total = ceil(needed / self.memory_share)
+            return total + (int(total * self.memory_share) < needed)
         return self.weights_bytes + self.runtime_bytes + ceil(self.least_kv_cache_bytes / CPU_MEMORY_FRACTION)
 
     @property
@@ -65,23 +75,25 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def free_bytes(self) -> int:
         """What is left for the KV cache and everything else; negative where the weights do not fit."""
-        return self.memory_bytes - self.weights_bytes - self.runtime_bytes
+        return self.memory_bytes - self.withheld_bytes - self.weights_bytes - self.runtime_bytes - self.step_bytes
 
 
 def make_plan(args: EngineArgs, memory_bytes: int | None = None, given: dict[str, Any] | None = None) -> Plan:
-    """The plan for `args` on this machine, or for `memory_bytes`. Raises what the engine would for a model that it does not run.
+    """The plan for `args` on this machine, or for `memory_bytes` (on a GPU all that it has). Raises what the engine would for a model that it does not run.
 
     `given`: the arguments that the user chose, for the flags to copy.
     """
     config = resolve(args)
     _refuse_what_no_engine_takes(config)
     sizes = measure_model(config.model_config.hf_config)
-    memory = free_memory_bytes() if memory_bytes is None else memory_bytes
+    memory = _measure_memory(config, memory_bytes)
+    step_bytes = _estimate_step(config, sizes) if memory.is_gpu else 0
     dtype, block_size = config.model_config.dtype, config.cache_config.block_size
-    block_bytes = sizes.kv_bytes_per_token(dtype) * block_size
+    kv_bytes_per_token = sizes.kv_bytes_per_token(dtype, config.cache_config.kv_cache_dtype)
+    block_bytes = kv_bytes_per_token * block_size
     quantization = config.model_config.quantization
     weights_bytes = sizes.weights_bytes(dtype, quantization)
-    free = memory - weights_bytes - RUNTIME_BYTES
+    free = memory.total_bytes - memory.withheld_bytes - weights_bytes - memory.runtime_bytes - step_bytes
     room = affordable_blocks(config, block_bytes, free) if free > 0 else 0
     context = model_context(config.model_config.hf_config)
     longest = min(fitting_tokens(config, room), context or fitting_tokens(config, room))
@@ -91,7 +103,8 @@ def make_plan(args: EngineArgs, memory_bytes: int | None = None, given: dict[str
         num_blocks = 0
     lengths = sorted({*(length for length in CONTEXTS if length < longest), longest} - {0})
     most, usable = config.scheduler_config.max_num_seqs, (num_blocks or room) - 1
-    flags, fits_as = _flags(config, longest, (num_blocks or room) * block_bytes if memory_bytes is not None else None, given or {}), None
+    is_exact = memory_bytes is not None and not memory.is_gpu  # a GPU's engine measures what here is estimated
+    flags, fits_as = _flags(config, longest, (num_blocks or room) * block_bytes if is_exact else None, given or {}), None
     if not longest and dtype == "float32":
         arguments = {name: getattr(args, name) for name in config_fields()} | {"dtype": "bfloat16"}
         flags = make_plan(EngineArgs(**arguments), memory_bytes, {**(given or {}), "dtype": "bfloat16"}).flags
@@ -104,14 +117,18 @@ def make_plan(args: EngineArgs, memory_bytes: int | None = None, given: dict[str
         weights_bytes=weights_bytes,
         quantization=quantization,
         weights_bytes_by_dtype={name: sizes.weights_bytes(name) for name in ("bfloat16", "float32")}
-        | {name: sizes.weights_bytes(dtype, name) for name in QUANTIZATION_BITS},
-        kv_bytes_per_token=sizes.kv_bytes_per_token(dtype),
+        | {name: sizes.weights_bytes(dtype, name) for name in QUANTIZATION_BITS if not memory.is_gpu},
+        kv_bytes_per_token=kv_bytes_per_token,
         block_size=block_size,
         model_context=context,
         max_model_len=config.model_config.max_model_len,
-        memory_bytes=memory,
+        device=config.device_config.device,
+        memory_share=config.cache_config.gpu_memory_utilization,
+        memory_bytes=memory.total_bytes,
         memory_is_named=memory_bytes is not None,
-        runtime_bytes=RUNTIME_BYTES,
+        withheld_bytes=memory.withheld_bytes,
+        runtime_bytes=memory.runtime_bytes,
+        step_bytes=step_bytes,
         num_blocks=num_blocks,
         kv_cache_bytes=num_blocks * block_bytes,
         longest_context=longest,
@@ -119,6 +136,32 @@ def make_plan(args: EngineArgs, memory_bytes: int | None = None, given: dict[str
         flags=flags,
         fits_as=fits_as,
     )
+
+
+class Memory(msgspec.Struct, frozen=True):
+    total_bytes: int
+    withheld_bytes: int
+    runtime_bytes: int
+    is_gpu: bool
+
+
+def _measure_memory(config: EngineConfig, memory_bytes: int | None) -> Memory:
+    """Of this machine, or of one that has `memory_bytes`: free ones on a CPU, all of a GPU's, which is then taken to be idle."""
+    if config.device_config.device != "cuda":
+        return Memory(free_memory_bytes() if memory_bytes is None else memory_bytes, 0, RUNTIME_BYTES, False)
+    share = config.cache_config.gpu_memory_utilization
+    if memory_bytes is not None:
+        return Memory(memory_bytes, memory_bytes - free_of_share(memory_bytes, memory_bytes, share), CUDA_BYTES, True)
+    free, total = gpu_memory_bytes()  # with CUDA in use: it takes no more
+    return Memory(total, total - free_of_share(free, total, share), 0, True)
+
+
+def _estimate_step(config: EngineConfig, sizes: ModelSizes) -> int:
+    """What the worker measures: the largest step, and the largest that has a graph, whose memory is its own; and the tables of requests."""
+    scheduler_config, model_config = config.scheduler_config, config.model_config
+    most_tokens, most_requests = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
+    steps = sum(sizes.step_bytes(model_config.dtype, tokens, min(tokens, most_requests)) for tokens in (most_tokens, most_requests))
+    return steps + most_requests * (model_config.max_model_len + model_config.max_model_len // config.cache_config.block_size) * 4
 
 
 def resolve(args: EngineArgs) -> EngineConfig:
@@ -130,9 +173,13 @@ def resolve(args: EngineArgs) -> EngineConfig:
 
 
 def _refuse_what_no_engine_takes(config: EngineConfig) -> None:
-    """What no engine takes, and what no plan is made for yet."""
+    """What no engine takes: the engine's own refusals, in short."""
     if config.device_config.device == "cuda":
-        raise InvalidParameterError("device", "plans are made for the memory of CPUs so far; use cpu")
+        if config.model_config.quantization is not None:
+            raise InvalidParameterError("quantization", f"{config.model_config.quantization} needs the native CPU kernels; leave it out")
+        return
+    if config.cache_config.kv_cache_dtype == "fp8" and not {"reshape_and_cache", "paged_attention"} <= config.device_config.kernels.keys():
+        raise InvalidParameterError("kv_cache_dtype", "fp8 is served by the kernels for NVIDIA GPUs; use auto")
     if config.model_config.dtype == "float16":
         raise InvalidParameterError("dtype", "float16 is not supported on a CPU; use bfloat16 or float32")
 

@@ -34,6 +34,11 @@ def check_weights_fit(weights_bytes: int, dtype: str, free_bytes: int) -> None:
         )
 
 
+def free_of_share(free_bytes: int, total_bytes: int, share: float) -> int:
+    """What is free of `share` of a GPU's memory: what others have in use counts as well. Can be negative."""
+    return free_bytes - (total_bytes - int(total_bytes * share))
+
+
 def affordable_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> int:
     """KV-cache blocks that there is room for, however many are wanted: num_gpu_blocks_override, or what fits kv_cache_memory_bytes, or else
     `free_bytes`, on a CPU CPU_MEMORY_FRACTION of them."""

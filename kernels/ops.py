@@ -58,7 +58,8 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tenso
     Summed in fp32. Called once per layer when the weights are filled, to lay them out as the implementation reads them best. What it
     returns may have a method `logits` too, which gives [T, N] in fp32, not rounded to dtype before, and a method `embedding`, which is the
     operation of that name with the weight as its table. An implementation that keeps nothing of the weight may have an attribute `from_parts`:
-    the same function of a list of tensors [n, K], together the weight's N rows, and the bias; its result has `embedding`. A layer is then packed out of a mapped file.
+    the same function of a list of tensors [n, K], together the weight's N rows, and the bias; its result has `embedding`. A layer is then packed out
+    of a mapped file: `release=` is a function to be called with rows of those tensors that are packed and need not stay in memory.
     """
 
 
@@ -105,7 +106,8 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cach
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Stores key and value [T, NKV, D] in key_cache and value_cache [num_blocks, block_size, NKV, D], both contiguous.
 
-    slot_mapping [T] i64: token t's slot, block * block_size + offset, no slot twice; a token with a negative one is not stored.
+    slot_mapping [T] i64: token t's slot, block * block_size + offset, no slot twice; a token with a negative one is not stored. The caches
+    may be in float8_e4m3fn (Micikevicius et al. 2022): numbers are rounded to the nearest, ties to even, those beyond 448 become 448.
     """
 
 
@@ -127,7 +129,8 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of query [T, NQ, D] over the cached context -> [T, NQ, D]. Kwon et al. 2023.
 
-    key_cache and value_cache [num_blocks, block_size, NKV, D] already hold this step's tokens (reshape_and_cache). NQ is a multiple of
+    key_cache and value_cache [num_blocks, block_size, NKV, D] already hold this step's tokens (reshape_and_cache), perhaps in
+    float8_e4m3fn, whose numbers are taken as they are. NQ is a multiple of
     NKV: query head h reads KV head h // (NQ / NKV). The i-th of a request's q query tokens stands at position seq_len - q + i and sees
     positions up to its own, with sliding_window w > 0 the last w of these (Beltagy et al. 2020). softcap c > 0: a logit x becomes
     c tanh(x / c) (Gemma 2). Softmax and sums in fp32. A slot outside a request's context cannot touch its result, whatever it holds
@@ -139,7 +142,7 @@ def paged_attention(
 def copy_blocks(sources: list[Tensor], destinations: list[Tensor], pairs: Tensor) -> None:
     """In place: block pairs[i, 1] of destinations[n] becomes block pairs[i, 0] of sources[n], for every i and n: a request's blocks in all layers.
 
-    Each [num_blocks, block_size, NKV, D], contiguous. A source and its destination are both on the device (perhaps one tensor: a request's
+    Each [num_blocks, block_size, NKV, D], contiguous, of any one type. A source and its destination are both on the device (perhaps one tensor: a request's
     last block is copied before it writes there), or one of them in host memory, pinned where the device is a GPU (a preempted request's
     blocks are swapped out, and in again). pairs [P, 2] i64, on the host. No block is filled twice, and none is both read and filled.
     """

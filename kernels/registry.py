@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -27,12 +28,18 @@ class Facts:
     """What a predicate may ask. Sizes are 0 where they are not known; an implementation that needs one must then decline."""
 
     device: str  # torch's device type: "cpu", "cuda"
-    dtype: torch.dtype  # of activations and KV cache; of the logits for the sampling operations
+    dtype: torch.dtype  # of activations; of the logits for the sampling operations
     head_dim: int = 0
     num_heads: int = 0
     num_kv_heads: int = 0
     block_size: int = 0
     cpu_isa: str = "auto"  # of native kernels; "none": there shall be none
+    kv_cache_dtype: torch.dtype | None = None  # None: dtype
+
+    @property
+    def converts_kv(self) -> bool:
+        """Keys and values are not kept in the type that they are computed in."""
+        return self.kv_cache_dtype not in (None, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ def implementations(op: str) -> tuple[Implementation, ...]:
     return tuple(_implementations[op].values())
 
 
-def select(device: str | torch.device, dtype: torch.dtype, overrides: Mapping[str, str] | None = None, **sizes: int) -> OpTable:
+def select(device: str | torch.device, dtype: torch.dtype, overrides: Mapping[str, str] | None = None, **sizes: Any) -> OpTable:
     """Chooses one implementation per operation and logs the table.
 
     `overrides` (config.device_config.kernels) maps operation to implementation's name; `sizes` are the further fields of Facts.

@@ -4,24 +4,32 @@ Must not know: how attention is computed."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from quire.tests.client_forms import make_engine
 from quire.tests.workloads import assert_same, drive, random_jobs
 
-JOBS = random_jobs(30, vocab_size=1500, seed=2)
-OPTIONS = {"window": {"hf_overrides": {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}}}
+# Short, since the reference is slow, and all at once, so that they preempt each other.
+JOBS = [replace(job, arrives_at_step=0) for job in random_jobs(12, vocab_size=1500, seed=2, max_prompt=60)]
+REFERENCE = {"reshape_and_cache": "reference", "paged_attention": "reference"}
+OPTIONS = {
+    "window": {"hf_overrides": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}},
+    "fp8": {"kv_cache_dtype": "fp8", "kernels": REFERENCE},
+}
+FEW = {"block_size": 8, "num_gpu_blocks_override": 18}
 SETTINGS = (
-    {"block_size": 8, "num_gpu_blocks_override": 50, "preemption_mode": "recompute", "max_num_batched_tokens": 48},
-    {"block_size": 8, "num_gpu_blocks_override": 50, "preemption_mode": "swap", "async_scheduling": True, "num_scheduler_steps": 3},
+    {**FEW, "preemption_mode": "recompute", "max_num_batched_tokens": 48},
+    {**FEW, "preemption_mode": "swap", "async_scheduling": True, "num_scheduler_steps": 3},
 )
 
 
 def answers(**settings):
-    engine = make_engine(**settings)
+    engine = make_engine(max_model_len=128, **settings)
     try:
         results = drive(engine, JOBS, aborts=False)
         if "preemption_mode" in settings:
-            assert engine.client.call_utility("get_metrics")["num_preemptions"] > 3  # else the test would show nothing
+            assert engine.client.call_utility("get_metrics")["num_preemptions"] > 0  # else the test would show nothing
         return results
     finally:
         engine.shutdown()

@@ -30,7 +30,7 @@ COMMON = ("dtype", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "bl
 def make_parser(argv: list[str]) -> Parser:
     parser = Parser("quire plan", USAGE, DESCRIPTION, show_all="--help-all" in argv)
     parser.add_model()
-    parser.add_argument("--memory", metavar="SIZE", type=_size, help="plan for so much memory, e.g. 24GiB [what this machine has free]")
+    parser.add_argument("--memory", metavar="SIZE", type=_size, help="plan for so much memory, e.g. 24GiB; with --device cuda, for a GPU that has it [what is here]")
     parser.add_argument("--json", action="store_true", help="the figures as one JSON object, in bytes and tokens")
     parser.add_flags("engine", [flag for flag in engine_flags() if flag.name != "model"], COMMON)
     parser.add_flags("server (of no use here, so that its settings can be given as they are)", [*server_flags(), ENGINE], ())
@@ -67,13 +67,25 @@ def render(plan: Plan) -> str:
     other = ", ".join(f"{name}: {format_bytes(size)}" for name, size in plan.weights_bytes_by_dtype.items() if name != plan.weights_kind)
     room = plan.kv_cache_bytes or -(-plan.longest_context // plan.block_size) * plan.block_size * plan.kv_bytes_per_token
     rest = plan.free_bytes - room
-    table = [
-        ("memory, as named" if plan.memory_is_named else "memory that is free here", plan.memory_bytes, ""),
-        (f"  weights, {plan.weights_kind}", plan.weights_bytes, other),
-        ("  engine and frontend", plan.runtime_bytes, ""),
-        ("  KV cache", room, f"{format_bytes(plan.kv_bytes_per_token)} per token"),
-        ("  left for activations, swap space and others" if rest >= 0 else "  missing", abs(rest), ""),
-    ]
+    weights, cache = (f"  weights, {plan.weights_kind}", plan.weights_bytes, other), ("  KV cache", room, f"{format_bytes(plan.kv_bytes_per_token)} per token")
+    if plan.device == "cuda":
+        table = [
+            ("the GPU's memory, as named" if plan.memory_is_named else "the GPU's memory", plan.memory_bytes, ""),
+            ("  in use or left to others", plan.withheld_bytes, f"gpu_memory_utilization={plan.memory_share}"),
+            weights,
+            *([("  CUDA itself, an estimate", plan.runtime_bytes, "")] if plan.runtime_bytes else []),
+            ("  activations and graphs, an estimate", plan.step_bytes, "the engine measures it when it starts"),
+            cache,
+            ("  left" if rest >= 0 else "  missing", abs(rest), ""),
+        ]
+    else:
+        table = [
+            ("memory, as named" if plan.memory_is_named else "memory that is free here", plan.memory_bytes, ""),
+            weights,
+            ("  engine and frontend", plan.runtime_bytes, ""),
+            cache,
+            ("  left for activations, swap space and others" if rest >= 0 else "  missing", abs(rest), ""),
+        ]
     lines += [f"{name:<44} {format_bytes(size):>10}   {note}".rstrip() for name, size, note in table] + [""]
     if not plan.longest_context:
         lines.append(f"It does not fit: max_model_len={plan.max_model_len:,} needs at least {format_bytes(plan.least_memory_bytes)}.")

@@ -5,9 +5,11 @@ Must not know: routes, requests."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
@@ -178,4 +180,15 @@ class Server(uvicorn.Server):
         gc.collect()
         gc.set_threshold(20_000, 50, 20)  # a step of many streams makes thousands of short-lived objects: no reason to look for cycles
         gc.freeze()  # what has been loaded stays: a collection that looked at all of it would stop every stream for 20 to 50 ms
+        if self._engine != "inproc":
+            give_way()
         print(f"quire serve: ready: {self.state.model_name}", file=sys.stderr, flush=True)
+
+
+def give_way() -> None:
+    """This process's threads no longer take a core from another's in the midst of its work, but when that offers it, as the engine's kernels
+    do between two calls, or when the system next looks (every 4 ms): kernels wait for each other, and one that is interrupted holds up all."""
+    if hasattr(os, "SCHED_BATCH"):
+        for thread_id in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.sched_setscheduler(int(thread_id), os.SCHED_BATCH, os.sched_param(0))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..ops import AttentionMetadata
 from ..registry import register
-from .device import PRIORITY, is_cpu
+from .device import PRIORITY, has_plain_cache
 
 CALL_COST_TOKENS = 512  # one more gather and attention call costs about as much as this many tokens of padding
 GATHER_BYTES = 2**22  # of keys in one bucket of several requests: keys and values stay in the cache between gather and attention
@@ -39,7 +39,7 @@ class Bucket:
     mask: Tensor | None  # [b, 1, 1, L], 0 or -inf; None: no padding
 
 
-@register("paged_attention", name="cpu", predicate=is_cpu, priority=PRIORITY)
+@register("paged_attention", name="cpu", predicate=has_plain_cache, priority=PRIORITY)
 def paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0, softcap: float = 0.0
 ) -> Tensor:

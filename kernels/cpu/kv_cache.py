@@ -2,13 +2,14 @@
 May know: torch on CPUs, the contracts.
 Must not know: models, requests."""
 
+import torch
 from torch import Tensor
 
 from ..registry import register
-from .device import PRIORITY, is_cpu
+from .device import PRIORITY, has_plain_cache, is_cpu
 
 
-@register("reshape_and_cache", name="cpu", predicate=is_cpu, priority=PRIORITY)
+@register("reshape_and_cache", name="cpu", predicate=has_plain_cache, priority=PRIORITY)
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         stored = (slot_mapping >= 0).nonzero().flatten()
@@ -22,4 +23,6 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
 def copy_blocks(sources: list[Tensor], destinations: list[Tensor], pairs: Tensor) -> None:
     from_blocks, to_blocks = pairs.T.contiguous()
     for source, destination in zip(sources, destinations, strict=True):
+        if source.element_size() == 1:  # torch copies no rows of fp8
+            source, destination = source.view(torch.uint8), destination.view(torch.uint8)
         destination.flatten(1).index_copy_(0, to_blocks, source.flatten(1).index_select(0, from_blocks))

@@ -10,14 +10,21 @@ from ..registry import register
 from .norm import rms_norm
 from .rotary import rotary_embedding
 
+LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+
+
+def in_type_of(cache: Tensor, x: Tensor) -> Tensor:
+    """Floats of 8 bits end at 448: what lies beyond becomes that, a NaN stays one."""
+    return x.float().clamp(-LARGEST_FP8, LARGEST_FP8).to(cache.dtype) if cache.dtype == torch.float8_e4m3fn else x
+
 
 @register("reshape_and_cache", name="reference", priority=0)
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     block_size = key_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
-            key_cache[slot // block_size, slot % block_size] = key[token]
-            value_cache[slot // block_size, slot % block_size] = value[token]
+            key_cache[slot // block_size, slot % block_size] = in_type_of(key_cache, key[token])
+            value_cache[slot // block_size, slot % block_size] = in_type_of(value_cache, value[token])
 
 
 @register("fused_qk_rope_reshape_and_cache", name="reference", priority=0)

@@ -13,6 +13,13 @@ from ..registry import register
 from .device import PRIORITY, TILE, is_cuda
 
 
+@triton.jit
+def in_type_of(cache_ptr, x):
+    """x as the cache holds it. The hardware has no other conversion to fp8 than the one that saturates."""
+    dtype: tl.constexpr = cache_ptr.dtype.element_ty
+    return x.to(tl.float32).to(dtype) if dtype == tl.float8e4nv else x
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def reshape_and_cache_kernel(
     key_ptr, value_ptr, key_cache_ptr, value_cache_ptr, slots_ptr, num_rows, heads, key_stride, key_head_stride, value_stride, value_head_stride,
@@ -27,8 +34,8 @@ def reshape_and_cache_kernel(
     key = tl.load(key_ptr + (token * key_stride + head * key_head_stride)[:, None] + column[None, :], mask=mask)
     value = tl.load(value_ptr + (token * value_stride + head * value_head_stride)[:, None] + column[None, :], mask=mask)
     place = ((slot * heads + head) * SIZE)[:, None] + column[None, :]
-    tl.store(key_cache_ptr + place, key, mask=mask)
-    tl.store(value_cache_ptr + place, value, mask=mask)
+    tl.store(key_cache_ptr + place, in_type_of(key_cache_ptr, key), mask=mask)
+    tl.store(value_cache_ptr + place, in_type_of(value_cache_ptr, value), mask=mask)
 
 
 @register("reshape_and_cache", name="triton", predicate=is_cuda, priority=PRIORITY)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..registry import register
 from .device import PLAIN, PRIORITY, TILE, is_cuda
+from .kv_cache import in_type_of
 
 
 @triton.jit
@@ -50,10 +51,10 @@ def _rotate(
             rest = _weigh(rest, scale, weight_ptr, rest_column, rest_column < SIZE)
     a, b = first.to(tl.float32), second.to(tl.float32)
     out_ptrs = out_ptr + head[:, None] * out_head_stride + column[None, :]
-    tl.store(out_ptrs, (a * cos[None, :] - b * sin[None, :]).to(first.dtype), mask=mask & is_stored)
-    tl.store(out_ptrs + HALF, (b * cos[None, :] + a * sin[None, :]).to(first.dtype), mask=mask & is_stored)
+    tl.store(out_ptrs, in_type_of(out_ptr, (a * cos[None, :] - b * sin[None, :]).to(first.dtype)), mask=mask & is_stored)
+    tl.store(out_ptrs + HALF, in_type_of(out_ptr, (b * cos[None, :] + a * sin[None, :]).to(first.dtype)), mask=mask & is_stored)
     if HAS_REST:
-        tl.store(out_ptr + head[:, None] * out_head_stride + rest_column[None, :], rest, mask=rest_mask & is_stored)
+        tl.store(out_ptr + head[:, None] * out_head_stride + rest_column[None, :], in_type_of(out_ptr, rest), mask=rest_mask & is_stored)
 
 
 @triton.jit
@@ -93,7 +94,7 @@ def rotary_kernel(
         column = tl.arange(0, WIDTH)
         mask = is_head[:, None] & (column < SIZE)[None, :] & (slot >= 0)
         value = tl.load(value_ptr + token * value_stride + head[:, None] * value_head_stride + column[None, :], mask=mask)
-        tl.store(value_cache_ptr + place + head[:, None] * SIZE + column[None, :], value, mask=mask)
+        tl.store(value_cache_ptr + place + head[:, None] * SIZE + column[None, :], in_type_of(value_cache_ptr, value), mask=mask)
     else:
         _rotate(
             key, key_head_stride, key, key_head_stride, head, is_head, True, key_norm_ptr, eps, cos, sin,

@@ -58,13 +58,21 @@ def test_block_zero_is_never_given_and_blocks_come_in_order():
         BlockPool(1)
 
 
+def test_blocks_that_nobody_has_had_take_no_memory():
+    pool = BlockPool(10**12)
+    assert pool.num_free_blocks == 10**12 - 1 and ids(pool.get_new_blocks(3)) == [1, 2, 3]
+    pool.free_blocks([pool.blocks[2]])
+    assert ids(pool.get_new_blocks(2)) == [2, 4]
+    assert pool.num_used_blocks == 4 and len(pool.blocks) == 5
+
+
 def test_what_cannot_be_found_again_is_reused_first_and_a_tail_before_its_head():
     pool = BlockPool(8)
     blocks = pool.get_new_blocks(5)  # 1 … 5; 6, 7 stay free
     for block in blocks[:3]:
         pool.cache(block, b"hash %d" % block.block_id)
     pool.free_blocks(reversed(blocks))
-    assert ids(pool.free_queue) == [5, 4, 6, 7, 3, 2, 1]
+    assert list(pool.free_block_ids()) == [5, 4, 6, 7, 3, 2, 1]
     pool.check_integrity()
 
 
@@ -91,7 +99,7 @@ def test_touch_takes_a_free_block_out_of_the_list_and_counts_holders():
     pool.free_blocks([block])
     assert pool.num_free_blocks == 3
     pool.touch([block])
-    assert block.ref_cnt == 1 and ids(pool.free_queue) == [2, 3]
+    assert block.ref_cnt == 1 and list(pool.free_block_ids()) == [2, 3]
     pool.check_integrity()
 
 
@@ -103,7 +111,7 @@ def test_a_twin_stays_anonymous():
     assert pool.get_cached_block(b"same") is first and twin.block_hash is None
     pool.free_blocks([first])
     pool.free_blocks([twin])
-    assert ids(pool.free_queue) == [2, 3, 1]
+    assert list(pool.free_block_ids()) == [2, 3, 1]
 
 
 def test_reset_only_when_nobody_holds_a_block():

@@ -27,7 +27,7 @@ def admit(manager: KVCacheManager, request: Request, num_tokens: int | None = No
 
 
 def free_order(manager: KVCacheManager) -> list[int]:
-    return [block.block_id for block in manager.block_pool.free_queue]
+    return list(manager.block_pool.free_block_ids())
 
 
 def test_numbers_of_the_reference():

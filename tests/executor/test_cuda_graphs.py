@@ -15,27 +15,9 @@ from quire.executor.executor import Executor
 from quire.ipc.params import SamplingParams
 from quire.kernels.ops import AttentionMetadata
 from quire.tests.executor.driver import Driver, Row, generate, start_executor
+from quire.tests.executor.on_device import FakeCapture, give_graphs
 
 MAX_NUM_SEQS = 13
-
-
-class FakeCapture:
-    """Replays by calling the function again, on whatever its tensors hold then: lists on the host stay as they were, as in a graph."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.num_replays = 0
-
-    def __call__(self, function):
-        results = function()
-        self.sizes.append(len(results[0]))
-
-        def replay() -> None:
-            self.num_replays += 1
-            for result, new in zip(results, function(), strict=True):
-                result.copy_(new)
-
-        return replay, results
 
 
 def started(tiny, dtype: str = "float32", **arguments) -> Executor:
@@ -43,11 +25,7 @@ def started(tiny, dtype: str = "float32", **arguments) -> Executor:
 
 
 def with_graphs(executor: Executor) -> FakeCapture:
-    capture, worker = FakeCapture(), executor.worker
-    config = worker.config
-    max_model_len, block_size = config.model_config.max_model_len, config.cache_config.block_size
-    worker.runner.program = GraphedStep(worker.model, worker._ops, MAX_NUM_SEQS, max_model_len, block_size, torch.device("cpu"), capture)
-    return capture
+    return give_graphs(executor.worker)
 
 
 def run_randomly(executor: Executor, seed: int) -> list[Row]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import weakref
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -144,3 +145,28 @@ def test_memory_given_back_includes_cycles_that_were_frozen():
         gc.unfreeze()
     devices.release_memory()
     assert gc.get_freeze_count() == 0
+
+
+def test_fp8_needs_a_gpu_that_converts_it(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    for capability, is_enough in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert devices.select_kv_cache_dtype("auto", torch.bfloat16, gpu) == torch.bfloat16
+        if is_enough:
+            assert devices.select_kv_cache_dtype("fp8", torch.bfloat16, gpu) == torch.float8_e4m3fn
+        else:
+            with pytest.raises(InvalidParameterError, match=rf"kv_cache_dtype: fp8 needs .* 8\.9 or newer .* this one has {capability[0]}\.{capability[1]}; use auto"):
+                devices.select_kv_cache_dtype("fp8", torch.bfloat16, gpu)
+
+
+def test_arrays_packed_for_one_copy():
+    chance = np.random.default_rng(0)
+    for shapes in ([(3,), (5,), (1, 7)], [(0,), (1,), (4, 4)], [(257,), (0, 3), (2, 129)]):
+        dtypes = (np.int64, np.int32, np.int32)
+        arrays = {str(i): chance.integers(-9, 9, shape).astype(dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))}
+        arrays["strided"] = chance.integers(0, 9, (4, 6)).astype(np.int32)[:, :3]
+        tensors = devices.packed(arrays, CPU)
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(tensors[name].numpy(), array, strict=True)
+            assert (tensors[name].data_ptr() - tensors["0"].data_ptr()) % devices.ALIGNMENT == 0 or not array.size
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from quire.executor.input_batch import InputBatch
 from quire.executor.logits_stages import LogitsStages
-from quire.executor.step_inputs import ALIGNMENT, StepInputMaker, StepInputs, packed
+from quire.executor.step_inputs import StepInputMaker, StepInputs
 from quire.ipc.messages import NewRequestData, SchedulerOutput
 from quire.ipc.params import SamplingParams
 
@@ -22,7 +22,7 @@ class Tables:
 
     def __init__(self) -> None:
         self.batch = InputBatch(NUM_SLOTS, MAX_LEN, BLOCK_SIZE, LogitsStages((), NUM_SLOTS))
-        self.make = StepInputMaker(self.batch, BLOCK_SIZE, torch.device("cpu"))
+        self.make = StepInputMaker(self.batch, BLOCK_SIZE)
         self.num_computed: dict[int, int] = {}
 
     def add(self, slot: int, num_tokens: int, rng: random.Random) -> NewRequestData:
@@ -38,7 +38,7 @@ class Tables:
         output = SchedulerOutput(0, slots, list(lengths.values()), [self.num_computed[slot] for slot in slots], [[] for _ in slots], new or [])
         for slot, length in lengths.items():
             self.num_computed[slot] += length
-        return self.make(output), StepInputMaker(self.batch, BLOCK_SIZE, torch.device("cpu"))(output)
+        return self.make(output), StepInputMaker(self.batch, BLOCK_SIZE)(output)
 
     def sample(self, inputs: StepInputs) -> None:
         self.batch.append_tokens(inputs.sampled_slots, np.arange(100, 100 + len(inputs.sampled_slots)))
@@ -106,16 +106,3 @@ def test_a_new_request_in_the_same_slot_is_not_the_old_one():
     request = tables.add(2, 12, rng)
     tables.num_computed[2] = 11
     assert_equal(*tables.step({2: 1}, [request]))
-
-
-def test_arrays_packed_for_one_copy():
-    chance = np.random.default_rng(0)
-    for shapes in ([(3,), (5,), (1, 7)], [(0,), (1,), (4, 4)], [(257,), (0, 3), (2, 129)]):
-        dtypes = (np.int64, np.int32, np.int32)
-        arrays = {str(i): chance.integers(-9, 9, shape).astype(dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))}
-        arrays["strided"] = chance.integers(0, 9, (4, 6)).astype(np.int32)[:, :3]
-        tensors = packed(arrays, torch.device("cpu"), is_pinned=False)
-        for name, array in arrays.items():
-            np.testing.assert_array_equal(tensors[name].numpy(), array, strict=True)
-            assert (tensors[name].data_ptr() - tensors["0"].data_ptr()) % ALIGNMENT == 0 or not array.size
-        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1

@@ -5,15 +5,19 @@ Must not know: what the model computes."""
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from quire import LLM, SamplingParams
 from quire.executor.model_runner import NULL_BLOCK
 from quire.executor.worker import Worker, load_plugins
+from quire.frontend import bundled_model
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.kernels import registry
 from quire.tests.executor.driver import generate, greedy, make_config, start_executor
+
+BUNDLED = Path(bundled_model.__file__).parent
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,40 @@ def test_cache_has_the_size_it_says(tiny, kind, dtype, per_token):
             tensor.shape == (21, 32, 2, 16 if kind == "qwen2" else 24) and tensor.is_contiguous() and tensor.dtype == getattr(torch, dtype)
         )
         assert not tensor[NULL_BLOCK + 1 :].any()  # that one, which nobody is given, may have been used for trying the kernels
+
+
+SLOW = {"reshape_and_cache": "reference", "paged_attention": "reference"}
+
+
+def test_a_cache_in_fp8_has_a_byte_for_a_number(tiny):
+    executor = start_executor(tiny(), dtype="bfloat16", kv_cache_dtype="fp8", kernels=SLOW, kv_cache_memory_bytes=2**20)
+    worker = executor.worker
+    assert worker.block_bytes == 16 * 3 * 2 * 2 * 16
+    assert worker.memory_usage()["kv_cache_bytes"] == worker.determine_num_blocks() * worker.block_bytes == 2**20 // worker.block_bytes * worker.block_bytes
+    worker.initialize_swap_space()
+    host = worker.runner.block_mover._host_caches
+    caches = [cache for layer in worker.model.attention_layers() for cache in (layer.key_cache, layer.value_cache)]
+    assert {cache.dtype for cache in (*caches, *host)} == {torch.float8_e4m3fn} and host
+
+
+def test_fp8_without_fast_kernels_is_refused_before_the_weights_are_read(tiny, tmp_path):
+    shutil.copy(tiny() / "config.json", tmp_path)
+    for kernels in ({}, {"paged_attention": "reference"}):
+        with pytest.raises(InvalidParameterError, match="kv_cache_dtype: fp8 is served by the kernels for NVIDIA GPUs; use auto, or set kernels="):
+            start_executor(tmp_path, kv_cache_dtype="fp8", kernels=kernels)
+    with pytest.raises(InvalidParameterError, match="kernels: implementation 'cpu' of paged_attention does not run"):
+        start_executor(tmp_path, kv_cache_dtype="fp8", kernels={"paged_attention": "cpu"})
+
+
+def test_fp8_moves_no_likely_token_far(tiny):
+    """On the bundled model, whose weights are trained: logits of a prompt of its own kind, with a cache of 4 significant bits."""
+    prompt, scores = list(range(300, 360)), []
+    for kv_cache_dtype in ("auto", "fp8"):
+        executor = start_executor(BUNDLED, kv_cache_dtype=kv_cache_dtype, kernels=SLOW)
+        (row,) = generate(executor, [prompt], 8, greedy(prompt_logprobs=0))
+        scores.append(torch.tensor([float(logprobs[0]) for _, logprobs, _ in row.prompt_logprobs.values()]))
+    difference = scores[1] - scores[0]
+    assert 0 < difference.abs().mean() < 0.4 and difference.mean().abs() < 0.1
 
 
 def test_dummy_weights_need_no_files(tiny, tmp_path):

@@ -67,7 +67,7 @@ def test_every_type_has_words() -> None:
         assert "different type" not in describe_type(field.type), name
 
 
-DECIDED_LATER = ("preemption_mode", "cpu_isa")  # for each request anew; by the engine, which sees what is built
+DECIDED_LATER = ("preemption_mode", "cpu_isa", "kv_cache_dtype")  # for each request anew; by the engine, which sees what is built; as dtype
 
 
 def test_resolution_leaves_no_auto(model) -> None:

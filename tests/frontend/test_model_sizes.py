@@ -10,6 +10,7 @@ import pytest
 import torch
 from quire.executor import models
 from quire.executor.layers import LayerFactory
+from quire.frontend import model_sizes
 from quire.frontend.model_sizes import ARCHITECTURES, DTYPE_BYTES, find_architecture, measure_model
 from quire.ipc.errors import ModelLoadError
 from quire.ipc.memory_plan import QUANTIZATION_BITS
@@ -45,7 +46,7 @@ def test_sizes_are_those_of_the_layers(kind: str, variant: dict[str, Any]) -> No
         model_class(model_class.parse_config(hf_config), make, 64)
         assert sizes.weights_bytes("bfloat16", quantization) == make.weights_bytes
     heads = [layer.num_kv_heads * layer.head_dim for layer in model.attention_layers()]
-    assert sizes.kv_bytes_per_token("bfloat16") == 2 * 2 * sum(heads)
+    assert sizes.kv_bytes_per_token("bfloat16") == 2 * sizes.kv_bytes_per_token("bfloat16", "fp8") == 2 * 2 * sum(heads)
 
 
 def test_bytes_of_a_type_are_torchs() -> None:
@@ -78,3 +79,10 @@ def test_parameters_of_well_known_models(architecture: str, sizes: tuple[int, ..
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
     hf_config = dict(zip(keys, sizes, strict=True)) | {"architectures": [architecture], "max_position_embeddings": 4096, "tie_word_embeddings": tied}
     assert measure_model(hf_config).num_parameters == published
+
+
+def test_what_the_estimate_knows_of_kernels_is_true() -> None:
+    pytest.importorskip("triton")
+    from quire.kernels.triton import attention_decode, cut
+
+    assert model_sizes.SAMPLING_ROW_BYTES == 2 * cut.CAPACITY * 8 and model_sizes.ATTENTION_PIECES == attention_decode.MAX_PIECES

@@ -8,11 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from quire import LLM, EngineArgs, InvalidParameterError, ModelLoadError
 from quire.frontend import plan as planning
-from quire.frontend.plan import RUNTIME_BYTES, Plan, make_plan, round_down
+from quire.frontend.plan import CUDA_BYTES, RUNTIME_BYTES, Plan, make_plan, round_down
 from quire.ipc.errors import NotEnoughMemoryError
+from quire.ipc.memory_plan import free_of_share
 from quire.tests.tiny_models import save_tiny_model
 
 GIB = 2**30
@@ -126,8 +128,10 @@ def test_models_that_the_engine_refuses_have_no_plan(big: str, tmp_path: Path) -
         plan(str(tmp_path))
     with pytest.raises(InvalidParameterError, match="max_model_len: must be at most 32768"):
         plan(big, max_model_len=40_000)
-    with pytest.raises(InvalidParameterError, match="device: plans are made for the memory of CPUs so far"):
-        plan(big, device="cuda")
+    with pytest.raises(InvalidParameterError, match="quantization: int8 needs the native CPU kernels"):
+        plan(big, 80 * GIB, device="cuda", quantization="int8")
+    with pytest.raises(InvalidParameterError, match="kv_cache_dtype: fp8 is served by the kernels for NVIDIA GPUs"):
+        plan(big, kv_cache_dtype="fp8")
     with pytest.raises(InvalidParameterError, match="dtype: float16 is not supported on a CPU"):
         plan(big, dtype="float16")
     with pytest.raises(ModelLoadError, match="no such directory"):
@@ -148,3 +152,51 @@ def test_a_model_in_the_hubs_cache_needs_no_network(tmp_path: Path, monkeypatch:
     (snapshot / "config.json").symlink_to(repository / "blobs" / "b1")
     monkeypatch.setattr(planning, "find_model_directory", None)  # would look at the network
     assert plan("somebody/big", 60 * GIB, dtype="bfloat16").model == "somebody/big"
+
+
+# ---------------------------------------------------------------- GPUs
+
+
+def test_a_gpus_memory_is_divided_as_the_worker_does_it(big: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """executor/worker.py: what is free of the share once the weights are there, less the largest step and the largest graph."""
+    monkeypatch.setattr(planning, "gpu_memory_bytes", lambda: (60 * GIB, 80 * GIB))
+    for share in (0.9, 0.5):
+        stated = plan(big, device="cuda", gpu_memory_utilization=share, max_num_seqs=64)
+        free = free_of_share(60 * GIB - stated.weights_bytes, 80 * GIB, share) - stated.step_bytes
+        assert (stated.memory_bytes, stated.runtime_bytes, stated.memory_is_named) == (80 * GIB, 0, False)
+        assert stated.num_blocks == free // (16 * 2**17) and stated.free_bytes == free
+        assert stated.flags == ["--device", "cuda", "--gpu-memory-utilization", str(share), "--max-num-seqs", "64"]
+    assert plan(big, device="cuda", max_num_seqs=2).num_blocks == 1 + 2 * 32_768 // 16  # no more than all requests need
+    assert stated.dtype == "bfloat16" and set(stated.weights_bytes_by_dtype) == {"bfloat16", "float32"}
+
+
+def test_a_named_gpu_is_idle(big: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = plan(big, 24 * GIB, device="cuda")
+    monkeypatch.setattr(planning, "gpu_memory_bytes", lambda: (24 * GIB - CUDA_BYTES, 24 * GIB))
+    assert msgspec.structs.replace(plan(big, device="cuda"), memory_is_named=True, runtime_bytes=CUDA_BYTES, withheld_bytes=named.withheld_bytes) == named
+
+
+def test_in_fp8_twice_as_much_fits(big: str) -> None:
+    plain, small = (plan(big, 24 * GIB, device="cuda", kv_cache_dtype=name) for name in ("auto", "fp8"))
+    assert small.kv_bytes_per_token * 2 == plain.kv_bytes_per_token and small.num_blocks // 2 == plain.num_blocks
+    assert small.concurrency[1024] == 2 * plain.concurrency[1024] + 1 or small.concurrency[1024] == 2 * plain.concurrency[1024]
+
+
+def test_a_shorter_context_fits_a_smaller_gpu(big: str) -> None:
+    stated = plan(big, 18 * GIB, device="cuda")
+    assert not stated.fits and stated.flags[:3] == ["--device", "cuda", "--max-model-len"] and 0 < int(stated.flags[3]) <= stated.longest_context
+    assert plan(big, 18 * GIB, device="cuda", max_model_len=int(stated.flags[3])).fits  # without a size for the cache: the engine measures
+    assert plan(big, 12 * GIB, device="cuda").flags == []
+
+
+@pytest.mark.parametrize("share", [0.9, 0.37, 1.0])
+def test_the_least_gpu_is_the_least(big: str, share: float) -> None:
+    arguments = {"device": "cuda", "gpu_memory_utilization": share, "max_model_len": 5000}
+    least = plan(big, GIB, **arguments).least_memory_bytes
+    assert plan(big, least, **arguments).fits and not plan(big, least - 16, **arguments).fits
+
+
+def test_the_estimate_grows_with_the_step(big: str) -> None:
+    small, large = (plan(big, 80 * GIB, device="cuda", max_num_batched_tokens=tokens).step_bytes for tokens in (1000, 2000))
+    assert large - small == 1000 * (2 * 4096 + 3 * 11_008) * 2
+    assert plan(big, 80 * GIB, device="cuda", max_num_seqs=1).step_bytes < small

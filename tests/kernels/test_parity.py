@@ -3,6 +3,7 @@ May know: the registry, the cases.
 Must not know: which implementations there are: it enumerates them, a user's too."""
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -16,15 +17,15 @@ from quire.tests.kernels.state_cases import STATE_OPS
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def all_implementations(op: str, dtype: torch.dtype) -> list[Implementation]:
+def all_implementations(op: str, dtype: torch.dtype, kv_cache_dtype: torch.dtype | None = None) -> list[Implementation]:
     """Those for CPUs, and where there is a GPU those for it. In Triton's interpreter (tests/kernels/triton/), which is slow, the one that a
     GPU would run."""
-    found = []
+    found, facts = [], {"dtype": dtype, "head_dim": 64, "kv_cache_dtype": kv_cache_dtype}
     if not cases.INTERPRETED:
-        found += [i for i in registry.implementations(op) if i.predicate(Facts("cpu", dtype, head_dim=64))]
+        found += [i for i in registry.implementations(op) if i.predicate(Facts("cpu", **facts))]
     if cases.INTERPRETED or cases.GPU.type == "cuda":
         registry.import_implementations("cuda")
-        on_gpu = [i for i in registry.implementations(op) if i.predicate(Facts("cuda", dtype, head_dim=64)) and i.name != "reference"]
+        on_gpu = [i for i in registry.implementations(op) if i.predicate(Facts("cuda", **facts)) and i.name != "reference"]
         on_gpu = sorted(on_gpu, key=lambda i: i.priority)[-1:] if cases.INTERPRETED else on_gpu
         found += [dataclasses.replace(i, function=cases.on_gpu(i.function)) for i in on_gpu]
     return found
@@ -156,3 +157,92 @@ def test_layers_share_metadata(dtype, implementation):
     expected = implementation.function(*other, *cases.copies((metadata, scale)))
     implementation.function(query, key_cache, value_cache, metadata, scale)
     assert torch.equal(implementation.function(*other, metadata, scale), expected)
+
+
+# ---------------------------------------------------------------- a cache in fp8
+
+FP8 = torch.float8_e4m3fn
+
+
+def with_fp8(op: str) -> list:
+    return [(dtype, i) for dtype in DTYPES for i in all_implementations(op, dtype, FP8)]
+
+
+def nearest_fp8(x: torch.Tensor) -> torch.Tensor:
+    """x [...] -> fp8: of all its numbers the nearest, ties to the one whose last bit is 0; what is beyond the largest becomes that."""
+    numbers = torch.arange(127, dtype=torch.uint8).view(FP8).double()  # ascending from 0
+    distance = (x.double().abs().clamp(max=448)[..., None] - numbers).abs()
+    distance[..., 1::2] *= 1 + 1e-12
+    bits = distance.argmin(-1).to(torch.uint8) + torch.where(x.signbit(), 128, 0).to(torch.uint8)
+    return torch.where(x.isnan(), 127, bits).view(FP8)
+
+
+def fp8_cases(op: str, dtype: torch.dtype) -> list[cases.Case]:
+    """Those of the operation, with numbers of all sizes and caches in fp8."""
+    special = torch.tensor([0, 2**-9, 2**-10, 3 * 2**-10, 2**-11, 448, 449, 463, 464, 1e9, torch.inf, torch.nan, 17, 18, 19])
+    special = torch.cat((special, -special)).to(dtype)
+    changed, kept = [], cases.MODEL_OPS[op](dtype)
+    for case in kept[2:5] if cases.INTERPRETED else kept:
+        names = list(inspect.signature(registry.CONTRACTS[op]).parameters)
+        args = list(cases.copies(case.args))
+        for name in ("key", "value"):
+            x = args[names.index(name)]
+            x *= torch.exp2(torch.randint(-12, 12, x.shape)).to(dtype)
+            if op == "reshape_and_cache" and x.numel():
+                x[..., 0] = special[torch.randint(len(special), x.shape[:-1])]
+        for name in ("key_cache", "value_cache"):
+            args[names.index(name)] = nearest_fp8(args[names.index(name)])
+        changed.append(cases.Case(case.name, tuple(args), case.torch_own, case.in_place))
+    return changed
+
+
+def same_fp8(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(*(torch.where(x.isnan(), 1000.0, x.float()) for x in (a, b)))
+
+
+@pytest.mark.parametrize(("dtype", "implementation"), with_fp8("reshape_and_cache"), ids=label)
+def test_numbers_are_rounded_to_the_nearest_of_fp8(dtype, implementation):
+    torch.manual_seed(6)
+    for case in fp8_cases("reshape_and_cache", dtype):
+        key, value, *caches, slots = case.args
+        expected = case.torch_own(nearest_fp8(key).float(), nearest_fp8(value).float(), *(cache.float() for cache in caches), slots)
+        for result, cache in zip(case.run(implementation.function), expected, strict=True):
+            assert result.dtype == FP8 and same_fp8(result, cache), case.name
+
+
+@pytest.mark.parametrize(("dtype", "implementation"), with_fp8("fused_qk_rope_reshape_and_cache"), ids=label)
+def test_rotated_keys_are_rounded_once_more(dtype, implementation):
+    """What is stored is what the operation stores in a plain cache, rounded."""
+    torch.manual_seed(7)
+    for case in fp8_cases("fused_qk_rope_reshape_and_cache", dtype):
+        plain = cases.Case(case.name, tuple(arg.to(dtype) if getattr(arg, "dtype", None) == FP8 else arg for arg in case.args), case.torch_own, case.in_place)
+        query, *caches = case.run(implementation.function)
+        expected_query, *expected = plain.run(implementation.function)
+        assert torch.equal(query, expected_query)
+        for cache, expected_cache in zip(caches, expected, strict=True):
+            assert cache.dtype == FP8 and same_fp8(cache, nearest_fp8(expected_cache)), case.name
+
+
+@pytest.mark.parametrize(("dtype", "implementation"), with_fp8("paged_attention"), ids=label)
+def test_attention_over_fp8_is_that_over_its_numbers(dtype, implementation):
+    """And its error against the cache that was not rounded is that of 4 bits: some percent of what is summed up."""
+    torch.manual_seed(8)
+    case = cases.attention_case([1, 1, 12], [200, 3, 70], (4, 2, 64), 16, dtype, 50)
+    query, *caches = case.args[:3]
+    rounded = [nearest_fp8(cache) for cache in caches]
+    (result,) = cases.Case(case.name, (query, *rounded, *case.args[3:]), case.torch_own).run(implementation.function)
+    same = cases.Case(case.name, (query, *(cache.to(dtype) for cache in rounded), *case.args[3:]), case.torch_own)
+    (truth,), (unrounded,) = same.truth(torch.float64), case.truth(torch.float64)
+    allowed = 1e-6 if dtype == torch.float32 else 1.5 * error(same.truth(dtype), (truth,))
+    assert result.dtype == dtype and error((result,), (truth,)) <= allowed
+    assert 2**-7 < error((result,), (unrounded,)) / unrounded.square().mean().sqrt() < 2**-4
+
+
+@pytest.mark.parametrize(("dtype", "implementation"), with_fp8("copy_blocks"), ids=label)
+def test_blocks_of_fp8_are_copied_byte_by_byte(dtype, implementation):
+    torch.manual_seed(9)
+    source, destination = (torch.randint(256, (5, 8, 2, 16), dtype=torch.uint8) for _ in range(2))
+    expected = destination.clone()
+    expected[[0, 3]] = source[[4, 1]]
+    implementation.function([source.view(FP8)], [destination.view(FP8)], torch.tensor([[4, 0], [1, 3]]))
+    assert torch.equal(destination, expected)

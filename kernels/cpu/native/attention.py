@@ -8,13 +8,13 @@ from ...ops import AttentionMetadata
 from ...registry import Facts, register
 from .calls import Attention, Op, Step
 from .program import empty, num_rows, submit
-from .tensors import DTYPES, PRIORITY, is_native
+from .tensors import DTYPES, PRIORITY, has_plain_cache
 
 MAX_HEAD_DIM = 256  # src/attention_tile.inl
 
 
 def has_native_heads(facts: Facts) -> bool:
-    return is_native(facts) and 0 < facts.head_dim <= MAX_HEAD_DIM and facts.head_dim % 8 == 0
+    return has_plain_cache(facts) and 0 < facts.head_dim <= MAX_HEAD_DIM and facts.head_dim % 8 == 0
 
 
 @register("paged_attention", name="native", predicate=has_native_heads, priority=PRIORITY)

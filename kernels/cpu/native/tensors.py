@@ -19,6 +19,10 @@ def is_native(facts: Facts) -> bool:
     return facts.device == "cpu" and facts.dtype in DTYPES and facts.cpu_isa != "none"
 
 
+def has_plain_cache(facts: Facts) -> bool:
+    return is_native(facts) and not facts.converts_kv
+
+
 def as_matrix(x: Tensor) -> Tensor:
     """x [..., size] as [rows, size] with a free row stride and contiguous rows; a copy only where no view can be."""
     rows = x.reshape(-1, x.shape[-1])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from quire.__main__ import main
+from quire.frontend import gpu_memory
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36,
@@ -46,6 +47,25 @@ def test_the_plan_in_words(model: str, capsys: pytest.CaptureFixture) -> None:
     assert figures["requests of 4,096 tokens at once"] == ["5"]
     assert figures["longest context"][1:3] == ["tokens;", "max_model_len=40,960"] and "in all" in out
     assert lines[-1].startswith(f"quire serve {model} --dtype bfloat16 --max-model-len ")
+
+
+def test_a_plan_for_a_gpu(model: str, capsys: pytest.CaptureFixture) -> None:
+    code, out, err = call(capsys, "plan", model, "--device", "cuda", "--memory", "24GiB", "--kv-cache-dtype", "fp8")
+    assert (code, err) == (0, "")
+    figures = {name.strip(): rest.split() for line in out.splitlines()[2:] if "   " in line.strip() for name, rest in [line.strip().split("   ", 1)]}
+    assert figures["the GPU's memory, as named"] == ["24.0", "GiB"]
+    assert figures["in use or left to others"] == ["2.4", "GiB", "gpu_memory_utilization=0.9"]
+    assert figures["activations and graphs, an estimate"][2:] == "the engine measures it when it starts".split()
+    assert figures["KV cache"][2:] == ["72.0", "KiB", "per", "token"]
+    assert out.splitlines()[-1] == f"quire serve {model} --kv-cache-dtype fp8 --device cuda"
+    code, out, _ = call(capsys, "plan", model, "--device", "cuda", "--memory", "16GiB")
+    assert code == 1 and "missing" in out and "It does not fit: max_model_len=40,960 needs at least 25." in out
+
+
+def test_without_a_gpu_its_memory_must_be_named(model: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_memory, "CUDA_LIBRARY", "libnothing.so.1")
+    code, out, err = call(capsys, "plan", model, "--device", "cuda")
+    assert (code, out) == (2, "") and err.startswith("quire: device: cuda: no NVIDIA GPU can be asked") and "--memory 80GiB" in err
 
 
 def test_the_line_to_copy_is_a_line_that_works(model: str, capsys: pytest.CaptureFixture) -> None:

@@ -3,6 +3,7 @@ May know: serving.py, the session's server, engines whose steps are slow.
 Must not know: routes beyond one that streams."""
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2 as httpx
+import psutil
 import pytest
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.serving import check_certificate, open_port, raise_open_files_limit
@@ -65,6 +67,17 @@ def test_as_many_files_as_connections(monkeypatch: pytest.MonkeyPatch, limits: t
 
 def test_the_session_server_is_ready(server: httpx.Client) -> None:
     assert server.get("/health/ready").json()["status"] == "ready"
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
+def test_the_server_gives_way_to_its_engine(server: httpx.Client) -> None:
+    def policies(process: psutil.Process) -> set[int]:
+        return {os.sched_getscheduler(thread.id) for thread in process.threads()}
+
+    process = psutil.Process(server.process.pid)
+    wait_until(lambda: policies(process) == {os.SCHED_BATCH})
+    [engine] = process.children()
+    assert policies(engine) == {os.SCHED_OTHER}
 
 
 class Streaming(threading.Thread):

@@ -7,6 +7,8 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -105,6 +107,48 @@ def test_every_piece_is_done_in_every_run(num_threads):
     call, expected = work(rows=400)  # 26 pieces
     library.set_num_threads(num_threads)
     assert all(torch.equal(call(), expected) for _ in range(100))
+
+
+def test_a_call_of_several_phases_with_threads_that_come_late():
+    """Seven threads on one core: whoever has its turn does the work, the others come in any phase of any call, or not at all."""
+    logits = torch.randn(6, 30_000, generator=torch.Generator().manual_seed(1))
+    find, draw = ([i.function for i in implementations(name) if i.name == "native"][0] for name in ("argmax", "sample_tokens"))
+    ones, ids = torch.ones(6), torch.arange(6)
+    arguments = (logits, ones, torch.full((6,), 50), ones * 0.9, ones * 0, ids, ids)
+    library.set_num_threads(1)
+    expected = *find(logits), draw(*arguments)
+    start(7, CORES[:1] * 7)
+    for _ in range(150):
+        assert all(torch.equal(*pair) for pair in zip((*find(logits), draw(*arguments)), expected, strict=True))
+
+
+@needs_two_cores
+def test_nobody_waits_for_a_thread_that_is_kept_from_its_core():
+    """A worker that gets the crumbs of a busy core: if each call waited for it, a run would take thousands of times as
+    long as by one thread."""
+    call, step = SiluAndMul(Op.SILU_AND_MUL, BF16, 0, size=1), Step()
+    many = (ctypes.c_void_p * 2000)(*[ctypes.addressof(call)] * 2000)
+
+    def least_time() -> float:
+        times = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            for _ in range(100):
+                library.run_all(many, step)
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    library.set_num_threads(1)
+    alone = least_time()
+    [worker] = start(2, CORES[:2])
+    os.sched_setaffinity(0, {CORES[0]})
+    os.sched_setscheduler(worker, os.SCHED_IDLE, os.sched_param(0))
+    with subprocess.Popen([sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{{CORES[1]}}})\nwhile True: pass"]) as busy:
+        try:
+            library.run_all(many, step)
+            assert least_time() < 200 * alone
+        finally:
+            busy.kill()
 
 
 def test_threads_may_change_between_any_two_runs():

@@ -57,7 +57,7 @@ def run(environment: dict[str, str], *arguments: str) -> tuple[int, str]:
 def test_no_findings(checked):
     sanitizer, environment = checked
     selection = ("-m", "not sanitizers and not slow", "-k", SELECTION[sanitizer])
-    code, output = run(environment, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=900", *TESTS[sanitizer], *selection)
+    code, output = run(environment, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=900", "-s", *TESTS[sanitizer], *selection)
     assert code == 0 and " passed" in output, output[-8000:]
 
 

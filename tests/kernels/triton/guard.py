@@ -1,4 +1,4 @@
-"""Makes Triton's CPU interpreter trustworthy: bf16 rounded as a GPU rounds it, every address checked, races between programs found.
+"""Makes Triton's CPU interpreter trustworthy: bf16 and fp8 rounded as a GPU rounds them, every address checked, races between programs found.
 May know: the internals of triton.runtime.interpreter.
 Must not know: any kernel.
 
@@ -49,13 +49,34 @@ def as_f32(value: TensorHandle) -> TensorHandle:
     return TensorHandle(widened(value.data), tl.float32) if is_bf16(value) else value
 
 
+# Of e4m3: 3 bits of fraction, and 4 of exponent, of which 0 means a denormal; the last number is NaN.
+FP8 = np.array([np.ldexp(8 + bits % 8, bits // 8 - 10) if bits >= 8 else np.ldexp(bits, -9) for bits in range(127)] + [np.nan], np.float32)
+FP8_MIDDLES = (FP8[:126] + FP8[1:127]) / 2
+
+
+def to_fp8(values: np.ndarray) -> np.ndarray:
+    """f32 -> bits of e4m3, as PTX's only conversion: to the nearest, ties to even; what is beyond 448 becomes that; a NaN stays one."""
+    above = np.searchsorted(FP8_MIDDLES, np.abs(values))  # of two numbers beside a middle, the first
+    is_tie = above != np.searchsorted(FP8_MIDDLES, np.abs(values), side="right")
+    bits = np.where(np.isnan(values), 127, above + (is_tie & (above % 2 == 1)))
+    return (bits + 128 * np.signbit(values)).astype(np.uint8)
+
+
+def from_fp8(bits: np.ndarray) -> np.ndarray:
+    return np.where(bits >= 128, -FP8[bits % 128], FP8[bits % 128])
+
+
 def _cast(original):
     def cast(self, source, target, *rounding):
         wanted = target.scalar
+        if wanted == tl.float8e4nv and source.dtype.scalar == tl.float32:  # the interpreter rounds ties upwards and small numbers anyhow
+            return TensorHandle(to_fp8(source.data), tl.float8e4nv)
+        if source.dtype.scalar == tl.float8e4nv and wanted != tl.float8e4nv:
+            widened_source = TensorHandle(from_fp8(source.data), tl.float32)
+            return widened_source if wanted == tl.float32 else cast(self, widened_source, target, *rounding)
         if is_bf16(source) and wanted != tl.bfloat16:
             return original(self, as_f32(source), target, *rounding) if wanted != tl.float32 else as_f32(source)
         if wanted == tl.bfloat16 and not is_bf16(source):
-            source = original(self, source, tl.float32, *rounding) if source.dtype.scalar.is_fp8() else source  # held as bits, too
             return TensorHandle(rounded(source.data.astype(np.float32)), tl.bfloat16)
         return original(self, source, target, *rounding)
 

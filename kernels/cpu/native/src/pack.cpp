@@ -52,7 +52,7 @@ void pack_panel(const Packing& p, int64_t panel) {
     }
 }
 
-void pack(const Worker& worker, void* argument) {
+void pack(const Worker& worker, void* argument, int32_t) {
     const Packing& p = *static_cast<Packing*>(argument);
     int64_t panels = (p.out_features + PANEL - 1) / PANEL;
     for (int64_t panel; (panel = worker.next()) < panels;) pack_panel(p, panel);
@@ -64,5 +64,5 @@ void pack(const Worker& worker, void* argument) {
 void quire_pack_linear(const void* weight, int64_t weight_row, int32_t dtype, int64_t out_features, int64_t in_features, void* packed) {
     int64_t width = dtype == BF16 ? 2 : 4;
     Packing all{(const char*)weight, weight_row * width, width, out_features, in_features, (char*)packed};
-    run_on_all(pack, &all);
+    run_on_all(pack, &all, 1);
 }

@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -18,9 +19,9 @@
 
 namespace {
 
-// How long a thread waits awake before it sleeps. At a barrier: about what it costs to sleep and to be woken, so that either way at most
+// How long a thread waits awake before it sleeps. Within a run: about what it costs to sleep and to be woken, so that either way at most
 // twice the least is spent; next to nothing with more threads than cores, where the one that all wait for may need this very core.
-constexpr int64_t AWAKE_AT_BARRIER_NS = 50'000, AWAKE_ON_SHARED_CORE_NS = 1'000;
+constexpr int64_t AWAKE_IN_RUN_NS = 50'000, AWAKE_ON_SHARED_CORE_NS = 1'000;
 // Between runs: longer than it takes to prepare a step after the hint that one comes (wake_threads).
 constexpr int64_t AWAKE_BETWEEN_RUNS_NS = 100'000;
 
@@ -29,6 +30,12 @@ inline void relax() {
     __builtin_ia32_pause();
 #endif
 }
+
+// How often a thread offers its core between two calls, and how many times longer than it was taken for it then keeps it: who offers
+// gives up the rest of its turn (Linux 6.18), and would be left with little beside a program that computes all the time.
+constexpr int64_t OFFER_EVERY_NS = 100'000, KEEP_TIMES = 4;
+constexpr int64_t NO_PIECE = (int64_t)1 << 40;  // larger than any number of pieces, and a piece's size times it is a number still
+constexpr int MAX_THREADS = 4095;               // what Place can count
 
 inline int64_t now_ns() {
     using namespace std::chrono;
@@ -87,49 +94,174 @@ struct Memory {
 
 }  // namespace
 
+// Where a run stands, in one word that threads change by comparing and swapping.
+struct Place {
+    uint64_t call : 24;      // counts on from run to run
+    uint64_t phase : 16;     // of the call; with CHANGING: it is over, and the next is being made ready
+    uint64_t in_call : 12;   // threads between enter and leave: what a call reads stays where it is until they are out
+    uint64_t in_phase : 12;  // of these, those that take pieces
+};
+static_assert(sizeof(Place) == 8);
+constexpr uint64_t CHANGING = 0x8000, CLOSED = 0xffff;  // CLOSED: between two calls or two runs, nobody can enter
+
+// What one thread knows of where it is.
+struct alignas(64) Mate {
+    uint64_t last_call = 0, phase = 0;
+    bool takes_pieces = false;
+    int64_t next_offer = 0;
+};
+
 struct Pool {
     std::mutex running;  // one run at a time
     std::vector<std::thread> threads;
     std::vector<int> cores{-1};  // of each thread, -1: any; the first is where the caller is expected
+    std::vector<Mate> mates{1};
     std::vector<Memory> scratch{1};
     Memory shared;
     int count = 1;
-    int64_t awake_at_barrier_ns = AWAKE_AT_BARRIER_NS;
+    int64_t awake_in_run_ns = AWAKE_IN_RUN_NS;
     std::atomic<bool> to_start{false};  // after a fork: as many threads as there are cores
-    bool stopping = false;
-    Job job = nullptr;
+    std::atomic<bool> stopping{false};
+    Job job = nullptr;  // these four: read within a call, changed while none is open
     void* argument = nullptr;
+    int32_t index = 0, num_calls = 0;
     alignas(64) Signal start;
-    alignas(64) Signal phase;  // advances when all have arrived at a barrier
-    alignas(64) std::atomic<int> arrived{0};
+    alignas(64) Signal changes;  // advances whenever something new can be entered, and when a run is over
+    std::atomic<Place> place{Place{0, CLOSED, 0, 0}};  // in the line of memory that those who wait look at
+    std::atomic<bool> is_over{true};
     alignas(64) std::atomic<int64_t> ticket{0};
 
-    void barrier() {
-        if (count == 1) {
-            ticket.store(0, std::memory_order_relaxed);
+    static_assert(std::atomic<Place>::is_always_lock_free);
+
+    // A call is open: this thread is in it, and takes pieces if that is still in its first phase.
+    bool enter(Mate& me) {
+        for (Place seen = place.load();;) {
+            if (seen.phase == CLOSED || seen.call == me.last_call) return false;
+            Place now = seen;
+            bool is_first = seen.phase == 0;
+            now.in_call += 1;
+            now.in_phase += is_first;
+            if (!place.compare_exchange_weak(seen, now)) continue;
+            me.last_call = now.call;
+            me.phase = 0;
+            me.takes_pieces = is_first;
+            return true;
+        }
+    }
+
+    // The last one out has seen that no piece is left, and nobody else has one: the call is done.
+    void leave(Mate& me) {
+        for (Place seen = place.load();;) {
+            Place now = seen;
+            now.in_call -= 1;
+            now.in_phase -= me.takes_pieces;
+            if (now.in_call == 0) now.phase = CLOSED;
+            if (!place.compare_exchange_weak(seen, now)) continue;
+            if (now.in_call == 0) open(now.call + 1, index + 1);
             return;
         }
-        uint32_t seen = phase.value.load(std::memory_order_acquire);
-        if (arrived.fetch_add(1) + 1 == count) {
-            arrived.store(0, std::memory_order_relaxed);  // nobody looks at these two before phase has advanced
+    }
+
+    void open(uint64_t call, int32_t next) {
+        index = next;
+        ticket.store(0, std::memory_order_relaxed);
+        if (next < num_calls) place.store(Place{call, 0, 0, 0});
+        else is_over.store(true);
+        changes.advance();
+    }
+
+    // As leave and enter, for the phases of a call. Whoever ends the phase makes sure of `bytes` of shared memory.
+    void end_phase(Mate& me, size_t bytes) {
+        if (count == 1) {
             ticket.store(0, std::memory_order_relaxed);
-            phase.advance();
-        } else {
-            phase.wait_while(seen, awake_at_barrier_ns);
+            if (bytes) shared.reserve(bytes);
+            return;
+        }
+        const uint64_t next = me.phase + 1;
+        if (me.takes_pieces && end_as_last(me, next, bytes)) return;
+        me.phase = next;
+        for (;;) {
+            uint32_t change = changes.value.load();
+            Place seen = place.load();
+            me.takes_pieces = seen.phase == next;
+            if ((seen.phase & ~CHANGING) > next || seen.phase == (CHANGING | next)) return;  // it came too late for the next one too
+            if (!me.takes_pieces) {
+                changes.wait_while(change, awake_in_run_ns);
+                continue;
+            }
+            Place now = seen;
+            now.in_phase += 1;
+            if (place.compare_exchange_weak(seen, now)) return;
         }
     }
 
-    void work(int index) {
-        job(Worker{index, count, this}, argument);
-        barrier();
+    bool end_as_last(Mate& me, uint64_t next, size_t bytes) {
+        for (Place seen = place.load();;) {
+            Place now = seen;
+            now.in_phase -= 1;
+            if (now.in_phase == 0) now.phase |= CHANGING;
+            if (!place.compare_exchange_weak(seen, now)) continue;
+            if (now.in_phase) return false;
+            ticket.store(0, std::memory_order_relaxed);
+            if (bytes) shared.reserve(bytes);
+            for (seen = now;;) {  // others may enter the call meanwhile
+                now = seen;
+                now.phase = next;
+                now.in_phase = 1;
+                if (place.compare_exchange_weak(seen, now)) break;
+            }
+            me.phase = next;
+            changes.advance();
+            return true;
+        }
     }
 
-    void serve(int index, uint32_t seen) {
+    void work(int mine) {
+        Mate& me = mates[mine];
+        for (;;) {
+            uint32_t change = changes.value.load();
+            if (enter(me)) {
+                job(Worker{mine, count, this}, argument, index);
+                leave(me);
+                offer_core(me);
+            } else if (is_over.load()) {
+                return;
+            } else {
+                changes.wait_while(change, awake_in_run_ns);
+            }
+        }
+    }
+
+    static void offer_core(Mate& me) {
+        int64_t now = now_ns();
+        if (now < me.next_offer) return;
+        sched_yield();
+        int64_t back = now_ns();
+        me.next_offer = back + std::max(OFFER_EVERY_NS, KEEP_TIMES * (back - now));
+    }
+
+    void run() {
+        if (count == 1) {
+            mates[0].takes_pieces = true;
+            for (int32_t i = 0; i < num_calls; i++) {
+                ticket.store(0, std::memory_order_relaxed);
+                job(Worker{0, 1, this}, argument, i);
+            }
+            return;
+        }
+        make_way();
+        is_over.store(false);
+        open(place.load().call + 1, 0);
+        start.advance();
+        work(0);
+    }
+
+    void serve(int mine, uint32_t seen) {
         for (;;) {
             start.wait_while(seen, AWAKE_BETWEEN_RUNS_NS);
             seen = start.value.load();
             if (stopping) return;
-            work(index);
+            work(mine);
         }
     }
 
@@ -167,12 +299,13 @@ struct Pool {
         int new_count = (int)new_cores.size();
         cpu_set_t allowed;
         bool shared = !sched_getaffinity(0, sizeof allowed, &allowed) && CPU_COUNT(&allowed) < new_count;
-        awake_at_barrier_ns = shared ? AWAKE_ON_SHARED_CORE_NS : AWAKE_AT_BARRIER_NS;
+        awake_in_run_ns = shared ? AWAKE_ON_SHARED_CORE_NS : AWAKE_IN_RUN_NS;
         uint32_t seen = start.value.load();
         cores = std::move(new_cores);
         to_start = false;
         try {
             scratch.resize(new_count);
+            mates.assign(new_count, Mate{place.load().call});
             for (int i = 1; i < new_count; i++) {
                 threads.emplace_back([this, i, seen] { serve(i, seen); });
                 pin(i);
@@ -206,17 +339,17 @@ const int watched = pthread_atfork(before_fork, after_fork_here, after_fork_ther
 
 }  // namespace
 
-int64_t Worker::next() const { return pool->ticket.fetch_add(1, std::memory_order_relaxed); }
-void Worker::barrier() const { pool->barrier(); }
+int64_t Worker::next() const { return pool->mates[index].takes_pieces ? pool->ticket.fetch_add(1, std::memory_order_relaxed) : NO_PIECE; }
+void Worker::barrier() const { pool->end_phase(pool->mates[index], 0); }
 void* Worker::scratch(size_t bytes) const { return pool->scratch[index].reserve(bytes); }
 
 void* Worker::shared(size_t bytes) const {
-    if (index == 0) pool->shared.reserve(bytes);
-    pool->barrier();
+    pool->end_phase(pool->mates[index], bytes);
     return pool->shared.at;
 }
 
 bool set_threads(int count, const int32_t* cores) {
+    if (count > MAX_THREADS) return false;
     try {
         std::lock_guard<std::mutex> resize(resizing);
         std::lock_guard<std::mutex> lock(the_pool->running);
@@ -229,15 +362,13 @@ bool set_threads(int count, const int32_t* cores) {
 
 void wake_threads() { the_pool->start.wake(); }
 
-void run_on_all(Job job, void* argument) {
+void run_on_all(Job job, void* argument, int32_t count) {
+    if (count <= 0) return;
     Pool& pool = *the_pool;
     if (pool.to_start) set_threads((int)pool.cores.size(), std::vector<int>(pool.cores).data());
     std::lock_guard<std::mutex> lock(pool.running);
     pool.job = job;
     pool.argument = argument;
-    if (pool.count > 1) {
-        pool.make_way();
-        pool.start.advance();
-    }
-    pool.work(0);
+    pool.num_calls = count;
+    pool.run();
 }

@@ -49,17 +49,14 @@ const Isa* find(const char*) { return nullptr; }
 
 struct Run {
     const Call* const* calls;
-    int32_t num_calls;
     const Step* step;
     const Isa* isa;
 };
 
-void run(const Worker& worker, void* argument) {
+void run(const Worker& worker, void* argument, int32_t index) {
     const Run& all = *static_cast<Run*>(argument);
-    for (int32_t i = 0; i < all.num_calls; i++) {
-        if (i) worker.barrier();
-        all.isa->kernels[all.calls[i]->op](*all.calls[i], *all.step, worker);
-    }
+    const Call& call = *all.calls[index];
+    all.isa->kernels[call.op](call, *all.step, worker);
 }
 
 }  // namespace
@@ -82,7 +79,7 @@ void quire_wake() { wake_threads(); }
 int32_t quire_run(const Call* const* calls, int32_t num_calls, const Step* step) {
     for (int32_t i = 0; i < num_calls; i++)
         if (!chosen || calls[i]->op < 0 || calls[i]->op >= NUM_OPS || !chosen->kernels[calls[i]->op]) return -1 - i;
-    Run all{calls, num_calls, step, chosen};
-    run_on_all(run, &all);
+    Run all{calls, step, chosen};
+    run_on_all(run, &all, num_calls);
     return 0;
 }

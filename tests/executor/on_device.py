@@ -1,0 +1,76 @@
+"""State kept on the device without one: the path that a GPU's steps take, on tensors in host memory, with tokens that come as late as they can.
+May know: the worker, how a runner is told to keep its state on the device, graphs that are captured by calling a function again.
+Must not know: what a test compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from quire.executor.cuda_graphs import GraphedStep
+from quire.executor.worker import Worker
+
+
+class LateCopies:
+    """A CopyToHost whose copies are made when somebody waits for them: memory that was given away too early shows, and who waits when."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.num_copies = 0
+
+    def forget(self) -> None:
+        """What came before the first step."""
+        self.events, self.num_copies = [], 0
+
+    def __call__(self, values: torch.Tensor) -> Callable[[], np.ndarray]:
+        number, self.num_copies = self.num_copies, self.num_copies + 1
+        self.events.append(f"launched {number}")
+
+        def wait() -> np.ndarray:
+            self.events.append(f"waits for {number}")
+            return values.numpy().copy()
+
+        return wait
+
+
+class FakeCapture:
+    """Replays by calling the function again, on whatever its tensors hold then: lists on the host stay as they were, as in a graph."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.num_replays = 0
+
+    def __call__(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[Callable[[], None], tuple[torch.Tensor, ...]]:
+        results = function()
+        self.sizes.append(len(results[0]))
+
+        def replay() -> None:
+            self.num_replays += 1
+            for result, new in zip(results, function(), strict=True):
+                result.copy_(new)
+
+        return replay, results
+
+
+def give_graphs(worker: Worker) -> FakeCapture:
+    """Decodes come from graphs from now on."""
+    capture, config = FakeCapture(), worker.config
+    sizes = config.scheduler_config.max_num_seqs, config.model_config.max_model_len, config.cache_config.block_size
+    worker.runner.program = GraphedStep(worker.model, worker._ops, *sizes, worker.device, capture)
+    return capture
+
+
+def keep_on_device(patch: pytest.MonkeyPatch, copies: Any, with_graphs: bool = False) -> None:
+    """Every worker that is loaded from now on runs as on a GPU."""
+    load_model, make_program = Worker.load_model, Worker._make_program
+
+    def load(self: Worker, *args: Any) -> None:
+        load_model(self, *args)
+        self.runner.keep_state_on_device(copies)
+        copies.forget()
+
+    patch.setattr(Worker, "load_model", load)
+    patch.setattr(Worker, "_make_program", lambda self: give_graphs(self) if with_graphs else make_program(self))

@@ -1,0 +1,62 @@
+"""Torch imported into an engine's own process: what is put off comes when it is asked for, what is unmapped comes back as it was.
+May know: lean_import.py, subprocesses, the pages of a process.
+Must not know: what torch is used for."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import subprocess
+import sys
+
+import psutil
+import pytest
+from quire.executor import lean_import
+
+IMPORT = """
+import json, sys
+from quire.executor import lean_import
+from quire.frontend.engine_args import EngineArgs
+assert "torch" not in sys.modules
+lean_import.import_torch(EngineArgs(logits_processors=json.loads(sys.argv[1])).create_engine_config())
+import torch
+def runs(): return hasattr(sys.modules["torch._meta_registrations"], "__getattr__"), "torch._decomp.decompositions" in sys.modules
+before = runs()
+assert (torch.ones(2, 3) @ torch.ones(3, 2)).argmax().item() == 0 and torch.empty(4, device="meta").shape == (4,)
+function = torch._meta_registrations.meta_index_Tensor
+print(json.dumps([before, runs(), function.__module__, any(type(finder).__name__ == "_Finder" for finder in sys.meta_path)]))
+"""
+
+
+@pytest.mark.parametrize("processors, is_deferred", [("[]", "true"), ('["some.package:factory"]', "false")])
+def test_kernels_of_tensors_without_data_wait_until_somebody_asks_for_them(processors, is_deferred):
+    """With foreign code in the process nothing is put off."""
+    done = subprocess.run([sys.executable, "-c", IMPORT, processors], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    is_run = "false" if is_deferred == "true" else "true"
+    assert done.stdout.strip() == f'[[{is_deferred}, {is_run}], [false, true], "torch._meta_registrations", false]'
+
+
+def test_nothing_is_done_when_torch_is_there_already(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", object())
+    lean_import.import_torch(None)
+
+
+def test_pages_of_libraries_go_and_come_back_and_changed_ones_stay(tmp_path):
+    path = tmp_path / "some.so.1"
+    path.write_bytes(b"A" * 2**20)
+    with path.open("rb") as file:
+        unchanged = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE)
+        changed = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE)
+    assert unchanged[:] == changed[:] == b"A" * 2**20
+    changed[5] = ord("B")
+    address = ctypes.addressof(ctypes.c_char.from_buffer(changed))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(2**20), mmap.PROT_READ) == 0  # as the loader does with relocations
+    before = resident(path)
+    assert lean_import.unmap_unchanged() >= 2**20
+    assert before == 2**21 and resident(path) == 2**20
+    assert unchanged[:] == b"A" * 2**20 and changed[:8] == b"AAAAABAA"
+
+
+def resident(path) -> int:
+    return sum(region.rss for region in psutil.Process().memory_maps(grouped=False) if region.path == str(path))

@@ -1,0 +1,93 @@
+"""Requests through engines that keep their state as on a GPU, tokens coming as late as they can: the outputs of the plain engine, on every path.
+May know: the public API, the bundled model, how a worker is made to run so (executor/on_device.py), random workloads and features.
+Must not know: what is launched, or when."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+import pytest
+from quire import LLMEngine, SamplingParams
+from quire.tests import test_feature_mixes as mixes
+from quire.tests.answers import answer_alone
+from quire.tests.answers import assert_same as assert_same_answers
+from quire.tests.client_forms import MANY_BLOCKS, closing, make_engine
+from quire.tests.executor.on_device import LateCopies, keep_on_device
+from quire.tests.features import PLAIN, learn_grammars, run
+from quire.tests.workloads import Job, assert_same, drive, random_jobs
+
+FEW = dict(block_size=8, num_gpu_blocks_override=50)  # one request of the longest kind fits; the others preempt each other
+NUM_MIXES, ALL_MIXES = 2, 100
+
+
+def wish(params: SamplingParams, is_early: bool, rng: random.Random) -> SamplingParams:
+    """What some of the early requests want of the host, so that steps are of either kind; and some are forks."""
+    if rng.random() < 0.1 and params.temperature:
+        params = msgspec.structs.replace(params, n=3)
+    wishes = {"repetition_penalty": 1.2}, {"logprobs": 2}, {"prompt_logprobs": 1}, {"min_tokens": 2}, {"bad_words": ["the"]}, {"logit_bias": {7: 3.0}}
+    return msgspec.structs.replace(params, **rng.choice(wishes)) if is_early and rng.random() < 0.5 else params
+
+
+def make_jobs(seed: int) -> list[Job]:
+    rng = random.Random(seed)
+    return [replace(job, params=wish(job.params, job.arrives_at_step < 8, rng)) for job in random_jobs(60, vocab_size=1500, seed=seed)]
+
+
+JOBS = make_jobs(1)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict:
+    with closing(make_engine(enable_prefix_caching=False)) as engine:
+        return drive(engine, JOBS, aborts=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(max_num_batched_tokens=64),
+        dict(async_scheduling=True, max_num_batched_tokens=64),
+        dict(num_scheduler_steps=4),
+        dict(async_scheduling=True, num_scheduler_steps=3),
+        dict(**FEW, async_scheduling=True, preemption_mode="recompute", scheduling_policy="priority"),
+        dict(**FEW, async_scheduling=True, num_scheduler_steps=3, preemption_mode="swap", enable_prefix_caching=False),
+    ],
+    ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()),
+)
+def test_outputs_are_those_of_the_plain_engine(expected, settings, monkeypatch):
+    copies = LateCopies()
+    keep_on_device(monkeypatch, copies, with_graphs="num_scheduler_steps" in settings)
+    with closing(make_engine(**settings)) as engine:
+        assert_same(JOBS, drive(engine, JOBS), expected)
+        assert engine.call_utility("scheduler_state")["running"] == []
+        metrics = engine.get_metrics()
+    assert metrics["num_free_blocks"] == settings.get("num_gpu_blocks_override", MANY_BLOCKS) - 1
+    if settings.items() >= FEW.items():
+        assert metrics["num_preemptions"] > 5  # else few blocks would show nothing
+    when = {event: index for index, event in enumerate(copies.events)}
+    num_ahead = sum(when.get(f"launched {n + 1}", len(when)) < when[f"waits for {n}"] for n in range(copies.num_copies))
+    assert copies.num_copies > 20 and (num_ahead > 20) == settings.get("async_scheduling", False)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[LLMEngine]:
+    with closing(make_engine(**PLAIN)) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed >= NUM_MIXES else ()) for seed in range(ALL_MIXES)])
+def test_mixes_of_features_get_the_answers_that_each_would_get_alone(plain, seed, monkeypatch):
+    """As in test_feature_mixes.py, with other seeds: grammars, penalties, forks, sleep, new weights in mid-run."""
+    rng = random.Random(10_000 + seed)
+    jobs = mixes.random_jobs(rng)
+    learn_grammars(plain, jobs)
+    alone, settings = answer_alone(plain, jobs), mixes.random_settings(rng)
+    keep_on_device(monkeypatch, LateCopies(), with_graphs=rng.random() < 0.5)
+    with closing(make_engine(**PLAIN | settings)) as engine:
+        seen = run(engine, jobs, rng.choice(mixes.DISTURBANCES))
+        assert_same_answers(seen.answers, alone)
+        assert not engine.scheduler_state()["requests"]
+        assert engine.get_metrics()["num_free_blocks"] == settings["num_gpu_blocks_override"] - 1

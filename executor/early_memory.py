@@ -39,8 +39,11 @@ def begin(config: EngineConfig) -> threading.Thread | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error):
         return None  # the loader says what is wrong
     packed, largest = packed_bytes(shapes, model_config.dtype, model_config.quantization)
-    # The largest is read early and lies in memory twice then. An embedding that is no head is not packed.
-    num_early = packed - largest * (1 if model_config.hf_config.get("tie_word_embeddings") else 2)
+    num_early = packed
+    if not model_config.hf_config.get("tie_word_embeddings"):
+        num_early -= largest  # an embedding that is no head is not packed
+    if any(num_bytes != rows * columns * (4 if model_config.dtype == "float32" else 2) for rows, columns, num_bytes in shapes):
+        num_early -= largest  # of another dtype than the model's: a layer lies in memory twice until it is packed
     if num_early <= 0 or 2 * packed > free_memory_bytes():  # what fits only just is asked for step by step
         return None
     _reserved = mmap.mmap(-1, packed + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -60,12 +60,17 @@ class Linear:
         """To be called once, when all values are there: lays the weight out as the device multiplies it best."""
         if self._stored:
             shards = [rows for _, rows in self.weights("") if rows.dim() == 2]
-            self._multiply = self._pack_parts([self._stored.get(rows.data_ptr(), rows) for rows in shards], self.bias)
+            self._multiply = self._pack_parts([self._stored.get(rows.data_ptr(), rows) for rows in shards], self.bias, release=self._release)
         else:
             self._multiply = self._pack(self.weight, self.bias)
         for values in self._stored.values():
-            release_mapped(values)
+            release_mapped(values)  # again, where pieces did not end with a page
         self.weight, self._stored = None, {}
+
+    def _release(self, rows: torch.Tensor) -> None:
+        """Of a shard that was packed out of the file: what of it is read need not stay in memory."""
+        if any(values.data_ptr() <= rows.data_ptr() < values.data_ptr() + values.nbytes for values in self._stored.values()):
+            release_mapped(rows)
 
     def weights(self, prefix: str) -> Weights:
         start = 0

@@ -39,7 +39,7 @@ from .token_stages import make_stages
 
 logger = logging.getLogger(__name__)
 
-MEASURED_TOKENS = 32  # of a forward pass, to learn what recomputing costs
+MEASURED_TOKENS = (8, 32)  # of a forward pass, to learn what recomputing costs; the latter only of a model that is quick
 MEASURING_BUDGET_S = 0.05  # of start-up; a pass that takes longer is run once
 
 
@@ -174,13 +174,17 @@ class Worker:
         if mode != "auto" or not self._num_host_blocks:
             return self._num_host_blocks, PreemptionCosts()
         scheduler_config = self.config.scheduler_config
-        num_tokens = min(MEASURED_TOKENS, scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs)
+        most_tokens = min(scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs)
+        for num_tokens in sorted({min(count, most_tokens) for count in MEASURED_TOKENS}):
 
-        def recompute() -> None:
-            self.runner.execute_dummy_batch(num_tokens)
-            devices.synchronize(self.device)
+            def recompute(num_tokens: int = num_tokens) -> None:
+                self.runner.execute_dummy_batch(num_tokens)
+                devices.synchronize(self.device)
 
-        recompute_s = shortest_time(recompute, budget_s=MEASURING_BUDGET_S) / num_tokens
+            pass_s = shortest_time(recompute, budget_s=MEASURING_BUDGET_S)
+            recompute_s = pass_s / num_tokens
+            if pass_s > MEASURING_BUDGET_S / 4:  # more tokens would take longer, and change nothing: swapping is cheaper by far
+                break
         swap_s, swap_s_per_block = self.runner.block_mover.measure(self.model.attention_layers())
         costs = PreemptionCosts(recompute_s, swap_s, swap_s_per_block / block_size)
         logger.info("swap space: %d blocks; %s", self._num_host_blocks, costs)

@@ -58,7 +58,8 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tenso
     Summed in fp32. Called once per layer when the weights are filled, to lay them out as the implementation reads them best. What it
     returns may have a method `logits` too, which gives [T, N] in fp32, not rounded to dtype before, and a method `embedding`, which is the
     operation of that name with the weight as its table. An implementation that keeps nothing of the weight may have an attribute `from_parts`:
-    the same function of a list of tensors [n, K], together the weight's N rows, and the bias; its result has `embedding`. A layer is then packed out of a mapped file.
+    the same function of a list of tensors [n, K], together the weight's N rows, and the bias; its result has `embedding`. A layer is then packed out
+    of a mapped file: `release=` is a function to be called with rows of those tensors that are packed and need not stay in memory.
     """
 
 

@@ -4,7 +4,8 @@ Must not know: models, requests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,24 +18,28 @@ from .tensors import DTYPES, PRIORITY, as_matrix, is_native
 from .weights import empty_weight
 
 _PANEL = 16  # outputs whose weights lie together (src/abi.h: quire_pack_linear)
+_PIECE_BYTES = 16 * 2**20  # of a weight, packed before `release` is called
+
+Release = Callable[[Tensor], Any]
 
 
 class PackedLinear:
     """y = x W^T + b, for a bf16 or fp32 weight that never changes again. A row's bits do not depend on the rows beside it."""
 
-    def __init__(self, parts: Sequence[Tensor], bias: Tensor | None):
-        """parts [n, in], one below the other the weight [out, in]; bias [out], of the same dtype. The weight is copied, the bias kept."""
+    def __init__(self, parts: Sequence[Tensor], bias: Tensor | None, release: Release | None = None):
+        """parts [n, in], one below the other the weight [out, in]; bias [out], of the same dtype. The weight is copied, the bias kept.
+        `release` is called with rows of the parts, when they are packed."""
         self.out_features, self.in_features = sum(map(len, parts)), parts[0].shape[1]
         self.dtype = parts[0].dtype
         self.bias = None if bias is None else bias.contiguous()
-        self._pack(parts)
+        self._pack(parts, release)
 
-    def _pack(self, parts: Sequence[Tensor]) -> None:
+    def _pack(self, parts: Sequence[Tensor], release: Release | None) -> None:
         """weight: [panels, lines, 16, numbers of 4 bytes], zeros where it ends."""
         per_line = 4 // self.dtype.itemsize
         shape = -(-self.out_features // _PANEL), -(-self.in_features // per_line), _PANEL, per_line
         self.weight = empty_weight(*shape, dtype=self.dtype)
-        for panel, part in by_panel(parts):
+        for panel, part in by_panel(parts, release):
             packed = self.weight[panel].data_ptr()
             library.pack_linear(part.data_ptr(), part.stride(0), DTYPES[self.dtype], len(part), self.in_features, packed)
 
@@ -85,11 +90,16 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 pack_linear.from_parts = PackedLinear
 
 
-def by_panel(parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Parts that each begin with a panel, as matrices, and which panel that is; what does not is joined before."""
+def by_panel(parts: Sequence[Tensor], release: Release | None = None) -> Iterator[tuple[int, Tensor]]:
+    """Pieces that each begin with a panel, as matrices, and which panel that is; parts that do not are joined before. When the next one is
+    asked for, `release` gets the one before."""
     if any(len(part) % _PANEL for part in parts[:-1]):
         parts = [torch.cat(list(parts))]
     panel = 0
     for part in parts:
-        yield panel, as_matrix(part)
-        panel += len(part) // _PANEL
+        size = max(1, _PIECE_BYTES // (_PANEL * part[0].nbytes)) * _PANEL
+        for piece in part.split(size):
+            yield panel, as_matrix(piece)
+            panel += len(piece) // _PANEL
+            if release is not None:
+                release(piece)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...registry import register
 from .calls import EmbeddingInt8, Epilogue, Op, Quantize, QuantizedLinear, Step
 from .library import library
-from .linear import PackedLinear, by_panel
+from .linear import PackedLinear, Release, by_panel
 from .program import empty, num_rows, submit
 from .tensors import DTYPES, PRIORITY, as_matrix, is_native
 from .weights import empty_weight
@@ -34,16 +34,16 @@ _LINEAR = {8: Op.LINEAR_INT8, 4: Op.LINEAR_INT4}
 class PackedQuantizedLinear(PackedLinear):
     """A PackedLinear whose weight is quantized here: only how it is stored and multiplied differs. A row's bits do not depend on the rows beside it."""
 
-    def __init__(self, parts: Sequence[Tensor], bias: Tensor | None, bits: int):
-        """parts [n, in] of bf16 or fp32, one below the other the weight [out, in]; bias [out], of the same dtype. The bias is kept."""
+    def __init__(self, parts: Sequence[Tensor], bias: Tensor | None, bits: int, release: Release | None = None):
+        """As PackedLinear, of bf16 or fp32."""
         self.bits = bits
-        super().__init__(parts, bias)
+        super().__init__(parts, bias, release)
 
-    def _pack(self, parts: Sequence[Tensor]) -> None:
+    def _pack(self, parts: Sequence[Tensor], release: Release | None) -> None:
         panels, groups = -(-self.out_features // _PANEL), -(-self.in_features // _GROUP)
         self.weight = empty_weight(panels, groups, _PANEL * _GROUP * self.bits // 8, dtype=torch.uint8)
         self.scales = empty_weight(panels, groups, _SCALE_BYTES[self.bits], dtype=torch.uint8)
-        for panel, part in by_panel(parts):
+        for panel, part in by_panel(parts, release):
             call = Quantize(
                 _QUANTIZE[self.bits], DTYPES[self.dtype], 0, part.data_ptr(), self.weight[panel].data_ptr(), self.scales[panel].data_ptr(),
                 part.stride(0), self.in_features, len(part),

@@ -4,6 +4,8 @@ Must not know: how a kernel is blocked, though the shapes are chosen to cross it
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from torch import Tensor
 
 if library is not None:
     from quire.kernels.cpu.native.linear import PackedLinear, pack_linear
+    from quire.kernels.cpu.native.quantized import PackedQuantizedLinear
 
 DTYPES = (torch.bfloat16, torch.float32)
 SHAPES = ((1, 1), (16, 2), (17, 3), (33, 31), (100, 33), (48, 531), (160, 896), (64, 1100))  # out, in
@@ -150,3 +153,14 @@ def test_packing_gives_panels_of_sixteen_outputs(dtype):
         expected = padded.view(len(padded) // 16, 16, -1, pair).transpose(1, 2)
         assert torch.equal(PackedLinear([weight], None).weight, expected)
     library.set_num_threads(1)
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_a_weight_packed_in_pieces_is_the_same_and_each_row_is_released_once(bits, monkeypatch):
+    make = PackedLinear if bits is None else partial(PackedQuantizedLinear, bits=bits)
+    parts, released = [torch.randn(rows, 128).bfloat16() for rows in (64, 48, 37)], []
+    whole = make(parts, None)
+    monkeypatch.setattr("quire.kernels.cpu.native.linear._PIECE_BYTES", 16 * 256 + 1)
+    pieces = make(parts, None, release=released.append)
+    assert torch.equal(pieces.weight.view(torch.uint8), whole.weight.view(torch.uint8))
+    assert len(released) == 4 + 3 + 3 and torch.equal(torch.cat(released), torch.cat(parts))

@@ -9,6 +9,7 @@ import logging
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.routing import Match, Route, Router
 
 from ... import __version__
@@ -48,6 +49,8 @@ class App:
         self._router = router
         self._keys = Keys(state.server_config)
         self._paths = {route.endpoint: route.path for route in router.routes}
+        # A path without parameters is looked up: the router, which tries one route after the other, and its wrappers would take longer than most answers.
+        self._endpoints = {(method, route.path): route.endpoint for route in router.routes if "{" not in route.path for method in route.methods}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -70,7 +73,13 @@ class App:
 
         try:
             call.tenant = self._keys.check(scope)
-            await self._router(scope, receive, send_with_headers)
+            endpoint = self._endpoints.get((scope["method"], scope["path"]))
+            if endpoint is None:
+                await self._router(scope, receive, send_with_headers)
+            else:
+                scope["endpoint"] = endpoint
+                response = await endpoint(Request(scope, receive, send_with_headers))
+                await response(scope, receive, send_with_headers)
         except asyncio.CancelledError:
             if not call.is_disconnected:
                 raise

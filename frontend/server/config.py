@@ -62,7 +62,7 @@ class ServerConfig(Section):
             description="About how many chunks all streams together send in a second; beyond it chunks hold several tokens. "
             "First tokens and ends never wait, others (and stop strings) about 50 ms at most. 0: one for each token, however many streams there are."
         ),
-    ] = 2000
+    ] = 1250
     max_stored_responses: Annotated[NonNegativeInt, Meta(description="Answers of /v1/responses that are kept for later; the oldest go first.")] = 1024
 
 

@@ -4,8 +4,9 @@ Must not know: how a metric is written down, HTTP beyond names of routes and num
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 
 from ...ipc.params import SamplingParams
@@ -32,6 +33,14 @@ class Histogram:
         if value is not None:
             self.counts[bisect_left(self.bounds, value)] += count
             self.sum += value * count
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Many, in the time of a few."""
+        ordered, end = sorted(values), 0
+        for bucket, bound in enumerate((*self.bounds, float("inf"))):
+            begin, end = end, bisect_right(ordered, bound, end)
+            self.counts[bucket] += end - begin
+        self.sum += sum(ordered)
 
     def cumulative(self) -> list[tuple[str, float]]:
         """(bound, observations up to it), as Prometheus wants them."""
@@ -98,6 +107,5 @@ class Meters:
         self.histograms["request_time_per_output_token_seconds"].observe(mean_s)
         latency = self.histograms["inter_token_latency_seconds"]
         gaps = [end - begin for begin, end in pairwise(metrics.token_ts)] if n == 1 else []
-        for gap_s in gaps:
-            latency.observe(gap_s)
+        latency.observe_all(gaps)
         latency.observe(mean_s, num_gaps - len(gaps))

@@ -69,10 +69,11 @@ def _code(sentence: str) -> str:
 class Shape:
     """What of a type can hold fields: those of a Struct by name, the Struct for each value of a tag, or a list's elements."""
 
-    __slots__ = ("fields", "tag_field", "by_tag", "elements")
+    __slots__ = ("fields", "nested", "tag_field", "by_tag", "elements")
 
     def __init__(self) -> None:
         self.fields: dict[str, Shape | None] | None = None
+        self.nested: dict[str, Shape] = {}  # those of `fields` that can hold fields themselves
         self.tag_field = ""
         self.by_tag: dict[Any, Shape] = {}
         self.elements: Shape | None = None
@@ -100,8 +101,8 @@ def _unknown_fields(raw: bytes, body_type: type[msgspec.Struct]) -> list[str]:
     shape = shape_of(body_type)
     given = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     unknown = [name for name in given if name not in shape.fields]
-    for name, child in shape.fields.items():
-        if child is not None and name in given:
+    for name, child in shape.nested.items():
+        if name in given:
             unknown += child.unknown(msgspec.json.decode(given[name]), name)
     return sorted(unknown)
 
@@ -116,6 +117,7 @@ def _shape(info: inspect.Type) -> Shape | None:
     if isinstance(info, inspect.StructType):
         shape = Shape()
         shape.fields = {field.encode_name: _shape(field.type) for field in info.fields}
+        shape.nested = {name: child for name, child in shape.fields.items() if child is not None}
         return shape
     if isinstance(info, inspect.Metadata):
         return _shape(info.type)

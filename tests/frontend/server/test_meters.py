@@ -23,6 +23,16 @@ def test_a_histogram() -> None:
     assert histogram.cumulative() == [("1.0", 2), ("2.0", 3), ("5.0", 6), ("+Inf", 7)] and histogram.sum == 22
 
 
+def test_many_observations_at_once() -> None:
+    values = [7.0, 0.5, 1.0, 1.0, 5.0, 2.5, 1.0000001]
+    one_by_one, at_once = Histogram("", (1, 2, 5)), Histogram("", (1, 2, 5))
+    for value in values:
+        one_by_one.observe(value)
+    at_once.observe_all(values)
+    at_once.observe_all([])
+    assert at_once.counts == one_by_one.counts == [3, 1, 2, 1] and at_once.sum == pytest.approx(sum(values))
+
+
 def test_a_request() -> None:
     meters = Meters()
     meters.request_ended(SamplingParams(max_tokens=9), metrics_of(5, [50.5, 50.5, 51.5, 52.0, 52.5]), "length", queued_s=2.0)

@@ -165,8 +165,9 @@ class StepLauncher:
             return
         slots, positions, batch = columns["sampled_slots"], columns["positions"], self._batch
         if batch.random_slots and batch.temperature[inputs.sampled_slots].any():
-            parameters = self._ops.gather_sampling_parameters(self._tables.parameters, slots)
-            token_ids = self._ops.sample_tokens(logits, *parameters, positions)
+            temperature, *filters, seeds = self._ops.gather_sampling_parameters(self._tables.parameters, slots)
+            filters = filters if batch.filtered_slots else (None, None, None)
+            token_ids = self._ops.sample_tokens(logits, temperature, *filters, seeds, positions)
         self._ops.append_sampled_tokens(self._tables.token_ids, slots, positions, token_ids, is_finite, results)
 
     def _expect(self, layout: StepLayout, place: slice) -> Expected:

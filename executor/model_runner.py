@@ -201,7 +201,8 @@ class ModelRunner:
         _, logits, *_ = self._forward(token_ids, positions, metadata, filled(0, torch.int64, num_logits))
         if is_sampled:
             halves, ones, seeds = filled(0.5, torch.float32, num_logits), filled(1, torch.int32, num_logits), filled(0, torch.int64, num_logits)
-            self.ops.sample_tokens(logits, halves, ones, halves, halves, seeds, seeds)
+            for filters in ((ones, halves, halves), (None, None, None)):
+                self.ops.sample_tokens(logits, halves, *filters, seeds, seeds)
 
 
 def insert_forced(slots: list[int], num_sampled: list[int], token_ids: list[int], forced: dict[int, list[int]]) -> tuple[list[int], list[int]]:

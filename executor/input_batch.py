@@ -39,6 +39,7 @@ class InputBatch:
         self.prompt_logprobs_slots: set[int] = set()  # that still want some
         self.logprobs_slots: set[int] = set()  # that want any
         self.random_slots: set[int] = set()  # that do not simply take the largest logit
+        self.filtered_slots: set[int] = set()  # of these, that keep to a part of the vocabulary: top_k, top_p, min_p
         self.stages = stages
         self.num_added = 0  # requests so far: while it stays, so does all that a slot holds but its tokens and blocks
         self.entries = np.zeros(max_num_seqs, np.int64)  # the number of the request that entered the slot last
@@ -66,7 +67,8 @@ class InputBatch:
         self.num_logprobs[slot] = _num_logprobs(params.logprobs)
         self.num_prompt_logprobs[slot] = _num_logprobs(params.prompt_logprobs)
         wishes = (self.prompt_logprobs_slots, params.prompt_logprobs is not None), (self.logprobs_slots, params.logprobs is not None)
-        for slots, is_wanted in (*wishes, (self.random_slots, params.temperature > 0)):
+        is_random, is_filtered = params.temperature > 0, params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        for slots, is_wanted in (*wishes, (self.random_slots, is_random), (self.filtered_slots, is_random and is_filtered)):
             if is_wanted:
                 slots.add(slot)
 
@@ -84,7 +86,7 @@ class InputBatch:
         self.refusals.pop(slot, None)
 
     def _forget_wishes(self, slot: int) -> None:
-        for slots in (self.prompt_logprobs_slots, self.logprobs_slots, self.random_slots):
+        for slots in (self.prompt_logprobs_slots, self.logprobs_slots, self.random_slots, self.filtered_slots):
             slots.discard(slot)
 
     def append_blocks(self, slot: int, block_ids: list[int]) -> None:

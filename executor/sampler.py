@@ -32,7 +32,7 @@ class Sampler:
         # What the rows of the last draw asked for: where the same ones go on, the runner gives the same array of slots.
         self._slots: np.ndarray | None = None
         self._num_added = -1
-        self._parameters: list[torch.Tensor] = []
+        self._parameters: list[torch.Tensor | None] = []
 
     def __call__(
         self, logits: torch.Tensor, batch: InputBatch, slots: np.ndarray, largest: tuple[torch.Tensor, ...] | None = None
@@ -80,8 +80,8 @@ class Sampler:
 
         if slots is not self._slots or batch.num_added != self._num_added:
             self._slots, self._num_added = slots, batch.num_added
-            columns = temperature, *(values[slots] for values in (batch.top_k, batch.top_p, batch.min_p, batch.seeds))
-            self._parameters = [column(values) for values in columns]
+            filters = (batch.top_k, batch.top_p, batch.min_p) if batch.filtered_slots else (None, None, None)
+            self._parameters = [column(temperature), *(None if values is None else column(values[slots]) for values in filters), column(batch.seeds[slots])]
         positions = column(batch.num_tokens[slots])  # the new token's index in the sequence
         return self.ops.sample_tokens(logits, *self._parameters, positions).numpy(force=True)
 

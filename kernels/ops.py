@@ -168,7 +168,7 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @operation
 def sample_tokens(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
+    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, seeds: Tensor, positions: Tensor
 ) -> Tensor:
     """Draws one token per row of logits [B, V] fp32 -> [B] i64. temperature, top_p, min_p [B] fp32; top_k [B] i32 or i64; seeds and
     positions [B] i64.
@@ -179,6 +179,7 @@ def sample_tokens(
       min_p  probability >= min_p times the largest; 0: all
       top_k  the first top_k; 0, negative or >= V: all
       top_p  the shortest beginning with at least top_p of the mass that is left; >= 1: all
+    All three are None, if the caller knows that no row is filtered: the same tokens for less work.
     The draw is Gumbel-max: argmax of logits / temperature + random_gumbel(seed, position, token). So it depends on nothing but the row,
     neither its batch mates nor the step. -inf logits are never drawn. A row with a NaN gives an arbitrary token, of that row only.
     """

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..reference.sampling import GREEDY_BELOW, gumbel_from_words
+from ..reference.sampling import GREEDY_BELOW, gumbel_from_words, no_filters
 from ..registry import register
 from .device import PRIORITY, is_cpu
 
@@ -45,8 +45,9 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @register("sample_tokens", name="cpu", predicate=is_cpu, priority=PRIORITY)
 def sample_tokens(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
+    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, seeds: Tensor, positions: Tensor
 ) -> Tensor:
+    top_k, top_p, min_p = (top_k, top_p, min_p) if top_k is not None else no_filters(len(logits), logits.device)
     token_ids = _argmax(logits)
     vocab_size = logits.shape[1]
     top_k = torch.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)

@@ -2,6 +2,8 @@
 May know: torch, the contracts.
 Must not know: speed."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -57,10 +59,17 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits.argmax(-1), logits.isfinite().all(-1)
 
 
+@functools.cache
+def no_filters(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """top_k, top_p and min_p that keep all."""
+    return torch.zeros(num_rows, dtype=torch.int32, device=device), torch.ones(num_rows, device=device), torch.zeros(num_rows, device=device)
+
+
 @register("sample_tokens", name="reference", priority=0)
 def sample_tokens(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
+    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, seeds: Tensor, positions: Tensor
 ) -> Tensor:
+    top_k, top_p, min_p = (top_k, top_p, min_p) if top_k is not None else no_filters(len(logits), logits.device)
     token_ids = logits.argmax(-1)
     noise = random_gumbel(seeds, positions, logits.shape[1])
     for row in range(len(logits)):

@@ -17,22 +17,26 @@ from .order import CHUNK, TILE, first_of_chunk_kernel, first_of_row, first_token
 @triton.jit
 def draw_kernel(
     logits_ptr, temperature_ptr, min_p_ptr, seeds_ptr, positions_ptr, cuts_ptr, parts_ptr, drawn_ptr, vocab_size, num_chunks, row_stride,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """drawn [rows, chunks] i64: the order of the chunk's token with the largest scaled + noise; in a greedy row, of its largest logit."""
+    """drawn [rows, chunks] i64: the order of the chunk's token with the largest scaled + noise; in a greedy row, of its largest logit.
+    FILTERED: of those that min_p and the cuts keep."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     best = tl.load(parts_ptr + row * num_chunks + chunk)
     if temperature >= GREEDY_BELOW:
         largest = value_of(first_of_row(parts_ptr, row, num_chunks, BLOCK))
-        least, cut = least_scaled(tl.load(min_p_ptr + row)), tl.load(cuts_ptr + row)
+        if FILTERED:
+            least, cut = least_scaled(tl.load(min_p_ptr + row)), tl.load(cuts_ptr + row)
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
         best = order_of(tl.full([], float("-inf"), tl.float32), chunk * CHUNK)
         for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab_size), TILE):
             token = start + tl.arange(0, TILE)
             x = load_logits(logits_ptr + row.to(tl.int64) * row_stride, token, vocab_size)
             scaled = scale(x, largest, temperature)
-            is_kept = (scaled.to(tl.float64) >= least) & (order_of(x, token) >= cut) & (token < vocab_size)
+            is_kept = token < vocab_size
+            if FILTERED:
+                is_kept = is_kept & (scaled.to(tl.float64) >= least) & (order_of(x, token) >= cut)
             if tl.max(is_kept.to(tl.int32), axis=0) > 0:
                 score = tl.where(is_kept, scaled + gumbel(uniform(start, seed, position, TILE)), float("-inf"))
                 best = tl.maximum(best, tl.max(order_of(score, token), axis=0))
@@ -63,20 +67,25 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @register("sample_tokens", name="triton", predicate=is_cuda, priority=PRIORITY)
 def sample_tokens(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
+    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, seeds: Tensor, positions: Tensor
 ) -> Tensor:
     num_rows, vocab_size = logits.shape
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return token_ids
-    temperature, top_k, top_p, min_p, seeds, positions = (c.contiguous() for c in (temperature, top_k, top_p, min_p, seeds, positions))
+    temperature, seeds, positions = temperature.contiguous(), seeds.contiguous(), positions.contiguous()
     parts, finite = first_of_chunks(logits)
-    cuts = find_cuts(logits, temperature, top_k, top_p, min_p, parts)
+    if is_filtered := top_k is not None:
+        top_k, top_p, min_p = top_k.contiguous(), top_p.contiguous(), min_p.contiguous()
+        cuts = find_cuts(logits, temperature, top_k, top_p, min_p, parts)
+    else:
+        cuts = min_p = temperature  # not looked at
     num_chunks, drawn = parts.shape[1], torch.empty_like(parts)
     block = triton.next_power_of_2(num_chunks)
     columns = temperature, min_p, seeds, positions, cuts
     draw_kernel[num_rows, num_chunks](
-        logits, *columns, parts, drawn, vocab_size, num_chunks, logits.stride(0), CHUNK=CHUNK, TILE=TILE, BLOCK=block, enable_fp_fusion=False
-    )
+        logits, *columns, parts, drawn, vocab_size, num_chunks, logits.stride(0), CHUNK=CHUNK, TILE=TILE, BLOCK=block, FILTERED=is_filtered,
+        enable_fp_fusion=False,
+    )  # fmt: skip
     first_token_kernel[(num_rows,)](drawn, finite, token_ids, token_ids, num_chunks, BLOCK=block, FINITE=False, num_warps=1)
     return token_ids

@@ -30,6 +30,16 @@ def test_a_request_fills_its_row():
     assert batch.top_k[1] == 0 and batch.num_logprobs[1] == NO_LOGPROBS
 
 
+def test_which_slots_draw_and_which_of_them_are_filtered():
+    batch = make_batch()
+    for slot, params in enumerate(({"temperature": 0.0, "top_k": 5}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"min_p": 0.1})):
+        batch.add(request(slot, [1], **params))
+    assert (batch.random_slots, batch.filtered_slots) == ({1, 2, 3}, {2, 3})
+    batch.add(request(2, [1], temperature=1.0))
+    batch.remove(3)
+    assert (batch.random_slots, batch.filtered_slots) == ({1, 2}, set())
+
+
 def test_top_k_beyond_32_bits_means_all():
     batch = make_batch()
     batch.add(request(0, [1], top_k=2**40))

@@ -2,8 +2,8 @@
 May know: the wrapper, the cases of the parity test, which runs on a GPU too.
 Must not know: how programs share out the work.
 
-To be run under compute-sanitizer too, with --tool memcheck and --tool racecheck. The latter watches shared memory; the hand-over goes through
-global memory, where only repetition can show that it holds.
+To be run under compute-sanitizer too (run.py --only racecheck). Racecheck watches shared memory; the hand-over goes through global memory,
+where only repetition can show that it holds.
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ def test_a_state_that_is_handed_over_is_whole(num_requests, length, heads):
         num_programs = (None, 2, 5, 32)[i % 4]
         wrong += (attend(*args, num_programs=num_programs) != expected).any()
     assert wrong.item() == 0
+
+
+def test_a_state_is_handed_over_once():
+    """A launch or two, for compute-sanitizer, under which many would take hours."""
+    torch.manual_seed(3)
+    args = on_gpu(cases.attention_case([1] * 3, [700, 300, 65], (14, 2, 64), 16, torch.bfloat16))
+    assert torch.equal(attend(*args, num_programs=4), attend(*args, one_launch=False))
 
 
 def test_a_graph_serves_other_lengths():

@@ -41,6 +41,13 @@ def test_the_reference_draws_the_same(ops, rows, vocab_size, scale):
         assert torch.equal(ops.sample_tokens(*(column[row : row + 1] for column in device)).cpu(), drawn[row : row + 1])
 
 
+def test_without_filters_the_same_tokens(ops):
+    logits, temperature, *_, seeds, positions = (column.to(DEVICE) for column in inputs(64, 151_936, 2.0))
+    neutral = [torch.full((64,), value, device=DEVICE) for value in (0, 1.0, 0.0)]
+    drawn = ops.sample_tokens(logits, temperature, None, None, None, seeds, positions)
+    assert torch.equal(drawn, ops.sample_tokens(logits, temperature, *neutral, seeds, positions))
+
+
 def test_a_graph_draws_what_is_in_its_memory(ops):
     first, second = ([column.to(DEVICE) for column in inputs(16, 32_000, scale)] for scale in (1.0, 3.0))
     memory = [column.clone() for column in first]

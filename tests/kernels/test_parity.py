@@ -23,7 +23,8 @@ def all_implementations(op: str, dtype: torch.dtype, kv_cache_dtype: torch.dtype
     found, facts = [], {"dtype": dtype, "head_dim": 64, "kv_cache_dtype": kv_cache_dtype}
     if not cases.INTERPRETED:
         found += [i for i in registry.implementations(op) if i.predicate(Facts("cpu", **facts))]
-    if cases.INTERPRETED or cases.GPU.type == "cuda":
+    has_fp8 = cases.GPU.type == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
+    if cases.INTERPRETED or (cases.GPU.type == "cuda" if kv_cache_dtype is None else has_fp8):
         registry.import_implementations("cuda")
         on_gpu = [i for i in registry.implementations(op) if i.predicate(Facts("cuda", **facts)) and i.name != "reference"]
         on_gpu = sorted(on_gpu, key=lambda i: i.priority)[-1:] if cases.INTERPRETED else on_gpu

@@ -139,6 +139,16 @@ def test_draws_follow_the_exact_distribution(sample_tokens, filters):
 
 
 @each("sample_tokens")
+def test_no_filters_are_filters_that_keep_all(sample_tokens):
+    torch.manual_seed(9)
+    logits, seeds, positions = torch.randn(9, 3000) * 3, torch.randint(0, 2**62, (9,)), torch.randint(0, 2**20, (9,))
+    logits[4, 5:] = -math.inf
+    temperature, *filters = params([{"temperature": t} for t in (0.0, 0.01, 0.5, 0.8, 1.0, 1.3, 5.0, 0.0, 1.0)])
+    drawn = sample_tokens(logits.clone(), temperature, None, None, None, seeds, positions)
+    assert torch.equal(drawn, sample_tokens(logits.clone(), temperature, *filters, seeds, positions))
+
+
+@each("sample_tokens")
 def test_a_large_vocabulary_is_drawn_from_in_full(sample_tokens):
     """A flat distribution over more tokens than any list of candidates: each quarter of the vocabulary gets its share."""
     num_draws = 400

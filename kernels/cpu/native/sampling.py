@@ -5,6 +5,7 @@ Must not know: models, requests."""
 import torch
 from torch import Tensor
 
+from ...reference.sampling import no_filters
 from ...registry import register
 from .calls import F32, Argmax, GatherLogprobs, Op, Sample
 from .program import empty, num_rows, submit
@@ -21,8 +22,9 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @register("sample_tokens", name="native", predicate=is_native, priority=PRIORITY)
 def sample_tokens(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
+    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, seeds: Tensor, positions: Tensor
 ) -> Tensor:
+    top_k, top_p, min_p = (top_k, top_p, min_p) if top_k is not None else no_filters(len(logits), logits.device)
     token_ids = empty(len(logits), dtype=torch.int64)
     columns = [column.contiguous() for column in (temperature, top_k.int(), top_p, min_p, seeds, positions)]
     addresses = [column.data_ptr() for column in columns]

@@ -15,6 +15,10 @@ def sample() -> torch.Tensor:
     return sampling.sample_tokens(f32(B, V), f32(B), i32(B), f32(B), f32(B), i64(B), i64(B))
 
 
+def sample_unfiltered() -> torch.Tensor:
+    return sampling.sample_tokens(f32(B, V), f32(B), None, None, None, i64(B), i64(B))
+
+
 def penalize() -> None:
     logits.apply_penalties(f32(B, V), i64(N), i64(N), i32(N), f32(N), f32(N), f32(N))
 
@@ -23,6 +27,7 @@ def penalize() -> None:
 BUDGETS = [
     Budget("argmax", lambda: sampling.argmax(f32(B, V)), registers=64, launches=2, wide_loads=False),
     Budget("sample_tokens", sample, registers=136, shared=16 * 1024, launches=6, wide_loads=False),
+    Budget("sample_tokens, no filters", sample_unfiltered, registers=136, shared=16 * 1024, launches=3, wide_loads=False),
     Budget("random_gumbel", lambda: noise.random_gumbel(i64(B), i64(B), V), registers=64, wide_loads=False),
     Budget("gather_logprobs, 20", lambda: logprobs.gather_logprobs(f32(B, V), i64(B), 20), registers=128, launches=2, wide_loads=False),
     Budget("apply_penalties", penalize, registers=40, wide_loads=False),

@@ -151,6 +151,18 @@ def test_the_reference_draws_the_same(vocab_size, scale, some):
     assert torch.equal(alone, drawn[1:2])
 
 
+@pytest.mark.parametrize("vocab_size", [1, 4099])
+def test_without_filters_the_same_with_less_work(vocab_size):
+    torch.manual_seed(vocab_size)
+    rows = [{"temperature": temperature} for temperature in (0.01, 0.0, 0.7, 1.0, 30.0)]
+    logits, (temperature, *filters) = torch.randn(5, vocab_size) * 3, columns(rows)
+    logits[3, 1:] = -math.inf
+    seeds, positions = numbers(5)
+    drawn = sampling.sample_tokens(logits, temperature, None, None, None, seeds, positions)
+    assert torch.equal(drawn, sampling.sample_tokens(logits, temperature, *filters, seeds, positions))
+    assert torch.equal(drawn, reference.sample_tokens(logits, temperature, None, None, None, seeds, positions))
+
+
 def test_rows_that_are_nearly_or_wholly_masked():
     """Whatever the filters, a masked token is not drawn; of rows that are broken altogether only an id is asked, and they spoil no other."""
     some, vocab_size = [FILTERS[i] for i in (0, 2, 5, 7, 12)], 4100

@@ -80,7 +80,8 @@ class EngineCore:
         self.log_stats = not config.service_config.disable_log_stats
         self.check_every_step = False  # for tests: post_step runs check_integrity
         self.host_counters: Callable[[], dict[str, int]] = dict  # the host's own, for get_metrics; see TransportStats
-        self.hand_out: Callable[[dict[int, EngineCoreOutputs] | None], None] = lambda rows: None  # the host's, for rows that must not wait for the step's end
+        # The host's, for rows that had better not wait for the end of a step; without one they wait.
+        self.hand_out: Callable[[dict[int, EngineCoreOutputs] | None], None] | None = None
         self.pausing = PauseControl(self)
         self.gate = GrammarGate()  # the host sets gate.wake
         self._rows = OutputRows(epoch)
@@ -217,8 +218,9 @@ class EngineCore:
         step = self.scheduler.schedule()
         if step is not None:
             self._step_records.begin(step, start_time, self.scheduler.counters)
-            if step.prefills and self._rows.holds_any and self._step_records.expected_s(step.output.total_num_scheduled_tokens) > MAX_GAP_S:
-                self.hand_out(self.take_rows())  # what is held cannot wait for its end
+            if step.prefills and self._rows.holds_any and self.hand_out is not None:
+                if self._step_records.expected_s(step.output.total_num_scheduled_tokens) > MAX_GAP_S:
+                    self.hand_out(self.take_rows())
         return step
 
     def _execute_model(self, step: ScheduledStep) -> ModelRunnerOutput:

@@ -161,17 +161,20 @@ ALIGNMENT = 16  # bytes: what a kernel loads at once
 
 
 def packed(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
-    """The arrays on `device`, brought there by one copy that nobody waits for: PyTorch keeps pinned memory until a copy from it is over."""
-    starts, num_bytes = {}, 0
-    for name, array in arrays.items():
-        starts[name], num_bytes = num_bytes, num_bytes + -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    """The arrays [N], i32 or i64, on `device`, brought there by one copy that nobody waits for: PyTorch keeps pinned memory until a copy from it
+    is over."""
+    starts, num_bytes = [], 0
+    for array in arrays.values():
+        starts.append(num_bytes)
+        num_bytes += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for name, array in arrays.items():
-        host.numpy()[starts[name] : starts[name] + array.nbytes].view(array.dtype)[:] = array.ravel()
+    memory = host.numpy()
+    for start, array in zip(starts, arrays.values()):
+        memory[start : start + array.nbytes].view(array.dtype)[:] = array
     there = host.to(device, non_blocking=True)
-    return {
-        name: there[starts[name] : starts[name] + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape) for name, array in arrays.items()
-    }
+    whole = {np.dtype(np.int32): there.view(torch.int32), np.dtype(np.int64): there.view(torch.int64)}
+    firsts = [start // array.itemsize for start, array in zip(starts, arrays.values())]
+    return {name: whole[array.dtype][first : first + len(array)] for first, (name, array) in zip(firsts, arrays.items())}
 
 
 # Begins to bring a tensor to host memory, which nobody writes to again -> a function that waits until it is there and gives it

@@ -13,7 +13,7 @@ from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..ipc.params import StructuredOutputsParams
-from .launched_steps import PendingStep
+from .launched_steps import HostStep, PendingStep
 from .worker import Worker
 
 
@@ -57,7 +57,7 @@ class Executor:
         is not. Never blocks; the answer takes at most some seconds, mostly milliseconds."""
         return self.worker.grammars.check(params)
 
-    def submit_model(self, scheduler_output: SchedulerOutput) -> PendingStep | Future[ModelRunnerOutput]:
+    def submit_model(self, scheduler_output: SchedulerOutput) -> PendingStep | HostStep | Future[ModelRunnerOutput]:
         """One step, begun: the caller schedules and submits the next one meanwhile, and then asks for the `result()`. Steps run in the order they
         were given. On a GPU the step is launched here and now, which takes less than to hand it to a thread; on a CPU a thread computes it."""
         if self.worker.launches:
@@ -66,7 +66,7 @@ class Executor:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-executor")
         return self._thread.submit(self.worker.execute_model, scheduler_output)
 
-    def _launch(self, scheduler_output: SchedulerOutput) -> PendingStep | Future[ModelRunnerOutput]:
+    def _launch(self, scheduler_output: SchedulerOutput) -> PendingStep | HostStep | Future[ModelRunnerOutput]:
         try:
             return self.worker.launch_model(scheduler_output)
         except Exception as error:  # of this step: the rows of the one before are to be delivered first

@@ -43,15 +43,17 @@ class Expected:
 class PendingStep:
     """A step that was launched. `result` may be called again, from the thread that launches."""
 
-    def __init__(self, batch: InputBatch, scheduler_output: SchedulerOutput, passes: list[Expected], wait: Callable[[], np.ndarray]):
-        """`wait` gives the step's results [N] i32: tokens, or less than 0 where logits were not finite."""
+    def __init__(
+        self, batch: InputBatch, scheduler_output: SchedulerOutput, passes: list[Expected], is_plain: bool, wait: Callable[[], np.ndarray]
+    ):  # fmt: skip
+        """`wait` gives the step's results [N] i32: tokens, or less than 0 where logits were not finite. is_plain: one pass, of decodes that are
+        all sampled."""
         self._batch = batch
         self._slots = scheduler_output.slots
         self._passes = passes
         self._wait = wait
         self._refusals = {slot: batch.refusals[slot] for slot in self._slots if slot in batch.refusals} if batch.refusals else {}
-        # One pass, and every row of it sampled, in the order of the step.
-        self._is_plain = len(passes) == 1 and not self._refusals and np.array_equal(passes[0].columns, np.arange(len(self._slots)))
+        self._is_plain = is_plain and not self._refusals
         self._result: ModelRunnerOutput | None = None
 
     def result(self) -> ModelRunnerOutput:
@@ -77,6 +79,20 @@ class PendingStep:
         if self._refusals:
             is_good[[slot in self._refusals for slot in self._slots]] = False
         return ModelRunnerOutput(is_good.sum(axis=1).tolist(), token_ids[is_good].tolist(), errors=errors)
+
+
+class HostStep:
+    """A step whose tokens the host samples, when somebody asks for them: until then the model runs."""
+
+    def __init__(self, finish: Callable[[], ModelRunnerOutput]):
+        self._finish = finish
+        self._result: ModelRunnerOutput | None = None
+
+    def result(self) -> ModelRunnerOutput:
+        if self._result is None:
+            self._result = self._finish()
+            del self._finish  # and with it the logits
+        return self._result
 
 
 class StepLauncher:
@@ -121,7 +137,8 @@ class StepLauncher:
             inputs = self._inputs.prepare(layout, columns)
             self._compute(inputs, columns, results[start : start + count])
             passes.append(self._expect(layout, slice(start, start + count)))
-        step = PendingStep(self._batch, scheduler_output, passes, self._copy_to_host(results))
+        is_plain = len(layouts) == 1 and layouts[0].is_all_sampled_decodes()
+        step = PendingStep(self._batch, scheduler_output, passes, is_plain, self._copy_to_host(results))
         self._pending = [*(other for other in self._pending if other._result is None), step]
         return step
 

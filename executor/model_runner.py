@@ -5,7 +5,6 @@ Must not know: requests beyond their slot, why something was scheduled, other pr
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from itertools import islice
 from typing import Any
 
@@ -21,7 +20,7 @@ from .device import CopyToHost, SecondStream, wake_threads
 from .device_inputs import DeviceInputMaker, DeviceTables
 from .grammar import Grammars
 from .input_batch import InputBatch
-from .launched_steps import PendingStep, StepLauncher
+from .launched_steps import HostStep, PendingStep, StepLauncher
 from .logprob_arrays import join_logprobs
 from .prompt_logprobs import PromptScorer
 from .sampler import Sampler
@@ -44,6 +43,7 @@ class ModelRunner:
         self.make_inputs: Callable[[SchedulerOutput], StepInputs] = StepInputMaker(batch, block_size)
         self.tables: DeviceTables | None = None
         self.launcher: StepLauncher | None = None  # of steps whose tokens stay on the device
+        self._host_step: HostStep | None = None  # the step before, if the host samples it
         self.grammars = grammars  # one of the batch's stages, if there is one
         self.sampler = Sampler(ops)
         self.block_mover: BlockMover | None = None  # the worker's gift, once there is a cache
@@ -73,21 +73,31 @@ class ModelRunner:
             return self.launch_model(scheduler_output).result()
         wake_threads()
         self._apply_differences(scheduler_output)
-        return self._run(scheduler_output)
+        if not scheduler_output.slots:
+            return ModelRunnerOutput([], [])
+        return self._end(scheduler_output, *self._begin(scheduler_output))
 
     @torch.inference_mode()
-    def launch_model(self, scheduler_output: SchedulerOutput) -> PendingStep | Future[ModelRunnerOutput]:
+    def launch_model(self, scheduler_output: SchedulerOutput) -> PendingStep | HostStep:
         """As execute_model where state is kept on the device, but for waiting: `result()` of what it returns does that, in this same thread.
         Steps may be launched before the ones before have been finished."""
+        if self._host_step is not None:  # it samples with the tables as they are, before this step changes them
+            self._host_step.result()
+            self._host_step = None
         self._apply_differences(scheduler_output)
         self.tables.note_differences(scheduler_output)
         if scheduler_output.slots and not self._needs_host(scheduler_output.slots):
             return self.launcher.launch(scheduler_output)
-        # The plain order: all steps before are finished first, and this one is before the next is launched.
+        # The plain order: all steps before are finished first, and this one is before the next is launched. Meanwhile the model runs.
         self.launcher.finish_all()
-        done: Future[ModelRunnerOutput] = Future()
-        done.set_result(self._run(scheduler_output))
-        return done
+        begun = self._begin(scheduler_output) if scheduler_output.slots else None
+
+        @torch.inference_mode()
+        def finish() -> ModelRunnerOutput:
+            return ModelRunnerOutput([], []) if begun is None else self._end(scheduler_output, *begun)
+
+        self._host_step = HostStep(finish)
+        return self._host_step
 
     def _needs_host(self, slots: list[int]) -> bool:
         """Whether a row of the step wants what is found on the host, from tokens or logits: any stage of logits_stages.py, log-probabilities."""
@@ -95,10 +105,8 @@ class ModelRunner:
         wishes = batch.logprobs_slots, batch.prompt_logprobs_slots
         return any(some and not some.isdisjoint(slots) for some in wishes) or batch.stages.are_wanted_by(slots)
 
-    def _run(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        if not scheduler_output.slots:
-            return ModelRunnerOutput([], [])
-        result = self._compute(scheduler_output)
+    def _end(self, scheduler_output: SchedulerOutput, inputs: StepInputs, *results: torch.Tensor) -> ModelRunnerOutput:
+        result = self._sample(inputs, *results)
         return self._look_ahead(scheduler_output, result) if any(scheduler_output.num_lookahead_tokens) else result
 
     def _look_ahead(self, scheduler_output: SchedulerOutput, first: ModelRunnerOutput) -> ModelRunnerOutput:
@@ -116,10 +124,14 @@ class ModelRunner:
         return merge_outputs(slots, results)
 
     def _compute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        return self._sample(*self._begin(scheduler_output))
+
+    def _begin(self, scheduler_output: SchedulerOutput) -> tuple[Any, ...]:
+        """StepInputs, and what the model makes of them."""
         inputs = self.make_inputs(scheduler_output)
         if self.grammars is not None:
             self.grammars.start(inputs.sampled_slots, self.batch)  # masks are found while the model runs
-        return self._sample(inputs, *self._forward(inputs.token_ids, inputs.positions, inputs.metadata, inputs.logits_indices))
+        return inputs, *self._forward(inputs.token_ids, inputs.positions, inputs.metadata, inputs.logits_indices)
 
     def _forward(self, *step: Any) -> tuple[torch.Tensor, ...]:
         """token_ids, positions, metadata and logits_indices of StepInputs -> what run_op_by_op gives, valid until the next step."""

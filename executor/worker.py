@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from .cuda_graphs import CudaCapture, GraphedStep
 from .early_memory import take as take_early_memory
 from .grammar import Grammars
 from .input_batch import InputBatch
-from .launched_steps import PendingStep
+from .launched_steps import HostStep, PendingStep
 from .layers import LayerFactory
 from .lean_import import PLUGINS
 from .loader import fill_with_random_weights, load_weights
@@ -205,7 +204,7 @@ class Worker:
         """Whether launch_model works: the device computes while its host goes on."""
         return self.runner.launcher is not None
 
-    def launch_model(self, scheduler_output: SchedulerOutput) -> PendingStep | Future[ModelRunnerOutput]:
+    def launch_model(self, scheduler_output: SchedulerOutput) -> PendingStep | HostStep:
         return self.runner.launch_model(scheduler_output)
 
     def execute_dummy_batch(self) -> None:

@@ -106,9 +106,10 @@ SETTINGS = st.fixed_dictionaries(
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**32), num_jobs=st.integers(1, 30), arguments=SETTINGS)
-def test_no_setting_changes_an_output_and_nothing_is_left(seed, num_jobs, arguments):
+@given(seed=st.integers(0, 2**32), num_jobs=st.integers(1, 30), arguments=SETTINGS, rows_per_s=st.sampled_from([0, 100]))
+def test_no_setting_changes_an_output_and_nothing_is_left(seed, num_jobs, arguments, rows_per_s):
     core, jobs = make_core(**arguments), random_jobs(seed, num_jobs)
+    core.pace_outputs(rows_per_s)
     assert_as_expected(core, jobs, drive(core, jobs))
     assert_nothing_left(core)
 

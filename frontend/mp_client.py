@@ -6,12 +6,11 @@ No thread of its own: blocking calls poll the output socket and the engine's pid
 
 from __future__ import annotations
 
-import asyncio
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -24,6 +23,9 @@ from ..ipc.handshake import LAST_WORDS_S, Report, open_connection, open_connecti
 from ..ipc.sockets import receive
 from ..ipc.threads import in_thread
 from .client import EngineClient
+
+if TYPE_CHECKING:  # 6 MB and 30 ms, which blocking programs need not pay
+    import asyncio
 
 MAX_QUEUED_OUTPUTS = 256  # read ahead of the caller; then they stay in the socket, and the engine notices (ipc/engine_output.py)
 
@@ -221,6 +223,8 @@ class MPClient(EngineClient):
 
     def _watch(self) -> None:
         """Lets the running loop watch the output socket and the engine's life."""
+        import asyncio
+
         loop = asyncio.get_running_loop()
         if self._connection.loop is not loop:
             this = weakref.ref(self)  # the loop must not keep a forgotten client alive
@@ -240,7 +244,7 @@ class MPClient(EngineClient):
             self._watch()
             if self._outputs:
                 break
-            self._output_waiter = asyncio.get_running_loop().create_future()
+            self._output_waiter = self._connection.loop.create_future()
             try:
                 await self._output_waiter
             finally:
@@ -248,6 +252,8 @@ class MPClient(EngineClient):
         return self._outputs.popleft()
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
+        import asyncio
+
         waiter = asyncio.get_running_loop().create_future()
         call_id = self._begin_call(method, args, waiter)
         self._watch()

@@ -4,11 +4,10 @@ Must not know: requests and outputs, or who waits for them (frontend/mp_client.p
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -28,6 +27,9 @@ from .sockets import (
     listener_pid,
     make_context,
 )
+
+if TYPE_CHECKING:  # 6 MB and 30 ms, which blocking programs need not pay
+    import asyncio
 
 LISTEN_GRACE_S = 0.5  # how long a socket file may be there without a listener
 

@@ -7,7 +7,6 @@ The conversation is written once, in `_converse`, which says what it waits for; 
 
 from __future__ import annotations
 
-import asyncio
 import select
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -143,6 +142,8 @@ def _receive(connection: Connection, awaited: Awaited) -> Any:
 
 async def _receive_async(connection: Connection, awaited: Awaited) -> Any:
     """As _receive."""
+    import asyncio
+
     loop, news, is_dead, deadline = asyncio.get_running_loop(), asyncio.Event(), False, awaited.deadline
     watched = (awaited.source.get(zmq.FD), connection.pidfd)
     for fd in watched:

@@ -4,7 +4,6 @@ Must not know: what is called."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -38,6 +37,8 @@ async def in_thread(
     the loop), `discard` gets the result that nobody will have (in the thread). `may_abandon`: the cancellation is raised at once, and the
     thread ends when it ends; for functions that hold nothing.
     """
+    import asyncio  # costs 6 MB and 30 ms, which blocking programs need not pay
+
     future: Future[T] = Future()
     is_cancelled = threading.Event()
 

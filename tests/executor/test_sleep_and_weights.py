@@ -53,7 +53,7 @@ def test_random_weights_wake_up_as_they_were(tiny, tmp_path):
 
 def test_memory_is_given_back(tiny, tmp_path):
     """A cache of 128 MiB, written everywhere, and 80 MiB of weights: the process really shrinks by that much, and grows again."""
-    config = json.loads((tiny() / "config.json").read_text()) | {"vocab_size": 20_000, "hidden_size": 512, "num_hidden_layers": 1}
+    config = json.loads((tiny() / "config.json").read_text()) | {"vocab_size": 20_000, "hidden_size": 512, "num_hidden_layers": 1, "layer_types": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     executor = start_executor(tmp_path, load_format="dummy", kv_cache_memory_bytes=128 * MIB)
     worker = executor.worker

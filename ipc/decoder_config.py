@@ -146,6 +146,8 @@ def parse_sliding_windows(hf_config: dict[str, Any], honours: tuple[str, ...]) -
     supported = [FULL, SLIDING] if is_on else [FULL]
     if unknown := {str(layer_type) for layer_type in layer_types} - set(supported):
         raise ModelLoadError(f"config.json: layer_types of {', '.join(sorted(unknown))} are not supported; supported: {', '.join(supported)}")
+    if not is_on:
+        return (0,) * num_layers  # however many are listed: hf_overrides may ask for fewer layers
     if len(layer_types) != num_layers:
         raise ModelLoadError(f"config.json: layer_types has {len(layer_types)} entries for num_hidden_layers={num_layers}")
     return tuple(window if layer_type == SLIDING else 0 for layer_type in layer_types)

@@ -46,7 +46,6 @@ def test_a_missing_key_is_named(key):
         ({"use_sliding_window": True, "sliding_window": 512}, "use_sliding_window=True"),
         ({"sliding_window": 512}, "sliding_window=512 is not supported unless use_sliding_window is false"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types of sliding_attention are not supported; supported: full_attention"),
-        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers=2"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"mlp_bias": True}, "mlp_bias=True"),
@@ -98,6 +97,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
         (QWEN, {**ON, "layer_types": [SLIDING, FULL]}, (9, 0)),
         (QWEN, {"use_sliding_window": True, "sliding_window": None}, (0, 0)),
         (QWEN, {"sliding_window": 9, "layer_types": [FULL, FULL]}, (0, 0)),
+        (QWEN, {"layer_types": [FULL] * 3}, (0, 0)),  # fewer layers than the file's, through hf_overrides
         (MISTRAL, {"sliding_window": 9}, (9, 9)),
         (MISTRAL, {"sliding_window": None}, (0, 0)),
         ((), {**ON, "use_sliding_window": False}, (0, 0)),

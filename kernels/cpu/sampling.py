@@ -117,7 +117,7 @@ def _draw(logits: Tensor, num_candidates: int, filters: Filters) -> tuple[Tensor
     # Which of the logits equal to the last candidate's are candidates is arbitrary, so none of them may be kept.
     needs_more = (kept & (values == last)).any(-1) if is_partial else torch.zeros(len(ids), dtype=torch.bool)
 
-    width = int(kept.sum(-1).max())
+    width = max(1, int(kept.sum(-1).max()))  # of rows of NaN nothing is kept
     noise = _gumbel_at(ids[:, :width], filters.seeds, filters.positions)
     best = noise.add_(scaled[:, :width]).masked_fill_(~kept[:, :width], float("-inf")).argmax(-1, keepdim=True)
     return ids.gather(1, best).flatten(), needs_more

@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 import psutil
 import uvloop
@@ -29,10 +30,12 @@ from quire.tests.bench.report import hardware, write_result
 NUM_WORDS = 16
 
 
-def make_prompts(round_: int, num_requests: int) -> list[str]:
-    """Contents differ from round to round: none finds another's prefixes in the cache."""
+def make_prompts(round_: int, args: argparse.Namespace) -> list[Any]:
+    """Of the kind that the endpoint takes, texts or messages: offline does the same work. Contents differ from round to round: none finds
+    another's prefixes in the cache beyond its template's."""
     rng = random.Random(round_)
-    return [" ".join(rng.choices(WORDS, k=NUM_WORDS)) for _ in range(num_requests)]
+    texts = [" ".join(rng.choices(WORDS, k=NUM_WORDS)) for _ in range(args.streams)]
+    return [[{"role": "user", "content": text}] for text in texts] if args.endpoint == "chat" else texts
 
 
 def offline(args: argparse.Namespace) -> None:
@@ -43,9 +46,9 @@ def offline(args: argparse.Namespace) -> None:
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:
             params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True)
-            prompts = make_prompts(int(line), args.streams)
+            prompts, run = make_prompts(int(line), args), llm.chat if args.endpoint == "chat" else llm.generate
             start = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
+            outputs = run(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - start
             print(json.dumps({"seconds": seconds, "tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}), flush=True)
 
@@ -53,13 +56,12 @@ def offline(args: argparse.Namespace) -> None:
 def measure_http(args: argparse.Namespace, round_: int, port: int, server: psutil.Process) -> dict[str, float]:
     """One round over HTTP: all streams at once."""
     options = RequestOptions("bundled", args.endpoint, ignore_eos=True, temperature=0.0)
-    prompts = make_prompts(round_, args.streams)
-    asked = [[{"role": "user", "content": prompt}] if args.endpoint == "chat" else prompt for prompt in prompts]
+    prompts = make_prompts(round_, args)
 
     async def main() -> dict[str, float]:
         client = HttpClient(f"http://127.0.0.1:{port}/v1", {}, 600)
         before, own_before, start = server.cpu_times(), time.process_time(), time.perf_counter()
-        outcomes = await asyncio.gather(*(stream_request(client, options, prompt, args.max_tokens) for prompt in asked))
+        outcomes = await asyncio.gather(*(stream_request(client, options, prompt, args.max_tokens) for prompt in prompts))
         seconds, own = time.perf_counter() - start, time.process_time() - own_before
         after = server.cpu_times()
         client.close()
@@ -95,7 +97,7 @@ def free_port() -> int:
 
 
 def run_rounds(args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
-    port, flags = free_port(), [str(value) for value in ("--model", args.model, "--streams", args.streams, "--max-tokens", args.max_tokens)]
+    port, flags = free_port(), [str(value) for value in ("--model", args.model, "--streams", args.streams, "--max-tokens", args.max_tokens, "--endpoint", args.endpoint)]
     serve = [sys.executable, "-m", "quire", "serve", args.model, "--port", str(port), "--no-access-log"]
     worker = subprocess.Popen([sys.executable, __file__, "--offline", *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     server = subprocess.Popen(serve, stderr=subprocess.DEVNULL)

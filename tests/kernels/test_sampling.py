@@ -328,6 +328,14 @@ def test_a_row_with_nan_spoils_only_itself(sample_tokens):
             assert 0 <= after[1] < vocab_size
 
 
+@each("sample_tokens")
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_k": 40, "top_p": 0.9, "min_p": 0.05}], ids=str)
+def test_rows_of_nothing_but_nan_give_some_token(sample_tokens, filters):
+    logits, ids = torch.full((2, 3000), math.nan), torch.arange(2)
+    token_ids = sample_tokens(logits, *params([filters, filters]), ids, ids)
+    assert ((token_ids >= 0) & (token_ids < 3000)).all()
+
+
 # ---------------------------------------------------------------- log-probabilities
 
 

@@ -9,6 +9,7 @@ import torch
 from quire.kernels.cpu.native.library import library
 from quire.kernels.ops import silu_and_mul
 from quire.kernels.reference.quantized import QuantizedLinear
+from quire.tests.kernels.native.conftest import NEEDS_LIBRARY
 from torch import Tensor
 
 if library is not None:
@@ -105,6 +106,7 @@ def test_a_row_that_is_not_finite_gives_nan_and_only_there(isa, dtype, bits):
         assert all(result[row].isnan().all() for row in (1, 3, 10) if row < num_rows)
 
 
+@pytest.mark.skipif(library is None, reason=NEEDS_LIBRARY)
 @bits
 def test_weights_that_are_zero_tiny_or_not_finite(bits):
     weight = normal(20, 192, dtype=torch.float32)

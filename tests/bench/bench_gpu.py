@@ -1,4 +1,4 @@
-"""What the engine makes of a GPU, in one call of some minutes: the card's ceilings, then steps, attention and whole workloads beside them.
+"""What the engine makes of a GPU, in one call of some minutes: the card's ceilings, then every kernel, steps and whole workloads beside them.
 May know: the executor's step timer, LLM, transformers as a peer, torch.
 Must not know: how a step is computed.
 
@@ -16,6 +16,7 @@ import gc
 import json
 import random
 import statistics
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from quire.frontend import bundled_model
 from quire.kernels import registry
 from quire.kernels.ops import AttentionMetadata
 from quire.tests.bench.bench_attention import metadata_of
+from quire.tests.bench.gpu_kernels import BLOCK_SIZE, Sizes, kernel_calls
 from quire.tests.bench.report import write_result
 
 BUNDLED = Path(bundled_model.__file__).parent
@@ -52,7 +54,9 @@ SHAPES = {
     "1.5B": shape(1536, 28, 12, 2, 128, 8960, 151936, True),
     "7B": shape(3584, 28, 28, 4, 128, 18944, 152064, False),
 }
+PARTS = ("steps", "attention", "kernels", "workload", "peers")
 BATCHES, CONTEXT, PROMPTS = (1, 8, 64, 256), 1024, (512, 1024, 2048, 8192)
+COMPARED = 4  # prompts whose log-probabilities are held against transformers'
 NANO_REQUESTS, NANO_LENGTHS = 256, (100, 1024)  # nano-vllm's workload: prompts and outputs uniform in this range, seed 0
 
 
@@ -69,9 +73,9 @@ class Bench:
     def run(self) -> None:
         self.tell("machine", **machine(self.is_gpu))
         self.attempt("ceilings", self.ceilings)
-        for part, function in (("steps", self.steps), ("attention", self.attention), ("workload", self.workload), ("peers", self.peers)):
+        for part in PARTS:
             for model in self.args.models if part not in self.args.skip else ():
-                self.attempt(f"{part} {model}", function, model)
+                self.attempt(f"{part} {model}", getattr(self, part), model)
 
     def attempt(self, name: str, function: Callable[..., None], *arguments: str) -> None:
         try:
@@ -154,7 +158,7 @@ class Bench:
         """The kernels alone: decodes as a share of the bytes per second that the card reads, prompts of the operations that it does."""
         s = SHAPES[model]
         heads, kv_heads, size = s["num_attention_heads"], s["num_key_value_heads"], s["head_dim"]
-        facts = {"head_dim": size, "num_heads": heads, "num_kv_heads": kv_heads, "block_size": 16}
+        facts = {"head_dim": size, "num_heads": heads, "num_kv_heads": kv_heads, "block_size": BLOCK_SIZE}
         paged_attention = registry.select(self.args.device, torch.bfloat16, **facts).paged_attention
         decodes, prompts = (((1, 1024), (1, 8192), (64, 1024), (64, 4096), (256, 1024)), (2048, 8192)) if self.is_gpu else (((4, 64),), (64,))
         for query_len, batch, context in [(1, *decode) for decode in decodes] + [(prompt, 1, prompt) for prompt in prompts]:
@@ -167,6 +171,16 @@ class Bench:
             ((limit, amount),) = done.items()
             name = f"attention {model} " + (f"decode b={batch} ctx={context}" if query_len == 1 else f"prefill {context}")
             self.tell(name, ms=1e3 * seconds, **{f"{limit}_per_s": amount / seconds}, of_the_limit=amount / seconds / self.limits[limit])
+
+    def kernels(self, model: str) -> None:
+        """All others, as shares of what the card reads and writes or computes per second."""
+        s, (tokens, rows) = SHAPES[model], (65536, 64) if self.is_gpu else (64, 4)
+        facts = {"head_dim": s["head_dim"], "num_heads": s["num_attention_heads"], "num_kv_heads": s["num_key_value_heads"], "block_size": BLOCK_SIZE}
+        sizes = Sizes(tokens, rows, s["hidden_size"], facts["num_heads"], facts["num_kv_heads"], facts["head_dim"], s["intermediate_size"], s["vocab_size"])
+        for kernel in kernel_calls(registry.select(self.args.device, torch.bfloat16, **facts), sizes, self.args.device):
+            seconds = self.seconds_of(kernel.call)
+            rate = kernel.amount / seconds
+            self.tell(f"kernel {model} {kernel.name}", us=1e6 * seconds, **{f"{kernel.limit}_per_s": rate}, of_the_limit=rate / self.limits[kernel.limit])
 
     def workload(self, model: str) -> None:
         """nano-vllm's: all requests at once, ends of sequence ignored; in this process and in a child."""
@@ -185,31 +199,65 @@ class Bench:
         best = {engine: max(found) for engine, found in rates.items()}
         self.tell(f"workload {model}", **{f"{engine}_tokens_per_s": rate for engine, rate in best.items()}, process_of_inproc=best["process"] / best["inproc"])
 
-    # ------------------------------------------------------------ transformers, on weights of the same shapes
+    # ------------------------------------------------------------ transformers, on the same weights
 
     def peers(self, model: str) -> None:
-        """generate at batch 1, and continuous batching of 64 prompts, which on a bare machine runs without flash-attention: a weak peer."""
-        from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
-        from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-        if "architectures" in SHAPES[model]:
-            return
-        with torch.device(self.args.device):
-            hf = Qwen2ForCausalLM(Qwen2Config(**SHAPES[model])).to(torch.bfloat16).eval()
+        """generate at batch 1, and continuous batching of 64 prompts, which on a bare machine runs without flash-attention: a weak peer. Then
+        Quire on the same prompts and weights, and by how much the two differ in the log-probabilities of what follows a prompt."""
         length, count, new = (64, 64, 64) if self.is_gpu else (8, 4, 8)
         prompts = [[(31 * row + i) % 500 for i in range(length)] for row in range(count)]
+        with tempfile.TemporaryDirectory() as directory:
+            theirs, rate = self.transformers(model, prompts, new, directory)
+            gc.collect()
+            if self.is_gpu:
+                torch.cuda.empty_cache()
+            mine, my_rate = self.quire(model, prompts, new, directory)
+        differences = (theirs - mine).abs()
+        self.tell(
+            f"beside transformers {model}", times_continuous_batching=my_rate / rate, greatest_logprob_difference=differences.max().item(),
+            mean_logprob_difference=differences.mean().item(), same_first_tokens=(theirs.argmax(-1) == mine.argmax(-1)).float().mean().item(),
+        )  # fmt: skip
+
+    def transformers(self, model: str, prompts: list[list[int]], new: int, directory: str) -> tuple[torch.Tensor, float]:
+        """Saves a model of random weights to `directory`. Returns the log-probabilities behind the first prompts [N, vocab_size] and tokens per second."""
+        from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+        kind, config = (Qwen3ForCausalLM, Qwen3Config) if "architectures" in SHAPES[model] else (Qwen2ForCausalLM, Qwen2Config)
+        torch.manual_seed(0)
+        with torch.device(self.args.device):
+            hf = kind(config(**SHAPES[model])).to(torch.bfloat16).eval()
+        hf.save_pretrained(directory)
         generation = GenerationConfig(max_new_tokens=new, min_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
-        ids = torch.tensor(prompts[:1], device=self.args.device)
-        hf.generate(ids, generation_config=generation)
-        seconds = host_seconds(lambda: hf.generate(ids, generation_config=generation).tolist())
+        ids = torch.tensor(prompts, device=self.args.device)
+        with torch.inference_mode():
+            logprobs = hf(ids[:COMPARED]).logits[:, -1].float().log_softmax(-1).cpu()
+        hf.generate(ids[:1], generation_config=generation)
+        seconds = host_seconds(lambda: hf.generate(ids[:1], generation_config=generation).tolist())
         self.tell(f"transformers generate {model} b=1", ms_per_token=1e3 * seconds / new)
-        sizes = {"max_memory_percent": 0.5} if self.is_gpu else {"num_blocks": 256, "block_size": 16, "max_batch_tokens": 256}
+        sizes = {"max_memory_percent": 0.5} if self.is_gpu else {"num_blocks": 256, "block_size": BLOCK_SIZE, "max_batch_tokens": 256}
         batching = {"generation_config": generation, "continuous_batching_config": ContinuousBatchingConfig(**sizes), "progress_bar": False}
         hf.generate_batch(inputs=prompts[:4], **batching)
         begin = time.perf_counter()
         outputs = hf.generate_batch(inputs=prompts, **batching)
         rate = sum(len(output.generated_tokens) for output in outputs.values()) / (time.perf_counter() - begin)
-        self.tell(f"transformers continuous batching {model} n={count}", tokens_per_s=rate, attention=hf.config._attn_implementation)
+        self.tell(f"transformers continuous batching {model} n={len(prompts)}", tokens_per_s=rate, attention=hf.config._attn_implementation)
+        return logprobs, rate
+
+    def quire(self, model: str, prompts: list[list[int]], new: int, directory: str) -> tuple[torch.Tensor, float]:
+        """As `transformers`, of the model that it has saved."""
+        sizes = {"max_model_len": len(prompts[0]) + new, "max_logprobs": -1, "skip_tokenizer_init": True, "async_scheduling": True}
+        with LLM(directory, engine="inproc", dtype="bfloat16", device=self.args.device, enable_prefix_caching=False, **sizes) as llm:
+            inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+            params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+            llm.generate(inputs, params, use_tqdm=False)
+            seconds = host_seconds(lambda: llm.generate(inputs, params, use_tqdm=False))
+            whole = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1, detokenize=False)
+            rows = [output.outputs[0].logprobs[0] for output in llm.generate(inputs[:COMPARED], whole, use_tqdm=False)]
+        logprobs = torch.tensor([[row[token].logprob for token in range(SHAPES[model]["vocab_size"])] for row in rows])
+        rate = len(prompts) * new / seconds
+        self.tell(f"quire {model} n={len(prompts)}", tokens_per_s=rate)
+        return logprobs, rate
 
 
 def on_device(step: AttentionMetadata, device: str) -> AttentionMetadata:
@@ -242,7 +290,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["0.5B", "0.6B", "1.5B", "7B"])
-    parser.add_argument("--skip", nargs="*", choices=["steps", "attention", "workload", "peers"], default=[])
+    parser.add_argument("--skip", nargs="*", choices=PARTS, default=[])
     parser.add_argument("--seconds", type=float, default=1.0, help="for each measurement of a step")
     parser.add_argument("--out", help="directory for gpu.json, written anew with every figure")
     parser.add_argument("--write", action="store_true", help="append the result to tests/bench/results/")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 
 import pytest
+from quire.kernels.registry import CONTRACTS
 from quire.tests.bench.bench_gpu import Bench
 
 
@@ -25,6 +26,22 @@ def test_floors_at_4_3_terabytes_and_790_teraflops(model, tokens, context, is_pr
     counted = bench()
     counted.limits = {"bytes": 4.3e12, "flops": 790e12}
     assert 1e3 * counted.floor_s(model, tokens, context, is_prefill) == pytest.approx(ms, rel=0.02)
+
+
+NOT_TIMED = {
+    "paged_attention",  # Bench.attention
+    "pack_linear", "pack_quantized_linear",  # when weights are loaded; what pack_linear returns is timed
+    "random_gumbel",  # within sample_tokens
+    "write_runs", "gather_sampling_parameters",  # when requests enter
+}  # fmt: skip
+
+
+def test_every_kernel_is_timed() -> None:
+    dry = bench()
+    dry.kernels("tiny")
+    timed = {name.split()[2].rstrip(",") for name in dry.found}
+    assert timed - {"linear"} | NOT_TIMED == set(CONTRACTS)
+    assert all(numbers["of_the_limit"] > 0 for numbers in dry.found.values())
 
 
 def test_a_part_that_fails_does_not_end_the_others(capsys) -> None:

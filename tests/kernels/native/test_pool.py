@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -88,6 +89,8 @@ def forked(body: Callable[[], bool]) -> bool:
     code = 1
     try:
         code = 0 if body() else 1
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(code)
 
@@ -192,8 +195,10 @@ def test_a_fork_has_threads_of_its_own(num_threads):
     call()
 
     def in_child() -> bool:
-        first = len(task_ids()) == 1 and torch.equal(call(), expected) and len(task_ids()) == num_threads
-        return first and forked(lambda: torch.equal(call(), expected) and len(task_ids()) == num_threads)
+        assert len(task_ids()) == 1
+        assert torch.equal(call(), expected)
+        assert len(task_ids()) == num_threads, [Path(f"/proc/self/task/{task}/comm").read_text() for task in task_ids()]
+        return forked(lambda: torch.equal(call(), expected) and len(task_ids()) == num_threads)
 
     assert forked(in_child)
     assert torch.equal(call(), expected)

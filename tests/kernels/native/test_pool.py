@@ -5,6 +5,7 @@ Must not know: what a kernel computes beyond the activation, which serves as wor
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import resource
 import subprocess
@@ -84,8 +85,11 @@ def ends_well(child: int) -> bool:
 
 
 def forked(body: Callable[[], bool]) -> bool:
+    """Whether `body` is true in a child. What other tests have left to the collector is not to be ended there."""
+    gc.collect()
     if child := os.fork():
         return ends_well(child)
+    gc.disable()
     code = 1
     try:
         code = 0 if body() else 1

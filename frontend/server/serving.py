@@ -187,8 +187,9 @@ class Server(uvicorn.Server):
 
 def give_way() -> None:
     """This process's threads no longer take a core from another's in the midst of its work, but when that offers it, as the engine's kernels
-    do between two calls, or when the system next looks (every 4 ms): kernels wait for each other, and one that is interrupted holds up all."""
+    do between two calls, or at the system's next tick: kernels wait for each other, and one that is interrupted holds up all. Where the system
+    does not allow it, all stays as it is."""
     if hasattr(os, "SCHED_BATCH"):
         for thread_id in os.listdir("/proc/self/task"):
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
+            with contextlib.suppress(OSError):  # it has just ended, or a sandbox forbids it
                 os.sched_setscheduler(int(thread_id), os.SCHED_BATCH, os.sched_param(0))

@@ -42,6 +42,10 @@ def task_ids() -> set[int]:
     return {int(task) for task in os.listdir("/proc/self/task")}
 
 
+def names() -> list[str]:
+    return [Path(f"/proc/self/task/{task}/comm").read_text() for task in task_ids()]
+
+
 def start(num_threads: int, cores: list[int] | None = None) -> list[int]:
     """Sets the number of threads; the system's ids of those that it starts."""
     library.set_num_threads(1)
@@ -66,8 +70,8 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.001)
 
 
-def ends_well(child: int) -> bool:
-    """Whether a forked process ends by itself with code 0."""
+def must_end_well(child: int) -> None:
+    """A forked process ends by itself, and with code 0."""
     status: list[int] = []
 
     def ended() -> bool:
@@ -81,18 +85,20 @@ def ends_well(child: int) -> bool:
         os.kill(child, 9)
         os.waitpid(child, 0)
         raise
-    return status == [0]
+    assert status == [0], f"the forked process ended with {os.waitstatus_to_exitcode(status[0])}"
 
 
-def forked(body: Callable[[], bool]) -> bool:
-    """Whether `body` is true in a child. What other tests have left to the collector is not to be ended there."""
+def in_a_fork(body: Callable[[], None]) -> None:
+    """`body` raises nothing in a child. What other tests have left to the collector is not to be ended there."""
     gc.collect()
     if child := os.fork():
-        return ends_well(child)
+        must_end_well(child)
+        return
     gc.disable()
     code = 1
     try:
-        code = 0 if body() else 1
+        body()
+        code = 0
     except BaseException:
         os.write(2, traceback.format_exc().encode())
     finally:
@@ -198,13 +204,16 @@ def test_a_fork_has_threads_of_its_own(num_threads):
     library.set_num_threads(num_threads)
     call()
 
-    def in_child() -> bool:
-        assert len(task_ids()) == 1
+    def in_child() -> None:
+        assert len(task_ids()) == 1, names()
         assert torch.equal(call(), expected)
-        assert len(task_ids()) == num_threads, [Path(f"/proc/self/task/{task}/comm").read_text() for task in task_ids()]
-        return forked(lambda: torch.equal(call(), expected) and len(task_ids()) == num_threads)
+        assert len(task_ids()) == num_threads, names()
 
-    assert forked(in_child)
+    def in_child_and_its_child() -> None:
+        in_child()
+        in_a_fork(in_child)
+
+    in_a_fork(in_child_and_its_child)
     assert torch.equal(call(), expected)
 
 
@@ -218,11 +227,14 @@ def test_a_fork_beside_a_run():
         while not stop.is_set():
             call()
 
+    def in_child() -> None:
+        assert torch.equal(call(), expected)
+
     other = threading.Thread(target=call_often)
     other.start()
     try:
         for _ in range(5):
-            assert forked(lambda: torch.equal(call(), expected))
+            in_a_fork(in_child)
     finally:
         stop.set()
         other.join()
@@ -231,16 +243,15 @@ def test_a_fork_beside_a_run():
 def test_limit_memory_threads_that_cannot_be_had_are_an_error_and_one_remains():
     call, expected = work(rows=200)
 
-    def in_child() -> bool:
+    def in_child() -> None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))  # room for one stack or two
-        try:
+        with pytest.raises(OSError):
             library.set_num_threads(64)
-        except OSError:
-            return len(task_ids()) == 1 and torch.equal(call(), expected)
-        return False
+        assert len(task_ids()) == 1, names()
+        assert torch.equal(call(), expected)
 
-    assert forked(in_child)
+    in_a_fork(in_child)
 
 
 @pytest.mark.parametrize(("num_threads", "cores"), [(0, None), (-1, None), (2, [0]), (2, [0, 1, 2])])

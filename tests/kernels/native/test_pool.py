@@ -5,7 +5,6 @@ Must not know: what a kernel computes beyond the activation, which serves as wor
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import resource
 import subprocess
@@ -40,10 +39,6 @@ def as_before() -> Iterator[None]:
 
 def task_ids() -> set[int]:
     return {int(task) for task in os.listdir("/proc/self/task")}
-
-
-def names() -> list[str]:
-    return [Path(f"/proc/self/task/{task}/comm").read_text() for task in task_ids()]
 
 
 def start(num_threads: int, cores: list[int] | None = None) -> list[int]:
@@ -89,12 +84,10 @@ def must_end_well(child: int) -> None:
 
 
 def in_a_fork(body: Callable[[], None]) -> None:
-    """`body` raises nothing in a child. What other tests have left to the collector is not to be ended there."""
-    gc.collect()
+    """`body` raises nothing in a child."""
     if child := os.fork():
         must_end_well(child)
         return
-    gc.disable()
     code = 1
     try:
         body()
@@ -205,9 +198,9 @@ def test_a_fork_has_threads_of_its_own(num_threads):
     call()
 
     def in_child() -> None:
-        assert len(task_ids()) == 1, names()
+        before = task_ids()  # not always one: OpenTelemetry starts a thread of its own in every fork
         assert torch.equal(call(), expected)
-        assert len(task_ids()) == num_threads, names()
+        assert len(task_ids() - before) == num_threads - 1
 
     def in_child_and_its_child() -> None:
         in_child()
@@ -246,9 +239,10 @@ def test_limit_memory_threads_that_cannot_be_had_are_an_error_and_one_remains():
     def in_child() -> None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))  # room for one stack or two
+        before = task_ids()
         with pytest.raises(OSError):
             library.set_num_threads(64)
-        assert len(task_ids()) == 1, names()
+        assert not task_ids() - before
         assert torch.equal(call(), expected)
 
     in_a_fork(in_child)

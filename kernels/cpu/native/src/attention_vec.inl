@@ -32,7 +32,7 @@ inline void add_products(const float* x, Load load, Vec (&sums)[R][N]) {
         for (int n = 0; n < N; n++) {
             Vec y = load(n);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) sums[r][n] = Vec::fma(held[r], y, sums[r][n]);
+            for (int r = 0; r < R; r++) sums[r][n] = settled(Vec::fma(held[r], y, sums[r][n]));
         }
     } else {
         Vec held[N];
@@ -42,7 +42,7 @@ inline void add_products(const float* x, Load load, Vec (&sums)[R][N]) {
         for (int r = 0; r < R; r++) {
             Vec y(x[r * APART]);
 #pragma GCC unroll 8
-            for (int n = 0; n < N; n++) sums[r][n] = Vec::fma(y, held[n], sums[r][n]);
+            for (int n = 0; n < N; n++) sums[r][n] = settled(Vec::fma(y, held[n], sums[r][n]));
         }
     }
 }

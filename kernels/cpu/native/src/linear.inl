@@ -89,7 +89,8 @@ void linear_items(const Linear& a, int64_t rows, const Worker& worker) {
     const int64_t chunks = (rows + Block::CHUNK_ROWS - 1) / Block::CHUNK_ROWS;
     if (chunks == 0) return;
     const int64_t group = Block::group(rows), groups = (panels + group - 1) / group;
-    const int64_t most_rows = (rows + chunks - 1) / chunks, half = group * PANEL, width = gated ? 2 * half : half;
+    const int64_t blocks = (rows + Block::MAX_ROWS - 1) / Block::MAX_ROWS;  // chunks are made of whole ones
+    const int64_t most_rows = std::min(rows, (blocks + chunks - 1) / chunks * Block::MAX_ROWS), half = group * PANEL, width = gated ? 2 * half : half;
     const int64_t x_size = (a.in_features + Block::DEPTH - 1) / Block::DEPTH * most_rows * Block::STRIDE;
     float* sums = (float*)worker.scratch((most_rows + 1) * width * sizeof(float) + x_size * sizeof(typename Block::X));
     float* bias = sums + most_rows * width;
@@ -98,7 +99,8 @@ void linear_items(const Linear& a, int64_t rows, const Worker& worker) {
 
     int64_t laid_out = -1;  // the chunk that x holds
     for (int64_t item; (item = worker.next()) < chunks * groups;) {
-        const int64_t chunk = item / groups, first = chunk * rows / chunks, num_rows = (chunk + 1) * rows / chunks - first;
+        const int64_t chunk = item / groups, first = chunk * blocks / chunks * Block::MAX_ROWS;
+        const int64_t num_rows = std::min((chunk + 1) * blocks / chunks * Block::MAX_ROWS, rows) - first;
         const int64_t panel = item % groups * group, num_panels = std::min(group, panels - panel);
         const int64_t column = panel * PANEL, columns = std::min(half, all_columns - column);
         if (chunk != laid_out) lay_out<Block>((const T*)a.x + first * a.x_row, a.x_row, num_rows, a.in_features, x);

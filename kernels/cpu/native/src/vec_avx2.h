@@ -80,6 +80,12 @@ inline Vec operator-(Vec a, Vec b) { return _mm256_sub_ps(a.v, b.v); }
 inline Vec operator*(Vec a, Vec b) { return _mm256_mul_ps(a.v, b.v); }
 inline Vec operator/(Vec a, Vec b) { return _mm256_div_ps(a.v, b.v); }
 
+// x, now and not later: GCC would keep sums in memory that it had registers for
+inline Vec settled(Vec x) {
+    asm("" : "+x"(x.v));
+    return x;
+}
+
 // Words of 32 bits in lanes of 64, so that products have room: only the lower half of a lane means anything.
 struct Words {
     static constexpr int LANES = 4;

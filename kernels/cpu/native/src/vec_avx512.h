@@ -60,6 +60,13 @@ inline Vec operator-(Vec a, Vec b) { return _mm512_sub_ps(a.v, b.v); }
 inline Vec operator*(Vec a, Vec b) { return _mm512_mul_ps(a.v, b.v); }
 inline Vec operator/(Vec a, Vec b) { return _mm512_div_ps(a.v, b.v); }
 
+inline Vec settled(Vec x) {
+#ifndef QUIRE_EMULATED
+    asm("" : "+v"(x.v));
+#endif
+    return x;
+}
+
 struct Words {
     static constexpr int LANES = 8;
     __m512i v;

@@ -15,10 +15,13 @@ import msgspec
 from ..ipc.config import EngineConfig
 from ..ipc.messages import NewRequestData, SchedulerOutput
 from ..ipc.params import SamplingParams
+from ..kernels.cpu.limits import Reader, gemm_flops, read_bandwidth
 from .executor import Executor
 
 MAX_STEPS = 64  # of one measurement; a decode's rows have room for them
 MIN_STEPS = 3
+STEPS_OF_TURN, READS_OF_TURN = 8, 4  # decodes, then readings of as many bytes, then decodes: both meet the machine's good and bad moments
+MAX_READ_BYTES = 2**30  # more than any cache holds, so that memory need not hold large weights twice
 
 
 class Job(msgspec.Struct):
@@ -26,7 +29,8 @@ class Job(msgspec.Struct):
     decode: list[tuple[int, int]] = []  # (rows, tokens before each)
     prefill: list[int] = []  # tokens of a prompt
     seconds: float = 1.0  # for each measurement
-    bandwidth_bytes: int = 0  # of memory that is read by 1, 2, … threads; 0: limits are not measured
+    weights_bytes: int = 0  # so much memory is read beside decodes; 0: none
+    measure_limits: bool = False  # of 1, 2, … threads, and of products
 
 
 class Times(msgspec.Struct):
@@ -35,6 +39,7 @@ class Times(msgspec.Struct):
     batch: int
     context: int
     seconds: list[float]
+    read_bandwidth: list[float] = []  # bytes per second, found between the steps
 
 
 class Result(msgspec.Struct):
@@ -48,8 +53,10 @@ class Result(msgspec.Struct):
 class StepTimer:
     """Plays the scheduler for an executor that nobody else uses."""
 
-    def __init__(self, executor: Executor, config: EngineConfig, vocab_size: int):
+    def __init__(self, executor: Executor, config: EngineConfig, vocab_size: int, reader: Reader | None = None):
+        """`reader`: takes turns with decodes."""
         self._executor = executor
+        self._reader = reader
         self._block_size = config.cache_config.block_size
         self._budget = config.scheduler_config.max_num_batched_tokens
         self._vocab_size = vocab_size
@@ -60,13 +67,15 @@ class StepTimer:
         block_ids = [list(range(1 + row * num_blocks, 1 + (row + 1) * num_blocks)) for row in range(batch)]
         new = [self._request(row, context + 1) for row in range(batch)]
         step = SchedulerOutput(0, list(range(batch)), [1] * batch, [context] * batch, block_ids, new)
-        times, end = [], time.perf_counter() + seconds
+        times, rates, end = [], [], time.perf_counter() + seconds
         self._run(step)
         while len(times) < MIN_STEPS or (len(times) < MAX_STEPS and time.perf_counter() < end):
             computed = context + 1 + len(times)
             times.append(self._run(SchedulerOutput(0, step.slots, step.num_scheduled_tokens, [computed] * batch, [[]] * batch)))
+            if self._reader and len(times) % STEPS_OF_TURN == MIN_STEPS:
+                rates += self._reader.rates(READS_OF_TURN)
         self._free(batch)
-        return Times(batch, context, times)
+        return Times(batch, context, times, rates)
 
     def prefill(self, num_tokens: int, seconds: float) -> Times:
         """A prompt of so many tokens, in the pieces that a step may take."""
@@ -101,25 +110,24 @@ def run(job: Job) -> Result:
     """Limits first: nothing else has touched the machine's memory then."""
     executor = Executor(job.config)
     result = Result(executor.worker.num_threads)
-    if job.bandwidth_bytes:
-        _measure_limits(job, result)
+    num_bytes = min(job.weights_bytes, MAX_READ_BYTES)
+    if job.measure_limits:
+        _measure_limits(job, result, num_bytes)
     executor.load_model(lambda stage, fraction: None)
     executor.initialize_kv_cache(executor.determine_num_blocks())
-    timer = StepTimer(executor, job.config, job.config.model_config.hf_config["vocab_size"])
+    timer = StepTimer(executor, job.config, job.config.model_config.hf_config["vocab_size"], Reader(num_bytes) if num_bytes else None)
     result.decode = [timer.decode(batch, context, job.seconds) for batch, context in job.decode]
     result.prefill = [timer.prefill(num_tokens, job.seconds) for num_tokens in job.prefill]
     executor.shutdown()
     return result
 
 
-def _measure_limits(job: Job, result: Result) -> None:
+def _measure_limits(job: Job, result: Result, num_bytes: int) -> None:
     import torch
-
-    from ..kernels.cpu.limits import gemm_flops, read_bandwidth
 
     threads = {1, 2, 4, result.num_threads} | set(range(8, result.num_threads, 8))
     for num_threads in sorted(count for count in threads if count <= result.num_threads):
-        result.read_bandwidth[num_threads] = read_bandwidth(job.bandwidth_bytes, num_threads, job.seconds)
+        result.read_bandwidth[num_threads] = read_bandwidth(num_bytes, num_threads, job.seconds)
     for dtype in (torch.bfloat16, torch.float32):
         result.gemm_flops[str(dtype).removeprefix("torch.")] = gemm_flops(dtype, job.seconds)
 

@@ -48,8 +48,8 @@ class Work:
     num_bytes: float
     num_flops: float
 
-    def least_seconds(self, limits: Limits, num_threads: int, share_of_flops: float = 1.0) -> float:
-        return max(self.num_bytes / limits.bandwidth(num_threads), self.num_flops / (limits.flops * share_of_flops))
+    def least_seconds(self, bandwidth: float, flops: float) -> float:
+        return max(self.num_bytes / bandwidth, self.num_flops / flops)
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Phase:
     num_threads: int
     seconds: float  # median
     fastest_s: float
+    bandwidth: float  # bytes per second, that the limit is made of
     least_s: float  # what the limits allow
     bound: str  # "memory" or "arithmetic": which of them
 
@@ -131,7 +132,8 @@ def run_plan(config: EngineConfig, plan: Plan, work: ModelWork, limits: Limits |
         "decode": plan.decode,
         "prefill": plan.prefill,
         "seconds": plan.seconds,
-        "bandwidth_bytes": 0 if limits else int(work.weights_bytes),
+        "weights_bytes": int(work.weights_bytes),
+        "measure_limits": limits is None,
     }
     done = subprocess.run([sys.executable, "-P", "-m", STEP_COSTS], input=msgspec.json.encode(job), stdout=subprocess.PIPE, check=False)
     if done.returncode != 0:
@@ -147,8 +149,10 @@ def run_plan(config: EngineConfig, plan: Plan, work: ModelWork, limits: Limits |
 
 
 def _phase(name: str, row: dict[str, Any], work: Work, limits: Limits, num_threads: int, most_threads: int) -> Phase:
-    share = num_threads / most_threads  # of the arithmetic, which was measured on all threads
-    least_s = work.least_seconds(limits, num_threads, share)
-    bound = "memory" if least_s == work.num_bytes / limits.bandwidth(num_threads) else "arithmetic"
+    """A decode is put beside the bandwidth that was found between its steps, median beside median: a shared machine's swings by the second."""
+    flops = limits.flops * num_threads / most_threads  # measured on all threads
+    bandwidth = statistics.median(row["read_bandwidth"]) if row["read_bandwidth"] else limits.bandwidth(num_threads)
+    least_s = work.least_seconds(bandwidth, flops)
+    bound = "memory" if least_s == work.num_bytes / bandwidth else "arithmetic"
     seconds = row["seconds"]
-    return Phase(name, row["batch"], row["context"], num_threads, statistics.median(seconds), min(seconds), least_s, bound)
+    return Phase(name, row["batch"], row["context"], num_threads, statistics.median(seconds), min(seconds), bandwidth, least_s, bound)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ...ipc.config import EngineConfig
     from ..bench.cpu import Limits, ModelWork, Phase, Plan
 
-COLUMNS = ("phase", "requests", "context", "threads", "ms", "fastest", "limit", "bound by", "of the limit")
+COLUMNS = ("phase", "requests", "context", "threads", "ms", "fastest", "GB/s", "limit", "bound by", "of the limit")
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (128, 512, 2048, 8192, 16384)
 
 
@@ -120,14 +120,14 @@ def sweeps(config: EngineConfig, args: argparse.Namespace, longest: int, most_th
 def format_limits(limits: Limits) -> str:
     rates = ", ".join(f"{rate / 1e9:.1f} GB/s with {count} thread{'s' * (count > 1)}" for count, rate in limits.read_bandwidth.items())
     peaks = ", ".join(f"{dtype} {rate / 1e9:.0f} GFLOP/s" for dtype, rate in limits.gemm_flops.items())
-    return f"this machine reads as much memory as the weights take at {rates}\nand multiplies matrices at {peaks}"
+    return f"this machine reads as much memory as the weights take at {rates}, at best,\nand multiplies matrices at {peaks}"
 
 
 def print_phases(phases: list[Phase]) -> None:
     rows = [
         (
             phase.name, str(phase.batch), str(phase.context), str(phase.num_threads), f"{1000 * phase.seconds:.2f}",
-            f"{1000 * phase.fastest_s:.2f}", f"{1000 * phase.least_s:.2f}", phase.bound, f"{100 * phase.fraction:.0f} %",
+            f"{1000 * phase.fastest_s:.2f}", f"{phase.bandwidth / 1e9:.1f}", f"{1000 * phase.least_s:.2f}", phase.bound, f"{100 * phase.fraction:.0f} %",
         )
         for phase in phases
     ]  # fmt: skip

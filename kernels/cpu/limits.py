@@ -15,8 +15,11 @@ from .. import registry
 GEMM_SHAPES = ((512, 2048, 2048), (1024, 1024, 4096))  # rows, in, out: large enough for any blocking, small enough for a cache
 
 
+SPIN_S = 0.01  # torch's threads stay awake that long after a sum, and would be in the way of whoever is timed next
+
+
 def read_bandwidth(num_bytes: int, num_threads: int, seconds: float) -> float:
-    """Bytes per second at which threads read num_bytes again and again: from the caches if they fit there, as weights would be."""
+    """Bytes per second at which threads read num_bytes again and again, at best: from the caches if they fit there, as weights would be."""
     memory = torch.ones(max(num_bytes // 4, 1), dtype=torch.float32)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
@@ -24,6 +27,24 @@ def read_bandwidth(num_bytes: int, num_threads: int, seconds: float) -> float:
         return memory.nbytes / _shortest(memory.sum, seconds)
     finally:
         torch.set_num_threads(before)
+
+
+class Reader:
+    """Reads `num_bytes` of memory by torch's threads as they are set, in turns with something else that is timed."""
+
+    def __init__(self, num_bytes: int):
+        self._memory = torch.ones(max(num_bytes // 4, 1), dtype=torch.float32)
+
+    def rates(self, count: int) -> list[float]:
+        """Bytes per second of `count` readings in a row; one before them is not timed."""
+        self._memory.sum()
+        rates = []
+        for _ in range(count):
+            start = time.perf_counter()
+            self._memory.sum()
+            rates.append(self._memory.nbytes / (time.perf_counter() - start))
+        time.sleep(SPIN_S)
+        return rates
 
 
 def gemm_flops(dtype: torch.dtype, seconds: float) -> float:

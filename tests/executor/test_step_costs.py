@@ -35,10 +35,11 @@ def test_decode_steps_go_on_from_their_context(tiny, monkeypatch):
 
 def test_a_job_from_limits_to_phases(tiny, monkeypatch):
     monkeypatch.setattr(limits, "GEMM_SHAPES", ((4, 32, 48),))
-    job = Job(make_config(tiny(), max_num_seqs=2), [(1, 8), (2, 8)], [20], seconds=0.001, bandwidth_bytes=2**16)
+    job = Job(make_config(tiny(), max_num_seqs=2), [(1, 8), (2, 8)], [20], seconds=0.001, weights_bytes=2**16, measure_limits=True)
     result = step_costs.run(msgspec.json.decode(msgspec.json.encode(job), type=Job))
     assert [(times.batch, times.context) for times in result.decode + result.prefill] == [(1, 8), (2, 8), (1, 20)]
     assert list(result.read_bandwidth) == [result.num_threads] == [1]
+    assert all(len(times.read_bandwidth) >= step_costs.READS_OF_TURN and min(times.read_bandwidth) > 0 for times in result.decode)
     assert result.gemm_flops.keys() == {"bfloat16", "float32"}
 
 
@@ -47,7 +48,7 @@ def test_the_program(tiny):
     command = [sys.executable, "-m", "quire.executor.step_costs"]
     done = subprocess.run(command, input=msgspec.json.encode(job), stdout=subprocess.PIPE, check=True)
     result = msgspec.json.decode(done.stdout, type=Result)
-    assert result.read_bandwidth == {} and [(times.batch, times.context) for times in result.decode] == [(1, 4)]
+    assert result.read_bandwidth == {} and result.decode[0].read_bandwidth == [] and [(times.batch, times.context) for times in result.decode] == [(1, 4)]
 
 
 def test_a_failed_row_is_an_error(tiny, monkeypatch):

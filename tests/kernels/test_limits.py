@@ -27,3 +27,8 @@ def test_the_first_run_is_not_timed_and_one_is(monkeypatch, durations, seconds, 
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     assert limits._shortest(run, seconds) == best
+
+
+def test_a_reader_takes_turns():
+    rates = limits.Reader(2**16).rates(3)
+    assert len(rates) == 3 and min(rates) > 0

@@ -42,8 +42,8 @@ def test_work_grows_as_it_should() -> None:
 def test_limits() -> None:
     assert (LIMITS.bandwidth(1), LIMITS.bandwidth(2), LIMITS.bandwidth(3), LIMITS.flops) == (1e9, 3e9, 3e9, 4e10)
     assert Limits({1: 5e9, 2: 3e9}, {"float32": 1.0}).bandwidth(2) == 5e9
-    assert cpu.Work(6e9, 4e10).least_seconds(LIMITS, 2) == 2.0 and cpu.Work(3e9, 8e10).least_seconds(LIMITS, 2) == 2.0
-    assert Phase("decode", 1, 1, 1, seconds=0.5, fastest_s=0.4, least_s=0.25, bound="memory").fraction == 0.5
+    assert cpu.Work(6e9, 4e10).least_seconds(3e9, 4e10) == 2.0 and cpu.Work(3e9, 8e10).least_seconds(3e9, 4e10) == 2.0
+    assert Phase("decode", 1, 1, 1, seconds=0.5, fastest_s=0.4, bandwidth=1e9, least_s=0.25, bound="memory").fraction == 0.5
 
 
 def test_a_plan_has_room() -> None:
@@ -59,7 +59,8 @@ def test_what_the_program_says_becomes_phases(monkeypatch) -> None:
         jobs.append(msgspec.json.decode(input))
         result = {
             "num_threads": 2, "read_bandwidth": {"1": 1e9, "2": 3e9}, "gemm_flops": {"float32": 4e10},
-            "decode": [{"batch": 1, "context": 9, "seconds": [0.3, 0.1, 0.2]}], "prefill": [{"batch": 1, "context": 64, "seconds": [5.0]}],
+            "decode": [{"batch": 1, "context": 9, "seconds": [0.3, 0.1, 0.2], "read_bandwidth": [1e9, 4e9, 2e9]}],
+            "prefill": [{"batch": 1, "context": 64, "seconds": [5.0], "read_bandwidth": []}],
         }  # fmt: skip
         return subprocess.CompletedProcess(command, 0, msgspec.json.encode(result))
 
@@ -67,13 +68,14 @@ def test_what_the_program_says_becomes_phases(monkeypatch) -> None:
     config = bundled()
     work = model_work(config)
     limits, [decode, prefill] = run_plan(config, Plan([(1, 9)], [64], 0.5), work, None)
-    assert jobs[0]["bandwidth_bytes"] == work.weights_bytes and jobs[0]["config"]["model_config"]["dtype"] == "bfloat16"
+    assert jobs[0]["weights_bytes"] == work.weights_bytes and jobs[0]["measure_limits"] and jobs[0]["config"]["model_config"]["dtype"] == "bfloat16"
     assert limits.read_bandwidth == {1: 1e9, 2: 3e9}
     assert (decode.seconds, decode.fastest_s, decode.bound) == (0.2, 0.1, "memory")
-    assert decode.least_s == pytest.approx(work.decode(1, 9).num_bytes / 3e9)
+    assert decode.bandwidth == 2e9 and decode.least_s == pytest.approx(work.decode(1, 9).num_bytes / 2e9)  # as it was between the steps
+    assert prefill.bandwidth == 3e9
     assert (prefill.name, prefill.bound) == ("prefill", "arithmetic") and prefill.least_s == pytest.approx(work.prefill(64).num_flops / 4e10)
     run_plan(config, Plan([(1, 9)], [64], 0.5), work, limits)
-    assert jobs[1]["bandwidth_bytes"] == 0  # they are known
+    assert not jobs[1]["measure_limits"]  # they are known
 
 
 def test_a_program_that_fails_is_an_error(monkeypatch) -> None:

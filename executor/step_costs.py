@@ -72,7 +72,7 @@ class StepTimer:
         while len(times) < MIN_STEPS or (len(times) < MAX_STEPS and time.perf_counter() < end):
             computed = context + 1 + len(times)
             times.append(self._run(SchedulerOutput(0, step.slots, step.num_scheduled_tokens, [computed] * batch, [[]] * batch)))
-            if self._reader and len(times) % STEPS_OF_TURN == MIN_STEPS:
+            if self._reader and len(times) % STEPS_OF_TURN == MIN_STEPS:  # once at least
                 rates += self._reader.rates(READS_OF_TURN)
         self._free(batch)
         return Times(batch, context, times, rates)

@@ -15,9 +15,6 @@ from .. import registry
 GEMM_SHAPES = ((512, 2048, 2048), (1024, 1024, 4096))  # rows, in, out: large enough for any blocking, small enough for a cache
 
 
-SPIN_S = 0.01  # torch's threads stay awake that long after a sum, and would be in the way of whoever is timed next
-
-
 def read_bandwidth(num_bytes: int, num_threads: int, seconds: float) -> float:
     """Bytes per second at which threads read num_bytes again and again, at best: from the caches if they fit there, as weights would be."""
     memory = torch.ones(max(num_bytes // 4, 1), dtype=torch.float32)
@@ -43,7 +40,6 @@ class Reader:
             start = time.perf_counter()
             self._memory.sum()
             rates.append(self._memory.nbytes / (time.perf_counter() - start))
-        time.sleep(SPIN_S)
         return rates
 
 

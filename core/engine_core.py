@@ -73,7 +73,7 @@ class EngineCore:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 executor.shutdown()
             raise
-        self.scheduler = Scheduler(config, num_blocks, num_host_blocks, costs)
+        self.scheduler = Scheduler(config, num_blocks, num_host_blocks, costs, executor.burst_weights_bytes)
         self.step_fn = self._step_overlapped if config.scheduler_config.async_scheduling else self._step
         self._in_flight: tuple[ScheduledStep, Future[ModelRunnerOutput]] | None = None  # of the overlapped form
         self.ready = Ready(config, num_blocks, kv_cache_bytes, epoch)

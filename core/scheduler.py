@@ -43,6 +43,11 @@ from .request import Request, RequestStatus, split
 
 _by_key = attrgetter("key")
 
+# Where the scheduler finds by itself how many tokens a step may decode (num_scheduler_steps=0): they share what a step costs outside the
+# model, and whoever comes meanwhile waits for all of them. So many bytes of weights, once for each token, are some 8 ms of work; it is
+# counted, not measured, so that what a step decodes does not depend on the weather.
+MAX_BURST, MAX_BURST_BYTES = 8, 320 * 10**6
+
 
 @dataclass(slots=True)
 class ScheduledStep:
@@ -60,8 +65,9 @@ class ScheduledStep:
 class Scheduler:
     """Owns the requests and their slots. One call of `schedule`, one execution, one call of `update_from_output`, and so on."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0, costs: PreemptionCosts = PreemptionCosts()):
-        """`num_host_blocks`: blocks of host memory for preempted requests; `costs`: what bringing one back takes, see PreemptionPolicy."""
+    def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0, costs: PreemptionCosts = PreemptionCosts(), burst_weights_bytes: int = 0):
+        """`num_host_blocks`: blocks of host memory for preempted requests; `costs`: what bringing one back takes, see PreemptionPolicy;
+        `burst_weights_bytes`: see Executor."""
         scheduling = config.scheduler_config
         self.max_model_len = config.model_config.max_model_len
         self.max_num_seqs = scheduling.max_num_seqs
@@ -71,7 +77,10 @@ class Scheduler:
         threshold = scheduling.long_prefill_token_threshold if scheduling.enable_chunked_prefill else 0
         self.max_chunk_tokens = threshold or self.max_num_batched_tokens
         self.uses_priority = scheduling.scheduling_policy == "priority"
-        self.num_lookahead_slots = scheduling.num_scheduler_steps - 1
+        self.num_lookahead_slots = max(0, scheduling.num_scheduler_steps - 1)  # of the step that is being scheduled
+        # Overlapped stepping hides what is outside the model: it has no need.
+        is_free = scheduling.num_scheduler_steps == 0 and not scheduling.async_scheduling
+        self._burst_weights_bytes = burst_weights_bytes if is_free else 0
         self.preemption = PreemptionPolicy(scheduling.preemption_mode, costs)
         cache = config.cache_config
         self.kv_cache_manager = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching, num_host_blocks)
@@ -214,6 +223,8 @@ class Scheduler:
     def _schedule_running(self, step: ScheduledStep) -> tuple[int, bool]:
         """Gives every running request its tokens, in order, preempting others for blocks. Returns (budget left, any preempted)."""
         budget, preempted = self.max_num_batched_tokens, False
+        if self._burst_weights_bytes:
+            self.num_lookahead_slots = self._burst_length() - 1
         running, allocate_slots = self.running, self.kv_cache_manager.allocate_slots
         index = 0
         while index < len(running) and budget > 0:
@@ -238,6 +249,17 @@ class Scheduler:
             budget -= num_tokens
             index += 1
         return budget, preempted
+
+    def _burst_length(self) -> int:
+        """Tokens of each request that the next step may decode: more than one where nobody waits, nobody has a prompt to compute, all can
+        have as many, and it takes little time. Where a grammar leaves no choice tokens come without the model, and behind them nothing does."""
+        running = self.running
+        length = 1 if self.waiting or not running else min(MAX_BURST, MAX_BURST_BYTES // (self._burst_weights_bytes * len(running)))
+        if length > 1:
+            length = min(length, min([request.num_tokens_left for request in running]))
+        if length > 1 and all([r.num_prompt_tokens < r.num_tokens == r.num_computed_tokens + 1 and r.sampling_params.structured_outputs is None for r in running]):
+            return length
+        return 1
 
     def _num_lookahead(self, request: Request, num_tokens: int) -> int:
         """Tokens to decode behind the row's first sample, if these `num_tokens` are all there are to compute."""

@@ -48,6 +48,11 @@ class Executor:
         """Sets host memory aside for preempted requests. Returns how many KV-cache blocks it holds, and what bringing a request back costs."""
         return self.worker.initialize_swap_space()
 
+    @property
+    def burst_weights_bytes(self) -> int:
+        """Bytes of weights that a decoding step reads where the worker does several such steps in one call; 0 where it does not."""
+        return self.worker.burst_weights_bytes
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """One step. A failure of one request is a row in `errors`; an exception is the whole engine's."""
         return self.worker.execute_model(scheduler_output)

@@ -70,7 +70,7 @@ class Grammars:
         scheduling = config.scheduler_config
         self.max_num_seqs = scheduling.max_num_seqs
         # Steps that are handed over before the last one's tokens are known, or that go on by themselves, cannot jump.
-        is_plain = not scheduling.async_scheduling and scheduling.num_scheduler_steps == 1
+        is_plain = not scheduling.async_scheduling and scheduling.num_scheduler_steps <= 1
         self.jumps = scheduling.enable_jump_forward and is_plain and not model_config.logits_processors
         self._slots: dict[int, SlotGrammar] = {}
         self._bitmask = np.zeros((0, 0), np.int32)  # by slot [max_num_seqs, num_mask_words], once there is a grammar

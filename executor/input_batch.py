@@ -100,6 +100,12 @@ class InputBatch:
         self.token_ids[slots, num_tokens] = token_ids
         self.num_tokens[slots] = num_tokens + 1
 
+    def append_runs(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
+        """As many new tokens for each of `slots` [R], all different: token_ids [R, n]."""
+        num_tokens, count = self.num_tokens[slots], token_ids.shape[1]
+        self.token_ids[slots[:, None], num_tokens[:, None] + np.arange(count)] = token_ids
+        self.num_tokens[slots] = num_tokens + count
+
     def expect_tokens(self, slots: np.ndarray, positions: np.ndarray) -> None:
         """One token more for each of `slots` [R], all different, at `positions` [R]: on its way, see fill_in."""
         self.token_ids[slots, positions] = NOT_KNOWN

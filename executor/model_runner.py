@@ -15,6 +15,7 @@ from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
 from ..kernels.ops import AttentionMetadata
 from ..kernels.registry import OpTable
 from .block_mover import BlockMover
+from .bursts import Bursts
 from .cuda_graphs import GraphedStep
 from .device import CopyToHost, SecondStream, wake_threads
 from .device_inputs import DeviceInputMaker, DeviceTables
@@ -37,6 +38,7 @@ class ModelRunner:
         self.model = model
         self.ops = ops
         self.program: Callable | None = None  # the worker's gift: what run_op_by_op does, in one call
+        self.bursts: Bursts | None = None  # the worker's gift: several steps in one call
         self.batch = batch
         self.device = device
         self.block_size = block_size
@@ -63,7 +65,7 @@ class ModelRunner:
 
     def use_model(self, model: Any) -> None:
         """Another model of the same shape takes over, or (None) nobody: then no step may come."""
-        self.model, self.program = model, None
+        self.model, self.program, self.bursts = model, None, None
         self.prompt_scorer.compute_logits = None if model is None else model.compute_logits
 
     @torch.inference_mode()
@@ -75,7 +77,12 @@ class ModelRunner:
         self._apply_differences(scheduler_output)
         if not scheduler_output.slots:
             return ModelRunnerOutput([], [])
+        if self.bursts is not None and scheduler_output.num_lookahead_tokens and self._is_burst(scheduler_output):
+            return self.bursts.run(scheduler_output)
         return self._end(scheduler_output, *self._begin(scheduler_output))
+
+    def _is_burst(self, scheduler_output: SchedulerOutput) -> bool:
+        return not self.batch.refusals and not self._needs_host(scheduler_output.slots) and self.bursts.fits(scheduler_output)
 
     @torch.inference_mode()
     def launch_model(self, scheduler_output: SchedulerOutput) -> PendingStep | HostStep:

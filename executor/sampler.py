@@ -51,8 +51,8 @@ class Sampler:
             staged = batch.stages(logits, slots, batch)
             self._clear(logits, staged)
             errors = staged | errors
-        if batch.random_slots and (temperature := batch.temperature[slots]).any():
-            token_ids = self._draw(logits, temperature, batch, slots)
+        if draws(batch, slots):
+            token_ids = self._draw(logits, batch, slots)
         elif batch.stages.num_slots:  # they may have made another one the largest
             token_ids = self.ops.argmax(logits)[0].numpy(force=True)
         if raw_logits is not None:
@@ -72,17 +72,12 @@ class Sampler:
         if rows:
             logits.index_fill_(0, torch.tensor(list(rows), device=logits.device), 0.0)
 
-    def _draw(self, logits: torch.Tensor, temperature: np.ndarray, batch: InputBatch, slots: np.ndarray) -> np.ndarray:
+    def _draw(self, logits: torch.Tensor, batch: InputBatch, slots: np.ndarray) -> np.ndarray:
         """[R] i64"""
-
-        def column(values: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(values).to(logits.device)
-
         if slots is not self._slots or batch.num_added != self._num_added:
             self._slots, self._num_added = slots, batch.num_added
-            filters = (batch.top_k, batch.top_p, batch.min_p) if batch.filtered_slots else (None, None, None)
-            self._parameters = [column(temperature), *(None if values is None else column(values[slots]) for values in filters), column(batch.seeds[slots])]
-        positions = column(batch.num_tokens[slots])  # the new token's index in the sequence
+            self._parameters = draw_parameters(batch, slots, logits.device)
+        positions = torch.from_numpy(batch.num_tokens[slots]).to(logits.device)  # the new token's index in the sequence
         return self.ops.sample_tokens(logits, *self._parameters, positions).numpy(force=True)
 
     def _gather_logprobs(
@@ -101,3 +96,15 @@ class Sampler:
                 one = slice(i, i + 1)
                 entries[row] = SlotLogprobs(int(slots[row]), to_array(ids[one]), to_array(logprobs[one]), to_array(ranks[one]))
         return [entries[row] for row in rows.tolist() if row not in errors]
+
+
+def draws(batch: InputBatch, slots: np.ndarray) -> bool:
+    """Whether any of `slots` [R] does not simply take its largest logit."""
+    return bool(batch.random_slots) and bool(batch.temperature[slots].any())
+
+
+def draw_parameters(batch: InputBatch, slots: np.ndarray, device: torch.device) -> list[torch.Tensor | None]:
+    """The columns [R] that sample_tokens wants of `slots` [R], but for the positions."""
+    filters = (batch.top_k, batch.top_p, batch.min_p) if batch.filtered_slots else (None, None, None)
+    columns = batch.temperature, *filters, batch.seeds
+    return [None if values is None else torch.from_numpy(values[slots]).to(device) for values in columns]

@@ -95,7 +95,13 @@ class StepInputMaker:
             return self._advance(last, scheduler_output)
         return self._make(scheduler_output)
 
-    def _make(self, scheduler_output: SchedulerOutput) -> StepInputs:
+    def for_burst(self, scheduler_output: SchedulerOutput, count: int) -> StepInputs:
+        """Of the first of `count` steps, whose block tables serve all of them; the others change what is here in place."""
+        inputs = self._make(scheduler_output, count - 1)
+        self._last = None
+        return inputs
+
+    def _make(self, scheduler_output: SchedulerOutput, num_ahead: int = 0) -> StepInputs:
         batch = self.batch
         layout = lay_out(scheduler_output, batch.num_tokens)
         order, slots, num_computed, query_lens, query_start_loc, seq_lens, num_decodes, sampled_rows = layout
@@ -114,7 +120,7 @@ class StepInputMaker:
             metadata=AttentionMetadata(
                 query_start_loc=torch.from_numpy(query_start_loc.astype(np.int32)),
                 seq_lens=torch.from_numpy(seq_lens),
-                block_tables=torch.from_numpy(self._block_tables(slots, seq_lens)),
+                block_tables=torch.from_numpy(self._block_tables(slots, seq_lens + num_ahead)),
                 slot_mapping=torch.from_numpy(slot_mapping),
                 num_decodes=num_decodes,
                 query_lens=query_lens.tolist(),

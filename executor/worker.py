@@ -22,6 +22,7 @@ from ..kernels.cpu.native.recorder import Limits
 from ..kernels.cpu.native.weights import early_memory
 from . import device as devices
 from .block_mover import BlockMover, shortest_time
+from .bursts import Bursts
 from .cuda_graphs import CudaCapture, GraphedStep
 from .early_memory import take as take_early_memory
 from .grammar import Grammars
@@ -33,7 +34,7 @@ from .loader import fill_with_random_weights, load_weights
 from .logits_processors import load_logits_processors
 from .model_runner import ModelRunner
 from .models import find_model_class
-from .step_program import record_step
+from .step_program import NATIVE, record_step
 from .token_stages import make_stages
 
 logger = logging.getLogger(__name__)
@@ -158,7 +159,9 @@ class Worker:
         config = self.config
         max_num_seqs, max_num_tokens = config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens
         if self.device.type == "cpu":
-            self.runner.program = record_step(self.model, self._ops, Limits(max_num_tokens, max_num_seqs, max_num_seqs))
+            self.runner.program = program = record_step(self.model, self._ops, Limits(max_num_tokens, max_num_seqs, max_num_seqs))
+            if program is not None and self._ops.chosen.get("sample_tokens") == NATIVE:
+                self.runner.bursts = Bursts(program, self.runner.batch, config.cache_config.block_size, self.runner.make_inputs)
         elif not config.device_config.enforce_eager:
             sizes = max_num_seqs, config.model_config.max_model_len, config.cache_config.block_size
             self.runner.program = GraphedStep(self.model, self._ops, *sizes, self.device, CudaCapture())
@@ -188,6 +191,11 @@ class Worker:
         costs = PreemptionCosts(recompute_s, swap_s, swap_s_per_block / block_size)
         logger.info("swap space: %d blocks; %s", self._num_host_blocks, costs)
         return self._num_host_blocks, costs
+
+    @property
+    def burst_weights_bytes(self) -> int:
+        """Bytes of weights where a step with tokens to look ahead is one call; 0 where it is not."""
+        return self._weights_bytes if self.runner.bursts is not None else 0
 
     def _make_block_mover(self) -> None:
         block_size, host_caches = self.config.cache_config.block_size, []
@@ -233,7 +241,7 @@ class Worker:
         if "kv_cache" in tags:
             for layer in self.model.attention_layers():
                 layer.key_cache = layer.value_cache = None
-            self.runner.block_mover = self.runner.program = None
+            self.runner.block_mover = self.runner.program = self.runner.bursts = None
         if "weights" in tags:
             self.model = None
             self.runner.use_model(None)

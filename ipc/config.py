@@ -77,7 +77,10 @@ class SchedulerConfig(Section):
         Literal["auto", "recompute", "swap"],
         Meta(description="How a request makes room. recompute: its blocks are lost; swap: they move to swap_space; auto: what costs less."),
     ] = "auto"
-    num_scheduler_steps: Annotated[PositiveInt, Meta(description="Decoding steps per scheduling (multi-step decoding).")] = 1
+    num_scheduler_steps: Annotated[
+        NonNegativeInt,
+        Meta(description="Decoding steps per scheduling (multi-step decoding). 0: some, where few requests of a small model run on a CPU; else 1."),
+    ] = 0
     async_scheduling: Annotated[bool, Meta(description="Schedule the next step while one runs.")] = False
     enable_jump_forward: Annotated[
         bool, Meta(description="Append tokens without the model where a grammar leaves no choice (not with async_scheduling or several scheduler steps).")

@@ -111,6 +111,7 @@ class FakeExecutor:
         self.nan_rows: set[tuple[str, int]] = set()
         self.raise_at_step: int | None = None
         self.delay_s = 0.0
+        self.burst_weights_bytes = 0
         self.costs = PreemptionCosts(recompute_s_per_token=1.0, swap_s=20.0, swap_s_per_token=0.1)
         self.steps: list[SchedulerOutput] = []  # everything executed
         self.slots: dict[int, FakeSlot] = {}

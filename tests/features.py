@@ -27,7 +27,7 @@ MAX_MODEL_LEN, BLOCK_SIZE = 96, 8
 BLOCK_BYTES = 2 * 5 * BLOCK_SIZE * 2 * 64 * 4  # keys and values, layers, tokens, KV heads, head_dim, fp32 (of the bundled model)
 PLAIN = dict(
     dtype="float32", num_threads=1, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE, max_num_seqs=16, num_gpu_blocks_override=300,
-    enable_prefix_caching=False, enable_jump_forward=False,
+    enable_prefix_caching=False, enable_jump_forward=False, num_scheduler_steps=1,
 )  # fmt: skip
 FEW_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 1  # one request of the longest kind fits; a few ordinary ones preempt each other
 PAUSE_AT_STEP = 6

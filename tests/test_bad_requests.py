@@ -37,7 +37,7 @@ BAD_ON_THE_WIRE = {  # what a client of the engine could send past the frontend
 
 @pytest.fixture(scope="module", params=["inproc", "inproc with codec", "process"])
 def engine(request):
-    args = EngineArgs(max_model_len=256, dtype="float32", num_threads=1)
+    args = EngineArgs(max_model_len=256, dtype="float32", num_threads=1, num_scheduler_steps=1)
     if request.param == "inproc with codec":
         config = args.create_engine_config()
         made = LLMEngine(config, InprocClient(config, round_trip=True))

@@ -17,7 +17,7 @@ from quire.tests.workloads import Job, Result, assert_same, drive, random_jobs
 
 pytestmark = pytest.mark.skipif(library is None, reason="native kernels are not built here; torch's do not promise this")
 
-FEW = dict(block_size=8, max_model_len=256, num_gpu_blocks_override=34)  # one request of the longest kind fits; the others preempt each other all the time
+FEW = dict(block_size=8, max_model_len=256, num_gpu_blocks_override=34, num_scheduler_steps=1)  # one request of the longest kind fits; the others preempt each other all the time
 Logprobs = list[list[tuple[int, float]]]
 
 
@@ -99,7 +99,7 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
         max_num_batched_tokens=rng.choice([32, 33, 100, 2048]),
         enable_prefix_caching=rng.random() < 0.5,
         async_scheduling=rng.random() < 0.3,
-        num_scheduler_steps=rng.choice([1, 1, 3]),
+        num_scheduler_steps=rng.choice([0, 1, 3]),
     )
     if rng.random() < 0.5:
         settings |= dict(num_gpu_blocks_override=rng.choice([34, 60]), max_model_len=256, block_size=8, preemption_mode=rng.choice(["recompute", "swap"]))

@@ -40,7 +40,7 @@ class Steps:
     schedule_s: float
     execute_s: float
     process_s: float
-    decode_step_s: float | None  # the median of steps that only decode
+    decode_step_s: float | None  # for a token of each request: the median of steps that only decode
     decode_batch: float  # requests in such a step, in the mean
 
 
@@ -86,12 +86,12 @@ def run_throughput(llm: LLM, requests: list[Request], params: list[SamplingParam
 def summarize_steps(records: list[Any]) -> Steps:
     """`records`: as EngineCore.observe gives them, (step, start, schedule_s, execute_s, process_s, prefill tokens, decode tokens, requests, preemptions)."""
     decodes = [record for record in records if not record[5] and record[6]]
-    times = summarize(sum(record[2:5]) for record in decodes)
+    times = summarize(sum(record[2:5]) * record[7] / record[6] for record in decodes)  # a step may decode several tokens of each request
     return Steps(
         len(records),
         *(sum(record[column] for record in records) for column in (2, 3, 4)),
         times.percentiles[50] if times else None,
-        sum(record[6] for record in decodes) / len(decodes) if decodes else 0.0,
+        sum(record[7] for record in decodes) / len(decodes) if decodes else 0.0,
     )
 
 

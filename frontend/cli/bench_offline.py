@@ -102,7 +102,7 @@ def format_steps(steps: Steps, limit: ReadLimit) -> str:
     if steps.decode_step_s is None:
         return text
     return (
-        f"{text}\na step that only decodes, {steps.decode_batch:.0f} requests in it: {1000 * steps.decode_step_s:.2f} ms (median); "
+        f"{text}\na token of each, {steps.decode_batch:.0f} requests in a step that only decodes: {1000 * steps.decode_step_s:.2f} ms (median); "
         f"reading the weights once takes {1000 / limit.max_steps_per_s:.2f} ms on this machine"
     )
 

@@ -1,11 +1,12 @@
-"""What a decode step of a real model costs outside its recorded program: a step in one process, a step with a child, and the program alone.
+"""What a decoded token of a real model costs outside its recorded program: in one process, with a child, and the program alone.
 May know: LLMEngine, its clients, where the runner keeps its program.
 Must not know: schedulers, kernels.
 
     python tests/bench/bench_outside.py [--model DIR] [--batches 1 32] [--rounds 8] [--async-scheduling]
 
-Microseconds, medians of means over 25 steps; the three take turns, and the program alone repeats the inputs of the last step. Beside
-bench_overhead.py, whose model computes nothing: a model that computes pushes what Python needs out of the caches."""
+Microseconds for a token of each request, medians of means over 24 of them; all take turns: engines as they are by default and with steps of
+one token, and the program alone, which repeats the inputs of the last such step. Beside bench_overhead.py, whose model computes nothing: a
+model that computes pushes what Python needs out of the caches."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from quire.frontend.inproc_client import InprocClient
 from quire.frontend.mp_client import MPClient
 from quire.tests.bench.report import hardware
 
-BURST, EDGE, NUM_TOKENS = 25, 12, 200  # steps of a mean, and those left out at both ends of a round; tokens of each request
+MEAN, EDGE, NUM_TOKENS = 24, 12, 200  # tokens of a mean, and steps left out at both ends of a round; tokens of each request
 
 
 class Witness:
@@ -41,8 +42,15 @@ class Witness:
         return getattr(self._program, name)
 
 
-def bursts(times: list[float]) -> list[float]:
-    return [statistics.mean(times[i : i + BURST]) for i in range(0, len(times) - BURST + 1, BURST)]
+def means(steps: list[tuple[float, int]]) -> list[float]:
+    """steps: seconds, tokens -> seconds per token, of MEAN tokens or a step more each."""
+    found, seconds, tokens = [], 0.0, 0
+    for step_s, num_tokens in steps:
+        seconds, tokens = seconds + step_s, tokens + num_tokens
+        if tokens >= MEAN:
+            found.append(seconds / tokens)
+            seconds, tokens = 0.0, 0
+    return found
 
 
 def timed(function: Callable[[], Any]) -> float:
@@ -55,10 +63,13 @@ def round_of(engine: LLMEngine, batch: int, prefix: str) -> list[float]:
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     for i in range(batch):
         engine.add_request(f"{prefix}-{i}", {"prompt_token_ids": [2 + (i * 7 + j) % 500 for j in range(64)]}, params)
-    times = []
+    steps = []
     while engine.has_unfinished_requests():
-        times.append(timed(engine.step))
-    return bursts(times[EDGE:-EDGE])
+        begin = perf_counter()
+        outputs = engine.step()
+        steps.append((perf_counter() - begin, max((len(output.outputs[0].token_ids) for output in outputs), default=0)))
+    edge = min(EDGE, len(steps) // 6)
+    return means(steps[edge:-edge])
 
 
 def main() -> None:
@@ -70,24 +81,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--async-scheduling", action="store_true")
     args = parser.parse_args()
-    config = EngineArgs(
-        model=args.model, dtype=args.dtype, num_threads=args.num_threads, max_model_len=1024, max_num_seqs=max(args.batches), swap_space=0.0,
-        enable_prefix_caching=False, disable_log_stats=True, async_scheduling=args.async_scheduling,
-    ).create_engine_config()  # fmt: skip
-    engines = {"inproc": LLMEngine(config, InprocClient(config)), "process": LLMEngine(config, MPClient(config))}
-    runner = engines["inproc"].client._engine.core.executor.worker.runner
+
+    def make(client: type, **arguments: Any) -> LLMEngine:
+        config = EngineArgs(
+            model=args.model, dtype=args.dtype, num_threads=args.num_threads, max_model_len=1024, max_num_seqs=max(args.batches), swap_space=0.0,
+            enable_prefix_caching=False, disable_log_stats=True, async_scheduling=args.async_scheduling, **arguments,
+        ).create_engine_config()  # fmt: skip
+        return LLMEngine(config, client(config))
+
+    clients = {"inproc": InprocClient, "process": MPClient}
+    engines = {name: make(client) for name, client in clients.items()}
+    engines |= {f"{name}, steps of one": make(client, num_scheduler_steps=1) for name, client in clients.items()}
+    runner = engines["inproc, steps of one"].client._engine.core.executor.worker.runner
     runner.program = witness = Witness(runner.program)
-    print(f"{hardware()}; microseconds per step")
+    print(f"{hardware()}; microseconds per token")
     try:
         for batch in args.batches:
             times: dict[str, list[float]] = {"program": []} | {name: [] for name in engines}
             for round_ in range(args.rounds + 1):  # the first warms up
                 found = {name: round_of(engine, batch, f"{batch}-{round_}") for name, engine in engines.items()}
-                found["program"] = bursts([timed(witness.again) for _ in range(6 * BURST)])
+                found["program"] = means([(timed(witness.again), 1) for _ in range(6 * MEAN)])
                 for name in times:
                     times[name] += found[name] if round_ else []
             program = 1e6 * statistics.median(times.pop("program"))
-            rest = ", ".join(f"{name} {1e6 * statistics.median(t):.0f} ({1e6 * statistics.median(t) - program:+.0f})" for name, t in times.items())
+            rest = "; ".join(f"{name} {1e6 * statistics.median(t):.0f} ({1e6 * statistics.median(t) - program:+.0f})" for name, t in times.items())
             print(f"batch {batch}: program alone {program:.0f}, {rest}", flush=True)
     finally:
         for engine in engines.values():

@@ -77,6 +77,7 @@ def make_engine(vocab_size: int, mode: str, num_steps: int, async_scheduling: bo
         max_num_seqs=128,
         num_gpu_blocks_override=128 * (num_steps // 16 + 3),
         load_format="dummy",
+        num_scheduler_steps=1,
         num_threads=1,  # there is no work to share, and threads that rest between steps would be woken for it
         hf_overrides={"vocab_size": vocab_size, "hidden_size": 64, "num_hidden_layers": 1},
         swap_space=0.0,

@@ -11,9 +11,12 @@ from quire.ipc.messages import EngineCoreOutputs, FinishReason
 from quire.tests.fakes import FakeExecutor, make_config
 
 
-def make_core(**arguments) -> EngineCore:
+def make_core(burst_weights_bytes: int = 0, **arguments) -> EngineCore:
+    """`burst_weights_bytes`: of the executor."""
     config = make_config(**arguments)
-    core = EngineCore(config, FakeExecutor(config))
+    executor = FakeExecutor(config)
+    executor.burst_weights_bytes = burst_weights_bytes
+    core = EngineCore(config, executor)
     core.check_every_step = True
     return core
 

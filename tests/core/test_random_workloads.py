@@ -99,7 +99,8 @@ SETTINGS = st.fixed_dictionaries(
         "long_prefill_token_threshold": st.sampled_from([0, 0, 5, 37]),
         "preemption_mode": st.sampled_from(["auto", "recompute", "swap"]),
         "swap_space": st.sampled_from([4.0, 0.02]),  # of the fake executor: room for everybody, or for 20 blocks
-        "num_scheduler_steps": st.sampled_from([1, 1, 2, 7]),
+        "num_scheduler_steps": st.sampled_from([0, 0, 1, 2, 7]),
+        "burst_weights_bytes": st.sampled_from([0, 10**5, 2 * 10**7]),
         "async_scheduling": st.booleans(),
     }
 )

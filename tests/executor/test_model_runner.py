@@ -80,7 +80,8 @@ def test_a_row_that_fails_while_it_looks_ahead_keeps_what_came_before(executor, 
         return values.index_fill(0, torch.tensor([1]), float("nan")) if len(passes) == 2 else values
 
     monkeypatch.setattr(executor.worker.model, "compute_logits", poisoned)
-    monkeypatch.setattr(executor.worker.runner, "program", None)  # a recorded step would not hear of it
+    monkeypatch.setattr(executor.worker.runner, "program", None)  # a recorded step would not hear of it,
+    monkeypatch.setattr(executor.worker.runner, "bursts", None)  # nor would several
     result = driver.step({"0": 1, "1": 1}, lookahead={"0": 3, "1": 3})
     executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows]))
     assert passes == [2, 2, 1, 1] and result.num_sampled == [4, 1] and list(result.errors) == [rows[1].slot]

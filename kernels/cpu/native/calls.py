@@ -5,7 +5,7 @@ Must not know: what an operation computes (kernels/ops.py), tensors."""
 from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 BF16, F32 = 0, 1
 ALL_TOKENS, ALL_LOGITS = -1, -2  # as `rows`: the step's num_tokens, its num_logits
@@ -31,6 +31,7 @@ class Op(IntEnum):
     EMBEDDING_INT8 = 16
     EMBEDDING_PACKED = 17
     GATHER_LOGPROBS = 18
+    NEXT_TOKENS = 19
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:
@@ -152,4 +153,10 @@ class EmbeddingInt8(Embedding):
 class GatherLogprobs(Call):
     _fields_ = _fields(
         logits=c_void_p, token_ids=c_void_p, ids=c_void_p, logprobs=c_void_p, ranks=c_void_p, logits_row=c_int64, vocab_size=c_int64, k=c_int64,
+    )  # fmt: skip
+
+
+class NextTokens(Call):
+    _fields_ = _fields(
+        token_ids=c_void_p, is_finite=c_void_p, kept=c_void_p, kept_finite=c_void_p, draw_positions=c_void_p, block_size=c_int64, is_last=c_int64,
     )  # fmt: skip

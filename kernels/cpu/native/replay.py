@@ -35,7 +35,7 @@ class Program:
         self._owners = owners
         self.calls = fuse(recorder, [buffer for buffer, _ in found])
         self._step = Step()
-        self._hidden, *self._of_logits = self._settle(recorder, results, found)
+        self._hidden, *self.of_logits = self._settle(recorder, results, found)  # [R of limits, ...], valid after a step
         self._counts = -1, -1  # T and R of the last step,
         self._results: tuple[Tensor, ...] = ()  # and what it gave
         self._pointers = (ctypes.c_void_p * len(self.calls))(*map(ctypes.addressof, self.calls))
@@ -67,6 +67,16 @@ class Program:
 
         All are overwritten by the next step. Raises ValueError for a step that is larger than the recorded one, TypeError for other integers.
         """
+        step = self.fill_step(token_ids, positions, metadata, logits_indices)
+        library.run_all(self._pointers, step)
+        counts = step.num_tokens, step.num_logits
+        if self._counts != counts:
+            self._counts = counts
+            self._results = self._hidden[: counts[0]], *(tensor[: counts[1]] for tensor in self.of_logits)
+        return self._results
+
+    def fill_step(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, logits_indices: Tensor) -> Step:
+        """What the library is told of a step; valid until the next one's, and while these tensors live. Raises as a call does."""
         inputs = token_ids, positions, metadata.slot_mapping, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, logits_indices
         if tuple([tensor.dtype for tensor in inputs]) != INPUT_DTYPES:  # kernels would read past their ends
             raise TypeError(f"a step's tensors must be of {INPUT_DTYPES}, not {[tensor.dtype for tensor in inputs]}")
@@ -79,8 +89,4 @@ class Program:
         step.slot_mapping, step.query_start_loc = metadata.slot_mapping.data_ptr(), metadata.query_start_loc.data_ptr()
         step.seq_lens, step.block_tables = metadata.seq_lens.data_ptr(), metadata.block_tables.data_ptr()
         step.block_table_row, step.logits_indices = metadata.block_tables.stride(0), logits_indices.data_ptr()
-        library.run_all(self._pointers, step)
-        if self._counts != (num_tokens, num_logits):
-            self._counts = num_tokens, num_logits
-            self._results = self._hidden[:num_tokens], *(tensor[:num_logits] for tensor in self._of_logits)
-        return self._results
+        return step

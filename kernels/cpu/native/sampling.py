@@ -5,9 +5,9 @@ Must not know: models, requests."""
 import torch
 from torch import Tensor
 
-from ...reference.sampling import no_filters
 from ...registry import register
-from .calls import F32, Argmax, GatherLogprobs, Op, Sample
+from .calls import F32, Argmax, GatherLogprobs, Op
+from .draw import sample_call
 from .program import empty, num_rows, submit
 from .tensors import PRIORITY, is_native
 
@@ -24,11 +24,9 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 def sample_tokens(
     logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, seeds: Tensor, positions: Tensor
 ) -> Tensor:
-    top_k, top_p, min_p = (top_k, top_p, min_p) if top_k is not None else no_filters(len(logits), logits.device)
     token_ids = empty(len(logits), dtype=torch.int64)
-    columns = [column.contiguous() for column in (temperature, top_k.int(), top_p, min_p, seeds, positions)]
-    addresses = [column.data_ptr() for column in columns]
-    submit(Sample(Op.SAMPLE, F32, num_rows(logits), logits.data_ptr(), *addresses, token_ids.data_ptr(), logits.stride(0), logits.shape[1]))
+    call, _columns = sample_call(num_rows(logits), logits, temperature, top_k, top_p, min_p, seeds, positions, token_ids)
+    submit(call)
     return token_ids
 
 

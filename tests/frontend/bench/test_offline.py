@@ -40,14 +40,14 @@ def test_throughput(llm: LLM) -> None:
     assert run.num_input_tokens == sum(request.num_prompt_tokens for request in requests)
     assert {phase: summary.count for phase, summary in run.phases.items()} == {"queued_time": 5, "prefill_time": 5, "decode_time": 5}
     assert 0 < run.phases["decode_time"].max < run.seconds
-    assert run.steps.count >= 6 and 0 < run.steps.schedule_s + run.steps.execute_s + run.steps.process_s < run.seconds
+    assert run.steps.count >= 2 and 0 < run.steps.schedule_s + run.steps.execute_s + run.steps.process_s < run.seconds
     assert run.steps.decode_batch == 5 and 0 < run.steps.decode_step_s < run.seconds
 
 
 def test_steps_are_summed_and_those_that_only_decode_are_apart() -> None:
     prefill, mixed = (4, 0.0, 1.0, 2.0, 3.0, 100, 0, 5, 0), (7, 9.0, 0.0, 9.0, 0.0, 8, 3, 4, 0)
-    steps = summarize_steps([prefill, (5, 6.0, 0.5, 1.0, 0.5, 0, 5, 5, 0), (6, 8.0, 0.5, 3.0, 0.5, 0, 3, 3, 0), mixed])
-    assert (steps.count, steps.schedule_s, steps.execute_s, steps.process_s) == (4, 2.0, 15.0, 4.0)
+    steps = summarize_steps([prefill, (5, 6.0, 0.5, 1.0, 0.5, 0, 5, 5, 0), (6, 8.0, 1.0, 6.0, 1.0, 0, 6, 3, 0), mixed])
+    assert (steps.count, steps.schedule_s, steps.execute_s, steps.process_s) == (4, 2.5, 18.0, 4.5)
     assert (steps.decode_step_s, steps.decode_batch) == (3.0, 4.0)
     assert summarize_steps([]).decode_step_s is None
 

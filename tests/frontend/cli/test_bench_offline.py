@@ -27,7 +27,7 @@ def test_throughput(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     code, out, err = call(capsys, "throughput", "--num-prompts", "4", "--input-len", "12", "--output-len", "5", "--json", str(path), *ENGINE)
     assert (code, err) == (0, "")
     assert out.startswith("4 requests in ") and "20 out: " in out
-    assert "execute " in out and "a step that only decodes, 4 requests in it: " in out and "reading the weights once takes" in out
+    assert "execute " in out and "a token of each, 4 requests in a step that only decodes: " in out and "reading the weights once takes" in out
     assert "prefill, first step to first token" in out and "decode, first to last token" in out
     found = json.loads(path.read_text())
     assert (found["num_output_tokens"], found["num_failures"], found["settings"]["input_len"]) == (20, 0, 12)
@@ -61,7 +61,7 @@ def test_steps_are_beside_the_limit() -> None:
     text = format_steps(Steps(9, 0.1, 0.7, 0.2, 0.02, 8.0), ReadLimit(weight_bytes=10**9, bandwidth=1e11))
     assert text.splitlines() == [
         "the last 9 steps: schedule 10.0 %, execute 70.0 %, process 20.0 %",
-        "a step that only decodes, 8 requests in it: 20.00 ms (median); reading the weights once takes 10.00 ms on this machine",
+        "a token of each, 8 requests in a step that only decodes: 20.00 ms (median); reading the weights once takes 10.00 ms on this machine",
     ]
     assert format_steps(Steps(0, 0.0, 0.0, 0.0, None, 0.0), ReadLimit(1, 1.0)) == "the last 0 steps: schedule 0.0 %, execute 0.0 %, process 0.0 %"
 

@@ -4,7 +4,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 3
+#define QUIRE_ABI_VERSION 4
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1 };
@@ -29,18 +29,19 @@ enum Op : int32_t {
     OP_EMBEDDING_INT8,
     OP_EMBEDDING_PACKED,
     OP_GATHER_LOGPROBS,
+    OP_NEXT_TOKENS,
     NUM_OPS,
 };
 
-// What one step brings. T tokens of B requests, laid out as AttentionMetadata (kernels/ops.py) says.
+// What one step brings. T tokens of B requests, laid out as AttentionMetadata (kernels/ops.py) says. What is not const OP_NEXT_TOKENS writes.
 struct Step {
     int64_t num_tokens;               // T
     int64_t num_requests;             // B
-    const int32_t* token_ids;         // [T]
-    const int64_t* positions;         // [T]
-    const int64_t* slot_mapping;      // [T]
+    int32_t* token_ids;               // [T]
+    int64_t* positions;               // [T]
+    int64_t* slot_mapping;            // [T]
     const int32_t* query_start_loc;   // [B + 1]
-    const int32_t* seq_lens;          // [B]
+    int32_t* seq_lens;                // [B]
     const int32_t* block_tables;      // [B, max_blocks]
     int64_t block_table_row;          // elements from one request's table to the next
     int64_t num_logits;               // R
@@ -205,6 +206,18 @@ struct GatherLogprobs : Call {
     float* logprobs;
     int32_t* ranks;
     int64_t logits_row, vocab_size, k;
+};
+
+// Between two steps that run as one, all their rows decodes: token_ids and is_finite [rows], which this step has chosen, are copied to kept
+// and kept_finite [rows], and the step becomes the one that computes these tokens; so do draw_positions [rows], unless null. is_last: the
+// step stays as it is.
+struct NextTokens : Call {
+    const int64_t* token_ids;
+    const uint8_t* is_finite;
+    int64_t* kept;
+    uint8_t* kept_finite;
+    int64_t* draw_positions;
+    int64_t block_size, is_last;
 };
 
 // The names of instruction sets in order of preference: "amx", "avx512", "avx2". 1 where this processor and system can run it.

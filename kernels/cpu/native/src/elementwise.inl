@@ -1,4 +1,4 @@
-// Operations without sums: the gated activation, the embedding's look-up.
+// Operations without sums: the gated activation, the embedding's look-up, the way from one step's tokens to the next step.
 
 template <typename T>
 void silu_and_mul_rows(const SiluAndMul& a, int64_t rows, const Worker& worker) {
@@ -51,4 +51,20 @@ void gather_rows(const Call& call, const Step& step, const Worker& worker) {
     for (int64_t start; (start = worker.next() * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++)
             std::memcpy((char*)a.out + row * a.out_row * width, (const char*)a.x + step.logits_indices[row] * a.x_row * width, a.size * width);
+}
+
+void next_tokens(const Call& call, const Step& step, const Worker& worker) {
+    const NextTokens& a = (const NextTokens&)call;
+    if (worker.next() != 0) return;
+    int64_t rows = rows_of(call, step);
+    std::copy_n(a.token_ids, rows, a.kept);
+    std::copy_n(a.is_finite, rows, a.kept_finite);
+    if (a.is_last) return;
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t position = ++step.positions[row];
+        step.token_ids[row] = (int32_t)a.token_ids[row];
+        step.seq_lens[row]++;
+        step.slot_mapping[row] = step.block_tables[row * step.block_table_row + position / a.block_size] * a.block_size + position % a.block_size;
+        if (a.draw_positions) a.draw_positions[row]++;
+    }
 }

@@ -31,4 +31,5 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     quantized::embedding_int8,
     embedding_packed,
     gather_logprobs,
+    next_tokens,
 };

@@ -1,12 +1,38 @@
 """The engine's state and the requests' time lines, over HTTP from a real server.
-May know: the session's server.
+May know: the session's server, and one whose steps take their time.
 Must not know: how the page or `quire top` show it."""
 
+import http.client
 import json
-import time
+from collections.abc import Iterator
 
 import httpx2 as httpx
 import pytest
+from quire.tests.fake_engine import wait_until
+from quire.tests.frontend.server.conftest import running_server, slow_engine
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[httpx.Client]:
+    """A request of some hundred tokens takes seconds."""
+    with slow_engine(0.01) as (address, _), running_server("--engine", address) as client:
+        yield client
+
+
+def leave_in_the_middle(client: httpx.Client, name: str, **body: object) -> dict:
+    """Sends a request, closes the connection when the engine has given some of its tokens, and returns what the engine said of it then."""
+    connection = http.client.HTTPConnection(client.base_url.host, client.base_url.port)
+    headers = {"content-type": "application/json", "x-request-id": name}
+    connection.request("POST", "/v1/completions", json.dumps({"prompt": [1, 2], "max_tokens": 5000, "ignore_eos": True, **body}), headers)
+    seen: list[dict] = []
+
+    def has_tokens() -> bool:
+        seen[:] = [request for request in client.get("/v1/engine/state").json()["requests"] if request["num_output_tokens"]]
+        return bool(seen)
+
+    wait_until(has_tokens)
+    connection.close()
+    return seen[0]
 
 
 def complete(server: httpx.Client, **more: object) -> httpx.Response:
@@ -26,15 +52,15 @@ def test_the_state_of_the_engine(server: httpx.Client) -> None:
     assert [step[0] for step in newer["steps"]][:2] == [state["step"] - 1, state["step"]]
 
 
-def test_a_request_is_seen_while_it_runs(server: httpx.Client) -> None:
-    seen: list[dict] = []
-    with server.stream("POST", "/v1/completions", json={"prompt": "The sun", "max_tokens": 400, "ignore_eos": True, "stream": True}) as stream:
-        lines = stream.iter_lines()
-        request_id = json.loads(next(lines).removeprefix("data: "))["id"]
-        while not seen:
-            seen = [r for r in server.get("/v1/engine/state").json()["requests"] if r["request_id"].startswith(request_id)]
-            assert seen or next(lines, None) is not None
-    assert seen[0]["state"] == "running" and seen[0]["max_tokens"] == 400 and 0 < seen[0]["num_computed_tokens"]
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_request_is_seen_while_it_runs_and_as_an_abort_when_its_client_has_left(slow: httpx.Client, streams: bool) -> None:
+    name = f"left-{streams}"
+    seen = leave_in_the_middle(slow, name, stream=streams)
+    assert seen["state"] == "running" and seen["max_tokens"] == 5000 and 0 < seen["num_computed_tokens"]
+    wait_until(lambda: slow.get(f"/v1/requests/{name}").status_code != 404)
+    line = slow.get(f"/v1/requests/{name}").json()
+    assert seen["request_id"].startswith(line["id"]) and line["finish_reason"] == "abort" and line["x_request_id"] == name
+    assert 0 < line["completion_tokens"] < 5000
 
 
 def test_a_finished_request_has_a_time_line_and_a_trace(server: httpx.Client) -> None:
@@ -45,29 +71,12 @@ def test_a_finished_request_has_a_time_line_and_a_trace(server: httpx.Client) ->
     assert listed[0]["id"].startswith(answer.json()["id"]) and server.get(f"/v1/requests/{answer.headers['x-request-id']}").json() == line
     names = [event["name"] for event in line["events"]]
     assert names[0] == "queued" and names[-1] == "finished" and "prefill_chunk" in names
-    assert names.count("decode_step") == 11 and line["prompt_tokens"] == listed[0]["prompt_tokens"] > 0
+    decoded = [event["num_tokens"] for event in line["events"] if event["name"] == "decode_step"]
+    assert sum(decoded) == 11 and line["prompt_tokens"] == listed[0]["prompt_tokens"] > 0
     chunks = [event["num_tokens"] for event in line["events"] if event["name"] == "prefill_chunk"]
     assert sum(chunks) + line["cached_tokens"] == line["prompt_tokens"]
     trace = server.get(f"/v1/requests/{listed[0]['id']}/trace").json()
-    assert sum(event["name"] == "decode_step" for event in trace["traceEvents"]) == 11
-
-
-@pytest.mark.parametrize("streams", [True, False])
-def test_a_request_whose_client_left_is_there_as_an_abort(server: httpx.Client, streams: bool) -> None:
-    body = {"prompt": "The sea", "max_tokens": 1000, "ignore_eos": True, "stream": streams}
-    name = f"left-{streams}"
-    headers = {"x-request-id": name}
-    if streams:
-        with server.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
-            next(stream.iter_lines())
-    else:
-        with pytest.raises(httpx.ReadTimeout):
-            server.post("/v1/completions", json=body, headers=headers, timeout=0.3)
-    deadline = time.monotonic() + 10
-    while (answer := server.get(f"/v1/requests/{name}")).status_code == 404 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    line = answer.json()
-    assert line["finish_reason"] == "abort" and line["x_request_id"] == name and 0 < line["completion_tokens"] < 1000
+    assert sum(event["name"] == "decode_step" for event in trace["traceEvents"]) == len(decoded)
 
 
 @pytest.mark.parametrize("path", ["/v1/requests/nobody", "/v1/requests/nobody/trace"])

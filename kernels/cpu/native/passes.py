@@ -1,0 +1,73 @@
+"""Several decoding steps of a recorded model as one run: between two of them each row's token goes from the logits into the next step.
+May know: torch on CPUs, the library, the recorded program, the calls that choose tokens.
+Must not know: models, requests, who wants how many steps."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from ...ops import AttentionMetadata
+from .calls import ALL_LOGITS, F32, NextTokens, Op, Sample
+from .draw import sample_call
+from .library import library
+from .replay import Program
+
+
+class Passes:
+    """Runs a program that ends with argmax over its logits. Threads sleep, and Python waits, once for all the steps."""
+
+    def __init__(self, program: Program, block_size: int):
+        self._program = program
+        self._block_size = block_size
+        self._logits, self._largest, self._is_finite = program.of_logits
+        self._runs: dict[tuple[int, bool], _Run] = {}  # by number of steps, and whether they draw
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, logits_indices: Tensor, count: int,
+        draw: tuple[Tensor | None, ...] | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The step's tensors as a Program takes them, all its rows decodes with room for `count` tokens in their block tables: they are
+        overwritten. draw: sample_tokens' columns for the first step, its positions overwritten too; None: the largest logits are taken.
+
+        Returns token_ids [count, B] i64, and is_finite [count, B] bool: a row's tokens from its first False on mean nothing. Both are
+        overwritten by the next run.
+        """
+        step = self._program.fill_step(token_ids, positions, metadata, logits_indices)
+        run = self._runs.get((count, draw is not None))
+        if run is None:
+            run = self._runs[count, draw is not None] = self._make(count, draw is not None)
+        if draw is not None:
+            call, _columns = sample_call(ALL_LOGITS, self._logits, *draw, run.drawn)
+            ctypes.pointer(run.sample)[0] = call
+            draw_positions = draw[-1].data_ptr()
+            for next_tokens in run.between:
+                next_tokens.draw_positions = draw_positions
+        library.run_all(run.pointers, step)
+        num_rows = step.num_logits
+        return run.kept[:, :num_rows], run.kept_finite[:, :num_rows]
+
+    def _make(self, count: int, draws: bool) -> _Run:
+        return _Run(self._program, self._largest, self._is_finite, self._block_size, count, draws)
+
+
+class _Run:
+    """The calls of `count` steps, and where their tokens are kept."""
+
+    def __init__(self, program: Program, largest: Tensor, is_finite: Tensor, block_size: int, count: int, draws: bool):
+        max_rows = len(largest)
+        self.kept, self.kept_finite = torch.zeros(count, max_rows, dtype=torch.int64), torch.zeros(count, max_rows, dtype=torch.bool)
+        self.drawn = torch.zeros(max_rows if draws else 0, dtype=torch.int64)
+        self.sample = Sample()
+        chosen = (self.drawn if draws else largest).data_ptr()
+        self.between = [
+            NextTokens(
+                Op.NEXT_TOKENS, F32, ALL_LOGITS, chosen, is_finite.data_ptr(), self.kept[i].data_ptr(), self.kept_finite[i].data_ptr(), None,
+                block_size, i == count - 1,
+            )
+            for i in range(count)
+        ]  # fmt: skip
+        calls = [call for end in self.between for call in (*program.calls, *([self.sample] if draws else []), end)]
+        self.pointers = (ctypes.c_void_p * len(calls))(*map(ctypes.addressof, calls))

@@ -21,12 +21,13 @@ def answer_alone(engine: LLMEngine, jobs: list[Job]) -> Answers:
     return answers
 
 
-def assert_same(got: Answers, expected: Answers) -> None:
+def assert_same(got: Answers, expected: Answers, within: float = 1e-3) -> None:
+    """`within`: of each log-probability."""
     assert got.keys() == expected.keys()
     for request_id, want in expected.items():
         have = got[request_id]
         assert [in_short(c) for c in have.outputs] == [in_short(c) for c in want.outputs], request_id
-        assert numbers(have) == pytest.approx(numbers(want), abs=1e-3), request_id
+        assert numbers(have) == pytest.approx(numbers(want), abs=within), request_id
 
 
 def assert_same_beams(got: list[BeamSearchOutput], expected: list[BeamSearchOutput]) -> None:

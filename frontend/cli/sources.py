@@ -25,6 +25,7 @@ CONFIG_VARIABLE = "QUIRE_CONFIG"
 OTHER_VARIABLES = {
     CONFIG_VARIABLE: "file with settings, as --config",
     "QUIRE_TRACEBACK": "1: an internal error shows where it happened",
+    "QUIRE_NATIVE": "0: no native kernels on a CPU, or the path of another library with them",
 }
 # Kubernetes gives every container variables for each service of its namespace; one called "quire" must not set our port.
 KUBERNETES = re.compile(r"QUIRE_(?:.*_)?(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT_\d+_.*)")

@@ -107,8 +107,9 @@ class Engine:
 
 
 def run_group(group: str, args: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:
-    """All measurements of a group, one after the other. Workloads share the time evenly; loading is not counted."""
-    engines, rows = [], []
+    """All measurements of a group, one after the other: a round of each workload, which is what peak memory is compared after, and then more
+    of them, for which workloads share the time that is left evenly; loading is not counted."""
+    engines: list[Engine] = []
     for peer in GROUPS[group]:
         if args.only and not any(word in peer.label for word in args.only.split(",")):
             continue
@@ -117,35 +118,39 @@ def run_group(group: str, args: argparse.Namespace, seconds: float) -> list[dict
             print(f"  {peer.label}: {json.dumps(engines[-1].hello)}", file=sys.stderr)
         except (OSError, ValueError) as error:
             print(f"  {peer.label}: left out: {error}", file=sys.stderr)
-    workloads, deadline = args.workloads.split(","), time.monotonic() + seconds
-    for i, workload in enumerate(workloads):
-        until = time.monotonic() + max(0.0, deadline - time.monotonic()) / (len(workloads) - i)
-        taking_part = [engine for engine in engines if (args.model, engine.peer.label, workload) not in SKIPPED]
-        rows += run_workload(workload, taking_part, until, args.rounds)
+    deadline = time.monotonic() + seconds
+    rows: dict[str, list[dict[str, Any]]] = {workload: [] for workload in args.workloads.split(",")}
+    for engine in engines:
+        engine.measure("W1", new_repetition())  # warm: the first request of an engine's life is start-up's
+    for workload, found in rows.items():
+        run_round(workload, [engine for engine in engines if (args.model, engine.peer.label, workload) not in SKIPPED], 0, found)
+    for i, (workload, found) in enumerate(rows.items()):
+        until = time.monotonic() + max(0.0, deadline - time.monotonic()) / (len(rows) - i)
+        run_rounds(workload, engines, until, args.rounds, found)
     for engine in engines:
         engine.close()
-    return rows
+    return [row for found in rows.values() for row in found]
 
 
-def run_workload(workload: str, engines: list[Engine], until: float, max_rounds: int) -> list[dict[str, Any]]:
-    """Rounds in alternating order until the time is over; one at least, two where the work is short."""
-    rows: list[dict[str, Any]] = []
-    for engine in engines:
-        if workload == "W1":
-            engine.measure(workload, new_repetition())  # warm: the first request of an engine's life is start-up's
-    for round_ in range(max_rounds):
+def run_rounds(workload: str, engines: list[Engine], until: float, max_rounds: int, rows: list[dict[str, Any]]) -> None:
+    """After the first round more of them, in alternating order, until the time is over: of those that are not far behind."""
+    for round_ in range(1, max_rounds):
         best = min((row["makespan_s"] for row in rows if "error" not in row), default=None)
-        contenders = [e for e in engines if round_ == 0 or is_near(rows, e.peer.label, best)]
-        expected_s = sum(min(row["wall_s"] for row in rows if row["peer"] == e.peer.label and "error" not in row) for e in contenders if round_)
-        if round_ and time.monotonic() + expected_s > until:
+        contenders = [engine for engine in engines if is_near(rows, engine.peer.label, best)]
+        expected_s = sum(min(row["wall_s"] for row in rows if row["peer"] == e.peer.label and "error" not in row) for e in contenders)
+        if not contenders or time.monotonic() + expected_s > until:
             break
-        for engine in contenders if round_ % 2 == 0 else contenders[::-1]:
+        run_round(workload, contenders if round_ % 2 == 0 else contenders[::-1], round_, rows, until)
+
+
+def run_round(workload: str, engines: list[Engine], round_: int, rows: list[dict[str, Any]], until: float = 0.0) -> None:
+    """Once more, until then, where others had the machine."""
+    for engine in engines:
+        row = engine.measure(workload, new_repetition())
+        if "error" not in row and row["other_cpus"] > NOISY and time.monotonic() + row["wall_s"] < until:
             row = engine.measure(workload, new_repetition())
-            if "error" not in row and row["other_cpus"] > NOISY and time.monotonic() + row["wall_s"] < until:
-                row = engine.measure(workload, new_repetition())
-            rows.append({"peer": engine.peer.label, "workload": workload} | row | {"round": round_})
-            print(f"  {workload} {engine.peer.label}: {row.get(MEASURED[workload], row.get('error'))}", file=sys.stderr)
-    return rows
+        rows.append({"peer": engine.peer.label, "workload": workload} | row | {"round": round_})
+        print(f"  {workload} {engine.peer.label}: {row.get(MEASURED[workload], row.get('error'))}", file=sys.stderr)
 
 
 def is_near(rows: list[dict[str, Any]], label: str, best_s: float | None) -> bool:
@@ -165,14 +170,16 @@ def new_repetition() -> int:
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By engine: of each workload the median, the extremes and the number of measurements; peak memory and start-up."""
+    """By engine: of each workload the median, the extremes and the number of measurements; peak memory of the first rounds; start-up."""
     table: dict[str, dict[str, Any]] = {}
     for row in rows:
         cells = table.setdefault(row["peer"], {"version": None, "peak_rss_mb": 0, "startup_s": None})
         if "error" in row:
             cells.setdefault(row["workload"], {"error": row["error"]})
             continue
-        cells |= {"version": row["version"], "startup_s": row["startup_s"], "peak_rss_mb": max(cells["peak_rss_mb"], row["peak_rss_mb"])}
+        cells |= {"version": row["version"], "startup_s": row["startup_s"]}
+        if row["round"] == 0:  # later ones are not the same for all, and fill prefix caches
+            cells["peak_rss_mb"] = max(cells["peak_rss_mb"], row["peak_rss_mb"])
         cell = cells.get(row["workload"])
         if cell is None or "values" not in cell:
             cell = cells[row["workload"]] = {"values": []}

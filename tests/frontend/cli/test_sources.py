@@ -146,7 +146,7 @@ def test_a_bad_variable_is_named(environment: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_variable_is_warned_of_and_others_are_not(environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     variables = {
-        "QUIRE_TRACEBACK": "1", "QUIRE_TEMPERATURE": "hot", "QUIRE_LISTEN": "x",  # another command's, not read by this one
+        "QUIRE_TRACEBACK": "1", "QUIRE_NATIVE": "0", "QUIRE_TEMPERATURE": "hot", "QUIRE_LISTEN": "x",  # another command's, not read by this one
         "QUIRE_SERVICE_HOST": "10.0.0.1", "QUIRE_SERVICE_PORT_HTTP": "80", "QUIRE_PORT": "tcp://10.0.0.1:80", "QUIRE_PORT_80_TCP_ADDR": "10.0.0.1",
     }  # fmt: skip
     for name, value in variables.items():

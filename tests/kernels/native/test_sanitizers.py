@@ -27,7 +27,7 @@ OPTIONS = {
     "TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1",
 }
 # Under ThreadSanitizer only what has threads: emulated arithmetic is slow there. It has no word on forks beside threads either.
-TESTS = {"address": ("tests/kernels/native",), "thread": ("tests/kernels/native/test_pool.py", "tests/kernels/native/test_isas.py")}
+TESTS = {"address": ("tests/kernels/native",), "thread": tuple(f"tests/kernels/native/test_{name}.py" for name in ("pool", "isas", "passes"))}
 SELECTION = {"address": "not limit_memory", "thread": "not fork and not limit_memory and not amx"}
 
 

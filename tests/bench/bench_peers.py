@@ -5,7 +5,7 @@ Must not know: any engine's inside; Quire is one line of the table like the othe
     PEERS=DIR python tests/bench/bench_peers.py --model qwen05b --minutes 15 [--groups bf16,int8,int4] [--workloads W1,W4,W2,W3] [--write]
 
 Engines of one group are loaded together and take turns, so that what disturbs the machine disturbs all; groups follow each other, since
-memory does not hold all. A cell that is hopeless (FAR times the best) is measured once, one of SKIPPED not at all."""
+memory does not hold all. A cell that is hopeless (FAR times the best) is measured once, one of SKIPPED only with --slow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 VENVS = os.path.expanduser(os.environ.get("PEERS_VENVS", "~/venv-peer-"))  # and an engine's name: its virtual environment
 FAR = 1.6  # as long as the best of a workload: such a cell is not measured again
 NOISY = 0.25  # cores that others used: such a measurement is made again, once
-START_TIMEOUT_S, RUN_TIMEOUT_S = 400, 300
+START_TIMEOUT_S, RUN_TIMEOUT_S, SLOW_TIMEOUT_S = 400, 300, 900  # the last with --slow
 
 OUT, PROMPT = "out_tok_s", "prompt_tok_s"
 MEASURED = {"W1": OUT, "W2": OUT, "W3": OUT, "W4": PROMPT}
@@ -82,14 +82,14 @@ class Engine:
         if "ready" not in self.hello:
             raise OSError(f"{peer.label} does not start: see {errors}")
 
-    def measure(self, workload: str, repetition: int) -> dict[str, Any]:
+    def measure(self, workload: str, repetition: int, timeout_s: float = RUN_TIMEOUT_S) -> dict[str, Any]:
         """One JSON line of the harness; {"error": ...} where there is none."""
         try:
             self.process.stdin.write(f"{workload} {repetition}\n".encode())
             self.process.stdin.flush()
         except OSError:
             return {"error": "died before"}
-        return self._answer(RUN_TIMEOUT_S)
+        return self._answer(timeout_s)
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         if not select.select([self.process.stdout], [], [], timeout_s)[0]:
@@ -123,7 +123,8 @@ def run_group(group: str, args: argparse.Namespace, seconds: float) -> list[dict
     for engine in engines:
         engine.measure("W1", new_repetition())  # warm: the first request of an engine's life is start-up's
     for workload, found in rows.items():
-        run_round(workload, [engine for engine in engines if (args.model, engine.peer.label, workload) not in SKIPPED], 0, found)
+        taking_part = [engine for engine in engines if args.slow or (args.model, engine.peer.label, workload) not in SKIPPED]
+        run_round(workload, taking_part, 0, found, timeout_s=SLOW_TIMEOUT_S if args.slow else RUN_TIMEOUT_S)
     for i, (workload, found) in enumerate(rows.items()):
         until = time.monotonic() + max(0.0, deadline - time.monotonic()) / (len(rows) - i)
         run_rounds(workload, engines, until, args.rounds, found)
@@ -143,10 +144,12 @@ def run_rounds(workload: str, engines: list[Engine], until: float, max_rounds: i
         run_round(workload, contenders if round_ % 2 == 0 else contenders[::-1], round_, rows, until)
 
 
-def run_round(workload: str, engines: list[Engine], round_: int, rows: list[dict[str, Any]], until: float = 0.0) -> None:
+def run_round(
+    workload: str, engines: list[Engine], round_: int, rows: list[dict[str, Any]], until: float = 0.0, timeout_s: float = RUN_TIMEOUT_S
+) -> None:
     """Once more, until then, where others had the machine."""
     for engine in engines:
-        row = engine.measure(workload, new_repetition())
+        row = engine.measure(workload, new_repetition(), timeout_s)
         if "error" not in row and row["other_cpus"] > NOISY and time.monotonic() + row["wall_s"] < until:
             row = engine.measure(workload, new_repetition())
         rows.append({"peer": engine.peer.label, "workload": workload} | row | {"round": round_})
@@ -229,6 +232,7 @@ def main() -> None:
     parser.add_argument("--workloads", default="W1,W4,W2,W3")
     parser.add_argument("--rounds", type=int, default=7, help="at most")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--slow", action="store_true", help="also what takes minutes for one measurement of the large model")
     parser.add_argument("--only", default="", help="words: engines whose names hold one of them")
     parser.add_argument("--peers", type=Path, default=os.environ.get("PEERS", ""), help="the harness's folder [$PEERS]")
     parser.add_argument("--write", action="store_true", help="append the result to tests/bench/results/")

@@ -2,8 +2,8 @@
 May know: the scheduler's requests and steps, the block pool, the grammar gate.
 Must not know: who watches, sockets, torch.
 
-A step's time has three parts. schedule: choosing the rows. execute: the model, and whatever else the executor does for the step; with
-several tokens of a request in one step all of them. process: what the tokens mean for their requests, before the rows are sent. They add up where one
+A step's time has three parts. schedule: choosing the rows. execute: the model, and whatever else the executor does for the step, which
+may be several tokens of each request. process: what the tokens mean for their requests, before the rows are sent. They add up where one
 follows the other. With async_scheduling a step is scheduled while the one before runs, and its execution begins when it was handed over
 and the one before was done, and ends when we took its result: then the steps' execute parts follow each other, and the rest hides
 behind them.

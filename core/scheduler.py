@@ -65,7 +65,9 @@ class ScheduledStep:
 class Scheduler:
     """Owns the requests and their slots. One call of `schedule`, one execution, one call of `update_from_output`, and so on."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0, costs: PreemptionCosts = PreemptionCosts(), burst_weights_bytes: int = 0):
+    def __init__(
+        self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0, costs: PreemptionCosts = PreemptionCosts(), burst_weights_bytes: int = 0
+    ):
         """`num_host_blocks`: blocks of host memory for preempted requests; `costs`: what bringing one back takes, see PreemptionPolicy;
         `burst_weights_bytes`: see Executor."""
         scheduling = config.scheduler_config
@@ -253,13 +255,15 @@ class Scheduler:
     def _burst_length(self) -> int:
         """Tokens of each request that the next step may decode: more than one where nobody waits, nobody has a prompt to compute, all can
         have as many, and it takes little time. Where a grammar leaves no choice tokens come without the model, and behind them nothing does."""
-        running = self.running
-        length = 1 if self.waiting or not running else min(MAX_BURST, MAX_BURST_BYTES // (self._burst_weights_bytes * len(running)))
-        if length > 1:
-            length = min(length, min([request.num_tokens_left for request in running]))
-        if length > 1 and all([r.num_prompt_tokens < r.num_tokens == r.num_computed_tokens + 1 and r.sampling_params.structured_outputs is None for r in running]):
-            return length
-        return 1
+        length = min(MAX_BURST, MAX_BURST_BYTES // (self._burst_weights_bytes * max(1, len(self.running))))
+        if self.waiting or length < 2:
+            return 1
+        for request in self.running:
+            decodes = request.num_prompt_tokens < request.num_tokens == request.num_computed_tokens + 1
+            if not decodes or request.sampling_params.structured_outputs is not None:
+                return 1
+            length = min(length, request.num_tokens_left)
+        return length
 
     def _num_lookahead(self, request: Request, num_tokens: int) -> int:
         """Tokens to decode behind the row's first sample, if these `num_tokens` are all there are to compute."""

@@ -97,9 +97,7 @@ class StepInputMaker:
 
     def for_burst(self, scheduler_output: SchedulerOutput, count: int) -> StepInputs:
         """Of the first of `count` steps, whose block tables serve all of them; the others change what is here in place."""
-        inputs = self._make(scheduler_output, count - 1)
-        self._last = None
-        return inputs
+        return self._make(scheduler_output, count - 1)
 
     def _make(self, scheduler_output: SchedulerOutput, num_ahead: int = 0) -> StepInputs:
         batch = self.batch
@@ -130,7 +128,7 @@ class StepInputMaker:
             sampled_slots=slots[sampled_rows],
         )
         self._last = None
-        if layout.is_all_sampled_decodes():
+        if layout.is_all_sampled_decodes() and not num_ahead:
             token_index = slots * batch.token_ids.shape[1] + positions
             self._last = _Decodes(scheduler_output, inputs, token_index, token_ids, positions, seq_lens, slot_mapping)
         return inputs

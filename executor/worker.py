@@ -160,8 +160,8 @@ class Worker:
         max_num_seqs, max_num_tokens = config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens
         if self.device.type == "cpu":
             self.runner.program = program = record_step(self.model, self._ops, Limits(max_num_tokens, max_num_seqs, max_num_seqs))
-            if program is not None and self._ops.chosen.get("sample_tokens") == NATIVE:
-                self.runner.bursts = Bursts(program, self.runner.batch, config.cache_config.block_size, self.runner.make_inputs)
+            can_burst = program is not None and self._ops.chosen.get("sample_tokens") == NATIVE
+            self.runner.bursts = Bursts(program, self.runner.batch, config.cache_config.block_size, self.runner.make_inputs) if can_burst else None
         elif not config.device_config.enforce_eager:
             sizes = max_num_seqs, config.model_config.max_model_len, config.cache_config.block_size
             self.runner.program = GraphedStep(self.model, self._ops, *sizes, self.device, CudaCapture())

@@ -22,7 +22,6 @@ class Passes:
     def __init__(self, program: Program, block_size: int):
         self._program = program
         self._block_size = block_size
-        self._logits, self._largest, self._is_finite = program.of_logits
         self._runs: dict[tuple[int, bool], _Run] = {}  # by number of steps, and whether they draw
 
     def __call__(
@@ -30,7 +29,7 @@ class Passes:
         draw: tuple[Tensor | None, ...] | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The step's tensors as a Program takes them, all its rows decodes with room for `count` tokens in their block tables: they are
-        overwritten. draw: sample_tokens' columns for the first step, its positions overwritten too; None: the largest logits are taken.
+        overwritten. draw: sample_tokens' columns for the first step; None: the largest logits are taken.
 
         Returns token_ids [count, B] i64, and is_finite [count, B] bool: a row's tokens from its first False on mean nothing. Both are
         overwritten by the next run.
@@ -38,36 +37,33 @@ class Passes:
         step = self._program.fill_step(token_ids, positions, metadata, logits_indices)
         run = self._runs.get((count, draw is not None))
         if run is None:
-            run = self._runs[count, draw is not None] = self._make(count, draw is not None)
+            run = self._runs[count, draw is not None] = _Run(self._program, self._block_size, count, draw is not None)
         if draw is not None:
-            call, _columns = sample_call(ALL_LOGITS, self._logits, *draw, run.drawn)
+            *parameters, positions = draw
+            run.positions[: len(positions)] = positions
+            call, _columns = sample_call(ALL_LOGITS, run.logits, *parameters, run.positions, run.drawn)
             ctypes.pointer(run.sample)[0] = call
-            draw_positions = draw[-1].data_ptr()
-            for next_tokens in run.between:
-                next_tokens.draw_positions = draw_positions
         library.run_all(run.pointers, step)
         num_rows = step.num_logits
         return run.kept[:, :num_rows], run.kept_finite[:, :num_rows]
-
-    def _make(self, count: int, draws: bool) -> _Run:
-        return _Run(self._program, self._largest, self._is_finite, self._block_size, count, draws)
 
 
 class _Run:
     """The calls of `count` steps, and where their tokens are kept."""
 
-    def __init__(self, program: Program, largest: Tensor, is_finite: Tensor, block_size: int, count: int, draws: bool):
+    def __init__(self, program: Program, block_size: int, count: int, draws: bool):
+        self.logits, largest, is_finite = program.of_logits
         max_rows = len(largest)
         self.kept, self.kept_finite = torch.zeros(count, max_rows, dtype=torch.int64), torch.zeros(count, max_rows, dtype=torch.bool)
-        self.drawn = torch.zeros(max_rows if draws else 0, dtype=torch.int64)
+        self.drawn, self.positions = torch.zeros(2, max_rows, dtype=torch.int64)  # used where it draws
         self.sample = Sample()
-        chosen = (self.drawn if draws else largest).data_ptr()
-        self.between = [
+        chosen, positions = (self.drawn, self.positions.data_ptr()) if draws else (largest, None)
+        self._between = [
             NextTokens(
-                Op.NEXT_TOKENS, F32, ALL_LOGITS, chosen, is_finite.data_ptr(), self.kept[i].data_ptr(), self.kept_finite[i].data_ptr(), None,
-                block_size, i == count - 1,
+                Op.NEXT_TOKENS, F32, ALL_LOGITS, chosen.data_ptr(), is_finite.data_ptr(), self.kept[i].data_ptr(), self.kept_finite[i].data_ptr(),
+                positions, block_size, i == count - 1,
             )
             for i in range(count)
         ]  # fmt: skip
-        calls = [call for end in self.between for call in (*program.calls, *([self.sample] if draws else []), end)]
+        calls = [call for end in self._between for call in (*program.calls, *([self.sample] if draws else []), end)]
         self.pointers = (ctypes.c_void_p * len(calls))(*map(ctypes.addressof, calls))

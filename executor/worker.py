@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -20,6 +21,7 @@ from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..kernels import registry
 from ..kernels.cpu.native.recorder import Limits
 from ..kernels.cpu.native.weights import early_memory
+from ..kernels.ops import kv_cache_row
 from . import device as devices
 from .block_mover import BlockMover, shortest_time
 from .bursts import Bursts
@@ -120,8 +122,11 @@ class Worker:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: keys and values of block_size tokens in every layer."""
-        per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.model.attention_layers()) * self.kv_cache_dtype.itemsize
-        return per_token * self.config.cache_config.block_size
+        return sum(math.prod(self._cache_shape(layer, 1)) for layer in self.model.attention_layers()) * self.kv_cache_dtype.itemsize
+
+    def _cache_shape(self, layer: Any, num_blocks: int) -> tuple[int, ...]:
+        """Keys, then values."""
+        return 2, num_blocks, self.config.cache_config.block_size, layer.num_kv_heads, kv_cache_row(layer.head_dim, self.kv_cache_dtype)
 
     def determine_num_blocks(self) -> int:
         """How many KV-cache blocks to make, the null block included. Raises NotEnoughMemoryError when one full sequence would not fit."""
@@ -151,8 +156,7 @@ class Worker:
 
     def _bind_cache(self, num_blocks: int) -> None:
         for layer in self.model.attention_layers():
-            shape = (2, num_blocks, self.config.cache_config.block_size, layer.num_kv_heads, layer.head_dim)
-            layer.key_cache, layer.value_cache = devices.zeros(shape, self.kv_cache_dtype, self.device)
+            layer.key_cache, layer.value_cache = devices.zeros(self._cache_shape(layer, num_blocks), self.kv_cache_dtype, self.device)
 
     def _make_program(self) -> None:
         """To be called whenever weights or cache have moved: a program holds their addresses."""
@@ -198,10 +202,9 @@ class Worker:
         return self._weights_bytes if self.runner.bursts is not None else 0
 
     def _make_block_mover(self) -> None:
-        block_size, host_caches = self.config.cache_config.block_size, []
+        host_caches = []
         for layer in self.model.attention_layers() if self._num_host_blocks else ():
-            shape = (2, self._num_host_blocks, block_size, layer.num_kv_heads, layer.head_dim)
-            host_caches.append(devices.host_zeros(shape, self.kv_cache_dtype, self.device).unbind(0))
+            host_caches.append(devices.host_zeros(self._cache_shape(layer, self._num_host_blocks), self.kv_cache_dtype, self.device).unbind(0))
         self.runner.block_mover = BlockMover(host_caches, self._ops)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -295,12 +298,18 @@ def check_quantization(quantization: str | None, ops: registry.OpTable, override
         )
 
 
+SERVED_BY = {
+    "fp8": "the kernels for NVIDIA GPUs; use auto",
+    "int8": "the native CPU kernels for a head_dim that is a multiple of 16 up to 256, and they do not serve here; use auto",
+}
+
+
 def check_kv_cache_dtype(kv_cache_dtype: str, ops: registry.OpTable, overrides: dict[str, str]) -> None:
     """Raises InvalidParameterError where no fast kernels read and write such a cache, unless a user has named the reference himself."""
     readers = {op: "reference" for op in ("reshape_and_cache", "paged_attention")}
-    if kv_cache_dtype == "fp8" and any(ops.chosen[op] == slow and overrides.get(op) != slow for op, slow in readers.items()):
+    if kv_cache_dtype != "auto" and any(ops.chosen[op] == slow and overrides.get(op) != slow for op, slow in readers.items()):
         raise InvalidParameterError(
-            "kv_cache_dtype", f"fp8 is served by the kernels for NVIDIA GPUs; use auto, or set kernels={json.dumps(readers)}, which is slow"
+            "kv_cache_dtype", f"{kv_cache_dtype} is served by {SERVED_BY[kv_cache_dtype]}, or set kernels={json.dumps(readers)}, which is slow"
         )
 
 

@@ -14,6 +14,7 @@ from ..ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SAMPLING_ROW_BYTES = 2 * 8192 * 8  # kernels/triton/cut.py: tokens listed for a cut, their orders and masses
 ATTENTION_PIECES = 32  # kernels/triton/attention_decode.py
+KV_SCALE_BYTES = 4  # of a head in int8 (kernels/ops.py: kv_cache_row)
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ ARCHITECTURES = {
 }
 
 
+def kv_bytes_per_token(config: DecoderConfig, dtype: str, kv_cache_dtype: str = "auto") -> int:
+    """Keys and values of all layers."""
+    head_bytes = {"auto": config.head_dim * DTYPE_BYTES[dtype], "fp8": config.head_dim, "int8": config.head_dim + KV_SCALE_BYTES}
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_bytes[kv_cache_dtype]
+
+
 @dataclass(frozen=True)
 class ModelSizes:
     architecture: str
@@ -52,12 +59,6 @@ class ModelSizes:
         linears.append(((self.config.vocab_size, self.config.hidden_size), HEAD_BITS))
         rest = self.num_parameters - sum(rows * columns for (rows, columns), _ in linears)
         return rest * DTYPE_BYTES[dtype] + sum(quantized_bytes(*shape, bits) for shape, bits in linears)
-
-    def kv_bytes_per_token(self, dtype: str, kv_cache_dtype: str = "auto") -> int:
-        """Keys and values of all layers."""
-        config = self.config
-        number_bytes = 1 if kv_cache_dtype == "fp8" else DTYPE_BYTES[dtype]
-        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * number_bytes
 
     def step_bytes(self, dtype: str, num_tokens: int, num_logits: int) -> int:
         """What a step on a GPU holds at once at most, by estimate: the residual stream and the widest layer's inputs and outputs, logits and

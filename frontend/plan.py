@@ -16,7 +16,7 @@ from ..ipc.memory_plan import CPU_MEMORY_FRACTION, QUANTIZATION_BITS, affordable
 from .engine_args import EngineArgs, model_context
 from .gpu_memory import gpu_memory_bytes
 from .model_files import find_cached_directory, find_model_directory
-from .model_sizes import ModelSizes, measure_model
+from .model_sizes import ModelSizes, kv_bytes_per_token, measure_model
 
 CUDA_BYTES = 640 * 2**20  # of a GPU, for CUDA itself and cuBLAS's workspace: an estimate, nobody has measured it
 RUNTIME_BYTES = 384 * 2**20  # the engine process without weights and cache (260 MiB measured: Python and torch), and a frontend (100)
@@ -84,13 +84,13 @@ def make_plan(args: EngineArgs, memory_bytes: int | None = None, given: dict[str
     `given`: the arguments that the user chose, for the flags to copy.
     """
     config = resolve(args)
-    _refuse_what_no_engine_takes(config)
     sizes = measure_model(config.model_config.hf_config)
+    _refuse_what_no_engine_takes(config, sizes.config.head_dim)
     memory = _measure_memory(config, memory_bytes)
     step_bytes = _estimate_step(config, sizes) if memory.is_gpu else 0
     dtype, block_size = config.model_config.dtype, config.cache_config.block_size
-    kv_bytes_per_token = sizes.kv_bytes_per_token(dtype, config.cache_config.kv_cache_dtype)
-    block_bytes = kv_bytes_per_token * block_size
+    bytes_per_token = kv_bytes_per_token(sizes.config, dtype, config.cache_config.kv_cache_dtype)
+    block_bytes = bytes_per_token * block_size
     quantization = config.model_config.quantization
     weights_bytes = sizes.weights_bytes(dtype, quantization)
     free = memory.total_bytes - memory.withheld_bytes - weights_bytes - memory.runtime_bytes - step_bytes
@@ -118,7 +118,7 @@ def make_plan(args: EngineArgs, memory_bytes: int | None = None, given: dict[str
         quantization=quantization,
         weights_bytes_by_dtype={name: sizes.weights_bytes(name) for name in ("bfloat16", "float32")}
         | {name: sizes.weights_bytes(dtype, name) for name in QUANTIZATION_BITS if not memory.is_gpu},
-        kv_bytes_per_token=kv_bytes_per_token,
+        kv_bytes_per_token=bytes_per_token,
         block_size=block_size,
         model_context=context,
         max_model_len=config.model_config.max_model_len,
@@ -172,14 +172,20 @@ def resolve(args: EngineArgs) -> EngineConfig:
     return EngineArgs(**arguments).create_engine_config()
 
 
-def _refuse_what_no_engine_takes(config: EngineConfig) -> None:
+def _refuse_what_no_engine_takes(config: EngineConfig, head_dim: int) -> None:
     """What no engine takes: the engine's own refusals, in short."""
+    kv_cache_dtype = config.cache_config.kv_cache_dtype
     if config.device_config.device == "cuda":
+        if kv_cache_dtype == "int8":
+            raise InvalidParameterError("kv_cache_dtype", "int8 is served by the native kernels for CPUs; on a GPU use fp8 or auto")
         if config.model_config.quantization is not None:
             raise InvalidParameterError("quantization", f"{config.model_config.quantization} needs the native CPU kernels; leave it out")
         return
-    if config.cache_config.kv_cache_dtype == "fp8" and not {"reshape_and_cache", "paged_attention"} <= config.device_config.kernels.keys():
-        raise InvalidParameterError("kv_cache_dtype", "fp8 is served by the kernels for NVIDIA GPUs; use auto")
+    if not {"reshape_and_cache", "paged_attention"} <= config.device_config.kernels.keys():
+        if kv_cache_dtype == "fp8":
+            raise InvalidParameterError("kv_cache_dtype", "fp8 is served by the kernels for NVIDIA GPUs; use int8 or auto")
+        if kv_cache_dtype == "int8" and (head_dim % 16 or head_dim > 256):
+            raise InvalidParameterError("kv_cache_dtype", f"int8 needs a head_dim that is a multiple of 16 up to 256, the model has {head_dim}; use auto")
     if config.model_config.dtype == "float16":
         raise InvalidParameterError("dtype", "float16 is not supported on a CPU; use bfloat16 or float32")
 

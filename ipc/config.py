@@ -54,7 +54,8 @@ class LoadConfig(Section):
 class CacheConfig(Section):
     block_size: Annotated[Literal[8, 16, 32, 64, 128], Meta(description="Tokens per KV-cache block.")] = 16
     kv_cache_dtype: Annotated[
-        Literal["auto", "fp8"], Meta(description="Type of the KV cache. auto: as dtype. fp8: floats of 8 bits (e4m3), half of bfloat16's memory; on GPUs.")
+        Literal["auto", "fp8", "int8"],
+        Meta(description="Type of the KV cache. auto: as dtype. In half of bfloat16's memory: fp8 (e4m3) on GPUs, int8 with scales on CPUs."),
     ] = "auto"
     gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0, description="Fraction of the GPU's memory the engine may use (not used on a CPU).")] = 0.9
     kv_cache_memory_bytes: Annotated[PositiveInt | None, Meta(description="Size of the KV cache in bytes. Default: from the free memory.")] = None

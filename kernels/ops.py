@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .registry import operation
@@ -39,6 +40,11 @@ class AttentionMetadata:
     query_lens: list[int]  # [B]
     seq_lens_list: list[int]  # [B]
     scratch: dict[Any, Any] = field(default_factory=dict)  # what an implementation derives once per step, for its calls in later layers
+
+
+def kv_cache_row(head_dim: int, dtype: torch.dtype) -> int:
+    """Elements that a KV cache of `dtype` has for a token's head: its numbers and, in int8, the 4 bytes of their scale (reshape_and_cache)."""
+    return head_dim + 4 if dtype == torch.int8 else head_dim
 
 
 @operation
@@ -104,10 +110,14 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cach
 
 @operation
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Stores key and value [T, NKV, D] in key_cache and value_cache [num_blocks, block_size, NKV, D], both contiguous.
+    """Stores key and value [T, NKV, D] in key_cache and value_cache [num_blocks, block_size, NKV, kv_cache_row], both contiguous.
 
     slot_mapping [T] i64: token t's slot, block * block_size + offset, no slot twice; a token with a negative one is not stored. The caches
     may be in float8_e4m3fn (Micikevicius et al. 2022): numbers are rounded to the nearest, ties to even, those beyond 448 become 448.
+    Or in int8: a token's head becomes D whole numbers in +-127, x * (127 / max |x|) rounded to even, and behind them the bytes of the fp32
+    scale max |x| / 127, NaN where the head is not finite. A key is first turned, in fp32: each block of P numbers is multiplied by the
+    Hadamard matrix, where P is the largest power of two that divides D, so that no channel is much larger than others (QuaRot; Ashkboos
+    et al. 2024).
     """
 
 
@@ -129,12 +139,12 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of query [T, NQ, D] over the cached context -> [T, NQ, D]. Kwon et al. 2023.
 
-    key_cache and value_cache [num_blocks, block_size, NKV, D] already hold this step's tokens (reshape_and_cache), perhaps in
-    float8_e4m3fn, whose numbers are taken as they are. NQ is a multiple of
-    NKV: query head h reads KV head h // (NQ / NKV). The i-th of a request's q query tokens stands at position seq_len - q + i and sees
-    positions up to its own, with sliding_window w > 0 the last w of these (Beltagy et al. 2020). softcap c > 0: a logit x becomes
-    c tanh(x / c) (Gemma 2). Softmax and sums in fp32. A slot outside a request's context cannot touch its result, whatever it holds
-    (memory never written, another request's NaN).
+    key_cache and value_cache [num_blocks, block_size, NKV, kv_cache_row] already hold this step's tokens (reshape_and_cache), perhaps in
+    another type, whose numbers are taken as they are: in int8 times their scale, a key turned back. NQ is a multiple of NKV: query head h
+    reads KV head h // (NQ / NKV). The i-th of a request's q query tokens stands at position seq_len - q + i and sees positions up to its
+    own, with sliding_window w > 0 the last w of these (Beltagy et al. 2020). softcap c > 0: a logit x becomes c tanh(x / c) (Gemma 2).
+    Softmax and sums in fp32. A slot outside a request's context cannot touch its result, whatever it holds (memory never written, another
+    request's NaN).
     """
 
 
@@ -142,7 +152,7 @@ def paged_attention(
 def copy_blocks(sources: list[Tensor], destinations: list[Tensor], pairs: Tensor) -> None:
     """In place: block pairs[i, 1] of destinations[n] becomes block pairs[i, 0] of sources[n], for every i and n: a request's blocks in all layers.
 
-    Each [num_blocks, block_size, NKV, D], contiguous, of any one type. A source and its destination are both on the device (perhaps one tensor: a request's
+    Each [num_blocks, block_size, NKV, kv_cache_row], contiguous, of any one type. A source and its destination are both on the device (perhaps one tensor: a request's
     last block is copied before it writes there), or one of them in host memory, pinned where the device is a GPU (a preempted request's
     blocks are swapped out, and in again). pairs [P, 2] i64, on the host. No block is filled twice, and none is both read and filled.
     """

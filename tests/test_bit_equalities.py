@@ -126,10 +126,10 @@ def test_random_settings_and_neighbours_do_not_change_a_bit():
                 raise AssertionError(f"with {settings}") from error
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_of_quantized_weights_too(quantization):
+@pytest.mark.parametrize("small", [{"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}], ids=str)
+def test_of_quantized_weights_and_caches_too(small):
     few = make_jobs(14, seed=12)
-    with closing(make_engine(dtype="bfloat16", quantization=quantization, enable_prefix_caching=False, max_num_seqs=1)) as engine:
+    with closing(make_engine(dtype="bfloat16", **small, enable_prefix_caching=False, max_num_seqs=1)) as engine:
         alone = run(engine, few, aborts=False)
-    with closing(make_engine(dtype="bfloat16", quantization=quantization, num_threads=2, max_num_batched_tokens=37)) as engine:
+    with closing(make_engine(dtype="bfloat16", **small, **FEW, num_threads=2, max_num_batched_tokens=37, preemption_mode="swap")) as engine:
         assert_same_bits(few, run(engine, few, aborts=False), alone, aborts=False)

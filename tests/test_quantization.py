@@ -1,4 +1,4 @@
-"""Quantized weights through the whole engine: what they lose on the bundled model, that they are refused where nothing fast serves, and bad values.
+"""Quantized weights and caches through the whole engine: what they lose on the bundled model, that they are refused where nothing fast serves, and bad values.
 May know: the public API, the benchmark that prints the losses, the worker's check.
 Must not know: how weights are quantized."""
 
@@ -25,6 +25,11 @@ def test_perplexity():
     plain = measure()
     losses = {quantization: measure(quantization=quantization) / plain - 1 for quantization in ("int8", "int4")}
     assert abs(losses["int8"]) < 0.005 and 0 < losses["int4"] < 0.02, losses  # 0.0000 and 0.0048 over 150 texts
+
+
+@pytest.mark.skipif(library is None, reason="native kernels are not built here")
+def test_perplexity_with_a_cache_in_int8():
+    assert abs(measure(kv_cache_dtype="int8") / measure() - 1) < 0.002  # 0.0001 over 150 texts
 
 
 def test_refused_where_only_the_reference_serves_unless_it_is_named():

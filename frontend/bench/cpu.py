@@ -15,7 +15,7 @@ import msgspec
 from ...ipc.config import EngineConfig
 from ...ipc.decoder_config import DecoderConfig
 from ...ipc.errors import QuireError
-from ..model_sizes import DTYPE_BYTES, measure_model
+from ..model_sizes import DTYPE_BYTES, kv_bytes_per_token, measure_model
 
 STEP_COSTS = "quire.executor.step_costs"
 ROOM = 80  # tokens that a measured decode adds at most, rounded up
@@ -73,7 +73,7 @@ class Phase:
 class ModelWork:
     """The arithmetic of a decoder: products with weights, attention, the head."""
 
-    def __init__(self, config: DecoderConfig, dtype: str, quantization: str | None = None):
+    def __init__(self, config: DecoderConfig, dtype: str, quantization: str | None = None, kv_cache_dtype: str = "auto"):
         self._config = config
         heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         per_layer = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
@@ -82,7 +82,7 @@ class ModelWork:
         bytes_per_weight = QUANTIZED_BYTES[quantization] if quantization else DTYPE_BYTES[dtype]
         bytes_of_head = self.head_weights * (QUANTIZED_HEAD_BYTES if quantization else DTYPE_BYTES[dtype])
         self.weights_bytes = self.layer_weights * bytes_per_weight + bytes_of_head  # every step reads them; the embedding's rows are not counted
-        self.kv_bytes_per_token = 2 * config.num_hidden_layers * kv_heads * DTYPE_BYTES[dtype]
+        self.kv_bytes_per_token = kv_bytes_per_token(config, dtype, kv_cache_dtype)
         self._attention_flops = 4 * config.num_hidden_layers * heads  # of one query with one key and value
 
     def decode(self, batch: int, context: int) -> Work:
@@ -120,7 +120,8 @@ class Plan:
 
 def model_work(config: EngineConfig) -> ModelWork:
     model_config = config.model_config
-    return ModelWork(measure_model(model_config.hf_config).config, model_config.dtype, getattr(model_config, "quantization", None))
+    sizes = measure_model(model_config.hf_config)
+    return ModelWork(sizes.config, model_config.dtype, model_config.quantization, config.cache_config.kv_cache_dtype)
 
 
 def run_plan(config: EngineConfig, plan: Plan, work: ModelWork, limits: Limits | None) -> tuple[Limits, list[Phase]]:

@@ -7,15 +7,9 @@ from torch import Tensor
 
 from ..ops import AttentionMetadata
 from ..registry import register
+from .kv_cache import loaded, stored
 from .norm import rms_norm
 from .rotary import rotary_embedding
-
-LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
-
-
-def in_type_of(cache: Tensor, x: Tensor) -> Tensor:
-    """Floats of 8 bits end at 448: what lies beyond becomes that, a NaN stays one."""
-    return x.float().clamp(-LARGEST_FP8, LARGEST_FP8).to(cache.dtype) if cache.dtype == torch.float8_e4m3fn else x
 
 
 @register("reshape_and_cache", name="reference", priority=0)
@@ -23,8 +17,8 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
     block_size = key_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
-            key_cache[slot // block_size, slot % block_size] = in_type_of(key_cache, key[token])
-            value_cache[slot // block_size, slot % block_size] = in_type_of(value_cache, value[token])
+            key_cache[slot // block_size, slot % block_size] = stored(key[token], key_cache.dtype, is_key=True)
+            value_cache[slot // block_size, slot % block_size] = stored(value[token], value_cache.dtype, is_key=False)
 
 
 @register("fused_qk_rope_reshape_and_cache", name="reference", priority=0)
@@ -51,7 +45,8 @@ def paged_attention(
         q = query[starts[row] : starts[row + 1]].float()  # [Lq, NQ, D]
         position = torch.arange(seq_len, device=query.device)
         blocks, offsets = metadata.block_tables[row].long()[position // block_size], position % block_size
-        k, v = key_cache[blocks, offsets].float(), value_cache[blocks, offsets].float()  # [seq_len, NKV, D]
+        k = loaded(key_cache[blocks, offsets], q.shape[-1], is_key=True)  # [seq_len, NKV, D]
+        v = loaded(value_cache[blocks, offsets], q.shape[-1], is_key=False)
         distance = position[seq_len - len(q) :, None] - position[None, :]  # [Lq, seq_len]
         is_unseen = (distance < 0) | (distance >= (sliding_window or seq_len))
         for head in range(query.shape[1]):

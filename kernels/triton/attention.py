@@ -18,14 +18,14 @@ from ..ops import AttentionMetadata
 from ..registry import Facts, register
 from .attention_decode import MAX_PIECES, MIN_TILES, decode_kernel, merge_kernel
 from .attention_prefill import prefill_kernel
-from .device import PRIORITY, architecture, is_cuda, num_multiprocessors
+from .device import PRIORITY, architecture, num_multiprocessors, reads_cache
 
 MAX_HEAD_DIM = 256
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of decodes: enough to even out requests of different length, and to keep loads in flight
 
 
 def has_triton_heads(facts: Facts) -> bool:
-    return is_cuda(facts) and 0 < facts.head_dim <= MAX_HEAD_DIM
+    return reads_cache(facts) and 0 < facts.head_dim <= MAX_HEAD_DIM
 
 
 @register("paged_attention", name="triton", predicate=has_triton_heads, priority=PRIORITY)

@@ -25,6 +25,10 @@ def is_cuda(facts: Facts) -> bool:
     return facts.device == "cuda"
 
 
+def reads_cache(facts: Facts) -> bool:
+    return is_cuda(facts) and facts.kv_cache_dtype != torch.int8
+
+
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Tensors of the interpreter, in host memory, have one."""

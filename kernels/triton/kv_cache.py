@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..registry import register
-from .device import PRIORITY, TILE, is_cuda
+from .device import PRIORITY, TILE, is_cuda, reads_cache
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def reshape_and_cache_kernel(
     tl.store(value_cache_ptr + place, in_type_of(value_cache_ptr, value), mask=mask)
 
 
-@register("reshape_and_cache", name="triton", predicate=is_cuda, priority=PRIORITY)
+@register("reshape_and_cache", name="triton", predicate=reads_cache, priority=PRIORITY)
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     num_rows, heads, size = key.shape[0] * key.shape[1], key.shape[1], key.shape[2]
     block = triton.next_power_of_2(size)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..registry import register
-from .device import PLAIN, PRIORITY, TILE, is_cuda
+from .device import PLAIN, PRIORITY, TILE, is_cuda, reads_cache
 from .kv_cache import in_type_of
 
 
@@ -125,7 +125,7 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cach
     _launch(positions, query, key, None, cos_sin_cache, (None, None), None, (None, None), 0.0)
 
 
-@register("fused_qk_rope_reshape_and_cache", name="triton", predicate=is_cuda, priority=PRIORITY)
+@register("fused_qk_rope_reshape_and_cache", name="triton", predicate=reads_cache, priority=PRIORITY)
 def fused_qk_rope_reshape_and_cache(
     positions: Tensor, query: Tensor, key: Tensor, value: Tensor, cos_sin_cache: Tensor, key_cache: Tensor, value_cache: Tensor,
     slot_mapping: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, eps: float,

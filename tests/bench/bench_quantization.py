@@ -30,6 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
 }
 
 
@@ -74,7 +75,7 @@ def main() -> None:
             result[name] = {"perplexity": perplexity(llm, texts), "weights_bytes": usage["weights_bytes"]}
             result[name] |= {f"tokens_per_s_{count}": round(statistics.median(found)) for count, found in speeds[name].items()}
             loss = result[name]["perplexity"] / result["float32"]["perplexity"] - 1
-            print(f"{name:9} perplexity {result[name]['perplexity']:.4f} ({loss:+.2%})  weights {usage['weights_bytes'] / 2**20:6.2f} MiB", end="")
+            print(f"{name:10} perplexity {result[name]['perplexity']:.4f} ({loss:+.2%})  weights {usage['weights_bytes'] / 2**20:6.2f} MiB", end="")
             print("  tokens/s" + "".join(f"  {count} requests: {result[name][f'tokens_per_s_{count}']}" for count in speeds[name]), flush=True)
     print(hardware())
     if args.write:

@@ -159,6 +159,12 @@ def test_fp8_needs_a_gpu_that_converts_it(monkeypatch):
                 devices.select_kv_cache_dtype("fp8", torch.bfloat16, gpu)
 
 
+def test_int8_is_for_cpus():
+    assert devices.select_kv_cache_dtype("int8", torch.bfloat16, torch.device("cpu")) == torch.int8
+    with pytest.raises(InvalidParameterError, match="kv_cache_dtype: int8 is served by the native kernels for CPUs; on a GPU use fp8 or auto"):
+        devices.select_kv_cache_dtype("int8", torch.bfloat16, torch.device("cuda", 0))
+
+
 def test_arrays_packed_for_one_copy():
     chance = np.random.default_rng(0)
     for lengths in ([3, 5, 7], [0, 1, 4], [257, 0, 2, 129, 0]):

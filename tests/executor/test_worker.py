@@ -41,15 +41,16 @@ def test_cache_has_the_size_it_says(tiny, kind, dtype, per_token):
 SLOW = {"reshape_and_cache": "reference", "paged_attention": "reference"}
 
 
-def test_a_cache_in_fp8_has_a_byte_for_a_number(tiny):
-    executor = start_executor(tiny(), dtype="bfloat16", kv_cache_dtype="fp8", kernels=SLOW, kv_cache_memory_bytes=2**20)
+@pytest.mark.parametrize(("kv_cache_dtype", "head_bytes", "dtype"), [("fp8", 16, torch.float8_e4m3fn), ("int8", 16 + 4, torch.int8)])
+def test_a_small_cache_has_a_byte_for_a_number(tiny, kv_cache_dtype, head_bytes, dtype):
+    executor = start_executor(tiny(), dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, kernels=SLOW, kv_cache_memory_bytes=2**20)
     worker = executor.worker
-    assert worker.block_bytes == 16 * 3 * 2 * 2 * 16
+    assert worker.block_bytes == 16 * 3 * 2 * 2 * head_bytes
     assert worker.memory_usage()["kv_cache_bytes"] == worker.determine_num_blocks() * worker.block_bytes == 2**20 // worker.block_bytes * worker.block_bytes
     worker.initialize_swap_space()
     host = worker.runner.block_mover._host_caches
     caches = [cache for layer in worker.model.attention_layers() for cache in (layer.key_cache, layer.value_cache)]
-    assert {cache.dtype for cache in (*caches, *host)} == {torch.float8_e4m3fn} and host
+    assert {cache.dtype for cache in (*caches, *host)} == {dtype} and host
 
 
 def test_fp8_without_fast_kernels_is_refused_before_the_weights_are_read(tiny, tmp_path):
@@ -61,15 +62,27 @@ def test_fp8_without_fast_kernels_is_refused_before_the_weights_are_read(tiny, t
         start_executor(tmp_path, kv_cache_dtype="fp8", kernels={"paged_attention": "cpu"})
 
 
-def test_fp8_moves_no_likely_token_far(tiny):
-    """On the bundled model, whose weights are trained: logits of a prompt of its own kind, with a cache of 4 significant bits."""
+def test_int8_is_refused_where_no_native_kernels_serve(tiny, tmp_path):
+    shutil.copy(tiny("qwen3") / "config.json", tmp_path)
+    message = r"kv_cache_dtype: int8 is served by the native CPU kernels for a head_dim that is a multiple of 16 .* use auto, or set kernels="
+    for arguments in ({}, {"cpu_isa": "none"}):  # heads of 24
+        with pytest.raises(InvalidParameterError, match=message):
+            start_executor(tmp_path, kv_cache_dtype="int8", **arguments)
+    shutil.copy(tiny() / "config.json", tmp_path)
+    with pytest.raises(InvalidParameterError, match=message):
+        start_executor(tmp_path, kv_cache_dtype="int8", cpu_isa="none")
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "most", "bias"), [("fp8", 0.4, 0.1), ("int8", 0.1, 0.02)])
+def test_a_small_cache_moves_no_likely_token_far(tiny, kv_cache_dtype, most, bias):
+    """On the bundled model, whose weights are trained: logits of a prompt of its own kind, with a cache of 4 or 8 significant bits."""
     prompt, scores = list(range(300, 360)), []
-    for kv_cache_dtype in ("auto", "fp8"):
-        executor = start_executor(BUNDLED, kv_cache_dtype=kv_cache_dtype, kernels=SLOW)
+    for name in ("auto", kv_cache_dtype):
+        executor = start_executor(BUNDLED, kv_cache_dtype=name, kernels=SLOW)
         (row,) = generate(executor, [prompt], 8, greedy(prompt_logprobs=0))
         scores.append(torch.tensor([float(logprobs[0]) for _, logprobs, _ in row.prompt_logprobs.values()]))
     difference = scores[1] - scores[0]
-    assert 0 < difference.abs().mean() < 0.4 and difference.mean().abs() < 0.1
+    assert 0 < difference.abs().mean() < most and difference.mean().abs() < bias
 
 
 def test_dummy_weights_need_no_files(tiny, tmp_path):

@@ -11,10 +11,11 @@ import torch
 from quire.executor import models
 from quire.executor.layers import LayerFactory
 from quire.frontend import model_sizes
-from quire.frontend.model_sizes import ARCHITECTURES, DTYPE_BYTES, find_architecture, measure_model
+from quire.frontend.model_sizes import ARCHITECTURES, DTYPE_BYTES, find_architecture, kv_bytes_per_token, measure_model
 from quire.ipc.errors import ModelLoadError
 from quire.ipc.memory_plan import QUANTIZATION_BITS
 from quire.kernels import registry
+from quire.kernels.ops import kv_cache_row
 from quire.tests.tiny_models import KINDS, make_tiny_config
 
 VARIANTS: list[dict[str, Any]] = [
@@ -45,8 +46,9 @@ def test_sizes_are_those_of_the_layers(kind: str, variant: dict[str, Any]) -> No
         make = LayerFactory(ops, torch.bfloat16, torch.device("cpu"), quantization)
         model_class(model_class.parse_config(hf_config), make, 64)
         assert sizes.weights_bytes("bfloat16", quantization) == make.weights_bytes
-    heads = [layer.num_kv_heads * layer.head_dim for layer in model.attention_layers()]
-    assert sizes.kv_bytes_per_token("bfloat16") == 2 * sizes.kv_bytes_per_token("bfloat16", "fp8") == 2 * 2 * sum(heads)
+    for kv_cache_dtype, dtype in {"auto": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}.items():
+        rows = [2 * layer.num_kv_heads * kv_cache_row(layer.head_dim, dtype) for layer in model.attention_layers()]
+        assert kv_bytes_per_token(sizes.config, "bfloat16", kv_cache_dtype) == sum(rows) * dtype.itemsize
 
 
 def test_bytes_of_a_type_are_torchs() -> None:

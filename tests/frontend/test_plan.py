@@ -132,6 +132,10 @@ def test_models_that_the_engine_refuses_have_no_plan(big: str, tmp_path: Path) -
         plan(big, 80 * GIB, device="cuda", quantization="int8")
     with pytest.raises(InvalidParameterError, match="kv_cache_dtype: fp8 is served by the kernels for NVIDIA GPUs"):
         plan(big, kv_cache_dtype="fp8")
+    with pytest.raises(InvalidParameterError, match="kv_cache_dtype: int8 is served by the native kernels for CPUs; on a GPU use fp8 or auto"):
+        plan(big, 80 * GIB, device="cuda", kv_cache_dtype="int8")
+    with pytest.raises(InvalidParameterError, match="kv_cache_dtype: int8 needs a head_dim that is a multiple of 16 up to 256, the model has 72; use auto"):
+        plan(big, kv_cache_dtype="int8", hf_overrides={"head_dim": 72})
     with pytest.raises(InvalidParameterError, match="dtype: float16 is not supported on a CPU"):
         plan(big, dtype="float16")
     with pytest.raises(ModelLoadError, match="no such directory"):
@@ -180,6 +184,12 @@ def test_in_fp8_twice_as_much_fits(big: str) -> None:
     plain, small = (plan(big, 24 * GIB, device="cuda", kv_cache_dtype=name) for name in ("auto", "fp8"))
     assert small.kv_bytes_per_token * 2 == plain.kv_bytes_per_token and small.num_blocks // 2 == plain.num_blocks
     assert small.concurrency[1024] == 2 * plain.concurrency[1024] + 1 or small.concurrency[1024] == 2 * plain.concurrency[1024]
+
+
+def test_in_int8_nearly_twice_as_much_fits(big: str) -> None:
+    plain, small = (plan(big, 24 * GIB, kv_cache_dtype=name) for name in ("auto", "int8"))
+    assert 1.8 < plain.kv_bytes_per_token / small.kv_bytes_per_token < 2
+    assert small.num_blocks * small.kv_bytes_per_token == pytest.approx(plain.num_blocks * plain.kv_bytes_per_token, rel=0.01)
 
 
 def test_a_shorter_context_fits_a_smaller_gpu(big: str) -> None:

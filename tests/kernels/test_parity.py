@@ -10,11 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.kernels import registry
+from quire.kernels.ops import kv_cache_row
 from quire.kernels.registry import Facts, Implementation
 from quire.tests.kernels import cases
 from quire.tests.kernels.state_cases import STATE_OPS
 
 DTYPES = (torch.float32, torch.bfloat16)
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
 
 def all_implementations(op: str, dtype: torch.dtype, kv_cache_dtype: torch.dtype | None = None) -> list[Implementation]:
@@ -24,7 +26,7 @@ def all_implementations(op: str, dtype: torch.dtype, kv_cache_dtype: torch.dtype
     if not cases.INTERPRETED:
         found += [i for i in registry.implementations(op) if i.predicate(Facts("cpu", **facts))]
     has_fp8 = cases.GPU.type == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
-    if cases.INTERPRETED or (cases.GPU.type == "cuda" if kv_cache_dtype is None else has_fp8):
+    if cases.INTERPRETED or (has_fp8 if kv_cache_dtype == FP8 else cases.GPU.type == "cuda"):
         registry.import_implementations("cuda")
         on_gpu = [i for i in registry.implementations(op) if i.predicate(Facts("cuda", **facts)) and i.name != "reference"]
         on_gpu = sorted(on_gpu, key=lambda i: i.priority)[-1:] if cases.INTERPRETED else on_gpu
@@ -162,11 +164,9 @@ def test_layers_share_metadata(dtype, implementation):
 
 # ---------------------------------------------------------------- a cache in fp8
 
-FP8 = torch.float8_e4m3fn
 
-
-def with_fp8(op: str) -> list:
-    return [(dtype, i) for dtype in DTYPES for i in all_implementations(op, dtype, FP8)]
+def with_cache(op: str, cache_dtype: torch.dtype) -> list:
+    return [(dtype, i) for dtype in DTYPES for i in all_implementations(op, dtype, cache_dtype)]
 
 
 def nearest_fp8(x: torch.Tensor) -> torch.Tensor:
@@ -201,7 +201,7 @@ def same_fp8(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(torch.where(x.isnan(), 1000.0, x.float()) for x in (a, b)))
 
 
-@pytest.mark.parametrize(("dtype", "implementation"), with_fp8("reshape_and_cache"), ids=label)
+@pytest.mark.parametrize(("dtype", "implementation"), with_cache("reshape_and_cache", FP8), ids=label)
 def test_numbers_are_rounded_to_the_nearest_of_fp8(dtype, implementation):
     torch.manual_seed(6)
     for case in fp8_cases("reshape_and_cache", dtype):
@@ -211,7 +211,7 @@ def test_numbers_are_rounded_to_the_nearest_of_fp8(dtype, implementation):
             assert result.dtype == FP8 and same_fp8(result, cache), case.name
 
 
-@pytest.mark.parametrize(("dtype", "implementation"), with_fp8("fused_qk_rope_reshape_and_cache"), ids=label)
+@pytest.mark.parametrize(("dtype", "implementation"), with_cache("fused_qk_rope_reshape_and_cache", FP8), ids=label)
 def test_rotated_keys_are_rounded_once_more(dtype, implementation):
     """What is stored is what the operation stores in a plain cache, rounded."""
     torch.manual_seed(7)
@@ -224,7 +224,7 @@ def test_rotated_keys_are_rounded_once_more(dtype, implementation):
             assert cache.dtype == FP8 and same_fp8(cache, nearest_fp8(expected_cache)), case.name
 
 
-@pytest.mark.parametrize(("dtype", "implementation"), with_fp8("paged_attention"), ids=label)
+@pytest.mark.parametrize(("dtype", "implementation"), with_cache("paged_attention", FP8), ids=label)
 def test_attention_over_fp8_is_that_over_its_numbers(dtype, implementation):
     """And its error against the cache that was not rounded is that of 4 bits: some percent of what is summed up."""
     torch.manual_seed(8)
@@ -239,11 +239,76 @@ def test_attention_over_fp8_is_that_over_its_numbers(dtype, implementation):
     assert 2**-7 < error((result,), (unrounded,)) / unrounded.square().mean().sqrt() < 2**-4
 
 
-@pytest.mark.parametrize(("dtype", "implementation"), with_fp8("copy_blocks"), ids=label)
-def test_blocks_of_fp8_are_copied_byte_by_byte(dtype, implementation):
+@pytest.mark.parametrize(("cache_dtype", "implementation"), [(d, i) for d in (FP8, INT8) for _, i in with_cache("copy_blocks", d)[:2]], ids=label)
+def test_blocks_of_bytes_are_copied_byte_by_byte(cache_dtype, implementation):
     torch.manual_seed(9)
-    source, destination = (torch.randint(256, (5, 8, 2, 16), dtype=torch.uint8) for _ in range(2))
+    source, destination = (torch.randint(256, (5, 8, 2, kv_cache_row(16, cache_dtype)), dtype=torch.uint8) for _ in range(2))
     expected = destination.clone()
     expected[[0, 3]] = source[[4, 1]]
-    implementation.function([source.view(FP8)], [destination.view(FP8)], torch.tensor([[4, 0], [1, 3]]))
+    implementation.function([source.view(cache_dtype)], [destination.view(cache_dtype)], torch.tensor([[4, 0], [1, 3]]))
     assert torch.equal(destination, expected)
+
+
+# ---------------------------------------------------------------- a cache in int8
+
+
+def turning(head_dim: int) -> torch.Tensor:
+    """[head_dim, head_dim] fp64: Sylvester's Hadamard matrix in blocks, of the largest power of two that divides head_dim."""
+    block, base = torch.ones(1, 1, dtype=torch.float64), torch.tensor([[1, 1], [1, -1]], dtype=torch.float64)
+    while head_dim % (2 * len(block)) == 0:
+        block = torch.kron(block, base)
+    return torch.block_diag(*[block] * (head_dim // len(block)))
+
+
+def take_apart(cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache in int8: whole numbers [..., head_dim] and scales [..., 1], fp64."""
+    return cache[..., :head_dim].double(), cache[..., head_dim:].contiguous().view(torch.float32).double()
+
+
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 128, 256])
+@pytest.mark.parametrize(("dtype", "implementation"), with_cache("reshape_and_cache", INT8), ids=label)
+def test_heads_in_int8_are_the_nearest_whole_numbers_of_their_scale(dtype, implementation, head_dim):
+    torch.manual_seed(10)
+    heads = torch.randn(2, 30, 3, head_dim) * torch.exp2(torch.randint(-40, 40, (2, 30, 3, 1)).float())
+    heads[0, :, :, 5] *= 100  # a channel as keys have them
+    heads[:, 7], heads[:, 8, 1], heads[:, 9] = 0, 1e-38, torch.eye(3, head_dim)
+    key, value = heads = heads.to(dtype)
+    caches = torch.full((2, 5, 8, 3, kv_cache_row(head_dim, INT8)), 77, dtype=INT8)
+    slots = torch.randperm(40)[:30]
+    slots[4] = -1
+    implementation.function(key, value, *caches, slots)
+    kept = slots >= 0
+    assert (caches.flatten(1, 2)[:, [s for s in range(40) if s not in slots]] == 77).all()
+    for x, cache in zip((key.double() @ turning(head_dim), value.double()), caches.flatten(1, 2)[:, slots[kept]]):
+        x, (numbers, scales) = x[kept], take_apart(cache, head_dim)
+        largest = x.abs().amax(-1, keepdim=True)
+        torch.testing.assert_close(scales, torch.where(largest > 1e-30, largest / 127, 0.0), rtol=1e-6, atol=0)
+        assert ((numbers * scales - x).abs() <= 0.5001 * scales + 1e-30).all() and numbers.abs().max() == 127
+    bad = torch.tensor([torch.nan, torch.inf, -torch.inf]).to(dtype)
+    key[:3, 1, 2] = value[:3, 1, 2] = bad
+    implementation.function(key, value, *caches, slots)
+    _, scales = take_apart(caches.flatten(1, 2)[:, slots[:4]], head_dim)
+    assert scales[:, :3, 1].isnan().all() and scales[:, 3].isfinite().all() and scales[:, :3, [0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("head_dim", [32, 80])
+@pytest.mark.parametrize(("dtype", "implementation"), with_cache("paged_attention", INT8), ids=label)
+def test_attention_over_int8_is_that_over_its_numbers(dtype, implementation, head_dim):
+    """And its error against the cache that was not rounded is that of 8 bits, even where a channel of all keys is thirty times the others."""
+    torch.manual_seed(11)
+    case = cases.attention_case([1, 1, 12], [200, 3, 70], (4, 2, head_dim), 16, dtype, 50, 3.0)
+    query, *plain = case.args[:3]
+    plain[0][..., 5] *= 30
+    query[..., 5] /= 30
+    store = next(i.function for i in registry.implementations("reshape_and_cache") if i.name == "reference")
+    caches = torch.empty(2, *plain[0].shape[:3], kv_cache_row(head_dim, INT8), dtype=INT8)
+    store(*(cache.flatten(0, 1) for cache in plain), *caches, torch.arange(plain[0].shape[0] * plain[0].shape[1]))
+    (result,) = cases.Case(case.name, (query, *caches, *case.args[3:]), case.torch_own).run(implementation.function)
+    (keys, key_scales), (values, value_scales) = (take_apart(cache, head_dim) for cache in caches)
+    matrix = turning(head_dim)
+    keys = keys * key_scales @ matrix / (matrix[0] != 0).sum()
+    (truth,) = case.torch_own(query.double(), keys, values * value_scales, *case.args[3:])
+    (unrounded,) = case.truth(torch.float64)
+    size = truth.square().mean().sqrt()
+    assert result.dtype == dtype and error((result,), (truth,)) < (1e-6 if dtype == torch.float32 else 2**-7) * size
+    assert 2**-9 < error((result,), (unrounded,)) / size < 2**-5

@@ -8,24 +8,23 @@ from ...ops import AttentionMetadata
 from ...registry import Facts, register
 from .calls import Attention, Op, Step
 from .program import empty, num_rows, submit
-from .tensors import DTYPES, PRIORITY, has_plain_cache
-
-MAX_HEAD_DIM = 256  # src/attention_tile.inl
+from .tensors import CACHE_DTYPES, DTYPES, MAX_HEAD_DIM, PRIORITY, has_native_cache
 
 
 def has_native_heads(facts: Facts) -> bool:
-    return has_plain_cache(facts) and 0 < facts.head_dim <= MAX_HEAD_DIM and facts.head_dim % 8 == 0
+    return has_native_cache(facts) and 0 < facts.head_dim <= MAX_HEAD_DIM and facts.head_dim % 8 == 0
 
 
 @register("paged_attention", name="native", predicate=has_native_heads, priority=PRIORITY)
 def paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0, softcap: float = 0.0
 ) -> Tensor:
-    block_size, num_kv_heads, head_dim = key_cache.shape[1:]
+    block_size, num_kv_heads = key_cache.shape[1:3]
     out = empty(*query.shape, dtype=query.dtype)
     call = Attention(
         Op.ATTENTION, DTYPES[query.dtype], num_rows(query), query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), out.data_ptr(),
-        query.stride(0), query.stride(1), query.shape[1], num_kv_heads, head_dim, block_size, sliding_window, scale, softcap,
+        query.stride(0), query.stride(1), query.shape[1], num_kv_heads, query.shape[2], block_size, sliding_window, CACHE_DTYPES[key_cache.dtype],
+        scale, softcap,
     )  # fmt: skip
     step = Step(
         num_tokens=len(query), num_requests=len(metadata.seq_lens),

@@ -5,9 +5,9 @@ Must not know: what an operation computes (kernels/ops.py), tensors."""
 from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
-BF16, F32 = 0, 1
+BF16, F32, INT8 = 0, 1, 2
 ALL_TOKENS, ALL_LOGITS = -1, -2  # as `rows`: the step's num_tokens, its num_logits
 
 
@@ -94,14 +94,14 @@ class WriteKv(Call):
     _fields_ = _fields(
         key=c_void_p, value=c_void_p, key_cache=c_void_p, value_cache=c_void_p,
         key_row=c_int64, key_head=c_int64, value_row=c_int64, value_head=c_int64,
-        kv_heads=c_int64, head_dim=c_int64,
+        kv_heads=c_int64, head_dim=c_int64, cache_dtype=c_int64,
     )  # fmt: skip
 
 
 class RotaryAndWriteKv(Rotary):
     _fields_ = _fields(
         value=c_void_p, key_cache=c_void_p, value_cache=c_void_p,
-        value_row=c_int64, value_head=c_int64, head_dim=c_int64,
+        value_row=c_int64, value_head=c_int64, head_dim=c_int64, cache_dtype=c_int64,
     )  # fmt: skip
 
 
@@ -109,7 +109,8 @@ class Attention(Call):
     _fields_ = _fields(
         query=c_void_p, key_cache=c_void_p, value_cache=c_void_p, out=c_void_p,
         query_row=c_int64, query_head=c_int64,
-        heads=c_int64, kv_heads=c_int64, head_dim=c_int64, block_size=c_int64, sliding_window=c_int64, scale=c_double, softcap=c_double,
+        heads=c_int64, kv_heads=c_int64, head_dim=c_int64, block_size=c_int64, sliding_window=c_int64, cache_dtype=c_int64,
+        scale=c_double, softcap=c_double,
     )  # fmt: skip
 
 

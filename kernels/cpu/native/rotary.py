@@ -9,7 +9,7 @@ from torch import Tensor
 from ...registry import register
 from .calls import Op, Rotary, Step, WriteKv
 from .program import num_rows, submit
-from .tensors import DTYPES, PRIORITY, has_plain_cache, is_native
+from .tensors import CACHE_DTYPES, DTYPES, PRIORITY, has_native_cache, is_native
 
 
 @register("rotary_embedding", name="native", predicate=is_native, priority=PRIORITY)
@@ -21,10 +21,10 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cach
     submit(call, Step(num_tokens=len(query), positions=positions.data_ptr()))
 
 
-@register("reshape_and_cache", name="native", predicate=has_plain_cache, priority=PRIORITY)
+@register("reshape_and_cache", name="native", predicate=has_native_cache, priority=PRIORITY)
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     call = WriteKv(
         Op.WRITE_KV, DTYPES[key.dtype], num_rows(key), key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1), key.shape[1], key.shape[2],
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1), key.shape[1], key.shape[2], CACHE_DTYPES[key_cache.dtype],
     )  # fmt: skip
     submit(call, Step(num_tokens=len(key), slot_mapping=slot_mapping.data_ptr()))

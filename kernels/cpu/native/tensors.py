@@ -8,18 +8,22 @@ import torch
 from torch import Tensor
 
 from ...registry import Facts
-from .calls import BF16, F32
+from .calls import BF16, F32, INT8
 
 PRIORITY = 15  # above kernels/cpu, below a user's own
 
 DTYPES = {torch.bfloat16: BF16, torch.float32: F32}
+CACHE_DTYPES = DTYPES | {torch.int8: INT8}
+MAX_HEAD_DIM, INT8_MULTIPLE = 256, 16  # src/kv_cache.inl: the latter of head_dim, where the cache is in int8
 
 
 def is_native(facts: Facts) -> bool:
     return facts.device == "cpu" and facts.dtype in DTYPES and facts.cpu_isa != "none"
 
 
-def has_plain_cache(facts: Facts) -> bool:
+def has_native_cache(facts: Facts) -> bool:
+    if facts.kv_cache_dtype == torch.int8:
+        return is_native(facts) and 0 < facts.head_dim <= MAX_HEAD_DIM and facts.head_dim % INT8_MULTIPLE == 0
     return is_native(facts) and not facts.converts_kv
 
 

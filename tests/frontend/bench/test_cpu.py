@@ -11,7 +11,7 @@ import pytest
 from quire import EngineArgs, QuireError
 from quire.frontend.bench import cpu
 from quire.frontend.bench.cpu import Limits, ModelWork, Phase, Plan, model_work, run_plan
-from quire.frontend.model_sizes import measure_model
+from quire.frontend.model_sizes import kv_bytes_per_token, measure_model
 
 LIMITS = Limits({1: 1e9, 2: 3e9}, {"bfloat16": 1e10, "float32": 4e10})
 
@@ -24,7 +24,7 @@ def test_weights_are_the_models_without_norms_and_biases() -> None:
     config = bundled()
     work, sizes = model_work(config), measure_model(config.model_config.hf_config)
     assert 0.99 * sizes.weights_bytes("bfloat16") < work.weights_bytes < sizes.weights_bytes("bfloat16")
-    assert work.kv_bytes_per_token == sizes.kv_bytes_per_token("bfloat16")
+    assert work.kv_bytes_per_token == kv_bytes_per_token(sizes.config, "bfloat16") == ModelWork(sizes.config, "bfloat16", None, "fp8").kv_bytes_per_token * 2
     assert ModelWork(sizes.config, "bfloat16", "int8").weights_bytes * 2 == work.weights_bytes
     assert ModelWork(sizes.config, "bfloat16", "int4").weights_bytes == work.layer_weights / 2 + work.head_weights
 

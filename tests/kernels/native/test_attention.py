@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.kernels.cpu.native.library import library
-from quire.kernels.ops import AttentionMetadata
+from quire.kernels.ops import AttentionMetadata, kv_cache_row
 from quire.kernels.registry import Facts
 from quire.tests.kernels import cases
 from torch import Tensor
@@ -20,10 +20,13 @@ from torch import Tensor
 if library is None:
     pytest.skip("native kernels are not built here (no C++ compiler at installation, QUIRE_NATIVE=0, or no AVX2)", allow_module_level=True)
 
-from quire.kernels.cpu.native import attention  # noqa: E402
+from quire.kernels.cpu.native import attention, rotary  # noqa: E402
 from quire.kernels.cpu.native.calls import Op, Rotary, RotaryAndWriteKv, Step, WriteKv  # noqa: E402
+from quire.kernels.cpu.native.tensors import CACHE_DTYPES  # noqa: E402
+from quire.kernels.cpu.native.tensors import DTYPES as CALL_DTYPES
 
 DTYPES = (torch.float32, torch.bfloat16)
+KINDS = [(dtype, cache_dtype) for dtype in DTYPES for cache_dtype in (dtype, torch.int8)]  # of activations, of the cache
 TILE = 64  # of keys, src/attention_tile.inl
 SPLIT = 512  # src/attention.inl: contexts beyond it are summed up in pieces
 
@@ -35,18 +38,20 @@ def one_thread_afterwards():
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    word = {torch.bfloat16: torch.int16, torch.float32: torch.int32}[a.dtype]
+    word = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.int8: torch.int8}[a.dtype]
     return torch.equal(a.contiguous().view(word), b.contiguous().view(word))
 
 
 @dataclass
 class Request:
-    """All tokens of a sequence: query [n, NQ, D], key and value [n, NKV, D]; what each must give, [n, NQ, D]; how many are computed."""
+    """All tokens of a sequence: query [n, NQ, D], key and value [n, NKV, D]; what each must give, [n, NQ, D], with a cache of that type; how
+    many are computed."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     expected: Tensor
+    cache_dtype: torch.dtype
     computed: int = 0
 
 
@@ -57,8 +62,10 @@ class Cache:
         self.block_size = block_size
         counts = [-(-len(r.query) // block_size) for r in requests]
         num_kv_heads, head_dim = requests[0].key.shape[1:]
-        shape = (2, sum(counts) + 2, block_size, num_kv_heads, head_dim)
-        self.keys, self.values = torch.full(shape, math.nan, dtype=requests[0].key.dtype).unbind(0)
+        dtype = requests[0].cache_dtype
+        shape = (2, sum(counts) + 2, block_size, num_kv_heads, kv_cache_row(head_dim, dtype))
+        self.nan = -1 if dtype == torch.int8 else math.nan  # all bits are set, the scale's too
+        self.keys, self.values = torch.full(shape, self.nan, dtype=dtype).unbind(0)
         pages = torch.randperm(shape[1], dtype=torch.int32)[: sum(counts)].split(counts)
         self.tables = torch.full((len(requests), max(counts) + 1), cases.FOREIGN_BLOCK, dtype=torch.int32)
         for table, own in zip(self.tables, pages):
@@ -71,8 +78,7 @@ class Cache:
         for row, size, end in zip(rows, sizes, ends):
             request, position = requests[row], torch.arange(end - size, end)
             slots.append(self.tables[row].long()[position // self.block_size] * self.block_size + position % self.block_size)
-            for cache, new in ((self.keys, request.key), (self.values, request.value)):
-                cache.flatten(0, 1)[slots[-1]] = new[end - size : end]
+            rotary.reshape_and_cache(request.key[end - size : end], request.value[end - size : end], self.keys, self.values, slots[-1])
             query.append(request.query[end - size : end])
             request.computed = end
         starts, lengths = torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
@@ -81,12 +87,12 @@ class Cache:
         return list(attention.paged_attention(torch.cat(query), self.keys, self.values, metadata, scale, *options).split(sizes))
 
 
-def make_request(length: int, heads: tuple[int, int, int], dtype: torch.dtype, options: tuple = ()) -> Request:
+def make_request(length: int, heads: tuple[int, int, int], kind: tuple[torch.dtype, torch.dtype], options: tuple = ()) -> Request:
     """Options: sliding_window and softcap. Expected is what a single thread gives when the tokens come one by one and nobody else is there."""
-    num_heads, num_kv_heads, head_dim = heads
+    (num_heads, num_kv_heads, head_dim), (dtype, cache_dtype) = heads, kind
     query = cases.rand(length, num_heads, head_dim, dtype=dtype)
     key, value = (cases.rand(length, num_kv_heads, head_dim, dtype=dtype) for _ in range(2))
-    request = Request(query, key, value, torch.empty_like(query))
+    request = Request(query, key, value, torch.empty_like(query), cache_dtype)
     library.set_num_threads(1)
     cache = Cache([request], 16)
     for token in range(length):
@@ -108,24 +114,25 @@ def check_in_steps(requests: list[Request], block_size: int, draw, options: tupl
             assert same_bits(result, request.expected[start : request.computed]), f"request {row}, tokens {start} to {request.computed}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_a_token_is_the_same_bits_in_any_chunk_batch_and_pool(dtype, data):
+def test_a_token_is_the_same_bits_in_any_chunk_batch_and_pool(kind, data):
     num_kv_heads, group = data.draw(st.sampled_from([(1, 1), (2, 2), (2, 3), (2, 7), (1, 8), (3, 1)]))
-    heads = (num_kv_heads * group, num_kv_heads, data.draw(st.sampled_from([8, 24, 64, 72])))
+    head_dims = [16, 48, 64, 80] if kind[1] == torch.int8 else [8, 24, 64, 72]
+    heads = (num_kv_heads * group, num_kv_heads, data.draw(st.sampled_from(head_dims)))
     lengths = data.draw(st.lists(st.one_of(st.integers(1, 150), st.sampled_from([64, 65, 128])), min_size=1, max_size=4))
     torch.manual_seed(sum(lengths))
     options = data.draw(st.sampled_from([(), (), (1,), (40,), (64, 3.0), (0, 1.5)]))
-    requests = [make_request(length, heads, dtype, options) for length in lengths]
+    requests = [make_request(length, heads, kind, options) for length in lengths]
     check_in_steps(requests, data.draw(st.sampled_from([1, 5, 8, 16, 32, 128])), lambda n: data.draw(st.integers(0, n)), options)
 
 
 @pytest.mark.parametrize("options", [(), (70,), (SPLIT + 5, 4.0)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_so_it_is_where_contexts_are_summed_up_in_pieces(dtype, options):
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_so_it_is_where_contexts_are_summed_up_in_pieces(kind, options):
     torch.manual_seed(10)
-    requests = [make_request(length, (6, 2, 32), dtype, options) for length in (SPLIT + 70, 2 * SPLIT + 9, 30)]
+    requests = [make_request(length, (6, 2, 32), kind, options) for length in (SPLIT + 70, 2 * SPLIT + 9, 30)]
     for attempt in range(1 if options else 3):
         for request in requests:
             request.computed = 0
@@ -133,19 +140,19 @@ def test_so_it_is_where_contexts_are_summed_up_in_pieces(dtype, options):
 
 
 def test_so_it_is_on_every_instruction_set(isa):
-    for dtype in DTYPES:
+    for kind in KINDS:
         for options in ((), (20, 2.0)):
             torch.manual_seed(11)
-            requests = [make_request(length, (6, 2, 40), dtype, options) for length in (90, 33, 17)]
+            requests = [make_request(length, (6, 2, 48 if kind[1] == torch.int8 else 40), kind, options) for length in (90, 33, 17)]
             check_in_steps(requests, 16, lambda n: int(torch.randint(n + 1, ())), options)
 
 
 @pytest.mark.parametrize("what", ["key", "value"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_not_finite_spoils_no_earlier_token(isa, dtype, bad, what):
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_what_is_not_finite_spoils_no_earlier_token(isa, kind, bad, what):
     torch.manual_seed(12)
-    request = make_request(100, (4, 2, 24), dtype)
+    request = make_request(100, (4, 2, 48 if kind[1] == torch.int8 else 24), kind)
     getattr(request, what)[77] = bad
     (result,) = Cache([request], 8).step([request], [0], [100])
     assert same_bits(result[:77], request.expected[:77])
@@ -154,15 +161,15 @@ def test_what_is_not_finite_spoils_no_earlier_token(isa, dtype, bad, what):
 
 
 @pytest.mark.parametrize("what", ["keys", "values"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_lies_before_a_window_spoils_nothing(isa, dtype, what):
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_what_lies_before_a_window_spoils_nothing(isa, kind, what):
     """Tokens whose windows have passed a NaN have the bits that they have without it; tiles before all windows are not looked at."""
     torch.manual_seed(17)
     window, length, bad = 30, 150, 77
-    request = make_request(length, (4, 2, 24), dtype, (window,))
+    request = make_request(length, (4, 2, 48 if kind[1] == torch.int8 else 24), kind, (window,))
     cache = Cache([request], 8)
     cache.step([request], [0], [100], (window,))
-    getattr(cache, what)[cache.tables[0, bad // 8].item(), bad % 8] = math.nan
+    getattr(cache, what)[cache.tables[0, bad // 8].item(), bad % 8] = cache.nan
     request.computed = 90  # keys and values of these ten are written again, the NaN stays
     (result,) = cache.step([request], [0], [60], (window,))
     unspoilt = slice(bad + window - 90, None)
@@ -201,15 +208,18 @@ def test_heads_that_are_not_served_are_declined():
     assert [d for d in range(0, 300) if attention.has_native_heads(Facts("cpu", torch.float32, head_dim=d))] == list(range(8, 257, 8))
     assert not attention.has_native_heads(Facts("cuda", torch.bfloat16, head_dim=64))
     assert not attention.has_native_heads(Facts("cpu", torch.float16, head_dim=64))
+    in_int8 = [d for d in range(300) if attention.has_native_heads(Facts("cpu", torch.bfloat16, head_dim=d, kv_cache_dtype=torch.int8))]
+    assert in_int8 == list(range(16, 257, 16))
 
 
 # ---------------------------------------------------------------- rotary embedding and KV writes
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("rotary_dim", [64, 48, 8])
-def test_rotation_and_write_in_one_have_the_bits_of_the_two(isa, dtype, rotary_dim):
+def test_rotation_and_write_in_one_have_the_bits_of_the_two(isa, kind, rotary_dim):
     torch.manual_seed(15)
+    dtype, cache_dtype = kind
     num_tokens, num_heads, num_kv_heads, head_dim = 23, 6, 2, 64
     angles = torch.arange(100)[:, None] * 0.01 ** torch.linspace(0, 1, rotary_dim // 2)
     cos_sin, positions = torch.cat((angles.cos(), angles.sin()), -1), torch.randint(0, 100, (num_tokens,))
@@ -220,15 +230,16 @@ def test_rotation_and_write_in_one_have_the_bits_of_the_two(isa, dtype, rotary_d
     for _ in range(2):
         torch.manual_seed(16)
         qkv = cases.rand(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
-        caches = torch.zeros(2, 6, 8, num_kv_heads, head_dim, dtype=dtype)
+        caches = torch.zeros(2, 6, 8, num_kv_heads, kv_cache_row(head_dim, cache_dtype), dtype=cache_dtype)
         results.append((qkv, caches))
     for qkv, caches in results:
         query, key, value = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         rotated, stored = (qkv.stride(0), qkv.stride(1), key.stride(0), key.stride(1)), (*key.stride()[:2], *value.stride()[:2])
-        kind = int(dtype == torch.float32)
+        kind = CALL_DTYPES[dtype]
         calls.append((
             Rotary(Op.ROTARY, kind, -1, query.data_ptr(), key.data_ptr(), cos_sin.data_ptr(), *rotated, num_heads, num_kv_heads, rotary_dim),
-            WriteKv(Op.WRITE_KV, kind, -1, key.data_ptr(), value.data_ptr(), caches[0].data_ptr(), caches[1].data_ptr(), *stored, num_kv_heads, head_dim),
+            WriteKv(Op.WRITE_KV, kind, -1, key.data_ptr(), value.data_ptr(), caches[0].data_ptr(), caches[1].data_ptr(), *stored, num_kv_heads, head_dim,
+                    CACHE_DTYPES[cache_dtype]),
         ))  # fmt: skip
     step = Step(num_tokens=num_tokens, positions=positions.data_ptr(), slot_mapping=slots.data_ptr())
     for call in calls[0]:
@@ -238,5 +249,5 @@ def test_rotation_and_write_in_one_have_the_bits_of_the_two(isa, dtype, rotary_d
     library.run(RotaryAndWriteKv(op=Op.ROTARY_AND_WRITE_KV, dtype=kind, rows=-1, **rotation, **new), step)
     for apart, together in zip(*results):
         assert same_bits(apart, together)
-    written = results[0][1].flatten(1, 2).abs().sum((0, 2, 3)) > 0
+    written = results[0][1].flatten(1, 2).ne(0).any(0).flatten(1).any(1)
     assert written.nonzero().flatten().tolist() == sorted(slots[slots >= 0].tolist())

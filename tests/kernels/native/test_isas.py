@@ -10,6 +10,7 @@ import pytest
 import torch
 from quire.kernels import registry
 from quire.kernels.cpu.native.library import library
+from quire.kernels.ops import kv_cache_row
 from quire.tests.kernels import cases
 from quire.tests.kernels.native.conftest import instead_of
 from quire.tests.kernels.test_parity import DTYPES, check_close, label
@@ -70,6 +71,29 @@ def test_a_row_of_nan_and_one_of_infinity_spoil_only_themselves(isa, op, dtype):
         kept = [row for row in range(len(case.args[0])) if row not in (1, 2)]
         for result, expected in zip(spoilt.run(native(op).function), case.run(native(op).function), strict=True):
             assert same_bits(result[kept], expected[kept]), case.name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_cache_in_int8_has_the_references_bytes_and_its_attention(isa, dtype):
+    torch.manual_seed(9)
+    reference = {op: next(i.function for i in registry.implementations(op) if i.name == "reference") for op in ("reshape_and_cache", "paged_attention")}
+    for head_dim in (16, 48, 64, 256):
+        query, *plain, metadata, scale = cases.attention_case([1, 1, 9], [150, 3, 70], (4, 2, head_dim), 16, dtype).args
+        heads = [cache.flatten(0, 1) for cache in plain]  # of all slots: NaN where nobody's
+        slots = torch.randperm(len(heads[0]))
+        slots[torch.rand(len(slots)) < 0.1] = -1
+        for cache_slots in (slots, torch.arange(len(slots))):
+            caches = torch.zeros(2, 2, *plain[0].shape[:3], kv_cache_row(head_dim, torch.int8), dtype=torch.int8)
+            reference["reshape_and_cache"](*heads, *caches[0], cache_slots)
+            native("reshape_and_cache").function(*heads, *caches[1], cache_slots)
+            numbers, scales = caches[..., :head_dim], caches[..., head_dim:].contiguous().view(torch.float32)
+            spoilt = scales[0].isnan()
+            assert torch.equal(spoilt, scales[1].isnan()) and torch.equal(*scales.nan_to_num())
+            assert torch.equal(*numbers.masked_fill(spoilt, 0))
+        (expected,) = cases.Case("", (query, *caches[0], metadata, scale), cases.attention_own).run(reference["paged_attention"])
+        result = native("paged_attention").function(query, *caches[1], metadata, scale)
+        tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+        torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.skipif(library is None or library.isas == ("avx2",), reason="the processor has nothing that is emulated elsewhere")

@@ -52,7 +52,7 @@ def test_operations_and_constants():
     names = re.findall(r"OP_(\w+)", re.search(r"enum Op .*?\{(.*?)\}", HEADER, re.DOTALL).group(1))
     assert names == [op.name for op in sorted(calls.Op)] and sorted(calls.Op) == list(range(len(names)))
     assert int(re.search(r"QUIRE_ABI_VERSION (\d+)", HEADER).group(1)) == calls.ABI_VERSION
-    assert {n: int(v) for n, v in re.findall(r"(\w+) = (\d+)", re.search(r"enum Dtype .*?\}", HEADER).group())} == {"BF16": calls.BF16, "F32": calls.F32}
+    assert {n: int(v) for n, v in re.findall(r"(\w+) = (\d+)", re.search(r"enum Dtype .*?\}", HEADER).group())} == {"BF16": calls.BF16, "F32": calls.F32, "INT8": calls.INT8}
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler to ask")

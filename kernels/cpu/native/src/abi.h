@@ -4,10 +4,10 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 4
+#define QUIRE_ABI_VERSION 5
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
-enum Dtype : int32_t { BF16 = 0, F32 = 1 };
+enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: of caches alone
 
 enum Op : int32_t {
     OP_RMS_NORM = 0,
@@ -110,6 +110,7 @@ struct Rotary : Call {
 };
 
 // key and value [rows, kv_heads, head_dim] -> the step's slots of the caches [slots, kv_heads, head_dim]; none where a slot is negative.
+// cache_dtype: that of the activations, or INT8, which kv_cache.inl lays out: [slots, kv_heads, head_dim + 4]; head_dim is then a multiple of 16.
 struct WriteKv : Call {
     const void* key;
     const void* value;
@@ -117,6 +118,7 @@ struct WriteKv : Call {
     void* value_cache;
     int64_t key_row, key_head, value_row, value_head;
     int64_t kv_heads, head_dim;
+    int64_t cache_dtype;  // Dtype
 };
 
 // Rotary, then WriteKv of the rotated key.
@@ -126,10 +128,11 @@ struct RotaryAndWriteKv : Rotary {
     void* value_cache;
     int64_t value_row, value_head;
     int64_t head_dim;
+    int64_t cache_dtype;
 };
 
 // query [rows, heads, head_dim] over the context in the caches [blocks, block_size, kv_heads, head_dim] -> out, contiguous.
-// head_dim: a multiple of 8, at most 256. sliding_window: how many positions a token sees, its own the last; 0: all before it. softcap c: a
+// head_dim: a multiple of 8, at most 256. cache_dtype: as of WriteKv. sliding_window: how many positions a token sees, its own the last; 0: all before it. softcap c: a
 // logit x becomes c tanh(x / c); 0: it stays.
 struct Attention : Call {
     const void* query;
@@ -138,6 +141,7 @@ struct Attention : Call {
     void* out;
     int64_t query_row, query_head;
     int64_t heads, kv_heads, head_dim, block_size, sliding_window;
+    int64_t cache_dtype;
     double scale, softcap;
 };
 

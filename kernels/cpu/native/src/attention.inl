@@ -61,18 +61,18 @@ struct Plan {
 };
 
 #include "attention_vec.inl"
-template <typename T>
-struct RowsOf { using type = VecRows<T>; };
+template <typename T, typename C>
+struct RowsOf { using type = VecRows<T, C>; };
 #ifdef QUIRE_AMX
 #include "attention_amx.inl"
-template <>
-struct RowsOf<uint16_t> { using type = AmxRows; };
+template <typename C>
+struct RowsOf<uint16_t, C> { using type = AmxRows<C>; };
 #endif
 
-// One thread's buffers, and the walk over an item.
-template <typename T>
+// One thread's buffers, and the walk over an item. Activations are T, the cache holds numbers as C: T, or int8.
+template <typename T, typename C>
 struct Attender {
-    using Rows = typename RowsOf<T>::type;
+    using Rows = typename RowsOf<T, C>::type;
     const Attention& a;
     const Step& step;
     const Plan& plan;
@@ -89,7 +89,7 @@ struct Attender {
     Attender(const Attention& a, const Step& step, const Plan& plan, char* memory)
         : a(a), step(step), plan(plan), running_row(running_row_of(a)), total((float*)memory), piece(total + max_rows(a) * running_row),
           positions((int64_t*)(piece + max_rows(a) * running_row)),
-          rows(a.head_dim, a.scale * LOG2_E, plan.sight, max_rows(a), memory + own_bytes(a)) {}
+          rows(a.head_dim, a.scale * LOG2_E / (Scales<C>::ARE_THERE ? hadamard_size(a.head_dim) : 1), plan.sight, max_rows(a), memory + own_bytes(a)) {}
 
     // Row: token * group + head.
     void load_queries(const Request& r, int64_t token, int64_t num_rows, int64_t kv_head) {
@@ -101,17 +101,17 @@ struct Attender {
     }
 
     // Where the keys from `start` on lie, at most a tile of them, none from `end` on.
-    void find_slots(const Request& r, int64_t start, int64_t end, int64_t kv_head, Slots<T>& slots) const {
+    void find_slots(const Request& r, int64_t start, int64_t end, int64_t kv_head, Slots<C>& slots) const {
         const int32_t* blocks = step.block_tables + r.index * step.block_table_row;
-        int64_t slot_size = a.kv_heads * a.head_dim;
+        int64_t head_size = cache_row<C>(a.head_dim), slot_size = a.kv_heads * head_size;
         slots.count = (int)std::min<int64_t>(KEYS, std::max<int64_t>(end - start, 0));
         for (int key = 0; key < slots.count;) {
             int64_t block = (start + key) / a.block_size, offset = (start + key) % a.block_size;
-            int64_t at = ((int64_t)blocks[block] * a.block_size + offset) * slot_size + kv_head * a.head_dim;
+            int64_t at = ((int64_t)blocks[block] * a.block_size + offset) * slot_size + kv_head * head_size;
             int stop = (int)std::min<int64_t>(slots.count, key + a.block_size - offset);
             for (; key < stop; key++, at += slot_size) {
-                slots.keys[key] = (const T*)a.key_cache + at;
-                slots.values[key] = (const T*)a.value_cache + at;
+                slots.keys[key] = (const C*)a.key_cache + at;
+                slots.values[key] = (const C*)a.value_cache + at;
             }
         }
     }
@@ -121,7 +121,7 @@ struct Attender {
         for (int64_t row = 0; row < num_rows; row++) Running::reset(running + row * running_row, running_row);
         start = std::max(start, plan.sight.first(positions[0]) / KEYS * KEYS);
         int64_t seen_by_last = plan.sight.first(positions[num_rows - 1]);  // from here on
-        Slots<T> slots[2];
+        Slots<C> slots[2];
         find_slots(r, start, end, kv_head, slots[0]);
         for (int i = 0; start < end; start += KEYS, i ^= 1) {
             find_slots(r, start + KEYS, end, kv_head, slots[i ^ 1]);
@@ -182,12 +182,12 @@ struct Attender {
     }
 };
 
-template <typename T>
+template <typename T, typename C>
 void attend(const Attention& a, const Step& step, const Worker& worker) {
     size_t plan_bytes = round_up(step.num_requests * sizeof(Request), 64);
-    char* memory = (char*)worker.scratch(plan_bytes + Attender<T>::bytes(a));
+    char* memory = (char*)worker.scratch(plan_bytes + Attender<T, C>::bytes(a));
     Plan plan(a, step, worker.count, memory);
-    Attender<T> attender(a, step, plan, memory + plan_bytes);
+    Attender<T, C> attender(a, step, plan, memory + plan_bytes);
     float* partials = plan.num_partials ? (float*)worker.shared(plan.num_partials * attender.running_row * sizeof(float)) : nullptr;
 
     int64_t ticket = worker.next();
@@ -207,5 +207,7 @@ void attend(const Attention& a, const Step& step, const Worker& worker) {
 }
 
 void attention(const Call& call, const Step& step, const Worker& worker) {
-    FOR_DTYPE(call.dtype, attend<T>((const Attention&)call, step, worker));
+    const Attention& a = (const Attention&)call;
+    if (a.cache_dtype == INT8) FOR_DTYPE(call.dtype, (attend<T, int8_t>(a, step, worker)));
+    else FOR_DTYPE(call.dtype, (attend<T, T>(a, step, worker)));
 }

@@ -2,6 +2,7 @@
 // products; weights are rounded to bf16 (and summed up so), whatever the number of rows. Both products always go over all KEYS.
 #include "tiles_amx.h"
 
+template <typename C>
 struct AmxRows {
     using T = uint16_t;
     static constexpr int ROWS = 16, TILE_K = 32, TILE_N = 16;
@@ -12,7 +13,8 @@ struct AmxRows {
     T* q;       // [row][depth]
     T* keys;    // transposed: [depth / 2][KEYS] pairs
     T* values;  // [KEYS / 2][depth] pairs of keys
-    const Slots<T>* next;
+    Scales<C> scales;
+    const Slots<C>* next;
     int64_t start, configured = 0;  // configured: rows that the processor's tiles have now
     bool is_finite;
 
@@ -27,16 +29,26 @@ struct AmxRows {
         if (configured) release_tiles();
     }
 
-    void set_query(int64_t row, int64_t, const T* from) { std::memcpy(q + row * depth, from, head_dim * sizeof(T)); }
+    void set_query(int64_t row, int64_t, const T* from) {
+        if constexpr (!Scales<C>::ARE_THERE) {
+            std::memcpy(q + row * depth, from, head_dim * sizeof(T));
+        } else {
+            alignas(64) float numbers[MAX_HEAD_DIM];
+            copy_numbers(from, numbers, head_dim);
+            hadamard(numbers, head_dim);
+            for (int64_t d = 0; d < head_dim; d += Vec::LANES) Vec::load(numbers + d).store(q + row * depth + d);
+        }
+    }
 
-    void load(Slots<T>& slots, const Slots<T>& following, int64_t tile_start, bool seen_by_all) {
-        static const T zeros[MAX_HEAD_DIM] = {};
+    void load(Slots<C>& slots, const Slots<C>& following, int64_t tile_start, bool seen_by_all) {
+        static const C zeros[MAX_HEAD_DIM] = {};
         start = tile_start;
         next = &following;
         transpose_keys(slots, head_dim, keys);
         for (int key = slots.count; key < KEYS; key++) slots.values[key] = zeros;
         for (int key = 0; key < KEYS; key += 2) pair_values(slots.values[key], slots.values[key + 1], values + key * depth);
-        is_finite = seen_by_all || all_finite(values, KEYS * depth);
+        if constexpr (Scales<C>::ARE_THERE) scales.load(slots, head_dim, seen_by_all);
+        is_finite = Scales<C>::ARE_THERE || seen_by_all || all_finite(values, KEYS * depth);
     }
 
     void attend(int64_t num_rows, const int64_t* positions, float* running, int64_t running_row) {
@@ -51,6 +63,12 @@ struct AmxRows {
     }
 
 private:
+    void pair_values(const int8_t* first, const int8_t* second, T* out) const {
+        T widened[2][MAX_HEAD_DIM];
+        widen_row(first, head_dim, widened[0]);
+        widen_row(second, head_dim, widened[1]);
+        pair_values(widened[0], widened[1], out);
+    }
     void pair_values(const T* first, const T* second, T* out) const {
         for (int64_t d = 0; d < head_dim; d += 8) {
             __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(first + d)));
@@ -74,8 +92,10 @@ private:
         score(block, scores);
         if (next) next->fetch_keys(0, KEYS, head_dim);
         for (int i = 0; i < rows * KEYS; i += Vec::LANES) (Vec::load(scores + i) * Vec(scale)).store(scores + i);
+        if constexpr (Scales<C>::ARE_THERE) scales.scale_scores(rows, scores, KEYS);
         if (sight.cap) cap_scores(rows, scores, KEYS, sight.cap);
         weigh(rows, scores, hidden, visible, KEYS, weights, running, running_row, decay);
+        if constexpr (Scales<C>::ARE_THERE) scales.scale_weights(rows, weights, hidden, visible, KEYS);
         if (next) next->fetch_values(0, head_dim, head_dim);
         next = nullptr;
         float* sums = running + Running::VALUES;

@@ -9,38 +9,44 @@
 // Rows, the way of an instruction set, is VecRows (attention_vec.inl) or AmxRows (attention_amx.inl).
 
 constexpr int KEYS = 64;  // of a tile: its keys and values stay in the first cache while all rows pass
-constexpr int64_t MAX_HEAD_DIM = 256;
 constexpr float NO_SCORE = -3.4028235e38f;  // a maximum over nothing: finite, so that differences of two are no NaN
 constexpr auto FETCH = _MM_HINT_T1;
 
 // Where a tile's keys and values lie in the cache.
-template <typename T>
+template <typename C>
 struct Slots {
-    const T* keys[KEYS];
-    const T* values[KEYS];
+    const C* keys[KEYS];
+    const C* values[KEYS];
     int count = 0;
+
+    static constexpr int64_t LINE = 64 / sizeof(C);
 
     // Fetch a part of them into the processor's caches: all of some keys, some columns of all values.
     void fetch_keys(int first, int size, int64_t head_dim) const {
         for (int key = first; key < std::min(first + size, count); key++)
-            for (int64_t d = 0; d < head_dim; d += 64 / sizeof(T)) _mm_prefetch((const char*)(keys[key] + d), FETCH);
+            for (int64_t d = 0; d < cache_row<C>(head_dim); d += LINE) _mm_prefetch((const char*)(keys[key] + d), FETCH);
     }
     void fetch_values(int64_t first, int64_t size, int64_t head_dim) const {
-        for (int64_t d = round_up(first, 64 / sizeof(T)); d < std::min(first + size, head_dim); d += 64 / sizeof(T))
+        int64_t end = first + size < head_dim ? first + size : cache_row<C>(head_dim);
+        for (int64_t d = round_up(first, LINE); d < end; d += LINE)
             for (int key = 0; key < count; key++) _mm_prefetch((const char*)(values[key] + d), FETCH);
     }
 };
 
-// bytes: a multiple of 16. A call of memcpy costs more than these few moves.
-inline void copy_row(const void* from, void* to, int64_t bytes) {
-    int64_t i = 0;
+// A row of values into a tile. size: a multiple of 8, of 16 for whole numbers. A call of memcpy costs more than these few moves.
+inline void copy_row(const int8_t* from, int64_t size, float* to) { widen_row(from, size, to); }
+inline void copy_row(const int8_t* from, int64_t size, uint16_t* to) { widen_row(from, size, to); }
+template <typename T>
+inline void copy_row(const T* from, int64_t size, T* to) {
+    int64_t i = 0, bytes = size * sizeof(T);
     for (; i + 32 <= bytes; i += 32) _mm256_storeu_si256((__m256i*)((char*)to + i), _mm256_loadu_si256((const __m256i*)((const char*)from + i)));
     if (i < bytes) _mm_storeu_si128((__m128i*)((char*)to + i), _mm_loadu_si128((const __m128i*)((const char*)from + i)));
 }
 
-// 8 keys of `dwords` dwords each (a multiple of 4) -> columns of the transposed tile.
-inline void transpose_8(const void* const* keys, int64_t dwords, uint32_t* out) {
-    for (int64_t i = 0; i < dwords; i += 4, out += 4 * KEYS) {
+// 8 keys of `dwords` dwords each (a multiple of 4): put(i, the i-th dword of each).
+template <typename Put>
+inline void transpose_8(const void* const* keys, int64_t dwords, Put put) {
+    for (int64_t i = 0; i < dwords; i += 4) {
         __m256i x[4];
         for (int j = 0; j < 4; j++) {
             __m128i low = _mm_loadu_si128((const __m128i*)((const uint32_t*)keys[j] + i));
@@ -49,22 +55,28 @@ inline void transpose_8(const void* const* keys, int64_t dwords, uint32_t* out) 
         }
         __m256i a = _mm256_unpacklo_epi32(x[0], x[1]), b = _mm256_unpackhi_epi32(x[0], x[1]);
         __m256i c = _mm256_unpacklo_epi32(x[2], x[3]), d = _mm256_unpackhi_epi32(x[2], x[3]);
-        _mm256_storeu_si256((__m256i*)(out), _mm256_unpacklo_epi64(a, c));
-        _mm256_storeu_si256((__m256i*)(out + KEYS), _mm256_unpackhi_epi64(a, c));
-        _mm256_storeu_si256((__m256i*)(out + 2 * KEYS), _mm256_unpacklo_epi64(b, d));
-        _mm256_storeu_si256((__m256i*)(out + 3 * KEYS), _mm256_unpackhi_epi64(b, d));
+        put(i, _mm256_unpacklo_epi64(a, c));
+        put(i + 1, _mm256_unpackhi_epi64(a, c));
+        put(i + 2, _mm256_unpacklo_epi64(b, d));
+        put(i + 3, _mm256_unpackhi_epi64(b, d));
     }
 }
 
 // A tile's keys transposed: [dword of head_dim][KEYS] dwords, a dword being two consecutive bf16 or one fp32 number. Keys from count on, up
 // to a multiple of 8, are zeros; what lies behind those is arbitrary, and its scores are masked.
-template <typename T>
-void transpose_keys(Slots<T>& slots, int64_t head_dim, T* out) {
-    static const T zeros[MAX_HEAD_DIM] = {};
+template <typename T, typename C>
+void transpose_keys(Slots<C>& slots, int64_t head_dim, T* out) {
+    static const C zeros[MAX_HEAD_DIM] = {};
     int padded = (int)round_up(slots.count, 8);
     for (int key = slots.count; key < padded; key++) slots.keys[key] = zeros;
-    for (int key = 0; key < padded; key += 8)
-        transpose_8((const void* const*)slots.keys + key, head_dim * sizeof(T) / 4, (uint32_t*)out + key);
+    for (int key = 0; key < padded; key += 8) {
+        const void* const* rows = (const void* const*)slots.keys + key;
+        uint32_t* columns = (uint32_t*)out + key;
+        transpose_8(rows, head_dim * sizeof(C) / 4, [=](int64_t i, __m256i dwords) {
+            if constexpr (sizeof(C) == 1) widen_fours(dwords, (T*)(columns + i * KEYS * sizeof(T)), KEYS);
+            else _mm256_storeu_si256((__m256i*)(columns + i * KEYS), dwords);
+        });
+    }
 }
 
 template <typename T>
@@ -73,6 +85,39 @@ bool all_finite(const T* values, int64_t size) {  // size: a multiple of LANES
     for (int64_t i = 0; i < size; i += Vec::LANES) sum = Vec::fma(Vec::load(values + i), Vec(), sum);
     return sum.sum() == 0;
 }
+
+// A tile's scales, where the cache is in int8: whole numbers are multiplied and added up, a key's scale meets its scores, a value's its weights.
+template <typename C>
+struct Scales {
+    static constexpr bool ARE_THERE = false;
+};
+template <>
+struct Scales<int8_t> {
+    static constexpr bool ARE_THERE = true;
+    alignas(64) float keys[KEYS] = {}, values[KEYS] = {};  // 0 where there is no key
+    bool is_finite;
+
+    void load(const Slots<int8_t>& slots, int64_t head_dim, bool seen_by_all) {
+        for (int key = 0; key < KEYS; key++) {
+            keys[key] = key < slots.count ? scale_of(slots.keys[key], head_dim) : 0;
+            values[key] = key < slots.count ? scale_of(slots.values[key], head_dim) : 0;
+        }
+        is_finite = seen_by_all || all_finite(values, KEYS);
+    }
+    void scale_scores(int rows, float* scores, int num_keys) const {
+        for (int r = 0; r < rows; r++, scores += KEYS)
+            for (int key = 0; key < num_keys; key += Vec::LANES) (Vec::load(scores + key) * Vec::load(keys + key)).store(scores + key);
+    }
+    template <typename W>
+    void scale_weights(int rows, W* weights, const int* hidden, const int* visible, int num_keys) const {
+        for (int r = 0; r < rows; r++, weights += KEYS)
+            if (is_finite) {
+                for (int key = 0; key < num_keys; key += Vec::LANES) (Vec::load(weights + key) * Vec::load(values + key)).store(weights + key);
+            } else {  // 0 * NaN is no 0: a weight of a value that is not seen stays
+                for (int key = hidden[r]; key < visible[r]; key++) put(weights + key, Number<W>::get(weights[key]) * values[key]);
+            }
+    }
+};
 
 // Which positions a token sees besides its own, and how.
 struct Sight {

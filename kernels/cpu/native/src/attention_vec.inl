@@ -81,7 +81,7 @@ inline void add_values(const float* weights, const T* values, int64_t value_row,
         for (int n = 0; n < N; n++) sum[r][n].store(sums + r * row + n * Vec::LANES);
 }
 
-template <typename T>
+template <typename T, typename C>
 struct VecRows {
     static constexpr int ROWS = 5;  // whose sums are held at once, times 2 vectors: with 6 of them compilers run out of 16 registers
 
@@ -91,7 +91,8 @@ struct VecRows {
     float* q;   // [head_dim][size] for each ROWS rows, of which the last are size <= ROWS
     T* keys;    // transposed
     T* values;  // [KEYS, value_row]; zeros from head_dim on
-    const Slots<T>* next;  // what is fetched meanwhile
+    Scales<C> scales;
+    const Slots<C>* next;  // what is fetched meanwhile
     int64_t start;
     bool is_finite;
 
@@ -108,16 +109,20 @@ struct VecRows {
     void set_query(int64_t row, int64_t num_rows, const T* from) {
         int64_t first = row / ROWS * ROWS, size = std::min<int64_t>(ROWS, num_rows - first);
         float* to = q + first * head_dim + row % ROWS;
-        for (int64_t d = 0; d < head_dim; d++) to[d * size] = Number<T>::get(from[d]) * scale;
+        alignas(64) float numbers[MAX_HEAD_DIM + Vec::LANES];
+        copy_numbers(from, numbers, head_dim);
+        if constexpr (Scales<C>::ARE_THERE) hadamard(numbers, head_dim);
+        for (int64_t d = 0; d < head_dim; d++) to[d * size] = numbers[d] * scale;
     }
 
     // The tile at `start`. Not seen by all: some row sees fewer of its keys than another.
-    void load(Slots<T>& slots, const Slots<T>& following, int64_t tile_start, bool seen_by_all) {
+    void load(Slots<C>& slots, const Slots<C>& following, int64_t tile_start, bool seen_by_all) {
         start = tile_start;
         next = &following;
         transpose_keys(slots, head_dim, keys);
-        for (int key = 0; key < slots.count; key++) copy_row(slots.values[key], values + key * value_row, head_dim * sizeof(T));
-        is_finite = seen_by_all || all_finite(values, slots.count * value_row);
+        for (int key = 0; key < slots.count; key++) copy_row(slots.values[key], head_dim, values + key * value_row);
+        if constexpr (Scales<C>::ARE_THERE) scales.load(slots, head_dim, seen_by_all);
+        is_finite = Scales<C>::ARE_THERE || seen_by_all || all_finite(values, slots.count * value_row);
     }
 
     // positions [num_rows], ascending; running: the rows' Running, running_row floats apart.
@@ -156,8 +161,10 @@ private:
             if (next) next->fetch_keys(key, N * Vec::LANES, head_dim);
             score_keys<T, R, N>(block, keys + key * Pairs<T>::WIDTH, head_dim, scores + key);
         }
+        if constexpr (Scales<C>::ARE_THERE) scales.scale_scores(R, scores, num_keys);
         if (sight.cap) cap_scores(R, scores, num_keys, sight.cap);
         weigh(R, scores, hidden, visible, num_keys, scores, running, running_row, decay);
+        if constexpr (Scales<C>::ARE_THERE) scales.scale_weights(R, scores, hidden, visible, num_keys);
         if (is_finite || (visible[0] == num_keys && hidden[R - 1] == 0)) {
             add_all_values<R>(scores, values, num_keys, decay, running, running_row);
         } else {  // 0 * NaN is no 0: a row must not meet a value that it does not see

@@ -5,6 +5,7 @@
 #include "elementwise.inl"
 #include "linear.inl"
 #include "quantized.inl"
+#include "kv_cache.inl"
 #include "rotary.inl"
 #include "attention_tile.inl"
 #include "attention.inl"

@@ -17,6 +17,26 @@ inline Vec whole_within(Vec x, float most) { return within(Vec::round(x), -most,
 
 #include "quantize.inl"
 
+// What makes whole numbers in +-127 of values [size], a multiple of LANES: numbers = values * factor, values = numbers * scale.
+struct Scaling {
+    float scale;
+    Vec factor;
+
+    Scaling(const float* values, int64_t size) {
+        Vec largest, spoilt;
+        for (int64_t i = 0; i < size; i += Vec::LANES) {
+            Vec v = Vec::load(values + i);
+            largest = Vec::max(largest, magnitude(v));
+            spoilt = Vec::fma(v, Vec(), spoilt);  // NaN once a number is not finite: then the scale is, and with it the row's results
+        }
+        float most = largest.largest();
+        bool counts = most > LEAST;
+        scale = (counts ? most / 127 : 0) + spoilt.sum();
+        factor = Vec(counts ? 127 / most : 0);
+    }
+    Vec whole(const float* values) const { return whole_within(Vec::load(values) * factor, 127); }
+};
+
 // x as the kernels read it: rows [groups][64], their scales, and what the offset of 8 of int4's numbers adds to the sums of each half group
 struct QuantizedRows {
     int64_t groups;
@@ -39,21 +59,13 @@ struct QuantizedRows {
         for (int64_t group = row * groups; group < (row + 1) * groups; group++, x += GROUP, size -= GROUP) {
             alignas(64) float values[GROUP] = {};
             copy_numbers(x, values, std::min(GROUP, size));
-            Vec largest, spoilt;
-            for (int64_t i = 0; i < GROUP; i += Vec::LANES) {
-                Vec v = Vec::load(values + i);
-                largest = Vec::max(largest, magnitude(v));
-                spoilt = Vec::fma(v, Vec(), spoilt);  // NaN once a number is not finite: then the scale is, and with it the row's results
-            }
-            float most = largest.largest();
-            bool counts = most > LEAST;
-            scales[group] = (counts ? most / 127 : 0) + spoilt.sum();
-            Vec factor(counts ? 127 / most : 0);
+            Scaling scaling(values, GROUP);
+            scales[group] = scaling.scale;
             int8_t* to = numbers + group * GROUP;
             for (int half = 0; half < 2; half++) {
                 Vec sum;
                 for (int64_t i = half * HALF_GROUP; i < (half + 1) * HALF_GROUP; i += Vec::LANES) {
-                    Vec whole = whole_within(Vec::load(values + i) * factor, 127);
+                    Vec whole = scaling.whole(values + i);
                     store_whole(whole, to + i), sum = sum + whole;
                 }
                 offsets[group * 2 + half] = (int32_t)(-8 * sum.sum()) & 0xffff;

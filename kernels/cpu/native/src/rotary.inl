@@ -27,12 +27,6 @@ void rotate_heads(T* row, int64_t heads, int64_t head, int64_t half, const float
 }
 
 template <typename T>
-void store_heads(const T* row, int64_t heads, int64_t head, int64_t head_dim, void* cache, int64_t slot) {
-    T* to = (T*)cache + slot * heads * head_dim;
-    for (int64_t h = 0; h < heads; h++) std::memcpy(to + h * head_dim, row + h * head, head_dim * sizeof(T));
-}
-
-template <typename T>
 void rotate_row(const Rotary& a, const Step& step, int64_t row, float* turn) {
     round_turn<T>(a.cos_sin + step.positions[row] * a.rotary_dim, a.rotary_dim, turn);
     rotate_heads((T*)a.query + row * a.query_row, a.heads, a.query_head, a.rotary_dim / 2, turn);
@@ -55,12 +49,7 @@ template <typename T>
 void write_kv_rows(const WriteKv& a, const Step& step, int64_t rows, const Worker& worker) {
     int64_t piece = piece_of_rows(2 * a.kv_heads * a.head_dim);
     for (int64_t start; (start = worker.next() * piece) < rows;)
-        for (int64_t row = start; row < std::min(start + piece, rows); row++) {
-            int64_t slot = step.slot_mapping[row];
-            if (slot < 0) continue;
-            store_heads((const T*)a.key + row * a.key_row, a.kv_heads, a.key_head, a.head_dim, a.key_cache, slot);
-            store_heads((const T*)a.value + row * a.value_row, a.kv_heads, a.value_head, a.head_dim, a.value_cache, slot);
-        }
+        for (int64_t row = start; row < std::min(start + piece, rows); row++) store_token<T>(a, row, step.slot_mapping[row]);
 }
 
 void write_kv(const Call& call, const Step& step, const Worker& worker) {
@@ -74,10 +63,7 @@ void rotary_and_write_kv_rows(const RotaryAndWriteKv& a, const Step& step, int64
     for (int64_t start; (start = worker.next() * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) {
             rotate_row<T>(a, step, row, turn);
-            int64_t slot = step.slot_mapping[row];
-            if (slot < 0) continue;
-            store_heads((const T*)a.key + row * a.key_row, a.kv_heads, a.key_head, a.head_dim, a.key_cache, slot);
-            store_heads((const T*)a.value + row * a.value_row, a.kv_heads, a.value_head, a.head_dim, a.value_cache, slot);
+            store_token<T>(a, row, step.slot_mapping[row]);
         }
 }
 

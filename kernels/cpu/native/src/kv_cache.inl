@@ -1,0 +1,103 @@
+// How keys and values lie in the cache: as they are, or in int8 (kernels/ops.py: reshape_and_cache), where a token's head is head_dim whole
+// numbers and the scale behind them. Keys in int8, and the queries that meet them, are turned by a Hadamard matrix: their products are what they
+// were, times its size, while a channel much larger than all others, as keys have them, is spread over so many (QuaRot; Ashkboos et al. 2024).
+
+constexpr int64_t MAX_HEAD_DIM = 256;
+constexpr int64_t SCALE_BYTES = sizeof(float);
+
+// Elements from one head to the next, where the cache holds numbers as C
+template <typename C>
+constexpr int64_t cache_row(int64_t head_dim) { return head_dim; }
+template <>
+constexpr int64_t cache_row<int8_t>(int64_t head_dim) { return head_dim + SCALE_BYTES; }
+
+inline int64_t hadamard_size(int64_t head_dim) { return head_dim & -head_dim; }  // the largest power of two that divides it
+
+// In place: each block of hadamard_size numbers becomes H times it, not normalised. head_dim: a multiple of 16. The reference adds in this order too.
+inline void hadamard(float* x, int64_t head_dim) {
+    for (int64_t stride = hadamard_size(head_dim) / 2; stride >= 8; stride /= 2)
+        for (int64_t start = 0; start < head_dim; start += 2 * stride)
+            for (float* at = x + start; at < x + start + stride; at += 8) {
+                __m256 a = _mm256_loadu_ps(at), b = _mm256_loadu_ps(at + stride);
+                _mm256_storeu_ps(at, _mm256_add_ps(a, b));
+                _mm256_storeu_ps(at + stride, _mm256_sub_ps(a, b));
+            }
+    const __m256 four = _mm256_setr_ps(0, 0, 0, 0, -0.0f, -0.0f, -0.0f, -0.0f), two = _mm256_setr_ps(0, 0, -0.0f, -0.0f, 0, 0, -0.0f, -0.0f),
+                 one = _mm256_setr_ps(0, -0.0f, 0, -0.0f, 0, -0.0f, 0, -0.0f);
+    for (float* at = x; at < x + head_dim; at += 8) {  // strides of 4, 2 and 1: numbers change places, and the later ones their sign
+        __m256 v = _mm256_loadu_ps(at);
+        v = _mm256_add_ps(_mm256_permute2f128_ps(v, v, 1), _mm256_xor_ps(v, four));
+        v = _mm256_add_ps(_mm256_permute_ps(v, 0x4e), _mm256_xor_ps(v, two));
+        v = _mm256_add_ps(_mm256_permute_ps(v, 0xb1), _mm256_xor_ps(v, one));
+        _mm256_storeu_ps(at, v);
+    }
+}
+
+// heads [., head_dim], `head` apart, of one token -> its slot of the cache [slots, heads, cache_row]
+template <typename T>
+void store_heads(const T* from, int64_t heads, int64_t head, int64_t head_dim, void* cache, int64_t slot) {
+    T* to = (T*)cache + slot * heads * head_dim;
+    for (int64_t h = 0; h < heads; h++) std::memcpy(to + h * head_dim, from + h * head, head_dim * sizeof(T));
+}
+template <typename T>
+void store_heads_int8(const T* from, int64_t heads, int64_t head, int64_t head_dim, bool turned, void* cache, int64_t slot) {
+    alignas(64) float x[MAX_HEAD_DIM];
+    int8_t* to = (int8_t*)cache + slot * heads * cache_row<int8_t>(head_dim);
+    for (int64_t h = 0; h < heads; h++, from += head, to += cache_row<int8_t>(head_dim)) {
+        copy_numbers(from, x, head_dim);
+        if (turned) hadamard(x, head_dim);
+        quantized::Scaling scaling(x, head_dim);
+        for (int64_t d = 0; d < head_dim; d += Vec::LANES) store_whole(scaling.whole(x + d), to + d);
+        std::memcpy(to + head_dim, &scaling.scale, SCALE_BYTES);
+    }
+}
+
+// A: WriteKv or RotaryAndWriteKv
+template <typename T, typename A>
+void store_token(const A& a, int64_t row, int64_t slot) {
+    if (slot < 0) return;
+    const T *key = (const T*)a.key + row * a.key_row, *value = (const T*)a.value + row * a.value_row;
+    if (a.cache_dtype == INT8) {
+        store_heads_int8(key, a.kv_heads, a.key_head, a.head_dim, true, a.key_cache, slot);
+        store_heads_int8(value, a.kv_heads, a.value_head, a.head_dim, false, a.value_cache, slot);
+    } else {
+        store_heads(key, a.kv_heads, a.key_head, a.head_dim, a.key_cache, slot);
+        store_heads(value, a.kv_heads, a.value_head, a.head_dim, a.value_cache, slot);
+    }
+}
+
+// The scale behind a row of the cache
+inline float scale_of(const int8_t* row, int64_t head_dim) {
+    float scale;
+    std::memcpy(&scale, row + head_dim, SCALE_BYTES);
+    return scale;
+}
+
+// A row of whole numbers as T, which holds them exactly. size: a multiple of 16.
+inline __m256 eight_floats(const int8_t* from) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from))); }
+inline void widen_row(const int8_t* from, int64_t size, float* out) {
+    for (int64_t i = 0; i < size; i += 8) _mm256_storeu_ps(out + i, eight_floats(from + i));
+}
+inline void widen_row(const int8_t* from, int64_t size, uint16_t* out) {
+    for (int64_t i = 0; i < size; i += 16) {
+        __m256i low = _mm256_srli_epi32(_mm256_castps_si256(eight_floats(from + i)), 16);
+        __m256i high = _mm256_srli_epi32(_mm256_castps_si256(eight_floats(from + i + 8)), 16);
+        _mm256_storeu_si256((__m256i*)(out + i), _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8));
+    }
+}
+
+// Four whole numbers of each of 8 rows -> their columns: 4 of fp32, or 2 of pairs of bf16, `apart` dwords from one to the next.
+template <int I>
+inline __m256i float_of_fours(__m256i fours) {
+    return _mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(fours, 24 - 8 * I), 24)));
+}
+inline void widen_fours(__m256i fours, float* out, int64_t apart) {
+    _mm256_storeu_si256((__m256i*)out, float_of_fours<0>(fours));
+    _mm256_storeu_si256((__m256i*)(out + apart), float_of_fours<1>(fours));
+    _mm256_storeu_si256((__m256i*)(out + 2 * apart), float_of_fours<2>(fours));
+    _mm256_storeu_si256((__m256i*)(out + 3 * apart), float_of_fours<3>(fours));
+}
+inline void widen_fours(__m256i fours, uint16_t* out, int64_t apart) {
+    _mm256_storeu_si256((__m256i*)out, _mm256_or_si256(_mm256_srli_epi32(float_of_fours<0>(fours), 16), float_of_fours<1>(fours)));
+    _mm256_storeu_si256((__m256i*)(out + 2 * apart), _mm256_or_si256(_mm256_srli_epi32(float_of_fours<2>(fours), 16), float_of_fours<3>(fours)));
+}

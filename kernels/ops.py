@@ -43,7 +43,7 @@ class AttentionMetadata:
 
 
 def kv_cache_row(head_dim: int, dtype: torch.dtype) -> int:
-    """Elements that a KV cache of `dtype` has for a token's head: its numbers and, in int8, the 4 bytes of their scale (reshape_and_cache)."""
+    """Elements that a KV cache of `dtype` has for a token's head: its numbers and, in int8, the 4 bytes of a scale (reshape_and_cache)."""
     return head_dim + 4 if dtype == torch.int8 else head_dim
 
 
@@ -114,10 +114,10 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
 
     slot_mapping [T] i64: token t's slot, block * block_size + offset, no slot twice; a token with a negative one is not stored. The caches
     may be in float8_e4m3fn (Micikevicius et al. 2022): numbers are rounded to the nearest, ties to even, those beyond 448 become 448.
-    Or in int8: a token's head becomes D whole numbers in +-127, x * (127 / max |x|) rounded to even, and behind them the bytes of the fp32
-    scale max |x| / 127, NaN where the head is not finite. A key is first turned, in fp32: each block of P numbers is multiplied by the
-    Hadamard matrix, where P is the largest power of two that divides D, so that no channel is much larger than others (QuaRot; Ashkboos
-    et al. 2024).
+    Or in int8: a token's head becomes D whole numbers in +-127, x * (127 / max |x|) rounded to even, and the scale max |x| / 127 in fp32, NaN
+    where the head is not finite. A key is first turned, in fp32: each P numbers are multiplied by the Hadamard matrix, where P is the
+    largest power of two that divides D, so that no channel is much larger than others (QuaRot; Ashkboos et al. 2024). The bytes of a
+    block are its numbers [block_size, NKV, D], then its scales [NKV, block_size].
     """
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..ops import AttentionMetadata
 from ..registry import register
-from .kv_cache import loaded, stored
+from .kv_cache import load, store
 from .norm import rms_norm
 from .rotary import rotary_embedding
 
@@ -17,8 +17,8 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
     block_size = key_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
-            key_cache[slot // block_size, slot % block_size] = stored(key[token], key_cache.dtype, is_key=True)
-            value_cache[slot // block_size, slot % block_size] = stored(value[token], value_cache.dtype, is_key=False)
+            store(key[token], key_cache, slot // block_size, slot % block_size, is_key=True)
+            store(value[token], value_cache, slot // block_size, slot % block_size, is_key=False)
 
 
 @register("fused_qk_rope_reshape_and_cache", name="reference", priority=0)
@@ -45,8 +45,7 @@ def paged_attention(
         q = query[starts[row] : starts[row + 1]].float()  # [Lq, NQ, D]
         position = torch.arange(seq_len, device=query.device)
         blocks, offsets = metadata.block_tables[row].long()[position // block_size], position % block_size
-        k = loaded(key_cache[blocks, offsets], q.shape[-1], is_key=True)  # [seq_len, NKV, D]
-        v = loaded(value_cache[blocks, offsets], q.shape[-1], is_key=False)
+        k, v = load(key_cache, blocks, offsets, is_key=True), load(value_cache, blocks, offsets, is_key=False)  # [seq_len, NKV, D]
         distance = position[seq_len - len(q) :, None] - position[None, :]  # [Lq, seq_len]
         is_unseen = (distance < 0) | (distance >= (sliding_window or seq_len))
         for head in range(query.shape[1]):

@@ -1,36 +1,43 @@
 """How a KV cache holds a token's heads in types other than the model's, as specified (kernels/ops.py: reshape_and_cache).
 May know: torch, the contracts.
-Must not know: speed, pages."""
+Must not know: speed."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..ops import kv_cache_row
 from .quantized import quantize_activations
 
 LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 
-def stored(x: Tensor, dtype: torch.dtype, is_key: bool) -> Tensor:
-    """Heads x [..., D] as a cache of `dtype` has them, [..., kv_cache_row(D, dtype)]."""
-    if dtype == torch.float8_e4m3fn:  # they end at 448: what lies beyond becomes that, a NaN stays one
-        return x.float().clamp(-LARGEST_FP8, LARGEST_FP8).to(dtype)
-    if dtype != torch.int8:
-        return x
-    numbers, scales = quantize_activations(hadamard(x.float()) if is_key else x.float())
-    return torch.cat((numbers.to(torch.int8), scales.unsqueeze(-1).view(torch.int8)), -1)
+def store(heads: Tensor, cache: Tensor, block: int, offset: int, is_key: bool) -> None:
+    """heads [NKV, D] of a token -> its slot of a cache."""
+    if cache.dtype == torch.float8_e4m3fn:  # they end at 448: what lies beyond becomes that, a NaN stays one
+        heads = heads.float().clamp(-LARGEST_FP8, LARGEST_FP8).to(cache.dtype)
+    if cache.dtype != torch.int8:
+        cache[block, offset] = heads
+        return
+    numbers, scales = parts(cache)
+    whole, scales[block, :, offset] = quantize_activations(hadamard(heads.float()) if is_key else heads.float())
+    numbers[block, offset] = whole.to(torch.int8)
 
 
-def loaded(rows: Tensor, head_dim: int, is_key: bool) -> Tensor:
-    """What `stored` keeps of heads -> [..., head_dim] fp32."""
-    if rows.dtype != torch.int8:
-        return rows.float()
-    assert rows.shape[-1] == kv_cache_row(head_dim, rows.dtype)
-    scales = rows[..., head_dim:].contiguous().view(torch.float32)
-    x = rows[..., :head_dim].float() * scales
-    return hadamard(x) / hadamard_size(head_dim) if is_key else x
+def load(cache: Tensor, blocks: Tensor, offsets: Tensor, is_key: bool) -> Tensor:
+    """What slots hold, blocks and offsets [n] i64 -> [n, NKV, D] fp32."""
+    if cache.dtype != torch.int8:
+        return cache[blocks, offsets].float()
+    numbers, scales = parts(cache)
+    heads = numbers[blocks, offsets].float() * scales[blocks, :, offsets].unsqueeze(-1)
+    return hadamard(heads) / hadamard_size(heads.shape[-1]) if is_key else heads
+
+
+def parts(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a cache in int8 [num_blocks, block_size, NKV, D + 4] its numbers [num_blocks, block_size, NKV, D] and scales [num_blocks, NKV, block_size]."""
+    block_size, num_kv_heads, row = cache.shape[1:]
+    numbers, scales = cache.flatten(1).split((block_size * num_kv_heads * (row - 4), block_size * num_kv_heads * 4), dim=1)
+    return numbers.unflatten(1, (block_size, num_kv_heads, row - 4)), scales.view(torch.float32).unflatten(1, (num_kv_heads, block_size))
 
 
 def hadamard_size(head_dim: int) -> int:

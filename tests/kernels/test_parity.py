@@ -260,9 +260,12 @@ def turning(head_dim: int) -> torch.Tensor:
     return torch.block_diag(*[block] * (head_dim // len(block)))
 
 
-def take_apart(cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache in int8: whole numbers [..., head_dim] and scales [..., 1], fp64."""
-    return cache[..., :head_dim].double(), cache[..., head_dim:].contiguous().view(torch.float32).double()
+def take_apart(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache in int8: whole numbers [num_blocks, block_size, NKV, D] and scales [num_blocks, block_size, NKV, 1], fp64."""
+    (num_blocks, block_size, heads, row), blocks = cache.shape, cache.flatten(1)
+    count = block_size * heads * (row - 4)
+    scales = blocks[:, count:].contiguous().view(torch.float32).view(num_blocks, heads, block_size, 1).transpose(1, 2)
+    return blocks[:, :count].reshape(num_blocks, block_size, heads, row - 4).double(), scales.double()
 
 
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 128, 256])
@@ -274,21 +277,25 @@ def test_heads_in_int8_are_the_nearest_whole_numbers_of_their_scale(dtype, imple
     heads[:, 7], heads[:, 8, 1], heads[:, 9] = 0, 1e-38, torch.eye(3, head_dim)
     key, value = heads = heads.to(dtype)
     caches = torch.full((2, 5, 8, 3, kv_cache_row(head_dim, INT8)), 77, dtype=INT8)
+    untouched = take_apart(caches[0])[1][0, 0, 0]
     slots = torch.randperm(40)[:30]
     slots[4] = -1
     implementation.function(key, value, *caches, slots)
     kept = slots >= 0
-    assert (caches.flatten(1, 2)[:, [s for s in range(40) if s not in slots]] == 77).all()
-    for x, cache in zip((key.double() @ turning(head_dim), value.double()), caches.flatten(1, 2)[:, slots[kept]]):
-        x, (numbers, scales) = x[kept], take_apart(cache, head_dim)
+    for x, cache in zip((key.double() @ turning(head_dim), value.double()), caches):
+        numbers, scales = (part.flatten(0, 1) for part in take_apart(cache))
+        others = [slot for slot in range(40) if slot not in slots]
+        assert (numbers[others] == 77).all() and (scales[others] == untouched).all()
+        x, numbers, scales = x[kept], numbers[slots[kept]], scales[slots[kept]]
         largest = x.abs().amax(-1, keepdim=True)
         torch.testing.assert_close(scales, torch.where(largest > 1e-30, largest / 127, 0.0), rtol=1e-6, atol=0)
         assert ((numbers * scales - x).abs() <= 0.5001 * scales + 1e-30).all() and numbers.abs().max() == 127
     bad = torch.tensor([torch.nan, torch.inf, -torch.inf]).to(dtype)
     key[:3, 1, 2] = value[:3, 1, 2] = bad
     implementation.function(key, value, *caches, slots)
-    _, scales = take_apart(caches.flatten(1, 2)[:, slots[:4]], head_dim)
-    assert scales[:, :3, 1].isnan().all() and scales[:, 3].isfinite().all() and scales[:, :3, [0, 2]].isfinite().all()
+    for cache in caches:
+        scales = take_apart(cache)[1].flatten(0, 1)[slots[:4]]
+        assert scales[:3, 1].isnan().all() and scales[3].isfinite().all() and scales[:3, [0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("head_dim", [32, 80])
@@ -304,7 +311,7 @@ def test_attention_over_int8_is_that_over_its_numbers(dtype, implementation, hea
     caches = torch.empty(2, *plain[0].shape[:3], kv_cache_row(head_dim, INT8), dtype=INT8)
     store(*(cache.flatten(0, 1) for cache in plain), *caches, torch.arange(plain[0].shape[0] * plain[0].shape[1]))
     (result,) = cases.Case(case.name, (query, *caches, *case.args[3:]), case.torch_own).run(implementation.function)
-    (keys, key_scales), (values, value_scales) = (take_apart(cache, head_dim) for cache in caches)
+    (keys, key_scales), (values, value_scales) = map(take_apart, caches)
     matrix = turning(head_dim)
     keys = keys * key_scales @ matrix / (matrix[0] != 0).sum()
     (truth,) = case.torch_own(query.double(), keys, values * value_scales, *case.args[3:])

@@ -94,14 +94,14 @@ class WriteKv(Call):
     _fields_ = _fields(
         key=c_void_p, value=c_void_p, key_cache=c_void_p, value_cache=c_void_p,
         key_row=c_int64, key_head=c_int64, value_row=c_int64, value_head=c_int64,
-        kv_heads=c_int64, head_dim=c_int64, cache_dtype=c_int64,
+        kv_heads=c_int64, head_dim=c_int64, block_size=c_int64, cache_dtype=c_int64,
     )  # fmt: skip
 
 
 class RotaryAndWriteKv(Rotary):
     _fields_ = _fields(
         value=c_void_p, key_cache=c_void_p, value_cache=c_void_p,
-        value_row=c_int64, value_head=c_int64, head_dim=c_int64, cache_dtype=c_int64,
+        value_row=c_int64, value_head=c_int64, head_dim=c_int64, block_size=c_int64, cache_dtype=c_int64,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cach
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     call = WriteKv(
         Op.WRITE_KV, DTYPES[key.dtype], num_rows(key), key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1), key.shape[1], key.shape[2], CACHE_DTYPES[key_cache.dtype],
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1), *key.shape[1:], key_cache.shape[1],
+        CACHE_DTYPES[key_cache.dtype],
     )  # fmt: skip
     submit(call, Step(num_tokens=len(key), slot_mapping=slot_mapping.data_ptr()))

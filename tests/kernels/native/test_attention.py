@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.kernels.cpu.native.library import library
 from quire.kernels.ops import AttentionMetadata, kv_cache_row
+from quire.kernels.reference.kv_cache import parts
 from quire.kernels.registry import Facts
 from quire.tests.kernels import cases
 from torch import Tensor
@@ -64,12 +65,20 @@ class Cache:
         num_kv_heads, head_dim = requests[0].key.shape[1:]
         dtype = requests[0].cache_dtype
         shape = (2, sum(counts) + 2, block_size, num_kv_heads, kv_cache_row(head_dim, dtype))
-        self.nan = -1 if dtype == torch.int8 else math.nan  # all bits are set, the scale's too
-        self.keys, self.values = torch.full(shape, self.nan, dtype=dtype).unbind(0)
+        nan = -1 if dtype == torch.int8 else math.nan  # all bits are set, the scale's too
+        self.keys, self.values = torch.full(shape, nan, dtype=dtype).unbind(0)
         pages = torch.randperm(shape[1], dtype=torch.int32)[: sum(counts)].split(counts)
         self.tables = torch.full((len(requests), max(counts) + 1), cases.FOREIGN_BLOCK, dtype=torch.int32)
         for table, own in zip(self.tables, pages):
             table[: len(own)] = own
+
+    def spoil(self, what: str, row: int, position: int) -> None:
+        cache, (block, offset) = getattr(self, what), divmod(position, self.block_size)
+        block = self.tables[row, block].item()
+        if cache.dtype == torch.int8:
+            parts(cache)[1][block, :, offset] = math.nan
+        else:
+            cache[block, offset] = math.nan
 
     def step(self, requests: list[Request], rows: list[int], sizes: list[int], options: tuple = ()) -> list[Tensor]:
         """Computes the next sizes[i] tokens of request rows[i], as the engine does; gives each one's result."""
@@ -169,7 +178,7 @@ def test_what_lies_before_a_window_spoils_nothing(isa, kind, what):
     request = make_request(length, (4, 2, 48 if kind[1] == torch.int8 else 24), kind, (window,))
     cache = Cache([request], 8)
     cache.step([request], [0], [100], (window,))
-    getattr(cache, what)[cache.tables[0, bad // 8].item(), bad % 8] = cache.nan
+    cache.spoil(what, 0, bad)
     request.computed = 90  # keys and values of these ten are written again, the NaN stays
     (result,) = cache.step([request], [0], [60], (window,))
     unspoilt = slice(bad + window - 90, None)
@@ -238,7 +247,7 @@ def test_rotation_and_write_in_one_have_the_bits_of_the_two(isa, kind, rotary_di
         kind = CALL_DTYPES[dtype]
         calls.append((
             Rotary(Op.ROTARY, kind, -1, query.data_ptr(), key.data_ptr(), cos_sin.data_ptr(), *rotated, num_heads, num_kv_heads, rotary_dim),
-            WriteKv(Op.WRITE_KV, kind, -1, key.data_ptr(), value.data_ptr(), caches[0].data_ptr(), caches[1].data_ptr(), *stored, num_kv_heads, head_dim,
+            WriteKv(Op.WRITE_KV, kind, -1, key.data_ptr(), value.data_ptr(), caches[0].data_ptr(), caches[1].data_ptr(), *stored, num_kv_heads, head_dim, 8,
                     CACHE_DTYPES[cache_dtype]),
         ))  # fmt: skip
     step = Step(num_tokens=num_tokens, positions=positions.data_ptr(), slot_mapping=slots.data_ptr())
@@ -249,5 +258,6 @@ def test_rotation_and_write_in_one_have_the_bits_of_the_two(isa, kind, rotary_di
     library.run(RotaryAndWriteKv(op=Op.ROTARY_AND_WRITE_KV, dtype=kind, rows=-1, **rotation, **new), step)
     for apart, together in zip(*results):
         assert same_bits(apart, together)
-    written = results[0][1].flatten(1, 2).ne(0).any(0).flatten(1).any(1)
+    numbers = [parts(cache)[0] if cache_dtype == torch.int8 else cache for cache in results[0][1]]
+    written = torch.stack(numbers).flatten(1, 2).ne(0).any(0).flatten(1).any(1)
     assert written.nonzero().flatten().tolist() == sorted(slots[slots >= 0].tolist())

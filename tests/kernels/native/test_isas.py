@@ -11,6 +11,7 @@ import torch
 from quire.kernels import registry
 from quire.kernels.cpu.native.library import library
 from quire.kernels.ops import kv_cache_row
+from quire.kernels.reference.kv_cache import parts
 from quire.tests.kernels import cases
 from quire.tests.kernels.native.conftest import instead_of
 from quire.tests.kernels.test_parity import DTYPES, check_close, label
@@ -86,10 +87,11 @@ def test_a_cache_in_int8_has_the_references_bytes_and_its_attention(isa, dtype):
             caches = torch.zeros(2, 2, *plain[0].shape[:3], kv_cache_row(head_dim, torch.int8), dtype=torch.int8)
             reference["reshape_and_cache"](*heads, *caches[0], cache_slots)
             native("reshape_and_cache").function(*heads, *caches[1], cache_slots)
-            numbers, scales = caches[..., :head_dim], caches[..., head_dim:].contiguous().view(torch.float32)
-            spoilt = scales[0].isnan()
-            assert torch.equal(spoilt, scales[1].isnan()) and torch.equal(*scales.nan_to_num())
-            assert torch.equal(*numbers.masked_fill(spoilt, 0))
+            for expected, cache in zip(*caches):
+                (expected_numbers, expected_scales), (numbers, scales) = parts(expected), parts(cache)
+                torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
+                counts = scales.transpose(1, 2).isfinite().unsqueeze(-1)
+                assert torch.equal(numbers * counts, expected_numbers * counts)
         (expected,) = cases.Case("", (query, *caches[0], metadata, scale), cases.attention_own).run(reference["paged_attention"])
         result = native("paged_attention").function(query, *caches[1], metadata, scale)
         tolerance = 1e-5 if dtype == torch.float32 else 2**-7

@@ -110,14 +110,14 @@ struct Rotary : Call {
 };
 
 // key and value [rows, kv_heads, head_dim] -> the step's slots of the caches [slots, kv_heads, head_dim]; none where a slot is negative.
-// cache_dtype: that of the activations, or INT8, which kv_cache.inl lays out: [slots, kv_heads, head_dim + 4]; head_dim is then a multiple of 16.
+// cache_dtype: that of the activations, or INT8, which kv_cache.inl lays out in blocks of block_size slots; head_dim is then a multiple of 16.
 struct WriteKv : Call {
     const void* key;
     const void* value;
     void* key_cache;
     void* value_cache;
     int64_t key_row, key_head, value_row, value_head;
-    int64_t kv_heads, head_dim;
+    int64_t kv_heads, head_dim, block_size;
     int64_t cache_dtype;  // Dtype
 };
 
@@ -127,7 +127,7 @@ struct RotaryAndWriteKv : Rotary {
     void* key_cache;
     void* value_cache;
     int64_t value_row, value_head;
-    int64_t head_dim;
+    int64_t head_dim, block_size;
     int64_t cache_dtype;
 };
 

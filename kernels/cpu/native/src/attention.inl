@@ -103,15 +103,18 @@ struct Attender {
     // Where the keys from `start` on lie, at most a tile of them, none from `end` on.
     void find_slots(const Request& r, int64_t start, int64_t end, int64_t kv_head, Slots<C>& slots) const {
         const int32_t* blocks = step.block_tables + r.index * step.block_table_row;
-        int64_t head_size = cache_row<C>(a.head_dim), slot_size = a.kv_heads * head_size;
+        const BlockLayout<C> layout{a.block_size, a.kv_heads, a.head_dim};
+        const int64_t slot_size = a.kv_heads * a.head_dim;
         slots.count = (int)std::min<int64_t>(KEYS, std::max<int64_t>(end - start, 0));
         for (int key = 0; key < slots.count;) {
             int64_t block = (start + key) / a.block_size, offset = (start + key) % a.block_size;
-            int64_t at = ((int64_t)blocks[block] * a.block_size + offset) * slot_size + kv_head * head_size;
-            int stop = (int)std::min<int64_t>(slots.count, key + a.block_size - offset);
-            for (; key < stop; key++, at += slot_size) {
-                slots.keys[key] = (const C*)a.key_cache + at;
-                slots.values[key] = (const C*)a.value_cache + at;
+            const C *keys = layout.numbers(a.key_cache, blocks[block], offset, kv_head), *values = layout.numbers(a.value_cache, blocks[block], offset, kv_head);
+            int start_key = key, stop = (int)std::min<int64_t>(slots.count, key + a.block_size - offset);
+            for (; key < stop; key++, keys += slot_size, values += slot_size) slots.keys[key] = keys, slots.values[key] = values;
+            if constexpr (Slots<C>::HAVE_SCALES) {
+                const float* key_scales = layout.scale(a.key_cache, blocks[block], offset, kv_head);
+                const float* value_scales = layout.scale(a.value_cache, blocks[block], offset, kv_head);
+                for (int i = start_key; i < stop; i++) slots.key_scales[i] = key_scales++, slots.value_scales[i] = value_scales++;
             }
         }
     }

@@ -14,7 +14,7 @@ struct AmxRows {
     T* keys;    // transposed: [depth / 2][KEYS] pairs
     T* values;  // [KEYS / 2][depth] pairs of keys
     Scales<C> scales;
-    const Slots<C>* next;
+    Fetch<C> next_keys, next_values;
     int64_t start, configured = 0;  // configured: rows that the processor's tiles have now
     bool is_finite;
 
@@ -43,11 +43,12 @@ struct AmxRows {
     void load(Slots<C>& slots, const Slots<C>& following, int64_t tile_start, bool seen_by_all) {
         static const C zeros[MAX_HEAD_DIM] = {};
         start = tile_start;
-        next = &following;
+        next_keys.start(following.keys, following.count, head_dim);
+        next_values.start(following.values, following.count, head_dim);
         transpose_keys(slots, head_dim, keys);
         for (int key = slots.count; key < KEYS; key++) slots.values[key] = zeros;
         for (int key = 0; key < KEYS; key += 2) pair_values(slots.values[key], slots.values[key + 1], values + key * depth);
-        if constexpr (Scales<C>::ARE_THERE) scales.load(slots, head_dim, seen_by_all);
+        scales.load(slots, following, seen_by_all);
         is_finite = Scales<C>::ARE_THERE || seen_by_all || all_finite(values, KEYS * depth);
     }
 
@@ -90,14 +91,15 @@ private:
         if (visible[rows - 1] == hidden[0]) return;
         configure(rows);
         score(block, scores);
-        if (next) next->fetch_keys(0, KEYS, head_dim);
-        for (int i = 0; i < rows * KEYS; i += Vec::LANES) (Vec::load(scores + i) * Vec(scale)).store(scores + i);
-        if constexpr (Scales<C>::ARE_THERE) scales.scale_scores(rows, scores, KEYS);
+        next_keys.all();
+        for (int i = 0; i < rows * KEYS; i += Vec::LANES) {
+            Vec own = Scales<C>::ARE_THERE ? Vec::load(scales.of_keys() + i % KEYS) * Vec(scale) : Vec(scale);
+            (Vec::load(scores + i) * own).store(scores + i);
+        }
         if (sight.cap) cap_scores(rows, scores, KEYS, sight.cap);
-        weigh(rows, scores, hidden, visible, KEYS, weights, running, running_row, decay);
-        if constexpr (Scales<C>::ARE_THERE) scales.scale_weights(rows, weights, hidden, visible, KEYS);
-        if (next) next->fetch_values(0, head_dim, head_dim);
-        next = nullptr;
+        weigh(rows, scores, hidden, visible, KEYS, scales.of_values(), weights, running, running_row, decay);
+        scales.scale_seen(rows, weights, hidden, visible);
+        next_values.all();
         float* sums = running + Running::VALUES;
         for (int r = 0; r < rows; r++)
             if (decay[r] != 1)

@@ -15,21 +15,45 @@ constexpr auto FETCH = _MM_HINT_T1;
 // Where a tile's keys and values lie in the cache.
 template <typename C>
 struct Slots {
+    static constexpr bool HAVE_SCALES = sizeof(C) == 1;
+
     const C* keys[KEYS];
     const C* values[KEYS];
+    const float* key_scales[HAVE_SCALES ? KEYS : 1];
+    const float* value_scales[HAVE_SCALES ? KEYS : 1];
     int count = 0;
+};
 
-    static constexpr int64_t LINE = 64 / sizeof(C);
+struct NoFetch {
+    template <int BYTES>
+    void go_on(int64_t) {}
+};
 
-    // Fetch a part of them into the processor's caches: all of some keys, some columns of all values.
-    void fetch_keys(int first, int size, int64_t head_dim) const {
-        for (int key = first; key < std::min(first + size, count); key++)
-            for (int64_t d = 0; d < cache_row<C>(head_dim); d += LINE) _mm_prefetch((const char*)(keys[key] + d), FETCH);
+// The next tile's rows on their way into the processor's caches, line by line between the products of this one: a core waits for some two dozen
+// lines at a time, and when more are asked for at once it waits with its arithmetic too.
+template <typename C>
+struct Fetch {
+    static constexpr int LINE = 64;
+
+    const C* const* rows = nullptr;
+    int count = 0, row = 0;  // of the rows; the one that is next
+    int64_t row_bytes = 0, at = 0;
+
+    void start(const C* const* from, int num_rows, int64_t head_dim) { rows = from, count = num_rows, row = 0, row_bytes = head_dim * sizeof(C), at = 0; }
+    // In the `step`-th turn of a loop that reads BYTES of its own rows in each.
+    template <int BYTES>
+    void go_on(int64_t step) {
+        if (BYTES < LINE && step % std::max(LINE / BYTES, 1)) return;
+        for (int i = 0; i < std::max(BYTES / LINE, 1) && row < count; i++) fetch_line();
     }
-    void fetch_values(int64_t first, int64_t size, int64_t head_dim) const {
-        int64_t end = first + size < head_dim ? first + size : cache_row<C>(head_dim);
-        for (int64_t d = round_up(first, LINE); d < end; d += LINE)
-            for (int key = 0; key < count; key++) _mm_prefetch((const char*)(values[key] + d), FETCH);
+    void all() {
+        while (row < count) fetch_line();
+    }
+
+private:
+    void fetch_line() {
+        _mm_prefetch((const char*)rows[row] + at, FETCH);
+        if ((at += LINE) >= row_bytes) at = 0, row++;
     }
 };
 
@@ -86,10 +110,15 @@ bool all_finite(const T* values, int64_t size) {  // size: a multiple of LANES
     return sum.sum() == 0;
 }
 
-// A tile's scales, where the cache is in int8: whole numbers are multiplied and added up, a key's scale meets its scores, a value's its weights.
+// A tile's scales, where the cache is in int8: products are those of whole numbers; a key's scale meets its scores, a value's its weights.
 template <typename C>
 struct Scales {
     static constexpr bool ARE_THERE = false;
+    void load(const Slots<C>&, const Slots<C>&, bool) {}
+    const float* of_keys() const { return nullptr; }
+    const float* of_values() const { return nullptr; }
+    template <typename W>
+    void scale_seen(int, W*, const int*, const int*) const {}
 };
 template <>
 struct Scales<int8_t> {
@@ -97,25 +126,25 @@ struct Scales<int8_t> {
     alignas(64) float keys[KEYS] = {}, values[KEYS] = {};  // 0 where there is no key
     bool is_finite;
 
-    void load(const Slots<int8_t>& slots, int64_t head_dim, bool seen_by_all) {
+    void load(const Slots<int8_t>& slots, const Slots<int8_t>& following, bool seen_by_all) {
+        for (int key = 0; key < following.count; key += 8) {
+            _mm_prefetch((const char*)following.key_scales[key], FETCH);
+            _mm_prefetch((const char*)following.value_scales[key], FETCH);
+        }
         for (int key = 0; key < KEYS; key++) {
-            keys[key] = key < slots.count ? scale_of(slots.keys[key], head_dim) : 0;
-            values[key] = key < slots.count ? scale_of(slots.values[key], head_dim) : 0;
+            keys[key] = key < slots.count ? *slots.key_scales[key] : 0;
+            values[key] = key < slots.count ? *slots.value_scales[key] : 0;
         }
         is_finite = seen_by_all || all_finite(values, KEYS);
     }
-    void scale_scores(int rows, float* scores, int num_keys) const {
-        for (int r = 0; r < rows; r++, scores += KEYS)
-            for (int key = 0; key < num_keys; key += Vec::LANES) (Vec::load(scores + key) * Vec::load(keys + key)).store(scores + key);
-    }
+    const float* of_keys() const { return keys; }
+    const float* of_values() const { return is_finite ? values : nullptr; }
+    // Where of_values gives none: 0 * NaN is no 0, so a weight of what is not seen stays.
     template <typename W>
-    void scale_weights(int rows, W* weights, const int* hidden, const int* visible, int num_keys) const {
-        for (int r = 0; r < rows; r++, weights += KEYS)
-            if (is_finite) {
-                for (int key = 0; key < num_keys; key += Vec::LANES) (Vec::load(weights + key) * Vec::load(values + key)).store(weights + key);
-            } else {  // 0 * NaN is no 0: a weight of a value that is not seen stays
-                for (int key = hidden[r]; key < visible[r]; key++) put(weights + key, Number<W>::get(weights[key]) * values[key]);
-            }
+    void scale_seen(int rows, W* weights, const int* hidden, const int* visible) const {
+        if (is_finite) return;
+        for (int r = 0; r < rows; r++)
+            for (int key = hidden[r]; key < visible[r]; key++) put(weights + r * KEYS + key, Number<W>::get(weights[r * KEYS + key]) * values[key]);
     }
 };
 
@@ -162,9 +191,11 @@ struct Running {
 };
 
 // Scores [rows, KEYS] of at most LANES rows become weights: powers of 2 over the row's maximum, 0 where masked, rounded to W and summed up
-// as such. They may lie in the scores' place. decay [LANES]: what the rows' sums so far are worth.
+// as such; then times their values' scales, unless null. They may lie in the scores' place. decay [LANES]: what the rows' sums so far are worth.
 template <typename W>
-inline void weigh(int rows, float* scores, const int* hidden, const int* visible, int num_keys, W* weights, float* running, int64_t running_row, float* decay) {
+inline void weigh(
+    int rows, float* scores, const int* hidden, const int* visible, int num_keys, const float* scales, W* weights, float* running, int64_t running_row, float* decay
+) {
     int end = (int)round_up(num_keys, Vec::LANES);
     Vec totals[Vec::LANES];
     alignas(64) float change[Vec::LANES] = {};
@@ -179,8 +210,9 @@ inline void weigh(int rows, float* scores, const int* hidden, const int* visible
         Vec total;
         for (int key = 0; key < end; key += Vec::LANES) {
             Vec weight = Number<W>::round(exp2_of_nonpositive(Vec::load(s + key) - Vec(maximum)));
-            weight.store(weights + r * KEYS + key);
             total = total + weight;
+            if (scales) weight = weight * Vec::load(scales + key);
+            weight.store(weights + r * KEYS + key);
         }
         totals[r] = total;
     }

@@ -21,7 +21,8 @@ struct Pairs<float> {
     }
 };
 
-// sums [R][N] += x [R] times N vectors, which load(n) gives. The smaller side is held in registers while the other streams through.
+// sums [R][N] += x [R] times N vectors, which load(n) gives. The smaller side is held in registers while the other streams through. `settled`,
+// for else GCC takes the vectors of two such sums at once, and keeps a sum in memory: a prompt's attention would take a fifth longer.
 template <int R, int N, int APART, typename Load>
 inline void add_products(const float* x, Load load, Vec (&sums)[R][N]) {
     if (R < N) {
@@ -37,7 +38,7 @@ inline void add_products(const float* x, Load load, Vec (&sums)[R][N]) {
     } else {
         Vec held[N];
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++) held[n] = load(n);
+        for (int n = 0; n < N; n++) held[n] = settled(load(n));
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             Vec y(x[r * APART]);
@@ -47,34 +48,37 @@ inline void add_products(const float* x, Load load, Vec (&sums)[R][N]) {
     }
 }
 
-// scores [R, KEYS] of N vectors of keys; q [head_dim][R], keys: at the first of them in the transposed tile.
-template <typename T, int R, int N>
-inline void score_keys(const float* q, const T* keys, int64_t head_dim, float* scores) {
+// scores [R, KEYS] of N vectors of keys, times their scales, unless null; q [head_dim][R], keys: at the first of them in the transposed tile.
+template <typename T, typename C, int R, int N, typename F>
+inline void score_keys(const float* q, const T* keys, int64_t head_dim, const float* scales, float* scores, F& fetch) {
     constexpr int STEP = Vec::LANES * Pairs<T>::WIDTH;
     Vec sums[R][N];
     for (int64_t d = 0; d < head_dim; d += 2, q += 2 * R, keys += 2 * KEYS) {
+        fetch.template go_on<2 * N * Vec::LANES * sizeof(C)>(d / 2);
         add_products<R, N, 1>(q, [&](int n) { return Pairs<T>::first(keys + n * STEP, KEYS); }, sums);
         add_products<R, N, 1>(q + R, [&](int n) { return Pairs<T>::second(keys + n * STEP, KEYS); }, sums);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++) sums[r][n].store(scores + r * KEYS + n * Vec::LANES);
+        for (int n = 0; n < N; n++) (scales ? sums[r][n] * Vec::load(scales + n * Vec::LANES) : sums[r][n]).store(scores + r * KEYS + n * Vec::LANES);
 }
 
 // sums [R rows of N vectors, `row` apart] = sums * decay + weights [R, KEYS] times the first num_keys values. N is even: pairs.
-template <typename T, int R, int N>
-inline void add_values(const float* weights, const T* values, int64_t value_row, int num_keys, const float* decay, float* sums, int64_t row) {
+template <typename T, typename C, int R, int N, typename F>
+inline void add_values(const float* weights, const T* values, int64_t value_row, int num_keys, const float* decay, float* sums, int64_t row, F& fetch) {
     Vec sum[R][N];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) sum[r][n] = Vec::load(sums + r * row + n * Vec::LANES) * Vec(decay[r]);
-    for (int key = 0; key < num_keys; key++, values += value_row, weights++)
+    for (int key = 0; key < num_keys; key++, values += value_row, weights++) {
+        fetch.template go_on<N * Vec::LANES * sizeof(C)>(key);
         add_products<R, N, KEYS>(weights, [&](int n) {
             const T* pair = values + n / 2 * 2 * Vec::LANES;
             return n % 2 ? Pairs<T>::second(pair, Vec::LANES) : Pairs<T>::first(pair, Vec::LANES);
         }, sum);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
@@ -92,7 +96,7 @@ struct VecRows {
     T* keys;    // transposed
     T* values;  // [KEYS, value_row]; zeros from head_dim on
     Scales<C> scales;
-    const Slots<C>* next;  // what is fetched meanwhile
+    Fetch<C> next_keys, next_values;
     int64_t start;
     bool is_finite;
 
@@ -118,26 +122,20 @@ struct VecRows {
     // The tile at `start`. Not seen by all: some row sees fewer of its keys than another.
     void load(Slots<C>& slots, const Slots<C>& following, int64_t tile_start, bool seen_by_all) {
         start = tile_start;
-        next = &following;
+        next_keys.start(following.keys, following.count, head_dim);
+        next_values.start(following.values, following.count, head_dim);
         transpose_keys(slots, head_dim, keys);
         for (int key = 0; key < slots.count; key++) copy_row(slots.values[key], head_dim, values + key * value_row);
-        if constexpr (Scales<C>::ARE_THERE) scales.load(slots, head_dim, seen_by_all);
+        scales.load(slots, following, seen_by_all);
         is_finite = Scales<C>::ARE_THERE || seen_by_all || all_finite(values, slots.count * value_row);
     }
 
     // positions [num_rows], ascending; running: the rows' Running, running_row floats apart.
     void attend(int64_t num_rows, const int64_t* positions, float* running, int64_t running_row) {
-        for (int64_t row = 0; row < num_rows; row += ROWS, positions += ROWS, running += ROWS * running_row) {
-            const float* block = q + row * head_dim;
-            switch (num_rows - row) {
-                case 1: attend_block<1>(block, positions, running, running_row); break;
-                case 2: attend_block<2>(block, positions, running, running_row); break;
-                case 3: attend_block<3>(block, positions, running, running_row); break;
-                case 4: attend_block<4>(block, positions, running, running_row); break;
-                default: attend_block<ROWS>(block, positions, running, running_row);
-            }
-            next = nullptr;
-        }
+        attend_rows(num_rows, q, positions, running, running_row, next_keys, next_values);
+        NoFetch none;
+        for (int64_t row = ROWS; row < num_rows; row += ROWS)
+            attend_rows(num_rows - row, q + row * head_dim, positions + row, running + row * running_row, running_row, none, none);
     }
 
     // A finished row, Running::divide done.
@@ -149,8 +147,20 @@ struct VecRows {
     }
 
 private:
-    template <int R>
-    void attend_block(const float* block, const int64_t* positions, float* running, int64_t running_row) {
+    // As many of num_rows as are done at once; F: Fetch, or NoFetch.
+    template <typename F>
+    void attend_rows(int64_t num_rows, const float* block, const int64_t* positions, float* running, int64_t running_row, F& keys, F& values) {
+        switch (num_rows) {
+            case 1: return attend_block<1>(block, positions, running, running_row, keys, values);
+            case 2: return attend_block<2>(block, positions, running, running_row, keys, values);
+            case 3: return attend_block<3>(block, positions, running, running_row, keys, values);
+            case 4: return attend_block<4>(block, positions, running, running_row, keys, values);
+            default: attend_block<ROWS>(block, positions, running, running_row, keys, values);
+        }
+    }
+
+    template <int R, typename F>  // not inlined: one function of all of them is compiled to slower loops
+    __attribute__((noinline)) void attend_block(const float* block, const int64_t* positions, float* running, int64_t running_row, F& fetch_keys, F& fetch_values) {
         constexpr int N = std::min(R == 1 ? 8 : R == 2 ? 4 : 2, KEYS / Vec::LANES);
         alignas(64) float scores[R * KEYS], decay[Vec::LANES];
         int hidden[R], visible[R];
@@ -158,32 +168,30 @@ private:
         int num_keys = visible[R - 1];
         if (num_keys == hidden[0]) return;
         for (int key = 0; key < num_keys; key += N * Vec::LANES) {
-            if (next) next->fetch_keys(key, N * Vec::LANES, head_dim);
-            score_keys<T, R, N>(block, keys + key * Pairs<T>::WIDTH, head_dim, scores + key);
+            const float* key_scales = Scales<C>::ARE_THERE ? scales.of_keys() + key : nullptr;
+            score_keys<T, C, R, N>(block, keys + key * Pairs<T>::WIDTH, head_dim, key_scales, scores + key, fetch_keys);
         }
-        if constexpr (Scales<C>::ARE_THERE) scales.scale_scores(R, scores, num_keys);
         if (sight.cap) cap_scores(R, scores, num_keys, sight.cap);
-        weigh(R, scores, hidden, visible, num_keys, scores, running, running_row, decay);
-        if constexpr (Scales<C>::ARE_THERE) scales.scale_weights(R, scores, hidden, visible, num_keys);
+        weigh(R, scores, hidden, visible, num_keys, scales.of_values(), scores, running, running_row, decay);
+        scales.scale_seen(R, scores, hidden, visible);
         if (is_finite || (visible[0] == num_keys && hidden[R - 1] == 0)) {
-            add_all_values<R>(scores, values, num_keys, decay, running, running_row);
+            add_all_values<R>(scores, values, num_keys, decay, running, running_row, fetch_values);
         } else {  // 0 * NaN is no 0: a row must not meet a value that it does not see
             for (int r = 0; r < R; r++) {
                 float *weights = scores + r * KEYS + hidden[r], *row = running + r * running_row;
-                add_all_values<1>(weights, values + hidden[r] * value_row, visible[r] - hidden[r], decay + r, row, running_row);
+                add_all_values<1>(weights, values + hidden[r] * value_row, visible[r] - hidden[r], decay + r, row, running_row, fetch_values);
             }
         }
     }
 
-    template <int R>
-    void add_all_values(const float* weights, const T* values, int num_keys, const float* decay, float* running, int64_t running_row) {
+    template <int R, typename F>
+    void add_all_values(const float* weights, const T* values, int num_keys, const float* decay, float* running, int64_t running_row, F& fetch) {
         constexpr int N = R == 1 ? 8 : R <= 3 ? 4 : 2;  // vectors at once: enough independent sums to keep the multipliers busy
         float* sums = running + Running::VALUES;
         int64_t d = 0;
-        for (; d + N * Vec::LANES <= value_row; d += N * Vec::LANES) {
-            if (next) next->fetch_values(d, N * Vec::LANES, head_dim);
-            add_values<T, R, N>(weights, values + d, value_row, num_keys, decay, sums + d, running_row);
-        }
-        for (; d < value_row; d += 2 * Vec::LANES) add_values<T, R, 2>(weights, values + d, value_row, num_keys, decay, sums + d, running_row);
+        for (; d + N * Vec::LANES <= value_row; d += N * Vec::LANES)
+            add_values<T, C, R, N>(weights, values + d, value_row, num_keys, decay, sums + d, running_row, fetch);
+        for (; d < value_row; d += 2 * Vec::LANES)
+            add_values<T, C, R, 2>(weights, values + d, value_row, num_keys, decay, sums + d, running_row, fetch);
     }
 };

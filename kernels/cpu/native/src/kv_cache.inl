@@ -1,15 +1,26 @@
 // How keys and values lie in the cache: as they are, or in int8 (kernels/ops.py: reshape_and_cache), where a token's head is head_dim whole
-// numbers and the scale behind them. Keys in int8, and the queries that meet them, are turned by a Hadamard matrix: their products are what they
-// were, times its size, while a channel much larger than all others, as keys have them, is spread over so many (QuaRot; Ashkboos et al. 2024).
+// numbers and a scale. Keys in int8, and the queries that meet them, are turned by a Hadamard matrix: their products are what they were, times its
+// size, while a channel much larger than all others, as keys have them, is spread over so many (QuaRot; Ashkboos et al. 2024).
 
 constexpr int64_t MAX_HEAD_DIM = 256;
-constexpr int64_t SCALE_BYTES = sizeof(float);
 
-// Elements from one head to the next, where the cache holds numbers as C
+// A block of a cache that holds numbers as C: [block_size, kv_heads, head_dim] of them; in int8 then scales [kv_heads, block_size] fp32. So a head's
+// numbers begin where a line of the processor's cache does, and its scales of a block are one line.
 template <typename C>
-constexpr int64_t cache_row(int64_t head_dim) { return head_dim; }
-template <>
-constexpr int64_t cache_row<int8_t>(int64_t head_dim) { return head_dim + SCALE_BYTES; }
+struct BlockLayout {
+    int64_t block_size, kv_heads, head_dim;
+
+    int64_t size() const { return block_size * kv_heads * head_dim; }
+    int64_t bytes() const { return sizeof(C) == 1 ? size() + block_size * kv_heads * (int64_t)sizeof(float) : size() * (int64_t)sizeof(C); }
+    template <typename V>  // void, const or not
+    C* numbers(V* cache, int64_t block, int64_t offset, int64_t head) const {
+        return (C*)((char*)cache + block * bytes()) + (offset * kv_heads + head) * head_dim;
+    }
+    template <typename V>
+    float* scale(V* cache, int64_t block, int64_t offset, int64_t head) const {
+        return (float*)((char*)cache + block * bytes() + size()) + head * block_size + offset;
+    }
+};
 
 inline int64_t hadamard_size(int64_t head_dim) { return head_dim & -head_dim; }  // the largest power of two that divides it
 
@@ -33,22 +44,23 @@ inline void hadamard(float* x, int64_t head_dim) {
     }
 }
 
-// heads [., head_dim], `head` apart, of one token -> its slot of the cache [slots, heads, cache_row]
+// heads [., head_dim], `head` apart, of one token -> its slot of the cache
 template <typename T>
-void store_heads(const T* from, int64_t heads, int64_t head, int64_t head_dim, void* cache, int64_t slot) {
-    T* to = (T*)cache + slot * heads * head_dim;
-    for (int64_t h = 0; h < heads; h++) std::memcpy(to + h * head_dim, from + h * head, head_dim * sizeof(T));
+void store_heads(const BlockLayout<T>& layout, const T* from, int64_t head, void* cache, int64_t slot) {
+    T* to = (T*)cache + slot * layout.kv_heads * layout.head_dim;
+    for (int64_t h = 0; h < layout.kv_heads; h++) std::memcpy(to + h * layout.head_dim, from + h * head, layout.head_dim * sizeof(T));
 }
 template <typename T>
-void store_heads_int8(const T* from, int64_t heads, int64_t head, int64_t head_dim, bool turned, void* cache, int64_t slot) {
+void store_heads_int8(const BlockLayout<int8_t>& layout, const T* from, int64_t head, bool turned, void* cache, int64_t slot) {
     alignas(64) float x[MAX_HEAD_DIM];
-    int8_t* to = (int8_t*)cache + slot * heads * cache_row<int8_t>(head_dim);
-    for (int64_t h = 0; h < heads; h++, from += head, to += cache_row<int8_t>(head_dim)) {
-        copy_numbers(from, x, head_dim);
-        if (turned) hadamard(x, head_dim);
-        quantized::Scaling scaling(x, head_dim);
-        for (int64_t d = 0; d < head_dim; d += Vec::LANES) store_whole(scaling.whole(x + d), to + d);
-        std::memcpy(to + head_dim, &scaling.scale, SCALE_BYTES);
+    int64_t block = slot / layout.block_size, offset = slot % layout.block_size;
+    for (int64_t h = 0; h < layout.kv_heads; h++) {
+        copy_numbers(from + h * head, x, layout.head_dim);
+        if (turned) hadamard(x, layout.head_dim);
+        quantized::Scaling scaling(x, layout.head_dim);
+        int8_t* to = layout.numbers(cache, block, offset, h);
+        for (int64_t d = 0; d < layout.head_dim; d += Vec::LANES) store_whole(scaling.whole(x + d), to + d);
+        *layout.scale(cache, block, offset, h) = scaling.scale;
     }
 }
 
@@ -58,19 +70,14 @@ void store_token(const A& a, int64_t row, int64_t slot) {
     if (slot < 0) return;
     const T *key = (const T*)a.key + row * a.key_row, *value = (const T*)a.value + row * a.value_row;
     if (a.cache_dtype == INT8) {
-        store_heads_int8(key, a.kv_heads, a.key_head, a.head_dim, true, a.key_cache, slot);
-        store_heads_int8(value, a.kv_heads, a.value_head, a.head_dim, false, a.value_cache, slot);
+        BlockLayout<int8_t> layout{a.block_size, a.kv_heads, a.head_dim};
+        store_heads_int8(layout, key, a.key_head, true, a.key_cache, slot);
+        store_heads_int8(layout, value, a.value_head, false, a.value_cache, slot);
     } else {
-        store_heads(key, a.kv_heads, a.key_head, a.head_dim, a.key_cache, slot);
-        store_heads(value, a.kv_heads, a.value_head, a.head_dim, a.value_cache, slot);
+        BlockLayout<T> layout{a.block_size, a.kv_heads, a.head_dim};
+        store_heads(layout, key, a.key_head, a.key_cache, slot);
+        store_heads(layout, value, a.value_head, a.value_cache, slot);
     }
-}
-
-// The scale behind a row of the cache
-inline float scale_of(const int8_t* row, int64_t head_dim) {
-    float scale;
-    std::memcpy(&scale, row + head_dim, SCALE_BYTES);
-    return scale;
 }
 
 // A row of whole numbers as T, which holds them exactly. size: a multiple of 16.

@@ -1,4 +1,5 @@
 // Rows of queries against a tile in vectors of fp32: sums of some rows times some vectors of keys, or of columns of values, in registers.
+// A tile holds numbers as T, the cache as C: T, or int8.
 
 // LANES pairs of consecutive numbers, the first and the second of each; `apart`: from one vector to the other, where T is fp32.
 template <typename T>

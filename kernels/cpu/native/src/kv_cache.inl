@@ -4,20 +4,18 @@
 
 constexpr int64_t MAX_HEAD_DIM = 256;
 
-// A block of a cache that holds numbers as C: [block_size, kv_heads, head_dim] of them; in int8 then scales [kv_heads, block_size] fp32. So a head's
-// numbers begin where a line of the processor's cache does, and its scales of a block are one line.
+// A block of a cache that holds numbers as C: [block_size, kv_heads, head_dim] of them, and in int8 behind these scales [kv_heads, block_size] in fp32.
+// So a head's numbers begin where a line of the processor's cache does, and its scales of a block are one line.
 template <typename C>
 struct BlockLayout {
     int64_t block_size, kv_heads, head_dim;
 
     int64_t size() const { return block_size * kv_heads * head_dim; }
     int64_t bytes() const { return sizeof(C) == 1 ? size() + block_size * kv_heads * (int64_t)sizeof(float) : size() * (int64_t)sizeof(C); }
-    template <typename V>  // void, const or not
-    C* numbers(V* cache, int64_t block, int64_t offset, int64_t head) const {
+    C* numbers(const void* cache, int64_t block, int64_t offset, int64_t head) const {
         return (C*)((char*)cache + block * bytes()) + (offset * kv_heads + head) * head_dim;
     }
-    template <typename V>
-    float* scale(V* cache, int64_t block, int64_t offset, int64_t head) const {
+    float* scale(const void* cache, int64_t block, int64_t offset, int64_t head) const {
         return (float*)((char*)cache + block * bytes() + size()) + head * block_size + offset;
     }
 };

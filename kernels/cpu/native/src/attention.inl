@@ -89,7 +89,7 @@ struct Attender {
     Attender(const Attention& a, const Step& step, const Plan& plan, char* memory)
         : a(a), step(step), plan(plan), running_row(running_row_of(a)), total((float*)memory), piece(total + max_rows(a) * running_row),
           positions((int64_t*)(piece + max_rows(a) * running_row)),
-          rows(a.head_dim, a.scale * LOG2_E / (Scales<C>::ARE_THERE ? hadamard_size(a.head_dim) : 1), plan.sight, max_rows(a), memory + own_bytes(a)) {}
+          rows(a.head_dim, a.scale * LOG2_E / (IS_SCALED<C> ? hadamard_size(a.head_dim) : 1), plan.sight, max_rows(a), memory + own_bytes(a)) {}
 
     // Row: token * group + head.
     void load_queries(const Request& r, int64_t token, int64_t num_rows, int64_t kv_head) {
@@ -111,7 +111,7 @@ struct Attender {
             const C *keys = layout.numbers(a.key_cache, blocks[block], offset, kv_head), *values = layout.numbers(a.value_cache, blocks[block], offset, kv_head);
             int start_key = key, stop = (int)std::min<int64_t>(slots.count, key + a.block_size - offset);
             for (; key < stop; key++, keys += slot_size, values += slot_size) slots.keys[key] = keys, slots.values[key] = values;
-            if constexpr (Slots<C>::HAVE_SCALES) {
+            if constexpr (IS_SCALED<C>) {
                 const float* key_scales = layout.scale(a.key_cache, blocks[block], offset, kv_head);
                 const float* value_scales = layout.scale(a.value_cache, blocks[block], offset, kv_head);
                 for (int i = start_key; i < stop; i++) slots.key_scales[i] = key_scales++, slots.value_scales[i] = value_scales++;

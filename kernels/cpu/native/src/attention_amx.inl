@@ -30,7 +30,7 @@ struct AmxRows {
     }
 
     void set_query(int64_t row, int64_t, const T* from) {
-        if constexpr (!Scales<C>::ARE_THERE) {
+        if constexpr (!IS_SCALED<C>) {
             std::memcpy(q + row * depth, from, head_dim * sizeof(T));
         } else {
             alignas(64) float numbers[MAX_HEAD_DIM];
@@ -49,7 +49,7 @@ struct AmxRows {
         for (int key = slots.count; key < KEYS; key++) slots.values[key] = zeros;
         for (int key = 0; key < KEYS; key += 2) pair_values(slots.values[key], slots.values[key + 1], values + key * depth);
         scales.load(slots, following, seen_by_all);
-        is_finite = Scales<C>::ARE_THERE || seen_by_all || all_finite(values, KEYS * depth);
+        is_finite = IS_SCALED<C> || seen_by_all || all_finite(values, KEYS * depth);
     }
 
     void attend(int64_t num_rows, const int64_t* positions, float* running, int64_t running_row) {
@@ -93,7 +93,7 @@ private:
         score(block, scores);
         next_keys.all();
         for (int i = 0; i < rows * KEYS; i += Vec::LANES) {
-            Vec own = Scales<C>::ARE_THERE ? Vec::load(scales.of_keys() + i % KEYS) * Vec(scale) : Vec(scale);
+            Vec own = IS_SCALED<C> ? Vec::load(scales.of_keys() + i % KEYS) * Vec(scale) : Vec(scale);
             (Vec::load(scores + i) * own).store(scores + i);
         }
         if (sight.cap) cap_scores(rows, scores, KEYS, sight.cap);

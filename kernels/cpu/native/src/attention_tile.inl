@@ -15,12 +15,10 @@ constexpr auto FETCH = _MM_HINT_T1;
 // Where a tile's keys and values lie in the cache.
 template <typename C>
 struct Slots {
-    static constexpr bool HAVE_SCALES = sizeof(C) == 1;
-
     const C* keys[KEYS];
     const C* values[KEYS];
-    const float* key_scales[HAVE_SCALES ? KEYS : 1];
-    const float* value_scales[HAVE_SCALES ? KEYS : 1];
+    const float* key_scales[IS_SCALED<C> ? KEYS : 1];
+    const float* value_scales[IS_SCALED<C> ? KEYS : 1];
     int count = 0;
 };
 
@@ -97,7 +95,7 @@ void transpose_keys(Slots<C>& slots, int64_t head_dim, T* out) {
         const void* const* rows = (const void* const*)slots.keys + key;
         uint32_t* columns = (uint32_t*)out + key;
         transpose_8(rows, head_dim * sizeof(C) / 4, [=](int64_t i, __m256i dwords) {
-            if constexpr (sizeof(C) == 1) widen_fours(dwords, (T*)(columns + i * KEYS * sizeof(T)), KEYS);
+            if constexpr (IS_SCALED<C>) widen_fours(dwords, (T*)(columns + i * KEYS * sizeof(T)), KEYS);
             else _mm256_storeu_si256((__m256i*)(columns + i * KEYS), dwords);
         });
     }
@@ -113,7 +111,6 @@ bool all_finite(const T* values, int64_t size) {  // size: a multiple of LANES
 // A tile's scales, where the cache is in int8: products are those of whole numbers; a key's scale meets its scores, a value's its weights.
 template <typename C>
 struct Scales {
-    static constexpr bool ARE_THERE = false;
     void load(const Slots<C>&, const Slots<C>&, bool) {}
     const float* of_keys() const { return nullptr; }
     const float* of_values() const { return nullptr; }
@@ -122,7 +119,6 @@ struct Scales {
 };
 template <>
 struct Scales<int8_t> {
-    static constexpr bool ARE_THERE = true;
     alignas(64) float keys[KEYS] = {}, values[KEYS] = {};  // 0 where there is no key
     bool is_finite;
 

@@ -114,9 +114,9 @@ struct VecRows {
     void set_query(int64_t row, int64_t num_rows, const T* from) {
         int64_t first = row / ROWS * ROWS, size = std::min<int64_t>(ROWS, num_rows - first);
         float* to = q + first * head_dim + row % ROWS;
-        alignas(64) float numbers[MAX_HEAD_DIM + Vec::LANES];
+        alignas(64) float numbers[MAX_HEAD_DIM];
         copy_numbers(from, numbers, head_dim);
-        if constexpr (Scales<C>::ARE_THERE) hadamard(numbers, head_dim);
+        if constexpr (IS_SCALED<C>) hadamard(numbers, head_dim);
         for (int64_t d = 0; d < head_dim; d++) to[d * size] = numbers[d] * scale;
     }
 
@@ -128,7 +128,7 @@ struct VecRows {
         transpose_keys(slots, head_dim, keys);
         for (int key = 0; key < slots.count; key++) copy_row(slots.values[key], head_dim, values + key * value_row);
         scales.load(slots, following, seen_by_all);
-        is_finite = Scales<C>::ARE_THERE || seen_by_all || all_finite(values, slots.count * value_row);
+        is_finite = IS_SCALED<C> || seen_by_all || all_finite(values, slots.count * value_row);
     }
 
     // positions [num_rows], ascending; running: the rows' Running, running_row floats apart.
@@ -169,7 +169,7 @@ private:
         int num_keys = visible[R - 1];
         if (num_keys == hidden[0]) return;
         for (int key = 0; key < num_keys; key += N * Vec::LANES) {
-            const float* key_scales = Scales<C>::ARE_THERE ? scales.of_keys() + key : nullptr;
+            const float* key_scales = IS_SCALED<C> ? scales.of_keys() + key : nullptr;
             score_keys<T, C, R, N>(block, keys + key * Pairs<T>::WIDTH, head_dim, key_scales, scores + key, fetch_keys);
         }
         if (sight.cap) cap_scores(R, scores, num_keys, sight.cap);

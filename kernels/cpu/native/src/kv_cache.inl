@@ -4,6 +4,10 @@
 
 constexpr int64_t MAX_HEAD_DIM = 256;
 
+// Whether a cache that holds numbers as C has scales for them
+template <typename C>
+constexpr bool IS_SCALED = sizeof(C) == 1;
+
 // A block of a cache that holds numbers as C: [block_size, kv_heads, head_dim] of them, and in int8 behind these scales [kv_heads, block_size] in fp32.
 // So a head's numbers begin where a line of the processor's cache does, and its scales of a block are one line.
 template <typename C>
@@ -11,7 +15,7 @@ struct BlockLayout {
     int64_t block_size, kv_heads, head_dim;
 
     int64_t size() const { return block_size * kv_heads * head_dim; }
-    int64_t bytes() const { return sizeof(C) == 1 ? size() + block_size * kv_heads * (int64_t)sizeof(float) : size() * (int64_t)sizeof(C); }
+    int64_t bytes() const { return IS_SCALED<C> ? size() + block_size * kv_heads * (int64_t)sizeof(float) : size() * (int64_t)sizeof(C); }
     C* numbers(const void* cache, int64_t block, int64_t offset, int64_t head) const {
         return (C*)((char*)cache + block * bytes()) + (offset * kv_heads + head) * head_dim;
     }

@@ -18,6 +18,7 @@ from quire.kernels.ops import AttentionMetadata
 from quire.kernels.reference import quantized
 from quire.tests.kernels.triton.waiting import NothingWaits
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # Triton's interpreter runs the kernels for GPUs on tensors in host memory; then they alone are tested (tests/kernels/triton/).
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -377,8 +378,9 @@ def attention_case(
 
 
 def attention_own(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0, softcap: float = 0.0
-) -> tuple[Tensor, ...]:
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0, softcap: float = 0.0,
+    backend: SDPBackend = SDPBackend.MATH,
+) -> tuple[Tensor, ...]:  # fmt: skip
     out = torch.empty_like(query)
     start, group = 0, query.shape[1] // key_cache.shape[2]
     for row, (query_len, seq_len) in enumerate(zip(metadata.query_lens, metadata.seq_lens_list)):
@@ -392,7 +394,8 @@ def attention_own(
             logits = (q @ keys.mT * scale / softcap).tanh() * softcap
             attended = logits.masked_fill(~mask, -math.inf).softmax(-1) @ values
         else:
-            attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+            with sdpa_kernel(backend):
+                (attended,) = F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask, scale=scale)
         out[start : start + query_len] = attended.transpose(0, 1)
         start += query_len
     return (out,)

@@ -290,6 +290,10 @@ inline __m512 _mm512_roundscale_ps(__m512 v, int) {  // to whole numbers, ties t
     Lanes<float, __m512> x(v);
     return each<float, __m512>([&](int i) { return std::nearbyint(x.at[i]); });
 }
+inline __m512 _mm512_reduce_ps(__m512 v, int) {  // what is left of numbers over whole ones below: the only use here
+    Lanes<float, __m512> x(v);
+    return each<float, __m512>([&](int i) { return std::isinf(x.at[i]) ? 0.0f : x.at[i] - std::floor(x.at[i]); });
+}
 inline __m512 _mm512_scalef_ps(__m512 a, __m512 b) {  // a * 2**floor(b)
     Lanes<float, __m512> x(a), y(b);
     return each<float, __m512>([&](int i) { return std::isnan(y.at[i]) ? y.at[i] : std::ldexp(x.at[i], (int)std::floor(std::clamp(y.at[i], -1e4f, 1e4f))); });

@@ -63,10 +63,17 @@ struct Plan {
 #include "attention_vec.inl"
 template <typename T, typename C>
 struct RowsOf { using type = VecRows<T, C>; };
+#ifdef QUIRE_BF16
+#include "attention_bf16.inl"
 #ifdef QUIRE_AMX
 #include "attention_amx.inl"
+using Bf16Products = TileProducts;
+#else
+#include "attention_dot.inl"
+using Bf16Products = DotProducts;
+#endif
 template <typename C>
-struct RowsOf<uint16_t, C> { using type = AmxRows<C>; };
+struct RowsOf<uint16_t, C> { using type = Bf16Rows<C, Bf16Products>; };
 #endif
 
 // One thread's buffers, and the walk over an item. Activations are T, the cache holds numbers as C: T, or int8.

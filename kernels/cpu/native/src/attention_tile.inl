@@ -6,7 +6,7 @@
 //
 //   Slots: where the tile lies in the cache -> Rows::load: keys transposed, values close together -> Rows::attend: scores, weigh, values
 //
-// Rows, the way of an instruction set, is VecRows (attention_vec.inl) or AmxRows (attention_amx.inl).
+// Rows, the way of an instruction set, is VecRows (attention_vec.inl) or Bf16Rows (attention_bf16.inl).
 
 constexpr int KEYS = 64;  // of a tile: its keys and values stay in the first cache while all rows pass
 constexpr float NO_SCORE = -3.4028235e38f;  // a maximum over nothing: finite, so that differences of two are no NaN
@@ -31,7 +31,7 @@ struct NoFetch {
 // lines at a time, and when more are asked for at once it waits with its arithmetic too.
 template <typename C>
 struct Fetch {
-    static constexpr int LINE = 64;
+    static constexpr int LINE = 64, NUMBER = sizeof(C);
 
     const C* const* rows = nullptr;
     int count = 0, row = 0;  // of the rows; the one that is next
@@ -186,13 +186,48 @@ struct Running {
     }
 };
 
+// Some scores over their row's maximum become powers of 2, of which `total` is told as they were stored.
+template <typename W>
+struct Powers;
+template <>
+struct Powers<float> {
+    static constexpr int SIZE = Vec::LANES;
+    static Vec store(const float* scores, Vec maximum, Vec total, float* to) {
+        Vec power = exp2_of_nonpositive(Vec::load(scores) - maximum);
+        power.store(to);
+        return total + power;
+    }
+};
+#ifdef QUIRE_BF16
+template <>
+struct Powers<uint16_t> {
+    static constexpr int SIZE = 2 * Vec::LANES;
+    static Vec store(const float* scores, Vec maximum, Vec total, uint16_t* to) {
+        Vec::store_flushed(of(Vec::load(scores) - maximum), of(Vec::load(scores + Vec::LANES) - maximum), to);
+        constexpr uint16_t ONES[] = {0x3f80, 0x3f80};
+        return DotBf16::add(total, DotBf16::weights(to, 0), ONES);
+    }
+
+private:
+    // 2**x for x <= 0 to 3e-6, as much as shows in bf16: the coefficients are a fit of least relative error over [0, 1), exact at 0.
+    static Vec of(Vec x) {
+        Vec r = x.fraction(), p(1.34265188e-2f);
+        p = Vec::fma(p, r, Vec(5.22427398e-2f));
+        p = Vec::fma(p, r, Vec(2.41280081e-1f));
+        p = Vec::fma(p, r, Vec(6.93044860e-1f));
+        p = Vec::fma(p, r, Vec(1.0f));
+        return Vec::scale_by_power(p, x);
+    }
+};
+#endif
+
 // Scores [rows, KEYS] of at most LANES rows become weights: powers of 2 over the row's maximum, 0 where masked, rounded to W and summed up
 // as such; then times their values' scales, unless null. They may lie in the scores' place. decay [LANES]: what the rows' sums so far are worth.
 template <typename W>
 inline void weigh(
     int rows, float* scores, const int* hidden, const int* visible, int num_keys, const float* scales, W* weights, float* running, int64_t running_row, float* decay
 ) {
-    int end = (int)round_up(num_keys, Vec::LANES);
+    int end = (int)round_up(num_keys, Powers<W>::SIZE);
     Vec totals[Vec::LANES];
     alignas(64) float change[Vec::LANES] = {};
     for (int r = 0; r < rows; r++) {
@@ -204,12 +239,9 @@ inline void weigh(
         change[r] = maximum - largest.largest();
         maximum = largest.largest();
         Vec total;
-        for (int key = 0; key < end; key += Vec::LANES) {
-            Vec weight = Number<W>::round(exp2_of_nonpositive(Vec::load(s + key) - Vec(maximum)));
-            total = total + weight;
-            if (scales) weight = weight * Vec::load(scales + key);
-            weight.store(weights + r * KEYS + key);
-        }
+        W* to = weights + r * KEYS;
+        for (int key = 0; key < end; key += Powers<W>::SIZE) total = Powers<W>::store(s + key, Vec(maximum), total, to + key);
+        for (int key = 0; scales && key < end; key += Vec::LANES) (Vec::load(to + key) * Vec::load(scales + key)).store(to + key);
         totals[r] = total;
     }
     exp2_of_nonpositive(Vec::load(change)).store(decay);

@@ -9,21 +9,26 @@ template <typename Dot, int64_t STRIDE, int ROWS, int PANELS>
 void multiply_rows(const typename Dot::X* x, const typename Dot::Weight* weights, int64_t panel_size, int64_t lines, float* sums,
                    int64_t sums_row, bool first) {
     constexpr int VECS = PANEL / Vec::LANES, LINE = 64 / sizeof(*weights), PART = LINE / VECS;
+    constexpr int BESIDE = ROWS * PANELS * VECS + PANELS * VECS < REGISTERS ? PANELS : 1;  // panels that a number of x, once loaded, meets
     Vec sum[ROWS][PANELS][VECS];
+    const typename Dot::X* next_rows = x + ROWS * STRIDE;  // those of the next call, where there are many
     for (int64_t line = 0; line < lines; line++) {
         for (int panel = 0; panel < PANELS; panel++)
             __builtin_prefetch((const char*)(weights + panel * panel_size) + PREFETCH_BYTES / PANELS);
+        if (ROWS >= 12) __builtin_prefetch((const char*)next_rows + 64 * line);
 #pragma GCC unroll 2
         for (int step = 0; step < Dot::STEPS; step++)
 #pragma GCC unroll 4
-            for (int panel = 0; panel < PANELS; panel++) {
+            for (int panel = 0; panel < PANELS; panel += BESIDE) {
                 asm volatile("" : "+r"(x), "+r"(weights));  // what was loaded is loaded again: the registers are for sums
-                decltype(Dot::weights(weights, step)) w[VECS];
-                for (int i = 0; i < VECS; i++) w[i] = Dot::weights(weights + panel * panel_size + i * PART, step);
+                decltype(Dot::weights(weights, step)) w[BESIDE][VECS];
+                for (int p = 0; p < BESIDE; p++)
+                    for (int i = 0; i < VECS; i++) w[p][i] = Dot::weights(weights + (panel + p) * panel_size + i * PART, step);
 #pragma GCC unroll 16
                 for (int row = 0; row < ROWS; row++)
-                    for (int i = 0; i < VECS; i++)
-                        sum[row][panel][i] = Dot::add(sum[row][panel][i], w[i], x + row * STRIDE + step * Dot::X_PER_STEP);
+                    for (int p = 0; p < BESIDE; p++)
+                        for (int i = 0; i < VECS; i++)
+                            sum[row][panel + p][i] = Dot::add(sum[row][panel + p][i], w[p][i], x + row * STRIDE + step * Dot::X_PER_STEP);
             }
         x += Dot::STEPS * Dot::X_PER_STEP;
         weights += LINE;

@@ -10,24 +10,27 @@ struct Ints {
     static Ints load(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
     void store(void* p) const { _mm256_storeu_si256((__m256i*)p, v); }
     static Ints repeat32(int32_t x) { return _mm256_set1_epi32(x); }
-    // BYTES / 4 numbers, each twice, as 16 bits
-    static Ints widened_twice(const int8_t* p) {
-        __m256i x = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
-        return _mm256_or_si256(_mm256_slli_epi32(x, 16), _mm256_and_si256(x, _mm256_set1_epi32(0xffff)));
-    }
     Ints low_nibbles() const { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
     Ints high_nibbles() const { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
 
-    static Ints add16(Ints a, Ints b) { return _mm256_add_epi16(a.v, b.v); }
-    // Bytes: u0 * s0 + u1 * s1 as 16 bits, where u is unsigned; it must fit.
-    static Ints pairs(Ints u, Ints s) { return _mm256_maddubs_epi16(u.v, s.v); }
-    // 16 bits: sum + a0 * b0 + a1 * b1, as 32 bits
-    static Ints add_pairs(Ints sum, Ints a, Ints b) { return _mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v)); }
-    // Bytes: sum + u0 * s0 + ... + u3 * s3, as 32 bits, where u is within 127
-    static Ints add_fours(Ints sum, Ints u, Ints s) { return add_pairs(sum, pairs(u, s), _mm256_set1_epi16(1)); }
-    static Ints magnitude(Ints x) { return _mm256_abs_epi8(x.v); }
-    static Ints signed_as(Ints x, Ints y) { return _mm256_sign_epi8(x.v, y.v); }  // -x where y < 0, x where y > 0
+    // Bytes within +-127, as 32 bits: sum + w0 * x0 + ... + w3 * x3; and what such a sum begins with, to be right once all of x is in it.
+    static Ints start_of_fours(int32_t) { return Ints(); }
+    static Ints add_fours(Ints sum, Ints w, Ints x) {
+        return add_pairs(sum.v, _mm256_maddubs_epi16(_mm256_abs_epi8(w.v), _mm256_sign_epi8(x.v, w.v)), _mm256_set1_epi16(1));
+    }
+    // The same for nibbles, unsigned, as one sum of 16 bits or two of them, whose sum it is; it must fit.
+    static Ints add_nibbles(Ints sum, Ints nibbles, Ints x) { return _mm256_add_epi16(sum.v, _mm256_maddubs_epi16(nibbles.v, x.v)); }
+    // BYTES / 4 factors as add_halves takes them: sum + the sum of nibbles * factor, as 32 bits
+    static Ints factors(const int8_t* p) {
+        __m256i x = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+        return _mm256_or_si256(_mm256_slli_epi32(x, 16), _mm256_and_si256(x, _mm256_set1_epi32(0xffff)));
+    }
+    static Ints add_halves(Ints sum, Ints halves, Ints factors) { return add_pairs(sum.v, halves.v, factors.v); }
     Vec to_floats() const { return _mm256_cvtepi32_ps(v); }
+
+private:
+    // 16 bits: sum + a0 * b0 + a1 * b1, as 32 bits
+    static Ints add_pairs(__m256i sum, __m256i a, __m256i b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
 };
 
 // x, now and not later: GCC would take many products first, and keep them in memory

@@ -10,19 +10,15 @@ struct Ints {
     static Ints load(const void* p) { return _mm512_loadu_si512(p); }
     void store(void* p) const { _mm512_storeu_si512(p, v); }
     static Ints repeat32(int32_t x) { return _mm512_set1_epi32(x); }
-    static Ints widened_twice(const int8_t* p) {
-        __m512i x = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
-        return _mm512_or_si512(_mm512_slli_epi32(x, 16), _mm512_and_si512(x, _mm512_set1_epi32(0xffff)));
-    }
     Ints low_nibbles() const { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
     Ints high_nibbles() const { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
 
-    static Ints add16(Ints a, Ints b) { return _mm512_add_epi16(a.v, b.v); }
-    static Ints pairs(Ints u, Ints s) { return _mm512_maddubs_epi16(u.v, s.v); }
-    static Ints add_pairs(Ints sum, Ints a, Ints b) { return _mm512_dpwssd_epi32(sum.v, a.v, b.v); }
-    static Ints add_fours(Ints sum, Ints u, Ints s) { return _mm512_dpbusd_epi32(sum.v, u.v, s.v); }
-    static Ints magnitude(Ints x) { return _mm512_abs_epi8(x.v); }
-    static Ints signed_as(Ints x, Ints y) { return _mm512_mask_sub_epi8(x.v, _mm512_movepi8_mask(y.v), _mm512_setzero_si512(), x.v); }
+    // The instruction multiplies by an unsigned byte: w + 128.
+    static Ints start_of_fours(int32_t sum_of_x) { return repeat32(-128 * sum_of_x); }
+    static Ints add_fours(Ints sum, Ints w, Ints x) { return _mm512_dpbusd_epi32(sum.v, _mm512_xor_si512(w.v, _mm512_set1_epi8((char)0x80)), x.v); }
+    static Ints add_nibbles(Ints sum, Ints nibbles, Ints x) { return _mm512_dpbusd_epi32(sum.v, nibbles.v, x.v); }
+    static Ints factors(const int8_t* p) { return _mm512_and_si512(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)), _mm512_set1_epi32(0xffff)); }
+    static Ints add_halves(Ints sum, Ints halves, Ints factors) { return _mm512_dpwssd_epi32(sum.v, halves.v, factors.v); }
     Vec to_floats() const { return _mm512_cvtepi32_ps(v); }
 };
 

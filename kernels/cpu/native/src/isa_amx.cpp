@@ -17,6 +17,7 @@
 #endif
 
 namespace amx {
+#define QUIRE_BF16 1
 #define QUIRE_AMX 1
 #ifdef QUIRE_EMULATED
 #include "emulated_avx512.h"

@@ -17,6 +17,7 @@
 #endif
 
 namespace avx512 {
+#define QUIRE_BF16 1  // instructions that multiply pairs of it
 #ifdef QUIRE_EMULATED
 #include "emulated_avx512.h"
 #endif

@@ -54,6 +54,11 @@ struct QuantizedRows {
         return rest;
     }
 
+    int32_t sum(int64_t row, int64_t group) const {
+        const int32_t* halves = offsets + (row * groups + group) * 2;
+        return ((int16_t)halves[0] + (int16_t)halves[1]) / -8;
+    }
+
     template <typename T>
     void quantize(int64_t row, const T* x, int64_t size) {
         for (int64_t group = row * groups; group < (row + 1) * groups; group++, x += GROUP, size -= GROUP) {
@@ -115,6 +120,10 @@ struct Int8Dot {
         const int64_t stride = x.groups * GROUP;
         const int8_t* numbers = x.numbers + group * GROUP;
         Ints sum[ROWS * VECTORS];
+        written_out<ROWS>([&](int row) ALWAYS_INLINE {
+            Ints start = Ints::start_of_fours(x.sum(row, group));
+            written_out<VECTORS>([&](int i) ALWAYS_INLINE { sum[row * VECTORS + i] = start; });
+        });
 #pragma GCC unroll 1
         for (int64_t k = 0; k < GROUP; k += 4, block += 4 * PANEL, numbers += 4) {
             written_out<PANELS>([&](int panel) ALWAYS_INLINE { __builtin_prefetch(block + panel * apart + AHEAD_BYTES); });
@@ -122,7 +131,7 @@ struct Int8Dot {
                 Ints four = Ints::repeat32(four_at(numbers + row * stride));
                 written_out<VECTORS>([&](int i) ALWAYS_INLINE {
                     Ints w = Ints::load(vector_at(block, apart, i, Ints::BYTES)), &s = sum[row * VECTORS + i];
-                    s = settled(Ints::add_fours(s, Ints::magnitude(w), Ints::signed_as(four, w)));
+                    s = settled(Ints::add_fours(s, w, four));
                 });
             });
         }
@@ -155,15 +164,15 @@ struct Int4Dot {
                     Ints four = Ints::repeat32(four_at(numbers + row * stride));
                     written_out<VECTORS>([&](int i) ALWAYS_INLINE {
                         Ints both = Ints::load(vector_at(weights, apart, i, Ints::BYTES)), &s = sum[row * VECTORS + i];
-                        s = settled(Ints::add16(s, Ints::pairs(half ? both.high_nibbles() : both.low_nibbles(), four)));
+                        s = settled(Ints::add_nibbles(s, half ? both.high_nibbles() : both.low_nibbles(), four));
                     });
                 });
             }
             written_out<VECTORS>([&](int i) ALWAYS_INLINE {
-                Ints factor = Ints::widened_twice((const int8_t*)vector_at(factors, factors_apart, i, Vec::LANES) + half * PANEL);
+                Ints factor = Ints::factors((const int8_t*)vector_at(factors, factors_apart, i, Vec::LANES) + half * PANEL);
                 written_out<ROWS>([&](int row) ALWAYS_INLINE {
                     Ints& s = sums[row * VECTORS + i];
-                    s = Ints::add_pairs(half ? s : Ints(), sum[row * VECTORS + i], factor);
+                    s = Ints::add_halves(half ? s : Ints(), sum[row * VECTORS + i], factor);
                 });
             });
         });

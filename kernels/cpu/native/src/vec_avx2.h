@@ -122,4 +122,4 @@ struct DotBf16 {
     }
     static Vec add(Vec sum, Vec weights, const float* x) { return Vec::fma(Vec(*x), weights, sum); }
 };
-constexpr int MAX_SUMS = 10;  // of 16 registers: with 12 GCC 12 keeps some in memory, and a block of 6 rows loses a third
+constexpr int REGISTERS = 16, MAX_SUMS = 10;  // with 12 GCC 12 keeps some in memory, and a block of 6 rows loses a third

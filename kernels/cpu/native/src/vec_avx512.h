@@ -22,6 +22,8 @@ struct Vec {
     static Vec second_of_pairs(const uint16_t* p) {
         return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32((int)0xffff0000)));
     }
+    // One behind the other, denormal numbers as zeros, as the instruction has it.
+    static void store_flushed(Vec first, Vec second, uint16_t* p) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v)); }
     static void store_pairs(Vec first, Vec second, uint16_t* p) {
         __m512i low = _mm512_srli_epi32(first.rounded_bits(), 16), high = _mm512_castps_si512(second.rounded().v);
         _mm512_storeu_si512(p, _mm512_or_si512(low, high));
@@ -31,6 +33,7 @@ struct Vec {
     static Vec min(Vec a, Vec b) { return _mm512_min_ps(a.v, b.v); }
     static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a.v, b.v, c.v); }
     static Vec round(Vec a) { return _mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    Vec fraction() const { return _mm512_reduce_ps(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }  // x - floor(x), 0 where x is infinite
     static Vec scale_by_power(Vec a, Vec n) { return _mm512_scalef_ps(a.v, n.v); }
     static Vec keep_where_at_least(Vec value, Vec x, float least) {
         __m512 kept = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(least), _CMP_GE_OQ), value.v);
@@ -103,4 +106,4 @@ struct DotBf16 {
         return _mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)weights);
     }
 };
-constexpr int MAX_SUMS = 28;  // of 32 registers
+constexpr int REGISTERS = 32, MAX_SUMS = 28;

@@ -22,10 +22,12 @@ struct Bf16Block {
     static int64_t group(int64_t rows) { return rows <= MAX_ROWS ? 4 : 16; }
     static constexpr int panels_at_once(int64_t) { return 2; }
 
-    void multiply(int64_t rows, int64_t panels, const uint16_t* x, int64_t panel, int64_t begin, int64_t size, float* sums, int64_t sums_row) {
+    const uint16_t* at(int64_t panel, int64_t begin) const { return weights + panel * panel_size + begin * PANEL; }
+    void multiply(int64_t rows, int64_t panels, const uint16_t* x, int64_t panel, int64_t begin, int64_t size, float* sums, int64_t sums_row,
+                  const uint16_t*, int64_t, int64_t) {
         if (rows != configured) configure_tiles(rows);
         configured = rows;
-        const uint16_t* from = weights + panel * panel_size + begin * PANEL;
+        const uint16_t* from = at(panel, begin);
         if (rows > 16 && panels == 2) run<2, 2>(x, from, size, sums, sums_row, begin == 0);
         else if (rows > 16) run<2, 1>(x, from, size, sums, sums_row, begin == 0);
         else if (panels == 2) run<1, 2>(x, from, size, sums, sums_row, begin == 0);

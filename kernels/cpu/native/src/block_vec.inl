@@ -1,20 +1,37 @@
 // The innermost block of a linear layer in vector registers: a few rows of x times a few panels of weights.
 
 // Weights are asked for this far ahead of their use: a memory's latency at a core's share of its bandwidth.
-constexpr int64_t PREFETCH_BYTES = 4096;
+constexpr int64_t PREFETCH_BYTES = 2048;
+
+// Weights to ask for in every `every`-th line of a product, a line of each panel from `from` on. Null: those of the product itself.
+template <typename Weight>
+struct Ahead {
+    const Weight* from = nullptr;
+    int64_t every = 1;  // a power of two
+
+    // Of a product that is done in `blocks` blocks of rows, the j-th: only the first reads weights from memory, so each asks for a share of the next product's.
+    static Ahead share(const Weight* next, int64_t line, int64_t lines, int64_t j, int64_t blocks) {
+        int64_t every = blocks >= 4 ? 4 : 2;
+        if (blocks == 1) return {};
+        return j < every ? Ahead{next + lines * j / every * line, every} : Ahead{next, int64_t{1} << 62};
+    }
+};
 
 // sums [ROWS, PANELS * 16] += x [ROWS, k] times PANELS panels; x's rows are STRIDE apart. The sum over a piece takes one k after the other,
 // whatever ROWS and PANELS are, so that a row's result is the same beside any others; pieces summed apart keep the error of long sums small.
 template <typename Dot, int64_t STRIDE, int ROWS, int PANELS>
 void multiply_rows(const typename Dot::X* x, const typename Dot::Weight* weights, int64_t panel_size, int64_t lines, float* sums,
-                   int64_t sums_row, bool first) {
+                   int64_t sums_row, bool first, Ahead<typename Dot::Weight> ahead) {
     constexpr int VECS = PANEL / Vec::LANES, LINE = 64 / sizeof(*weights), PART = LINE / VECS;
     constexpr int BESIDE = ROWS * PANELS * VECS + PANELS * VECS < REGISTERS ? PANELS : 1;  // panels that a number of x, once loaded, meets
     Vec sum[ROWS][PANELS][VECS];
     const typename Dot::X* next_rows = x + ROWS * STRIDE;  // those of the next call, where there are many
+    if (!ahead.from) ahead.from = weights + PREFETCH_BYTES / PANELS / sizeof(*weights);
     for (int64_t line = 0; line < lines; line++) {
-        for (int panel = 0; panel < PANELS; panel++)
-            __builtin_prefetch((const char*)(weights + panel * panel_size) + PREFETCH_BYTES / PANELS);
+        if ((line & (ahead.every - 1)) == 0) {
+            for (int panel = 0; panel < PANELS; panel++) __builtin_prefetch(ahead.from + panel * panel_size);
+            ahead.from += LINE;
+        }
         if (ROWS >= 12) __builtin_prefetch((const char*)next_rows + 64 * line);
 #pragma GCC unroll 2
         for (int step = 0; step < Dot::STEPS; step++)
@@ -33,10 +50,13 @@ void multiply_rows(const typename Dot::X* x, const typename Dot::Weight* weights
         x += Dot::STEPS * Dot::X_PER_STEP;
         weights += LINE;
     }
-    for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 16  // else GCC keeps all sums in memory, too
+    for (int row = 0; row < ROWS; row++, sums += sums_row)
+#pragma GCC unroll 4
         for (int panel = 0; panel < PANELS; panel++)
+#pragma GCC unroll 2
             for (int i = 0; i < VECS; i++) {
-                float* place = sums + row * sums_row + panel * PANEL + i * Vec::LANES;
+                float* place = sums + panel * PANEL + i * Vec::LANES;
                 (first ? sum[row][panel][i] : Vec::load(place) + sum[row][panel][i]).store(place);
             }
 }
@@ -61,26 +81,31 @@ struct VecBlock {
     explicit VecBlock(const Linear& call)
         : weights((const Weight*)call.weight), panel_size(round_up(call.in_features, 4 / (int64_t)sizeof(Weight)) * PANEL) {}
 
+    static constexpr int64_t LINE = 64 / sizeof(Weight);
     static int64_t group(int64_t) { return 4; }  // panels of an item
     static constexpr int panels_at_once(int64_t rows) { return panels_beside((int)rows); }
 
-    // k counts from `begin`, where x stands.
-    void multiply(int64_t rows, int64_t panels, const X* x, int64_t panel, int64_t begin, int64_t size, float* sums, int64_t sums_row) {
-        const Weight* from = weights + panel * panel_size + begin * PANEL;
+    const Weight* at(int64_t panel, int64_t begin) const { return weights + panel * panel_size + begin * PANEL; }
+
+    // k counts from `begin`, where x stands. The j-th of some blocks of rows; `next`: the weights after these.
+    void multiply(int64_t rows, int64_t panels, const X* x, int64_t panel, int64_t begin, int64_t size, float* sums, int64_t sums_row,
+                  const Weight* next, int64_t j, int64_t blocks) {
+        const Weight* from = at(panel, begin);
         int64_t lines = round_up(size, 4 / (int64_t)sizeof(Weight)) * sizeof(Weight) / 4;
-        multiply_exactly<MAX_ROWS>(rows, panels, x, from, lines, sums, sums_row, begin == 0);
+        multiply_exactly<MAX_ROWS>(rows, panels, x, from, lines, sums, sums_row, begin == 0, Ahead<Weight>::share(next, LINE, lines, j, blocks));
     }
 
 private:
     template <int ROWS>
-    void multiply_exactly(int64_t rows, int64_t panels, const X* x, const Weight* from, int64_t lines, float* sums, int64_t sums_row, bool first) {
+    void multiply_exactly(int64_t rows, int64_t panels, const X* x, const Weight* from, int64_t lines, float* sums, int64_t sums_row, bool first,
+                          Ahead<Weight> ahead) {
         if constexpr (ROWS > 1)
-            if (rows != ROWS) return multiply_exactly<ROWS - 1>(rows, panels, x, from, lines, sums, sums_row, first);
+            if (rows != ROWS) return multiply_exactly<ROWS - 1>(rows, panels, x, from, lines, sums, sums_row, first, ahead);
         constexpr int PANELS = panels_beside(ROWS);
         int64_t panel = 0;
         for (; panel + PANELS <= panels; panel += PANELS)
-            multiply_rows<Dot, STRIDE, ROWS, PANELS>(x, from + panel * panel_size, panel_size, lines, sums + panel * PANEL, sums_row, first);
+            multiply_rows<Dot, STRIDE, ROWS, PANELS>(x, from + panel * panel_size, panel_size, lines, sums + panel * PANEL, sums_row, first, ahead);
         for (; panel < panels; panel++)
-            multiply_rows<Dot, STRIDE, ROWS, 1>(x, from + panel * panel_size, panel_size, lines, sums + panel * PANEL, sums_row, first);
+            multiply_rows<Dot, STRIDE, ROWS, 1>(x, from + panel * panel_size, panel_size, lines, sums + panel * PANEL, sums_row, first, ahead);
     }
 };

@@ -52,33 +52,34 @@ void multiply_chunk(Block& block, const typename Block::X* x, int64_t rows, int6
     const int64_t blocks = (rows + Block::MAX_ROWS - 1) / Block::MAX_ROWS, at_once = Block::panels_at_once((rows + blocks - 1) / blocks);
     const int64_t pieces = (in_features + Block::DEPTH - 1) / Block::DEPTH, groups = (panels + at_once - 1) / at_once;
     const bool by_panel = rows * in_features * (int64_t)sizeof(*x) <= SMALL_X;
+    auto piece_of = [=](int64_t i) { return by_panel ? i % pieces : i / groups; };
+    auto first_of = [=](int64_t i) { return (by_panel ? i / pieces : i % groups) * at_once; };
     for (int64_t i = 0; i < pieces * groups; i++) {
-        const int64_t piece = by_panel ? i % pieces : i / groups, first = (by_panel ? i / pieces : i % groups) * at_once;
-        const int64_t begin = piece * Block::DEPTH, size = std::min(Block::DEPTH, in_features - begin);
+        const int64_t piece = piece_of(i), first = first_of(i), begin = piece * Block::DEPTH, size = std::min(Block::DEPTH, in_features - begin);
+        const auto* next = block.at(panel + first_of(i + 1), piece_of(i + 1) * Block::DEPTH);  // after the last some weights, or what lies behind all
         for (int64_t j = 0; j < blocks; j++) {
             const int64_t row = j * rows / blocks, end = (j + 1) * rows / blocks;
             block.multiply(end - row, std::min(at_once, panels - first), x + (piece * rows + row) * Block::STRIDE, panel + first, begin, size,
-                           sums + row * sums_row + first * PANEL, sums_row);
+                           sums + row * sums_row + first * PANEL, sums_row, next, j, blocks);
         }
     }
 }
 
-template <typename T>
-void store_columns(const float* values, int64_t columns, T* out) {
-    int64_t i = 0;
-    for (; i + Vec::LANES <= columns; i += Vec::LANES) Vec::load(values + i).store(out + i);
-    for (; i < columns; i++) put(out + i, values[i]);
-}
-
-// One row's columns from their sums, in place; those of the up half lie `half` behind. bias [as sums], or null.
-template <typename T>
-void finish_row(float* sums, const float* bias, int64_t columns, int64_t half, bool gated) {
+// One row's columns from their sums; those of the up half lie `half` behind. bias [as sums], or null. Sums and bias go on up to a multiple of PANEL.
+template <typename T, typename Out>
+void finish_row(const float* sums, const float* bias, int64_t columns, int64_t half, bool gated, Out* out) {
     for (int64_t i = 0; i < columns; i += Vec::LANES) {
         Vec value = Vec::load(sums + i), up = gated ? Vec::load(sums + half + i) : Vec();
         if (bias) value = value + Vec::load(bias + i);
         if (bias && gated) up = up + Vec::load(bias + half + i);
         if (gated) value = Number<T>::round(silu(Number<T>::round(value))) * Number<T>::round(up);
-        value.store(sums + i);
+        if (i + Vec::LANES <= columns) {
+            value.store(out + i);
+        } else {
+            float rest[Vec::LANES];
+            value.store(rest);
+            for (int64_t j = 0; i + j < columns; j++) put(out + i + j, rest[j]);
+        }
     }
 }
 
@@ -110,11 +111,10 @@ void linear_items(const Linear& a, int64_t rows, const Worker& worker) {
             if (a.bias) copy_numbers((const T*)a.bias + up * all_columns + column, bias + up * half, columns);
         }
         for (int64_t row = 0; row < num_rows; row++) {
-            float* values = sums + row * width;
+            const float* values = sums + row * width;
             int64_t place = (first + row) * a.out_row + column;
-            finish_row<T>(values, a.bias ? bias : nullptr, columns, half, gated);
-            if (a.out_dtype == F32) store_columns(values, columns, (float*)a.out + place);
-            else store_columns(values, columns, (uint16_t*)a.out + place);
+            if (a.out_dtype == F32) finish_row<T>(values, a.bias ? bias : nullptr, columns, half, gated, (float*)a.out + place);
+            else finish_row<T>(values, a.bias ? bias : nullptr, columns, half, gated, (uint16_t*)a.out + place);
         }
     }
 }

@@ -245,11 +245,10 @@ void finish_panel(const QuantizedLinear& a, Sums* sums, int64_t place, int64_t f
     float bias[2][PANEL];
     for (int up = 0; a.bias && up <= gated; up++) copy_numbers((const T*)a.bias + up * all_columns + column, bias[up], columns);
     for (int64_t row = 0; row < rows; row++) {
-        float* values = sums[row][place][0];
+        const float* values = sums[row][place][0];
         const int64_t to = (first + row) * a.out_row + column;
-        finish_row<T>(values, a.bias ? bias[0] : nullptr, columns, PANEL, gated);
-        if (a.out_dtype == F32) store_columns(values, columns, (float*)a.out + to);
-        else store_columns(values, columns, (uint16_t*)a.out + to);
+        if (a.out_dtype == F32) finish_row<T>(values, a.bias ? bias[0] : nullptr, columns, PANEL, gated, (float*)a.out + to);
+        else finish_row<T>(values, a.bias ? bias[0] : nullptr, columns, PANEL, gated, (uint16_t*)a.out + to);
     }
 }
 

@@ -17,13 +17,16 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def hardware() -> str:
-    """The processor's name and the cores this process may use, e.g. "intel-r-xeon-r-platinum-8488c-2-cores"."""
+    """The processor's name, what it multiplies matrices with where that is more than AVX2, and the cores this process may use, e.g.
+    "intel-r-xeon-r-platinum-8488c-amx-2-cores": machines of one name differ by as much as twice."""
     try:
-        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        told = Path("/proc/cpuinfo").read_text()
     except OSError:
-        names = []
+        told = ""
+    names = re.findall(r"^model name\s*:\s*(.+)$", told, re.MULTILINE)
     name = re.sub(r"[^a-z0-9]+", "-", (names[0] if names else platform.processor() or platform.machine()).lower()).strip("-")
-    return f"{name}-{len(os.sched_getaffinity(0))}-cores"
+    isa = "-amx" if "amx_bf16" in told else "-avx512" if "avx512_bf16" in told else ""
+    return f"{name}{isa}-{len(os.sched_getaffinity(0))}-cores"
 
 
 def write_result(model: str, workload: str, numbers: dict[str, Any]) -> Path:

@@ -230,17 +230,22 @@ inline void weigh(
     int end = (int)round_up(num_keys, Powers<W>::SIZE);
     Vec totals[Vec::LANES];
     alignas(64) float change[Vec::LANES] = {};
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < rows; r++) {  // all maxima first: a row's powers would wait for its own
         float *s = scores + r * KEYS, &maximum = running[r * running_row];
         for (int key = 0; key < hidden[r]; key++) s[key] = -INFINITY;
         for (int key = visible[r]; key < end; key++) s[key] = -INFINITY;
-        Vec largest(maximum);
-        for (int key = 0; key < end; key += Vec::LANES) largest = Vec::max(Vec::load(s + key), largest);  // in this order: NaN is passed over
-        change[r] = maximum - largest.largest();
-        maximum = largest.largest();
+        Vec most(maximum);
+        for (int key = 0; key < end; key += Vec::LANES) most = Vec::max(Vec::load(s + key), most);  // in this order: NaN is passed over
+        const float largest = most.largest();
+        change[r] = maximum - largest;
+        maximum = largest;
+    }
+    for (int r = 0; r < rows; r++) {
+        const float* s = scores + r * KEYS;
+        const Vec maximum(running[r * running_row]);
         Vec total;
         W* to = weights + r * KEYS;
-        for (int key = 0; key < end; key += Powers<W>::SIZE) total = Powers<W>::store(s + key, Vec(maximum), total, to + key);
+        for (int key = 0; key < end; key += Powers<W>::SIZE) total = Powers<W>::store(s + key, maximum, total, to + key);
         for (int key = 0; scales && key < end; key += Vec::LANES) (Vec::load(to + key) * Vec::load(scales + key)).store(to + key);
         totals[r] = total;
     }

@@ -47,7 +47,7 @@ class Result(msgspec.Struct):
     decode: list[Times] = []
     prefill: list[Times] = []
     read_bandwidth: dict[int, float] = {}  # threads -> bytes per second
-    gemm_flops: dict[str, float] = {}  # dtype -> operations per second
+    gemm_flops: dict[str, float] = {}  # type of the numbers -> operations per second
 
 
 class StepTimer:
@@ -128,7 +128,7 @@ def _measure_limits(job: Job, result: Result, num_bytes: int) -> None:
     threads = {1, 2, 4, result.num_threads} | set(range(8, result.num_threads, 8))
     for num_threads in sorted(count for count in threads if count <= result.num_threads):
         result.read_bandwidth[num_threads] = read_bandwidth(num_bytes, num_threads, job.seconds)
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float32, torch.int8):
         result.gemm_flops[str(dtype).removeprefix("torch.")] = gemm_flops(dtype, job.seconds)
 
 

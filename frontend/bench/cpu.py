@@ -29,16 +29,16 @@ class Limits:
     """Measured. Bytes and operations per second."""
 
     read_bandwidth: dict[int, float]  # threads -> of as much memory as the weights take
-    gemm_flops: dict[str, float]  # dtype -> the fastest product
+    gemm_flops: dict[str, float]  # type of the numbers -> the fastest product
 
     def bandwidth(self, num_threads: int) -> float:
         """The most that so many threads read: fewer are sometimes faster."""
         return max(rate for count, rate in self.read_bandwidth.items() if count <= num_threads)
 
-    @property
-    def flops(self) -> float:
-        """Whatever the model's dtype, who is faster in another may compute in that one: bfloat16 as float32, on a CPU without instructions for it."""
-        return max(self.gemm_flops.values())
+    def flops(self, quantized: bool) -> float:
+        """Whatever the model's dtype, who is faster in another may compute in that one: bfloat16 as float32, on a CPU without instructions for it.
+        In int8 only quantized weights."""
+        return max(rate for dtype, rate in self.gemm_flops.items() if quantized or dtype != "int8")
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,11 @@ class Work:
     """What a step has to read and to compute."""
 
     num_bytes: float
-    num_flops: float
+    weight_flops: float
+    attention_flops: float
 
-    def least_seconds(self, bandwidth: float, flops: float) -> float:
-        return max(self.num_bytes / bandwidth, self.num_flops / flops)
+    def arithmetic_seconds(self, flops_of_weights: float, flops: float) -> float:
+        return self.weight_flops / flops_of_weights + self.attention_flops / flops
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class ModelWork:
     """The arithmetic of a decoder: products with weights, attention, the head."""
 
     def __init__(self, config: DecoderConfig, dtype: str, quantization: str | None = None, kv_cache_dtype: str = "auto"):
-        self._config = config
+        self._config, self.quantized = config, quantization is not None
         heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         per_layer = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
         self.layer_weights = config.num_hidden_layers * per_layer
@@ -87,14 +88,14 @@ class ModelWork:
 
     def decode(self, batch: int, context: int) -> Work:
         keys = batch * (context + 1)
-        num_flops = 2 * batch * (self.layer_weights + self.head_weights) + self._attention_flops * keys
-        return Work(self.weights_bytes + keys * self.kv_bytes_per_token, num_flops)
+        weight_flops = 2 * batch * (self.layer_weights + self.head_weights)
+        return Work(self.weights_bytes + keys * self.kv_bytes_per_token, weight_flops, self._attention_flops * keys)
 
     def prefill(self, num_tokens: int) -> Work:
         """One row's logits; each token attends to those before it and to itself."""
         pairs = num_tokens * (num_tokens + 1) / 2
-        num_flops = 2 * (num_tokens * self.layer_weights + self.head_weights) + self._attention_flops * pairs
-        return Work(self.weights_bytes + num_tokens * self.kv_bytes_per_token, num_flops)
+        weight_flops = 2 * (num_tokens * self.layer_weights + self.head_weights)
+        return Work(self.weights_bytes + num_tokens * self.kv_bytes_per_token, weight_flops, self._attention_flops * pairs)
 
 
 @dataclass(frozen=True)
@@ -145,15 +146,15 @@ def run_plan(config: EngineConfig, plan: Plan, work: ModelWork, limits: Limits |
     most_threads = max(limits.read_bandwidth)
     phases = []
     for name, work_of in (("decode", lambda row: work.decode(row["batch"], row["context"])), ("prefill", lambda row: work.prefill(row["context"]))):
-        phases += [_phase(name, row, work_of(row), limits, result["num_threads"], most_threads) for row in result[name]]
+        phases += [_phase(name, row, work_of(row), work.quantized, limits, result["num_threads"], most_threads) for row in result[name]]
     return limits, phases
 
 
-def _phase(name: str, row: dict[str, Any], work: Work, limits: Limits, num_threads: int, most_threads: int) -> Phase:
+def _phase(name: str, row: dict[str, Any], work: Work, quantized: bool, limits: Limits, num_threads: int, most_threads: int) -> Phase:
     """A decode is put beside the bandwidth that was found between its steps, median beside median: a shared machine's swings by the second."""
-    flops = limits.flops * num_threads / most_threads  # measured on all threads
+    arithmetic_s = work.arithmetic_seconds(limits.flops(quantized), limits.flops(False)) * most_threads / num_threads  # measured on all threads
     bandwidth = statistics.median(row["read_bandwidth"]) if row["read_bandwidth"] else limits.bandwidth(num_threads)
-    least_s = work.least_seconds(bandwidth, flops)
-    bound = "memory" if least_s == work.num_bytes / bandwidth else "arithmetic"
+    least_s = max(work.num_bytes / bandwidth, arithmetic_s)
+    bound = "memory" if least_s > arithmetic_s else "arithmetic"
     seconds = row["seconds"]
     return Phase(name, row["batch"], row["context"], num_threads, statistics.median(seconds), min(seconds), bandwidth, least_s, bound)

@@ -119,7 +119,7 @@ def sweeps(config: EngineConfig, args: argparse.Namespace, longest: int, most_th
 
 def format_limits(limits: Limits) -> str:
     rates = ", ".join(f"{rate / 1e9:.1f} GB/s with {count} thread{'s' * (count > 1)}" for count, rate in limits.read_bandwidth.items())
-    peaks = ", ".join(f"{dtype} {rate / 1e9:.0f} GFLOP/s" for dtype, rate in limits.gemm_flops.items())
+    peaks = ", ".join(f"{dtype} {rate / 1e9:.0f} {'GOP/s' if dtype == 'int8' else 'GFLOP/s'}" for dtype, rate in limits.gemm_flops.items())
     return f"this machine reads as much memory as the weights take, a GiB at most, at {rates}, at best,\nand multiplies matrices at {peaks}"
 
 

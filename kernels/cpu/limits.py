@@ -44,13 +44,16 @@ class Reader:
 
 
 def gemm_flops(dtype: torch.dtype, seconds: float) -> float:
-    """Operations per second of the fastest product of matrices that is to be had in `dtype`: torch's or the registry's own, on the threads
-    that are set."""
+    """Operations per second of the fastest product of matrices that is to be had in `dtype`, int8 too: torch's or the registry's own, on the
+    threads that are set."""
     return max(_flops(multiply, x, out, seconds / 4) for x, out, multiply in _products(dtype))
 
 
 def _products(dtype: torch.dtype):
     """(x, its product's columns, how it is multiplied); what this processor has no instructions for is left out."""
+    if dtype == torch.int8:
+        yield from _int8_products()
+        return
     pack_linear = registry.select("cpu", dtype).pack_linear
     emulated = dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     for rows, columns_in, columns_out in GEMM_SHAPES:
@@ -58,6 +61,16 @@ def _products(dtype: torch.dtype):
         yield x, columns_out, pack_linear(weight, None)
         if not emulated:
             yield x, columns_out, lambda x, weight=weight: F.linear(x, weight)
+
+
+def _int8_products():
+    """The registry's own takes x as bfloat16, and quantizes it."""
+    pack = registry.select("cpu", torch.bfloat16).pack_quantized_linear
+    for rows, columns_in, columns_out in GEMM_SHAPES:
+        yield torch.randn(rows, columns_in).bfloat16(), columns_out, pack(torch.randn(columns_out, columns_in).bfloat16(), None, 8)
+        if torch.cpu._is_vnni_supported():
+            x, weight = (torch.randint(-127, 128, size, dtype=torch.int8) for size in ((rows, columns_in), (columns_out, columns_in)))
+            yield x, columns_out, lambda x, weight=weight: torch._int_mm(x, weight.T)
 
 
 @torch.inference_mode()

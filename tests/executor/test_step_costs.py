@@ -40,7 +40,7 @@ def test_a_job_from_limits_to_phases(tiny, monkeypatch):
     assert [(times.batch, times.context) for times in result.decode + result.prefill] == [(1, 8), (2, 8), (1, 20)]
     assert list(result.read_bandwidth) == [result.num_threads] == [1]
     assert all(len(times.read_bandwidth) >= step_costs.READS_OF_TURN and min(times.read_bandwidth) > 0 for times in result.decode)
-    assert result.gemm_flops.keys() == {"bfloat16", "float32"}
+    assert result.gemm_flops.keys() == {"bfloat16", "float32", "int8"}
 
 
 def test_the_program(tiny):

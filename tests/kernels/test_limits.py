@@ -13,7 +13,7 @@ def test_limits_are_positive_and_threads_stay(monkeypatch):
     monkeypatch.setattr(limits, "GEMM_SHAPES", ((4, 32, 48),))
     before = torch.get_num_threads()
     assert limits.read_bandwidth(2**16, 1, 0.001) > 0
-    assert limits.gemm_flops(torch.float32, 0.001) > 0 and limits.gemm_flops(torch.bfloat16, 0.001) > 0
+    assert all(limits.gemm_flops(dtype, 0.001) > 0 for dtype in (torch.float32, torch.bfloat16, torch.int8))
     assert torch.get_num_threads() == before
 
 

@@ -32,17 +32,21 @@ def test_weights_are_the_models_without_norms_and_biases() -> None:
 def test_work_grows_as_it_should() -> None:
     work = model_work(bundled())
     one, many = work.decode(1, 0), work.decode(8, 0)
-    assert many.num_flops == 8 * one.num_flops and many.num_bytes - one.num_bytes == 7 * work.kv_bytes_per_token
+    assert (many.weight_flops, many.attention_flops) == (8 * one.weight_flops, 8 * one.attention_flops)
+    assert many.num_bytes - one.num_bytes == 7 * work.kv_bytes_per_token
     assert work.decode(1, 100).num_bytes - one.num_bytes == 100 * work.kv_bytes_per_token
     assert work.prefill(1) == one  # a prompt of one token
-    attention = [work.prefill(n).num_flops - n * (work.prefill(1).num_flops - 2 * work.head_weights) - 2 * work.head_weights for n in (2, 4)]
-    assert attention[1] == 6 * attention[0] > 0  # pairs beyond each token's own: 1 of 2 tokens, 6 of 4
+    assert [work.prefill(n).attention_flops for n in (2, 4)] == [3 * one.attention_flops, 10 * one.attention_flops]  # each token sees itself
+    assert one.attention_flops > 0
+    assert work.prefill(3).weight_flops - one.weight_flops == 4 * work.layer_weights  # the head is for the last
 
 
 def test_limits() -> None:
-    assert (LIMITS.bandwidth(1), LIMITS.bandwidth(2), LIMITS.bandwidth(3), LIMITS.flops) == (1e9, 3e9, 3e9, 4e10)
+    assert (LIMITS.bandwidth(1), LIMITS.bandwidth(2), LIMITS.bandwidth(3), LIMITS.flops(False)) == (1e9, 3e9, 3e9, 4e10)
+    in_int8 = Limits({1: 1e9}, {"bfloat16": 2e9, "float32": 1e9, "int8": 5e9})
+    assert (in_int8.flops(False), in_int8.flops(True)) == (2e9, 5e9)
     assert Limits({1: 5e9, 2: 3e9}, {"float32": 1.0}).bandwidth(2) == 5e9
-    assert cpu.Work(6e9, 4e10).least_seconds(3e9, 4e10) == 2.0 and cpu.Work(3e9, 8e10).least_seconds(3e9, 4e10) == 2.0
+    assert cpu.Work(6e9, 8e10, 3e10).arithmetic_seconds(4e10, 1e10) == 5.0
     assert Phase("decode", 1, 1, 1, seconds=0.5, fastest_s=0.4, bandwidth=1e9, least_s=0.25, bound="memory").fraction == 0.5
 
 
@@ -58,7 +62,7 @@ def test_what_the_program_says_becomes_phases(monkeypatch) -> None:
     def run(command, *, input, stdout, check):
         jobs.append(msgspec.json.decode(input))
         result = {
-            "num_threads": 2, "read_bandwidth": {"1": 1e9, "2": 3e9}, "gemm_flops": {"float32": 4e10},
+            "num_threads": 2, "read_bandwidth": {"1": 1e9, "2": 3e9}, "gemm_flops": {"float32": 4e10, "int8": 8e10},
             "decode": [{"batch": 1, "context": 9, "seconds": [0.3, 0.1, 0.2], "read_bandwidth": [1e9, 4e9, 2e9]}],
             "prefill": [{"batch": 1, "context": 64, "seconds": [5.0], "read_bandwidth": []}],
         }  # fmt: skip
@@ -73,7 +77,7 @@ def test_what_the_program_says_becomes_phases(monkeypatch) -> None:
     assert (decode.seconds, decode.fastest_s, decode.bound) == (0.2, 0.1, "memory")
     assert decode.bandwidth == 2e9 and decode.least_s == pytest.approx(work.decode(1, 9).num_bytes / 2e9)  # as it was between the steps
     assert prefill.bandwidth == 3e9
-    assert (prefill.name, prefill.bound) == ("prefill", "arithmetic") and prefill.least_s == pytest.approx(work.prefill(64).num_flops / 4e10)
+    assert (prefill.name, prefill.bound) == ("prefill", "arithmetic") and prefill.least_s == pytest.approx(work.prefill(64).arithmetic_seconds(4e10, 4e10))
     run_plan(config, Plan([(1, 9)], [64], 0.5), work, limits)
     assert not jobs[1]["measure_limits"]  # they are known
 

@@ -133,6 +133,9 @@ struct Attender {
         int64_t seen_by_last = plan.sight.first(positions[num_rows - 1]);  // from here on
         Slots<C> slots[2];
         find_slots(r, start, end, kv_head, slots[0]);
+        Fetch<C> keys, values;
+        keys.start(slots[0].keys, slots[0].count, a.head_dim), keys.all();
+        values.start(slots[0].values, slots[0].count, a.head_dim), values.all();
         for (int i = 0; start < end; start += KEYS, i ^= 1) {
             find_slots(r, start + KEYS, end, kv_head, slots[i ^ 1]);
             rows.load(slots[i], slots[i ^ 1], start, positions[0] + 1 >= start + slots[i].count && seen_by_last <= start);

@@ -13,8 +13,8 @@ struct Ints {
     Ints low_nibbles() const { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
     Ints high_nibbles() const { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
 
-    // The instruction multiplies by an unsigned byte: w + 128.
-    static Ints start_of_fours(int32_t sum_of_x) { return repeat32(-128 * sum_of_x); }
+    // The instruction multiplies by an unsigned byte, w + 128; so sums begin with the offset -128 * the sum of x.
+    static Ints start_of_fours(int32_t offset) { return repeat32(offset); }
     static Ints add_fours(Ints sum, Ints w, Ints x) { return _mm512_dpbusd_epi32(sum.v, _mm512_xor_si512(w.v, _mm512_set1_epi8((char)0x80)), x.v); }
     static Ints add_nibbles(Ints sum, Ints nibbles, Ints x) { return _mm512_dpbusd_epi32(sum.v, nibbles.v, x.v); }
     static Ints factors(const int8_t* p) { return _mm512_and_si512(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)), _mm512_set1_epi32(0xffff)); }

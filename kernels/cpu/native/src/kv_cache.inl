@@ -61,7 +61,7 @@ void store_heads_int8(const BlockLayout<int8_t>& layout, const T* from, int64_t 
         if (turned) hadamard(x, layout.head_dim);
         quantized::Scaling scaling(x, layout.head_dim);
         int8_t* to = layout.numbers(cache, block, offset, h);
-        for (int64_t d = 0; d < layout.head_dim; d += Vec::LANES) store_whole(scaling.whole(x + d), to + d);
+        scaling.store(x, layout.head_dim, to);
         *layout.scale(cache, block, offset, h) = scaling.scale;
     }
 }

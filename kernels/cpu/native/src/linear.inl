@@ -67,7 +67,7 @@ void multiply_chunk(Block& block, const typename Block::X* x, int64_t rows, int6
 
 // One row's columns from their sums; those of the up half lie `half` behind. bias [as sums], or null. Sums and bias go on up to a multiple of PANEL.
 template <typename T, typename Out>
-void finish_row(const float* sums, const float* bias, int64_t columns, int64_t half, bool gated, Out* out) {
+inline ALWAYS_INLINE void finish_row(const float* sums, const float* bias, int64_t columns, int64_t half, bool gated, Out* out) {
     for (int64_t i = 0; i < columns; i += Vec::LANES) {
         Vec value = Vec::load(sums + i), up = gated ? Vec::load(sums + half + i) : Vec();
         if (bias) value = value + Vec::load(bias + i);

@@ -1,5 +1,7 @@
 // Small functions that kernels share. Included by kernels.inl in the namespace of each instruction set, after its Vec.
 
+#define ALWAYS_INLINE __attribute__((always_inline))
+
 inline int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
 inline int64_t round_up(int64_t n, int64_t to) { return ceil_div(n, to) * to; }
 

@@ -17,65 +17,91 @@ inline Vec whole_within(Vec x, float most) { return within(Vec::round(x), -most,
 
 #include "quantize.inl"
 
+// f(0) to f(N - 1), written out while the compiler still sees single variables in arrays: a loop that it unrolls later keeps them in memory.
+template <int N, typename F>
+inline ALWAYS_INLINE void written_out(F f) {
+    if constexpr (N > 0) {
+        written_out<N - 1>(f);
+        f(N - 1);
+    }
+}
+
 // What makes whole numbers in +-127 of values [size], a multiple of LANES: numbers = values * factor, values = numbers * scale.
 struct Scaling {
     float scale;
     Vec factor;
 
-    Scaling(const float* values, int64_t size) {
+    template <typename T>
+    ALWAYS_INLINE Scaling(const T* values, int64_t size) {
         Vec largest, spoilt;
         for (int64_t i = 0; i < size; i += Vec::LANES) {
             Vec v = Vec::load(values + i);
             largest = Vec::max(largest, magnitude(v));
             spoilt = Vec::fma(v, Vec(), spoilt);  // NaN once a number is not finite: then the scale is, and with it the row's results
         }
-        float most = largest.largest();
-        bool counts = most > LEAST;
-        scale = (counts ? most / 127 : 0) + spoilt.sum();
+        const float most = largest.largest();
+        const bool counts = most > LEAST;
+        scale = spoilt.has_nan() ? NAN : counts ? most / 127 : 0;
         factor = Vec(counts ? 127 / most : 0);
     }
-    Vec whole(const float* values) const { return whole_within(Vec::load(values) * factor, 127); }
+    template <typename T>
+    void store(const T* values, int64_t size, int8_t* to) const {
+        for (int64_t i = 0; i < size; i += Vec::LANES) store_whole(within(Vec::load(values + i) * factor, -127, 127), to + i);
+    }
 };
 
-// x as the kernels read it: rows [groups][64], their scales, and what the offset of 8 of int4's numbers adds to the sums of each half group
+// The sum of 32 numbers, by instructions that every processor with AVX2 has
+inline int32_t sum_of_half_group(const int8_t* numbers) {
+    __m256i from_0 = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)numbers), _mm256_set1_epi8((char)0x80));  // each plus 128
+    __m256i of_8 = _mm256_sad_epu8(from_0, _mm256_setzero_si256());
+    __m128i of_16 = _mm_add_epi64(_mm256_castsi256_si128(of_8), _mm256_extracti128_si256(of_8, 1));
+    return _mm_cvtsi128_si32(_mm_add_epi64(of_16, _mm_unpackhi_epi64(of_16, of_16))) - 128 * (int32_t)HALF_GROUP;
+}
+
+// x as the kernels read it: rows [groups][64], their scales, and what takes the offsets of weights' numbers out of their sums
 struct QuantizedRows {
     int64_t groups;
     int8_t* numbers;
     float* scales;
-    int32_t* offsets;  // [groups][2]: minus 8 times the sum of the half group's numbers, in 16 bits
+    int32_t* offsets;  // [groups][3]: minus 8 times the sum of each half group, in 16 bits, for int4; minus 128 times the group's, for int8
 
     QuantizedRows(void* memory, int64_t rows, int64_t groups)
         : groups(groups), numbers((int8_t*)memory), scales((float*)(numbers + rows * groups * GROUP)), offsets((int32_t*)(scales + rows * groups)) {}
-    static int64_t bytes(int64_t rows, int64_t groups) { return rows * groups * (GROUP + sizeof(float) + 2 * sizeof(int32_t)); }
+    static int64_t bytes(int64_t rows, int64_t groups) { return rows * groups * (GROUP + sizeof(float) + 3 * sizeof(int32_t)); }
 
     QuantizedRows from(int64_t row) const {
         QuantizedRows rest = *this;
-        rest.numbers += row * groups * GROUP, rest.scales += row * groups, rest.offsets += row * groups * 2;
+        rest.numbers += row * groups * GROUP, rest.scales += row * groups, rest.offsets += row * groups * 3;
         return rest;
     }
 
-    int32_t sum(int64_t row, int64_t group) const {
-        const int32_t* halves = offsets + (row * groups + group) * 2;
-        return ((int16_t)halves[0] + (int16_t)halves[1]) / -8;
-    }
+    int32_t offset_of_int4(int64_t row, int64_t group, int half) const { return offsets[(row * groups + group) * 3 + half]; }
+    int32_t offset_of_int8(int64_t row, int64_t group) const { return offsets[(row * groups + group) * 3 + 2]; }
 
     template <typename T>
     void quantize(int64_t row, const T* x, int64_t size) {
-        for (int64_t group = row * groups; group < (row + 1) * groups; group++, x += GROUP, size -= GROUP) {
-            alignas(64) float values[GROUP] = {};
-            copy_numbers(x, values, std::min(GROUP, size));
-            Scaling scaling(values, GROUP);
-            scales[group] = scaling.scale;
-            int8_t* to = numbers + group * GROUP;
-            for (int half = 0; half < 2; half++) {
-                Vec sum;
-                for (int64_t i = half * HALF_GROUP; i < (half + 1) * HALF_GROUP; i += Vec::LANES) {
-                    Vec whole = scaling.whole(values + i);
-                    store_whole(whole, to + i), sum = sum + whole;
-                }
-                offsets[group * 2 + half] = (int32_t)(-8 * sum.sum()) & 0xffff;
+        const int64_t begin = row * groups, end = begin + groups;
+        for (int64_t group = begin; group < end; group++, x += GROUP, size -= GROUP) {
+            if (size >= GROUP) {
+                quantize_group(group, x);
+            } else {
+                float padded[GROUP] = {};
+                copy_numbers(x, padded, size);
+                quantize_group(group, padded);
             }
         }
+        for (int64_t group = begin; group < end; group++) {  // when all are stored: a load of what smaller stores just wrote waits for them
+            const int32_t first = sum_of_half_group(numbers + group * GROUP), second = sum_of_half_group(numbers + group * GROUP + HALF_GROUP);
+            offsets[group * 3] = -8 * first & 0xffff, offsets[group * 3 + 1] = -8 * second & 0xffff, offsets[group * 3 + 2] = -128 * (first + second);
+        }
+    }
+
+private:
+    template <typename T>
+    void quantize_group(int64_t group, const T* x) {
+        const Scaling scaling(x, GROUP);
+        scaling.store(x, GROUP, numbers + group * GROUP);
+        scales[group] = scaling.scale;
     }
 };
 
@@ -83,16 +109,6 @@ inline int32_t four_at(const int8_t* p) {
     int32_t four;
     std::memcpy(&four, p, sizeof four);
     return four;
-}
-
-// f(0) to f(N - 1), written out while the compiler still sees single variables in arrays: a loop that it unrolls later keeps them in memory.
-#define ALWAYS_INLINE __attribute__((always_inline))
-template <int N, typename F>
-inline ALWAYS_INLINE void written_out(F f) {
-    if constexpr (N > 0) {
-        written_out<N - 1>(f);
-        f(N - 1);
-    }
 }
 
 constexpr int MAX_EXACT_SUMS = Vec::LANES == 16 ? 16 : 10;  // of 32 or 16 registers
@@ -105,6 +121,12 @@ constexpr int64_t AHEAD_BYTES = 1024, AHEAD_GROUPS = 4;
 // Panels multiplied side by side: first, first + apart, ... The next have the panels behind these: as many streams of weights, each without a gap.
 struct Panels {
     int64_t first, count, apart;
+};
+
+// Of a product that is done in tiles of rows, only the first reads weights from memory: so each asks for its share of the next product's.
+struct Next {
+    Panels panels;  // of the next product
+    int64_t share, shares;
 };
 
 // Vector i of the outputs of panels whose data are `apart` bytes apart
@@ -121,7 +143,7 @@ struct Int8Dot {
         const int8_t* numbers = x.numbers + group * GROUP;
         Ints sum[ROWS * VECTORS];
         written_out<ROWS>([&](int row) ALWAYS_INLINE {
-            Ints start = Ints::start_of_fours(x.sum(row, group));
+            Ints start = Ints::start_of_fours(x.offset_of_int8(row, group));
             written_out<VECTORS>([&](int i) ALWAYS_INLINE { sum[row * VECTORS + i] = start; });
         });
 #pragma GCC unroll 1
@@ -154,7 +176,7 @@ struct Int4Dot {
             const char* weights = block;
             Ints sum[ROWS * VECTORS];
             written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                Ints offset = Ints::repeat32(x.offsets[(row * x.groups + group) * 2 + half]);
+                Ints offset = Ints::repeat32(x.offset_of_int4(row, group, half));
                 written_out<VECTORS>([&](int i) ALWAYS_INLINE { sum[row * VECTORS + i] = offset; });
             });
 #pragma GCC unroll 1
@@ -189,28 +211,32 @@ struct VectorForm {
 
     static constexpr int panels_at_once(int64_t rows) { return panels_beside((int)rows, MAX_EXACT_SUMS); }
 
-    void multiply(int64_t rows, const Panels& panels, int up, const QuantizedRows& x, Sums* sums) const {
-        multiply_exactly<MAX_ROWS>(rows, panels, up, x, sums);
+    void multiply(int64_t rows, const Panels& panels, const Next& next, int up, const QuantizedRows& x, Sums* sums) const {
+        multiply_exactly<MAX_ROWS>(rows, panels, next, up, x, sums);
     }
 
 private:
     template <int ROWS>
-    void multiply_exactly(int64_t rows, const Panels& panels, int up, const QuantizedRows& x, Sums* sums) const {
+    void multiply_exactly(int64_t rows, const Panels& panels, const Next& next, int up, const QuantizedRows& x, Sums* sums) const {
         if constexpr (ROWS > 1)
-            if (rows != ROWS) return multiply_exactly<ROWS - 1>(rows, panels, up, x, sums);
+            if (rows != ROWS) return multiply_exactly<ROWS - 1>(rows, panels, next, up, x, sums);
         constexpr int AT_ONCE = panels_at_once(ROWS);
-        if (panels.count == AT_ONCE) return multiply_panels<ROWS, AT_ONCE>(panels.first, panels.apart, 0, up, x, sums);
-        for (int64_t i = 0; i < panels.count; i++) multiply_panels<ROWS, 1>(panels.first + i * panels.apart, 0, i, up, x, sums);
+        if (panels.count == AT_ONCE) return multiply_panels<ROWS, AT_ONCE>(panels.first, panels.apart, next, 0, up, x, sums);
+        for (int64_t i = 0; i < panels.count; i++) multiply_panels<ROWS, 1>(panels.first + i * panels.apart, 0, next, i, up, x, sums);
     }
 
     template <int ROWS, int PANELS>
-    void multiply_panels(int64_t first, int64_t apart, int64_t place, int up, const QuantizedRows& x, Sums* sums) const {
+    void multiply_panels(int64_t first, int64_t apart, const Next& next, int64_t place, int up, const QuantizedRows& x, Sums* sums) const {
         constexpr int VECTORS = PANELS * PARTS;
         const int64_t blocks_apart = apart * x.groups * Dot::BLOCK, scales_apart = apart * x.groups * Dot::SCALES;
         const char* block = (const char*)call.weight + first * x.groups * Dot::BLOCK;
         const char* scales = (const char*)call.scales + first * x.groups * Dot::SCALES;
+        const int64_t share = next.shares > 1 ? Dot::BLOCK / next.shares : 0, soon_apart = next.panels.apart * x.groups * Dot::BLOCK;
+        const char* soon = (const char*)call.weight + next.panels.first * x.groups * Dot::BLOCK + x.groups * share * next.share;
         Vec total[ROWS * VECTORS];
-        for (int64_t group = 0; group < x.groups; group++, block += Dot::BLOCK, scales += Dot::SCALES) {
+        for (int64_t group = 0; group < x.groups; group++, block += Dot::BLOCK, scales += Dot::SCALES, soon += share) {
+            for (int64_t i = 0; i < share; i += 64)
+                written_out<PANELS>([&](int panel) ALWAYS_INLINE { __builtin_prefetch(soon + panel * soon_apart + i, 0, 2); });
             written_out<PANELS>([&](int panel) ALWAYS_INLINE { __builtin_prefetch(scales + panel * scales_apart + AHEAD_GROUPS * Dot::SCALES); });
             Ints exact[ROWS * VECTORS];
             Dot::template dot<ROWS, PANELS>(block, blocks_apart, scales, scales_apart, x, group, exact);
@@ -244,12 +270,23 @@ void finish_panel(const QuantizedLinear& a, Sums* sums, int64_t place, int64_t f
     const int64_t column = panel * PANEL, columns = std::min(PANEL, all_columns - column);
     float bias[2][PANEL];
     for (int up = 0; a.bias && up <= gated; up++) copy_numbers((const T*)a.bias + up * all_columns + column, bias[up], columns);
-    for (int64_t row = 0; row < rows; row++) {
-        const float* values = sums[row][place][0];
-        const int64_t to = (first + row) * a.out_row + column;
-        if (a.out_dtype == F32) finish_row<T>(values, a.bias ? bias[0] : nullptr, columns, PANEL, gated, (float*)a.out + to);
-        else finish_row<T>(values, a.bias ? bias[0] : nullptr, columns, PANEL, gated, (uint16_t*)a.out + to);
-    }
+    auto finish = [&](auto* out, int64_t columns, bool gated) ALWAYS_INLINE {
+        for (int64_t row = 0; row < rows; row++)
+            finish_row<T>(sums[row][place][0], a.bias ? bias[0] : nullptr, columns, PANEL, gated, out + (first + row) * a.out_row + column);
+    };
+    auto finish_all = [&](auto* out) ALWAYS_INLINE {  // that a panel is whole, as nearly all are, shall be known to the compiler
+        if (columns < PANEL) finish(out, columns, gated);
+        else if (gated) finish(out, PANEL, true);
+        else finish(out, PANEL, false);
+    };
+    if (a.out_dtype == F32) finish_all((float*)a.out);
+    else finish_all((uint16_t*)a.out);
+}
+
+// Memory for what finish_panel writes: a store that misses the caches holds up all later ones.
+inline void ask_for_results(const QuantizedLinear& a, int64_t first, int64_t rows, int64_t panel) {
+    const int64_t width = a.out_dtype == F32 ? 4 : 2;
+    for (int64_t row = 0; row < rows; row++) __builtin_prefetch((char*)a.out + ((first + row) * a.out_row + panel * PANEL) * width, 1);
 }
 
 // All panels for `rows` quantized rows, whose first result is out[first].
@@ -258,21 +295,28 @@ void multiply_quantized(Form& form, const QuantizedLinear& a, int64_t first, int
                         const Worker& worker) {
     const bool gated = a.epilogue == GATED;
     const int64_t all_columns = gated ? a.out_features / 2 : a.out_features, panels = (all_columns + PANEL - 1) / PANEL;
-    const int64_t chunk = std::min(rows, std::max<int64_t>(Form::MAX_ROWS, CACHED_BYTES / (x.groups * GROUP)));
+    const int64_t chunk = std::min(rows, std::max<int64_t>(1, CACHED_BYTES / (x.groups * GROUP) / Form::MAX_ROWS) * Form::MAX_ROWS);
     const int64_t beside = std::max<int64_t>(1, std::min<int64_t>(Form::panels_at_once(std::min<int64_t>(chunk, Form::MAX_ROWS)), panels / worker.count));
     const int64_t sets = (panels + beside - 1) / beside, worth = rows <= Form::MAX_ROWS ? STREAMS_BYTES : ITEM_BYTES;
     const int64_t items = std::min(sets, std::max<int64_t>(8 * worker.count, panels * panel_bytes / worth));
     Sums sums[Form::MAX_ROWS];
+    const auto start_of = [=](int64_t item) { return std::min(item * sets / items * beside, panels); };
+    const auto side_of = [=](int64_t item, int64_t set) {  // what is no whole set comes one by one
+        const int64_t start = start_of(item), whole = (start_of(item + 1) - start) / beside;
+        return set < whole ? Panels{start + set, beside, whole} : Panels{start + whole * beside + set - whole, 1, 0};
+    };
     for (int64_t i; (i = worker.next()) < items;)
         for (int64_t begin = 0; begin < rows; begin += chunk) {
             const int64_t here = std::min(chunk, rows - begin), tiles = (here + Form::MAX_ROWS - 1) / Form::MAX_ROWS;
-            const int64_t start = i * sets / items * beside, size = std::min((i + 1) * sets / items * beside, panels) - start, whole = size / beside;
-            for (int64_t set = 0; set < whole + size % beside; set++) {  // what is no whole set comes one by one
-                const Panels side = set < whole ? Panels{start + set, beside, whole} : Panels{start + whole * beside + set - whole, 1, 0};
+            const int64_t size = start_of(i + 1) - start_of(i), count_of_sets = size / beside + size % beside;
+            for (int64_t set = 0; set < count_of_sets; set++) {
+                const Panels side = side_of(i, set), next = set + 1 < count_of_sets ? side_of(i, set + 1) : side_of(std::min(i + worker.count, items - 1), 0);
                 for (int64_t tile = 0; tile < tiles; tile++) {
                     const int64_t row = begin + tile * here / tiles, count = begin + (tile + 1) * here / tiles - row;
+                    for (int64_t p = 0; p < side.count; p++) ask_for_results(a, first + row, count, side.first + p * side.apart);
                     for (int up = 0; up <= gated; up++)
-                        form.multiply(count, Panels{up * panels + side.first, side.count, side.apart}, up, x.from(row), sums);
+                        form.multiply(count, Panels{up * panels + side.first, side.count, side.apart},
+                                      Next{{up * panels + next.first, next.count, next.apart}, tile, tiles}, up, x.from(row), sums);
                     for (int64_t p = 0; p < side.count; p++)
                         finish_panel<T>(a, sums, p, first + row, count, side.first + p * side.apart, all_columns);
                 }

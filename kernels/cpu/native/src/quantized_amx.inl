@@ -20,7 +20,7 @@ struct TileForm {
 
     static constexpr int panels_at_once(int64_t) { return 1; }
 
-    void multiply(int64_t rows, const Panels& one, int up, const QuantizedRows& x, Sums* sums) {
+    void multiply(int64_t rows, const Panels& one, const Next&, int up, const QuantizedRows& x, Sums* sums) {
         const int64_t panel = one.first;
         if (rows != configured) configure_tiles(rows);
         configured = rows;

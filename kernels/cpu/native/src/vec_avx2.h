@@ -52,6 +52,7 @@ struct Vec {
         return _mm256_and_ps(value.v, _mm256_cmp_ps(x.v, _mm256_set1_ps(least), _CMP_NLT_UQ));
     }
 
+    bool has_nan() const { return _mm256_movemask_ps(_mm256_cmp_ps(v, v, _CMP_UNORD_Q)) != 0; }
     float sum() const {
         __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
         x = _mm_add_ps(x, _mm_movehl_ps(x, x));

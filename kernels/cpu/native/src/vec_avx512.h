@@ -43,6 +43,7 @@ struct Vec {
         return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(least), _CMP_NLT_UQ), value.v);
     }
 
+    bool has_nan() const { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0; }
     float sum() const { return _mm512_reduce_add_ps(v); }
     float largest() const { return _mm512_reduce_max_ps(v); }
 

@@ -233,23 +233,28 @@ private:
         const char* scales = (const char*)call.scales + first * x.groups * Dot::SCALES;
         const int64_t share = next.shares > 1 ? Dot::BLOCK / next.shares : 0, soon_apart = next.panels.apart * x.groups * Dot::BLOCK;
         const char* soon = (const char*)call.weight + next.panels.first * x.groups * Dot::BLOCK + x.groups * share * next.share;
-        Vec total[ROWS * VECTORS];
-        for (int64_t group = 0; group < x.groups; group++, block += Dot::BLOCK, scales += Dot::SCALES, soon += share) {
+        const char* soon_scales = share ? (const char*)call.scales + next.panels.first * x.groups * Dot::SCALES : scales + AHEAD_GROUPS * Dot::SCALES;
+        const int64_t soon_scales_apart = share ? next.panels.apart * x.groups * Dot::SCALES : scales_apart;
+        decltype(Vec::v) total[ROWS * VECTORS];
+        const Vec zero = settled(Vec());  // a known zero, and GCC clears all by one instruction for memory, which takes its time
+        for (auto& sum : total) sum = zero.v;
+        for (int64_t group = 0; group < x.groups; group++, block += Dot::BLOCK, scales += Dot::SCALES, soon += share, soon_scales += Dot::SCALES) {
             for (int64_t i = 0; i < share; i += 64)
                 written_out<PANELS>([&](int panel) ALWAYS_INLINE { __builtin_prefetch(soon + panel * soon_apart + i, 0, 2); });
-            written_out<PANELS>([&](int panel) ALWAYS_INLINE { __builtin_prefetch(scales + panel * scales_apart + AHEAD_GROUPS * Dot::SCALES); });
+            written_out<PANELS>([&](int panel) ALWAYS_INLINE { __builtin_prefetch(soon_scales + panel * soon_scales_apart); });
             Ints exact[ROWS * VECTORS];
             Dot::template dot<ROWS, PANELS>(block, blocks_apart, scales, scales_apart, x, group, exact);
             written_out<VECTORS>([&](int i) ALWAYS_INLINE {
                 Vec scale = Vec::load((const uint16_t*)(vector_at(scales, scales_apart, i, Vec::LANES * 2) + Dot::SCALES_AT));
                 written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                    Vec& sum = total[row * VECTORS + i];
-                    sum = Vec::fma(exact[row * VECTORS + i].to_floats(), scale * Vec(x.scales[row * x.groups + group]), sum);
+                    auto& sum = total[row * VECTORS + i];
+                    sum = Vec::fma(exact[row * VECTORS + i].to_floats(), scale * Vec(x.scales[row * x.groups + group]), sum).v;
                 });
             });
         }
-        for (int row = 0; row < ROWS; row++)
-            for (int i = 0; i < VECTORS; i++) total[row * VECTORS + i].store(sums[row][place + i / PARTS][up] + i % PARTS * Vec::LANES);
+        written_out<ROWS>([&](int row) ALWAYS_INLINE {
+            written_out<VECTORS>([&](int i) ALWAYS_INLINE { Vec(total[row * VECTORS + i]).store(sums[row][place + i / PARTS][up] + i % PARTS * Vec::LANES); });
+        });
     }
 };
 
@@ -259,7 +264,7 @@ private:
 
 constexpr int64_t ROWS_AT_ONCE = 512;          // quantized together, in memory that the threads share
 constexpr int64_t ROWS_APART = 2;              // so few each thread quantizes for itself: cheaper than waiting for another
-constexpr int64_t ITEM_BYTES = 32 * 1024;      // of weights: worth a ticket
+constexpr int64_t ITEM_BYTES = 128 * 1024;      // of weights: worth a ticket
 constexpr int64_t STREAMS_BYTES = 512 * 1024;  // the same where rows are few: long streams are what memory is fast at
 constexpr int64_t CACHED_BYTES = 128 * 1024;   // of x, which stay in the second cache while panels come
 

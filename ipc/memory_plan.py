@@ -17,13 +17,15 @@ SWAP_MEMORY_FRACTION = 0.25  # of what is free then: the most that swap_space ta
 
 QUANTIZATION_BITS = {"int8": 8, "int4": 4}  # of a weight's numbers
 HEAD_BITS = 8  # of a quantized model's head, whose table is the embedding's too where it is tied: 4 would lose too much
-QUANTIZED_PANEL, QUANTIZED_GROUP = 16, 64  # rows and columns of a weight that are packed together; a rest takes a whole panel or group
+QUANTIZED_PANEL, QUANTIZED_DEPTH = 16, 64  # rows and columns of a weight that are packed together; a rest takes as much as a whole one
+QUANTIZED_GROUP, QUANTIZED_SCALE_BYTES = {8: 128, 4: 64}, {8: 2, 4: 4}  # columns of a row under one scale; of that, at 4 bits with two factors
 
 
 def quantized_bytes(rows: int, columns: int, bits: int) -> int:
-    """Of a linear layer's packed weight (kernels/cpu/native/quantized.py): its numbers, and for a group of a row a scale, at 4 bits two factors too."""
-    groups = -(-rows // QUANTIZED_PANEL) * QUANTIZED_PANEL * -(-columns // QUANTIZED_GROUP)
-    return groups * (QUANTIZED_GROUP * bits // 8 + (2 if bits == 8 else 4))
+    """Of a linear layer's packed weight (kernels/cpu/native/quantized.py): its numbers, and a scale for each group of a row."""
+    depth = -(-columns // QUANTIZED_DEPTH) * QUANTIZED_DEPTH
+    row_bytes = depth * bits // 8 + -(-columns // QUANTIZED_GROUP[bits]) * QUANTIZED_SCALE_BYTES[bits]
+    return -(-rows // QUANTIZED_PANEL) * QUANTIZED_PANEL * row_bytes
 
 
 def check_weights_fit(weights_bytes: int, dtype: str, free_bytes: int) -> None:

@@ -12,21 +12,21 @@ from torch import Tensor
 
 from ..registry import register
 
-GROUP = 64  # along k
+GROUP = {8: 128, 4: 64}  # along k, by bits
 LEAST = 1e-30  # a group with nothing larger counts as zeros
 
 
 class QuantizedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: int):
-        self.bias, self.dtype, self.in_features = bias, weight.dtype, weight.shape[1]
+        self.bias, self.dtype, self.in_features, self.group = bias, weight.dtype, weight.shape[1], GROUP[bits]
         quantize = quantize_int8 if bits == 8 else quantize_int4
-        self.numbers, self.scales = quantize(in_groups(weight.float()))  # [N, groups, GROUP] whole, [N, groups]
+        self.numbers, self.scales = quantize(in_groups(weight.float(), self.group))  # [N, groups, group] whole, [N, groups]
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.logits(x).to(self.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
-        numbers, scales = quantize_activations(in_groups(x.float()))
+        numbers, scales = quantize_activations(in_groups(x.float(), self.group))
         total = torch.zeros(len(x), len(self.numbers))
         for group in range(self.scales.shape[1]):
             exact = numbers[:, group].double() @ self.numbers[:, group].double().T
@@ -48,13 +48,13 @@ def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return (a.double() * b.double() + c.double()).float()
 
 
-def in_groups(x: Tensor) -> Tensor:
-    """[rows, k] -> [rows, groups, GROUP], zeros behind the last k"""
-    return F.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+def in_groups(x: Tensor, group: int) -> Tensor:
+    """[rows, k] -> [rows, groups, group], zeros behind the last k"""
+    return F.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, groups, GROUP] -> whole numbers in +-127, and scales [rows, groups]; NaN where a group is not finite."""
+    """[rows, groups, group] -> whole numbers in +-127, and scales [rows, groups]; NaN where a group is not finite."""
     finite, largest = x.isfinite().all(-1), x.abs().amax(-1)
     counts = finite & (largest > LEAST)
     scales = torch.where(counts, largest / 127, 0.0)
@@ -73,7 +73,7 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers in -8 to 7 times a factor in +-15 for each half of a group; the group's scale is searched for."""
-    finite, halves = weight.isfinite().all(-1), weight.unflatten(-1, (2, GROUP // 2)).nan_to_num()
+    finite, halves = weight.isfinite().all(-1), weight.unflatten(-1, (2, -1)).nan_to_num()
     high, low = halves.amax(-1), halves.amin(-1)
     wanted = torch.where(high > -low, high, low) / -8  # takes the weight of largest magnitude to -8
     largest = wanted.abs().amax(-1)

@@ -167,7 +167,8 @@ def pack_quantized_linear(dtype: torch.dtype) -> list[Case]:
 
     def own(x: Tensor, weight: Tensor, bias: Tensor | None, bits: int) -> tuple[Tensor, ...]:
         quantize = quantized.quantize_int8 if bits == 8 else quantized.quantize_int4
-        pairs = quantized.quantize_activations(quantized.in_groups(x.float())), quantize(quantized.in_groups(weight.float()))
+        group = quantized.GROUP[bits]
+        pairs = quantized.quantize_activations(quantized.in_groups(x.float(), group)), quantize(quantized.in_groups(weight.float(), group))
         values, weights = ((numbers.double() * scales.double().unsqueeze(-1)).flatten(1) for numbers, scales in pairs)
         return ((values @ weights.T + (0 if bias is None else bias.double())).to(x.dtype),)
 

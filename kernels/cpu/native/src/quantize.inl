@@ -1,27 +1,29 @@
-// A linear layer's weight quantized and packed (abi.h: Quantize). Symmetric, in groups of 64 along k, each group of an output with a scale in
+// A linear layer's weight quantized and packed (abi.h: Quantize). Symmetric, in groups along k, each group of an output with a scale in
 // bf16; panels of 16 outputs as the kernels of quantized.inl read them: [panel][group], a block of numbers here, their scales there.
 //
-//   int8  block [16][16 outputs][4]: k / 4, k % 4. Scales [16] bf16. The scale takes the group's largest weight to 127.
-//   int4  block [8][16 outputs][4]: byte (k / 4, k % 4) of the group's first half in the lower nibble, of its second half in the upper one,
+//   int8  groups of 128, the last perhaps of 64. Block [32][16 outputs][4]: k / 4, k % 4. Scales [16] bf16. The scale takes the group's largest
+//         weight to 127.
+//   int4  groups of 64. Block [8][16 outputs][4]: byte (k / 4, k % 4) of the group's first half in the lower nibble, of its second half in the upper one,
 //         each plus 8. Scales [2][16] int8, then [16] bf16: weight = number * its half's factor * its group's scale. A factor is whole and in
 //         +-15, so number * factor is an int8, and 64 of those make one exact sum. (Lin et al. 2024, QServe; llama.cpp's K-quants.)
 //
 // All is done with an output to a lane, one k after the other: the same numbers on every instruction set.
 
-constexpr int64_t GROUP = 64, HALF_GROUP = GROUP / 2;
+constexpr int64_t GROUP_INT8 = 128, GROUP_INT4 = 64, HALF_GROUP = GROUP_INT4 / 2;
 constexpr int PARTS = PANEL / Vec::LANES;  // vectors of a panel's outputs
 constexpr int64_t SCALES_INT8 = PANEL * 2, FACTORS = 2 * PANEL, SCALES_INT4 = FACTORS + PANEL * 2;  // bytes of a block's scales
 
-inline int64_t groups_of(int64_t in_features) { return (in_features + GROUP - 1) / GROUP; }
+inline int64_t depth_of(int64_t in_features) { return round_up(in_features, 64); }  // numbers that a panel has along k, zeros behind the last
 
 // One block's weights, zeros where there are none
+template <int64_t GROUP>
 struct GroupOfWeights {
     alignas(64) float at[GROUP][PANEL];
 
     template <typename T>
     void load(const Quantize& a, int64_t panel, int64_t group) {
         float row[GROUP];
-        int64_t size = std::min(GROUP, a.in_features - group * GROUP);
+        const int64_t size = std::min(GROUP, a.in_features - group * GROUP);
         for (int64_t i = 0; i < PANEL; i++) {
             int64_t out = panel * PANEL + i;
             std::fill(row, row + GROUP, 0.0f);
@@ -38,18 +40,19 @@ inline Vec inverse(Vec x) { return Vec::keep_where_at_least(Vec(1.0f) / x, x, LE
 
 template <typename T>
 void quantize_int8_block(const Quantize& a, int64_t panel, int64_t group, int8_t* numbers, uint16_t* scales) {
-    GroupOfWeights weights;
+    GroupOfWeights<GROUP_INT8> weights;
     weights.load<T>(a, panel, group);
+    const int64_t size = std::min(GROUP_INT8, depth_of(a.in_features) - group * GROUP_INT8);
     for (int part = 0; part < PARTS; part++) {
         Vec largest, spoilt;
-        for (int64_t k = 0; k < GROUP; k++) {
+        for (int64_t k = 0; k < size; k++) {
             Vec w = weights.lanes(k, part);
             largest = Vec::max(largest, magnitude(w));
             spoilt = Vec::fma(w, Vec(), spoilt);  // NaN once a weight is not finite
         }
         Vec scale = (largest / Vec(127) + spoilt).rounded(), factor = inverse(scale);
         scale.store(scales + part * Vec::LANES);
-        for (int64_t k = 0; k < GROUP; k++) {
+        for (int64_t k = 0; k < size; k++) {
             int8_t row[Vec::LANES];
             store_whole(whole_within(weights.lanes(k, part) * factor, 127), row);
             for (int i = 0; i < Vec::LANES; i++) numbers[((k / 4) * PANEL + part * Vec::LANES + i) * 4 + k % 4] = row[i];
@@ -58,7 +61,7 @@ void quantize_int8_block(const Quantize& a, int64_t panel, int64_t group, int8_t
 }
 
 // Of half a group: the squared error of the nearest numbers, by lane
-inline Vec squared_error(const GroupOfWeights& weights, int64_t begin, int part, Vec step) {
+inline Vec squared_error(const GroupOfWeights<GROUP_INT4>& weights, int64_t begin, int part, Vec step) {
     Vec error, factor = Vec(1.0f) / step;
     for (int64_t k = begin; k < begin + HALF_GROUP; k++) {
         Vec w = weights.lanes(k, part), rest = Vec::fma(within(Vec::round(w * factor), -8, 7), Vec() - step, w);
@@ -68,7 +71,7 @@ inline Vec squared_error(const GroupOfWeights& weights, int64_t begin, int part,
 }
 
 // The best factor of half a group under a group's scale, by lane: that which takes the weight of largest magnitude to -8, or one beside it.
-inline void find_factors(const GroupOfWeights& weights, int64_t begin, int part, const float* wanted, const float* scales, float* factors, float* errors) {
+inline void find_factors(const GroupOfWeights<GROUP_INT4>& weights, int64_t begin, int part, const float* wanted, const float* scales, float* factors, float* errors) {
     std::fill(errors, errors + Vec::LANES, INFINITY);
     for (int beside = -1; beside <= 1; beside++) {
         float tried[Vec::LANES], error[Vec::LANES];
@@ -86,7 +89,7 @@ struct Int4Scales {
 };
 
 // The scale is searched for too: the largest step of both halves is 15, 13.5 or 12 times as large. Measured, more candidates gain nothing.
-inline Int4Scales find_int4_scales(const GroupOfWeights& weights, int part) {
+inline Int4Scales find_int4_scales(const GroupOfWeights<GROUP_INT4>& weights, int part) {
     Int4Scales best;
     float wanted[2][Vec::LANES], error[Vec::LANES], largest[Vec::LANES], spoilt[Vec::LANES];
     Vec nan;
@@ -120,7 +123,7 @@ inline Int4Scales find_int4_scales(const GroupOfWeights& weights, int part) {
 
 template <typename T>
 void quantize_int4_block(const Quantize& a, int64_t panel, int64_t group, uint8_t* numbers, int8_t* factors, uint16_t* scales) {
-    GroupOfWeights weights;
+    GroupOfWeights<GROUP_INT4> weights;
     weights.load<T>(a, panel, group);
     for (int part = 0; part < PARTS; part++) {
         Int4Scales found = find_int4_scales(weights, part);
@@ -147,20 +150,20 @@ void quantize_int4_block(const Quantize& a, int64_t panel, int64_t group, uint8_
 
 void quantize_int8(const Call& call, const Step&, const Worker& worker) {
     const Quantize& a = (const Quantize&)call;
-    const int64_t groups = groups_of(a.in_features), panels = (a.out_features + PANEL - 1) / PANEL;
+    const int64_t depth = depth_of(a.in_features), groups = ceil_div(depth, GROUP_INT8), panels = ceil_div(a.out_features, PANEL);
     for (int64_t panel; (panel = worker.next()) < panels;)
-        for (int64_t i = panel * groups; i < (panel + 1) * groups; i++)
-            FOR_DTYPE(call.dtype, quantize_int8_block<T>(a, panel, i % groups, (int8_t*)a.packed + i * GROUP * PANEL,
-                                                         (uint16_t*)((char*)a.scales + i * SCALES_INT8)));
+        for (int64_t group = 0; group < groups; group++)
+            FOR_DTYPE(call.dtype, quantize_int8_block<T>(a, panel, group, (int8_t*)a.packed + (panel * depth + group * GROUP_INT8) * PANEL,
+                                                         (uint16_t*)((char*)a.scales + (panel * groups + group) * SCALES_INT8)));
 }
 
 void quantize_int4(const Call& call, const Step&, const Worker& worker) {
     const Quantize& a = (const Quantize&)call;
-    const int64_t groups = groups_of(a.in_features), panels = (a.out_features + PANEL - 1) / PANEL;
+    const int64_t groups = ceil_div(a.in_features, GROUP_INT4), panels = ceil_div(a.out_features, PANEL);
     for (int64_t panel; (panel = worker.next()) < panels;)
         for (int64_t i = panel * groups; i < (panel + 1) * groups; i++) {
             char* scales = (char*)a.scales + i * SCALES_INT4;
-            FOR_DTYPE(call.dtype, quantize_int4_block<T>(a, panel, i % groups, (uint8_t*)a.packed + i * GROUP * PANEL / 2, (int8_t*)scales,
+            FOR_DTYPE(call.dtype, quantize_int4_block<T>(a, panel, i % groups, (uint8_t*)a.packed + i * GROUP_INT4 * PANEL / 2, (int8_t*)scales,
                                                          (uint16_t*)(scales + FACTORS)));
         }
 }
@@ -168,7 +171,7 @@ void quantize_int4(const Call& call, const Step&, const Worker& worker) {
 // out [rows, size] = the rows of an int8 table that the step's token ids name, as numbers again
 template <typename T>
 void embedding_int8_rows(const EmbeddingInt8& a, int64_t rows, const Step& step, const Worker& worker) {
-    const int64_t piece = piece_of_rows(a.size), groups = groups_of(a.size);
+    const int64_t piece = piece_of_rows(a.size), depth = depth_of(a.size), groups = ceil_div(depth, GROUP_INT8);
     for (int64_t start; (start = worker.next() * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) {
             int64_t id = step.token_ids[row], panel = id / PANEL, lane = id % PANEL;
@@ -177,10 +180,10 @@ void embedding_int8_rows(const EmbeddingInt8& a, int64_t rows, const Step& step,
                 std::memset(out, 0xff, a.size * sizeof(T));  // all bits set is a NaN in both types
                 continue;
             }
-            const int8_t* numbers = (const int8_t*)a.table + panel * groups * GROUP * PANEL + lane * 4;
+            const int8_t* numbers = (const int8_t*)a.table + panel * depth * PANEL + lane * 4;
             const uint16_t* scales = (const uint16_t*)a.scales + panel * groups * PANEL + lane;
             for (int64_t k = 0; k < a.size; k++)
-                put(out + k, (float)numbers[k / 4 * PANEL * 4 + k % 4] * Number<uint16_t>::get(scales[k / GROUP * PANEL]));
+                put(out + k, (float)numbers[k / 4 * PANEL * 4 + k % 4] * Number<uint16_t>::get(scales[k / GROUP_INT8 * PANEL]));
         }
 }
 

@@ -1,6 +1,6 @@
 // Linear layers over int8 and int4 weights (abi.h: QuantizedLinear; the layout: quantize.inl).
 //
-//   rows of x are quantized, a group of 64 at a time: whole numbers in +-127, and a scale
+//   rows of x are quantized, a group at a time as weights are: whole numbers in +-127, and a scale
 //   item = a few panels, computed by one thread
 //       for panels side by side, for a few rows: for each group the sum of products of whole numbers, exactly; times both scales; added in fp32
 //       then bias, activation, rounding
@@ -50,33 +50,36 @@ struct Scaling {
     }
 };
 
-// The sum of 32 numbers, by instructions that every processor with AVX2 has
-inline int32_t sum_of_half_group(const int8_t* numbers) {
+// The sum of `size` numbers, a multiple of 32, by instructions that every processor with AVX2 has
+inline int32_t sum_of(const int8_t* numbers, int64_t size) {
+    if (size > 32) return sum_of(numbers, 32) + sum_of(numbers + 32, size - 32);
     __m256i from_0 = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)numbers), _mm256_set1_epi8((char)0x80));  // each plus 128
     __m256i of_8 = _mm256_sad_epu8(from_0, _mm256_setzero_si256());
     __m128i of_16 = _mm_add_epi64(_mm256_castsi256_si128(of_8), _mm256_extracti128_si256(of_8, 1));
-    return _mm_cvtsi128_si32(_mm_add_epi64(of_16, _mm_unpackhi_epi64(of_16, of_16))) - 128 * (int32_t)HALF_GROUP;
+    return _mm_cvtsi128_si32(_mm_add_epi64(of_16, _mm_unpackhi_epi64(of_16, of_16))) - 128 * 32;
 }
 
-// x as the kernels read it: rows [groups][64], their scales, and what takes the offsets of weights' numbers out of their sums
+// x as a Dot reads it: rows [groups][GROUP], zeros behind the last, their scales, and what takes the offsets of weights' numbers out of sums
+template <typename Dot>
 struct QuantizedRows {
+    static constexpr int64_t GROUP = Dot::GROUP, OFFSETS = Dot::OFFSETS;  // the latter of each group, for as many parts of it
+
     int64_t groups;
     int8_t* numbers;
     float* scales;
-    int32_t* offsets;  // [groups][3]: minus 8 times the sum of each half group, in 16 bits, for int4; minus 128 times the group's, for int8
+    int32_t* offsets;
 
     QuantizedRows(void* memory, int64_t rows, int64_t groups)
         : groups(groups), numbers((int8_t*)memory), scales((float*)(numbers + rows * groups * GROUP)), offsets((int32_t*)(scales + rows * groups)) {}
-    static int64_t bytes(int64_t rows, int64_t groups) { return rows * groups * (GROUP + sizeof(float) + 3 * sizeof(int32_t)); }
+    static int64_t bytes(int64_t rows, int64_t groups) { return rows * groups * (GROUP + sizeof(float) + OFFSETS * sizeof(int32_t)); }
 
     QuantizedRows from(int64_t row) const {
         QuantizedRows rest = *this;
-        rest.numbers += row * groups * GROUP, rest.scales += row * groups, rest.offsets += row * groups * 3;
+        rest.numbers += row * groups * GROUP, rest.scales += row * groups, rest.offsets += row * groups * OFFSETS;
         return rest;
     }
 
-    int32_t offset_of_int4(int64_t row, int64_t group, int half) const { return offsets[(row * groups + group) * 3 + half]; }
-    int32_t offset_of_int8(int64_t row, int64_t group) const { return offsets[(row * groups + group) * 3 + 2]; }
+    int32_t offset(int64_t row, int64_t group, int part) const { return offsets[(row * groups + group) * OFFSETS + part]; }
 
     template <typename T>
     void quantize(int64_t row, const T* x, int64_t size) {
@@ -90,10 +93,8 @@ struct QuantizedRows {
                 quantize_group(group, padded);
             }
         }
-        for (int64_t group = begin; group < end; group++) {  // when all are stored: a load of what smaller stores just wrote waits for them
-            const int32_t first = sum_of_half_group(numbers + group * GROUP), second = sum_of_half_group(numbers + group * GROUP + HALF_GROUP);
-            offsets[group * 3] = -8 * first & 0xffff, offsets[group * 3 + 1] = -8 * second & 0xffff, offsets[group * 3 + 2] = -128 * (first + second);
-        }
+        for (int64_t i = begin * OFFSETS; i < end * OFFSETS; i++)  // when all are stored: a load of what smaller stores just wrote waits for them
+            offsets[i] = Dot::offset(sum_of(numbers + i * GROUP / OFFSETS, GROUP / OFFSETS));
     }
 
 private:
@@ -132,22 +133,25 @@ struct Next {
 // Vector i of the outputs of panels whose data are `apart` bytes apart
 inline const char* vector_at(const char* data, int64_t apart, int i, int64_t bytes) { return data + i / PARTS * apart + i % PARTS * bytes; }
 
-// A group's exact sums for ROWS rows and PANELS panels, whose blocks are `apart` bytes apart. In 16 bits a pair's products are within 2 * 127 * 127.
+// A group's exact sums for ROWS rows and PANELS panels, whose blocks are `apart` bytes apart; the group has `size` numbers.
 struct Int8Dot {
-    static constexpr int64_t BLOCK = GROUP * PANEL, SCALES = SCALES_INT8, SCALES_AT = 0;
+    static constexpr int64_t GROUP = GROUP_INT8, LINE_OF_K = PANEL, BLOCK = GROUP * LINE_OF_K, SCALES = SCALES_INT8, SCALES_AT = 0, OFFSETS = 1;
+    static int32_t offset(int32_t sum) { return -128 * sum; }
 
+    // In 16 bits a pair's products are within 2 * 127 * 127.
     template <int ROWS, int PANELS>
-    static ALWAYS_INLINE void dot(const char* block, int64_t apart, const char*, int64_t, const QuantizedRows& x, int64_t group, Ints* sums) {
+    static ALWAYS_INLINE void dot(const char* block, int64_t apart, const char*, int64_t, const QuantizedRows<Int8Dot>& x, int64_t group, int64_t size,
+                                  Ints* sums) {
         constexpr int VECTORS = PANELS * PARTS;
         const int64_t stride = x.groups * GROUP;
         const int8_t* numbers = x.numbers + group * GROUP;
         Ints sum[ROWS * VECTORS];
         written_out<ROWS>([&](int row) ALWAYS_INLINE {
-            Ints start = Ints::start_of_fours(x.offset_of_int8(row, group));
+            Ints start = Ints::start_of_fours(x.offset(row, group, 0));
             written_out<VECTORS>([&](int i) ALWAYS_INLINE { sum[row * VECTORS + i] = start; });
         });
 #pragma GCC unroll 1
-        for (int64_t k = 0; k < GROUP; k += 4, block += 4 * PANEL, numbers += 4) {
+        for (int64_t k = 0; k < size; k += 4, block += 4 * PANEL, numbers += 4) {
             written_out<PANELS>([&](int panel) ALWAYS_INLINE { __builtin_prefetch(block + panel * apart + AHEAD_BYTES); });
             written_out<ROWS>([&](int row) ALWAYS_INLINE {
                 Ints four = Ints::repeat32(four_at(numbers + row * stride));
@@ -163,12 +167,13 @@ struct Int8Dot {
 
 // Half a group after the other, so that twice as many sums find room in registers.
 struct Int4Dot {
-    static constexpr int64_t BLOCK = GROUP * PANEL / 2, SCALES = SCALES_INT4, SCALES_AT = FACTORS;
+    static constexpr int64_t GROUP = GROUP_INT4, LINE_OF_K = PANEL / 2, BLOCK = GROUP * LINE_OF_K, SCALES = SCALES_INT4, SCALES_AT = FACTORS, OFFSETS = 2;
+    static int32_t offset(int32_t sum) { return -8 * sum & 0xffff; }
 
     // In 16 bits: a pair's products are within 2 * 15 * 127, sums over half a group and all of its offset within 32 * 8 * 127.
     template <int ROWS, int PANELS>
-    static ALWAYS_INLINE void dot(const char* block, int64_t apart, const char* factors, int64_t factors_apart, const QuantizedRows& x, int64_t group,
-                                  Ints* sums) {
+    static ALWAYS_INLINE void dot(const char* block, int64_t apart, const char* factors, int64_t factors_apart, const QuantizedRows<Int4Dot>& x,
+                                  int64_t group, int64_t, Ints* sums) {
         constexpr int VECTORS = PANELS * PARTS;
         const int64_t stride = x.groups * GROUP;
         written_out<2>([&](int half) ALWAYS_INLINE {
@@ -176,7 +181,7 @@ struct Int4Dot {
             const char* weights = block;
             Ints sum[ROWS * VECTORS];
             written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                Ints offset = Ints::repeat32(x.offset_of_int4(row, group, half));
+                Ints offset = Ints::repeat32(x.offset(row, group, half));
                 written_out<VECTORS>([&](int i) ALWAYS_INLINE { sum[row * VECTORS + i] = offset; });
             });
 #pragma GCC unroll 1
@@ -211,13 +216,13 @@ struct VectorForm {
 
     static constexpr int panels_at_once(int64_t rows) { return panels_beside((int)rows, MAX_EXACT_SUMS); }
 
-    void multiply(int64_t rows, const Panels& panels, const Next& next, int up, const QuantizedRows& x, Sums* sums) const {
+    void multiply(int64_t rows, const Panels& panels, const Next& next, int up, const QuantizedRows<Dot>& x, Sums* sums) const {
         multiply_exactly<MAX_ROWS>(rows, panels, next, up, x, sums);
     }
 
 private:
     template <int ROWS>
-    void multiply_exactly(int64_t rows, const Panels& panels, const Next& next, int up, const QuantizedRows& x, Sums* sums) const {
+    void multiply_exactly(int64_t rows, const Panels& panels, const Next& next, int up, const QuantizedRows<Dot>& x, Sums* sums) const {
         if constexpr (ROWS > 1)
             if (rows != ROWS) return multiply_exactly<ROWS - 1>(rows, panels, next, up, x, sums);
         constexpr int AT_ONCE = panels_at_once(ROWS);
@@ -226,13 +231,14 @@ private:
     }
 
     template <int ROWS, int PANELS>
-    void multiply_panels(int64_t first, int64_t apart, const Next& next, int64_t place, int up, const QuantizedRows& x, Sums* sums) const {
+    void multiply_panels(int64_t first, int64_t apart, const Next& next, int64_t place, int up, const QuantizedRows<Dot>& x, Sums* sums) const {
         constexpr int VECTORS = PANELS * PARTS;
-        const int64_t blocks_apart = apart * x.groups * Dot::BLOCK, scales_apart = apart * x.groups * Dot::SCALES;
-        const char* block = (const char*)call.weight + first * x.groups * Dot::BLOCK;
+        const int64_t depth = depth_of(call.in_features), panel_bytes = depth * Dot::LINE_OF_K;
+        const int64_t blocks_apart = apart * panel_bytes, scales_apart = apart * x.groups * Dot::SCALES;
+        const char* block = (const char*)call.weight + first * panel_bytes;
         const char* scales = (const char*)call.scales + first * x.groups * Dot::SCALES;
-        const int64_t share = next.shares > 1 ? Dot::BLOCK / next.shares : 0, soon_apart = next.panels.apart * x.groups * Dot::BLOCK;
-        const char* soon = (const char*)call.weight + next.panels.first * x.groups * Dot::BLOCK + x.groups * share * next.share;
+        const int64_t share = next.shares > 1 ? Dot::BLOCK / next.shares : 0, soon_apart = next.panels.apart * panel_bytes;
+        const char* soon = (const char*)call.weight + next.panels.first * panel_bytes + x.groups * share * next.share;
         const char* soon_scales = share ? (const char*)call.scales + next.panels.first * x.groups * Dot::SCALES : scales + AHEAD_GROUPS * Dot::SCALES;
         const int64_t soon_scales_apart = share ? next.panels.apart * x.groups * Dot::SCALES : scales_apart;
         decltype(Vec::v) total[ROWS * VECTORS];
@@ -243,7 +249,7 @@ private:
                 written_out<PANELS>([&](int panel) ALWAYS_INLINE { __builtin_prefetch(soon + panel * soon_apart + i, 0, 2); });
             written_out<PANELS>([&](int panel) ALWAYS_INLINE { __builtin_prefetch(soon_scales + panel * soon_scales_apart); });
             Ints exact[ROWS * VECTORS];
-            Dot::template dot<ROWS, PANELS>(block, blocks_apart, scales, scales_apart, x, group, exact);
+            Dot::template dot<ROWS, PANELS>(block, blocks_apart, scales, scales_apart, x, group, std::min(Dot::GROUP, depth - group * Dot::GROUP), exact);
             written_out<VECTORS>([&](int i) ALWAYS_INLINE {
                 Vec scale = Vec::load((const uint16_t*)(vector_at(scales, scales_apart, i, Vec::LANES * 2) + Dot::SCALES_AT));
                 written_out<ROWS>([&](int row) ALWAYS_INLINE {
@@ -295,12 +301,11 @@ inline void ask_for_results(const QuantizedLinear& a, int64_t first, int64_t row
 }
 
 // All panels for `rows` quantized rows, whose first result is out[first].
-template <typename T, typename Form>
-void multiply_quantized(Form& form, const QuantizedLinear& a, int64_t first, int64_t rows, const QuantizedRows& x, int64_t panel_bytes,
-                        const Worker& worker) {
+template <typename T, typename Form, typename X>
+void multiply_quantized(Form& form, const QuantizedLinear& a, int64_t first, int64_t rows, const X& x, int64_t panel_bytes, const Worker& worker) {
     const bool gated = a.epilogue == GATED;
     const int64_t all_columns = gated ? a.out_features / 2 : a.out_features, panels = (all_columns + PANEL - 1) / PANEL;
-    const int64_t chunk = std::min(rows, std::max<int64_t>(1, CACHED_BYTES / (x.groups * GROUP) / Form::MAX_ROWS) * Form::MAX_ROWS);
+    const int64_t chunk = std::min(rows, std::max<int64_t>(1, CACHED_BYTES / (x.groups * X::GROUP) / Form::MAX_ROWS) * Form::MAX_ROWS);
     const int64_t beside = std::max<int64_t>(1, std::min<int64_t>(Form::panels_at_once(std::min<int64_t>(chunk, Form::MAX_ROWS)), panels / worker.count));
     const int64_t sets = (panels + beside - 1) / beside, worth = rows <= Form::MAX_ROWS ? STREAMS_BYTES : ITEM_BYTES;
     const int64_t items = std::min(sets, std::max<int64_t>(8 * worker.count, panels * panel_bytes / worth));
@@ -329,21 +334,22 @@ void multiply_quantized(Form& form, const QuantizedLinear& a, int64_t first, int
         }
 }
 
-template <typename T, typename Form>
-void multiply_rows(const QuantizedLinear& a, int64_t rows, int64_t block_bytes, const Worker& worker) {
-    const int64_t groups = groups_of(a.in_features), most = std::min(rows, ROWS_AT_ONCE);
+template <typename T, typename Dot, typename Form>
+void multiply_rows(const QuantizedLinear& a, int64_t rows, const Worker& worker) {
+    using X = QuantizedRows<Dot>;
+    const int64_t groups = ceil_div(a.in_features, Dot::GROUP), most = std::min(rows, ROWS_AT_ONCE);
     Form form(a, worker);
     for (int64_t first = 0; first < rows; first += most) {
         const int64_t count = std::min(most, rows - first);
         const T* from = (const T*)a.x + first * a.x_row;
-        QuantizedRows x(rows <= ROWS_APART ? worker.scratch(QuantizedRows::bytes(most, groups)) : worker.shared(QuantizedRows::bytes(most, groups)), most, groups);
+        X x(rows <= ROWS_APART ? worker.scratch(X::bytes(most, groups)) : worker.shared(X::bytes(most, groups)), most, groups);
         if (rows <= ROWS_APART) {
             for (int64_t row = 0; row < count; row++) x.quantize(row, from + row * a.x_row, a.in_features);
         } else {
             for (int64_t row; (row = worker.next()) < count;) x.quantize(row, from + row * a.x_row, a.in_features);
             worker.barrier();
         }
-        multiply_quantized<T>(form, a, first, count, x, groups * block_bytes, worker);
+        multiply_quantized<T>(form, a, first, count, x, depth_of(a.in_features) * Dot::LINE_OF_K, worker);
         if (first + most < rows) worker.barrier();
     }
 }
@@ -354,11 +360,11 @@ void quantized_linear(const Call& call, const Step& step, const Worker& worker) 
     const int64_t rows = rows_of(call, step);
 #ifdef QUIRE_AMX
     if (rows >= TILES_FROM_ROWS) {
-        FOR_DTYPE(call.dtype, (multiply_rows<T, TileForm<Dot>>(a, rows, Dot::BLOCK, worker)));
+        FOR_DTYPE(call.dtype, (multiply_rows<T, Dot, TileForm<Dot>>(a, rows, worker)));
         return;
     }
 #endif
-    FOR_DTYPE(call.dtype, (multiply_rows<T, VectorForm<Dot>>(a, rows, Dot::BLOCK, worker)));
+    FOR_DTYPE(call.dtype, (multiply_rows<T, Dot, VectorForm<Dot>>(a, rows, worker)));
 }
 
 constexpr Kernel linear_int8 = quantized_linear<Int8Dot>, linear_int4 = quantized_linear<Int4Dot>;

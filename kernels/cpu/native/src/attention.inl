@@ -87,6 +87,9 @@ struct Attender {
     float *total, *piece;  // [rows, running_row]
     int64_t* positions;    // [rows]
     Rows rows;
+    const Request* soon = nullptr;  // a decode that this thread comes to next, by all accounts, and its KV head
+    int64_t soon_head = 0;
+    bool asked = false;  // for the first tile of what comes next
 
     static int64_t running_row_of(const Attention& a) { return Running::VALUES + Rows::value_row_of(a.head_dim); }
     static int64_t max_rows(const Attention& a) { return std::max(ITEM_ROWS, a.heads / a.kv_heads); }
@@ -126,21 +129,38 @@ struct Attender {
         }
     }
 
+    // What is asked for while the tile before is computed: that from `start` on, or, where the item ends there, the first of the next item.
+    void find_following(const Request& r, int64_t start, int64_t item_end, int64_t kv_head, Slots<C>& slots) {
+        asked = start < item_end || soon;
+        if (start < item_end || !soon) return find_slots(r, start, item_end, kv_head, slots);
+        find_slots(*soon, plan.sight.first(soon->context - 1) / KEYS * KEYS, soon->context, soon_head, slots);
+    }
+
     // Keys [start, end) of the context, within one SPLIT, as far as some row sees them.
-    void attend_piece(const Request& r, int64_t start, int64_t end, int64_t num_rows, int64_t kv_head, float* running) {
+    void attend_piece(const Request& r, int64_t start, int64_t end, int64_t item_end, int64_t num_rows, int64_t kv_head, float* running) {
         for (int64_t row = 0; row < num_rows; row++) Running::reset(running + row * running_row, running_row);
         start = std::max(start, plan.sight.first(positions[0]) / KEYS * KEYS);
         int64_t seen_by_last = plan.sight.first(positions[num_rows - 1]);  // from here on
         Slots<C> slots[2];
         find_slots(r, start, end, kv_head, slots[0]);
-        Fetch<C> keys, values;
-        keys.start(slots[0].keys, slots[0].count, a.head_dim), keys.all();
-        values.start(slots[0].values, slots[0].count, a.head_dim), values.all();
+        if (!asked) {
+            Fetch<C> keys, values;
+            keys.start(slots[0].keys, slots[0].count, a.head_dim), keys.all();
+            values.start(slots[0].values, slots[0].count, a.head_dim), values.all();
+        }
         for (int i = 0; start < end; start += KEYS, i ^= 1) {
-            find_slots(r, start + KEYS, end, kv_head, slots[i ^ 1]);
+            find_following(r, start + KEYS, item_end, kv_head, slots[i ^ 1]);
             rows.load(slots[i], slots[i ^ 1], start, positions[0] + 1 >= start + slots[i].count && seen_by_last <= start);
             rows.attend(num_rows, positions, running, running_row);
         }
+    }
+
+    // Towards item number `item`, of request number i in the plan or one behind it.
+    void look_ahead(int64_t i, int64_t item) {
+        while (i < plan.num_requests && item >= plan.requests[i].first_item + plan.requests[i].num_items) i++;
+        const bool is_decode = i < plan.num_requests && plan.requests[i].num_tokens == 1 && plan.requests[i].splits == 1;
+        soon = is_decode ? &plan.requests[i] : nullptr;
+        if (is_decode) soon_head = (item - soon->first_item) % plan.kv_heads;
     }
 
     void finish(float* row, T* out) {
@@ -170,13 +190,14 @@ struct Attender {
         load_queries(r, token, num_rows, kv_head);
         if (r.splits > 1) {
             int64_t start = (r.first_split + split) * SPLIT;
-            attend_piece(r, start, std::min(end, start + SPLIT), num_rows, kv_head, partial(r, partials, token, kv_head, split));
+            end = std::min(end, start + SPLIT);
+            attend_piece(r, start, end, end, num_rows, kv_head, partial(r, partials, token, kv_head, split));
             return;
         }
         int64_t first = plan.sight.first(positions[0]) / SPLIT * SPLIT;
-        attend_piece(r, first, std::min(end, first + SPLIT), num_rows, kv_head, total);
+        attend_piece(r, first, std::min(end, first + SPLIT), end, num_rows, kv_head, total);
         for (int64_t start = first + SPLIT; start < end; start += SPLIT) {
-            attend_piece(r, start, std::min(end, start + SPLIT), num_rows, kv_head, piece);
+            attend_piece(r, start, std::min(end, start + SPLIT), end, num_rows, kv_head, piece);
             for (int64_t row = 0; row < num_rows; row++) Running::join(total + row * running_row, piece + row * running_row, running_row);
         }
         for (int64_t row = 0; row < num_rows; row++) finish(total + row * running_row, out_of(r, token, row, kv_head));
@@ -206,7 +227,13 @@ void attend(const Attention& a, const Step& step, const Worker& worker) {
     int64_t ticket = worker.next();
     for (int64_t i = 0; i < plan.num_requests; i++) {
         const Request& r = plan.requests[i];
-        for (; ticket < r.first_item + r.num_items; ticket = worker.next()) attender.attend_item(r, ticket - r.first_item, partials);
+        for (; ticket < r.first_item + r.num_items;) {
+            const int64_t expected = ticket + worker.count;  // threads take turns, about
+            attender.look_ahead(i, expected);
+            attender.attend_item(r, ticket - r.first_item, partials);
+            ticket = worker.next();
+            attender.asked &= ticket == expected;
+        }
     }
     if (!partials) return;
     worker.barrier();

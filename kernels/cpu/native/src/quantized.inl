@@ -270,7 +270,7 @@ private:
 
 constexpr int64_t ROWS_AT_ONCE = 512;          // quantized together, in memory that the threads share
 constexpr int64_t ROWS_APART = 2;              // so few each thread quantizes for itself: cheaper than waiting for another
-constexpr int64_t ITEM_BYTES = 128 * 1024;      // of weights: worth a ticket
+constexpr int64_t ITEM_BYTES = 128 * 1024;     // of weights: worth a ticket
 constexpr int64_t STREAMS_BYTES = 512 * 1024;  // the same where rows are few: long streams are what memory is fast at
 constexpr int64_t CACHED_BYTES = 128 * 1024;   // of x, which stay in the second cache while panels come
 

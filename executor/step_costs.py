@@ -15,12 +15,12 @@ import msgspec
 from ..ipc.config import EngineConfig
 from ..ipc.messages import NewRequestData, SchedulerOutput
 from ..ipc.params import SamplingParams
-from ..kernels.cpu.limits import Reader, gemm_flops, read_bandwidth
+from ..kernels.cpu.limits import Multiplier, Reader, gemm_flops, read_bandwidth
 from .executor import Executor
 
 MAX_STEPS = 64  # of one measurement; a decode's rows have room for them
 MIN_STEPS = 3
-STEPS_OF_TURN, READS_OF_TURN = 8, 4  # decodes, then readings of as many bytes, then decodes: both meet the machine's good and bad moments
+STEPS_OF_TURN, READS_OF_TURN = 8, 4  # decodes, then readings of as many bytes and products, then decodes: all meet the machine's good and bad moments
 MAX_READ_BYTES = 2**30  # more than any cache holds, so that memory need not hold large weights twice
 
 
@@ -29,7 +29,7 @@ class Job(msgspec.Struct):
     decode: list[tuple[int, int]] = []  # (rows, tokens before each)
     prefill: list[int] = []  # tokens of a prompt
     seconds: float = 1.0  # for each measurement
-    weights_bytes: int = 0  # so much memory is read beside decodes; 0: none
+    weights_bytes: int = 0  # so much memory is read, and matrices are multiplied, beside decodes; 0: neither
     measure_limits: bool = False  # of 1, 2, … threads, and of products
 
 
@@ -40,6 +40,7 @@ class Times(msgspec.Struct):
     context: int
     seconds: list[float]
     read_bandwidth: list[float] = []  # bytes per second, found between the steps
+    gemm_flops: list[float] = []  # operations per second, likewise
 
 
 class Result(msgspec.Struct):
@@ -53,10 +54,10 @@ class Result(msgspec.Struct):
 class StepTimer:
     """Plays the scheduler for an executor that nobody else uses."""
 
-    def __init__(self, executor: Executor, config: EngineConfig, vocab_size: int, reader: Reader | None = None):
-        """`reader`: takes turns with decodes."""
+    def __init__(self, executor: Executor, config: EngineConfig, vocab_size: int, meters: tuple[Reader, Multiplier] | None = None):
+        """`meters`: they take turns with decodes."""
         self._executor = executor
-        self._reader = reader
+        self._meters = meters
         self._block_size = config.cache_config.block_size
         self._budget = config.scheduler_config.max_num_batched_tokens
         self._vocab_size = vocab_size
@@ -67,15 +68,18 @@ class StepTimer:
         block_ids = [list(range(1 + row * num_blocks, 1 + (row + 1) * num_blocks)) for row in range(batch)]
         new = [self._request(row, context + 1) for row in range(batch)]
         step = SchedulerOutput(0, list(range(batch)), [1] * batch, [context] * batch, block_ids, new)
-        times, rates, end = [], [], time.perf_counter() + seconds
+        found, end = Times(batch, context, []), time.perf_counter() + seconds
+        times = found.seconds
         self._run(step)
         while len(times) < MIN_STEPS or (len(times) < MAX_STEPS and time.perf_counter() < end):
             computed = context + 1 + len(times)
             times.append(self._run(SchedulerOutput(0, step.slots, step.num_scheduled_tokens, [computed] * batch, [[]] * batch)))
-            if self._reader and len(times) % STEPS_OF_TURN == MIN_STEPS:  # once at least
-                rates += self._reader.rates(READS_OF_TURN)
+            if self._meters and len(times) % STEPS_OF_TURN == MIN_STEPS:  # once at least
+                reader, multiplier = self._meters
+                found.read_bandwidth += reader.rates(READS_OF_TURN)
+                found.gemm_flops += multiplier.rates(READS_OF_TURN)
         self._free(batch)
-        return Times(batch, context, times, rates)
+        return found
 
     def prefill(self, num_tokens: int, seconds: float) -> Times:
         """A prompt of so many tokens, in the pieces that a step may take."""
@@ -115,11 +119,18 @@ def run(job: Job) -> Result:
         _measure_limits(job, result, num_bytes)
     executor.load_model(lambda stage, fraction: None)
     executor.initialize_kv_cache(executor.determine_num_blocks())
-    timer = StepTimer(executor, job.config, job.config.model_config.hf_config["vocab_size"], Reader(num_bytes) if num_bytes else None)
+    timer = StepTimer(executor, job.config, job.config.model_config.hf_config["vocab_size"], _meters(job, num_bytes) if num_bytes else None)
     result.decode = [timer.decode(batch, context, job.seconds) for batch, context in job.decode]
     result.prefill = [timer.prefill(num_tokens, job.seconds) for num_tokens in job.prefill]
     executor.shutdown()
     return result
+
+
+def _meters(job: Job, num_bytes: int) -> tuple[Reader, Multiplier]:
+    import torch
+
+    quantized = job.config.model_config.quantization is not None
+    return Reader(num_bytes), Multiplier([torch.bfloat16, torch.float32] + [torch.int8] * quantized, job.seconds)
 
 
 def _measure_limits(job: Job, result: Result, num_bytes: int) -> None:

@@ -61,7 +61,8 @@ class Phase:
     num_threads: int
     seconds: float  # median
     fastest_s: float
-    bandwidth: float  # bytes per second, that the limit is made of
+    bandwidth: float  # bytes per second, and
+    flops: float  # operations per second of products with weights, that the limit is made of
     least_s: float  # what the limits allow
     bound: str  # "memory" or "arithmetic": which of them
 
@@ -151,10 +152,13 @@ def run_plan(config: EngineConfig, plan: Plan, work: ModelWork, limits: Limits |
 
 
 def _phase(name: str, row: dict[str, Any], work: Work, quantized: bool, limits: Limits, num_threads: int, most_threads: int) -> Phase:
-    """A decode is put beside the bandwidth that was found between its steps, median beside median: a shared machine's swings by the second."""
-    arithmetic_s = work.arithmetic_seconds(limits.flops(quantized), limits.flops(False)) * most_threads / num_threads  # measured on all threads
+    """A decode is put beside the bandwidth and the products that were found between its steps, median beside median: a shared machine's swing by
+    the second."""
+    share = num_threads / most_threads  # limits were measured on all threads
+    flops = statistics.median(row["gemm_flops"]) if row["gemm_flops"] else limits.flops(quantized) * share
+    arithmetic_s = work.arithmetic_seconds(flops, limits.flops(False) * share)
     bandwidth = statistics.median(row["read_bandwidth"]) if row["read_bandwidth"] else limits.bandwidth(num_threads)
     least_s = max(work.num_bytes / bandwidth, arithmetic_s)
     bound = "memory" if least_s > arithmetic_s else "arithmetic"
     seconds = row["seconds"]
-    return Phase(name, row["batch"], row["context"], num_threads, statistics.median(seconds), min(seconds), bandwidth, least_s, bound)
+    return Phase(name, row["batch"], row["context"], num_threads, statistics.median(seconds), min(seconds), bandwidth, flops, least_s, bound)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ...ipc.config import EngineConfig
     from ..bench.cpu import Limits, ModelWork, Phase, Plan
 
-COLUMNS = ("phase", "requests", "context", "threads", "ms", "fastest", "GB/s", "limit", "bound by", "of the limit")
+COLUMNS = ("phase", "requests", "context", "threads", "ms", "fastest", "GB/s", "GOP/s", "limit", "bound by", "of the limit")
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (128, 512, 2048, 8192, 16384)
 
 
@@ -127,7 +127,8 @@ def print_phases(phases: list[Phase]) -> None:
     rows = [
         (
             phase.name, str(phase.batch), str(phase.context), str(phase.num_threads), f"{1000 * phase.seconds:.2f}",
-            f"{1000 * phase.fastest_s:.2f}", f"{phase.bandwidth / 1e9:.1f}", f"{1000 * phase.least_s:.2f}", phase.bound, f"{100 * phase.fraction:.0f} %",
+            f"{1000 * phase.fastest_s:.2f}", f"{phase.bandwidth / 1e9:.1f}", f"{phase.flops / 1e9:.0f}",
+            f"{1000 * phase.least_s:.2f}", phase.bound, f"{100 * phase.fraction:.0f} %",
         )
         for phase in phases
     ]  # fmt: skip

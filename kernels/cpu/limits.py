@@ -5,7 +5,7 @@ Must not know: models, requests, what the limits are compared with."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -34,19 +34,28 @@ class Reader:
 
     def rates(self, count: int) -> list[float]:
         """Bytes per second of `count` readings in a row; one before them is not timed."""
-        self._memory.sum()
-        rates = []
-        for _ in range(count):
-            start = time.perf_counter()
-            self._memory.sum()
-            rates.append(self._memory.nbytes / (time.perf_counter() - start))
-        return rates
+        return _rates(self._memory.sum, self._memory.nbytes, count)
+
+
+class Multiplier:
+    """Multiplies matrices in the fastest way that is to be had in one of `dtypes`, on the threads that are set, in turns with something else that is timed."""
+
+    @torch.inference_mode()
+    def __init__(self, dtypes: Iterable[torch.dtype], seconds: float):
+        """It is looked for in so many seconds, about."""
+        products = [product for dtype in dtypes for product in _products(dtype)]
+        self._x, self._columns_out, self._multiply = max(products, key=lambda product: _flops(*product, seconds / len(products)))
+
+    @torch.inference_mode()
+    def rates(self, count: int) -> list[float]:
+        """Operations per second of `count` products in a row; one before them is not timed."""
+        return _rates(lambda: self._multiply(self._x), 2 * self._x.numel() * self._columns_out, count)
 
 
 def gemm_flops(dtype: torch.dtype, seconds: float) -> float:
     """Operations per second of the fastest product of matrices that is to be had in `dtype`, int8 too: torch's or the registry's own, on the
     threads that are set."""
-    return max(_flops(multiply, x, out, seconds / 4) for x, out, multiply in _products(dtype))
+    return max(_flops(*product, seconds / 4) for product in _products(dtype))
 
 
 def _products(dtype: torch.dtype):
@@ -74,8 +83,19 @@ def _int8_products():
 
 
 @torch.inference_mode()
-def _flops(multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, columns_out: int, seconds: float) -> float:
+def _flops(x: torch.Tensor, columns_out: int, multiply: Callable[[torch.Tensor], torch.Tensor], seconds: float) -> float:
     return 2 * x.numel() * columns_out / _shortest(lambda: multiply(x), seconds)
+
+
+def _rates(function: Callable[[], object], amount: float, count: int) -> list[float]:
+    """`amount` by the seconds of each of `count` runs in a row; one before them is not timed."""
+    function()
+    rates = []
+    for _ in range(count):
+        start = time.perf_counter()
+        function()
+        rates.append(amount / (time.perf_counter() - start))
+    return rates
 
 
 def _shortest(function: Callable[[], object], seconds: float) -> float:

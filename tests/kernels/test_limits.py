@@ -29,6 +29,14 @@ def test_the_first_run_is_not_timed_and_one_is(monkeypatch, durations, seconds, 
     assert limits._shortest(run, seconds) == best
 
 
-def test_a_reader_takes_turns():
-    rates = limits.Reader(2**16).rates(3)
-    assert len(rates) == 3 and min(rates) > 0
+def test_meters_take_turns(monkeypatch):
+    monkeypatch.setattr(limits, "GEMM_SHAPES", ((4, 32, 48),))
+    for meter in (limits.Reader(2**16), limits.Multiplier([torch.float32, torch.int8], 0.001)):
+        rates = meter.rates(3)
+        assert len(rates) == 3 and min(rates) > 0
+
+
+def test_a_multiplier_has_the_fastest_product(monkeypatch):
+    products = {"slow": (torch.ones(2, 3), 5, lambda x: time.sleep(0.02)), "fast": (torch.ones(2, 3), 5, lambda x: None)}
+    monkeypatch.setattr(limits, "_products", lambda name: [products[name]])
+    assert limits.Multiplier(["slow", "fast"], 0.001)._multiply is products["fast"][2]

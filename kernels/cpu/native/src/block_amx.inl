@@ -8,6 +8,7 @@ struct Bf16Block {
     static constexpr int64_t DEPTH = 448;          // two panels' and 32 rows' piece stay in the first cache
     static constexpr int64_t STRIDE = DEPTH + 32;  // not a power of two, whose lines share a cache set
     static constexpr int64_t CHUNK_ROWS = 256;     // each weight that comes from memory serves so many rows
+    static constexpr int64_t AHEAD = 1024;         // bytes of each panel
     static constexpr int64_t TILE_K = 32, TILE_PAIRS = 16, TILE_SIZE = TILE_K * PANEL;
 
     const uint16_t* weights;
@@ -19,7 +20,7 @@ struct Bf16Block {
         if (configured) release_tiles();
     }
 
-    static int64_t group(int64_t rows) { return rows <= MAX_ROWS ? 4 : 16; }
+    static int64_t group(int64_t rows, int64_t, int64_t) { return rows <= MAX_ROWS ? 4 : 16; }
     static constexpr int panels_at_once(int64_t) { return 2; }
 
     const uint16_t* at(int64_t panel, int64_t begin) const { return weights + panel * panel_size + begin * PANEL; }
@@ -67,7 +68,7 @@ private:
     // The last tile of a panel may be short: its missing pairs are zeros, not the next panel's.
     template <int TILE>
     static void load_weights(const uint16_t* from, int64_t left) {
-        for (int line = 0; line < TILE_PAIRS; line++) __builtin_prefetch((const char*)(from + line * 32) + PREFETCH_BYTES / 2);
+        for (int line = 0; line < TILE_PAIRS; line++) __builtin_prefetch((const char*)(from + line * 32) + AHEAD);
         if (left >= TILE_K) return load_tile<TILE>(from, 64);
         alignas(64) uint16_t whole[TILE_SIZE] = {};
         std::memcpy(whole, from, round_up(left, 2) * PANEL * sizeof(uint16_t));

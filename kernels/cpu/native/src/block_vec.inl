@@ -1,21 +1,29 @@
 // The innermost block of a linear layer in vector registers: a few rows of x times a few panels of weights.
 
-// Weights are asked for this far ahead of their use: a memory's latency at a core's share of its bandwidth.
-constexpr int64_t PREFETCH_BYTES = 2048;
+// A product that reads its weights from memory asks for them this far ahead, for the second cache: the first waits for few lines at a time.
+constexpr int64_t PREFETCH_BYTES = 8192;
 
-// Weights to ask for in every `every`-th line of a product, a line of each panel from `from` on. Null: those of the product itself.
+// Weights that a product asks for: a line of each panel from `from` on in every `every`-th of its lines, from line `turn` on those from `then` on
 template <typename Weight>
 struct Ahead {
-    const Weight* from = nullptr;
+    const Weight* from;
     int64_t every = 1;  // a power of two
+    int64_t turn = -1;
+    const Weight* then = nullptr;
 
-    // Of a product that is done in `blocks` blocks of rows, the j-th: only the first reads weights from memory, so each asks for a share of the next product's.
-    static Ahead share(const Weight* next, int64_t line, int64_t lines, int64_t j, int64_t blocks) {
-        int64_t every = blocks >= 4 ? 4 : 2;
-        if (blocks == 1) return {};
-        return j < every ? Ahead{next + lines * j / every * line, every} : Ahead{next, int64_t{1} << 62};
+    // Of a product of `lines` lines from `weights` on in each panel, in the j-th of `blocks` blocks of rows; at `next` those after it. Only the
+    // first block reads weights from memory: where there are several, each asks for a share of the next product's, for the first cache.
+    static Ahead of(const Weight* weights, const Weight* next, int64_t line, int64_t lines, int64_t distance, int64_t j, int64_t blocks) {
+        if (blocks > 1) {
+            int64_t every = blocks >= 4 ? 4 : 2;
+            return j < every ? Ahead{next + lines * j / every * line, every} : Ahead{next, int64_t{1} << 62};
+        }
+        return distance < lines ? Ahead{weights + distance * line, 1, lines - distance, next} : Ahead{next};
     }
 };
+
+// So few rows read their weights as one stream, which the processor itself asks for in time. With AVX2 (a Zen 3) four are read faster.
+constexpr int ROWS_OF_ONE_STREAM = Vec::LANES == 16 ? 2 : 0;
 
 // sums [ROWS, PANELS * 16] += x [ROWS, k] times PANELS panels; x's rows are STRIDE apart. The sum over a piece takes one k after the other,
 // whatever ROWS and PANELS are, so that a row's result is the same beside any others; pieces summed apart keep the error of long sums small.
@@ -26,10 +34,12 @@ void multiply_rows(const typename Dot::X* x, const typename Dot::Weight* weights
     constexpr int BESIDE = ROWS * PANELS * VECS + PANELS * VECS < REGISTERS ? PANELS : 1;  // panels that a number of x, once loaded, meets
     Vec sum[ROWS][PANELS][VECS];
     const typename Dot::X* next_rows = x + ROWS * STRIDE;  // those of the next call, where there are many
-    if (!ahead.from) ahead.from = weights + PREFETCH_BYTES / PANELS / sizeof(*weights);
     for (int64_t line = 0; line < lines; line++) {
-        if ((line & (ahead.every - 1)) == 0) {
-            for (int panel = 0; panel < PANELS; panel++) __builtin_prefetch(ahead.from + panel * panel_size);
+        if (line == ahead.turn) ahead.from = ahead.then;
+        if (ROWS > ROWS_OF_ONE_STREAM && (line & (ahead.every - 1)) == 0) {
+            for (int panel = 0; panel < PANELS; panel++)  // not by a function: GCC 12 then keeps all sums in memory
+                if (ahead.every > 1) __builtin_prefetch(ahead.from + panel * panel_size);
+                else __builtin_prefetch(ahead.from + panel * panel_size, 0, 2);
             ahead.from += LINE;
         }
         if (ROWS >= 12) __builtin_prefetch((const char*)next_rows + 64 * line);
@@ -82,8 +92,9 @@ struct VecBlock {
         : weights((const Weight*)call.weight), panel_size(round_up(call.in_features, 4 / (int64_t)sizeof(Weight)) * PANEL) {}
 
     static constexpr int64_t LINE = 64 / sizeof(Weight);
-    static int64_t group(int64_t) { return 4; }  // panels of an item
-    static constexpr int panels_at_once(int64_t rows) { return panels_beside((int)rows); }
+    // Panels of an item, of so many for all threads. A long item is one stream of weights; many items are shared out evenly.
+    static int64_t group(int64_t, int64_t panels, int64_t threads) { return std::max<int64_t>(4, std::min<int64_t>(16, panels / (16 * threads) / 4 * 4)); }
+    static constexpr int panels_at_once(int64_t rows) { return rows <= ROWS_OF_ONE_STREAM ? 1 : panels_beside((int)rows); }
 
     const Weight* at(int64_t panel, int64_t begin) const { return weights + panel * panel_size + begin * PANEL; }
 
@@ -92,7 +103,8 @@ struct VecBlock {
                   const Weight* next, int64_t j, int64_t blocks) {
         const Weight* from = at(panel, begin);
         int64_t lines = round_up(size, 4 / (int64_t)sizeof(Weight)) * sizeof(Weight) / 4;
-        multiply_exactly<MAX_ROWS>(rows, panels, x, from, lines, sums, sums_row, begin == 0, Ahead<Weight>::share(next, LINE, lines, j, blocks));
+        const auto ahead = Ahead<Weight>::of(from, next, LINE, lines, PREFETCH_BYTES / 64 / panels_at_once(rows), j, blocks);
+        multiply_exactly<MAX_ROWS>(rows, panels, x, from, lines, sums, sums_row, begin == 0, ahead);
     }
 
 private:
@@ -101,7 +113,7 @@ private:
                           Ahead<Weight> ahead) {
         if constexpr (ROWS > 1)
             if (rows != ROWS) return multiply_exactly<ROWS - 1>(rows, panels, x, from, lines, sums, sums_row, first, ahead);
-        constexpr int PANELS = panels_beside(ROWS);
+        constexpr int PANELS = panels_at_once(ROWS);
         int64_t panel = 0;
         for (; panel + PANELS <= panels; panel += PANELS)
             multiply_rows<Dot, STRIDE, ROWS, PANELS>(x, from + panel * panel_size, panel_size, lines, sums + panel * PANEL, sums_row, first, ahead);

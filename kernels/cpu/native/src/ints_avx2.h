@@ -26,6 +26,7 @@ struct Ints {
         return _mm256_or_si256(_mm256_slli_epi32(x, 16), _mm256_and_si256(x, _mm256_set1_epi32(0xffff)));
     }
     static Ints add_halves(Ints sum, Ints halves, Ints factors) { return add_pairs(sum.v, halves.v, factors.v); }
+    static Ints add(Ints a, Ints b) { return _mm256_add_epi32(a.v, b.v); }  // of 32 bits
     Vec to_floats() const { return _mm256_cvtepi32_ps(v); }
 
 private:

@@ -19,6 +19,7 @@ struct Ints {
     static Ints add_nibbles(Ints sum, Ints nibbles, Ints x) { return _mm512_dpbusd_epi32(sum.v, nibbles.v, x.v); }
     static Ints factors(const int8_t* p) { return _mm512_and_si512(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)), _mm512_set1_epi32(0xffff)); }
     static Ints add_halves(Ints sum, Ints halves, Ints factors) { return _mm512_dpwssd_epi32(sum.v, halves.v, factors.v); }
+    static Ints add(Ints a, Ints b) { return _mm512_add_epi32(a.v, b.v); }  // of 32 bits
     Vec to_floats() const { return _mm512_cvtepi32_ps(v); }
 };
 

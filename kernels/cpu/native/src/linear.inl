@@ -47,16 +47,17 @@ void lay_out(const T* x, int64_t x_row, int64_t rows, int64_t in_features, typen
 constexpr int64_t SMALL_X = 1 << 17;
 
 template <typename Block>
-void multiply_chunk(Block& block, const typename Block::X* x, int64_t rows, int64_t in_features, int64_t panel, int64_t panels, float* sums,
-                    int64_t sums_row) {
+void multiply_chunk(Block& block, const typename Block::X* x, int64_t rows, int64_t in_features, int64_t panel, int64_t panels, int64_t next_panel,
+                    float* sums, int64_t sums_row) {
     const int64_t blocks = (rows + Block::MAX_ROWS - 1) / Block::MAX_ROWS, at_once = Block::panels_at_once((rows + blocks - 1) / blocks);
     const int64_t pieces = (in_features + Block::DEPTH - 1) / Block::DEPTH, groups = (panels + at_once - 1) / at_once;
     const bool by_panel = rows * in_features * (int64_t)sizeof(*x) <= SMALL_X;
     auto piece_of = [=](int64_t i) { return by_panel ? i % pieces : i / groups; };
     auto first_of = [=](int64_t i) { return (by_panel ? i / pieces : i % groups) * at_once; };
-    for (int64_t i = 0; i < pieces * groups; i++) {
+    const int64_t products = pieces * groups;
+    for (int64_t i = 0; i < products; i++) {
         const int64_t piece = piece_of(i), first = first_of(i), begin = piece * Block::DEPTH, size = std::min(Block::DEPTH, in_features - begin);
-        const auto* next = block.at(panel + first_of(i + 1), piece_of(i + 1) * Block::DEPTH);  // after the last some weights, or what lies behind all
+        const auto* next = i + 1 < products ? block.at(panel + first_of(i + 1), piece_of(i + 1) * Block::DEPTH) : block.at(next_panel, 0);
         for (int64_t j = 0; j < blocks; j++) {
             const int64_t row = j * rows / blocks, end = (j + 1) * rows / blocks;
             block.multiply(end - row, std::min(at_once, panels - first), x + (piece * rows + row) * Block::STRIDE, panel + first, begin, size,
@@ -89,7 +90,7 @@ void linear_items(const Linear& a, int64_t rows, const Worker& worker) {
     const int64_t all_columns = gated ? a.out_features / 2 : a.out_features, panels = (all_columns + PANEL - 1) / PANEL;
     const int64_t chunks = (rows + Block::CHUNK_ROWS - 1) / Block::CHUNK_ROWS;
     if (chunks == 0) return;
-    const int64_t group = Block::group(rows), groups = (panels + group - 1) / group;
+    const int64_t group = Block::group(rows, panels, worker.count), groups = (panels + group - 1) / group;
     const int64_t blocks = (rows + Block::MAX_ROWS - 1) / Block::MAX_ROWS;  // chunks are made of whole ones
     const int64_t most_rows = std::min(rows, (blocks + chunks - 1) / chunks * Block::MAX_ROWS), half = group * PANEL, width = gated ? 2 * half : half;
     const int64_t x_size = (a.in_features + Block::DEPTH - 1) / Block::DEPTH * most_rows * Block::STRIDE;
@@ -104,10 +105,12 @@ void linear_items(const Linear& a, int64_t rows, const Worker& worker) {
         const int64_t num_rows = std::min((chunk + 1) * blocks / chunks * Block::MAX_ROWS, rows) - first;
         const int64_t panel = item % groups * group, num_panels = std::min(group, panels - panel);
         const int64_t column = panel * PANEL, columns = std::min(half, all_columns - column);
+        const int64_t next_panel = std::min(item % groups + worker.count, groups - 1) * group;  // of the next item, about
         if (chunk != laid_out) lay_out<Block>((const T*)a.x + first * a.x_row, a.x_row, num_rows, a.in_features, x);
         laid_out = chunk;
         for (int64_t up = 0; up <= gated; up++) {
-            multiply_chunk(block, x, num_rows, a.in_features, up * panels + panel, num_panels, sums + up * half, width);
+            const int64_t then = up < gated ? panels + panel : next_panel;
+            multiply_chunk(block, x, num_rows, a.in_features, up * panels + panel, num_panels, then, sums + up * half, width);
             if (a.bias) copy_numbers((const T*)a.bias + up * all_columns + column, bias + up * half, columns);
         }
         for (int64_t row = 0; row < num_rows; row++) {

@@ -116,18 +116,32 @@ constexpr int MAX_EXACT_SUMS = Vec::LANES == 16 ? 16 : 10;  // of 32 or 16 regis
 constexpr int MAX_PANELS = 4;
 using Sums = float[MAX_PANELS][2][PANEL];  // a row's results; [1] is of the up half
 
-// So far ahead of their use weights and scales are asked for
-constexpr int64_t AHEAD_BYTES = 1024, AHEAD_GROUPS = 4;
+// So far ahead of their use weights and scales are asked for. Weights for the second cache: the first waits for few lines at a time.
+constexpr int64_t AHEAD_BYTES = 8192, AHEAD_GROUPS = 4;
+constexpr int64_t SEAM_BYTES = 1024;  // where a stream goes on elsewhere: of what comes there
 
 // Panels multiplied side by side: first, first + apart, ... The next have the panels behind these: as many streams of weights, each without a gap.
+// Or, as one stream, one after the other.
 struct Panels {
     int64_t first, count, apart;
 };
 
-// Of a product that is done in tiles of rows, only the first reads weights from memory: so each asks for its share of the next product's.
+// A product asks for the first weights of the next before it ends. Where it is done in tiles of rows, only the first of these reads weights
+// from memory: so each asks for its share of all of the next product's.
 struct Next {
     Panels panels;  // of the next product
     int64_t share, shares;
+};
+
+// A block of each panel, `apart` bytes apart
+struct Blocks {
+    const char* first;
+    int64_t apart;
+
+    template <int PANELS>
+    ALWAYS_INLINE void ask_for(int64_t at) const {
+        written_out<PANELS>([&](int panel) ALWAYS_INLINE { __builtin_prefetch(first + panel * apart + at, 0, 2); });
+    }
 };
 
 // Vector i of the outputs of panels whose data are `apart` bytes apart
@@ -136,70 +150,89 @@ inline const char* vector_at(const char* data, int64_t apart, int i, int64_t byt
 // A group's exact sums for ROWS rows and PANELS panels, whose blocks are `apart` bytes apart; the group has `size` numbers.
 struct Int8Dot {
     static constexpr int64_t GROUP = GROUP_INT8, LINE_OF_K = PANEL, BLOCK = GROUP * LINE_OF_K, SCALES = SCALES_INT8, SCALES_AT = 0, OFFSETS = 1;
+    static constexpr int ONE_STREAM = ROWS_OF_ONE_STREAM;  // rows
     static int32_t offset(int32_t sum) { return -128 * sum; }
 
     // In 16 bits a pair's products are within 2 * 127 * 127.
     template <int ROWS, int PANELS>
     static ALWAYS_INLINE void dot(const char* block, int64_t apart, const char*, int64_t, const QuantizedRows<Int8Dot>& x, int64_t group, int64_t size,
-                                  Ints* sums) {
-        constexpr int VECTORS = PANELS * PARTS;
+                                  const Blocks& soon, Ints* sums) {
+        constexpr int VECTORS = PANELS * PARTS, SUMS = ROWS * VECTORS, SHARES = SUMS < 4 ? 4 / SUMS : 1;  // of k: sums to add to in turns
         const int64_t stride = x.groups * GROUP;
         const int8_t* numbers = x.numbers + group * GROUP;
-        Ints sum[ROWS * VECTORS];
+        Ints sum[SHARES][SUMS];
         written_out<ROWS>([&](int row) ALWAYS_INLINE {
             Ints start = Ints::start_of_fours(x.offset(row, group, 0));
-            written_out<VECTORS>([&](int i) ALWAYS_INLINE { sum[row * VECTORS + i] = start; });
+            written_out<VECTORS>([&](int i) ALWAYS_INLINE { sum[0][row * VECTORS + i] = start; });
         });
 #pragma GCC unroll 1
-        for (int64_t k = 0; k < size; k += 4, block += 4 * PANEL, numbers += 4) {
-            written_out<PANELS>([&](int panel) ALWAYS_INLINE { __builtin_prefetch(block + panel * apart + AHEAD_BYTES); });
-            written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                Ints four = Ints::repeat32(four_at(numbers + row * stride));
-                written_out<VECTORS>([&](int i) ALWAYS_INLINE {
-                    Ints w = Ints::load(vector_at(block, apart, i, Ints::BYTES)), &s = sum[row * VECTORS + i];
-                    s = settled(Ints::add_fours(s, w, four));
+        for (int64_t k = 0; k < size; k += 4 * SHARES) {
+            written_out<SHARES>([&](int share) ALWAYS_INLINE {
+                if (ROWS > ONE_STREAM) soon.ask_for<PANELS>((k + 4 * share) * LINE_OF_K);
+                written_out<ROWS>([&](int row) ALWAYS_INLINE {
+                    Ints four = Ints::repeat32(four_at(numbers + row * stride));
+                    written_out<VECTORS>([&](int i) ALWAYS_INLINE {
+                        Ints w = Ints::load(vector_at(block, apart, i, Ints::BYTES)), &s = sum[share][row * VECTORS + i];
+                        s = settled(Ints::add_fours(s, w, four));
+                    });
                 });
+                block += 4 * PANEL, numbers += 4;
             });
         }
-        written_out<ROWS * VECTORS>([&](int i) ALWAYS_INLINE { sums[i] = sum[i]; });
+        written_out<SUMS>([&](int i) ALWAYS_INLINE {
+            sums[i] = sum[0][i];
+            written_out<SHARES - 1>([&](int share) ALWAYS_INLINE { sums[i] = Ints::add(sums[i], sum[share + 1][i]); });
+        });
     }
 };
 
-// Half a group after the other, so that twice as many sums find room in registers.
+// Half a group after the other where sums of both find no room in registers.
 struct Int4Dot {
     static constexpr int64_t GROUP = GROUP_INT4, LINE_OF_K = PANEL / 2, BLOCK = GROUP * LINE_OF_K, SCALES = SCALES_INT4, SCALES_AT = FACTORS, OFFSETS = 2;
+    static constexpr int ONE_STREAM = 0;  // a factor and a scale to each 64 numbers keep a core as busy as its memory does
     static int32_t offset(int32_t sum) { return -8 * sum & 0xffff; }
 
     // In 16 bits: a pair's products are within 2 * 15 * 127, sums over half a group and all of its offset within 32 * 8 * 127.
     template <int ROWS, int PANELS>
     static ALWAYS_INLINE void dot(const char* block, int64_t apart, const char* factors, int64_t factors_apart, const QuantizedRows<Int4Dot>& x,
-                                  int64_t group, int64_t, Ints* sums) {
-        constexpr int VECTORS = PANELS * PARTS;
+                                  int64_t group, int64_t, const Blocks& soon, Ints* sums) {
+        constexpr int VECTORS = PANELS * PARTS, SUMS = ROWS * VECTORS, HALVES = 2 * SUMS > MAX_EXACT_SUMS ? 1 : 2, SHARES = HALVES * SUMS < 4 ? 2 : 1;
         const int64_t stride = x.groups * GROUP;
-        written_out<2>([&](int half) ALWAYS_INLINE {
-            const int8_t* numbers = x.numbers + group * GROUP + half * HALF_GROUP;
-            const char* weights = block;
-            Ints sum[ROWS * VECTORS];
-            written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                Ints offset = Ints::repeat32(x.offset(row, group, half));
-                written_out<VECTORS>([&](int i) ALWAYS_INLINE { sum[row * VECTORS + i] = offset; });
-            });
-#pragma GCC unroll 1
-            for (int64_t k = 0; k < HALF_GROUP; k += 4, weights += 4 * PANEL, numbers += 4) {
-                if (half == 0) written_out<PANELS>([&](int panel) ALWAYS_INLINE { __builtin_prefetch(weights + panel * apart + AHEAD_BYTES); });
+        written_out<2 / HALVES>([&](int pass) ALWAYS_INLINE {
+            const int8_t* numbers = x.numbers + group * GROUP + pass * HALF_GROUP;
+            Ints sum[HALVES][SHARES][SUMS];
+            written_out<HALVES>([&](int half) ALWAYS_INLINE {
                 written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                    Ints four = Ints::repeat32(four_at(numbers + row * stride));
-                    written_out<VECTORS>([&](int i) ALWAYS_INLINE {
-                        Ints both = Ints::load(vector_at(weights, apart, i, Ints::BYTES)), &s = sum[row * VECTORS + i];
-                        s = settled(Ints::add_nibbles(s, half ? both.high_nibbles() : both.low_nibbles(), four));
+                    Ints offset = Ints::repeat32(x.offset(row, group, pass + half));
+                    written_out<VECTORS>([&](int i) ALWAYS_INLINE { sum[half][0][row * VECTORS + i] = offset; });
+                });
+            });
+            const char* weights = block;
+#pragma GCC unroll 1
+            for (int64_t k = 0; k < HALF_GROUP; k += 4 * SHARES) {
+                written_out<SHARES>([&](int share) ALWAYS_INLINE {
+                    if (ROWS > ONE_STREAM && pass == 0) soon.ask_for<PANELS>((k + 4 * share) * PANEL);
+                    written_out<HALVES>([&](int half) ALWAYS_INLINE {
+                        written_out<ROWS>([&](int row) ALWAYS_INLINE {
+                            Ints four = Ints::repeat32(four_at(numbers + row * stride + half * HALF_GROUP));
+                            written_out<VECTORS>([&](int i) ALWAYS_INLINE {
+                                Ints both = Ints::load(vector_at(weights, apart, i, Ints::BYTES)), &s = sum[half][share][row * VECTORS + i];
+                                s = settled(Ints::add_nibbles(s, pass + half ? both.high_nibbles() : both.low_nibbles(), four));
+                            });
+                        });
                     });
+                    weights += 4 * PANEL, numbers += 4;
                 });
             }
-            written_out<VECTORS>([&](int i) ALWAYS_INLINE {
-                Ints factor = Ints::factors((const int8_t*)vector_at(factors, factors_apart, i, Vec::LANES) + half * PANEL);
-                written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                    Ints& s = sums[row * VECTORS + i];
-                    s = Ints::add_halves(half ? s : Ints(), sum[row * VECTORS + i], factor);
+            written_out<HALVES>([&](int half) ALWAYS_INLINE {
+                written_out<VECTORS>([&](int i) ALWAYS_INLINE {
+                    Ints factor = Ints::factors((const int8_t*)vector_at(factors, factors_apart, i, Vec::LANES) + (pass + half) * PANEL);
+                    written_out<SHARES>([&](int share) ALWAYS_INLINE {
+                        written_out<ROWS>([&](int row) ALWAYS_INLINE {
+                            Ints& s = sums[row * VECTORS + i];
+                            s = Ints::add_halves(pass + half + share ? s : Ints(), sum[half][share][row * VECTORS + i], factor);
+                        });
+                    });
                 });
             });
         });
@@ -215,6 +248,7 @@ struct VectorForm {
     explicit VectorForm(const QuantizedLinear& call, const Worker&) : call(call) {}
 
     static constexpr int panels_at_once(int64_t rows) { return panels_beside((int)rows, MAX_EXACT_SUMS); }
+    static constexpr bool one_stream(int64_t rows) { return rows <= Dot::ONE_STREAM; }
 
     void multiply(int64_t rows, const Panels& panels, const Next& next, int up, const QuantizedRows<Dot>& x, Sums* sums) const {
         multiply_exactly<MAX_ROWS>(rows, panels, next, up, x, sums);
@@ -226,30 +260,40 @@ private:
         if constexpr (ROWS > 1)
             if (rows != ROWS) return multiply_exactly<ROWS - 1>(rows, panels, next, up, x, sums);
         constexpr int AT_ONCE = panels_at_once(ROWS);
-        if (panels.count == AT_ONCE) return multiply_panels<ROWS, AT_ONCE>(panels.first, panels.apart, next, 0, up, x, sums);
-        for (int64_t i = 0; i < panels.count; i++) multiply_panels<ROWS, 1>(panels.first + i * panels.apart, 0, next, i, up, x, sums);
+        if constexpr (!one_stream(ROWS))
+            if (panels.count == AT_ONCE) return multiply_panels<ROWS, AT_ONCE>(panels.first, panels.apart, next, 0, up, x, sums);
+        for (int64_t i = 0; i < panels.count; i++) {
+            const int64_t panel = panels.first + i * panels.apart, behind = panel + panels.apart;
+            const bool goes_on = one_stream(ROWS) && i + 1 < panels.count;
+            multiply_panels<ROWS, 1>(panel, 0, goes_on ? Next{{behind, 1, 0}, 0, 1} : next, i, up, x, sums);
+        }
     }
 
     template <int ROWS, int PANELS>
     void multiply_panels(int64_t first, int64_t apart, const Next& next, int64_t place, int up, const QuantizedRows<Dot>& x, Sums* sums) const {
         constexpr int VECTORS = PANELS * PARTS;
-        const int64_t depth = depth_of(call.in_features), panel_bytes = depth * Dot::LINE_OF_K;
-        const int64_t blocks_apart = apart * panel_bytes, scales_apart = apart * x.groups * Dot::SCALES;
-        const char* block = (const char*)call.weight + first * panel_bytes;
-        const char* scales = (const char*)call.scales + first * x.groups * Dot::SCALES;
-        const int64_t share = next.shares > 1 ? Dot::BLOCK / next.shares : 0, soon_apart = next.panels.apart * panel_bytes;
-        const char* soon = (const char*)call.weight + next.panels.first * panel_bytes + x.groups * share * next.share;
-        const char* soon_scales = share ? (const char*)call.scales + next.panels.first * x.groups * Dot::SCALES : scales + AHEAD_GROUPS * Dot::SCALES;
-        const int64_t soon_scales_apart = share ? next.panels.apart * x.groups * Dot::SCALES : scales_apart;
+        constexpr int64_t AHEAD = AHEAD_BYTES / PANELS / Dot::BLOCK;  // groups
+        const int64_t depth = depth_of(call.in_features), panel_bytes = depth * Dot::LINE_OF_K, panel_scales = x.groups * Dot::SCALES;
+        const char *weights = (const char*)call.weight, *scales = (const char*)call.scales + first * panel_scales;
+        const Blocks here{weights + first * panel_bytes, apart * panel_bytes};
+        const Blocks there{weights + next.panels.first * panel_bytes, next.panels.apart * panel_bytes};
+        const int64_t scales_apart = apart * panel_scales, share = next.shares > 1 ? Dot::BLOCK / next.shares : 0;
+        const char* soon_scales = share ? (const char*)call.scales + next.panels.first * panel_scales : scales + AHEAD_GROUPS * Dot::SCALES;
+        const int64_t soon_scales_apart = share ? next.panels.apart * panel_scales : scales_apart;
         decltype(Vec::v) total[ROWS * VECTORS];
         const Vec zero = settled(Vec());  // a known zero, and GCC clears all by one instruction for memory, which takes its time
         for (auto& sum : total) sum = zero.v;
-        for (int64_t group = 0; group < x.groups; group++, block += Dot::BLOCK, scales += Dot::SCALES, soon += share, soon_scales += Dot::SCALES) {
-            for (int64_t i = 0; i < share; i += 64)
-                written_out<PANELS>([&](int panel) ALWAYS_INLINE { __builtin_prefetch(soon + panel * soon_apart + i, 0, 2); });
+        for (int64_t group = 0; group < x.groups; group++, scales += Dot::SCALES, soon_scales += Dot::SCALES) {
+            const char* block = here.first + group * Dot::BLOCK;
+            const int64_t left = x.groups - group - AHEAD;
+            const Blocks soon = left > 0 ? Blocks{block + AHEAD * Dot::BLOCK, here.apart} : Blocks{there.first - left * Dot::BLOCK, there.apart};
+            if (one_stream(ROWS) && group + 1 == x.groups && there.first != here.first + panel_bytes)
+                for (int64_t i = 0; i < SEAM_BYTES; i += 64) there.ask_for<PANELS>(i);
+            for (int64_t i = 0; i < share; i += 64) there.ask_for<PANELS>((x.groups * next.share + group) * share + i);
             written_out<PANELS>([&](int panel) ALWAYS_INLINE { __builtin_prefetch(soon_scales + panel * soon_scales_apart); });
             Ints exact[ROWS * VECTORS];
-            Dot::template dot<ROWS, PANELS>(block, blocks_apart, scales, scales_apart, x, group, std::min(Dot::GROUP, depth - group * Dot::GROUP), exact);
+            const int64_t size = std::min(Dot::GROUP, depth - group * Dot::GROUP);
+            Dot::template dot<ROWS, PANELS>(block, here.apart, scales, scales_apart, x, group, size, soon, exact);
             written_out<VECTORS>([&](int i) ALWAYS_INLINE {
                 Vec scale = Vec::load((const uint16_t*)(vector_at(scales, scales_apart, i, Vec::LANES * 2) + Dot::SCALES_AT));
                 written_out<ROWS>([&](int row) ALWAYS_INLINE {
@@ -311,14 +355,16 @@ void multiply_quantized(Form& form, const QuantizedLinear& a, int64_t first, int
     const int64_t items = std::min(sets, std::max<int64_t>(8 * worker.count, panels * panel_bytes / worth));
     Sums sums[Form::MAX_ROWS];
     const auto start_of = [=](int64_t item) { return std::min(item * sets / items * beside, panels); };
+    const bool one_stream = Form::one_stream(chunk);
     const auto side_of = [=](int64_t item, int64_t set) {  // what is no whole set comes one by one
-        const int64_t start = start_of(item), whole = (start_of(item + 1) - start) / beside;
+        const int64_t start = start_of(item), end = start_of(item + 1), whole = (end - start) / beside;
+        if (one_stream) return Panels{start + set * beside, std::min(beside, end - start - set * beside), 1};
         return set < whole ? Panels{start + set, beside, whole} : Panels{start + whole * beside + set - whole, 1, 0};
     };
     for (int64_t i; (i = worker.next()) < items;)
         for (int64_t begin = 0; begin < rows; begin += chunk) {
             const int64_t here = std::min(chunk, rows - begin), tiles = (here + Form::MAX_ROWS - 1) / Form::MAX_ROWS;
-            const int64_t size = start_of(i + 1) - start_of(i), count_of_sets = size / beside + size % beside;
+            const int64_t size = start_of(i + 1) - start_of(i), count_of_sets = one_stream ? ceil_div(size, beside) : size / beside + size % beside;
             for (int64_t set = 0; set < count_of_sets; set++) {
                 const Panels side = side_of(i, set), next = set + 1 < count_of_sets ? side_of(i, set + 1) : side_of(std::min(i + worker.count, items - 1), 0);
                 for (int64_t tile = 0; tile < tiles; tile++) {

@@ -20,6 +20,7 @@ struct TileForm {
     }
 
     static constexpr int panels_at_once(int64_t) { return 1; }
+    static constexpr bool one_stream(int64_t) { return false; }
 
     void multiply(int64_t rows, const Panels& one, const Next&, int up, const QuantizedRows<Dot>& x, Sums* sums) {
         const int64_t panel = one.first;

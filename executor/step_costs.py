@@ -7,6 +7,7 @@ is measured: the rows are handed to the executor as if their context had been fo
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 
@@ -18,9 +19,9 @@ from ..ipc.params import SamplingParams
 from ..kernels.cpu.limits import Multiplier, Reader, gemm_flops, read_bandwidth
 from .executor import Executor
 
-MAX_STEPS = 64  # of one measurement; a decode's rows have room for them
-MIN_STEPS = 3
-STEPS_OF_TURN, READS_OF_TURN = 8, 4  # decodes, then readings of as many bytes and products, then decodes: all meet the machine's good and bad moments
+STEPS_OF_TURN, READS_OF_TURN = 4, 4  # decodes, then readings of as many bytes and products, then decodes: what is compared was found side by side
+MAX_TURNS = 12
+MAX_STEPS = MAX_TURNS * (1 + STEPS_OF_TURN)  # of one measurement; a decode's rows have room for them
 MAX_READ_BYTES = 2**30  # more than any cache holds, so that memory need not hold large weights twice
 
 
@@ -33,14 +34,22 @@ class Job(msgspec.Struct):
     measure_limits: bool = False  # of 1, 2, … threads, and of products
 
 
-class Times(msgspec.Struct):
-    """Seconds of each step, or of each whole prompt."""
+class Turn(msgspec.Struct):
+    """Seconds of each step, or of each whole prompt, and what was found right after them."""
 
+    seconds: list[float]
+    read_bandwidth: list[float] = []  # bytes per second
+    gemm_flops: list[float] = []  # operations per second
+
+
+class Times(msgspec.Struct):
     batch: int
     context: int
-    seconds: list[float]
-    read_bandwidth: list[float] = []  # bytes per second, found between the steps
-    gemm_flops: list[float] = []  # operations per second, likewise
+    turns: list[Turn]
+
+    @property
+    def seconds(self) -> list[float]:
+        return [seconds for turn in self.turns for seconds in turn.seconds]
 
 
 class Result(msgspec.Struct):
@@ -67,19 +76,18 @@ class StepTimer:
         num_blocks = -(-(context + MAX_STEPS + 2) // self._block_size)
         block_ids = [list(range(1 + row * num_blocks, 1 + (row + 1) * num_blocks)) for row in range(batch)]
         new = [self._request(row, context + 1) for row in range(batch)]
-        step = SchedulerOutput(0, list(range(batch)), [1] * batch, [context] * batch, block_ids, new)
-        found, end = Times(batch, context, []), time.perf_counter() + seconds
-        times = found.seconds
-        self._run(step)
-        while len(times) < MIN_STEPS or (len(times) < MAX_STEPS and time.perf_counter() < end):
-            computed = context + 1 + len(times)
-            times.append(self._run(SchedulerOutput(0, step.slots, step.num_scheduled_tokens, [computed] * batch, [[]] * batch)))
-            if self._meters and len(times) % STEPS_OF_TURN == MIN_STEPS:  # once at least
+        first = SchedulerOutput(0, list(range(batch)), [1] * batch, [context] * batch, block_ids, new)
+        times, end = Times(batch, context, []), time.perf_counter() + seconds
+        steps = itertools.chain([first], (self._decodes(first, context + i) for i in range(1, MAX_STEPS)))
+        while not times.turns or (time.perf_counter() < end and len(times.turns) < MAX_TURNS):
+            self._run(next(steps))  # not timed: what took its turn before has the caches, and its threads may look for more to do
+            times.turns.append(Turn([self._run(next(steps)) for _ in range(STEPS_OF_TURN)]))
+            if self._meters:
                 reader, multiplier = self._meters
-                found.read_bandwidth += reader.rates(READS_OF_TURN)
-                found.gemm_flops += multiplier.rates(READS_OF_TURN)
+                times.turns[-1].read_bandwidth = reader.rates(READS_OF_TURN)
+                times.turns[-1].gemm_flops = multiplier.rates(READS_OF_TURN)
         self._free(batch)
-        return found
+        return times
 
     def prefill(self, num_tokens: int, seconds: float) -> Times:
         """A prompt of so many tokens, in the pieces that a step may take."""
@@ -92,7 +100,11 @@ class StepTimer:
                 total += self._run(SchedulerOutput(0, [0], [count], [start], [[] if start else block_ids], [] if start else new))
             times.append(total)
             self._free(1)
-        return Times(1, num_tokens, times)
+        return Times(1, num_tokens, [Turn(times)])
+
+    def _decodes(self, first: SchedulerOutput, num_computed: int) -> SchedulerOutput:
+        batch = len(first.slots)
+        return SchedulerOutput(0, first.slots, first.num_scheduled_tokens, [num_computed] * batch, [[]] * batch)
 
     def _request(self, slot: int, num_tokens: int) -> NewRequestData:
         token_ids = [(7 + slot + 31 * i) % self._vocab_size for i in range(num_tokens)]

@@ -63,13 +63,9 @@ class Phase:
     fastest_s: float
     bandwidth: float  # bytes per second, and
     flops: float  # operations per second of products with weights, that the limit is made of
-    least_s: float  # what the limits allow
+    least_s: float  # what the limits allow, median
     bound: str  # "memory" or "arithmetic": which of them
-
-    @property
-    def fraction(self) -> float:
-        """Of the limit that is reached, by the median."""
-        return self.least_s / self.seconds
+    fraction: float  # of the limit that is reached, median of turns
 
 
 class ModelWork:
@@ -152,13 +148,19 @@ def run_plan(config: EngineConfig, plan: Plan, work: ModelWork, limits: Limits |
 
 
 def _phase(name: str, row: dict[str, Any], work: Work, quantized: bool, limits: Limits, num_threads: int, most_threads: int) -> Phase:
-    """A decode is put beside the bandwidth and the products that were found between its steps, median beside median: a shared machine's swing by
-    the second."""
+    """A turn's steps are put beside the bandwidth and the products that were found right after them, median beside median, since a shared machine's
+    swing by the second; of all turns' fractions the median counts. Where a turn found none, it is the limits."""
     share = num_threads / most_threads  # limits were measured on all threads
-    flops = statistics.median(row["gemm_flops"]) if row["gemm_flops"] else limits.flops(quantized) * share
-    arithmetic_s = work.arithmetic_seconds(flops, limits.flops(False) * share)
-    bandwidth = statistics.median(row["read_bandwidth"]) if row["read_bandwidth"] else limits.bandwidth(num_threads)
-    least_s = max(work.num_bytes / bandwidth, arithmetic_s)
-    bound = "memory" if least_s > arithmetic_s else "arithmetic"
-    seconds = row["seconds"]
-    return Phase(name, row["batch"], row["context"], num_threads, statistics.median(seconds), min(seconds), bandwidth, flops, least_s, bound)
+    bandwidths, flops, least, fractions = [], [], [], []
+    for turn in row["turns"]:
+        bandwidths.append(statistics.median(turn["read_bandwidth"] or [limits.bandwidth(num_threads)]))
+        flops.append(statistics.median(turn["gemm_flops"] or [limits.flops(quantized) * share]))
+        memory_s, arithmetic_s = work.num_bytes / bandwidths[-1], work.arithmetic_seconds(flops[-1], limits.flops(False) * share)
+        least.append((max(memory_s, arithmetic_s), "memory" if memory_s > arithmetic_s else "arithmetic"))
+        fractions.append(least[-1][0] / statistics.median(turn["seconds"]))
+    seconds = [seconds for turn in row["turns"] for seconds in turn["seconds"]]
+    least_s, bound = sorted(least)[len(least) // 2]
+    return Phase(
+        name, row["batch"], row["context"], num_threads, statistics.median(seconds), min(seconds), statistics.median(bandwidths),
+        statistics.median(flops), least_s, bound, statistics.median(fractions),
+    )  # fmt: skip

@@ -151,4 +151,4 @@ def draw(directory: Path, swept: dict[str, list[Phase]]) -> None:
 
 
 def _rows(phases: list[Phase]) -> list[dict[str, Any]]:
-    return [asdict(phase) | {"fraction": phase.fraction} for phase in phases]
+    return [asdict(phase) for phase in phases]

@@ -21,10 +21,14 @@ def test_decode_steps_go_on_from_their_context(tiny, monkeypatch):
     monkeypatch.setattr(executor, "execute_model", lambda step, run=executor.execute_model: seen.append(step) or run(step))
     timer = StepTimer(executor, make_config(tiny(), **arguments), 100)
     times = timer.decode(3, 40, seconds=0.0)
-    assert (times.batch, times.context, len(times.seconds)) == (3, 40, step_costs.MIN_STEPS) and min(times.seconds) > 0
-    assert [step.num_computed_tokens for step in seen[:-1]] == [[40 + i] * 3 for i in range(4)]
+    assert (times.batch, times.context, len(times.seconds)) == (3, 40, step_costs.STEPS_OF_TURN) and min(times.seconds) > 0
+    assert [step.num_computed_tokens for step in seen[:-1]] == [[40 + i] * 3 for i in range(1 + step_costs.STEPS_OF_TURN)]
     blocks = [block for row in seen[0].new_block_ids for block in row]
     assert len(set(blocks)) == len(blocks) and 0 not in blocks and seen[-1].freed_slots == [0, 1, 2]
+
+    seen.clear()
+    times = timer.decode(1, 8, seconds=60.0)  # as many as there is room for
+    assert (len(times.turns), len(seen)) == (step_costs.MAX_TURNS, step_costs.MAX_STEPS + 1)
 
     seen.clear()
     times = timer.prefill(40, seconds=0.0)
@@ -39,8 +43,10 @@ def test_a_job_from_limits_to_phases(tiny, monkeypatch):
     result = step_costs.run(msgspec.json.decode(msgspec.json.encode(job), type=Job))
     assert [(times.batch, times.context) for times in result.decode + result.prefill] == [(1, 8), (2, 8), (1, 20)]
     assert list(result.read_bandwidth) == [result.num_threads] == [1]
-    for rates in (rates for times in result.decode for rates in (times.read_bandwidth, times.gemm_flops)):
-        assert len(rates) >= step_costs.READS_OF_TURN and min(rates) > 0
+    for turn in (turn for times in result.decode for turn in times.turns):
+        assert len(turn.seconds) == step_costs.STEPS_OF_TURN
+        for rates in (turn.read_bandwidth, turn.gemm_flops):
+            assert len(rates) == step_costs.READS_OF_TURN and min(rates) > 0
     assert result.gemm_flops.keys() == {"bfloat16", "float32", "int8"}
 
 
@@ -50,7 +56,7 @@ def test_the_program(tiny):
     done = subprocess.run(command, input=msgspec.json.encode(job), stdout=subprocess.PIPE, check=True)
     result = msgspec.json.decode(done.stdout, type=Result)
     assert result.read_bandwidth == {} and [(times.batch, times.context) for times in result.decode] == [(1, 4)]
-    assert result.decode[0].read_bandwidth == result.decode[0].gemm_flops == []
+    assert all(turn.read_bandwidth == turn.gemm_flops == [] for turn in result.decode[0].turns)
 
 
 def test_a_failed_row_is_an_error(tiny, monkeypatch):

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from quire import EngineArgs, QuireError
 from quire.frontend.bench import cpu
-from quire.frontend.bench.cpu import Limits, ModelWork, Phase, Plan, model_work, run_plan
+from quire.frontend.bench.cpu import Limits, ModelWork, Plan, model_work, run_plan
 from quire.frontend.model_sizes import kv_bytes_per_token, measure_model
 
 LIMITS = Limits({1: 1e9, 2: 3e9}, {"bfloat16": 1e10, "float32": 4e10})
@@ -47,7 +47,6 @@ def test_limits() -> None:
     assert (in_int8.flops(False), in_int8.flops(True)) == (2e9, 5e9)
     assert Limits({1: 5e9, 2: 3e9}, {"float32": 1.0}).bandwidth(2) == 5e9
     assert cpu.Work(6e9, 8e10, 3e10).arithmetic_seconds(4e10, 1e10) == 5.0
-    assert Phase("decode", 1, 1, 1, seconds=0.5, fastest_s=0.4, bandwidth=1e9, flops=1e11, least_s=0.25, bound="memory").fraction == 0.5
 
 
 def test_a_plan_has_room() -> None:
@@ -58,16 +57,21 @@ def test_a_plan_has_room() -> None:
 
 def test_what_the_program_says_becomes_phases(monkeypatch) -> None:
     jobs = []
+    turns = [  # of a machine whose second third is four times as fast
+        {"seconds": [0.4, 0.6, 0.5], "read_bandwidth": [1e9, 9e9, 0.5e9], "gemm_flops": [3e12]},
+        {"seconds": [0.1, 0.1, 0.2], "read_bandwidth": [4e9], "gemm_flops": [2e12]},
+        {"seconds": [0.4], "read_bandwidth": [1e9], "gemm_flops": [1e12]},
+    ]
 
     def run(command, *, input, stdout, check):
         jobs.append(msgspec.json.decode(input))
         result = {
             "num_threads": 2, "read_bandwidth": {"1": 1e9, "2": 3e9}, "gemm_flops": {"float32": 4e10, "int8": 8e10},
             "decode": [
-                {"batch": 1, "context": 9, "seconds": [0.3, 0.1, 0.2], "read_bandwidth": [1e9, 4e9, 2e9], "gemm_flops": [1e10, 3e10, 2e10]},
-                {"batch": 1, "context": 9, "seconds": [0.3], "read_bandwidth": [1e15], "gemm_flops": [1e10, 3e10, 2e10]},
+                {"batch": 1, "context": 9, "turns": turns},
+                {"batch": 1, "context": 9, "turns": [{"seconds": [0.3], "read_bandwidth": [1e15], "gemm_flops": [1e10, 3e10, 2e10]}]},
             ],
-            "prefill": [{"batch": 1, "context": 64, "seconds": [5.0], "read_bandwidth": [], "gemm_flops": []}],
+            "prefill": [{"batch": 1, "context": 64, "turns": [{"seconds": [5.0], "read_bandwidth": [], "gemm_flops": []}]}],
         }  # fmt: skip
         return subprocess.CompletedProcess(command, 0, msgspec.json.encode(result))
 
@@ -77,8 +81,9 @@ def test_what_the_program_says_becomes_phases(monkeypatch) -> None:
     limits, [decode, computed, prefill] = run_plan(config, Plan([(1, 9)], [64], 0.5), work, None)
     assert jobs[0]["weights_bytes"] == work.weights_bytes and jobs[0]["measure_limits"] and jobs[0]["config"]["model_config"]["dtype"] == "bfloat16"
     assert limits.read_bandwidth == {1: 1e9, 2: 3e9}
-    assert (decode.seconds, decode.fastest_s, decode.bound) == (0.2, 0.1, "memory")
-    assert decode.bandwidth == 2e9 and decode.least_s == pytest.approx(work.decode(1, 9).num_bytes / 2e9)  # as it was between the steps
+    least_s = work.decode(1, 9).num_bytes / 1e9
+    assert (decode.seconds, decode.fastest_s, decode.bound, decode.bandwidth, decode.flops) == (0.4, 0.1, "memory", 1e9, 2e12)
+    assert decode.least_s == pytest.approx(least_s) and decode.fraction == pytest.approx(sorted([least_s / 0.5, least_s / 4 / 0.1, least_s / 0.4])[1])
     assert (computed.bound, computed.flops) == ("arithmetic", 2e10) and computed.least_s == pytest.approx(work.decode(1, 9).arithmetic_seconds(2e10, 4e10))
     assert (prefill.bandwidth, prefill.flops) == (3e9, 4e10)
     assert (prefill.name, prefill.bound) == ("prefill", "arithmetic") and prefill.least_s == pytest.approx(work.prefill(64).arithmetic_seconds(4e10, 4e10))

@@ -70,6 +70,6 @@ def test_an_engine_has_room_for_its_plan() -> None:
 def test_limits_and_drawings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     text = format_limits(Limits({1: 2e9, 2: 3.5e9}, {"float32": 1.5e11}))
     assert "2.0 GB/s with 1 thread, 3.5 GB/s with 2 threads" in text and "float32 150 GFLOP/s" in text
-    phases = [Phase("decode", batch, 9, 1, 0.1 * batch, 0.1, 1e9, 1e11, 0.05 * batch, "memory") for batch in (1, 2)]
+    phases = [Phase("decode", batch, 9, 1, 0.1 * batch, 0.1, 1e9, 1e11, 0.05 * batch, "memory", 0.5) for batch in (1, 2)]
     draw(tmp_path, {"requests": phases})
     assert (tmp_path / "cost-of-requests.svg").read_text().count("<polyline") == 2

@@ -227,7 +227,7 @@ void attend(const Attention& a, const Step& step, const Worker& worker) {
     int64_t ticket = worker.next();
     for (int64_t i = 0; i < plan.num_requests; i++) {
         const Request& r = plan.requests[i];
-        for (; ticket < r.first_item + r.num_items;) {
+        while (ticket < r.first_item + r.num_items) {
             const int64_t expected = ticket + worker.count;  // threads take turns, about
             attender.look_ahead(i, expected);
             attender.attend_item(r, ticket - r.first_item, partials);

@@ -159,7 +159,7 @@ def _phase(name: str, row: dict[str, Any], work: Work, quantized: bool, limits: 
         least.append((max(memory_s, arithmetic_s), "memory" if memory_s > arithmetic_s else "arithmetic"))
         fractions.append(least[-1][0] / statistics.median(turn["seconds"]))
     seconds = [seconds for turn in row["turns"] for seconds in turn["seconds"]]
-    least_s, bound = sorted(least)[len(least) // 2]
+    least_s, bound = statistics.median_high(least)
     return Phase(
         name, row["batch"], row["context"], num_threads, statistics.median(seconds), min(seconds), statistics.median(bandwidths),
         statistics.median(flops), least_s, bound, statistics.median(fractions),

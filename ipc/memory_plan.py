@@ -18,7 +18,7 @@ SWAP_MEMORY_FRACTION = 0.25  # of what is free then: the most that swap_space ta
 QUANTIZATION_BITS = {"int8": 8, "int4": 4}  # of a weight's numbers
 HEAD_BITS = 8  # of a quantized model's head, whose table is the embedding's too where it is tied: 4 would lose too much
 QUANTIZED_PANEL, QUANTIZED_DEPTH = 16, 64  # rows and columns of a weight that are packed together; a rest takes as much as a whole one
-QUANTIZED_GROUP, QUANTIZED_SCALE_BYTES = {8: 128, 4: 64}, {8: 2, 4: 4}  # columns of a row under one scale; of that, at 4 bits with two factors
+QUANTIZED_GROUP, QUANTIZED_SCALE_BYTES = {8: 256, 4: 64}, {8: 2, 4: 4}  # columns of a row under one scale; of that, at 4 bits with two factors
 
 
 def quantized_bytes(rows: int, columns: int, bits: int) -> int:

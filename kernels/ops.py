@@ -71,7 +71,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tenso
 
 @operation
 def pack_quantized_linear(weight: Tensor, bias: Tensor | None, bits: int) -> Callable[[Tensor], Tensor]:
-    """As pack_linear, with weight [N, K] quantized to 8 or 4 bits, in groups of 128 or 64 along K with a scale each, and x on the way likewise.
+    """As pack_linear, with weight [N, K] quantized to 8 or 4 bits, in groups of 256 or 64 along K with a scale each, and x on the way likewise.
 
     A row's numbers are whole, scale * {-127 .. 127}; at 4 bits a weight is scale * factor * {-8 .. 7}, where the scale is the group's and
     the factor, whole and in +-15, that of half a group. Products are summed exactly within a group; groups are added in ascending order in

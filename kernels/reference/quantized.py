@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..registry import register
 
-GROUP = {8: 128, 4: 64}  # along k, by bits
+GROUP = {8: 256, 4: 64}  # along k, by bits
 LEAST = 1e-30  # a group with nothing larger counts as zeros
 
 

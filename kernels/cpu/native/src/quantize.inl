@@ -1,7 +1,7 @@
 // A linear layer's weight quantized and packed (abi.h: Quantize). Symmetric, in groups along k, each group of an output with a scale in
 // bf16; panels of 16 outputs as the kernels of quantized.inl read them: [panel][group], a block of numbers here, their scales there.
 //
-//   int8  groups of 128, the last perhaps of 64. Block [32][16 outputs][4]: k / 4, k % 4. Scales [16] bf16. The scale takes the group's largest
+//   int8  groups of 256, the last perhaps of 64, 128 or 192. Block [64][16 outputs][4]: k / 4, k % 4. Scales [16] bf16. The scale takes the group's largest
 //         weight to 127.
 //   int4  groups of 64. Block [8][16 outputs][4]: byte (k / 4, k % 4) of the group's first half in the lower nibble, of its second half in the upper one,
 //         each plus 8. Scales [2][16] int8, then [16] bf16: weight = number * its half's factor * its group's scale. A factor is whole and in
@@ -9,7 +9,7 @@
 //
 // All is done with an output to a lane, one k after the other: the same numbers on every instruction set.
 
-constexpr int64_t GROUP_INT8 = 128, GROUP_INT4 = 64, HALF_GROUP = GROUP_INT4 / 2;
+constexpr int64_t GROUP_INT8 = 256, GROUP_INT4 = 64, HALF_GROUP = GROUP_INT4 / 2;
 constexpr int PARTS = PANEL / Vec::LANES;  // vectors of a panel's outputs
 constexpr int64_t SCALES_INT8 = PANEL * 2, FACTORS = 2 * PANEL, SCALES_INT4 = FACTORS + PANEL * 2;  // bytes of a block's scales
 

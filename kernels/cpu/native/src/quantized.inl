@@ -26,27 +26,41 @@ inline ALWAYS_INLINE void written_out(F f) {
     }
 }
 
-// What makes whole numbers in +-127 of values [size], a multiple of LANES: numbers = values * factor, values = numbers * scale.
+// The largest magnitude of values [size], a multiple of 16; NaN or infinity where one of them is either: as whole numbers, their bits are in this order.
+inline float largest_magnitude(const uint16_t* values, int64_t size) {
+    __m256i most = _mm256_setzero_si256();
+    for (int64_t i = 0; i < size; i += 16)
+        most = _mm256_max_epu16(most, _mm256_and_si256(_mm256_loadu_si256((const __m256i*)(values + i)), _mm256_set1_epi16(0x7fff)));
+    const __m128i of_8 = _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+    const __m128i least = _mm_minpos_epu16(_mm_xor_si128(of_8, _mm_set1_epi16(-1)));  // of the complements
+    return Number<uint16_t>::get((uint16_t)~_mm_extract_epi16(least, 0));
+}
+inline float largest_magnitude(const float* values, int64_t size) {
+    Vec largest, spoilt;
+    for (int64_t i = 0; i < size; i += Vec::LANES) {
+        Vec v = Vec::load(values + i);
+        largest = Vec::max(largest, magnitude(v));
+        spoilt = Vec::fma(v, Vec(), spoilt);  // NaN once a number is not finite
+    }
+    return spoilt.has_nan() ? NAN : largest.largest();
+}
+
+// What makes whole numbers in +-127 of values [size], a multiple of 16: numbers = values * factor, values = numbers * scale. A NaN is the scale
+// where one of them is not finite, and with it the row's results: whatever the numbers are then.
 struct Scaling {
     float scale;
     Vec factor;
 
     template <typename T>
     ALWAYS_INLINE Scaling(const T* values, int64_t size) {
-        Vec largest, spoilt;
-        for (int64_t i = 0; i < size; i += Vec::LANES) {
-            Vec v = Vec::load(values + i);
-            largest = Vec::max(largest, magnitude(v));
-            spoilt = Vec::fma(v, Vec(), spoilt);  // NaN once a number is not finite: then the scale is, and with it the row's results
-        }
-        const float most = largest.largest();
+        const float most = largest_magnitude(values, size);
         const bool counts = most > LEAST;
-        scale = spoilt.has_nan() ? NAN : counts ? most / 127 : 0;
+        scale = !std::isfinite(most) ? NAN : counts ? most / 127 : 0;
         factor = Vec(counts ? 127 / most : 0);
     }
     template <typename T>
     void store(const T* values, int64_t size, int8_t* to) const {
-        for (int64_t i = 0; i < size; i += Vec::LANES) store_whole(within(Vec::load(values + i) * factor, -127, 127), to + i);
+        for (int64_t i = 0; i < size; i += Vec::LANES) store_whole(Vec::load(values + i) * factor, to + i);
     }
 };
 
@@ -132,6 +146,12 @@ struct Next {
     Panels panels;  // of the next product
     int64_t share, shares;
 };
+
+// About `wanted` bytes, and such that those at the end of a panel, whose last block may be short, are asked for before a block, not within one.
+inline int64_t ahead_of(int64_t panel_bytes, int64_t wanted, int64_t block) {
+    const int64_t rest = panel_bytes % block, ahead = rest + (wanted - rest + block / 2) / block * block;
+    return ahead > 0 ? ahead : block;
+}
 
 // A block of each panel, `apart` bytes apart
 struct Blocks {
@@ -272,8 +292,8 @@ private:
     template <int ROWS, int PANELS>
     void multiply_panels(int64_t first, int64_t apart, const Next& next, int64_t place, int up, const QuantizedRows<Dot>& x, Sums* sums) const {
         constexpr int VECTORS = PANELS * PARTS;
-        constexpr int64_t AHEAD = AHEAD_BYTES / PANELS / Dot::BLOCK;  // groups
         const int64_t depth = depth_of(call.in_features), panel_bytes = depth * Dot::LINE_OF_K, panel_scales = x.groups * Dot::SCALES;
+        const int64_t ahead = ahead_of(panel_bytes, AHEAD_BYTES / PANELS, Dot::BLOCK);
         const char *weights = (const char*)call.weight, *scales = (const char*)call.scales + first * panel_scales;
         const Blocks here{weights + first * panel_bytes, apart * panel_bytes};
         const Blocks there{weights + next.panels.first * panel_bytes, next.panels.apart * panel_bytes};
@@ -285,8 +305,8 @@ private:
         for (auto& sum : total) sum = zero.v;
         for (int64_t group = 0; group < x.groups; group++, scales += Dot::SCALES, soon_scales += Dot::SCALES) {
             const char* block = here.first + group * Dot::BLOCK;
-            const int64_t left = x.groups - group - AHEAD;
-            const Blocks soon = left > 0 ? Blocks{block + AHEAD * Dot::BLOCK, here.apart} : Blocks{there.first - left * Dot::BLOCK, there.apart};
+            const int64_t left = panel_bytes - group * Dot::BLOCK - ahead;
+            const Blocks soon = left > 0 ? Blocks{block + ahead, here.apart} : Blocks{there.first - left, there.apart};
             if (one_stream(ROWS) && group + 1 == x.groups && there.first != here.first + panel_bytes)
                 for (int64_t i = 0; i < SEAM_BYTES; i += 64) there.ask_for<PANELS>(i);
             for (int64_t i = 0; i < share; i += 64) there.ask_for<PANELS>((x.groups * next.share + group) * share + i);

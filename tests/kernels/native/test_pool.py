@@ -115,6 +115,17 @@ def test_every_piece_is_done_in_every_run(num_threads):
     assert all(torch.equal(call(), expected) for _ in range(100))
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_more_pieces_than_a_share_counts(num_threads):
+    """So many that threads take several at once: each must be done, and the last take may be a short one."""
+    argmax = next(i.function for i in implementations("argmax") if i.name == "native")
+    library.set_num_threads(num_threads)
+    for rows in (4096 * num_threads - 1, 4096 * num_threads, 4096 * num_threads + 1, 50_003):  # a piece each
+        logits = torch.randn(rows, 3, generator=torch.Generator().manual_seed(rows))
+        token_ids, is_finite = argmax(logits)
+        assert torch.equal(token_ids, logits.argmax(1)) and is_finite.all()
+
+
 def test_a_call_of_several_phases_with_threads_that_come_late():
     """Seven threads on one core: whoever has its turn does the work, the others come in any phase of any call, or not at all."""
     logits = torch.randn(6, 30_000, generator=torch.Generator().manual_seed(1))

@@ -13,8 +13,9 @@ struct Request {
     int64_t index, first_token, num_tokens, context;
     int64_t first_split;   // the first that its first token sees
     int64_t splits;        // 1: its items go over the whole context
-    int64_t first_item, num_items;
-    int64_t first_partial;  // splits > 1: where its rows' pieces lie, in rows
+    int64_t first_item;
+    int64_t first_partial;  // splits > 1: where its rows' pieces lie, in rows,
+    int64_t first_join;     // and the first of the items that put these together
 };
 
 // The same list on every thread.
@@ -22,6 +23,7 @@ struct Plan {
     const Sight sight;
     Request* requests;
     int64_t num_requests, tokens_per_tile, group, kv_heads;
+    int64_t num_items = 0, num_joins = 0;
     int64_t num_partials = 0;  // rows
 
     int64_t tiles_of(const Request& r) const { return ceil_div(r.num_tokens, tokens_per_tile); }
@@ -41,22 +43,25 @@ struct Plan {
         for (int64_t i = 0; i < num_requests; i++) {
             int64_t first = step.query_start_loc[i];
             int64_t num_tokens = step.query_start_loc[i + 1] - first, context = step.seq_lens[i];
-            requests[i] = {i, first, num_tokens, context, sight.first(context - num_tokens) / SPLIT, 1, 0, 0, 0};
+            requests[i] = {i, first, num_tokens, context, sight.first(context - num_tokens) / SPLIT, 1};
             total += cost_of_tile(requests[i]) * tiles_of(requests[i]) * kv_heads;
         }
         std::sort(requests, requests + num_requests, [this](const Request& x, const Request& y) {
             int64_t left = cost_of_tile(x), right = cost_of_tile(y);
             return left != right ? left > right : x.index < y.index;
         });
-        int64_t item = 0;
         for (int64_t i = 0; i < num_requests; i++) {
             Request& r = requests[i];
             if (num_threads > 1 && cost_of_tile(r) * num_threads * 2 > total) r.splits = ceil_div(r.context, SPLIT) - r.first_split;
-            r.first_item = item;
-            item += r.num_items = tiles_of(r) * r.splits * kv_heads;
-            r.first_partial = num_partials;
-            if (r.splits > 1) num_partials += r.num_tokens * group * kv_heads * r.splits;
+            r.first_item = num_items, r.first_partial = num_partials, r.first_join = num_joins;
+            num_items += tiles_of(r) * r.splits * kv_heads;
+            if (r.splits > 1) num_partials += r.num_tokens * group * kv_heads * r.splits, num_joins += tiles_of(r) * kv_heads;
         }
+    }
+
+    // Whose item that is; `first`: Request::first_item or first_join
+    const Request& request_of(int64_t item, int64_t Request::*first) const {
+        return std::upper_bound(requests, requests + num_requests, item, [first](int64_t item, const Request& r) { return item < r.*first; })[-1];
     }
 };
 
@@ -155,12 +160,11 @@ struct Attender {
         }
     }
 
-    // Towards item number `item`, of request number i in the plan or one behind it.
-    void look_ahead(int64_t i, int64_t item) {
-        while (i < plan.num_requests && item >= plan.requests[i].first_item + plan.requests[i].num_items) i++;
-        const bool is_decode = i < plan.num_requests && plan.requests[i].num_tokens == 1 && plan.requests[i].splits == 1;
-        soon = is_decode ? &plan.requests[i] : nullptr;
-        if (is_decode) soon_head = (item - soon->first_item) % plan.kv_heads;
+    // Towards item number `item`
+    void look_ahead(int64_t item) {
+        const Request& r = plan.request_of(item, &Request::first_item);
+        soon = r.num_tokens == 1 && r.splits == 1 ? &r : nullptr;
+        soon_head = (item - r.first_item) % plan.kv_heads;
     }
 
     void finish(float* row, T* out) {
@@ -224,25 +228,20 @@ void attend(const Attention& a, const Step& step, const Worker& worker) {
     Attender<T, C> attender(a, step, plan, memory + plan_bytes);
     float* partials = plan.num_partials ? (float*)worker.shared(plan.num_partials * attender.running_row * sizeof(float)) : nullptr;
 
-    int64_t ticket = worker.next();
-    for (int64_t i = 0; i < plan.num_requests; i++) {
-        const Request& r = plan.requests[i];
-        while (ticket < r.first_item + r.num_items) {
-            const int64_t expected = ticket + worker.count;  // threads take turns, about
-            attender.look_ahead(i, expected);
-            attender.attend_item(r, ticket - r.first_item, partials);
-            ticket = worker.next();
-            attender.asked &= ticket == expected;
-        }
+    int64_t expected = -1;
+    for (int64_t item; (item = worker.next(plan.num_items)) < plan.num_items;) {
+        attender.asked &= item == expected;
+        expected = worker.following(item, plan.num_items);
+        if (expected != item) attender.look_ahead(expected);
+        else attender.soon = nullptr;
+        const Request& r = plan.request_of(item, &Request::first_item);
+        attender.attend_item(r, item - r.first_item, partials);
     }
     if (!partials) return;
     worker.barrier();
-    ticket = worker.next();
-    for (int64_t i = 0, first = 0; i < plan.num_requests; i++) {
-        const Request& r = plan.requests[i];
-        int64_t items = r.splits > 1 ? plan.tiles_of(r) * plan.kv_heads : 0;
-        for (; ticket < first + items; ticket = worker.next()) attender.join_item(r, ticket - first, partials);
-        first += items;
+    for (int64_t item; (item = worker.next(plan.num_joins)) < plan.num_joins;) {
+        const Request& r = plan.request_of(item, &Request::first_join);
+        attender.join_item(r, item - r.first_join, partials);
     }
 }
 

@@ -3,7 +3,7 @@
 template <typename T>
 void silu_and_mul_rows(const SiluAndMul& a, int64_t rows, const Worker& worker) {
     int64_t piece = piece_of_rows(a.size);
-    for (int64_t start; (start = worker.next() * piece) < rows;)
+    for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) {
             const T* gate = (const T*)a.x + row * a.x_row;
             const T* up = gate + a.size;
@@ -32,7 +32,7 @@ void embedding(const Call& call, const Step& step, const Worker& worker) {
     const Embedding& a = (const Embedding&)call;
     int64_t rows = rows_of(call, step), piece = piece_of_rows(a.size);
     size_t width = call.dtype == BF16 ? 2 : 4;
-    for (int64_t start; (start = worker.next() * piece) < rows;)
+    for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) {
             int64_t id = step.token_ids[row];
             char* out = (char*)a.out + row * a.out_row * width;
@@ -48,14 +48,14 @@ void gather_rows(const Call& call, const Step& step, const Worker& worker) {
     const GatherRows& a = (const GatherRows&)call;
     int64_t rows = rows_of(call, step), piece = piece_of_rows(a.size);
     size_t width = call.dtype == BF16 ? 2 : 4;
-    for (int64_t start; (start = worker.next() * piece) < rows;)
+    for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++)
             std::memcpy((char*)a.out + row * a.out_row * width, (const char*)a.x + step.logits_indices[row] * a.x_row * width, a.size * width);
 }
 
 void next_tokens(const Call& call, const Step& step, const Worker& worker) {
     const NextTokens& a = (const NextTokens&)call;
-    if (worker.next() != 0) return;
+    if (worker.next(1) != 0) return;
     int64_t rows = rows_of(call, step);
     std::copy_n(a.token_ids, rows, a.kept);
     std::copy_n(a.is_finite, rows, a.kept_finite);

@@ -3,7 +3,7 @@
 #include "abi.h"
 #include "pool.h"
 
-// Runs on every thread of the pool; the threads share the call's work out by tickets. A barrier follows every call.
+// Runs on every thread of the pool; each takes pieces of the call's work. A barrier follows every call.
 using Kernel = void (*)(const Call&, const Step&, const Worker&);
 
 struct Isa {
@@ -17,5 +17,5 @@ inline int64_t rows_of(const Call& call, const Step& step) {
     return call.rows >= 0 ? call.rows : call.rows == -1 ? step.num_tokens : step.num_logits;
 }
 
-// Rows are handed out in pieces, so that a piece is worth a ticket: about 4096 elements.
+// Rows are handed out in pieces, so that a piece is worth being taken: about 4096 elements.
 inline int64_t piece_of_rows(int64_t row_size) { return row_size >= 4096 ? 1 : row_size < 1 ? 4096 : (4095 + row_size) / row_size; }

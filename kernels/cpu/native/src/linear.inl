@@ -100,12 +100,12 @@ void linear_items(const Linear& a, int64_t rows, const Worker& worker) {
     Block block(a);
 
     int64_t laid_out = -1;  // the chunk that x holds
-    for (int64_t item; (item = worker.next()) < chunks * groups;) {
+    for (int64_t item; (item = worker.next(chunks * groups)) < chunks * groups;) {
         const int64_t chunk = item / groups, first = chunk * blocks / chunks * Block::MAX_ROWS;
         const int64_t num_rows = std::min((chunk + 1) * blocks / chunks * Block::MAX_ROWS, rows) - first;
         const int64_t panel = item % groups * group, num_panels = std::min(group, panels - panel);
         const int64_t column = panel * PANEL, columns = std::min(half, all_columns - column);
-        const int64_t next_panel = std::min(item % groups + worker.count, groups - 1) * group;  // of the next item, about
+        const int64_t next_panel = worker.following(item, chunks * groups) % groups * group;  // of the next item, by all accounts
         if (chunk != laid_out) lay_out<Block>((const T*)a.x + first * a.x_row, a.x_row, num_rows, a.in_features, x);
         laid_out = chunk;
         for (int64_t up = 0; up <= gated; up++) {
@@ -131,7 +131,7 @@ void embedding_packed(const Call& call, const Step& step, const Worker& worker) 
     const Embedding& a = (const Embedding&)call;
     int64_t rows = rows_of(call, step), piece = piece_of_rows(a.size);
     int64_t width = call.dtype == BF16 ? 2 : 4, bytes = a.size * width, panel_bytes = round_up(bytes, 4) * PANEL;
-    for (int64_t start; (start = worker.next() * piece) < rows;)
+    for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) {
             int64_t id = step.token_ids[row];
             char* out = (char*)a.out + row * a.out_row * width;

@@ -26,7 +26,7 @@ void normalise(const T* x, const T* weight, T* out, int64_t size, double eps) {
 template <typename T>
 void rms_norm_rows(const RmsNorm& a, int64_t rows, const Worker& worker) {
     int64_t piece = piece_of_rows(a.heads * a.size);
-    for (int64_t start; (start = worker.next() * piece) < rows;)
+    for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++)
             for (int64_t head = 0; head < a.heads; head++)
                 normalise((const T*)a.x + row * a.x_row + head * a.x_head, (const T*)a.weight,
@@ -40,7 +40,7 @@ void rms_norm(const Call& call, const Step& step, const Worker& worker) {
 template <typename T>
 void add_rms_norm_rows(const AddRmsNorm& a, int64_t rows, const Worker& worker) {
     int64_t piece = piece_of_rows(a.size);
-    for (int64_t start; (start = worker.next() * piece) < rows;)
+    for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) {
             T* x = (T*)a.x + row * a.x_row;
             T* residual = (T*)a.residual + row * a.residual_row;

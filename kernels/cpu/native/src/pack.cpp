@@ -55,7 +55,7 @@ void pack_panel(const Packing& p, int64_t panel) {
 void pack(const Worker& worker, void* argument, int32_t) {
     const Packing& p = *static_cast<Packing*>(argument);
     int64_t panels = (p.out_features + PANEL - 1) / PANEL;
-    for (int64_t panel; (panel = worker.next()) < panels;) pack_panel(p, panel);
+    for (int64_t panel; (panel = worker.next(panels)) < panels;) pack_panel(p, panel);
     _mm_sfence();  // what went past the caches is there before the other threads are told
 }
 

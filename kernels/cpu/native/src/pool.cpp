@@ -34,8 +34,7 @@ inline void relax() {
 // How often a thread offers its core between two calls, and how many times longer than it was taken for it then keeps it: who offers
 // gives up the rest of its turn (Linux 6.18), and would be left with little beside a program that computes all the time.
 constexpr int64_t OFFER_EVERY_NS = 100'000, KEEP_TIMES = 4;
-constexpr int64_t NO_PIECE = (int64_t)1 << 40;  // larger than any number of pieces, and a piece's size times it is a number still
-constexpr int MAX_THREADS = 4095;               // what Place can count
+constexpr int MAX_THREADS = 4095;  // what Place can count
 
 inline int64_t now_ns() {
     using namespace std::chrono;
@@ -104,11 +103,40 @@ struct Place {
 static_assert(sizeof(Place) == 8);
 constexpr uint64_t CHANGING = 0x8000, CLOSED = 0xffff;  // CLOSED: between two calls or two runs, nobody can enter
 
+// What is left of a thread's share of a phase's pieces, in one word. It takes them from the front, others who are through with theirs from the
+// back. Whoever comes first to a share of a new phase starts it.
+struct alignas(64) Share {
+    struct Taken {
+        uint64_t front : 12, back : 12, phase : 40;  // phase: the end of Pool::phase_number, which does not come again within weeks
+    };
+    static constexpr int64_t MAX_PIECES = 0xfff;
+    std::atomic<Taken> taken{Taken{0, 0, 0}};
+    static_assert(sizeof(Taken) == 8 && std::atomic<Taken>::is_always_lock_free);
+
+    // Which of `size` pieces, or -1.
+    int64_t take(uint64_t phase_number, int64_t size, bool from_front) {
+        Taken fresh{};
+        fresh.phase = phase_number;
+        for (Taken seen = taken.load(std::memory_order_relaxed);;) {
+            Taken now = seen.phase == fresh.phase ? seen : fresh;
+            if (now.front + now.back >= size) return -1;
+            const int64_t place = from_front ? now.front : size - 1 - now.back;
+            if (from_front) now.front += 1;
+            else now.back += 1;
+            if (taken.compare_exchange_weak(seen, now, std::memory_order_relaxed)) return place;
+        }
+    }
+};
+
 // What one thread knows of where it is.
 struct alignas(64) Mate {
     uint64_t last_call = 0, phase = 0;
+    uint64_t phase_number = 0;
     bool takes_pieces = false;
+    int64_t piece = 0, end = 0;  // has taken these
     int64_t next_offer = 0;
+
+    void start_phase(uint64_t number) { phase_number = number, piece = end = 0; }
 };
 
 struct Pool {
@@ -116,6 +144,7 @@ struct Pool {
     std::vector<std::thread> threads;
     std::vector<int> cores{-1};  // of each thread, -1: any; the first is where the caller is expected
     std::vector<Mate> mates{1};
+    std::vector<Share> shares = std::vector<Share>(1);
     std::vector<Memory> scratch{1};
     Memory shared;
     int count = 1;
@@ -128,8 +157,8 @@ struct Pool {
     alignas(64) Signal start;
     alignas(64) Signal changes;  // advances whenever something new can be entered, and when a run is over
     std::atomic<Place> place{Place{0, CLOSED, 0, 0}};  // in the line of memory that those who wait look at
+    uint64_t phase_number = 0;  // counts all phases of all calls. Read by those that take pieces, changed while nobody does
     std::atomic<bool> is_over{true};
-    alignas(64) std::atomic<int64_t> ticket{0};
 
     static_assert(std::atomic<Place>::is_always_lock_free);
 
@@ -145,6 +174,7 @@ struct Pool {
             me.last_call = now.call;
             me.phase = 0;
             me.takes_pieces = is_first;
+            if (is_first) me.start_phase(phase_number);
             return true;
         }
     }
@@ -164,7 +194,7 @@ struct Pool {
 
     void open(uint64_t call, int32_t next) {
         index = next;
-        ticket.store(0, std::memory_order_relaxed);
+        phase_number += 1;
         if (next < num_calls) place.store(Place{call, 0, 0, 0});
         else is_over.store(true);
         changes.advance();
@@ -173,7 +203,7 @@ struct Pool {
     // As leave and enter, for the phases of a call. Whoever ends the phase makes sure of `bytes` of shared memory.
     void end_phase(Mate& me, size_t bytes) {
         if (count == 1) {
-            ticket.store(0, std::memory_order_relaxed);
+            me.start_phase(++phase_number);
             if (bytes) shared.reserve(bytes);
             return;
         }
@@ -191,7 +221,9 @@ struct Pool {
             }
             Place now = seen;
             now.in_phase += 1;
-            if (place.compare_exchange_weak(seen, now)) return;
+            if (!place.compare_exchange_weak(seen, now)) continue;
+            me.start_phase(phase_number);
+            return;
         }
     }
 
@@ -202,7 +234,7 @@ struct Pool {
             if (now.in_phase == 0) now.phase |= CHANGING;
             if (!place.compare_exchange_weak(seen, now)) continue;
             if (now.in_phase) return false;
-            ticket.store(0, std::memory_order_relaxed);
+            me.start_phase(++phase_number);
             if (bytes) shared.reserve(bytes);
             for (seen = now;;) {  // others may enter the call meanwhile
                 now = seen;
@@ -214,6 +246,31 @@ struct Pool {
             changes.advance();
             return true;
         }
+    }
+
+    // A thread's share, [first, second); several are taken at once where there are very many.
+    std::pair<int64_t, int64_t> share_of(int64_t thread, int64_t takes) const { return {thread * takes / count, (thread + 1) * takes / count}; }
+    int64_t taken_at_once(int64_t pieces) const { return pieces / (Share::MAX_PIECES * count) + 1; }
+
+    int64_t next(int mine, int64_t pieces) {
+        Mate& me = mates[mine];
+        if (me.piece < me.end) return me.piece++;
+        if (!me.takes_pieces) return Worker::NO_PIECE;
+        const int64_t at_once = taken_at_once(pieces), takes = (pieces + at_once - 1) / at_once;
+        for (int i = 0, thread = mine; i < count; i++, thread = thread + 1 < count ? thread + 1 : 0) {
+            const auto [first, last] = share_of(thread, takes);
+            const int64_t taken = first < last ? shares[thread].take(me.phase_number, last - first, i == 0) : -1;
+            if (taken < 0) continue;
+            me.piece = (first + taken) * at_once, me.end = std::min(me.piece + at_once, pieces);
+            return me.piece++;
+        }
+        return Worker::NO_PIECE;
+    }
+
+    int64_t following(int mine, int64_t piece, int64_t pieces) const {
+        const int64_t at_once = taken_at_once(pieces), takes = (pieces + at_once - 1) / at_once;
+        const auto [first, last] = share_of(mine, takes);
+        return piece >= first * at_once && piece + 1 < std::min(last * at_once, pieces) ? piece + 1 : piece;
     }
 
     void work(int mine) {
@@ -244,7 +301,7 @@ struct Pool {
         if (count == 1) {
             mates[0].takes_pieces = true;
             for (int32_t i = 0; i < num_calls; i++) {
-                ticket.store(0, std::memory_order_relaxed);
+                mates[0].start_phase(++phase_number);
                 job(Worker{0, 1, this}, argument, i);
             }
             return;
@@ -306,6 +363,7 @@ struct Pool {
         try {
             scratch.resize(new_count);
             mates.assign(new_count, Mate{place.load().call});
+            shares = std::vector<Share>(new_count);
             for (int i = 1; i < new_count; i++) {
                 threads.emplace_back([this, i, seen] { serve(i, seen); });
                 pin(i);
@@ -339,7 +397,8 @@ const int watched = pthread_atfork(before_fork, after_fork_here, after_fork_ther
 
 }  // namespace
 
-int64_t Worker::next() const { return pool->mates[index].takes_pieces ? pool->ticket.fetch_add(1, std::memory_order_relaxed) : NO_PIECE; }
+int64_t Worker::next(int64_t count) const { return pool->next(index, count); }
+int64_t Worker::following(int64_t piece, int64_t count) const { return pool->following(index, piece, count); }
 void Worker::barrier() const { pool->end_phase(pool->mates[index], 0); }
 void* Worker::scratch(size_t bytes) const { return pool->scratch[index].reserve(bytes); }
 

@@ -1,4 +1,5 @@
-// The threads that run calls: they share out each call's work by tickets, go on when all of it is done, and sleep between steps.
+// The threads that run calls: each has a share of a call's pieces, and helps others with theirs when it is through; they go on when all of it is
+// done, and sleep between steps.
 // May know: the operating system's threads. Must not know: any operation.
 //
 // Nobody waits for a thread that the system has taken off its core between two calls: the others do its share, and it joins the call that
@@ -19,10 +20,15 @@ struct Worker {
     int count;
     Pool* pool;
 
-    // The next piece of the running call that nobody has taken, from 0 on. Which thread takes which is not determined: a result must
-    // not depend on it, so each element is computed whole by one thread, in an order of its own.
-    int64_t next() const;
-    // The end of a phase of a call: waits until all pieces are done, and starts the tickets again. A thread that came to the call in a later
+    // A piece of the running phase, which has `count` in all, that nobody has taken; NO_PIECE where none is left. Which thread takes which is
+    // not determined: a result must not depend on it, so each element is computed whole by one thread, in an order of its own. But mostly a
+    // thread has the same share of as many pieces, and takes them in ascending order: what it wrote in one phase it finds in its caches in
+    // the next. (Blumofe and Leiserson 1999: work stealing.)
+    int64_t next(int64_t count) const;
+    // Which piece this thread takes after that one unless another does before; the same one where its share ends.
+    int64_t following(int64_t piece, int64_t count) const;
+    static constexpr int64_t NO_PIECE = (int64_t)1 << 40;  // larger than any count, and a piece's size times it is a number still
+    // The end of a phase of a call: waits until all pieces are done; the next has pieces of its own. A thread that came to the call in a later
     // phase passes those that are over, without a piece of them: what a call does beside its pieces must not depend on having had one.
     void barrier() const;
     // Memory of this thread alone, 64-byte aligned, valid until the next call asks.

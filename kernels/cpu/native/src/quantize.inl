@@ -151,7 +151,7 @@ void quantize_int4_block(const Quantize& a, int64_t panel, int64_t group, uint8_
 void quantize_int8(const Call& call, const Step&, const Worker& worker) {
     const Quantize& a = (const Quantize&)call;
     const int64_t depth = depth_of(a.in_features), groups = ceil_div(depth, GROUP_INT8), panels = ceil_div(a.out_features, PANEL);
-    for (int64_t panel; (panel = worker.next()) < panels;)
+    for (int64_t panel; (panel = worker.next(panels)) < panels;)
         for (int64_t group = 0; group < groups; group++)
             FOR_DTYPE(call.dtype, quantize_int8_block<T>(a, panel, group, (int8_t*)a.packed + (panel * depth + group * GROUP_INT8) * PANEL,
                                                          (uint16_t*)((char*)a.scales + (panel * groups + group) * SCALES_INT8)));
@@ -160,7 +160,7 @@ void quantize_int8(const Call& call, const Step&, const Worker& worker) {
 void quantize_int4(const Call& call, const Step&, const Worker& worker) {
     const Quantize& a = (const Quantize&)call;
     const int64_t groups = ceil_div(a.in_features, GROUP_INT4), panels = ceil_div(a.out_features, PANEL);
-    for (int64_t panel; (panel = worker.next()) < panels;)
+    for (int64_t panel; (panel = worker.next(panels)) < panels;)
         for (int64_t i = panel * groups; i < (panel + 1) * groups; i++) {
             char* scales = (char*)a.scales + i * SCALES_INT4;
             FOR_DTYPE(call.dtype, quantize_int4_block<T>(a, panel, i % groups, (uint8_t*)a.packed + i * GROUP_INT4 * PANEL / 2, (int8_t*)scales,
@@ -172,7 +172,7 @@ void quantize_int4(const Call& call, const Step&, const Worker& worker) {
 template <typename T>
 void embedding_int8_rows(const EmbeddingInt8& a, int64_t rows, const Step& step, const Worker& worker) {
     const int64_t piece = piece_of_rows(a.size), depth = depth_of(a.size), groups = ceil_div(depth, GROUP_INT8);
-    for (int64_t start; (start = worker.next() * piece) < rows;)
+    for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) {
             int64_t id = step.token_ids[row], panel = id / PANEL, lane = id % PANEL;
             T* out = (T*)a.out + row * a.out_row;

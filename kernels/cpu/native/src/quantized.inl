@@ -334,7 +334,7 @@ private:
 
 constexpr int64_t ROWS_AT_ONCE = 512;          // quantized together, in memory that the threads share
 constexpr int64_t ROWS_APART = 2;              // so few each thread quantizes for itself: cheaper than waiting for another
-constexpr int64_t ITEM_BYTES = 128 * 1024;     // of weights: worth a ticket
+constexpr int64_t ITEM_BYTES = 128 * 1024;     // of weights: worth being taken
 constexpr int64_t STREAMS_BYTES = 512 * 1024;  // the same where rows are few: long streams are what memory is fast at
 constexpr int64_t CACHED_BYTES = 128 * 1024;   // of x, which stay in the second cache while panels come
 
@@ -381,12 +381,13 @@ void multiply_quantized(Form& form, const QuantizedLinear& a, int64_t first, int
         if (one_stream) return Panels{start + set * beside, std::min(beside, end - start - set * beside), 1};
         return set < whole ? Panels{start + set, beside, whole} : Panels{start + whole * beside + set - whole, 1, 0};
     };
-    for (int64_t i; (i = worker.next()) < items;)
+    for (int64_t i; (i = worker.next(items)) < items;) {
+        const int64_t following = worker.following(i, items);
         for (int64_t begin = 0; begin < rows; begin += chunk) {
             const int64_t here = std::min(chunk, rows - begin), tiles = (here + Form::MAX_ROWS - 1) / Form::MAX_ROWS;
             const int64_t size = start_of(i + 1) - start_of(i), count_of_sets = one_stream ? ceil_div(size, beside) : size / beside + size % beside;
             for (int64_t set = 0; set < count_of_sets; set++) {
-                const Panels side = side_of(i, set), next = set + 1 < count_of_sets ? side_of(i, set + 1) : side_of(std::min(i + worker.count, items - 1), 0);
+                const Panels side = side_of(i, set), next = set + 1 < count_of_sets ? side_of(i, set + 1) : side_of(following, 0);
                 for (int64_t tile = 0; tile < tiles; tile++) {
                     const int64_t row = begin + tile * here / tiles, count = begin + (tile + 1) * here / tiles - row;
                     for (int64_t p = 0; p < side.count; p++) ask_for_results(a, first + row, count, side.first + p * side.apart);
@@ -398,6 +399,7 @@ void multiply_quantized(Form& form, const QuantizedLinear& a, int64_t first, int
                 }
             }
         }
+    }
 }
 
 template <typename T, typename Dot, typename Form>
@@ -412,7 +414,7 @@ void multiply_rows(const QuantizedLinear& a, int64_t rows, const Worker& worker)
         if (rows <= ROWS_APART) {
             for (int64_t row = 0; row < count; row++) x.quantize(row, from + row * a.x_row, a.in_features);
         } else {
-            for (int64_t row; (row = worker.next()) < count;) x.quantize(row, from + row * a.x_row, a.in_features);
+            for (int64_t row; (row = worker.next(count)) < count;) x.quantize(row, from + row * a.x_row, a.in_features);
             worker.barrier();
         }
         multiply_quantized<T>(form, a, first, count, x, depth_of(a.in_features) * Dot::LINE_OF_K, worker);

@@ -37,7 +37,7 @@ template <typename T>
 void rotary_rows(const Rotary& a, const Step& step, int64_t rows, const Worker& worker) {
     float* turn = (float*)worker.scratch(a.rotary_dim * sizeof(float));
     int64_t piece = piece_of_rows((a.heads + a.kv_heads) * a.rotary_dim);
-    for (int64_t start; (start = worker.next() * piece) < rows;)
+    for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) rotate_row<T>(a, step, row, turn);
 }
 
@@ -48,7 +48,7 @@ void rotary(const Call& call, const Step& step, const Worker& worker) {
 template <typename T>
 void write_kv_rows(const WriteKv& a, const Step& step, int64_t rows, const Worker& worker) {
     int64_t piece = piece_of_rows(2 * a.kv_heads * a.head_dim);
-    for (int64_t start; (start = worker.next() * piece) < rows;)
+    for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) store_token<T>(a, row, step.slot_mapping[row]);
 }
 
@@ -60,7 +60,7 @@ template <typename T>
 void rotary_and_write_kv_rows(const RotaryAndWriteKv& a, const Step& step, int64_t rows, const Worker& worker) {
     float* turn = (float*)worker.scratch(a.rotary_dim * sizeof(float));
     int64_t piece = piece_of_rows((a.heads + 2 * a.kv_heads) * a.head_dim);
-    for (int64_t start; (start = worker.next() * piece) < rows;)
+    for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) {
             rotate_row<T>(a, step, row, turn);
             store_token<T>(a, row, step.slot_mapping[row]);

@@ -10,9 +10,9 @@ inline int64_t num_pieces(int64_t vocab_size) { return (num_groups(vocab_size) +
 // A piece of a row: groups [first, last), tokens [first * GROUP, end)
 struct Piece {
     int64_t row, first, last, end;
-    Piece(int64_t ticket, int64_t vocab_size) {
-        row = ticket / num_pieces(vocab_size);
-        first = ticket % num_pieces(vocab_size) * GROUPS_PER_PIECE;
+    Piece(int64_t item, int64_t vocab_size) {
+        row = item / num_pieces(vocab_size);
+        first = item % num_pieces(vocab_size) * GROUPS_PER_PIECE;
         last = std::min(first + GROUPS_PER_PIECE, num_groups(vocab_size));
         end = std::min(last * GROUP, vocab_size);
     }
@@ -62,8 +62,8 @@ void argmax(const Call& call, const Step& step, const Worker& worker) {
     const Argmax& a = (const Argmax&)call;
     int64_t rows = rows_of(call, step), pieces = num_pieces(a.vocab_size);
     auto* parts = (ArgmaxPart*)worker.shared(rows * pieces * sizeof(ArgmaxPart));  // [rows, pieces]
-    for (int64_t ticket; (ticket = worker.next()) < rows * pieces;) {
-        Piece piece(ticket, a.vocab_size);
+    for (int64_t item; (item = worker.next(rows * pieces)) < rows * pieces;) {
+        Piece piece(item, a.vocab_size);
         const float* row = a.logits + piece.row * a.logits_row;
         Vec poison;
         float most = -INFINITY;
@@ -74,10 +74,10 @@ void argmax(const Call& call, const Step& step, const Worker& worker) {
         }
         int64_t start = where * GROUP;
         int64_t token = start + index_of(row + start, std::min(GROUP, a.vocab_size - start), most);
-        parts[ticket] = {{most, (int32_t)token}, poison.sum() == 0.0f};
+        parts[item] = {{most, (int32_t)token}, poison.sum() == 0.0f};
     }
     worker.barrier();
-    for (int64_t row; (row = worker.next()) < rows;) {
+    for (int64_t row; (row = worker.next(rows)) < rows;) {
         ArgmaxPart all = parts[row * pieces];
         for (int64_t i = 1; i < pieces; i++) {
             const ArgmaxPart& part = parts[row * pieces + i];
@@ -330,23 +330,23 @@ void sample(const Call& call, const Step& step, const Worker& worker) {
     auto* parts = (Candidate*)(plans + rows);
     auto* maxima = (float*)(parts + rows * pieces);
     auto row_at = [&](int64_t row) { return Row{a.logits + row * a.logits_row, maxima + row * groups, a.vocab_size}; };
-    for (int64_t ticket; (ticket = worker.next()) < rows * pieces;) {
-        Piece piece(ticket, a.vocab_size);
+    for (int64_t item; (item = worker.next(rows * pieces)) < rows * pieces;) {
+        Piece piece(item, a.vocab_size);
         Vec poison;
         for (int64_t group = piece.first; group < piece.last; group++)
             maxima[piece.row * groups + group] = group_max(a.logits + piece.row * a.logits_row, group, a.vocab_size, poison);
     }
     worker.barrier();
     Scratch scratch(worker.scratch(Scratch::bytes(a.vocab_size)), a.vocab_size);
-    for (int64_t row; (row = worker.next()) < rows;) plans[row] = plan_row(a, row, row_at(row), scratch);
+    for (int64_t row; (row = worker.next(rows)) < rows;) plans[row] = plan_row(a, row, row_at(row), scratch);
     worker.barrier();
-    for (int64_t ticket; (ticket = worker.next()) < rows * pieces;) {
-        Piece piece(ticket, a.vocab_size);
+    for (int64_t item; (item = worker.next(rows * pieces)) < rows * pieces;) {
+        Piece piece(item, a.vocab_size);
         const RowPlan& plan = plans[piece.row];
-        if (!plan.is_greedy) parts[ticket] = draw(plan, row_at(piece.row), RandomKey(a.seeds[piece.row], a.positions[piece.row]), piece);
+        if (!plan.is_greedy) parts[item] = draw(plan, row_at(piece.row), RandomKey(a.seeds[piece.row], a.positions[piece.row]), piece);
     }
     worker.barrier();
-    for (int64_t row; (row = worker.next()) < rows;) {
+    for (int64_t row; (row = worker.next(rows)) < rows;) {
         Candidate best = plans[row].argmax;
         if (!plans[row].is_greedy) best = *std::min_element(parts + row * pieces, parts + (row + 1) * pieces, comes_before);
         a.out[row] = best.token;
@@ -373,7 +373,7 @@ void gather_logprobs(const Call& call, const Step& step, const Worker& worker) {
     int64_t rows = rows_of(call, step), groups = num_groups(a.vocab_size);
     auto [keys, weights] = Scratch(worker.scratch(Scratch::bytes(a.vocab_size) + groups * sizeof(float)), a.vocab_size);
     auto* maxima = (float*)(weights + a.vocab_size);
-    for (int64_t index; (index = worker.next()) < rows;) {
+    for (int64_t index; (index = worker.next(rows)) < rows;) {
         Row row = {a.logits + index * a.logits_row, maxima, a.vocab_size};
         Vec poison;
         float largest = -INFINITY;

@@ -4,8 +4,8 @@ Must not know: models, requests.
 
 What is computed, kernels/reference/quantized.py says in torch; why in this way:
 - Weights in groups along k, with a scale each: int8 in groups of 256, 8.06 bits per weight; int4 in groups of 64, 4.5 bits (two halves, each
-  with a whole factor, under one scale, so that a weight is an int8 as well). Measured on the bundled model, int8 loses no more than bf16 in groups
-  of 32 to 256, and int4 less than with a scale of its own for each 32 (llama.cpp's Q4_0, also 4.5 bits).
+  with a whole factor, under one scale, so that a weight is an int8 as well). Measured on the bundled model, int8's perplexity rises by at most
+  0.03 % in groups of 32 to 256, and int4's less than with a scale of its own for each 32 (llama.cpp's Q4_0, also 4.5 bits).
 - x is quantized on the way, with a scale per token and group, so that integer products do the work. Such groups keep an outlier's coarse
   scale to its neighbours. A sum's two fp32 multiplications by scales take the place of two products in the processor: 1/8 of the time
   of products of a group of 64, 1/32 in one of 256.

@@ -1,6 +1,8 @@
 """Quire, an LLM inference engine. `from quire import LLM, SamplingParams`.
-May know: where each public name lives.
-Must not know: anything at import time; names resolve on first use, so that `import quire` takes milliseconds."""
+
+Must not know: anything at import time; names resolve on first use, so that `import quire` takes
+milliseconds.
+"""
 
 from importlib import import_module
 

@@ -1,6 +1,9 @@
-"""The `quire` command: chooses the sub-command and turns every exception into one sentence and an exit code.
-May know: the names of the sub-commands and the exceptions of ipc/errors.py.
-Must not know: what a sub-command does; its module is imported only when it is the one asked for, so that --version costs nothing."""
+"""The `quire` command: chooses the sub-command and turns every exception into one sentence and an
+exit code.
+
+Must not know: what a sub-command does; its module is imported only when it is the one asked for, so
+that --version costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,12 @@ COMMANDS = {
     "top": "watch the engine of a running server",
     "models": "what is in the hub's cache on this machine, and what it lacks",
 }
-EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
+EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = (
+    1,
+    2,
+    128 + signal.SIGINT,
+    128 + signal.SIGPIPE,
+)
 
 HELP = "\n".join(
     [
@@ -41,13 +49,18 @@ HELP = "\n".join(
 
 
 def fail(error: Exception | str, code: int) -> int:
-    """The error as one sentence, and beneath it the notes that somebody added (a plan, where memory does not suffice)."""
+    """The error as one sentence, and beneath it the notes that somebody added (a plan, where memory
+    does not suffice).
+    """
     print("\n\n".join([f"quire: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     return code
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command line (default: the process's own). Returns 0, or 1 failure, 2 bad input, 130 interrupted, 141 broken pipe."""
+    """Runs one command line (default: the process's own).
+
+    Returns 0, or 1 failure, 2 bad input, 130 interrupted, 141 broken pipe.
+    """
     argv = sys.argv[1:] if argv is None else argv
     open_missing_streams()
     try:
@@ -55,13 +68,16 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader left (`quire generate ... | head`). What is still buffered goes nowhere, so that the last flush is quiet too.
+        # The reader left (`quire generate ... | head`). What is still buffered goes nowhere, so
+        # that the last flush is quiet too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
 
 
 def open_missing_streams() -> None:
-    """A program started with a standard stream closed (cron, `>&-`) has None in its place; here all three can be used."""
+    """A program started with a standard stream closed (cron, `>&-`) has None in its place; here all
+    three can be used.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
@@ -69,7 +85,7 @@ def open_missing_streams() -> None:
 
 def run(argv: list[str]) -> int:
     command = argv[0] if argv else ""
-    if command in ("--version", "-V") or command in COMMANDS and argv[1:] == ["--version"]:
+    if command in ("--version", "-V") or (command in COMMANDS and argv[1:] == ["--version"]):
         print(f"quire {__version__}")
         return 0
     if command in ("--help", "-h", "--help-all", "help"):
@@ -96,17 +112,23 @@ def run_command(command: str, argv: list[str]) -> int:
         raise
     except OSError as error:  # a full disk behind `>`, a limit of the system
         return fail(str(error), EXIT_FAILURE)
-    except Exception as error:  # a defect of ours: the cause in one line, the rest for whoever sets QUIRE_TRACEBACK=1
+    except Exception as error:
+        # a defect of ours: the cause in one line, the rest for whoever sets QUIRE_TRACEBACK=1
         if os.environ.get("QUIRE_TRACEBACK"):
             raise
-        return fail(f"internal error: {type(error).__name__}: {error} (QUIRE_TRACEBACK=1 shows where)", EXIT_FAILURE)
+        return fail(
+            f"internal error: {type(error).__name__}: {error} (QUIRE_TRACEBACK=1 shows where)",
+            EXIT_FAILURE,
+        )
 
 
 def unknown_command(command: str) -> str:
     from difflib import get_close_matches
 
     near = get_close_matches(command, COMMANDS, n=1)
-    return f"unknown command {command!r}; " + (f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}")
+    return f"unknown command {command!r}; " + (
+        f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}"
+    )
 
 
 if __name__ == "__main__":

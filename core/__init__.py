@@ -1,3 +1,5 @@
 """The engine core: which requests run in a step, in which KV-cache blocks, and what came out.
-May know: token ids, requests, block ids, messages.
-Must not know: text, tensors (engine_core.py alone hands work to the executor), sockets (engine_proc.py alone)."""
+
+Must not know: text, tensors (engine_core.py alone hands work to the executor), sockets
+(engine_proc.py alone).
+"""

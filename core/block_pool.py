@@ -1,6 +1,8 @@
-"""The blocks of the KV cache: which are free, how many requests hold each, and which can be found again by the hash of their content.
-May know: block ids, reference counts, block hashes.
-Must not know: requests, tokens, or the memory behind a block."""
+"""The blocks of the KV cache: which are free, how many requests hold each, and which can be found
+again by the hash of their content.
+
+Must not know: requests, tokens, or the memory behind a block.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from collections.abc import Iterable, Iterator
 
 
 class KVCacheBlock:
-    """A block's bookkeeping. In the free list exactly while ref_cnt is 0; with a hash exactly while the cache map names it."""
+    """A block's bookkeeping.
+
+    In the free list exactly while ref_cnt is 0; with a hash exactly while the cache map names it.
+    """
 
     __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_cnt")
 
@@ -25,7 +30,8 @@ class KVCacheBlock:
 
 
 class FreeBlockQueue:
-    """A doubly linked list through the blocks themselves: O(1) at both ends, and O(1) removal in the middle, which a deque cannot.
+    """A doubly linked list through the blocks themselves: O(1) at both ends, and O(1) removal in
+    the middle, which a deque cannot.
 
     The front is taken first. Two sentinels spare every operation its special cases.
     """
@@ -74,19 +80,24 @@ class FreeBlockQueue:
 
 
 class BlockPool:
-    """Blocks 1 … num_blocks - 1 to give away; block 0 is the null block, which pads tables and is never given.
+    """Blocks 1 … num_blocks - 1 to give away; block 0 is the null block, which pads tables and is
+    never given.
 
-    A freed block keeps its content and its hash until somebody needs the space (lazy eviction). The order of the free list is the
-    eviction order: blocks nobody could find again first, then the least recently freed, and of one request its tail before its head,
-    because a prefix is useful without what follows it and not the other way round.
+    A freed block keeps its content and its hash until somebody needs the space (lazy eviction). The
+    order of the free list is the eviction order: blocks nobody could find again first, then the
+    least recently freed, and of one request its tail before its head, because a prefix is useful
+    without what follows it and not the other way round.
     """
 
     def __init__(self, num_blocks: int):
         if num_blocks < 2:
-            raise ValueError(f"num_blocks: must be at least 2 (one is the null block), got {num_blocks}")
+            raise ValueError(
+                f"num_blocks: must be at least 2 (one is the null block), got {num_blocks}"
+            )
         self.num_blocks = num_blocks
         self.null_block = KVCacheBlock(0)
-        self.blocks = [self.null_block]  # by id, those that were given away once: the rest is free, and made when it is needed
+        # by id, those that were given away once: the rest is free, and made when it is needed
+        self.blocks = [self.null_block]
         self._untouched = KVCacheBlock(num_blocks)  # stands for the rest in the free list
         self.free_queue = FreeBlockQueue([self._untouched])
         self._cached: dict[bytes, KVCacheBlock] = {}
@@ -116,7 +127,10 @@ class BlockPool:
         return self._cached.get(block_hash)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Takes blocks from the front of the free list, evicting what they cached. Raises ValueError when there are too few."""
+        """Takes blocks from the front of the free list, evicting what they cached.
+
+        Raises ValueError when there are too few.
+        """
         if num_blocks > self.num_free_blocks:
             raise ValueError(f"{num_blocks} blocks wanted, {self.num_free_blocks} are free")
         blocks = [self._take() for _ in range(num_blocks)]
@@ -135,7 +149,9 @@ class BlockPool:
         return block
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """One more request holds these cached blocks; those that were free leave the free list, so that nothing evicts them."""
+        """One more request holds these cached blocks; those that were free leave the free list, so
+        that nothing evicts them.
+        """
         for block in blocks:
             if block.ref_cnt == 0:
                 self.free_queue.remove(block)
@@ -152,8 +168,11 @@ class BlockPool:
         self.free_queue.append_n(findable)
 
     def cache(self, block: KVCacheBlock, block_hash: bytes) -> None:
-        """Makes a full, computed block findable. A second block of the same content stays anonymous: tables are append-only, so it
-        cannot be swapped for its twin, and being useless to the cache it is the first to be reused."""
+        """Makes a full, computed block findable.
+
+        A second block of the same content stays anonymous: tables are append-only, so it
+        cannot be swapped for its twin, and being useless to the cache it is the first to be reused.
+        """
         if block.block_hash is None and block_hash not in self._cached:
             self._cached[block_hash] = block
             block.block_hash = block_hash
@@ -172,16 +191,27 @@ class BlockPool:
         return True
 
     def check_integrity(self) -> None:
-        """Free + used == total, every free block is unreferenced and listed once, map and hashes agree. Raises AssertionError."""
+        """Free + used == total, every free block is unreferenced and listed once, map and hashes
+        agree. Raises AssertionError.
+        """
         free_ids = list(self.free_block_ids())
         free, cached = set(free_ids), self._cached
         if not len(free_ids) == len(free) == self.num_free_blocks:
-            raise AssertionError(f"the free list counts {self.num_free_blocks} and holds {free_ids}")
+            raise AssertionError(
+                f"the free list counts {self.num_free_blocks} and holds {free_ids}"
+            )
         if self.null_block.ref_cnt or self.null_block.block_hash or 0 in free:
             raise AssertionError(f"the null block was given away: {self.null_block}")
-        lost = [block for block in self.blocks[1:] if block.ref_cnt < 0 or (block.ref_cnt == 0) != (block.block_id in free)]
+        lost = [
+            block
+            for block in self.blocks[1:]
+            if block.ref_cnt < 0 or (block.ref_cnt == 0) != (block.block_id in free)
+        ]
         if lost:
             raise AssertionError(f"neither free nor used, or both: {lost}")
         named = {block.block_hash: block for block in self.blocks if block.block_hash is not None}
         if named != cached:
-            raise AssertionError(f"the cache map does not name the blocks that have a hash: {named.keys() ^ cached.keys()}")
+            raise AssertionError(
+                f"the cache map does not name the blocks that have a hash: "
+                f"{named.keys() ^ cached.keys()}"
+            )

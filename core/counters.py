@@ -1,6 +1,9 @@
-"""What the engine counts from its start to its end; SchedulerStats carries these numbers, get_metrics names each of them.
-May know: finish reasons.
-Must not know: who counts what when, or who reads it. The table of all counters and their meaning is in frontend/stats.py."""
+"""What the engine counts from its start to its end; SchedulerStats carries these numbers,
+get_metrics names each of them.
+
+Must not know: who counts what when, or who reads it. The table of all counters and their meaning is
+in frontend/stats.py.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ class Counters:
     num_failed_utilities: int = 0
 
     def count_end(self, reason: FinishReason) -> None:
-        """A request that was taken has ended; one that was refused is in num_requests_refused alone."""
+        """A request that was taken has ended; one that was refused is in num_requests_refused
+        alone.
+        """
         name = f"num_finished_{reason}"
         setattr(self, name, getattr(self, name) + 1)
 
@@ -45,13 +50,24 @@ class Counters:
         prefix_cache_hits: int,
         num_swapped: int,
     ) -> SchedulerStats:
-        """With these gauges. Made in every step, so by position: by name it takes ten times as long."""
+        """With these gauges.
+
+        Made in every step, so by position: by name it takes ten times as long.
+        """
         return SchedulerStats(
-            num_running, num_waiting, num_free_blocks, num_blocks, *_first_counters(self),
-            prefix_cache_queries, prefix_cache_hits, num_swapped, *_other_counters(self),
-        )  # fmt: skip
+            num_running,
+            num_waiting,
+            num_free_blocks,
+            num_blocks,
+            *_first_counters(self),
+            prefix_cache_queries,
+            prefix_cache_hits,
+            num_swapped,
+            *_other_counters(self),
+        )
 
 
-# SchedulerStats begins with four gauges, four counters, two counters of the cache and one more gauge; the rest are counters.
+# SchedulerStats begins with four gauges, four counters, two counters of the cache and one more
+# gauge; the rest are counters.
 _first_counters = attrgetter(*SchedulerStats.__struct_fields__[4:8])
 _other_counters = attrgetter(*SchedulerStats.__struct_fields__[11:])

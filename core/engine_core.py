@@ -1,8 +1,10 @@
-"""The engine without its process: takes requests, steps them through the model, and hands each client its rows.
-May know: the scheduler, the executor's interface, the messages, the configuration.
+"""The engine without its process: takes requests, steps them through the model, and hands each
+client its rows.
+
 Must not know: torch (the executor is imported when one has to be made), sockets, threads, text.
 
-    step_fn:   _schedule ──▶ _execute_model ──▶ _process_model_outputs ──▶ rows by client          post_step"""
+    step_fn:   _schedule ──▶ _execute_model ──▶ _process_model_outputs ──▶ rows by client          post_step
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ import msgspec
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ..ipc.failures import pack_exception
-from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, ModelRunnerOutput, Ready, UtilityCall, UtilityResult
+from ..ipc.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    Ready,
+    UtilityCall,
+    UtilityResult,
+)
 from ..ipc.params import ALL_LOGPROBS, SamplingParams
 from .grammar_gate import GrammarGate, as_refusal
 from .observation import StepRecords, observe
@@ -31,17 +41,44 @@ Report = Callable[[str, float], None]
 
 
 class EngineCore:
-    """One model, one scheduler, any number of clients, each known by an index. Used by one thread; nothing here waits but the model.
+    """One model, one scheduler, any number of clients, each known by an index.
 
-    Raises in the constructor whatever keeps the engine from starting: ModelLoadError, InvalidParameterError, …
+    Used by one thread; nothing here waits but the model.
+
+    Raises in the constructor whatever keeps the engine from starting: ModelLoadError,
+    InvalidParameterError, …
     """
 
-    UTILITIES = frozenset({"ping", "observe", "scheduler_state", "get_metrics", "check_integrity", "execute_dummy_batch"}) | PauseControl.UTILITIES
-    DRAINING = PauseControl.DRAINING | {"execute_dummy_batch"}  # those that wait for the step in flight before they do anything
+    UTILITIES = (
+        frozenset(
+            {
+                "ping",
+                "observe",
+                "scheduler_state",
+                "get_metrics",
+                "check_integrity",
+                "execute_dummy_batch",
+            }
+        )
+        | PauseControl.UTILITIES
+    )
+    # those that wait for the step in flight before they do anything
+    DRAINING = PauseControl.DRAINING | {"execute_dummy_batch"}
 
-    def __init__(self, config: EngineConfig, executor: Any = None, report: Report | None = None, *, epoch: int = 0, is_alone: bool = False):
-        """Loads the model and sizes the KV cache, calling `report(stage, fraction)` on the way. `executor` has Executor's methods.
-        `is_alone`: this process is the engine's own, and runs no other program's code."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Any = None,
+        report: Report | None = None,
+        *,
+        epoch: int = 0,
+        is_alone: bool = False,
+    ):
+        """Loads the model and sizes the KV cache, calling `report(stage, fraction)` on the way.
+
+        `executor` has Executor's methods.
+        `is_alone`: this process is the engine's own, and runs no other program's code.
+        """
         check_config(config)
         report = report or _report_nothing
         give_back: Callable[[], None] | None = None
@@ -73,14 +110,21 @@ class EngineCore:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 executor.shutdown()
             raise
-        self.scheduler = Scheduler(config, num_blocks, num_host_blocks, costs, executor.burst_weights_bytes)
-        self.step_fn = self._step_overlapped if config.scheduler_config.async_scheduling else self._step
-        self._in_flight: tuple[ScheduledStep, Future[ModelRunnerOutput]] | None = None  # of the overlapped form
+        self.scheduler = Scheduler(
+            config, num_blocks, num_host_blocks, costs, executor.burst_weights_bytes
+        )
+        self.step_fn = (
+            self._step_overlapped if config.scheduler_config.async_scheduling else self._step
+        )
+        # of the overlapped form
+        self._in_flight: tuple[ScheduledStep, Future[ModelRunnerOutput]] | None = None
         self.ready = Ready(config, num_blocks, kv_cache_bytes, epoch)
         self.log_stats = not config.service_config.disable_log_stats
         self.check_every_step = False  # for tests: post_step runs check_integrity
-        self.host_counters: Callable[[], dict[str, int]] = dict  # the host's own, for get_metrics; see TransportStats
-        # The host's, for rows that had better not wait for the end of a step; without one they wait.
+        # the host's own, for get_metrics; see TransportStats
+        self.host_counters: Callable[[], dict[str, int]] = dict
+        # The host's, for rows that had better not wait for the end of a step; without one they
+        # wait.
         self.hand_out: Callable[[dict[int, EngineCoreOutputs] | None], None] | None = None
         self.pausing = PauseControl(self)
         self.gate = GrammarGate()  # the host sets gate.wake
@@ -90,18 +134,26 @@ class EngineCore:
     # ------------------------------------------------------------ requests
 
     def add_request(self, request: EngineCoreRequest, client_index: int = 0) -> None:
-        """Queues a request. One that cannot be served is answered by an ERROR row in the next outputs; nothing is raised."""
+        """Queues a request.
+
+        One that cannot be served is answered by an ERROR row in the next outputs; nothing is
+        raised.
+        """
         try:
             check_request(request, self.config)
             if self.scheduler.is_in_use(request.request_id) or request.request_id in self.gate:
-                raise InvalidParameterError("request_id", f"{request.request_id!r} is already in use")
+                raise InvalidParameterError(
+                    "request_id", f"{request.request_id!r} is already in use"
+                )
         except InvalidParameterError as refusal:
             return self._refuse(str(request.request_id), refusal, client_index)
         params = request.sampling_params
         if params.structured_outputs is None:
             return self.scheduler.add_request(request, client_index)
         arrival = self.scheduler.reserve_arrivals(params.n)
-        self.gate.add(request, client_index, arrival, self.executor.check_grammar(params.structured_outputs))
+        self.gate.add(
+            request, client_index, arrival, self.executor.check_grammar(params.structured_outputs)
+        )
         self._admit_checked()
 
     def _refuse(self, request_id: str, refusal: InvalidParameterError, client_index: int) -> None:
@@ -114,17 +166,25 @@ class EngineCore:
         """Requests whose grammar is sound go on to the scheduler, the others are answered."""
         for gated in self.gate.take():
             if gated.error is None:
-                self.scheduler.add_request(gated.request, gated.client_index, gated.arrival, gated.queued_time)
+                self.scheduler.add_request(
+                    gated.request, gated.client_index, gated.arrival, gated.queued_time
+                )
                 self.abort_requests(gated.aborted_ids, gated.client_index)
             else:
                 self.scheduler.counters.num_grammar_refusals += 1
                 self._refuse(gated.request.request_id, as_refusal(gated.error), gated.client_index)
 
     def abort_requests(self, request_ids: list[str], client_index: int = 0) -> None:
-        """Ends those that this client owns and that still live; each is answered by an ABORT row. Others' and unknown ids are ignored."""
+        """Ends those that this client owns and that still live; each is answered by an ABORT row.
+
+        Others' and unknown ids are ignored.
+        """
         if self.gate:
-            for gated in self.gate.abort(request_ids, client_index):  # in the scheduler it ends like any other
-                self.scheduler.add_request(gated.request, client_index, gated.arrival, gated.queued_time)
+            # in the scheduler it ends like any other
+            for gated in self.gate.abort(request_ids, client_index):
+                self.scheduler.add_request(
+                    gated.request, client_index, gated.arrival, gated.queued_time
+                )
         for request in self.scheduler.abort_requests(request_ids, client_index):
             rows = self._rows.of(client_index)
             rows.add(request.request_id, request.num_output_tokens, [])
@@ -132,9 +192,17 @@ class EngineCore:
             rows.add_timing(request, time.monotonic())
 
     def drop_client(self, client_index: int) -> None:
-        """The client has left or died: its requests end, what it was owed is thrown away, and its pause is over."""
-        mine = [request_id for request_id, request in self.scheduler.requests.items() if request.client_index == client_index]
-        self.scheduler.counters.num_requests_orphaned += len(self.scheduler.abort_requests(mine, client_index))
+        """The client has left or died: its requests end, what it was owed is thrown away, and its
+        pause is over.
+        """
+        mine = [
+            request_id
+            for request_id, request in self.scheduler.requests.items()
+            if request.client_index == client_index
+        ]
+        self.scheduler.counters.num_requests_orphaned += len(
+            self.scheduler.abort_requests(mine, client_index)
+        )
         self.scheduler.counters.num_requests_orphaned += self.gate.drop_client(client_index)
         self._rows.drop(client_index)
         self.pausing.drop_client(client_index)
@@ -154,7 +222,9 @@ class EngineCore:
             self.abort_requests(request_ids, client_index)
 
     def num_unheld_requests(self) -> int:
-        """Unfinished ones, without those that arrived during a pause and are not to begin before its end."""
+        """Unfinished ones, without those that arrived during a pause and are not to begin before
+        its end.
+        """
         num_unchecked = sum(not self.scheduler.is_held_back(gated.arrival) for gated in self.gate)
         return len(self.scheduler.requests) - len(self.scheduler.held) + num_unchecked
 
@@ -174,8 +244,9 @@ class EngineCore:
 
     # ------------------------------------------------------------ the step
 
-    # `step_fn` is one of these two. It does one step: (rows by client or None when nobody is owed any, whether the model ran). An exception
-    # means that the engine is beyond help; what goes wrong with one request alone becomes that request's ERROR row.
+    # `step_fn` is one of these two. It does one step: (rows by client or None when nobody is owed
+    # any, whether the model ran). An exception means that the engine is beyond help; what goes
+    # wrong with one request alone becomes that request's ERROR row.
 
     def _step(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
         step = self._schedule()
@@ -184,7 +255,8 @@ class EngineCore:
         return self.take_rows(everything=step is None), step is not None
 
     def _step_overlapped(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
-        """As _step, with the next step scheduled and handed over before the one that runs is waited for: the model never waits for us.
+        """As _step, with the next step scheduled and handed over before the one that runs is waited
+        for: the model never waits for us.
 
             model       [ step 1 ][ step 2 ][ step 3 ]
             here    sch 1 | sch 2, wait 1, rows of 1 | sch 3, wait 2, rows of 2 | …
@@ -197,7 +269,10 @@ class EngineCore:
         return self.take_rows(everything=step is None), ran or step is not None
 
     def _drain(self) -> bool:
-        """Waits for the step in flight and takes its results; whether there was one. Whoever changes what steps work on calls it first."""
+        """Waits for the step in flight and takes its results; whether there was one.
+
+        Whoever changes what steps work on calls it first.
+        """
         if self._in_flight is None:
             return False
         (step, future), self._in_flight = self._in_flight, None
@@ -205,7 +280,9 @@ class EngineCore:
         return True
 
     def take_rows(self, *, everything: bool = True) -> dict[int, EngineCoreOutputs] | None:
-        """What clients are owed; without `everything` some of it may wait for the next step's (PaceOutputs)."""
+        """What clients are owed; without `everything` some of it may wait for the next step's
+        (PaceOutputs).
+        """
         stats = self.scheduler.stats() if self._rows and self.log_stats else None
         return self._rows.take(stats, everything=everything)
 
@@ -219,7 +296,10 @@ class EngineCore:
         if step is not None:
             self._step_records.begin(step, start_time, self.scheduler.counters)
             if step.prefills and self._rows.holds_any and self.hand_out is not None:
-                if self._step_records.expected_s(step.output.total_num_scheduled_tokens) > MAX_GAP_S:
+                if (
+                    self._step_records.expected_s(step.output.total_num_scheduled_tokens)
+                    > MAX_GAP_S
+                ):
                     self.hand_out(self.take_rows())
         return step
 
@@ -240,16 +320,24 @@ class EngineCore:
             self.pausing.settle()
 
     def execute_dummy_batch(self) -> None:
-        """Runs the model on nothing, so that ranks which have no work keep step with those that have."""
+        """Runs the model on nothing, so that ranks which have no work keep step with those that
+        have.
+        """
         self._drain()
         self.executor.execute_dummy_batch()
 
     # ------------------------------------------------------------ utilities
 
-    def answer_utility(self, call: UtilityCall, client_index: int, answer: Callable[[UtilityResult], None]) -> None:
-        """Calls a utility for a client. `answer` gets the result or the failure: now, or after the step that brings it, in this thread.
+    def answer_utility(
+        self, call: UtilityCall, client_index: int, answer: Callable[[UtilityResult], None]
+    ) -> None:
+        """Calls a utility for a client.
 
-        What this raises is not the utility's failure but that of the step in flight, and as bad as if step_fn had raised it.
+        `answer` gets the result or the failure: now, or after the step that brings it, in this
+        thread.
+
+        What this raises is not the utility's failure but that of the step in flight, and as bad as
+        if step_fn had raised it.
         """
         if call.method in self.DRAINING:
             self._drain()
@@ -273,19 +361,24 @@ class EngineCore:
         result.add_done_callback(finish)
 
     def call_utility(self, method: str, args: list[Any], client_index: int = 0) -> Any:
-        """Calls one of UTILITIES between two steps; returns its result, or a Future where a later step brings it (core/pause.py).
+        """Calls one of UTILITIES between two steps; returns its result, or a Future where a later
+        step brings it (core/pause.py).
 
         Raises InvalidParameterError for any other name, or for arguments it does not take.
         """
         if method not in self.UTILITIES:
-            raise InvalidParameterError("method", f"must be one of {', '.join(sorted(self.UTILITIES))}, got {method!r}")
+            raise InvalidParameterError(
+                "method", f"must be one of {', '.join(sorted(self.UTILITIES))}, got {method!r}"
+            )
         function = getattr(self.pausing if method in PauseControl.UTILITIES else self, method)
         if method == "pause":
             function = partial(function, client_index=client_index)
         try:
             inspect.signature(function).bind(*args)
         except TypeError as error:
-            raise InvalidParameterError("args", f"{method} does not take {args!r}: {error}") from None
+            raise InvalidParameterError(
+                "args", f"{method} does not take {args!r}: {error}"
+            ) from None
         return function(*args)
 
     def ping(self) -> str:
@@ -295,7 +388,10 @@ class EngineCore:
         """What waits, runs and is swapped, for people and tests; plain values."""
         requests, manager = self.scheduler.requests.values(), self.scheduler.kv_cache_manager
         return self.scheduler.state() | {
-            "requests": [request.describe() | {"num_blocks": len(manager.get_block_ids(request.request_id))} for request in requests],
+            "requests": [
+                request.describe() | {"num_blocks": len(manager.get_block_ids(request.request_id))}
+                for request in requests
+            ],
             "waiting_for_grammar": [gated.request.request_id for gated in self.gate],
             "is_paused": self.pausing.is_paused(),
             "pause_mode": self.pausing.mode,
@@ -303,17 +399,25 @@ class EngineCore:
         }
 
     def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
-        """The engine at work, to be asked again and again, a millisecond each time; plain values. Moments are of time.monotonic().
+        """The engine at work, to be asked again and again, a millisecond each time; plain values.
 
-        "time": now. "step": the number of the last step, -1 before the first. "steps": of those newer than `since_step`, at most the last
-        512, see StepRecords.newer_than. "requests": see observation.describe_requests; state "waiting", "running", "swapped", "held" (by a
-        pause) or "grammar". "num_blocks", "blocks", "blocks_per_cell": the KV cache in at most `max_blocks` letters, see
-        observation.map_blocks. "counters": get_metrics().
+        Moments are of time.monotonic().
+
+        "time": now. "step": the number of the last step, -1 before the first. "steps": of those
+        newer than `since_step`, at most the last 512, see StepRecords.newer_than. "requests": see
+        observation.describe_requests; state "waiting", "running", "swapped", "held" (by a pause) or
+        "grammar". "num_blocks", "blocks", "blocks_per_cell": the KV cache in at most `max_blocks`
+        letters, see observation.map_blocks. "counters": get_metrics().
         """
-        return observe(self.scheduler, self.gate, self._step_records, since_step, max_blocks) | {"counters": self.get_metrics()}
+        return observe(self.scheduler, self.gate, self._step_records, since_step, max_blocks) | {
+            "counters": self.get_metrics()
+        }
 
     def get_metrics(self) -> dict[str, int]:
-        """Every gauge and counter of the engine and its host, by name. The table is in frontend/stats.py."""
+        """Every gauge and counter of the engine and its host, by name.
+
+        The table is in frontend/stats.py.
+        """
         return msgspec.structs.asdict(self.scheduler.stats()) | self.host_counters()
 
     def check_integrity(self) -> bool:
@@ -323,92 +427,173 @@ class EngineCore:
         return True
 
     def shutdown(self) -> None:
-        """Lets go of the model. May be called twice; requests still in the scheduler get no answer."""
+        """Lets go of the model.
+
+        May be called twice; requests still in the scheduler get no answer.
+        """
         self.executor.shutdown()
 
 
 def check_config(config: EngineConfig) -> None:
-    """What the frontend's resolved configuration promises, and without which a request could wait for ever."""
-    _require("vocab_size" in config.model_config.hf_config, "hf_config", "must hold the model's vocab_size")
-    scheduling, max_model_len = config.scheduler_config, config.model_config.max_model_len
-    _require(max_model_len is not None, "max_model_len", "must be resolved by the frontend, got None")
-    budget = scheduling.max_num_batched_tokens
-    _require(budget is not None, "max_num_batched_tokens", "must be resolved by the frontend, got None")
+    """What the frontend's resolved configuration promises, and without which a request could wait
+    for ever.
+    """
     _require(
-        scheduling.enable_chunked_prefill or budget >= max_model_len, "max_num_batched_tokens",
-        f"must be at least max_model_len={max_model_len} without enable_chunked_prefill, got {budget}",
-    )  # fmt: skip
+        "vocab_size" in config.model_config.hf_config,
+        "hf_config",
+        "must hold the model's vocab_size",
+    )
+    scheduling, max_model_len = config.scheduler_config, config.model_config.max_model_len
+    _require(
+        max_model_len is not None, "max_model_len", "must be resolved by the frontend, got None"
+    )
+    budget = scheduling.max_num_batched_tokens
+    _require(
+        budget is not None, "max_num_batched_tokens", "must be resolved by the frontend, got None"
+    )
+    _require(
+        scheduling.enable_chunked_prefill or budget >= max_model_len,
+        "max_num_batched_tokens",
+        f"must be at least max_model_len={max_model_len} without enable_chunked_prefill, got "
+        f"{budget}",
+    )
 
 
 def check_num_blocks(config: EngineConfig, num_blocks: int) -> None:
-    """One sequence of max_model_len must fit the cache alone: the scheduler's promise that everybody finishes rests on it."""
+    """One sequence of max_model_len must fit the cache alone: the scheduler's promise that
+    everybody finishes rests on it.
+    """
     block_size, max_model_len = config.cache_config.block_size, config.model_config.max_model_len
     capacity = (num_blocks - 1) * block_size
     if capacity < max_model_len:
         raise NotEnoughMemoryError(
             "max_model_len",
-            f"must be at most {max(capacity, 0)}, the tokens that fit a KV cache of {num_blocks} blocks of {block_size} (one is reserved), "
-            f"got {max_model_len}; a larger kv_cache_memory_bytes or gpu_memory_utilization makes room for more",
+            f"must be at most {max(capacity, 0)}, the tokens that fit a KV cache of {num_blocks} "
+            f"blocks of {block_size} (one is reserved), "
+            f"got {max_model_len}; a larger kv_cache_memory_bytes or gpu_memory_utilization makes "
+            f"room for more",
         )
 
 
 def check_request(request: EngineCoreRequest, config: EngineConfig) -> None:
-    """Refuses what the engine could not serve. The frontend checks the same, in the user's words; this is for clients that did not.
+    """Refuses what the engine could not serve.
+
+    The frontend checks the same, in the user's words; this is for clients that did not.
 
     Raises InvalidParameterError, naming the parameter and its range.
     """
-    _require(isinstance(request.request_id, str), "request_id", f"must be a string, got {request.request_id!r}")
-    _require(request.pooling_params is None, "pooling_params", "not supported: the engine generates text")
-    _require(isinstance(request.sampling_params, SamplingParams), "sampling_params", "must be given")
+    _require(
+        isinstance(request.request_id, str),
+        "request_id",
+        f"must be a string, got {request.request_id!r}",
+    )
+    _require(
+        request.pooling_params is None, "pooling_params", "not supported: the engine generates text"
+    )
+    _require(
+        isinstance(request.sampling_params, SamplingParams), "sampling_params", "must be given"
+    )
     _check_params(request.sampling_params, config)
     _check_token_ids(request, config)
     vocab_size = config.model_config.hf_config["vocab_size"]
-    may_end = request.sampling_params.structured_outputs is None or any(0 <= token_id < vocab_size for token_id in request.eos_token_ids)
-    _require(may_end, "ignore_eos", "must be False with structured_outputs, whose end is an end-of-sequence token; and the model must have one")
-    _require(type(request.priority) is int, "priority", f"must be an integer, got {request.priority!r}")
-    _require(request.cache_salt is None or isinstance(request.cache_salt, str), "cache_salt", "must be a string or None")
+    may_end = request.sampling_params.structured_outputs is None or any(
+        0 <= token_id < vocab_size for token_id in request.eos_token_ids
+    )
+    _require(
+        may_end,
+        "ignore_eos",
+        "must be False with structured_outputs, whose end is an end-of-sequence token; and the "
+        "model must have one",
+    )
+    _require(
+        type(request.priority) is int, "priority", f"must be an integer, got {request.priority!r}"
+    )
+    _require(
+        request.cache_salt is None or isinstance(request.cache_salt, str),
+        "cache_salt",
+        "must be a string or None",
+    )
 
 
 def _check_params(params: SamplingParams, config: EngineConfig) -> None:
     _require(params.seed is not None, "seed", "must be resolved by the frontend, got None")
-    _require(params.max_tokens is not None, "max_tokens", "must be resolved by the frontend, got None")
+    _require(
+        params.max_tokens is not None, "max_tokens", "must be resolved by the frontend, got None"
+    )
     vocab_size, cap = config.model_config.hf_config["vocab_size"], config.model_config.max_logprobs
     most = vocab_size if cap == ALL_LOGPROBS else min(cap, vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)
         wanted = vocab_size if value == ALL_LOGPROBS else value or 0
-        _require(wanted <= most, name, f"must be at most {most} (max_logprobs={cap}, a vocabulary of {vocab_size}), got {value}")
+        _require(
+            wanted <= most,
+            name,
+            f"must be at most {most} (max_logprobs={cap}, a vocabulary of {vocab_size}), got "
+            f"{value}",
+        )
     bad_words = [token_id for token_ids in params.bad_words_token_ids for token_id in token_ids]
-    _require(bool(bad_words) == bool(params.bad_words), "bad_words_token_ids", "must be resolved by the frontend: bad_words as token ids")
+    _require(
+        bool(bad_words) == bool(params.bad_words),
+        "bad_words_token_ids",
+        "must be resolved by the frontend: bad_words as token ids",
+    )
     lists = (params.stop_token_ids, params.allowed_token_ids, params.logit_bias, bad_words)
-    for name, token_ids in zip(("stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words_token_ids"), lists, strict=True):
+    for name, token_ids in zip(
+        ("stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words_token_ids"),
+        lists,
+        strict=True,
+    ):
         if token_ids:
             _check_vocabulary(name, token_ids, vocab_size)
 
 
 def _check_token_ids(request: EngineCoreRequest, config: EngineConfig) -> None:
-    vocab_size, max_model_len = config.model_config.hf_config["vocab_size"], config.model_config.max_model_len
+    vocab_size, max_model_len = (
+        config.model_config.hf_config["vocab_size"],
+        config.model_config.max_model_len,
+    )
     for name in ("prompt_token_ids", "resume_tokens", "eos_token_ids"):
         token_ids = getattr(request, name)
-        _require(isinstance(token_ids, list) and set(map(type, token_ids)) <= {int}, name, "must be a list of token ids")
+        _require(
+            isinstance(token_ids, list) and set(map(type, token_ids)) <= {int},
+            name,
+            "must be a list of token ids",
+        )
         if token_ids and name != "eos_token_ids":  # an id that no token has ends nothing
             _check_vocabulary(name, token_ids, vocab_size)
-    num_prompt_tokens, num_resumed_tokens = len(request.prompt_token_ids), len(request.resume_tokens)
+    num_prompt_tokens, num_resumed_tokens = (
+        len(request.prompt_token_ids),
+        len(request.resume_tokens),
+    )
     is_one = request.sampling_params.n == 1 or not num_resumed_tokens
-    _require(is_one, "resume_tokens", "must be empty with n > 1: each child is resumed as a request of its own")
+    _require(
+        is_one,
+        "resume_tokens",
+        "must be empty with n > 1: each child is resumed as a request of its own",
+    )
     _require(num_prompt_tokens > 0, "prompt_token_ids", "must not be empty")
     _require(
-        num_prompt_tokens + num_resumed_tokens < max_model_len, "prompt_token_ids",
-        f"must leave room for an output token in max_model_len={max_model_len}, got {num_prompt_tokens + num_resumed_tokens} tokens",
-    )  # fmt: skip
+        num_prompt_tokens + num_resumed_tokens < max_model_len,
+        "prompt_token_ids",
+        f"must leave room for an output token in max_model_len={max_model_len}, got "
+        f"{num_prompt_tokens + num_resumed_tokens} tokens",
+    )
     max_tokens = request.sampling_params.max_tokens
-    _require(num_resumed_tokens < max_tokens, "resume_tokens", f"must be fewer than max_tokens={max_tokens}, got {num_resumed_tokens}")
+    _require(
+        num_resumed_tokens < max_tokens,
+        "resume_tokens",
+        f"must be fewer than max_tokens={max_tokens}, got {num_resumed_tokens}",
+    )
 
 
 def _check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
     """`token_ids` are not empty."""
     for extreme in (min(token_ids), max(token_ids)):
-        _require(0 <= extreme < vocab_size, name, f"token ids must be between 0 and {vocab_size - 1}, got {extreme}")
+        _require(
+            0 <= extreme < vocab_size,
+            name,
+            f"token ids must be between 0 and {vocab_size - 1}, got {extreme}",
+        )
 
 
 def _require(holds: bool, parameter: str, problem: str) -> None:

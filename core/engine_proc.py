@@ -1,8 +1,10 @@
-"""EngineCoreProc: an EngineCore in a process of its own, a child of one program or a daemon for several. `python -m quire.core.engine_proc`
-May know: EngineCore, the input and output threads, messages, sockets.
+"""EngineCoreProc: an EngineCore in a process of its own, a child of one program or a daemon for
+several. `python -m quire.core.engine_proc`
+
 Must not know: torch, text, or what a step does.
 
-    input thread ──events, aborts──▶ main thread: take events, step, hand out rows ──messages──▶ output thread"""
+    input thread ──events, aborts──▶ main thread: take events, step, hand out rows ──messages──▶ output thread
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,12 @@ class LeaveEarly(Exception):
 class EngineCoreProc:
     """The main thread. It owns the core, the list of clients, and the decision to leave."""
 
-    def __init__(self, input_: EngineInput, output: EngineOutput, make_executor: Callable[[EngineConfig], Any] | None = None):
+    def __init__(
+        self,
+        input_: EngineInput,
+        output: EngineOutput,
+        make_executor: Callable[[EngineConfig], Any] | None = None,
+    ):
         self.input = input_
         self.output = output
         self.make_executor = make_executor
@@ -67,19 +74,25 @@ class EngineCoreProc:
         self.epoch = 0
         self.core: EngineCore | None = None
         self.clients: set[int] = set()
-        self.is_draining = False  # nothing new is taken; we leave when everybody has what they are owed
+        # nothing new is taken; we leave when everybody has what they are owed
+        self.is_draining = False
         self.must_leave = False
         self.num_overflowed_clients = 0
         self.on_ready: Callable[[Ready], None] = lambda ready: None
         put = input_.events.put
         output.on_drained = lambda: put(events.Wake())
         output.on_fatal = lambda error: put(events.Fatal(error))
-        output.on_lost = lambda client_index, request_ids: put(events.FromClient(client_index, AbortRequests(request_ids)))
+        output.on_lost = lambda client_index, request_ids: put(
+            events.FromClient(client_index, AbortRequests(request_ids))
+        )
 
     def run(self, config: EngineConfig | None = None) -> int:
-        """Serves until asked to leave; returns the exit code. `config` is a daemon's own; a child waits for its parent's.
+        """Serves until asked to leave; returns the exit code.
 
-        Raises what kept the engine from starting (the clients have been told); later errors end in EngineDead and exit code 1.
+        `config` is a daemon's own; a child waits for its parent's.
+
+        Raises what kept the engine from starting (the clients have been told); later errors end in
+        EngineDead and exit code 1.
         """
         self.config = config
         self.output.start()
@@ -111,12 +124,16 @@ class EngineCoreProc:
         executor = self.make_executor(self.config) if self.make_executor is not None else None
         core = EngineCore(self.config, executor, self._report, epoch=self.epoch, is_alone=True)
         core.host_counters = lambda: msgspec.structs.asdict(
-            TransportStats(self.input.num_bad_frames, self.output.num_lost_outputs, self.num_overflowed_clients)
+            TransportStats(
+                self.input.num_bad_frames, self.output.num_lost_outputs, self.num_overflowed_clients
+            )
         )
         core.hand_out = self._hand_out
         core.gate.wake = lambda: self.input.events.put(events.Wake())
         self._take_events(block=False)
-        if not gc.isenabled():  # see main. What has been made stays: a collection that looked at all of it would stop a step for 0.1 s and more
+        # see main. What has been made stays: a collection that looked at all of it would stop a
+        # step for 0.1 s and more
+        if not gc.isenabled():
             gc.freeze()
             gc.enable()
         self.core = core
@@ -196,7 +213,11 @@ class EngineCoreProc:
     def _on_message(self, client_index: int, message: Any) -> None:
         if isinstance(message, EngineCoreRequest):
             if self.core is None or self.is_draining:
-                self._refuse(client_index, message.request_id, "the engine is leaving" if self.is_draining else "the engine is not ready")
+                self._refuse(
+                    client_index,
+                    message.request_id,
+                    "the engine is leaving" if self.is_draining else "the engine is not ready",
+                )
             else:
                 self.core.add_request(message, client_index)
         elif isinstance(message, AbortRequests):
@@ -214,16 +235,25 @@ class EngineCoreProc:
             self.config, self.epoch = message.config, message.epoch
 
     def _call_utility(self, call: UtilityCall, client_index: int) -> None:
-        """The answer is sent when there is one: now or after a later step. Clients learn of an engine that leaves before that."""
+        """The answer is sent when there is one: now or after a later step.
+
+        Clients learn of an engine that leaves before that.
+        """
         if self.core is None:
             failure = pack_exception(QuireError("the engine is not ready"))
             return self.output.send(client_index, UtilityResult(call.call_id, failure=failure))
-        self.core.answer_utility(call, client_index, lambda result: self.output.send(client_index, result))
+        self.core.answer_utility(
+            call, client_index, lambda result: self.output.send(client_index, result)
+        )
 
     def _refuse(self, client_index: int, identity: str | int, error: str) -> None:
-        """Answers a request (its id is a string) or a utility call (an integer) that never reached the core."""
+        """Answers a request (its id is a string) or a utility call (an integer) that never reached
+        the core.
+        """
         if isinstance(identity, int):
-            answer = UtilityResult(identity, failure=pack_exception(InvalidParameterError("args", error)))
+            answer = UtilityResult(
+                identity, failure=pack_exception(InvalidParameterError("args", error))
+            )
         else:
             finished = [Finished(0, FinishReason.ERROR, error=error)]
             answer = EngineCoreOutputs(self.epoch, [identity], [0], [0], [], finished)
@@ -237,7 +267,9 @@ class EngineCoreProc:
 # ---------------------------------------------------------------- the program
 
 
-def run_child(sockets_path: Path, parent_pid: int, parent_fd: int, max_message_bytes: int, make_executor=None) -> int:
+def run_child(
+    sockets_path: Path, parent_pid: int, parent_fd: int, max_message_bytes: int, make_executor=None
+) -> int:
     """Serves the parent that started us, through the sockets in its directory."""
     signals = SignalPipe(signal.SIGTERM, signal.SIGINT, PARENT_DEATH_SIGNAL)
     die_with_parent(parent_pid)
@@ -254,21 +286,32 @@ def run_child(sockets_path: Path, parent_pid: int, parent_fd: int, max_message_b
 
 
 def run_daemon(address: str, config: EngineConfig, make_executor=None) -> int:
-    """Serves programs that attach at `address` ("ipc://PATH"), until SIGTERM and the end of what runs then. Main thread only.
+    """Serves programs that attach at `address` ("ipc://PATH"), until SIGTERM and the end of what
+    runs then. Main thread only.
 
-    Returns the exit code: 0 asked to leave, 1 failed (traceback on stderr), 2 bad address or configuration (a sentence on stderr).
-    Programs of the frontend, which do not import core, get here through ipc.process.exec_daemon.
+    Returns the exit code: 0 asked to leave, 1 failed (traceback on stderr), 2 bad address or
+    configuration (a sentence on stderr). Programs of the frontend, which do not import core, get
+    here through ipc.process.exec_daemon.
     """
     signals = SignalPipe(signal.SIGTERM, signal.SIGINT)
     context = make_context()
     max_message_bytes = config.service_config.max_message_bytes
     try:
         listener = bind_listener(context, address)
-        input_, output = EngineInput(context, max_message_bytes, signals), EngineOutput(context, max_message_bytes)
+        input_, output = (
+            EngineInput(context, max_message_bytes, signals),
+            EngineOutput(context, max_message_bytes),
+        )
         input_.serve_listener(listener, address)
-        output.on_overflow = lambda client_index: input_.events.put(events.ClientOverflowed(client_index))
+        output.on_overflow = lambda client_index: input_.events.put(
+            events.ClientOverflowed(client_index)
+        )
         proc = EngineCoreProc(input_, output, make_executor)
-        proc.on_ready = lambda ready: print(f"quire engine: ready at {address}, {ready.num_blocks} KV-cache blocks", file=sys.stderr, flush=True)
+        proc.on_ready = lambda ready: print(
+            f"quire engine: ready at {address}, {ready.num_blocks} KV-cache blocks",
+            file=sys.stderr,
+            flush=True,
+        )
         return proc.run(config)
     except QuireError as error:
         print(f"quire engine: {error}", file=sys.stderr)
@@ -280,21 +323,42 @@ def run_daemon(address: str, config: EngineConfig, make_executor=None) -> int:
         context.term()
 
 
-def main(argv: list[str] | None = None, *, make_executor: Callable[[EngineConfig], Any] | None = None) -> int:
-    """The program. `make_executor(config)` replaces the real executor: a program that calls main with one is an engine of its own kind,
-    which MPClient(command=[...]) starts like this module; tests run the fake executor so."""
-    parser = argparse.ArgumentParser(prog="quire.core.engine_proc", description="Runs an engine. Started by MPClient, or by `quire engine`.")
-    parser.add_argument("--listen", metavar="ipc://PATH", help="serve programs that attach here; the configuration comes as JSON on stdin")
-    parser.add_argument("--connect", type=Path, metavar="DIRECTORY", help="serve the parent whose sockets lie here")
+def main(
+    argv: list[str] | None = None, *, make_executor: Callable[[EngineConfig], Any] | None = None
+) -> int:
+    """The program.
+
+    `make_executor(config)` replaces the real executor: a program that calls main with one is an
+    engine of its own kind, which MPClient(command=[...]) starts like this module; tests run the
+    fake executor so.
+    """
+    parser = argparse.ArgumentParser(
+        prog="quire.core.engine_proc",
+        description="Runs an engine. Started by MPClient, or by `quire engine`.",
+    )
+    parser.add_argument(
+        "--listen",
+        metavar="ipc://PATH",
+        help="serve programs that attach here; the configuration comes as JSON on stdin",
+    )
+    parser.add_argument(
+        "--connect", type=Path, metavar="DIRECTORY", help="serve the parent whose sockets lie here"
+    )
     parser.add_argument("--parent-pid", type=int)
     parser.add_argument("--parent-fd", type=int, help="reaches end-of-file when the parent is gone")
     parser.add_argument("--max-message-bytes", type=int, default=ServiceConfig().max_message_bytes)
     parser.add_argument("--log-level", type=int, default=logging.WARNING)
     args = parser.parse_args(argv)
-    logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    gc.disable()  # until the engine is ready: importing torch and building a model make half a million objects and no garbage
+    logging.basicConfig(
+        level=args.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    # until the engine is ready: importing torch and building a model make half a million objects
+    # and no garbage
+    gc.disable()
     if args.connect is not None:
-        return run_child(args.connect, args.parent_pid, args.parent_fd, args.max_message_bytes, make_executor)
+        return run_child(
+            args.connect, args.parent_pid, args.parent_fd, args.max_message_bytes, make_executor
+        )
     if args.listen is None:
         parser.error("one of --listen and --connect is needed")
     try:
@@ -305,7 +369,9 @@ def main(argv: list[str] | None = None, *, make_executor: Callable[[EngineConfig
 
 
 def leave(exit_code: int) -> NoReturn:
-    """Ends the process without the interpreter's tidying up: with torch loaded that takes seconds, and a parent waits for our end."""
+    """Ends the process without the interpreter's tidying up: with torch loaded that takes seconds,
+    and a parent waits for our end.
+    """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,10 +1,13 @@
-"""Requests whose grammar is being checked: they wait here, and go on to the scheduler in the place in which they arrived.
-May know: requests as messages, the futures of the executor's checks.
+"""Requests whose grammar is being checked: they wait here, and go on to the scheduler in the place
+in which they arrived.
+
 Must not know: grammars, the scheduler, sockets.
 
     add ──▶ waiting ──(a check is done, in some thread)──▶ checked ──▶ take, between two steps
 
-Nobody polls: a finished check calls `wake`, which ends the wait of whoever steps the engine; `wait` is for a caller that steps it itself."""
+Nobody polls: a finished check calls `wake`, which ends the wait of whoever steps the engine; `wait`
+is for a caller that steps it itself.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +28,25 @@ class GatedRequest:
     client_index: int
     arrival: int  # its place in the scheduler's order
     check: Future
-    queued_time: float = field(default_factory=lambda: time.monotonic())  # its wait here is part of its time in the queue
-    aborted_ids: list[str] = field(default_factory=list)  # of its completions, to be aborted as soon as the scheduler has them
+    # its wait here is part of its time in the queue
+    queued_time: float = field(default_factory=lambda: time.monotonic())
+    # of its completions, to be aborted as soon as the scheduler has them
+    aborted_ids: list[str] = field(default_factory=list)
 
     @property
     def error(self) -> BaseException | None:
         """Why it may not go on; only when its check is done."""
-        return RuntimeError("the check was cancelled") if self.check.cancelled() else self.check.exception()
+        return (
+            RuntimeError("the check was cancelled")
+            if self.check.cancelled()
+            else self.check.exception()
+        )
 
 
 class GrammarGate:
-    """Owned and called by the thread that steps the engine; only the ends of checks come from others."""
+    """Owned and called by the thread that steps the engine; only the ends of checks come from
+    others.
+    """
 
     def __init__(self) -> None:
         self.wake: Callable[[], None] = lambda: None  # set by the host; called from any thread
@@ -52,7 +63,9 @@ class GrammarGate:
     def __iter__(self) -> Iterator[GatedRequest]:
         return iter(self._waiting.values())
 
-    def add(self, request: EngineCoreRequest, client_index: int, arrival: int, check: Future) -> None:
+    def add(
+        self, request: EngineCoreRequest, client_index: int, arrival: int, check: Future
+    ) -> None:
         gated = GatedRequest(request, client_index, arrival, check)
         self._waiting[request.request_id] = gated
         if check.done():  # a grammar that is known: nobody has to be woken
@@ -71,7 +84,9 @@ class GrammarGate:
         """Those whose check is done; they are gone from here."""
         while not self._checked.empty():
             self._ready.append(self._checked.get())
-        taken = [gated for gated in self._ready if self._waiting.get(gated.request.request_id) is gated]
+        taken = [
+            gated for gated in self._ready if self._waiting.get(gated.request.request_id) is gated
+        ]
         self._ready.clear()
         for gated in taken:
             del self._waiting[gated.request.request_id]
@@ -83,7 +98,10 @@ class GrammarGate:
             self._ready.append(self._checked.get())
 
     def abort(self, request_ids: list[str], client_index: int) -> list[GatedRequest]:
-        """Takes out this client's requests among `request_ids`. Of a request with several completions one may be meant: that is noted."""
+        """Takes out this client's requests among `request_ids`.
+
+        Of a request with several completions one may be meant: that is noted.
+        """
         taken = []
         for request_id in request_ids:
             gated = self._waiting.get(request_id)
@@ -96,22 +114,41 @@ class GrammarGate:
         return taken
 
     def drop_client(self, client_index: int) -> int:
-        """The client is gone; returns how many of its requests waited here. What their checks say will interest nobody."""
-        mine = [request_id for request_id, gated in self._waiting.items() if gated.client_index == client_index]
+        """The client is gone; returns how many of its requests waited here.
+
+        What their checks say will interest nobody.
+        """
+        mine = [
+            request_id
+            for request_id, gated in self._waiting.items()
+            if gated.client_index == client_index
+        ]
         for request_id in mine:
             del self._waiting[request_id]
         return len(mine)
 
     def check_integrity(self, scheduled: Container[str]) -> None:
-        """Nobody is here and in the scheduler; whoever waits here waits for a check, or is about to be taken. Raises AssertionError."""
+        """Nobody is here and in the scheduler; whoever waits here waits for a check, or is about to
+        be taken. Raises AssertionError.
+        """
         both = [request_id for request_id in self._waiting if request_id in scheduled]
-        forgotten = [gated.request.request_id for gated in self if gated.check.done() and not self.has_checked()]
+        forgotten = [
+            gated.request.request_id
+            for gated in self
+            if gated.check.done() and not self.has_checked()
+        ]
         if both or forgotten:
-            raise AssertionError(f"waiting for their grammar and scheduled: {both}; forgotten: {forgotten}")
+            raise AssertionError(
+                f"waiting for their grammar and scheduled: {both}; forgotten: {forgotten}"
+            )
 
 
 def as_refusal(error: BaseException) -> InvalidParameterError:
-    """A check that failed by itself refuses its requests too: nobody has seen that their grammar is sound."""
+    """A check that failed by itself refuses its requests too: nobody has seen that their grammar is
+    sound.
+    """
     if isinstance(error, InvalidParameterError):
         return error
-    return InvalidParameterError("structured_outputs", f"could not be checked: {type(error).__name__}: {error}")
+    return InvalidParameterError(
+        "structured_outputs", f"could not be checked: {type(error).__name__}: {error}"
+    )

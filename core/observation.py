@@ -1,16 +1,19 @@
-"""The engine at work, for people who watch it: the last steps and where their time went, the requests, a map of the KV cache.
-May know: the scheduler's requests and steps, the block pool, the grammar gate.
+"""The engine at work, for people who watch it: the last steps and where their time went, the
+requests, a map of the KV cache.
+
 Must not know: who watches, sockets, torch.
 
-A step's time has three parts. schedule: choosing the rows. execute: the model, and whatever else the executor does for the step, which
-may be several tokens of each request. process: what the tokens mean for their requests, before the rows are sent. They add up where one
-follows the other. With async_scheduling a step is scheduled while the one before runs, and its execution begins when it was handed over
-and the one before was done, and ends when we took its result: then the steps' execute parts follow each other, and the rest hides
-behind them.
+A step's time has three parts. schedule: choosing the rows. execute: the model, and whatever else
+the executor does for the step, which may be several tokens of each request. process: what the
+tokens mean for their requests, before the rows are sent. They add up where one follows the other.
+With async_scheduling a step is scheduled while the one before runs, and its execution begins when
+it was handed over and the one before was done, and ends when we took its result: then the steps'
+execute parts follow each other, and the rest hides behind them.
 
     plain       | schedule 1 | execute 1 | process 1 | schedule 2 | execute 2 | process 2 |
     overlapped  | schedule 1 | execute 1                     | execute 2                  |
-                             | schedule 2                    | process 1 | schedule 3     | process 2 …"""
+                             | schedule 2                    | process 1 | schedule 3     | process 2 …
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ LETTERS = bytes.maketrans(bytes(range(5)), b"-.cus")  # from how busy a block is
 
 
 class StepRecords:
-    """A ring of the last steps, written in every step: so it costs a microsecond, and nothing is computed before somebody asks."""
+    """A ring of the last steps, written in every step: so it costs a microsecond, and nothing is
+    computed before somebody asks.
+    """
 
     def __init__(self) -> None:
         self._ring: deque[tuple] = deque(maxlen=MAX_STEPS)
@@ -41,7 +46,8 @@ class StepRecords:
     def begin(self, step: ScheduledStep, start_time: float, counters: Counters) -> None:
         """It has been scheduled, from `start_time` on."""
         num_preemptions = counters.num_preemptions
-        step.scheduling = start_time, time.monotonic(), num_preemptions - self._num_preemptions  # with those of a sleep before it
+        # with those of a sleep before it
+        step.scheduling = start_time, time.monotonic(), num_preemptions - self._num_preemptions
         self._num_preemptions = num_preemptions
 
     def execute_time(self, step: ScheduledStep) -> float:
@@ -55,15 +61,23 @@ class StepRecords:
         num_generation_tokens = counters.num_generation_tokens
         self._ring.append(
             (
-                step.output.step, start_time, scheduled_time - start_time, executed_time - self.execute_time(step), time.monotonic() - executed_time,
+                step.output.step,
+                start_time,
+                scheduled_time - start_time,
+                executed_time - self.execute_time(step),
+                time.monotonic() - executed_time,
                 sum([num_tokens for _, num_tokens in step.prefills]) if step.prefills else 0,
-                num_generation_tokens - self._num_generation_tokens, len(step.requests), num_preemptions,
+                num_generation_tokens - self._num_generation_tokens,
+                len(step.requests),
+                num_preemptions,
             )
-        )  # fmt: skip
+        )
         self._executed_time, self._num_generation_tokens = executed_time, num_generation_tokens
 
     def expected_s(self, num_tokens: int) -> float:
-        """About the longest that a step of so many tokens will take: as long for each of them as in the last one, where there was any."""
+        """About the longest that a step of so many tokens will take: as long for each of them as in
+        the last one, where there was any.
+        """
         if not self._ring:
             return 0.0
         _, _, _, execute_s, _, num_prefill_tokens, num_decode_tokens, *_ = self._ring[-1]
@@ -75,8 +89,10 @@ class StepRecords:
         return self._ring[-1][0] if self._ring else -1
 
     def newer_than(self, since_step: int) -> list[list]:
-        """In order: [step, start_time, schedule_s, execute_s, process_s, num_prefill_tokens, num_decode_tokens, num_requests,
-        num_preemptions]. Prefill tokens are those computed of prompts, or again after a preemption; decode tokens those that were sampled."""
+        """In order: [step, start_time, schedule_s, execute_s, process_s, num_prefill_tokens,
+        num_decode_tokens, num_requests, num_preemptions]. Prefill tokens are those computed of
+        prompts, or again after a preemption; decode tokens those that were sampled.
+        """
         newer = []
         for record in reversed(self._ring):
             if record[0] <= since_step:
@@ -88,12 +104,19 @@ class StepRecords:
 
 def check_observe(since_step: Any, max_blocks: Any) -> None:
     if type(since_step) is not int or since_step < -1:
-        raise InvalidParameterError("since_step", f"must be the number of a step, or -1 for all that are kept, got {since_step!r}")
+        raise InvalidParameterError(
+            "since_step",
+            f"must be the number of a step, or -1 for all that are kept, got {since_step!r}",
+        )
     if type(max_blocks) is not int or not 1 <= max_blocks <= MAX_CELLS:
-        raise InvalidParameterError("max_blocks", f"must be between 1 and {MAX_CELLS}, got {max_blocks!r}")
+        raise InvalidParameterError(
+            "max_blocks", f"must be between 1 and {MAX_CELLS}, got {max_blocks!r}"
+        )
 
 
-def observe(scheduler: Scheduler, gate: GrammarGate, records: StepRecords, since_step: int, max_blocks: int) -> dict[str, Any]:
+def observe(
+    scheduler: Scheduler, gate: GrammarGate, records: StepRecords, since_step: int, max_blocks: int
+) -> dict[str, Any]:
     """All but the counters, in plain values; see EngineCore.observe."""
     check_observe(since_step, max_blocks)
     blocks, blocks_per_cell = map_blocks(scheduler.kv_cache_manager.block_pool, max_blocks)
@@ -138,7 +161,9 @@ def _state(request: Request, held: dict[str, Request]) -> str:
 
 
 def _describe_gated(gated: GatedRequest) -> dict[str, Any]:
-    """One that waits for its grammar: nothing is computed, and with n > 1 its completions are still one."""
+    """One that waits for its grammar: nothing is computed, and with n > 1 its completions are still
+    one.
+    """
     request = gated.request
     return {
         "request_id": request.request_id,
@@ -156,13 +181,20 @@ def _describe_gated(gated: GatedRequest) -> dict[str, Any]:
 
 
 def map_blocks(pool: BlockPool, max_cells: int) -> tuple[str, int]:
-    """One letter per cell, and blocks per cell. "-" the null block, "." free, "c" free and findable, "u" used by one request, "s" by more;
-    of a cell with several blocks the busiest of theirs, in this order."""
+    """One letter per cell, and blocks per cell. "-" the null block, "." free, "c" free and
+    findable, "u" used by one request, "s" by more; of a cell with several blocks the busiest of
+    theirs, in this order.
+    """
     busy = bytes(
-        [(3 if n == 1 else 4) if (n := block.ref_cnt) else (1 if block.block_hash is None else 2) for block in pool.blocks]
+        [
+            (3 if n == 1 else 4) if (n := block.ref_cnt) else (1 if block.block_hash is None else 2)
+            for block in pool.blocks
+        ]
     )
     busy = b"\0" + busy[1:] + b"\1" * (pool.num_blocks - len(busy))  # those that nobody has had yet
     blocks_per_cell = -(-len(busy) // max_cells)
     if blocks_per_cell > 1:
-        busy = bytes([max(busy[i : i + blocks_per_cell]) for i in range(0, len(busy), blocks_per_cell)])
+        busy = bytes(
+            [max(busy[i : i + blocks_per_cell]) for i in range(0, len(busy), blocks_per_cell)]
+        )
     return busy.translate(LETTERS).decode(), blocks_per_cell

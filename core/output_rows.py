@@ -1,12 +1,16 @@
-"""Gathers the rows that each client is owed (new tokens, refusals, aborts) until they leave as one EngineCoreOutputs per client.
-May know: the messages, client indices, a request's account of its time.
+"""Gathers the rows that each client is owed (new tokens, refusals, aborts) until they leave as one
+EngineCoreOutputs per client.
+
 Must not know: the scheduler, sockets, or what a client does with its rows.
 
-They leave after each step, or, for a client that asked for fewer and larger messages, the tokens of several steps together:
+They leave after each step, or, for a client that asked for fewer and larger messages, the tokens of
+several steps together:
 
     step 1: a b c ──▶ sent    step 2: a b c held    step 3: a b c held, c ends ──▶ c sent, three tokens    step 4: a b ──▶ sent, three tokens each
 
-A message costs the threads on its way, and each row its client, nearly the same whether there are four tokens in it or one."""
+A message costs the threads on its way, and each row its client, nearly the same whether there are
+four tokens in it or one.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +30,11 @@ from ..ipc.messages import (
     SlotLogprobs,
     SlotPromptLogprobs,
     TokenLogprobs,
-)  # fmt: skip
+)
 from .request import Request
 
-LEAST_GAP_S, MAX_GAP_S = 0.005, 0.05  # between two messages: less is not worth holding anything back, and more could be seen
+# between two messages: less is not worth holding anything back, and more could be seen
+LEAST_GAP_S, MAX_GAP_S = 0.005, 0.05
 
 
 @dataclass(slots=True)
@@ -57,18 +62,33 @@ class ClientRows:
     # Each of these adds to the row that was added last.
 
     def finish(
-        self, reason: FinishReason, stop_reason: int | None = None, error: str | None = None, parameter: str | None = None
+        self,
+        reason: FinishReason,
+        stop_reason: int | None = None,
+        error: str | None = None,
+        parameter: str | None = None,
     ) -> None:
-        self.finished.append(Finished(len(self.request_ids) - 1, reason, stop_reason, error, parameter))
+        self.finished.append(
+            Finished(len(self.request_ids) - 1, reason, stop_reason, error, parameter)
+        )
 
     def add_logprobs(self, logprobs: SlotLogprobs, num_tokens: int) -> None:
-        """Of the first `num_tokens` tokens: a request may end before the last of those that were sampled."""
-        columns = (_head(array, num_tokens) for array in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks))
+        """Of the first `num_tokens` tokens: a request may end before the last of those that were
+        sampled.
+        """
+        columns = (
+            _head(array, num_tokens)
+            for array in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks)
+        )
         self.logprobs.append(TokenLogprobs(len(self.request_ids) - 1, *columns))
 
     def add_prompt_logprobs(self, logprobs: SlotPromptLogprobs) -> None:
         row = len(self.request_ids) - 1
-        self.prompt_logprobs.append(PromptLogprobs(row, logprobs.first_index, logprobs.token_ids, logprobs.logprobs, logprobs.ranks))
+        self.prompt_logprobs.append(
+            PromptLogprobs(
+                row, logprobs.first_index, logprobs.token_ids, logprobs.logprobs, logprobs.ranks
+            )
+        )
 
     def add_num_cached_tokens(self, num_cached_tokens: int) -> None:
         self.num_cached_tokens.append((len(self.request_ids) - 1, num_cached_tokens))
@@ -78,8 +98,14 @@ class ClientRows:
         self.timings.append(request.timing(len(self.request_ids) - 1, now))
 
     def urgent_ids(self) -> list[str]:
-        """The requests whose rows tell more than tokens and their log-probabilities: a first token, an end."""
-        news = {entry.row for column in (self.finished, self.prompt_logprobs, self.timings) for entry in column}
+        """The requests whose rows tell more than tokens and their log-probabilities: a first token,
+        an end.
+        """
+        news = {
+            entry.row
+            for column in (self.finished, self.prompt_logprobs, self.timings)
+            for entry in column
+        }
         news.update(row for row, _ in self.num_cached_tokens)
         return list(dict.fromkeys(self.request_ids[row] for row in sorted(news)))
 
@@ -89,7 +115,9 @@ def _head(array: Array, num_rows: int) -> Array:
     if num_rows >= array.shape[0]:
         return array
     data = memoryview(array.data).cast("B")
-    return Array(array.dtype, (num_rows, *array.shape[1:]), data[: len(data) // array.shape[0] * num_rows])
+    return Array(
+        array.dtype, (num_rows, *array.shape[1:]), data[: len(data) // array.shape[0] * num_rows]
+    )
 
 
 @dataclass(slots=True)
@@ -98,13 +126,18 @@ class HeldRow:
 
     first_index: int
     token_ids: list[int] = field(default_factory=list)
-    token_steps: list[int] = field(default_factory=list)  # of each token: its step's place among Pace._step_times
+    # of each token: its step's place among Pace._step_times
+    token_steps: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Pace:
-    """Of one client, that wants about `rows_per_s` rows. Its rows leave together, where there are n of them not before n / rows_per_s seconds after
-    they last did; one that tells more than tokens (a first token, an end) leaves at once, with what was held of its request."""
+    """Of one client, that wants about `rows_per_s` rows.
+
+    Its rows leave together, where there are n of them not before n / rows_per_s seconds after they
+    last did; one that tells more than tokens (a first token, an end) leaves at once, with what was
+    held of its request.
+    """
 
     def __init__(self, rows_per_s: int):
         self.rows_per_s = rows_per_s
@@ -117,8 +150,14 @@ class Pace:
         return bool(self._held)
 
     def take(self, rows: ClientRows, now: float, *, everything: bool) -> ClientRows | None:
-        """What leaves after a step that ended `now` and gave `rows`: perhaps nothing (None), with `everything` all there is."""
-        gap_s = min(MAX_GAP_S, max(len(rows.request_ids), len(self._held)) / self.rows_per_s) if self.rows_per_s else 0.0
+        """What leaves after a step that ended `now` and gave `rows`: perhaps nothing (None), with
+        `everything` all there is.
+        """
+        gap_s = (
+            min(MAX_GAP_S, max(len(rows.request_ids), len(self._held)) / self.rows_per_s)
+            if self.rows_per_s
+            else 0.0
+        )
         is_due = everything or gap_s < LEAST_GAP_S or now - self._told_at >= gap_s
         if is_due:
             self._told_at = now
@@ -134,7 +173,9 @@ class Pace:
     def _hold(self, rows: ClientRows, now: float) -> None:
         held, step, end = self._held, len(self._step_times), 0
         self._step_times.append(now)
-        for request_id, first_index, num_tokens in zip(rows.request_ids, rows.first_indices, rows.num_tokens):
+        for request_id, first_index, num_tokens in zip(
+            rows.request_ids, rows.first_indices, rows.num_tokens
+        ):
             start, end = end, end + num_tokens
             row = held.get(request_id)
             if row is None:
@@ -145,7 +186,9 @@ class Pace:
             held[rows.request_ids[logprobs.row]].logprobs.append(logprobs)
 
     def _release(self, request_ids: list[str], rows: ClientRows) -> ClientRows:
-        """The held rows of these requests, with all else that the step which gave `rows` tells: it is theirs."""
+        """The held rows of these requests, with all else that the step which gave `rows` tells: it
+        is theirs.
+        """
         told, index_of = ClientRows(step_times=self._step_times.copy()), {}
         for index, request_id in enumerate(request_ids):
             row, index_of[request_id] = self._held.pop(request_id), index
@@ -159,7 +202,9 @@ class Pace:
 
         told.finished, told.timings = [*map(moved, rows.finished)], [*map(moved, rows.timings)]
         told.prompt_logprobs = [*map(moved, rows.prompt_logprobs)]
-        told.num_cached_tokens = [(index_of[rows.request_ids[row]], number) for row, number in rows.num_cached_tokens]
+        told.num_cached_tokens = [
+            (index_of[rows.request_ids[row]], number) for row, number in rows.num_cached_tokens
+        ]
         return told
 
 
@@ -173,7 +218,11 @@ def _below_each_other(arrays: tuple[Array, ...]) -> Array:
     first = arrays[0]
     if len(arrays) == 1:
         return first
-    return Array(first.dtype, (sum(array.shape[0] for array in arrays), *first.shape[1:]), b"".join(array.data for array in arrays))
+    return Array(
+        first.dtype,
+        (sum(array.shape[0] for array in arrays), *first.shape[1:]),
+        b"".join(array.data for array in arrays),
+    )
 
 
 class OutputRows:
@@ -194,7 +243,9 @@ class OutputRows:
         return any(self._paces.values())
 
     def pace(self, client_index: int, rows_per_s: int) -> None:
-        """From now on the client gets about so many rows in a second, those of several steps in one message; 0: each step's at once."""
+        """From now on the client gets about so many rows in a second, those of several steps in one
+        message; 0: each step's at once.
+        """
         self._paces.setdefault(client_index, Pace(rows_per_s)).rows_per_s = rows_per_s
 
     def stamp(self) -> None:
@@ -212,18 +263,30 @@ class OutputRows:
         self._by_client.pop(client_index, None)
         self._paces.pop(client_index, None)
 
-    def take(self, stats: SchedulerStats | None, *, everything: bool = True) -> dict[int, EngineCoreOutputs] | None:
-        """What is owed, as messages; None when nothing is. Without `everything` clients with a pace may get theirs later."""
+    def take(
+        self, stats: SchedulerStats | None, *, everything: bool = True
+    ) -> dict[int, EngineCoreOutputs] | None:
+        """What is owed, as messages; None when nothing is.
+
+        Without `everything` clients with a pace may get theirs later.
+        """
         by_client, self._by_client = self._by_client, {}
         now, self.now = self.now or time.monotonic(), 0.0
         for client_index, pace in self._paces.items():
-            if client_index in by_client or everything and pace:
-                told = pace.take(by_client.pop(client_index, None) or ClientRows(), now, everything=everything)
+            if client_index in by_client or (everything and pace):
+                told = pace.take(
+                    by_client.pop(client_index, None) or ClientRows(), now, everything=everything
+                )
                 if told is not None:
                     by_client[client_index] = told
-        return {client_index: self._message(rows, stats, now) for client_index, rows in by_client.items()} or None
+        return {
+            client_index: self._message(rows, stats, now)
+            for client_index, rows in by_client.items()
+        } or None
 
-    def _message(self, rows: ClientRows, stats: SchedulerStats | None, now: float) -> EngineCoreOutputs:
+    def _message(
+        self, rows: ClientRows, stats: SchedulerStats | None, now: float
+    ) -> EngineCoreOutputs:
         return EngineCoreOutputs(
             epoch=self.epoch,
             request_ids=rows.request_ids,

@@ -1,6 +1,7 @@
 """Who gives way when the KV cache is full, and how: what each choice costs to undo.
-May know: requests, how far they are computed, what computing and copying cost on this machine.
-Must not know: blocks, queues, the executor that measured the costs."""
+
+Must not know: blocks, queues, the executor that measured the costs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from .request import Request
 
 
 class PreemptionPolicy:
-    """`mode`: "recompute", "swap" (while there is room in host memory) or "auto" (for each request what costs less)."""
+    """`mode`: "recompute", "swap" (while there is room in host memory) or "auto" (for each request
+    what costs less).
+    """
 
     def __init__(self, mode: str, costs: PreemptionCosts):
         self.mode = mode
@@ -35,10 +38,13 @@ class PreemptionPolicy:
         return self.costs.swap_s + request.num_computed_tokens * self.costs.swap_s_per_token
 
     def choose_victim(self, running: Sequence[Request], index: int) -> int:
-        """Which entry of `running` gives way so that running[index] gets its blocks; perhaps itself.
+        """Which entry of `running` gives way so that running[index] gets its blocks; perhaps
+        itself.
 
-        One that has no row in this step yet, and never the head, which so always finishes. Of the worst priority class the cheapest to
-        bring back; of equals the last to come.
+        One that has no row in this step yet, and never the head, which so always finishes. Of the
+        worst priority class the cheapest to bring back; of equals the last to come.
         """
         candidates = range(max(index, 1), len(running)) if len(running) > 1 else range(1)
-        return max(candidates, key=lambda i: (running[i].key[0], -self.cost_s(running[i]), running[i].key))
+        return max(
+            candidates, key=lambda i: (running[i].key[0], -self.cost_s(running[i]), running[i].key)
+        )

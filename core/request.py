@@ -1,6 +1,8 @@
-"""One request as the engine core sees it: its tokens, how far they are computed, when it ends, and the hashes of its full blocks.
-May know: the messages and parameters, token ids.
-Must not know: text, which blocks hold its KV cache, or who runs beside it."""
+"""One request as the engine core sees it: its tokens, how far they are computed, when it ends, and
+the hashes of its full blocks.
+
+Must not know: text, which blocks hold its KV cache, or who runs beside it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ MAX_PREFILL_CHUNKS = 512
 
 
 class RequestStatus(IntEnum):
-    """WAITING → RUNNING ⇄ PREEMPTED or SWAPPED, and from each of them to one of the FINISHED states, for good."""
+    """WAITING → RUNNING ⇄ PREEMPTED or SWAPPED, and from each of them to one of the FINISHED
+    states, for good.
+    """
 
     WAITING = 0
     RUNNING = 1
@@ -41,20 +45,29 @@ _FINISHED_STATUS = {
 
 
 def hash_root(cache_salt: str | None) -> bytes:
-    """Parent of a sequence's first block. What else must be equal for blocks to be shared goes in here, and so into the whole chain."""
-    return sha256(b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")).digest()
+    """Parent of a sequence's first block.
+
+    What else must be equal for blocks to be shared goes in here, and so into the whole chain.
+    """
+    return sha256(
+        b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
+    ).digest()
 
 
 def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
-    """32 bytes that name a full block and everything before it: the same in every process and on every machine.
+    """32 bytes that name a full block and everything before it: the same in every process and on
+    every machine.
 
-    A cryptographic hash, since the clients of a daemon share one cache: nobody can craft a prompt that hits somebody else's blocks.
+    A cryptographic hash, since the clients of a daemon share one cache: nobody can craft a prompt
+    that hits somebody else's blocks.
     """
     return sha256(parent + struct.pack(f"<{len(token_ids)}I", *token_ids)).digest()
 
 
 def split(message: EngineCoreRequest) -> list[EngineCoreRequest]:
-    """The n requests that a message with n > 1 stands for: their own ids and seeds, otherwise alike. With n = 1 the message itself."""
+    """The n requests that a message with n > 1 stands for: their own ids and seeds, otherwise
+    alike. With n = 1 the message itself.
+    """
     params = message.sampling_params
     if params.n == 1:
         return [message]
@@ -70,19 +83,50 @@ def split(message: EngineCoreRequest) -> list[EngineCoreRequest]:
 
 
 class Request:
-    """The only owner of a request's token ids. `token_ids` = prompt + output; the last ones may not be computed yet.
+    """The only owner of a request's token ids.
 
-    The scheduler moves `num_computed_tokens` (tokens whose KV entries exist or are being made by the step in flight) and `status`.
-    A step in flight also samples: `num_pending_tokens` counts the tokens that are on their way and not in `token_ids` yet.
+    `token_ids` = prompt + output; the last ones may not be computed yet.
+
+    The scheduler moves `num_computed_tokens` (tokens whose KV entries exist or are being made by
+    the step in flight) and `status`. A step in flight also samples: `num_pending_tokens` counts the
+    tokens that are on their way and not in `token_ids` yet.
     """
 
     __slots__ = (
-        "_hash_root", "block_hashes", "client_index", "eos_token_ids", "first_token_time", "key", "max_output_tokens", "min_tokens",
-        "num_cached_tokens", "num_computed_before_preemption", "num_computed_tokens", "num_executed_tokens", "num_pending_tokens",
-        "num_preemptions", "num_prompt_tokens", "num_recomputed_tokens", "num_resumed_tokens", "num_swapped_tokens", "parent_id",
-        "preemption_times", "prefill_chunks", "queued_time", "reads_prefix_cache", "report_index", "request_id", "sampling_params", "scheduled_time",
-        "siblings", "slot", "status", "stop_reason", "stop_token_ids", "token_ids",
-    )  # fmt: skip
+        "_hash_root",
+        "block_hashes",
+        "client_index",
+        "eos_token_ids",
+        "first_token_time",
+        "key",
+        "max_output_tokens",
+        "min_tokens",
+        "num_cached_tokens",
+        "num_computed_before_preemption",
+        "num_computed_tokens",
+        "num_executed_tokens",
+        "num_pending_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_recomputed_tokens",
+        "num_resumed_tokens",
+        "num_swapped_tokens",
+        "parent_id",
+        "preemption_times",
+        "prefill_chunks",
+        "queued_time",
+        "reads_prefix_cache",
+        "report_index",
+        "request_id",
+        "sampling_params",
+        "scheduled_time",
+        "siblings",
+        "slot",
+        "status",
+        "stop_reason",
+        "stop_token_ids",
+        "token_ids",
+    )
 
     def __init__(
         self,
@@ -93,7 +137,10 @@ class Request:
         key: tuple[int, int] = (0, 0),
         queued_time: float | None = None,
     ):
-        """`message` has been validated. `key` orders requests: the smallest is scheduled first, the largest preempted first."""
+        """`message` has been validated.
+
+        `key` orders requests: the smallest is scheduled first, the largest preempted first.
+        """
         params = message.sampling_params
         self.request_id = message.request_id
         self.client_index = client_index
@@ -106,14 +153,19 @@ class Request:
         self.num_computed_tokens = 0
         self.num_executed_tokens = 0  # computed tokens whose step has run and is accounted for
         self.num_pending_tokens = 0
-        self.num_swapped_tokens = 0  # computed tokens whose KV entries wait in host memory, while SWAPPED
+        # computed tokens whose KV entries wait in host memory, while SWAPPED
+        self.num_swapped_tokens = 0
         self.parent_id: str | None = None  # of the message with n > 1 that this is a part of
-        self.siblings: list[Request] = []  # the unfinished requests of one message with n > 1, this one included, in order; else empty
-        self.num_computed_before_preemption = 0  # tokens below this index are computed a second time
-        self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at first admission; None: not admitted yet
+        # the unfinished requests of one message with n > 1, this one included, in order; else empty
+        self.siblings: list[Request] = []
+        # tokens below this index are computed a second time
+        self.num_computed_before_preemption = 0
+        # prompt tokens found in the prefix cache at first admission; None: not admitted yet
+        self.num_cached_tokens: int | None = None
         self.slot: int | None = None  # in the model runner, while RUNNING
         self.eos_token_ids = message.eos_token_ids
-        # What the cache holds is not computed, so it would have no log-probabilities. Its own blocks are offered to others all the same.
+        # What the cache holds is not computed, so it would have no log-probabilities. Its own
+        # blocks are offered to others all the same.
         self.reads_prefix_cache = params.prompt_logprobs is None
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.min_tokens = params.min_tokens
@@ -123,8 +175,10 @@ class Request:
         self.scheduled_time = self.first_token_time = 0.0
         self.num_preemptions = self.num_recomputed_tokens = 0
         self.preemption_times: list[float] = []  # the first MAX_PREEMPTION_TIMES
-        self.prefill_chunks: list[tuple[int, float, float, int]] = []  # the first MAX_PREFILL_CHUNKS; see RequestTiming
-        self.report_index = self.num_resumed_tokens  # with the output token of this index the client hears of the times again
+        # the first MAX_PREFILL_CHUNKS; see RequestTiming
+        self.prefill_chunks: list[tuple[int, float, float, int]] = []
+        # with the output token of this index the client hears of the times again
+        self.report_index = self.num_resumed_tokens
         self.block_hashes: list[bytes] = []
         self._hash_root = hash_root(message.cache_salt)
 
@@ -150,9 +204,12 @@ class Request:
         return self.status >= RequestStatus.FINISHED_STOPPED
 
     def append_output_token(self, token_id: int) -> FinishReason | None:
-        """Takes a sampled token; returns why the request ends with it, or None. The request is not finished yet: its owner does that.
+        """Takes a sampled token; returns why the request ends with it, or None.
 
-        An end-of-sequence token leaves stop_reason None, a stop token id is its own stop_reason; the length counts resumed tokens.
+        The request is not finished yet: its owner does that.
+
+        An end-of-sequence token leaves stop_reason None, a stop token id is its own stop_reason;
+        the length counts resumed tokens.
         """
         self.token_ids.append(token_id)
         num_output_tokens = len(self.token_ids) - self.num_prompt_tokens
@@ -182,12 +239,21 @@ class Request:
     def timing(self, row: int, now: float) -> RequestTiming:
         """For row `row` of its client's outputs."""
         return RequestTiming(
-            row, self.queued_time, self.scheduled_time, self.first_token_time, now if self.first_token_time else 0.0,
-            self.num_preemptions, self.num_recomputed_tokens, self.preemption_times.copy(), self.prefill_chunks.copy(),
-        )  # fmt: skip
+            row,
+            self.queued_time,
+            self.scheduled_time,
+            self.first_token_time,
+            now if self.first_token_time else 0.0,
+            self.num_preemptions,
+            self.num_recomputed_tokens,
+            self.preemption_times.copy(),
+            self.prefill_chunks.copy(),
+        )
 
     def extend_block_hashes(self, block_size: int) -> list[bytes]:
-        """Hashes the blocks that became full since the last call; returns the chain, one digest per full block of token_ids."""
+        """Hashes the blocks that became full since the last call; returns the chain, one digest per
+        full block of token_ids.
+        """
         hashes, token_ids = self.block_hashes, self.token_ids
         for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
             parent = hashes[-1] if hashes else self._hash_root

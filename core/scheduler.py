@@ -1,17 +1,22 @@
-"""Decides what each step computes: which requests, how many tokens of each, who waits and who is preempted; and when a request ends.
-May know: requests, the KV cache manager, slots of the model runner, the step's messages.
+"""Decides what each step computes: which requests, how many tokens of each, who waits and who is
+preempted; and when a request ends.
+
 Must not know: torch, sockets, or how a token comes about.
 
-There is no prefill and no decode here. Every request has tokens (prompt and output) and a count of those computed; a step moves the
-counts towards the lengths under one budget, running requests first, then waiting ones. A prompt too long for what is left of the budget
-is cut; a request with one token to go is what others call decoding.
+There is no prefill and no decode here. Every request has tokens (prompt and output) and a count of
+those computed; a step moves the counts towards the lengths under one budget, running requests
+first, then waiting ones. A prompt too long for what is left of the budget is cut; a request with
+one token to go is what others call decoding.
 
-Both lists are sorted by the same key: arrival, or (priority, arrival). The head of `running` never gives way, and always finishes, since
-one sequence of max_model_len fits the cache alone; whoever gives way keeps its place, so the first of all requests is the head, or the
-next to be admitted. That is FCFS and priority scheduling in one rule, and it cannot livelock.
+Both lists are sorted by the same key: arrival, or (priority, arrival). The head of `running` never
+gives way, and always finishes, since one sequence of max_model_len fits the cache alone; whoever
+gives way keeps its place, so the first of all requests is the head, or the next to be admitted.
+That is FCFS and priority scheduling in one rule, and it cannot livelock.
 
-A step may be scheduled while the one before still runs. What that one samples is counted as pending and not known: a request that turns
-out to have ended with it has a row too many, whose sample is ignored (`update_from_output`)."""
+A step may be scheduled while the one before still runs. What that one samples is counted as pending
+and not known: a request that turns out to have ended with it has a row too many, whose sample is
+ignored (`update_from_output`).
+"""
 
 from __future__ import annotations
 
@@ -43,51 +48,74 @@ from .request import Request, RequestStatus, split
 
 _by_key = attrgetter("key")
 
-# Where the scheduler finds by itself how many tokens a step may decode (num_scheduler_steps=0): they share what a step costs outside the
-# model, and whoever comes meanwhile waits for all of them. So many bytes of weights, once for each token, are some 8 ms of work; it is
-# counted, not measured, so that what a step decodes does not depend on the weather.
+# Where the scheduler finds by itself how many tokens a step may decode (num_scheduler_steps=0):
+# they share what a step costs outside the model, and whoever comes meanwhile waits for all of them.
+# So many bytes of weights, once for each token, are some 8 ms of work; it is counted, not measured,
+# so that what a step decodes does not depend on the weather.
 MAX_BURST, MAX_BURST_BYTES = 8, 320 * 10**6
 
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """A step on its way through the executor: what it is told, and whose the rows are. The lists are parallel with `output.slots`."""
+    """A step on its way through the executor: what it is told, and whose the rows are.
+
+    The lists are parallel with `output.slots`.
+    """
 
     output: SchedulerOutput
     requests: list[Request] = field(default_factory=list)
-    num_expected: list[int] = field(default_factory=list)  # tokens that the row is going to sample, if nothing goes wrong
-    num_computed: list[int] = field(default_factory=list)  # of the request's tokens, when the step has run
-    prefills: list[tuple[Request, int]] = field(default_factory=list)  # rows that compute a prompt, or anew what was preempted; their tokens
-    scheduling: tuple[float, float, int] = (0.0, 0.0, 0)  # its begin and end, on time.monotonic(), and preemptions; observation.py writes it
+    # tokens that the row is going to sample, if nothing goes wrong
+    num_expected: list[int] = field(default_factory=list)
+    # of the request's tokens, when the step has run
+    num_computed: list[int] = field(default_factory=list)
+    # rows that compute a prompt, or anew what was preempted; their tokens
+    prefills: list[tuple[Request, int]] = field(default_factory=list)
+    # its begin and end, on time.monotonic(), and preemptions; observation.py writes it
+    scheduling: tuple[float, float, int] = (0.0, 0.0, 0)
     execute_time: float = 0.0  # its execution began; only for steps with prefills
 
 
 class Scheduler:
-    """Owns the requests and their slots. One call of `schedule`, one execution, one call of `update_from_output`, and so on."""
+    """Owns the requests and their slots.
+
+    One call of `schedule`, one execution, one call of `update_from_output`, and so on.
+    """
 
     def __init__(
-        self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0, costs: PreemptionCosts = PreemptionCosts(), burst_weights_bytes: int = 0
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        num_host_blocks: int = 0,
+        costs: PreemptionCosts = PreemptionCosts(),
+        burst_weights_bytes: int = 0,
     ):
-        """`num_host_blocks`: blocks of host memory for preempted requests; `costs`: what bringing one back takes, see PreemptionPolicy;
-        `burst_weights_bytes`: see Executor."""
+        """`num_host_blocks`: blocks of host memory for preempted requests; `costs`: what bringing
+        one back takes, see PreemptionPolicy; `burst_weights_bytes`: see Executor.
+        """
         scheduling = config.scheduler_config
         self.max_model_len = config.model_config.max_model_len
         self.max_num_seqs = scheduling.max_num_seqs
         self.max_num_batched_tokens = scheduling.max_num_batched_tokens
         self.enable_chunked_prefill = scheduling.enable_chunked_prefill
         # Without chunks a prompt is computed at once or waits, so there is nothing to cut.
-        threshold = scheduling.long_prefill_token_threshold if scheduling.enable_chunked_prefill else 0
+        threshold = (
+            scheduling.long_prefill_token_threshold if scheduling.enable_chunked_prefill else 0
+        )
         self.max_chunk_tokens = threshold or self.max_num_batched_tokens
         self.uses_priority = scheduling.scheduling_policy == "priority"
-        self.num_lookahead_slots = max(0, scheduling.num_scheduler_steps - 1)  # of the step that is being scheduled
+        # of the step that is being scheduled
+        self.num_lookahead_slots = max(0, scheduling.num_scheduler_steps - 1)
         # Overlapped stepping hides what is outside the model: it has no need.
         is_free = scheduling.num_scheduler_steps == 0 and not scheduling.async_scheduling
         self._burst_weights_bytes = burst_weights_bytes if is_free else 0
         self.preemption = PreemptionPolicy(scheduling.preemption_mode, costs)
         cache = config.cache_config
-        self.kv_cache_manager = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching, num_host_blocks)
+        self.kv_cache_manager = KVCacheManager(
+            num_blocks, cache.block_size, cache.enable_prefix_caching, num_host_blocks
+        )
         self.requests: dict[str, Request] = {}
-        self._families: dict[str, list[Request]] = {}  # by the id of a message with n > 1: its unfinished requests
+        # by the id of a message with n > 1: its unfinished requests
+        self._families: dict[str, list[Request]] = {}
         self.waiting: list[Request] = []  # sorted by key
         self.running: list[Request] = []  # sorted by key
         self.held: dict[str, Request] = {}  # in order of arrival; see hold_arrivals
@@ -95,7 +123,8 @@ class Scheduler:
         self.counters = Counters()
         self.num_steps = 0
         self._num_arrivals = 0
-        self._free_slots = list(range(self.max_num_seqs))  # a heap: the lowest is taken first, which keeps the runner's batch compact
+        # a heap: the lowest is taken first, which keeps the runner's batch compact
+        self._free_slots = list(range(self.max_num_seqs))
         # Since the last step; the runner has not heard of them yet.
         self._freed_slots: list[int] = []
         self._blocks_to_swap_out: list[tuple[int, int]] = []
@@ -103,16 +132,29 @@ class Scheduler:
     # ------------------------------------------------------------ requests come and go
 
     def add_request(
-        self, message: EngineCoreRequest, client_index: int = 0, arrival: int | None = None, queued_time: float | None = None
+        self,
+        message: EngineCoreRequest,
+        client_index: int = 0,
+        arrival: int | None = None,
+        queued_time: float | None = None,
     ) -> None:
-        """Takes a validated request whose id is not in use; n > 1 makes n of it. Arrival is the order of these calls, or what was reserved
-        earlier: clients' clocks are not trusted. `queued_time`: when the engine took it, if that was not now."""
+        """Takes a validated request whose id is not in use; n > 1 makes n of it.
+
+        Arrival is the order of these calls, or what was reserved earlier: clients' clocks are not
+        trusted. `queued_time`: when the engine took it, if that was not now.
+        """
         requests = []
         if arrival is None:
             arrival = self.reserve_arrivals(message.sampling_params.n)
         for place, child in enumerate(split(message), start=arrival):
             key = (child.priority if self.uses_priority else 0, place)
-            request = Request(child, max_model_len=self.max_model_len, client_index=client_index, key=key, queued_time=queued_time)
+            request = Request(
+                child,
+                max_model_len=self.max_model_len,
+                client_index=client_index,
+                key=key,
+                queued_time=queued_time,
+            )
             self.requests[request.request_id] = request
             if self.is_held_back(arrival):
                 self.held[request.request_id] = request
@@ -128,12 +170,16 @@ class Scheduler:
         return request_id in self.requests or request_id in self._families
 
     def reserve_arrivals(self, count: int) -> int:
-        """The next place in the order of arrival, and `count` - 1 behind it, for a request that is added later."""
+        """The next place in the order of arrival, and `count` - 1 behind it, for a request that is
+        added later.
+        """
         self._num_arrivals += count
         return self._num_arrivals - count
 
     def hold_arrivals(self) -> None:
-        """Requests that come from now on are kept apart: they are not scheduled until release_arrivals."""
+        """Requests that come from now on are kept apart: they are not scheduled until
+        release_arrivals.
+        """
         if not self._is_holding:
             self._is_holding, self._first_held_arrival = True, self._num_arrivals
 
@@ -148,24 +194,29 @@ class Scheduler:
         self.held.clear()
 
     def abort_requests(self, request_ids: Iterable[str], client_index: int) -> list[Request]:
-        """Ends this client's requests among `request_ids`, a parent's id standing for all its children; returns those that were alive.
-        Called between steps."""
+        """Ends this client's requests among `request_ids`, a parent's id standing for all its
+        children; returns those that were alive. Called between steps.
+        """
         aborted = []
         for request_id in request_ids:
-            request = self.requests.get(request_id)
-            for request in [request] if request is not None else [*self._families.get(request_id, ())]:
+            known = self.requests.get(request_id)
+            for request in [known] if known else list(self._families.get(request_id, ())):
                 if request.client_index == client_index:
                     self._finish(request, FinishReason.ABORT)
                     aborted.append(request)
         return aborted
 
     def preempt_all(self) -> None:
-        """By recompute: nobody holds a block or a slot afterwards, and everybody goes on from the queue. Called between steps."""
+        """By recompute: nobody holds a block or a slot afterwards, and everybody goes on from the
+        queue. Called between steps.
+        """
         while self.running:
             self._preempt(self.running.pop(), may_swap=False)
         for request in self.waiting:
             if request.num_swapped_tokens:
-                request.num_computed_before_preemption = max(request.num_swapped_tokens, request.num_computed_before_preemption)
+                request.num_computed_before_preemption = max(
+                    request.num_swapped_tokens, request.num_computed_before_preemption
+                )
                 request.status = RequestStatus.PREEMPTED
                 self._leave_host(request)
 
@@ -193,7 +244,9 @@ class Scheduler:
     def _leave_host(self, request: Request) -> None:
         """What it holds of host memory is free, and nothing is copied there any more."""
         freed = self.kv_cache_manager.free_host_blocks(request)
-        self._blocks_to_swap_out = [pair for pair in self._blocks_to_swap_out if pair[1] not in freed]
+        self._blocks_to_swap_out = [
+            pair for pair in self._blocks_to_swap_out if pair[1] not in freed
+        ]
         request.num_swapped_tokens = 0
 
     def _leave_family(self, request: Request) -> None:
@@ -210,11 +263,27 @@ class Scheduler:
     # ------------------------------------------------------------ before the model runs
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step, or None when nobody has anything to compute. Counts what it schedules as computed: the step may overlap others."""
-        output = SchedulerOutput(self.num_steps, [], [], [], [], [], self._freed_slots, [], self._blocks_to_swap_out, [], [])
+        """The next step, or None when nobody has anything to compute.
+
+        Counts what it schedules as computed: the step may overlap others.
+        """
+        output = SchedulerOutput(
+            self.num_steps,
+            [],
+            [],
+            [],
+            [],
+            [],
+            self._freed_slots,
+            [],
+            self._blocks_to_swap_out,
+            [],
+            [],
+        )
         step = ScheduledStep(output)
         budget, preempted = self._schedule_running(step)
-        if not preempted:  # a victim must not come straight back and take the room it was made to leave
+        # a victim must not come straight back and take the room it was made to leave
+        if not preempted:
             self._schedule_waiting(step, budget)
         if not step.requests:
             return None
@@ -223,7 +292,10 @@ class Scheduler:
         return step
 
     def _schedule_running(self, step: ScheduledStep) -> tuple[int, bool]:
-        """Gives every running request its tokens, in order, preempting others for blocks. Returns (budget left, any preempted)."""
+        """Gives every running request its tokens, in order, preempting others for blocks.
+
+        Returns (budget left, any preempted).
+        """
         budget, preempted = self.max_num_batched_tokens, False
         if self._burst_weights_bytes:
             self.num_lookahead_slots = self._burst_length() - 1
@@ -238,13 +310,17 @@ class Scheduler:
             num_tokens = len(request.token_ids) + num_pending - request.num_computed_tokens
             if num_tokens > 1:
                 num_tokens = min(num_tokens, self.max_chunk_tokens, budget)
-            num_lookahead = self._num_lookahead(request, num_tokens) if self.num_lookahead_slots else 0
+            num_lookahead = (
+                self._num_lookahead(request, num_tokens) if self.num_lookahead_slots else 0
+            )
             block_ids = allocate_slots(request, num_tokens + num_lookahead)
-            if block_ids is None and num_lookahead:  # nobody is preempted for what can be done one step later
+            # nobody is preempted for what can be done one step later
+            if block_ids is None and num_lookahead:
                 num_lookahead = 0
                 block_ids = allocate_slots(request, num_tokens)
             if block_ids is None:
-                self._preempt(running.pop(self.preemption.choose_victim(running, index)))  # perhaps `request`; if not, it tries again
+                # perhaps `request`; if not, it tries again
+                self._preempt(running.pop(self.preemption.choose_victim(running, index)))
                 preempted = True
                 continue
             self._add_row(step, request, num_tokens, num_lookahead, block_ids)
@@ -253,27 +329,41 @@ class Scheduler:
         return budget, preempted
 
     def _burst_length(self) -> int:
-        """Tokens of each request that the next step may decode: more than one where nobody waits, nobody has a prompt to compute, all can
-        have as many, and it takes little time. Where a grammar leaves no choice tokens come without the model, and behind them nothing does."""
-        length = min(MAX_BURST, MAX_BURST_BYTES // (self._burst_weights_bytes * max(1, len(self.running))))
+        """Tokens of each request that the next step may decode: more than one where nobody waits,
+        nobody has a prompt to compute, all can have as many, and it takes little time. Where a
+        grammar leaves no choice tokens come without the model, and behind them nothing does.
+        """
+        length = min(
+            MAX_BURST, MAX_BURST_BYTES // (self._burst_weights_bytes * max(1, len(self.running)))
+        )
         if self.waiting or length < 2:
             return 1
         for request in self.running:
-            decodes = request.num_prompt_tokens < request.num_tokens == request.num_computed_tokens + 1
+            decodes = (
+                request.num_prompt_tokens < request.num_tokens == request.num_computed_tokens + 1
+            )
             if not decodes or request.sampling_params.structured_outputs is not None:
                 return 1
             length = min(length, request.num_tokens_left)
         return length
 
     def _num_lookahead(self, request: Request, num_tokens: int) -> int:
-        """Tokens to decode behind the row's first sample, if these `num_tokens` are all there are to compute."""
-        if request.num_computed_tokens + num_tokens < request.num_tokens + request.num_pending_tokens:
+        """Tokens to decode behind the row's first sample, if these `num_tokens` are all there are
+        to compute.
+        """
+        if (
+            request.num_computed_tokens + num_tokens
+            < request.num_tokens + request.num_pending_tokens
+        ):
             return 0
         return min(self.num_lookahead_slots, request.num_tokens_left - 1)
 
     def _schedule_waiting(self, step: ScheduledStep, budget: int) -> None:
-        """Admits from the head of the queue while there are budget, slots and blocks. Nobody overtakes a head that does not fit; a request
-        that waits for the prompt its sibling computes stands aside."""
+        """Admits from the head of the queue while there are budget, slots and blocks.
+
+        Nobody overtakes a head that does not fit; a request
+        that waits for the prompt its sibling computes stands aside.
+        """
         index = 0
         while index < len(self.waiting) and budget > 0 and self._free_slots:
             request = self.waiting[index]
@@ -289,7 +379,9 @@ class Scheduler:
             if not has_room(self.kv_cache_manager, self.running, request, start):
                 break
             num_in_blocks = len(start.blocks) * self.kv_cache_manager.block_size
-            block_ids = self.kv_cache_manager.allocate_slots(request, start.num_tokens - num_in_blocks + num_tokens, start.blocks)
+            block_ids = self.kv_cache_manager.allocate_slots(
+                request, start.num_tokens - num_in_blocks + num_tokens, start.blocks
+            )
             if block_ids is None:
                 break
             del self.waiting[index]
@@ -297,7 +389,9 @@ class Scheduler:
             self._add_row(step, request, num_tokens, 0, block_ids)
             budget -= num_tokens
 
-    def _admit(self, step: ScheduledStep, request: Request, start: Start, block_ids: list[int]) -> None:
+    def _admit(
+        self, step: ScheduledStep, request: Request, start: Start, block_ids: list[int]
+    ) -> None:
         num_blocks = len(start.blocks)
         if start.source is not None:
             step.output.blocks_to_copy.append((start.source.block_id, block_ids[num_blocks]))
@@ -313,9 +407,14 @@ class Scheduler:
         insort(self.running, request, key=_by_key)
         if request.scheduled_time == 0.0:
             request.scheduled_time = time.monotonic()
-        if request.num_cached_tokens is None:  # hits after a preemption are its own old blocks: they say nothing about the cache
+        # hits after a preemption are its own old blocks: they say nothing about the cache
+        if request.num_cached_tokens is None:
             request.num_cached_tokens = min(start.num_tokens, request.num_prompt_tokens)
-            if self.kv_cache_manager.enable_caching and request.reads_prefix_cache and not start.is_fork:
+            if (
+                self.kv_cache_manager.enable_caching
+                and request.reads_prefix_cache
+                and not start.is_fork
+            ):
                 self.kv_cache_manager.record_prefix_query(request.num_tokens, start.num_tokens)
         step.output.new_requests.append(
             NewRequestData(
@@ -328,7 +427,14 @@ class Scheduler:
             )
         )
 
-    def _add_row(self, step: ScheduledStep, request: Request, num_tokens: int, num_lookahead: int, block_ids: list[int]) -> None:
+    def _add_row(
+        self,
+        step: ScheduledStep,
+        request: Request,
+        num_tokens: int,
+        num_lookahead: int,
+        block_ids: list[int],
+    ) -> None:
         computed, output = request.num_computed_tokens, step.output
         step.requests.append(request)
         output.slots.append(request.slot)
@@ -338,31 +444,50 @@ class Scheduler:
         if self.num_lookahead_slots:
             output.num_lookahead_tokens.append(num_lookahead)
         end = computed + num_tokens
-        num_expected = 1 + num_lookahead if end == len(request.token_ids) + request.num_pending_tokens else 0
+        num_expected = (
+            1 + num_lookahead if end == len(request.token_ids) + request.num_pending_tokens else 0
+        )
         request.num_pending_tokens += num_expected
         request.num_computed_tokens = end = end + num_lookahead
         step.num_expected.append(num_expected)
         step.num_computed.append(end)
-        if computed < request.num_prompt_tokens or computed < request.num_computed_before_preemption:
+        if (
+            computed < request.num_prompt_tokens
+            or computed < request.num_computed_before_preemption
+        ):
             step.prefills.append((request, num_tokens))
-            self.counters.num_prompt_tokens += min(num_tokens, max(0, request.num_prompt_tokens - computed))
-            num_recomputed_tokens = min(num_tokens, max(0, request.num_computed_before_preemption - computed))
+            self.counters.num_prompt_tokens += min(
+                num_tokens, max(0, request.num_prompt_tokens - computed)
+            )
+            num_recomputed_tokens = min(
+                num_tokens, max(0, request.num_computed_before_preemption - computed)
+            )
             request.num_recomputed_tokens += num_recomputed_tokens
             self.counters.num_recomputed_tokens += num_recomputed_tokens
 
     def _preempt(self, victim: Request, may_swap: bool = True) -> None:
-        """The victim, already out of `running`, loses slot and blocks and waits in its place: to compute prompt and output anew, or with
-        what it has computed in host memory."""
+        """The victim, already out of `running`, loses slot and blocks and waits in its place: to
+        compute prompt and output anew, or with what it has computed in host memory.
+        """
         self._release_slot(victim)
-        pairs = self.kv_cache_manager.swap_out(victim) if may_swap and self.preemption.prefers_swap(victim) else None
+        pairs = (
+            self.kv_cache_manager.swap_out(victim)
+            if may_swap and self.preemption.prefers_swap(victim)
+            else None
+        )
         if pairs is not None:
             self._blocks_to_swap_out.extend(pairs)
             self.counters.num_blocks_swapped_out += len(pairs)
-            victim.status, victim.num_swapped_tokens = RequestStatus.SWAPPED, victim.num_computed_tokens
+            victim.status, victim.num_swapped_tokens = (
+                RequestStatus.SWAPPED,
+                victim.num_computed_tokens,
+            )
         else:
             self.kv_cache_manager.free(victim)
             victim.status = RequestStatus.PREEMPTED
-            victim.num_computed_before_preemption = max(victim.num_computed_tokens, victim.num_computed_before_preemption)
+            victim.num_computed_before_preemption = max(
+                victim.num_computed_tokens, victim.num_computed_before_preemption
+            )
         victim.num_computed_tokens = victim.num_executed_tokens = 0
         victim.note_preemption(time.monotonic())
         insort(self.waiting, victim, key=_by_key)
@@ -370,14 +495,23 @@ class Scheduler:
 
     # ------------------------------------------------------------ after the model ran
 
-    def update_from_output(self, step: ScheduledStep, result: ModelRunnerOutput, rows: OutputRows) -> None:
-        """Takes the sampled tokens, ends the requests that end with them, and writes the clients' rows."""
+    def update_from_output(
+        self, step: ScheduledStep, result: ModelRunnerOutput, rows: OutputRows
+    ) -> None:
+        """Takes the sampled tokens, ends the requests that end with them, and writes the clients'
+        rows.
+        """
         rows.stamp()
         for request, num_tokens in step.prefills:
             request.note_prefill(step.output.step, step.execute_time, rows.now, num_tokens)
         scheduled, logprobs = step.output, {entry.slot: entry for entry in result.logprobs}
         prompt_logprobs = {entry.slot: entry for entry in result.prompt_logprobs}
-        cursor, errors, running, block_size = 0, result.errors, RequestStatus.RUNNING, self.kv_cache_manager.block_size
+        cursor, errors, running, block_size = (
+            0,
+            result.errors,
+            RequestStatus.RUNNING,
+            self.kv_cache_manager.block_size,
+        )
         for request, slot, num_sampled, num_expected, num_computed in zip(
             step.requests, scheduled.slots, result.num_sampled, step.num_expected, step.num_computed
         ):
@@ -391,14 +525,21 @@ class Scheduler:
                 client_rows = rows.of(request.client_index)
                 client_rows.add(request.request_id, request.num_output_tokens, [])
                 client_rows.add_prompt_logprobs(prompt_logprobs[slot])
-            reason = self._append_tokens(request, token_ids, rows, logprobs.get(slot)) if num_sampled else None
-            if slot in errors:  # behind the tokens that it did sample; if one of them ended the request, what failed was computed in vain
+            reason = (
+                self._append_tokens(request, token_ids, rows, logprobs.get(slot))
+                if num_sampled
+                else None
+            )
+            # behind the tokens that it did sample; if one of them ended the request, what failed
+            # was computed in vain
+            if slot in errors:
                 if reason is None:
                     self._fail(request, errors[slot], rows)
                     continue
             elif is_running:  # else it was preempted while the step ran
                 if num_computed > (num_known := len(request.token_ids)):
-                    num_computed = num_known  # what was decoded behind a stop was computed in vain, too
+                    # what was decoded behind a stop was computed in vain, too
+                    num_computed = num_known
                 if num_computed // block_size > request.num_executed_tokens // block_size:
                     self.kv_cache_manager.cache_blocks(request, num_computed)
                 request.num_executed_tokens = num_computed
@@ -406,9 +547,16 @@ class Scheduler:
                 self._finish(request, reason)
 
     def _append_tokens(
-        self, request: Request, token_ids: list[int], rows: OutputRows, logprobs: SlotLogprobs | None
+        self,
+        request: Request,
+        token_ids: list[int],
+        rows: OutputRows,
+        logprobs: SlotLogprobs | None,
     ) -> FinishReason | None:
-        """Adds what the row sampled, up to where the request ends; returns why it does, or None. Its owner's row is written."""
+        """Adds what the row sampled, up to where the request ends; returns why it does, or None.
+
+        Its owner's row is written.
+        """
         first_index = len(request.token_ids) - request.num_prompt_tokens
         reason = None
         for count, token_id in enumerate(token_ids, start=1):
@@ -461,8 +609,16 @@ class Scheduler:
         return {
             "step": self.num_steps,
             "running": [request.request_id for request in self.running],
-            "waiting": [request.request_id for request in self.waiting if request.status is not RequestStatus.SWAPPED],
-            "swapped": [request.request_id for request in self.waiting if request.status is RequestStatus.SWAPPED],
+            "waiting": [
+                request.request_id
+                for request in self.waiting
+                if request.status is not RequestStatus.SWAPPED
+            ],
+            "swapped": [
+                request.request_id
+                for request in self.waiting
+                if request.status is RequestStatus.SWAPPED
+            ],
             "held": list(self.held),
             "num_free_slots": len(self._free_slots),
             "num_free_blocks": self.kv_cache_manager.num_free_blocks,
@@ -471,25 +627,41 @@ class Scheduler:
         }
 
     def check_integrity(self) -> None:
-        """Every request is in exactly one list, in order; slots and blocks are held by running requests alone. Raises AssertionError."""
+        """Every request is in exactly one list, in order; slots and blocks are held by running
+        requests alone. Raises AssertionError.
+        """
         swapped = [request for request in self.waiting if request.status is RequestStatus.SWAPPED]
         self.kv_cache_manager.check_integrity(self.running, swapped)
         slots = sorted(self._free_slots + [request.slot for request in self.running])
         expected = {
-            "requests are exactly those listed": sorted(self.requests) == sorted([*self.held, *(r.request_id for r in self.running + self.waiting)]),
+            "requests are exactly those listed": sorted(self.requests)
+            == sorted([*self.held, *(r.request_id for r in self.running + self.waiting)]),
             "running is sorted": self.running == sorted(self.running, key=_by_key),
             "waiting is sorted": self.waiting == sorted(self.waiting, key=_by_key),
             "each slot is free or held once": slots == list(range(self.max_num_seqs)),
-            "running requests run": all(request.status is RequestStatus.RUNNING for request in self.running),
+            "running requests run": all(
+                request.status is RequestStatus.RUNNING for request in self.running
+            ),
             "waiting requests hold nothing": all(
-                request.slot is None and request.num_computed_tokens == 0 and not request.is_finished
+                request.slot is None
+                and request.num_computed_tokens == 0
+                and not request.is_finished
                 for request in (*self.waiting, *self.held.values())
             ),
-            "nobody computed more than there is": all(0 < r.num_computed_tokens <= r.num_tokens + r.num_pending_tokens for r in self.running),
-            "swapped requests left something to swap": all((r in swapped) == (r.num_swapped_tokens > 0) for r in self.requests.values()),
-            "families are of unfinished requests": sorted(r.request_id for f in self._families.values() for r in f)
+            "nobody computed more than there is": all(
+                0 < r.num_computed_tokens <= r.num_tokens + r.num_pending_tokens
+                for r in self.running
+            ),
+            "swapped requests left something to swap": all(
+                (r in swapped) == (r.num_swapped_tokens > 0) for r in self.requests.values()
+            ),
+            "families are of unfinished requests": sorted(
+                r.request_id for f in self._families.values() for r in f
+            )
             == sorted(r.request_id for r in self.requests.values() if r.siblings),
         }
         broken = [claim for claim, holds in expected.items() if not holds]
         if broken:
-            raise AssertionError(f"the scheduler does not hold that {'; '.join(broken)}: {self.state()}")
+            raise AssertionError(
+                f"the scheduler does not hold that {'; '.join(broken)}: {self.state()}"
+            )

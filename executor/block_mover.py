@@ -1,6 +1,8 @@
-"""Moves blocks of the KV cache, in every layer: to host memory and back, and from one place in the cache to another.
-May know: the attention layers' caches, host memory, the table of operations.
-Must not know: whose blocks they are, or why they move."""
+"""Moves blocks of the KV cache, in every layer: to host memory and back, and from one place in the
+cache to another.
+
+Must not know: whose blocks they are, or why they move.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,22 @@ MEASURED_BLOCKS = 8
 
 
 class BlockMover:
-    """Owns the host blocks. `host_caches`: for each layer keys and values, each [num_host_blocks, block_size, num_kv_heads, head_dim]; empty
-    where nothing is swapped. The layers are handed in anew: their caches come and go."""
+    """Owns the host blocks.
+
+    `host_caches`: for each layer keys and values, each [num_host_blocks, block_size, num_kv_heads,
+    head_dim]; empty where nothing is swapped. The layers are handed in anew: their caches come and
+    go.
+    """
 
     def __init__(self, host_caches: Sequence[tuple[torch.Tensor, torch.Tensor]], ops: Any):
-        self._host_caches = [cache for layer in host_caches for cache in layer]  # in the order of _caches
+        # in the order of _caches
+        self._host_caches = [cache for layer in host_caches for cache in layer]
         self._copy_blocks = ops.copy_blocks
 
     def move(self, layers: Sequence[Any], step: SchedulerOutput) -> None:
-        """Out first, since what comes in may take their places; copies last, since they may be of what came in."""
+        """Out first, since what comes in may take their places; copies last, since they may be of
+        what came in.
+        """
         if step.blocks_to_swap_out:
             self.swap_out(layers, step.blocks_to_swap_out)
         if step.blocks_to_swap_in:
@@ -45,7 +54,10 @@ class BlockMover:
         self._copy_blocks(self._host_caches, _caches(layers), torch.tensor(pairs))
 
     def measure(self, layers: Sequence[Any]) -> tuple[float, float]:
-        """Seconds that a swap out and in takes whatever its size, and for each block. To be called while the cache holds nothing."""
+        """Seconds that a swap out and in takes whatever its size, and for each block.
+
+        To be called while the cache holds nothing.
+        """
         most = min(MEASURED_BLOCKS, len(self._host_caches[0]), len(layers[0].key_cache) - 1)
         one_s, all_s = (self._time(layers, count) for count in (1, most))
         per_block_s = max(0.0, all_s - one_s) / max(1, most - 1)
@@ -64,9 +76,14 @@ def _caches(layers: Sequence[Any]) -> list[torch.Tensor]:
     return [cache for layer in layers for cache in (layer.key_cache, layer.value_cache)]
 
 
-def shortest_time(function: Callable[[], Any], repeats: int = 3, budget_s: float = math.inf) -> float:
-    """Seconds of the fastest of some runs: what the machine needs when nothing disturbs it. The first one, which sets things up, is not timed,
-    unless `budget_s` is over with it: then it is the answer, since setting up is little of so long a run."""
+def shortest_time(
+    function: Callable[[], Any], repeats: int = 3, budget_s: float = math.inf
+) -> float:
+    """Seconds of the fastest of some runs: what the machine needs when nothing disturbs it.
+
+    The first one, which sets things up, is not timed, unless `budget_s` is over with it: then it is
+    the answer, since setting up is little of so long a run.
+    """
     begin, seconds = time.perf_counter(), []
     for run in range(1 + repeats):
         start = time.perf_counter()

@@ -1,6 +1,8 @@
-"""The stack that most decoder-only models share: embedding, pre-norm layers of attention and MLP, a final norm, a head.
-May know: shared blocks, names of weights under transformers' convention.
-Must not know: which architecture is built of it (models/), files, requests."""
+"""The stack that most decoder-only models share: embedding, pre-norm layers of attention and MLP, a
+final norm, a head.
+
+Must not know: which architecture is built of it (models/), files, requests.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,17 @@ from .layers import Attention, GatedMLP, LayerFactory, Weights
 
 
 class DecoderLayer:
-    def __init__(self, make: LayerFactory, config: DecoderConfig, self_attn: Attention, mlp: GatedMLP):
+    def __init__(
+        self, make: LayerFactory, config: DecoderConfig, self_attn: Attention, mlp: GatedMLP
+    ):
         self.self_attn = self_attn
         self.mlp = mlp
-        self.input_layernorm = make.rms_norm("input_layernorm", config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = make.rms_norm("post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = make.rms_norm(
+            "input_layernorm", config.hidden_size, config.rms_norm_eps
+        )
+        self.post_attention_layernorm = make.rms_norm(
+            "post_attention_layernorm", config.hidden_size, config.rms_norm_eps
+        )
 
     def weights(self, prefix: str) -> Weights:
         yield from self.self_attn.weights(f"{prefix}self_attn.")
@@ -28,8 +36,11 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A causal language model. `make_attention`, a function of the layer's index, and `make_mlp` build one layer's blocks: all in which
-    the architectures differ."""
+    """A causal language model.
+
+    `make_attention`, a function of the layer's index, and `make_mlp` build one layer's blocks: all
+    in which the architectures differ.
+    """
 
     def __init__(
         self,
@@ -40,14 +51,19 @@ class Decoder:
     ):
         self.config = config
         self.embed_tokens = make.embedding("embed_tokens", config.vocab_size, config.hidden_size)
-        self.layers = [DecoderLayer(make, config, make_attention(i), make_mlp()) for i in range(config.num_hidden_layers)]
+        self.layers = [
+            DecoderLayer(make, config, make_attention(i), make_mlp())
+            for i in range(config.num_hidden_layers)
+        ]
         self.norm = make.rms_norm("norm", config.hidden_size, config.rms_norm_eps)
         if config.tie_word_embeddings:
             self.lm_head = make.tied_head("lm_head", self.embed_tokens)
         else:
             self.lm_head = make.head("lm_head", config.hidden_size, config.vocab_size)
 
-    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
         """token_ids [T] i32 or i64, positions [T] i64 -> hidden states [T, hidden_size], normed"""
         residual = self.embed_tokens(token_ids)
         x = self.layers[0].input_layernorm(residual)
@@ -59,8 +75,17 @@ class Decoder:
         return x
 
     @staticmethod
-    def _after_norm(layer: DecoderLayer, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata):
-        """The rest of a layer once its input is normed. `residual` grows in place; what comes back is yet to be added to it."""
+    def _after_norm(
+        layer: DecoderLayer,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ):
+        """The rest of a layer once its input is normed.
+
+        `residual` grows in place; what comes back is yet to be added to it.
+        """
         x = layer.self_attn(x, positions, metadata)
         layer.post_attention_layernorm.add(x, residual)
         return layer.mlp(x)
@@ -70,7 +95,9 @@ class Decoder:
         return self.lm_head.logits(hidden)
 
     def weights(self) -> Weights:
-        """The weight-name table: every name the checkpoint must have, once, and the tensor it fills."""
+        """The weight-name table: every name the checkpoint must have, once, and the tensor it
+        fills.
+        """
         yield from self.embed_tokens.weights("model.")
         for i, layer in enumerate(self.layers):
             yield from layer.weights(f"model.layers.{i}.")
@@ -79,8 +106,14 @@ class Decoder:
             yield from self.lm_head.weights("")
 
     def tied_weights(self) -> dict[str, str]:
-        """Names a checkpoint may have beside: copies of what is already in the table, and the names of what they must equal."""
-        return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_word_embeddings else {}
+        """Names a checkpoint may have beside: copies of what is already in the table, and the names
+        of what they must equal.
+        """
+        return (
+            {"lm_head.weight": "model.embed_tokens.weight"}
+            if self.config.tie_word_embeddings
+            else {}
+        )
 
     def attention_layers(self) -> list[Attention]:
         """In the order of the stack; each owns its key_cache and value_cache."""

@@ -1,6 +1,8 @@
-"""The one file with device matters: which device, which dtypes it takes, how many threads, where the cache lives.
-May know: torch, psutil, the operating system's view of this process (ipc/machine.py).
-Must not know: models, requests, who asks."""
+"""The one file with device matters: which device, which dtypes it takes, how many threads, where
+the cache lives.
+
+Must not know: models, requests, who asks.
+"""
 
 from __future__ import annotations
 
@@ -25,58 +27,98 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torc
 
 
 def select_device(name: str) -> torch.device:
-    """ "cpu" or "cuda" -> its torch.device. Raises InvalidParameterError for what this machine has not, or was left unresolved."""
+    """ "cpu" or "cuda" -> its torch.device.
+
+    Raises InvalidParameterError for what this machine has not, or was left unresolved.
+    """
     if name not in ("cpu", "cuda"):
-        raise InvalidParameterError("device", f"must be cpu or cuda once the configuration is resolved, got {name!r}")
+        raise InvalidParameterError(
+            "device", f"must be cpu or cuda once the configuration is resolved, got {name!r}"
+        )
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        lacking = f"PyTorch {torch.__version__} is built without CUDA" if torch.version.cuda is None else "PyTorch finds no NVIDIA GPU"
-        raise InvalidParameterError("device", f"cuda: {lacking} (quire doctor says what is here); use cpu")
+        lacking = (
+            f"PyTorch {torch.__version__} is built without CUDA"
+            if torch.version.cuda is None
+            else "PyTorch finds no NVIDIA GPU"
+        )
+        raise InvalidParameterError(
+            "device", f"cuda: {lacking} (quire doctor says what is here); use cpu"
+        )
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def select_dtype(name: str, device: torch.device) -> torch.dtype:
-    """ "bfloat16" or "float32" -> torch's dtype. Raises InvalidParameterError for a dtype that `device` has no arithmetic for."""
+    """ "bfloat16" or "float32" -> torch's dtype.
+
+    Raises InvalidParameterError for a dtype that `device` has no arithmetic for.
+    """
     if name not in _DTYPES:
-        raise InvalidParameterError("dtype", f"must be one of {', '.join(_DTYPES)} once the configuration is resolved, got {name!r}")
+        raise InvalidParameterError(
+            "dtype",
+            f"must be one of {', '.join(_DTYPES)} once the configuration is resolved, got {name!r}",
+        )
     if device.type == "cpu" and name == "float16":
-        raise InvalidParameterError("dtype", "float16 is not supported on a CPU; use bfloat16 or float32")
+        raise InvalidParameterError(
+            "dtype", "float16 is not supported on a CPU; use bfloat16 or float32"
+        )
     return _DTYPES[name]
 
 
 def select_kv_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """ "auto", "fp8" or "int8" -> torch's dtype. Raises InvalidParameterError for a GPU that has no instructions for fp8, or no kernels for int8."""
+    """ "auto", "fp8" or "int8" -> torch's dtype.
+
+    Raises InvalidParameterError for a GPU that has no instructions for fp8, or no kernels for int8.
+    """
     if name == "auto":
         return dtype
     if name == "int8":
         if device.type == "cuda":
-            raise InvalidParameterError("kv_cache_dtype", "int8 is served by the native kernels for CPUs; on a GPU use fp8 or auto")
+            raise InvalidParameterError(
+                "kv_cache_dtype",
+                "int8 is served by the native kernels for CPUs; on a GPU use fp8 or auto",
+            )
         return torch.int8
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
         has = ".".join(map(str, capability))
-        raise InvalidParameterError("kv_cache_dtype", f"fp8 needs a GPU of compute capability 8.9 or newer (Ada, Hopper), this one has {has}; use auto")
+        raise InvalidParameterError(
+            "kv_cache_dtype",
+            f"fp8 needs a GPU of compute capability 8.9 or newer (Ada, Hopper), this one has "
+            f"{has}; use auto",
+        )
     return torch.float8_e4m3fn
 
 
 def select_cpu_isa(name: str) -> str:
-    """Chooses the instruction set of the native kernels and returns its name; "none" where torch's kernels serve in their place.
+    """Chooses the instruction set of the native kernels and returns its name; "none" where torch's
+    kernels serve in their place.
 
-    One for the whole process: engines that run in it already go on with this one. Raises InvalidParameterError for one that cannot be had.
+    One for the whole process: engines that run in it already go on with this one. Raises
+    InvalidParameterError for one that cannot be had.
     """
-    if name == "none" or library is None and name == "auto":
+    if name == "none" or (library is None and name == "auto"):
         return "none"
     if library is None:
-        raise InvalidParameterError("cpu_isa", f"{name} needs the native kernels, which are not to be had here; use auto or none")
+        raise InvalidParameterError(
+            "cpu_isa",
+            f"{name} needs the native kernels, which are not to be had here; use auto or none",
+        )
     if name not in ("auto", *library.isas):
-        raise InvalidParameterError("cpu_isa", f"this processor has no {name}; it has {', '.join(library.isas)}")
+        raise InvalidParameterError(
+            "cpu_isa", f"this processor has no {name}; it has {', '.join(library.isas)}"
+        )
     library.use_isa(library.isas[0] if name == "auto" else name)
     return library.isa
 
 
 def set_num_threads(num_threads: int | None) -> int:
-    """Sets how many threads one operation may use and returns the number. None: OMP_NUM_THREADS, or every core of this process."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list gives nested regions theirs; there are none here
+    """Sets how many threads one operation may use and returns the number.
+
+    None: OMP_NUM_THREADS, or every core of this process.
+    """
+    # a list gives nested regions theirs; there are none here
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     count = num_threads or (int(wanted) if wanted.isdigit() and int(wanted) else available_cores())
     torch.set_num_threads(count)
     if library is not None:
@@ -85,14 +127,19 @@ def set_num_threads(num_threads: int | None) -> int:
 
 
 def wake_threads() -> None:
-    """A hint that a step comes: threads of native kernels that fell asleep wake up while it is prepared."""
+    """A hint that a step comes: threads of native kernels that fell asleep wake up while it is
+    prepared.
+    """
     if library is not None:
         library.wake()
 
 
 def release_memory() -> None:
-    """Gives the operating system back what was freed: cyclic garbage, and the pages that malloc keeps for later."""
-    is_frozen = gc.get_freeze_count() > 0  # core/engine_proc.py and a server freeze what start-up has made, the model too
+    """Gives the operating system back what was freed: cyclic garbage, and the pages that malloc
+    keeps for later.
+    """
+    # core/engine_proc.py and a server freeze what start-up has made, the model too
+    is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
     if is_frozen:
@@ -108,8 +155,10 @@ def copy_mapped(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def release_mapped(tensor: torch.Tensor) -> None:
-    """Gives back the whole pages of a contiguous tensor that lies in a private mapping of a file and was only read. Looked at again, they
-    would be read again; what was written to other memory would be lost."""
+    """Gives back the whole pages of a contiguous tensor that lies in a private mapping of a file
+    and was only read. Looked at again, they would be read again; what was written to other memory
+    would be lost.
+    """
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if end > start:
@@ -127,13 +176,19 @@ def free_bytes(device: torch.device) -> int:
 
 
 def free_share_bytes(device: torch.device, share: float) -> int:
-    """What is free of `share` of a GPU's memory: what others have in use counts as well. Can be negative."""
+    """What is free of `share` of a GPU's memory: what others have in use counts as well.
+
+    Can be negative.
+    """
     torch.cuda.empty_cache()
     return free_of_share(*torch.cuda.mem_get_info(device), share)
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done all that it was told to. For who takes times: nothing else should wait."""
+    """Waits until the device has done all that it was told to.
+
+    For who takes times: nothing else should wait.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -149,12 +204,22 @@ def peak_bytes(device: torch.device, function: Callable[[], object]) -> int:
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A large zeroed tensor in host memory, pinned where `device` copies from and to it by itself."""
-    return zeros(shape, dtype, torch.device("cpu")) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, pin_memory=True)
+    """A large zeroed tensor in host memory, pinned where `device` copies from and to it by
+    itself.
+    """
+    return (
+        zeros(shape, dtype, torch.device("cpu"))
+        if device.type == "cpu"
+        else torch.zeros(shape, dtype=dtype, pin_memory=True)
+    )
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A large zeroed tensor. On a CPU its pages are the kernel's zero pages: memory is taken, and time spent, only where it is written."""
+    """A large zeroed tensor.
+
+    On a CPU its pages are the kernel's zero pages: memory is taken, and time spent, only where it
+    is written.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -165,8 +230,9 @@ ALIGNMENT = 16  # bytes: what a kernel loads at once
 
 
 def packed(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
-    """The arrays [N], i32 or i64, on `device`, brought there by one copy that nobody waits for: PyTorch keeps pinned memory until a copy from it
-    is over."""
+    """The arrays [N], i32 or i64, on `device`, brought there by one copy that nobody waits for:
+    PyTorch keeps pinned memory until a copy from it is over.
+    """
     starts, num_bytes = [], 0
     for array in arrays.values():
         starts.append(num_bytes)
@@ -176,12 +242,19 @@ def packed(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, 
     for start, array in zip(starts, arrays.values()):
         memory[start : start + array.nbytes].view(array.dtype)[:] = array
     there = host.to(device, non_blocking=True)
-    whole = {np.dtype(np.int32): there.view(torch.int32), np.dtype(np.int64): there.view(torch.int64)}
+    whole = {
+        np.dtype(np.int32): there.view(torch.int32),
+        np.dtype(np.int64): there.view(torch.int64),
+    }
     firsts = [start // array.itemsize for start, array in zip(starts, arrays.values())]
-    return {name: whole[array.dtype][first : first + len(array)] for first, (name, array) in zip(firsts, arrays.items())}
+    return {
+        name: whole[array.dtype][first : first + len(array)]
+        for first, (name, array) in zip(firsts, arrays.items())
+    }
 
 
-# Begins to bring a tensor to host memory, which nobody writes to again -> a function that waits until it is there and gives it
+# Begins to bring a tensor to host memory, which nobody writes to again -> a function that waits
+# until it is there and gives it
 CopyToHost = Callable[[torch.Tensor], Callable[[], np.ndarray]]
 
 
@@ -191,7 +264,8 @@ def there_already(values: torch.Tensor) -> Callable[[], np.ndarray]:
 
 
 class SecondStream:
-    """The CopyToHost of a GPU: a stream of its own copies to pinned memory, while the first one goes on with the next step.
+    """The CopyToHost of a GPU: a stream of its own copies to pinned memory, while the first one
+    goes on with the next step.
 
     first stream    [ step N: …, tokens ][ step N + 1: … ]
     second stream            waits for ──▶[ tokens to the host ] event ──▶ whoever asks for them
@@ -206,7 +280,8 @@ class SecondStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host.copy_(values, non_blocking=True)
-        values.record_stream(self._stream)  # its memory is not given to the next step before the copy is over
+        # its memory is not given to the next step before the copy is over
+        values.record_stream(self._stream)
         is_there = self._stream.record_event()
 
         def wait() -> np.ndarray:

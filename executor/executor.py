@@ -1,6 +1,7 @@
 """The executor: all ranks of a model as one. Today there is one rank, in this process.
-May know: its workers and what they can be asked.
-Must not know: the scheduler, requests, what a worker does inside."""
+
+Must not know: the scheduler, requests, what a worker does inside.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +21,21 @@ from .worker import Worker
 class Executor:
     """Runs a model that sits on one rank, in the engine's own process.
 
-    Life: load_model, determine_num_blocks, initialize_kv_cache, initialize_swap_space, then steps, then shutdown.
+    Life: load_model, determine_num_blocks, initialize_kv_cache, initialize_swap_space, then steps,
+    then shutdown.
     """
 
     def __init__(self, config: EngineConfig):
-        """`config` is resolved. Raises InvalidParameterError for what one rank on this device cannot do."""
+        """`config` is resolved.
+
+        Raises InvalidParameterError for what one rank on this device cannot do.
+        """
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             size = getattr(config.device_config, name)
             if size > 1:
-                raise InvalidParameterError(name, f"must be 1: more ranks than one are not supported yet, got {size}")
+                raise InvalidParameterError(
+                    name, f"must be 1: more ranks than one are not supported yet, got {size}"
+                )
         self.worker = Worker(config)
         self._thread: ThreadPoolExecutor | None = None  # made with the first overlapped step
 
@@ -37,7 +44,10 @@ class Executor:
         self.worker.load_model(report)
 
     def determine_num_blocks(self) -> int:
-        """KV-cache blocks that memory and configuration allow, the null block included. Raises InvalidParameterError when too few."""
+        """KV-cache blocks that memory and configuration allow, the null block included.
+
+        Raises InvalidParameterError when too few.
+        """
         return self.worker.determine_num_blocks()
 
     def initialize_kv_cache(self, num_blocks: int) -> int:
@@ -45,36 +55,54 @@ class Executor:
         return self.worker.initialize_kv_cache(num_blocks)
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
-        """Sets host memory aside for preempted requests. Returns how many KV-cache blocks it holds, and what bringing a request back costs."""
+        """Sets host memory aside for preempted requests.
+
+        Returns how many KV-cache blocks it holds, and what bringing a request back costs.
+        """
         return self.worker.initialize_swap_space()
 
     @property
     def burst_weights_bytes(self) -> int:
-        """Bytes of weights that a decoding step reads where the worker does several such steps in one call; 0 where it does not."""
+        """Bytes of weights that a decoding step reads where the worker does several such steps in
+        one call; 0 where it does not.
+        """
         return self.worker.burst_weights_bytes
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """One step. A failure of one request is a row in `errors`; an exception is the whole engine's."""
+        """One step.
+
+        A failure of one request is a row in `errors`; an exception is the whole engine's.
+        """
         return self.worker.execute_model(scheduler_output)
 
     def check_grammar(self, params: StructuredOutputsParams) -> Future[None]:
-        """Done when structured output can begin: the grammar is sound and compiled. Its exception is the InvalidParameterError of one that
-        is not. Never blocks; the answer takes at most some seconds, mostly milliseconds."""
+        """Done when structured output can begin: the grammar is sound and compiled.
+
+        Its exception is the InvalidParameterError of one that
+        is not. Never blocks; the answer takes at most some seconds, mostly milliseconds.
+        """
         return self.worker.grammars.check(params)
 
-    def submit_model(self, scheduler_output: SchedulerOutput) -> PendingStep | HostStep | Future[ModelRunnerOutput]:
-        """One step, begun: the caller schedules and submits the next one meanwhile, and then asks for the `result()`. Steps run in the order they
-        were given. On a GPU the step is launched here and now, which takes less than to hand it to a thread; on a CPU a thread computes it."""
+    def submit_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> PendingStep | HostStep | Future[ModelRunnerOutput]:
+        """One step, begun: the caller schedules and submits the next one meanwhile, and then asks
+        for the `result()`. Steps run in the order they were given. On a GPU the step is launched
+        here and now, which takes less than to hand it to a thread; on a CPU a thread computes it.
+        """
         if self.worker.launches:
             return self._launch(scheduler_output)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-executor")
         return self._thread.submit(self.worker.execute_model, scheduler_output)
 
-    def _launch(self, scheduler_output: SchedulerOutput) -> PendingStep | HostStep | Future[ModelRunnerOutput]:
+    def _launch(
+        self, scheduler_output: SchedulerOutput
+    ) -> PendingStep | HostStep | Future[ModelRunnerOutput]:
         try:
             return self.worker.launch_model(scheduler_output)
-        except Exception as error:  # of this step: the rows of the one before are to be delivered first
+        except Exception as error:
+            # of this step: the rows of the one before are to be delivered first
             failed: Future[ModelRunnerOutput] = Future()
             failed.set_exception(error)
             return failed
@@ -84,17 +112,26 @@ class Executor:
         self.worker.execute_dummy_batch()
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a worker's method, one of Worker.CALLABLE, on every rank; the results in rank order. Raises InvalidParameterError."""
+        """Calls a worker's method, one of Worker.CALLABLE, on every rank; the results in rank
+        order. Raises InvalidParameterError.
+        """
         if method not in Worker.CALLABLE:
-            raise InvalidParameterError("method", f"must be one of {', '.join(sorted(Worker.CALLABLE))}, got {method!r}")
+            raise InvalidParameterError(
+                "method", f"must be one of {', '.join(sorted(Worker.CALLABLE))}, got {method!r}"
+            )
         try:
             inspect.signature(getattr(Worker, method)).bind(self.worker, *args)
         except TypeError as error:
-            raise InvalidParameterError("args", f"{method} does not take {list(args)!r}: {error}") from None
+            raise InvalidParameterError(
+                "args", f"{method} does not take {list(args)!r}: {error}"
+            ) from None
         return [getattr(self.worker, method)(*args)]
 
     def check_health(self) -> None:
-        """Raises RuntimeError when a rank can no longer run steps. The one rank lives in this process: it is well until shut down."""
+        """Raises RuntimeError when a rank can no longer run steps.
+
+        The one rank lives in this process: it is well until shut down.
+        """
         self.worker.check_health()
 
     def shutdown(self) -> None:

@@ -1,5 +1,5 @@
 """Structured output: which tokens each request's grammar lets through, step by step.
-May know: slots, token ids, the compiler of grammars and its checks, bit masks; the tokenizer's file, through the compiler alone.
+
 Must not know: what a schema means, the model, who scheduled what.
 
     a request arrives    check: a process of grammar_check.py tries the grammar ──▶ compiled here, in a thread ──▶ cache
@@ -7,10 +7,12 @@ Must not know: what a schema means, the model, who scheduled what.
     each step            start: the matchers take the tokens since, and find the next masks, in a thread │ the model runs meanwhile
                          apply: waits for the masks, and puts -inf where they have no bit
 
-A matcher depends on its request's tokens alone, so what happens between two steps (a preemption, several tokens at once, a sample thrown
-away) needs no care here: `start` reads what the slot's tokens are now. A finished grammar lets through end-of-sequence tokens alone, and
-whatever else the request asks comes after: where min_tokens forbids those too, no token is left, and that is the request's own error.
-A matcher that exceeds llguidance's limits is its request's error as well."""
+A matcher depends on its request's tokens alone, so what happens between two steps (a preemption,
+several tokens at once, a sample thrown away) needs no care here: `start` reads what the slot's
+tokens are now. A finished grammar lets through end-of-sequence tokens alone, and whatever else the
+request asks comes after: where min_tokens forbids those too, no token is left, and that is the
+request's own error. A matcher that exceeds llguidance's limits is its request's error as well.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,10 @@ if TYPE_CHECKING:
     from .input_batch import InputBatch
 
 NUM_CHECKS = 2  # processes: one grammar that uses up its time does not stop the others
-MAX_COMPILED = 512  # grammars kept, the least recently used goes first; usually less than 0.1 MB each
-MAX_COMPILED_BYTES = 4 * 2**20  # of their texts together: compiled they are up to a hundred times as large
+# grammars kept, the least recently used goes first; usually less than 0.1 MB each
+MAX_COMPILED = 512
+# of their texts together: compiled they are up to a hundred times as large
+MAX_COMPILED_BYTES = 4 * 2**20
 MAX_VERDICTS = 4096  # of checks kept
 
 
@@ -50,34 +54,54 @@ class SlotGrammar:
     params: StructuredOutputsParams  # normalized
     eos_token_ids: list[int]
     num_consumed: int  # of the slot's tokens, prompt included
-    can_jump: bool  # what the grammar forces is what would be sampled: nothing else of the request's masks tokens or wants log-probabilities
+    # what the grammar forces is what would be sampled: nothing else of the request's masks tokens
+    # or wants log-probabilities
+    can_jump: bool
     matcher: LLMatcher | None = None  # None: not copied yet
-    is_ended: bool = False  # it has taken an end-of-sequence token; the request will not sample again
+    # it has taken an end-of-sequence token; the request will not sample again
+    is_ended: bool = False
     error: str | None = None
 
 
 class Grammars:
-    """The stage that masks logits (see logits_stages.py), and the way to it. Its threads and processes start with the first grammar."""
+    """The stage that masks logits (see logits_stages.py), and the way to it.
+
+    Its threads and processes start with the first grammar.
+    """
 
     def __init__(self, config: EngineConfig, ops: Any, vocab_size: int):
         model_config = config.model_config
         eos = model_config.hf_config.get("eos_token_id")
         eos_token_id = next(iter(eos), None) if isinstance(eos, list) else eos
-        directory = None if model_config.skip_tokenizer_init else model_config.tokenizer or model_config.model
-        self.settings = None if directory is None else CompilerSettings(directory, vocab_size, eos_token_id)
-        self.compiler = None if self.settings is None else GrammarCompiler(directory, vocab_size, eos_token_id)
+        directory = (
+            None
+            if model_config.skip_tokenizer_init
+            else model_config.tokenizer or model_config.model
+        )
+        self.settings = (
+            None if directory is None else CompilerSettings(directory, vocab_size, eos_token_id)
+        )
+        self.compiler = (
+            None if self.settings is None else GrammarCompiler(directory, vocab_size, eos_token_id)
+        )
         self.ops = ops
         scheduling = config.scheduler_config
         self.max_num_seqs = scheduling.max_num_seqs
-        # Steps that are handed over before the last one's tokens are known, or that go on by themselves, cannot jump.
+        # Steps that are handed over before the last one's tokens are known, or that go on by
+        # themselves, cannot jump.
         is_plain = not scheduling.async_scheduling and scheduling.num_scheduler_steps <= 1
-        self.jumps = scheduling.enable_jump_forward and is_plain and not model_config.logits_processors
+        self.jumps = (
+            scheduling.enable_jump_forward and is_plain and not model_config.logits_processors
+        )
         self._slots: dict[int, SlotGrammar] = {}
-        self._bitmask = np.zeros((0, 0), np.int32)  # by slot [max_num_seqs, num_mask_words], once there is a grammar
+        # by slot [max_num_seqs, num_mask_words], once there is a grammar
+        self._bitmask = np.zeros((0, 0), np.int32)
         self._masks: Future | None = None  # of the step that was started last
-        self._started: dict[int, int] = {}  # slot -> num_tokens for which its mask is found or being found
+        # slot -> num_tokens for which its mask is found or being found
+        self._started: dict[int, int] = {}
         self._verdicts: OrderedDict[bytes, Future] = OrderedDict()
-        self._compiled: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # with the size of its text
+        # with the size of its text
+        self._compiled: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()
         self._compiled_bytes = 0
         self._compiled_lock = threading.Lock()
         self._checks: SimpleQueue[GrammarCheck] = SimpleQueue()
@@ -89,7 +113,8 @@ class Grammars:
     # ------------------------------------------------------------ before a request is scheduled
 
     def check(self, params: StructuredOutputsParams) -> Future[None]:
-        """Done when the grammar is known to be sound and is compiled; its exception is the InvalidParameterError of one that is not.
+        """Done when the grammar is known to be sound and is compiled; its exception is the
+        InvalidParameterError of one that is not.
 
         Called by one thread. Equal grammars share one check; the answer stays known for a while.
         """
@@ -103,7 +128,7 @@ class Grammars:
             return future
         key = key_of(params)
         future = self._verdicts.get(key)
-        if future is None or future.done() and _is_failure(future):
+        if future is None or (future.done() and _is_failure(future)):
             future = self._verdicts[key] = self._submit_check(key, params)
         self._verdicts.move_to_end(key)
         if len(self._verdicts) > MAX_VERDICTS:
@@ -116,7 +141,8 @@ class Grammars:
             self._all_checks = [GrammarCheck(self.settings) for _ in range(NUM_CHECKS)]
             for check in self._all_checks:
                 self._checks.put(check)
-            _submit(self._check_pool, lambda: self.compiler.tokenizer)  # read while the first check's process reads it too
+            # read while the first check's process reads it too
+            _submit(self._check_pool, lambda: self.compiler.tokenizer)
         future: Future[None] = Future()
         _submit(self._check_pool, self._check, future, key, params)
         return future
@@ -127,7 +153,9 @@ class Grammars:
         try:
             check.check(params)
             self._compile(key, params)
-        except InvalidParameterError as error:  # a new one: the traceback of this would keep the whole grammar, as long as the verdict is kept
+        except InvalidParameterError as error:
+            # a new one: the traceback of this would keep the whole grammar, as long as the verdict
+            # is kept
             future.set_exception(InvalidParameterError(error.parameter, error.problem))
         except BaseException as error:
             future.set_exception(error)
@@ -155,7 +183,11 @@ class Grammars:
     # ------------------------------------------------------------ slots
 
     def enter(self, request: NewRequestData) -> bool:
-        params = request.sampling_params.structured_outputs if request.sampling_params is not None else None
+        params = (
+            request.sampling_params.structured_outputs
+            if request.sampling_params is not None
+            else None
+        )
         if params is None:
             return False
         if self.compiler is None:
@@ -164,9 +196,17 @@ class Grammars:
             self._bitmask = np.zeros((self.max_num_seqs, self.compiler.num_mask_words), np.int32)
             self._mask_pool = ThreadPoolExecutor(1, "quire-grammar-masks")
         count = request.num_prompt_tokens
-        eos_token_ids = [token_id for token_id in request.eos_token_ids if 0 <= token_id < self.compiler.vocab_size]
+        eos_token_ids = [
+            token_id
+            for token_id in request.eos_token_ids
+            if 0 <= token_id < self.compiler.vocab_size
+        ]
         sampling = request.sampling_params
-        is_alone = not (sampling.min_tokens or sampling.bad_words_token_ids or sampling.allowed_token_ids is not None)
+        is_alone = not (
+            sampling.min_tokens
+            or sampling.bad_words_token_ids
+            or sampling.allowed_token_ids is not None
+        )
         can_jump = self.jumps and is_alone and sampling.logprobs is None
         self._slots[request.slot] = SlotGrammar(normalize(params), eos_token_ids, count, can_jump)
         return True
@@ -178,7 +218,9 @@ class Grammars:
     # ------------------------------------------------------------ the step
 
     def start(self, slots: np.ndarray, batch: InputBatch) -> None:
-        """Begins to find the masks of those of `slots` [R] that have a grammar, after their tokens so far; returns at once."""
+        """Begins to find the masks of those of `slots` [R] that have a grammar, after their tokens
+        so far; returns at once.
+        """
         if not self._slots:
             return
         work = []
@@ -188,47 +230,73 @@ class Grammars:
                 continue
             num_tokens = int(batch.num_tokens[slot])
             if self._started.get(slot) != num_tokens:
-                work.append((slot, grammar, batch.token_ids[slot, grammar.num_consumed : num_tokens].tolist()))
+                work.append(
+                    (
+                        slot,
+                        grammar,
+                        batch.token_ids[slot, grammar.num_consumed : num_tokens].tolist(),
+                    )
+                )
                 grammar.num_consumed = self._started[slot] = num_tokens
         if work:
             self._masks = _submit(self._mask_pool, self._find_masks, work)
 
-    def apply(self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, batch: InputBatch) -> dict[int, str] | None:
+    def apply(
+        self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, batch: InputBatch
+    ) -> dict[int, str] | None:
         """See LogitsStage. Waits for what `start` began, or begins it."""
         self.start(slots, batch)
         self._masks.result()
         bitmask = torch.from_numpy(self._bitmask[slots]).to(logits.device)
         self.ops.apply_grammar_bitmask(logits, bitmask, torch.from_numpy(rows).to(logits.device))
         grammars = [self._slots[slot] for slot in slots.tolist()]
-        return {int(row): grammar.error for row, grammar in zip(rows, grammars) if grammar.error is not None}
+        return {
+            int(row): grammar.error
+            for row, grammar in zip(rows, grammars)
+            if grammar.error is not None
+        }
 
     def jump(self, slots: np.ndarray, batch: InputBatch) -> dict[int, list[int]]:
-        """Appends to the slots' tokens what their grammars force behind the tokens just sampled; returns it, by slot.
+        """Appends to the slots' tokens what their grammars force behind the tokens just sampled;
+        returns it, by slot.
 
-        Where a mask has one bit, that token is sampled whatever the logits: so it needs no model. Its keys and values are computed with
-        the next step's token, as a small chunk. Also begins to find the masks behind it. `slots` [R] are those that have just sampled.
+        Where a mask has one bit, that token is sampled whatever the logits: so it needs no model.
+        Its keys and values are computed with the next step's token, as a small chunk. Also begins
+        to find the masks behind it. `slots` [R] are those that have just sampled.
         """
         if not self._slots or not self.jumps:
             return {}
         forced = {}
         for slot in slots.tolist():
             grammar = self._slots.get(slot)
-            if grammar is not None and grammar.can_jump and (token_ids := self._forced_tokens(slot, grammar, batch)):
+            if (
+                grammar is not None
+                and grammar.can_jump
+                and (token_ids := self._forced_tokens(slot, grammar, batch))
+            ):
                 forced[slot] = token_ids
         self.start(slots, batch)
         return forced
 
     def _forced_tokens(self, slot: int, grammar: SlotGrammar, batch: InputBatch) -> list[int]:
-        """Here and not in the thread of masks, which has nothing to do for this slot: its last mask was just used."""
+        """Here and not in the thread of masks, which has nothing to do for this slot: its last mask
+        was just used.
+        """
         start, room = int(batch.num_tokens[slot]), batch.token_ids.shape[1]
-        can_go_on = self._advance(grammar, batch.token_ids[slot, grammar.num_consumed : start].tolist())
+        can_go_on = self._advance(
+            grammar, batch.token_ids[slot, grammar.num_consumed : start].tolist()
+        )
         grammar.num_consumed = start
         if not can_go_on:
             return []
         token_ids = grammar.matcher.compute_ff_tokens()[: room - start]
         if token_ids and not self._advance(grammar, token_ids):
             return []
-        if len(grammar.eos_token_ids) == 1 and start + len(token_ids) < room and grammar.matcher.is_stopped():
+        if (
+            len(grammar.eos_token_ids) == 1
+            and start + len(token_ids) < room
+            and grammar.matcher.is_stopped()
+        ):
             token_ids += grammar.eos_token_ids
             grammar.is_ended = True
         grammar.num_consumed = batch.num_tokens[slot] = end = start + len(token_ids)
@@ -239,12 +307,18 @@ class Grammars:
 
     def _find_masks(self, work: list[tuple[int, SlotGrammar, list[int]]]) -> None:
         """One call for all matchers, which leaves the GIL to the step for as long as it takes."""
-        ready = [(grammar.matcher, slot) for slot, grammar, token_ids in work if self._advance(grammar, token_ids)]
+        ready = [
+            (grammar.matcher, slot)
+            for slot, grammar, token_ids in work
+            if self._advance(grammar, token_ids)
+        ]
         if ready:
             if self._executor is None:
                 self._executor = LLExecutor(max(1, min(4, torch.get_num_threads())))
             words = self._bitmask
-            self._executor.unsafe_compute_mask_ptr(ready, words.ctypes.data, words.strides[0], len(words))
+            self._executor.unsafe_compute_mask_ptr(
+                ready, words.ctypes.data, words.strides[0], len(words)
+            )
         for slot, grammar, _ in work:
             self._finish_mask(self._bitmask[slot], grammar)
 
@@ -263,11 +337,16 @@ class Grammars:
         return not grammar.is_ended and grammar.matcher.consume_tokens(token_ids)
 
     def _finish_mask(self, words: np.ndarray, grammar: SlotGrammar) -> None:
-        """words [num_mask_words]: where llguidance has set its one end-of-sequence token, the request's are set; a row that means nothing
-        lets everything through."""
+        """words [num_mask_words]: where llguidance has set its one end-of-sequence token, the
+        request's are set; a row that means nothing lets everything through.
+        """
         matcher = grammar.matcher
         if grammar.error is None and matcher.is_error():
-            problem = "the grammar came to a dead end: nothing can follow" if is_dead_end(matcher) else shorten(matcher.get_error())
+            problem = (
+                "the grammar came to a dead end: nothing can follow"
+                if is_dead_end(matcher)
+                else shorten(matcher.get_error())
+            )
             grammar.error = f"structured_outputs: {problem}"
         if grammar.error is not None or grammar.is_ended:
             words[:] = -1
@@ -296,14 +375,18 @@ def key_of(params: StructuredOutputsParams) -> bytes:
 
 def _is_failure(future: Future) -> bool:
     """Of the check itself, not of the grammar: the next one may go better."""
-    return future.exception() is not None and not isinstance(future.exception(), InvalidParameterError)
+    return future.exception() is not None and not isinstance(
+        future.exception(), InvalidParameterError
+    )
 
 
 _stack_lock = threading.Lock()
 
 
 def _submit(pool: ThreadPoolExecutor, function: Any, *args: Any) -> Future:
-    """Threads that a pool starts here have a deep stack: compiling recurses as deep as the grammar is nested."""
+    """Threads that a pool starts here have a deep stack: compiling recurses as deep as the grammar
+    is nested.
+    """
     with _stack_lock:
         before = threading.stack_size(COMPILE_STACK_BYTES)
         try:

@@ -1,15 +1,19 @@
-"""A process that compiles grammars to see whether they can be: one that would crash, never end, or eat all memory does so here.
-May know: the compiler, pipes, limits of processes, how to die with a parent.
+"""A process that compiles grammars to see whether they can be: one that would crash, never end, or
+eat all memory does so here.
+
 Must not know: torch, slots, steps, requests.
 
     engine: GrammarCheck.check ──parameters──▶ child: compile, walk a few tokens ──what is wrong, or ""──▶ engine
                                no answer in time, or the child's death: refused, and the next check starts a new child
 
-llguidance keeps to limits of its own almost everywhere, but an intersection of a hundred regexes compiles for ever, and a chain of ten
-thousand $refs overflows the stack. The child has a smaller stack than the thread that compiles in the engine what has passed here."""
+llguidance keeps to limits of its own almost everywhere, but an intersection of a hundred regexes
+compiles for ever, and a chain of ten thousand $refs overflows the stack. The child has a smaller
+stack than the thread that compiles in the engine what has passed here.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import select
@@ -27,11 +31,13 @@ from ..ipc.params import StructuredOutputsParams
 from ..ipc.process import die_with_parent
 from .grammar_compiler import GrammarCompiler, refusal
 
-TIME_LIMIT_S = 1.5  # for one grammar; a usual one takes milliseconds, so a busy machine refuses nobody's
+# for one grammar; a usual one takes milliseconds, so a busy machine refuses nobody's
+TIME_LIMIT_S = 1.5
 START_LIMIT_S = 60.0  # until it has read the tokenizer
 MEMORY_LIMIT_BYTES = 512 * 2**20  # beyond what the child has once it has read the tokenizer
 CHECK_STACK_BYTES = 8 * 2**20
-COMPILE_STACK_BYTES = 64 * 2**20  # address space, of which a compilation that passed the check touches an eighth
+# address space, of which a compilation that passed the check touches an eighth
+COMPILE_STACK_BYTES = 64 * 2**20
 
 _LENGTH = struct.Struct("<I")
 
@@ -53,8 +59,13 @@ class GrammarCheck:
         self._is_closed = False
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """Normalized `params`. Returns within about two seconds. Raises InvalidParameterError for a grammar that is unsound, or that costs too much."""
-        if self._child is not None and self._child.poll() is not None:  # it died of something else, between two checks
+        """Normalized `params`.
+
+        Returns within about two seconds. Raises InvalidParameterError for a grammar that is
+        unsound, or that costs too much.
+        """
+        # it died of something else, between two checks
+        if self._child is not None and self._child.poll() is not None:
             self.end()
         child = self._child or self._start()
         try:
@@ -64,7 +75,10 @@ class GrammarCheck:
             problem = _read(child.stdout)
         except (OSError, EOFError):
             code = self.end()
-            raise refusal(f"ended the process that tried to compile it (exit code {code}): it needs too much memory or nests too deeply") from None
+            raise refusal(
+                f"ended the process that tried to compile it (exit code {code}): it needs too much "
+                f"memory or nests too deeply"
+            ) from None
         except BaseException:
             self.end()
             raise
@@ -72,7 +86,10 @@ class GrammarCheck:
             raise msgspec.msgpack.decode(problem, type=Problem).error()
 
     def close(self) -> None:
-        """A check that waits for the child fails, and none starts another. Any thread may call it; `end` follows when no check runs."""
+        """A check that waits for the child fails, and none starts another.
+
+        Any thread may call it; `end` follows when no check runs.
+        """
         self._is_closed = True
         child = self._child
         if child is not None:
@@ -82,7 +99,8 @@ class GrammarCheck:
         if self._is_closed:
             raise refusal("cannot be checked: the engine is leaving")
         command = [sys.executable, "-P", "-m", "quire.executor.grammar_check", str(os.getpid())]
-        # Its stderr is of no use: where it dies, how is told by the exit code, and what llguidance panics about it also answers.
+        # Its stderr is of no use: where it dies, how is told by the exit code, and what llguidance
+        # panics about it also answers.
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._child = child = subprocess.Popen(command, start_new_session=True, **pipes)
         try:
@@ -92,7 +110,10 @@ class GrammarCheck:
             problem = _read(child.stdout)
         except (OSError, EOFError) as error:
             code = self.end()
-            raise RuntimeError(f"the process that checks grammars did not start ({type(error).__name__}, exit code {code})") from None
+            raise RuntimeError(
+                f"the process that checks grammars did not start ({type(error).__name__}, exit "
+                f"code {code})"
+            ) from None
         if problem:
             self.end()
             raise msgspec.msgpack.decode(problem, type=Problem).error()
@@ -151,13 +172,17 @@ def answer(compiler: GrammarCompiler, params: StructuredOutputsParams) -> bytes:
     except InvalidParameterError as error:
         return msgspec.msgpack.encode(Problem(error.parameter, error.problem))
     except Exception as error:
-        return msgspec.msgpack.encode(Problem("structured_outputs", f"cannot be compiled: {type(error).__name__}"))
+        return msgspec.msgpack.encode(
+            Problem("structured_outputs", f"cannot be compiled: {type(error).__name__}")
+        )
     return b""
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answers until the engine is gone."""
-    compiler = GrammarCompiler(*msgspec.structs.astuple(msgspec.msgpack.decode(_read(requests), type=CompilerSettings)))
+    compiler = GrammarCompiler(
+        *msgspec.structs.astuple(msgspec.msgpack.decode(_read(requests), type=CompilerSettings))
+    )
     try:
         compiler.tokenizer  # noqa: B018  read now: its time and memory are no grammar's
     except InvalidParameterError as error:
@@ -167,7 +192,10 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _write(answers, b"")
     while True:
-        _write(answers, answer(compiler, msgspec.msgpack.decode(_read(requests), type=StructuredOutputsParams)))
+        _write(
+            answers,
+            answer(compiler, msgspec.msgpack.decode(_read(requests), type=StructuredOutputsParams)),
+        )
 
 
 def main(parent_pid: int) -> None:
@@ -179,10 +207,8 @@ def main(parent_pid: int) -> None:
 
 
 def _serve_pipes() -> None:
-    try:
+    with contextlib.suppress(EOFError, BrokenPipeError):
         serve(sys.stdin.buffer, sys.stdout.buffer)
-    except (EOFError, BrokenPipeError):
-        pass
 
 
 if __name__ == "__main__":

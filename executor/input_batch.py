@@ -1,6 +1,9 @@
-"""What the runner keeps of every request: fixed slots, one row each in a few tables, from the request's entry to its end.
-May know: slots, token ids, block ids, sampling parameters.
-Must not know: request ids, scheduling, the model. The scheduler owns slots and blocks; these tables are its copy, kept by differences."""
+"""What the runner keeps of every request: fixed slots, one row each in a few tables, from the
+request's entry to its end.
+
+Must not know: request ids, scheduling, the model. The scheduler owns slots and blocks; these tables
+are its copy, kept by differences.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,20 @@ from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import NewRequestData
 from ..ipc.params import ALL_LOGPROBS, SamplingParams
 
-LEAST_TOP_P = float(np.finfo(np.float32).tiny)  # a smaller share would be none in 32 bits, and no token would be left
+# a smaller share would be none in 32 bits, and no token would be left
+LEAST_TOP_P = float(np.finfo(np.float32).tiny)
 NO_LOGPROBS = -1
 NOT_KNOWN = -1  # a token that the device has sampled and the host has not seen
-WHOLE_VOCABULARY = 2**31 - 1  # of num_logprobs; whoever knows the vocabulary's size takes the smaller
+# of num_logprobs; whoever knows the vocabulary's size takes the smaller
+WHOLE_VOCABULARY = 2**31 - 1
 
 
 class InputBatch:
-    """Tables indexed by slot. Rows of freed slots keep their old values; nobody reads them. `stages` (LogitsStages) keep theirs, and are told
-    here who enters and leaves."""
+    """Tables indexed by slot.
+
+    Rows of freed slots keep their old values; nobody reads them. `stages` (LogitsStages) keep
+    theirs, and are told here who enters and leaves.
+    """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, stages: Any):
         max_blocks = -(-max_model_len // block_size)
@@ -39,10 +47,13 @@ class InputBatch:
         self.prompt_logprobs_slots: set[int] = set()  # that still want some
         self.logprobs_slots: set[int] = set()  # that want any
         self.random_slots: set[int] = set()  # that do not simply take the largest logit
-        self.filtered_slots: set[int] = set()  # of these, that keep to a part of the vocabulary: top_k, top_p, min_p
+        # of these, that keep to a part of the vocabulary: top_k, top_p, min_p
+        self.filtered_slots: set[int] = set()
         self.stages = stages
-        self.num_added = 0  # requests so far: while it stays, so does all that a slot holds but its tokens and blocks
-        self.entries = np.zeros(max_num_seqs, np.int64)  # the number of the request that entered the slot last
+        # requests so far: while it stays, so does all that a slot holds but its tokens and blocks
+        self.num_added = 0
+        # the number of the request that entered the slot last
+        self.entries = np.zeros(max_num_seqs, np.int64)
         self.refusals: dict[int, str] = {}  # slot -> why this request cannot be served
 
     def add(self, request: NewRequestData) -> None:
@@ -66,9 +77,19 @@ class InputBatch:
         self.seeds[slot] = params.seed or 0
         self.num_logprobs[slot] = _num_logprobs(params.logprobs)
         self.num_prompt_logprobs[slot] = _num_logprobs(params.prompt_logprobs)
-        wishes = (self.prompt_logprobs_slots, params.prompt_logprobs is not None), (self.logprobs_slots, params.logprobs is not None)
-        is_random, is_filtered = params.temperature > 0, params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        for slots, is_wanted in (*wishes, (self.random_slots, is_random), (self.filtered_slots, is_random and is_filtered)):
+        wishes = (
+            (self.prompt_logprobs_slots, params.prompt_logprobs is not None),
+            (self.logprobs_slots, params.logprobs is not None),
+        )
+        is_random, is_filtered = (
+            params.temperature > 0,
+            params.top_k > 0 or params.top_p < 1 or params.min_p > 0,
+        )
+        for slots, is_wanted in (
+            *wishes,
+            (self.random_slots, is_random),
+            (self.filtered_slots, is_random and is_filtered),
+        ):
             if is_wanted:
                 slots.add(slot)
 
@@ -86,7 +107,12 @@ class InputBatch:
         self.refusals.pop(slot, None)
 
     def _forget_wishes(self, slot: int) -> None:
-        for slots in (self.prompt_logprobs_slots, self.logprobs_slots, self.random_slots, self.filtered_slots):
+        for slots in (
+            self.prompt_logprobs_slots,
+            self.logprobs_slots,
+            self.random_slots,
+            self.filtered_slots,
+        ):
             slots.discard(slot)
 
     def append_blocks(self, slot: int, block_ids: list[int]) -> None:
@@ -107,12 +133,18 @@ class InputBatch:
         self.num_tokens[slots] = num_tokens + count
 
     def expect_tokens(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """One token more for each of `slots` [R], all different, at `positions` [R]: on its way, see fill_in."""
+        """One token more for each of `slots` [R], all different, at `positions` [R]: on its way,
+        see fill_in.
+        """
         self.token_ids[slots, positions] = NOT_KNOWN
         self.num_tokens[slots] = positions + 1
 
-    def fill_in(self, slots: np.ndarray, positions: np.ndarray, entries: np.ndarray, token_ids: np.ndarray) -> None:
-        """The tokens that were expected of the requests `entries` [R]; a slot may have another one by now, whose tokens these are not."""
+    def fill_in(
+        self, slots: np.ndarray, positions: np.ndarray, entries: np.ndarray, token_ids: np.ndarray
+    ) -> None:
+        """The tokens that were expected of the requests `entries` [R]; a slot may have another one
+        by now, whose tokens these are not.
+        """
         mine = np.flatnonzero(self.entries[slots] == entries)
         self.token_ids[slots[mine], positions[mine]] = token_ids[mine]
 
@@ -124,7 +156,10 @@ def _num_logprobs(wanted: int | None) -> int:
 
 
 def find_unsupported(params: SamplingParams | None) -> str | None:
-    """Why the runner cannot serve these params, or None. The frontend refuses them first; another client might not."""
+    """Why the runner cannot serve these params, or None.
+
+    The frontend refuses them first; another client might not.
+    """
     if params is None:
         return "pooling_params: pooling is not supported"
     if params.seed is None:

@@ -1,6 +1,8 @@
-"""Imports torch into an engine's own process without what such an engine never uses: a third of the import's time, a quarter of its memory.
-May know: how Python finds modules, the pages of this process.
-Must not know: what torch is used for."""
+"""Imports torch into an engine's own process without what such an engine never uses: a third of the
+import's time, a quarter of its memory.
+
+Must not know: what torch is used for.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,27 @@ from typing import Any
 
 from ..ipc.config import EngineConfig
 
-PLUGINS = "quire.plugins"  # entry points of installed packages: modules that register kernels or models when they are imported
+# entry points of installed packages: modules that register kernels or models when they are imported
+PLUGINS = "quire.plugins"
 
-# Kernels for tensors without data, half a second of Python. Only torch's compiler and the device "meta" need them: no code of ours.
+# Kernels for tensors without data, half a second of Python. Only torch's compiler and the device
+# "meta" need them: no code of ours.
 _DEFERRED = "torch._meta_registrations"
-_AFTER_LIBRARIES = "torch._tensor"  # the first module that torch imports once its libraries are loaded
+# the first module that torch imports once its libraries are loaded
+_AFTER_LIBRARIES = "torch._tensor"
 
 
 def import_torch(config: EngineConfig) -> None:
-    """For a process in which no other program's code runs, now or later; see PLUGINS for what may come all the same. Does nothing where torch
-    is there already."""
+    """For a process in which no other program's code runs, now or later; see PLUGINS for what may
+    come all the same. Does nothing where torch is there already.
+    """
     if "torch" in sys.modules:
         return
-    is_ours = config.device_config.device == "cpu" and not config.model_config.logits_processors and not entry_points(group=PLUGINS)
+    is_ours = (
+        config.device_config.device == "cpu"
+        and not config.model_config.logits_processors
+        and not entry_points(group=PLUGINS)
+    )
     finder = _Finder(_DEFERRED if is_ours else "")
     sys.meta_path.insert(0, finder)
     try:
@@ -47,12 +57,17 @@ def give_back() -> None:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Makes one module empty until somebody asks it for something: then it runs. Where torch asks at once nothing is gained or lost."""
+    """Makes one module empty until somebody asks it for something: then it runs.
+
+    Where torch asks at once nothing is gained or lost.
+    """
 
     def __init__(self, deferred: str):
         self._deferred = deferred
 
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname == _AFTER_LIBRARIES:
             unmap_unchanged()
         spec = PathFinder.find_spec(fullname, path) if fullname == self._deferred else None
@@ -70,10 +85,13 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def unmap_unchanged() -> int:
-    """Takes the read-only pages of libraries out of this process; returns the bytes. They stay in the system's cache of files, and what is used
-    of them comes back by itself, 64 KiB at a time: to be loaded, torch's libraries touch tens of MB that no step needs.
+    """Takes the read-only pages of libraries out of this process; returns the bytes.
 
-    Pages that were written to, as a debugger or the loader does, would not come back as they are: such a mapping is left alone.
+    They stay in the system's cache of files, and what is used of them comes back by itself, 64 KiB
+    at a time: to be loaded, torch's libraries touch tens of MB that no step needs.
+
+    Pages that were written to, as a debugger or the loader does, would not come back as they are:
+    such a mapping is left alone.
     """
     libc, num_bytes, resident = ctypes.CDLL(None), 0, 0
     start = end = 0
@@ -86,7 +104,16 @@ def unmap_unchanged() -> int:
             is_library = permissions.startswith("r-") and ".so" in Path(path).name
         elif key == "Rss:":
             resident = 1024 * int(value.split()[0])
-        elif key == "Anonymous:" and is_library and value.split()[0] == "0":
-            if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED) == 0:
-                num_bytes += resident
+        elif (
+            key == "Anonymous:"
+            and is_library
+            and value.split()[0] == "0"
+            and (
+                libc.madvise(
+                    ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED
+                )
+                == 0
+            )
+        ):
+            num_bytes += resident
     return num_bytes

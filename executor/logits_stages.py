@@ -1,8 +1,10 @@
-"""Between the model's logits and the draw: the stages that change a row, in one order, and who of the step wants which.
-May know: slots, rows of logits, the messages in which a request enters.
+"""Between the model's logits and the draw: the stages that change a row, in one order, and who of
+the step wants which.
+
 Must not know: what a stage computes, the model, the draw itself.
 
-The order is vLLM V1's; a user's result depends on it, so it is written here and tested (tests/executor/test_logits_stages.py):
+The order is vLLM V1's; a user's result depends on it, so it is written here and tested
+(tests/executor/test_logits_stages.py):
 
     0  log-probabilities, prompt's and output's: of the model's own logits, before anything below     sampler.py, prompt_logprobs.py
     1  the grammar's mask                                                                             structured output's own stage
@@ -14,9 +16,12 @@ The order is vLLM V1's; a user's result depends on it, so it is written here and
     7  penalties: repetition, then frequency, then presence                                           penalties.py
     8  the draw: temperature, min_p, top_k, top_p, Gumbel noise; greedy requests take the largest     kernels: sample_tokens
 
-Masked means -inf: no later stage revives such a token but a processor of the user's own. A row on which all tokens are masked is an error
-of its request. Stages 1 to 7 are objects of one interface in one list (make_stages in token_stages.py). They keep what they need by slot,
-and change rows in place; a stage that no request of the step wants is not called, and where none has any, a step pays one comparison."""
+Masked means -inf: no later stage revives such a token but a processor of the user's own. A row on
+which all tokens are masked is an error of its request. Stages 1 to 7 are objects of one interface
+in one list (make_stages in token_stages.py). They keep what they need by slot, and change rows in
+place; a stage that no request of the step wants is not called, and where none has any, a step pays
+one comparison.
+"""
 
 from __future__ import annotations
 
@@ -30,27 +35,31 @@ from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import NewRequestData
 from .input_batch import InputBatch
 
-ALL_MASKED = (
-    "no token is left to choose from: structured_outputs, allowed_token_ids, bad_words, min_tokens and logits processors together mask all"
-)
+ALL_MASKED = "no token is left to choose from: structured_outputs, allowed_token_ids, bad_words, min_tokens and logits processors together mask all"
 NOT_FINITE = "penalties or logits processors made the request's logits NaN or infinite"
 
 
 class LogitsStage(Protocol):
     """What a request wants of it comes with `enter`, and stays by slot until `leave`.
 
-    Between two calls of `apply` a slot may have gained no token, one or several: batch.token_ids and batch.num_tokens tell. A request
-    that was preempted enters again with its output so far.
+    Between two calls of `apply` a slot may have gained no token, one or several: batch.token_ids
+    and batch.num_tokens tell. A request that was preempted enters again with its output so far.
     """
 
     def enter(self, request: NewRequestData) -> bool:
-        """Whether this request wants the stage. Raises InvalidParameterError where it asks for the impossible: its own error."""
+        """Whether this request wants the stage.
+
+        Raises InvalidParameterError where it asks for the impossible: its own error.
+        """
 
     def leave(self, slot: int) -> None:
         """The request is gone; only called for slots that wanted the stage."""
 
-    def apply(self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, batch: InputBatch) -> dict[int, str] | None:
-        """Changes `rows` [R] of logits [B, vocab_size] f32 in place, and no others; `slots` [R] are theirs.
+    def apply(
+        self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, batch: InputBatch
+    ) -> dict[int, str] | None:
+        """Changes `rows` [R] of logits [B, vocab_size] f32 in place, and no others; `slots` [R] are
+        theirs.
 
         Returns what went wrong with a request alone, row -> sentence, or None.
         """
@@ -94,8 +103,13 @@ class LogitsStages:
     def _count(self) -> None:
         self.num_slots = int(self._wants.any(axis=0).sum())
 
-    def __call__(self, logits: torch.Tensor, slots: np.ndarray, batch: InputBatch) -> dict[int, str]:
-        """Changes logits [R, vocab_size] f32, all finite, in place; slots [R]. Returns errors, row -> sentence; those rows mean nothing."""
+    def __call__(
+        self, logits: torch.Tensor, slots: np.ndarray, batch: InputBatch
+    ) -> dict[int, str]:
+        """Changes logits [R, vocab_size] f32, all finite, in place; slots [R].
+
+        Returns errors, row -> sentence; those rows mean nothing.
+        """
         if not self.num_slots:
             return {}
         wants = self._wants[:, slots]

@@ -1,6 +1,8 @@
-"""Log-probabilities in the form of the wire: numpy's arrays as messages carry them, and those of several steps as one.
-May know: numpy, the messages.
-Must not know: where a number comes from."""
+"""Log-probabilities in the form of the wire: numpy's arrays as messages carry them, and those of
+several steps as one.
+
+Must not know: where a number comes from.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,25 @@ from ..ipc.messages import Array, SlotLogprobs
 
 
 def to_array(values: np.ndarray) -> Array:
-    return Array(f"{values.dtype.kind}{values.dtype.itemsize}", values.shape, np.ascontiguousarray(values).data)
+    return Array(
+        f"{values.dtype.kind}{values.dtype.itemsize}",
+        values.shape,
+        np.ascontiguousarray(values).data,
+    )
 
 
 def join_logprobs(steps: Iterable[list[SlotLogprobs]]) -> list[SlotLogprobs]:
-    """What several draws in a row gave, each slot's tokens in their order as one entry; slots in the order of their first."""
+    """What several draws in a row gave, each slot's tokens in their order as one entry; slots in
+    the order of their first.
+    """
     by_slot: dict[int, list[SlotLogprobs]] = {}
     for entries in steps:
         for entry in entries:
             by_slot.setdefault(entry.slot, []).append(entry)
-    return [entries[0] if len(entries) == 1 else _join(slot, entries) for slot, entries in by_slot.items()]
+    return [
+        entries[0] if len(entries) == 1 else _join(slot, entries)
+        for slot, entries in by_slot.items()
+    ]
 
 
 def _join(slot: int, entries: list[SlotLogprobs]) -> SlotLogprobs:

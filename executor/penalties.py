@@ -1,6 +1,8 @@
-"""The penalties' stage: which tokens each slot's sequence has, how often its output has them, and what that costs their logits.
-May know: the slots' tables, sampling parameters, the table of operations.
-Must not know: the formula (kernels: apply_penalties), the other stages, the model."""
+"""The penalties' stage: which tokens each slot's sequence has, how often its output has them, and
+what that costs their logits.
+
+Must not know: the formula (kernels: apply_penalties), the other stages, the model.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ NO_TOKEN = -1
 
 
 class TokenCounts:
-    """Each slot's different tokens, once each, with how often the output has them: [slots, max_model_len], a row's first num_ids count.
+    """Each slot's different tokens, once each, with how often the output has them: [slots,
+    max_model_len], a row's first num_ids count.
 
-    Kept from token to token, since a sequence's own length is a thousand times a step's news. It follows the slots' tables by itself:
-    what came since the last look, one token or many, is found in them. Memory is taken only by slots that are used.
+    Kept from token to token, since a sequence's own length is a thousand times a step's news. It
+    follows the slots' tables by itself: what came since the last look, one token or many, is found
+    in them. Memory is taken only by slots that are used.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int):
@@ -39,12 +43,18 @@ class TokenCounts:
         for slot in slots[(num_new > 0) & ~is_next].tolist():
             self._recount(slot, batch)
         if is_next.any():
-            self._add(slots[is_next], batch.token_ids[slots[is_next], self.num_seen[slots[is_next]]])
+            self._add(
+                slots[is_next], batch.token_ids[slots[is_next], self.num_seen[slots[is_next]]]
+            )
 
     def _recount(self, slot: int, batch: InputBatch) -> None:
         num_tokens, num_prompt_tokens = batch.num_tokens[slot], batch.num_prompt_tokens[slot]
-        ids = np.unique(batch.token_ids[slot, 0 if self.has_prompt[slot] else num_prompt_tokens : num_tokens])
-        output_ids, counts = np.unique(batch.token_ids[slot, num_prompt_tokens:num_tokens], return_counts=True)
+        ids = np.unique(
+            batch.token_ids[slot, 0 if self.has_prompt[slot] else num_prompt_tokens : num_tokens]
+        )
+        output_ids, counts = np.unique(
+            batch.token_ids[slot, num_prompt_tokens:num_tokens], return_counts=True
+        )
         self.ids[slot], self.counts[slot] = NO_TOKEN, 0
         self.ids[slot, : len(ids)] = ids
         self.counts[slot, np.searchsorted(ids, output_ids)] = counts
@@ -52,7 +62,8 @@ class TokenCounts:
 
     def _add(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
         """One more output token for each of `slots` [R]."""
-        width = int(self.num_ids[slots].max()) + 1  # with one free place: a token that is not there is put into it
+        # with one free place: a token that is not there is put into it
+        width = int(self.num_ids[slots].max()) + 1
         # Behind num_ids there is no token, so a row finds its token, or nothing.
         found = self.ids[slots, :width] == token_ids[:, None]
         is_new = ~found.any(axis=1)
@@ -63,10 +74,16 @@ class TokenCounts:
         self.num_seen[slots] += 1
 
     def of(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of all `slots` [R], one after the other: index into `slots` [N] i64, token ids [N] i64, counts [N] i32."""
+        """Of all `slots` [R], one after the other: index into `slots` [N] i64, token ids [N] i64,
+        counts [N] i32.
+        """
         width = int(self.num_ids[slots].max())
         held = np.arange(width) < self.num_ids[slots][:, None]
-        return np.nonzero(held)[0], self.ids[slots, :width][held].astype(np.int64), self.counts[slots, :width][held]
+        return (
+            np.nonzero(held)[0],
+            self.ids[slots, :width][held].astype(np.int64),
+            self.counts[slots, :width][held],
+        )
 
 
 class Penalties:
@@ -85,17 +102,28 @@ class Penalties:
         self.frequency[slot] = params.frequency_penalty
         self.presence[slot] = params.presence_penalty
         self.counts.reset(slot, has_prompt=params.repetition_penalty != 1.0)
-        return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+        return (
+            params.repetition_penalty != 1.0
+            or params.frequency_penalty != 0.0
+            or params.presence_penalty != 0.0
+        )
 
     def leave(self, slot: int) -> None:
         pass  # the next to enter resets the slot
 
-    def apply(self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, batch: InputBatch) -> None:
+    def apply(
+        self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, batch: InputBatch
+    ) -> None:
         self.counts.catch_up(slots, batch)
         index, token_ids, counts = self.counts.of(slots)
 
         def upload(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values).to(logits.device)
 
-        penalties = (upload(values[slots][index]) for values in (self.repetition, self.frequency, self.presence))
-        self.ops.apply_penalties(logits, upload(rows[index]), upload(token_ids), upload(counts), *penalties)
+        penalties = (
+            upload(values[slots][index])
+            for values in (self.repetition, self.frequency, self.presence)
+        )
+        self.ops.apply_penalties(
+            logits, upload(rows[index]), upload(token_ids), upload(counts), *penalties
+        )

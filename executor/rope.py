@@ -1,6 +1,7 @@
 """Rotary position embeddings: the table of cosines and sines that a model's config asks for.
-May know: the rope parameters of a config.json as ipc/decoder_config.py reads them.
-Must not know: layers, requests, how a table is applied (kernels/ops.py: rotary_embedding)."""
+
+Must not know: layers, requests, how a table is applied (kernels/ops.py: rotary_embedding).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from ..ipc.errors import ModelLoadError
 
 def inverse_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
     """(inv_freq [head_dim // 2] f32, factor on cosines and sines) of parsed rope parameters."""
-    inv_freq = 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    inv_freq = 1.0 / (
+        rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    )
     match rope["rope_type"]:
         case "linear":
             return inv_freq / rope["factor"], 1.0
@@ -27,22 +30,39 @@ def inverse_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tens
 
 def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
     """Llama 3.1's: long waves are stretched by `factor`, short ones left, those between blended."""
-    original, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
+    original, low, high = (
+        rope["original_max_position_embeddings"],
+        rope["low_freq_factor"],
+        rope["high_freq_factor"],
+    )
     wavelength = 2 * math.pi / inv_freq
     stretched = inv_freq / rope["factor"]
     smooth = (original / wavelength - low) / (high - low)
     blended = (1 - smooth) * inv_freq / rope["factor"] + smooth * inv_freq
-    return torch.where(wavelength > original / low, stretched, torch.where(wavelength < original / high, inv_freq, blended))
+    return torch.where(
+        wavelength > original / low,
+        stretched,
+        torch.where(wavelength < original / high, inv_freq, blended),
+    )
 
 
 def _yarn(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
-    """YaRN (arXiv 2309.00071, sections 3.2 and 3.4): dimensions that turn often are left, those that turn seldom are stretched."""
-    theta, factor, original = rope["rope_theta"], rope["factor"], rope["original_max_position_embeddings"]
+    """YaRN (arXiv 2309.00071, sections 3.2 and 3.4): dimensions that turn often are left, those
+    that turn seldom are stretched.
+    """
+    theta, factor, original = (
+        rope["rope_theta"],
+        rope["factor"],
+        rope["original_max_position_embeddings"],
+    )
 
     def dimension_turning(num_rotations: float) -> float:
         return head_dim * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dimension_turning(rope.get("beta_fast") or 32), dimension_turning(rope.get("beta_slow") or 1)
+    low, high = (
+        dimension_turning(rope.get("beta_fast") or 32),
+        dimension_turning(rope.get("beta_slow") or 1),
+    )
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -64,15 +84,19 @@ def _yarn_attention_factor(rope: dict[str, Any]) -> float:
     return mscale(1.0)
 
 
-def make_cos_sin_cache(rope: dict[str, Any], head_dim: int, num_positions: int, max_position_embeddings: int) -> torch.Tensor:
+def make_cos_sin_cache(
+    rope: dict[str, Any], head_dim: int, num_positions: int, max_position_embeddings: int
+) -> torch.Tensor:
     """[num_positions, head_dim] f32: cosines of all angles, then their sines.
 
-    Raises ModelLoadError for rope type "dynamic" beyond `max_position_embeddings`: there its angles depend on each
-    sequence's current length, and cached keys would have been turned by others. Up to there it is the default rope.
+    Raises ModelLoadError for rope type "dynamic" beyond `max_position_embeddings`: there its angles
+    depend on each sequence's current length, and cached keys would have been turned by others. Up
+    to there it is the default rope.
     """
     if rope["rope_type"] == "dynamic" and num_positions > max_position_embeddings:
         raise ModelLoadError(
-            f"rope type 'dynamic' is supported up to max_position_embeddings={max_position_embeddings}; max_model_len is {num_positions}"
+            f"rope type 'dynamic' is supported up to "
+            f"max_position_embeddings={max_position_embeddings}; max_model_len is {num_positions}"
         )
     inv_freq, factor = inverse_frequencies(rope, head_dim)
     angles = torch.arange(num_positions).float()[:, None] * inv_freq

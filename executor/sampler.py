@@ -1,6 +1,7 @@
 """From logits to tokens: one row per request that samples in this step.
-May know: the table of operations, the slots' sampling parameters, that stages change logits before the draw.
-Must not know: the model, the cache, who scheduled what."""
+
+Must not know: the model, the cache, who scheduled what.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +30,34 @@ class SamplerOutput:
 class Sampler:
     def __init__(self, ops: Any):
         self.ops = ops
-        # What the rows of the last draw asked for: where the same ones go on, the runner gives the same array of slots.
+        # What the rows of the last draw asked for: where the same ones go on, the runner gives the
+        # same array of slots.
         self._slots: np.ndarray | None = None
         self._num_added = -1
         self._parameters: list[torch.Tensor | None] = []
 
     def __call__(
-        self, logits: torch.Tensor, batch: InputBatch, slots: np.ndarray, largest: tuple[torch.Tensor, ...] | None = None
+        self,
+        logits: torch.Tensor,
+        batch: InputBatch,
+        slots: np.ndarray,
+        largest: tuple[torch.Tensor, ...] | None = None,
     ) -> SamplerOutput:
-        """logits [R, vocab_size] f32 on the device, overwritten; slots [R], all different; `largest`: what argmax finds in the logits, if that
-        is known. Each token is a function of its row, its request's parameters and tokens, its seed and its position alone. The order of the
-        stages: logits_stages.py."""
-        token_ids, is_finite = (column.numpy(force=True) for column in largest or self.ops.argmax(logits))
+        """logits [R, vocab_size] f32 on the device, overwritten; slots [R], all different;
+        `largest`: what argmax finds in the logits, if that is known. Each token is a function of
+        its row, its request's parameters and tokens, its seed and its position alone. The order of
+        the stages: logits_stages.py.
+        """
+        token_ids, is_finite = (
+            column.numpy(force=True) for column in largest or self.ops.argmax(logits)
+        )
         errors, logprobs, raw_logits = {}, [], None
         if not is_finite.all():
             errors = dict.fromkeys(np.flatnonzero(~is_finite).tolist(), NOT_FINITE)
             self._clear(logits, errors)
-        if batch.logprobs_slots and len(wanted := np.flatnonzero(batch.num_logprobs[slots] != NO_LOGPROBS)):
+        if batch.logprobs_slots and len(
+            wanted := np.flatnonzero(batch.num_logprobs[slots] != NO_LOGPROBS)
+        ):
             raw_logits = self._keep(logits, wanted, batch)
         if batch.stages.num_slots:
             staged = batch.stages(logits, slots, batch)
@@ -61,7 +73,9 @@ class Sampler:
 
     @staticmethod
     def _keep(logits: torch.Tensor, rows: np.ndarray, batch: InputBatch) -> torch.Tensor:
-        """[N, vocab_size] of `rows` [N] as the model gave them: a copy, unless all are wanted and nobody will change them."""
+        """[N, vocab_size] of `rows` [N] as the model gave them: a copy, unless all are wanted and
+        nobody will change them.
+        """
         if len(rows) == len(logits) and not batch.stages.num_slots:
             return logits
         return logits[torch.from_numpy(rows).to(logits.device)]
@@ -77,13 +91,23 @@ class Sampler:
         if slots is not self._slots or batch.num_added != self._num_added:
             self._slots, self._num_added = slots, batch.num_added
             self._parameters = draw_parameters(batch, slots, logits.device)
-        positions = torch.from_numpy(batch.num_tokens[slots]).to(logits.device)  # the new token's index in the sequence
+        # the new token's index in the sequence
+        positions = torch.from_numpy(batch.num_tokens[slots]).to(logits.device)
         return self.ops.sample_tokens(logits, *self._parameters, positions).numpy(force=True)
 
     def _gather_logprobs(
-        self, raw_logits: torch.Tensor, rows: np.ndarray, token_ids: np.ndarray, batch: InputBatch, slots: np.ndarray, errors: dict[int, str]
+        self,
+        raw_logits: torch.Tensor,
+        rows: np.ndarray,
+        token_ids: np.ndarray,
+        batch: InputBatch,
+        slots: np.ndarray,
+        errors: dict[int, str],
     ) -> list[SlotLogprobs]:
-        """raw_logits [N, vocab_size] of `rows` [N]. One call per k: what a row gets must not depend on its neighbours' k."""
+        """raw_logits [N, vocab_size] of `rows` [N].
+
+        One call per k: what a row gets must not depend on its neighbours' k.
+        """
         counts = np.minimum(batch.num_logprobs[slots[rows]], raw_logits.shape[1])
         chosen = torch.from_numpy(token_ids[rows]).to(raw_logits.device)
         entries: dict[int, SlotLogprobs] = {}
@@ -91,10 +115,17 @@ class Sampler:
             mine = np.flatnonzero(counts == k)
             index = torch.from_numpy(mine).to(raw_logits.device)
             some = raw_logits if len(mine) == len(rows) else raw_logits[index]
-            ids, logprobs, ranks = (t.numpy(force=True) for t in self.ops.gather_logprobs(some, chosen[index], k))
+            ids, logprobs, ranks = (
+                t.numpy(force=True) for t in self.ops.gather_logprobs(some, chosen[index], k)
+            )
             for i, row in enumerate(rows[mine].tolist()):
                 one = slice(i, i + 1)
-                entries[row] = SlotLogprobs(int(slots[row]), to_array(ids[one]), to_array(logprobs[one]), to_array(ranks[one]))
+                entries[row] = SlotLogprobs(
+                    int(slots[row]),
+                    to_array(ids[one]),
+                    to_array(logprobs[one]),
+                    to_array(ranks[one]),
+                )
         return [entries[row] for row in rows.tolist() if row not in errors]
 
 
@@ -103,8 +134,14 @@ def draws(batch: InputBatch, slots: np.ndarray) -> bool:
     return bool(batch.random_slots) and bool(batch.temperature[slots].any())
 
 
-def draw_parameters(batch: InputBatch, slots: np.ndarray, device: torch.device) -> list[torch.Tensor | None]:
+def draw_parameters(
+    batch: InputBatch, slots: np.ndarray, device: torch.device
+) -> list[torch.Tensor | None]:
     """The columns [R] that sample_tokens wants of `slots` [R], but for the positions."""
-    filters = (batch.top_k, batch.top_p, batch.min_p) if batch.filtered_slots else (None, None, None)
+    filters = (
+        (batch.top_k, batch.top_p, batch.min_p) if batch.filtered_slots else (None, None, None)
+    )
     columns = batch.temperature, *filters, batch.seeds
-    return [None if values is None else torch.from_numpy(values[slots]).to(device) for values in columns]
+    return [
+        None if values is None else torch.from_numpy(values[slots]).to(device) for values in columns
+    ]

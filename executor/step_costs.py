@@ -1,9 +1,12 @@
-"""What steps of a model cost on this machine, beside the machine's limits: a program, `python -m quire.executor.step_costs`.
-May know: the executor, messages, the kernels' limits.
+"""What steps of a model cost on this machine, beside the machine's limits: a program, `python -m
+quire.executor.step_costs`.
+
 Must not know: the scheduler, text, what the figures are shown as.
 
-A job comes as JSON on stdin, its result leaves as JSON on stdout (frontend/bench/cpu.py starts it). Nothing is prefilled before a decode
-is measured: the rows are handed to the executor as if their context had been found in the prefix cache, whose contents cost nothing."""
+A job comes as JSON on stdin, its result leaves as JSON on stdout (frontend/bench/cpu.py starts it).
+Nothing is prefilled before a decode is measured: the rows are handed to the executor as if their
+context had been found in the prefix cache, whose contents cost nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,14 @@ from ..ipc.params import SamplingParams
 from ..kernels.cpu.limits import Multiplier, Reader, gemm_flops, read_bandwidth
 from .executor import Executor
 
-STEPS_OF_TURN, READS_OF_TURN = 4, 4  # decodes, then readings of as many bytes and products, then decodes: what is compared was found side by side
+# decodes, then readings of as many bytes and products, then decodes: what is compared was found
+# side by side
+STEPS_OF_TURN, READS_OF_TURN = 4, 4
 MAX_TURNS = 12
-MAX_STEPS = MAX_TURNS * (1 + STEPS_OF_TURN)  # of one measurement; a decode's rows have room for them
-MAX_READ_BYTES = 2**30  # more than any cache holds, so that memory need not hold large weights twice
+# of one measurement; a decode's rows have room for them
+MAX_STEPS = MAX_TURNS * (1 + STEPS_OF_TURN)
+# more than any cache holds, so that memory need not hold large weights twice
+MAX_READ_BYTES = 2**30
 
 
 class Job(msgspec.Struct):
@@ -30,7 +37,8 @@ class Job(msgspec.Struct):
     decode: list[tuple[int, int]] = []  # (rows, tokens before each)
     prefill: list[int] = []  # tokens of a prompt
     seconds: float = 1.0  # for each measurement
-    weights_bytes: int = 0  # so much memory is read, and matrices are multiplied, beside decodes; 0: neither
+    # so much memory is read, and matrices are multiplied, beside decodes; 0: neither
+    weights_bytes: int = 0
     measure_limits: bool = False  # of 1, 2, … threads, and of products
 
 
@@ -63,7 +71,13 @@ class Result(msgspec.Struct):
 class StepTimer:
     """Plays the scheduler for an executor that nobody else uses."""
 
-    def __init__(self, executor: Executor, config: EngineConfig, vocab_size: int, meters: tuple[Reader, Multiplier] | None = None):
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        vocab_size: int,
+        meters: tuple[Reader, Multiplier] | None = None,
+    ):
         """`meters`: they take turns with decodes."""
         self._executor = executor
         self._meters = meters
@@ -74,13 +88,21 @@ class StepTimer:
     def decode(self, batch: int, context: int, seconds: float) -> Times:
         """Steps of `batch` rows that have `context` tokens before them, greedy."""
         num_blocks = -(-(context + MAX_STEPS + 2) // self._block_size)
-        block_ids = [list(range(1 + row * num_blocks, 1 + (row + 1) * num_blocks)) for row in range(batch)]
+        block_ids = [
+            list(range(1 + row * num_blocks, 1 + (row + 1) * num_blocks)) for row in range(batch)
+        ]
         new = [self._request(row, context + 1) for row in range(batch)]
-        first = SchedulerOutput(0, list(range(batch)), [1] * batch, [context] * batch, block_ids, new)
+        first = SchedulerOutput(
+            0, list(range(batch)), [1] * batch, [context] * batch, block_ids, new
+        )
         times, end = Times(batch, context, []), time.perf_counter() + seconds
-        steps = itertools.chain([first], (self._decodes(first, context + i) for i in range(1, MAX_STEPS)))
+        steps = itertools.chain(
+            [first], (self._decodes(first, context + i) for i in range(1, MAX_STEPS))
+        )
         while not times.turns or (time.perf_counter() < end and len(times.turns) < MAX_TURNS):
-            self._run(next(steps))  # not timed: what took its turn before has the caches, and its threads may look for more to do
+            # not timed: what took its turn before has the caches, and its threads may look for more
+            # to do
+            self._run(next(steps))
             times.turns.append(Turn([self._run(next(steps)) for _ in range(STEPS_OF_TURN)]))
             if self._meters:
                 reader, multiplier = self._meters
@@ -97,18 +119,26 @@ class StepTimer:
             block_ids = list(range(1, 1 + -(-num_tokens // self._block_size)))
             for start in range(0, num_tokens, self._budget):
                 count = min(self._budget, num_tokens - start)
-                total += self._run(SchedulerOutput(0, [0], [count], [start], [[] if start else block_ids], [] if start else new))
+                total += self._run(
+                    SchedulerOutput(
+                        0, [0], [count], [start], [[] if start else block_ids], [] if start else new
+                    )
+                )
             times.append(total)
             self._free(1)
         return Times(1, num_tokens, [Turn(times)])
 
     def _decodes(self, first: SchedulerOutput, num_computed: int) -> SchedulerOutput:
         batch = len(first.slots)
-        return SchedulerOutput(0, first.slots, first.num_scheduled_tokens, [num_computed] * batch, [[]] * batch)
+        return SchedulerOutput(
+            0, first.slots, first.num_scheduled_tokens, [num_computed] * batch, [[]] * batch
+        )
 
     def _request(self, slot: int, num_tokens: int) -> NewRequestData:
         token_ids = [(7 + slot + 31 * i) % self._vocab_size for i in range(num_tokens)]
-        return NewRequestData(slot, str(slot), token_ids, num_tokens, SamplingParams(temperature=0.0, seed=0))
+        return NewRequestData(
+            slot, str(slot), token_ids, num_tokens, SamplingParams(temperature=0.0, seed=0)
+        )
 
     def _run(self, step: SchedulerOutput) -> float:
         start = time.perf_counter()
@@ -119,7 +149,9 @@ class StepTimer:
         return seconds
 
     def _free(self, batch: int) -> None:
-        self._executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=list(range(batch))))
+        self._executor.execute_model(
+            SchedulerOutput(0, [], [], [], [], freed_slots=list(range(batch)))
+        )
 
 
 def run(job: Job) -> Result:
@@ -131,7 +163,12 @@ def run(job: Job) -> Result:
         _measure_limits(job, result, num_bytes)
     executor.load_model(lambda stage, fraction: None)
     executor.initialize_kv_cache(executor.determine_num_blocks())
-    timer = StepTimer(executor, job.config, job.config.model_config.hf_config["vocab_size"], _meters(job, num_bytes) if num_bytes else None)
+    timer = StepTimer(
+        executor,
+        job.config,
+        job.config.model_config.hf_config["vocab_size"],
+        _meters(job, num_bytes) if num_bytes else None,
+    )
     result.decode = [timer.decode(batch, context, job.seconds) for batch, context in job.decode]
     result.prefill = [timer.prefill(num_tokens, job.seconds) for num_tokens in job.prefill]
     executor.shutdown()
@@ -142,7 +179,9 @@ def _meters(job: Job, num_bytes: int) -> tuple[Reader, Multiplier]:
     import torch
 
     quantized = job.config.model_config.quantization is not None
-    return Reader(num_bytes), Multiplier([torch.bfloat16, torch.float32] + [torch.int8] * quantized, job.seconds)
+    return Reader(num_bytes), Multiplier(
+        [torch.bfloat16, torch.float32] + [torch.int8] * quantized, job.seconds
+    )
 
 
 def _measure_limits(job: Job, result: Result, num_bytes: int) -> None:

@@ -1,6 +1,7 @@
 """What the model and the sampler are given for a step: the rows of a SchedulerOutput, flattened.
-May know: the slots' tables, how a batch is laid out in memory.
-Must not know: the model, requests beyond their slot, what is done with the inputs."""
+
+Must not know: the model, requests beyond their slot, what is done with the inputs.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from .input_batch import InputBatch
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepInputs:
-    """Rows are requests, decodes (one token) first; row r's tokens are [query_start_loc[r], query_start_loc[r + 1]). Valid until the next
-    step's are made."""
+    """Rows are requests, decodes (one token) first; row r's tokens are [query_start_loc[r],
+    query_start_loc[r + 1]). Valid until the next step's are made.
+    """
 
     order: np.ndarray  # [B]: row -> index into SchedulerOutput.slots
     slots: np.ndarray  # [B], by row
@@ -32,7 +34,9 @@ class StepInputs:
 
 @dataclass(eq=False, slots=True)
 class _Decodes:
-    """A step of decodes that were all sampled, and its arrays, which are the memory of the inputs' tensors."""
+    """A step of decodes that were all sampled, and its arrays, which are the memory of the inputs'
+    tensors.
+    """
 
     output: SchedulerOutput
     inputs: StepInputs
@@ -68,7 +72,10 @@ def lay_out(scheduler_output: SchedulerOutput, num_tokens: np.ndarray) -> StepLa
     query_lens = np.array(scheduler_output.num_scheduled_tokens, np.int64)
     is_prefill = query_lens != 1
     num_decodes = len(query_lens) - int(np.count_nonzero(is_prefill))
-    slots, num_computed = np.array(scheduler_output.slots, np.int64), np.array(scheduler_output.num_computed_tokens, np.int64)
+    slots, num_computed = (
+        np.array(scheduler_output.slots, np.int64),
+        np.array(scheduler_output.num_computed_tokens, np.int64),
+    )
     if num_decodes == len(slots):  # most steps
         order, query_start_loc = np.arange(num_decodes), np.arange(num_decodes + 1)
     else:
@@ -77,11 +84,23 @@ def lay_out(scheduler_output: SchedulerOutput, num_tokens: np.ndarray) -> StepLa
         query_start_loc = np.zeros(len(slots) + 1, np.int64)
         np.cumsum(query_lens, out=query_start_loc[1:])
     seq_lens = (num_computed + query_lens).astype(np.int32)
-    return StepLayout(order, slots, num_computed, query_lens, query_start_loc, seq_lens, num_decodes, np.flatnonzero(seq_lens == num_tokens[slots]))
+    return StepLayout(
+        order,
+        slots,
+        num_computed,
+        query_lens,
+        query_start_loc,
+        seq_lens,
+        num_decodes,
+        np.flatnonzero(seq_lens == num_tokens[slots]),
+    )
 
 
 class StepInputMaker:
-    """On a CPU; executor/device_inputs.py makes the same on a GPU. Vectorised over rows and tokens: no Python per token, none per request."""
+    """On a CPU; executor/device_inputs.py makes the same on a GPU.
+
+    Vectorised over rows and tokens: no Python per token, none per request.
+    """
 
     def __init__(self, batch: InputBatch, block_size: int):
         self.batch = batch
@@ -96,19 +115,35 @@ class StepInputMaker:
         return self._make(scheduler_output)
 
     def for_burst(self, scheduler_output: SchedulerOutput, count: int) -> StepInputs:
-        """Of the first of `count` steps, whose block tables serve all of them; the others change what is here in place."""
+        """Of the first of `count` steps, whose block tables serve all of them; the others change
+        what is here in place.
+        """
         return self._make(scheduler_output, count - 1)
 
     def _make(self, scheduler_output: SchedulerOutput, num_ahead: int = 0) -> StepInputs:
         batch = self.batch
         layout = lay_out(scheduler_output, batch.num_tokens)
-        order, slots, num_computed, query_lens, query_start_loc, seq_lens, num_decodes, sampled_rows = layout
+        (
+            order,
+            slots,
+            num_computed,
+            query_lens,
+            query_start_loc,
+            seq_lens,
+            num_decodes,
+            sampled_rows,
+        ) = layout
         if num_decodes == len(slots):  # most steps
             positions, token_slots = num_computed, slots
         else:
-            positions = np.arange(query_start_loc[-1]) + np.repeat(num_computed - query_start_loc[:-1], query_lens)
+            positions = np.arange(query_start_loc[-1]) + np.repeat(
+                num_computed - query_start_loc[:-1], query_lens
+            )
             token_slots = np.repeat(slots, query_lens)
-        token_ids, slot_mapping = batch.token_ids[token_slots, positions], self._slot_mapping(token_slots, positions)
+        token_ids, slot_mapping = (
+            batch.token_ids[token_slots, positions],
+            self._slot_mapping(token_slots, positions),
+        )
         inputs = StepInputs(
             order=order,
             slots=slots,
@@ -130,7 +165,9 @@ class StepInputMaker:
         self._last = None
         if layout.is_all_sampled_decodes() and not num_ahead:
             token_index = slots * batch.token_ids.shape[1] + positions
-            self._last = _Decodes(scheduler_output, inputs, token_index, token_ids, positions, seq_lens, slot_mapping)
+            self._last = _Decodes(
+                scheduler_output, inputs, token_index, token_ids, positions, seq_lens, slot_mapping
+            )
         return inputs
 
     def _is_next(self, last: _Decodes, now: SchedulerOutput) -> bool:
@@ -145,12 +182,15 @@ class StepInputMaker:
         )
 
     def _advance(self, last: _Decodes, now: SchedulerOutput) -> StepInputs:
-        """What `_make` would give, in the memory of the step before: a third of its time for one row."""
+        """What `_make` would give, in the memory of the step before: a third of its time for one
+        row.
+        """
         inputs, before = last.inputs, last.inputs.metadata
         last.positions += 1
         last.seq_lens += 1
         last.token_index += 1
-        self.batch.token_ids.ravel().take(last.token_index, out=last.token_ids, mode="clip")  # without copying first, in case of an error
+        # without copying first, in case of an error
+        self.batch.token_ids.ravel().take(last.token_index, out=last.token_ids, mode="clip")
         block_tables = before.block_tables
         if (last.positions % self.block_size).all():
             last.slot_mapping += 1
@@ -158,10 +198,26 @@ class StepInputMaker:
             last.slot_mapping[:] = self._slot_mapping(inputs.slots, last.positions)
             block_tables = torch.from_numpy(self._block_tables(inputs.slots, last.seq_lens))
         metadata = AttentionMetadata(
-            before.query_start_loc, before.seq_lens, block_tables, before.slot_mapping, before.num_decodes, before.query_lens, last.seq_lens.tolist()
+            before.query_start_loc,
+            before.seq_lens,
+            block_tables,
+            before.slot_mapping,
+            before.num_decodes,
+            before.query_lens,
+            last.seq_lens.tolist(),
         )
-        last.output, last.inputs = now, StepInputs(
-            inputs.order, inputs.slots, inputs.token_ids, inputs.positions, metadata, inputs.sampled_rows, inputs.sampled_slots, inputs.logits_indices
+        last.output, last.inputs = (
+            now,
+            StepInputs(
+                inputs.order,
+                inputs.slots,
+                inputs.token_ids,
+                inputs.positions,
+                metadata,
+                inputs.sampled_rows,
+                inputs.sampled_slots,
+                inputs.logits_indices,
+            ),
         )
         return last.inputs
 

@@ -1,6 +1,7 @@
 """One rank: loads its model, sizes and owns its part of the KV cache, runs steps.
-May know: the configuration, the device, the loader, the runner.
-Must not know: other ranks, requests, how steps reach it."""
+
+Must not know: other ranks, requests, how steps reach it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -41,35 +43,48 @@ from .token_stages import make_stages
 
 logger = logging.getLogger(__name__)
 
-MEASURED_TOKENS = (8, 32)  # of a forward pass, to learn what recomputing costs; the latter only of a model that is quick
+# of a forward pass, to learn what recomputing costs; the latter only of a model that is quick
+MEASURED_TOKENS = (8, 32)
 MEASURING_BUDGET_S = 0.05  # of start-up; a pass that takes longer is run once
 
 
 def load_plugins() -> None:
-    """Imports what other packages bring, wherever the engine runs: a child process sees nothing of what its parent has imported.
+    """Imports what other packages bring, wherever the engine runs: a child process sees nothing of
+    what its parent has imported.
 
-    Raises ModelLoadError naming the entry point that fails: a model must not run on other kernels than its owner installed.
+    Raises ModelLoadError naming the entry point that fails: a model must not run on other kernels
+    than its owner installed.
     """
     for plugin in entry_points(group=PLUGINS):
         try:
             plugin.load()
         except Exception as error:
-            raise ModelLoadError(f"the plugin {plugin.name} = {plugin.value} cannot be loaded: {type(error).__name__}: {error}") from error
+            raise ModelLoadError(
+                f"the plugin {plugin.name} = {plugin.value} cannot be loaded: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 class Worker:
-    """Created, then load_model, determine_num_blocks, initialize_kv_cache; then execute_model as often as one likes.
+    """Created, then load_model, determine_num_blocks, initialize_kv_cache; then execute_model as
+    often as one likes.
 
-    Between two steps it may be told to sleep, to wake up or to take other weights; the scheduler has forgotten all KV entries by then.
+    Between two steps it may be told to sleep, to wake up or to take other weights; the scheduler
+    has forgotten all KV entries by then.
     """
 
-    CALLABLE = frozenset({"check_health", "execute_dummy_batch", "load_weights", "memory_usage", "sleep", "wake_up"})  # by collective_rpc
+    # by collective_rpc
+    CALLABLE = frozenset(
+        {"check_health", "execute_dummy_batch", "load_weights", "memory_usage", "sleep", "wake_up"}
+    )
 
     def __init__(self, config: EngineConfig):
         self.config = config
         self.device = devices.select_device(config.device_config.device)
         self.dtype = devices.select_dtype(config.model_config.dtype, self.device)
-        self.kv_cache_dtype = devices.select_kv_cache_dtype(config.cache_config.kv_cache_dtype, self.dtype, self.device)
+        self.kv_cache_dtype = devices.select_kv_cache_dtype(
+            config.cache_config.kv_cache_dtype, self.dtype, self.device
+        )
         self.num_threads = devices.set_num_threads(config.device_config.num_threads)
         self.cpu_isa = devices.select_cpu_isa(config.device_config.cpu_isa)
         logger.info("%d threads, native kernels: %s", self.num_threads, self.cpu_isa)
@@ -83,25 +98,42 @@ class Worker:
         self._num_host_blocks = 0
 
     def load_model(self, report: Callable[[str, float], None]) -> None:
-        """Builds the model and fills its weights. Raises ModelLoadError, InvalidParameterError (an unknown kernel or processor)."""
+        """Builds the model and fills its weights.
+
+        Raises ModelLoadError, InvalidParameterError (an unknown kernel or processor).
+        """
         model_config, scheduler_config = self.config.model_config, self.config.scheduler_config
         block_size = self.config.cache_config.block_size
         load_plugins()
         processors = load_logits_processors(model_config.logits_processors)
         self._model_class = find_model_class(model_config.hf_config)
         shape = self._model_class.parse_config(model_config.hf_config)
-        sizes = {"head_dim": shape.head_dim, "num_heads": shape.num_attention_heads, "num_kv_heads": shape.num_key_value_heads}
-        facts = sizes | {"block_size": block_size, "cpu_isa": self.cpu_isa, "kv_cache_dtype": self.kv_cache_dtype}
-        self._ops = ops = registry.select(self.device, self.dtype, self.config.device_config.kernels, **facts)
+        sizes = {
+            "head_dim": shape.head_dim,
+            "num_heads": shape.num_attention_heads,
+            "num_kv_heads": shape.num_key_value_heads,
+        }
+        facts = sizes | {
+            "block_size": block_size,
+            "cpu_isa": self.cpu_isa,
+            "kv_cache_dtype": self.kv_cache_dtype,
+        }
+        self._ops = ops = registry.select(
+            self.device, self.dtype, self.config.device_config.kernels, **facts
+        )
         check_quantization(model_config.quantization, ops, self.config.device_config.kernels)
-        check_kv_cache_dtype(self.config.cache_config.kv_cache_dtype, ops, self.config.device_config.kernels)
+        check_kv_cache_dtype(
+            self.config.cache_config.kv_cache_dtype, ops, self.config.device_config.kernels
+        )
         if self.config.load_config.load_format != "dummy":
             self._directory = Path(model_config.model)
         with early_memory(take_early_memory()):
             self.model = self._build_model(self._directory, report)
         max_num_seqs, max_model_len = scheduler_config.max_num_seqs, model_config.max_model_len
         self.grammars = Grammars(self.config, ops, shape.vocab_size)
-        stages = make_stages(ops, shape.vocab_size, max_num_seqs, max_model_len, processors, self.grammars)
+        stages = make_stages(
+            ops, shape.vocab_size, max_num_seqs, max_model_len, processors, self.grammars
+        )
         batch = InputBatch(max_num_seqs, max_model_len, block_size, stages)
         self.runner = ModelRunner(self.model, ops, batch, block_size, self.device, self.grammars)
 
@@ -109,10 +141,13 @@ class Worker:
         """A model with the weights of `directory`, or with random ones, and without a cache."""
         model_config = self.config.model_config
         make = LayerFactory(self._ops, self.dtype, self.device, model_config.quantization)
-        model = self._model_class(self._model_class.parse_config(model_config.hf_config), make, model_config.max_model_len)
+        model = self._model_class(
+            self._model_class.parse_config(model_config.hf_config), make, model_config.max_model_len
+        )
         self._weights_bytes = make.weights_bytes
         kind = model_config.quantization or model_config.dtype
-        check_weights_fit(self._weights_bytes, kind, devices.free_bytes(self.device))  # their pages are taken when they are filled, not yet
+        # their pages are taken when they are filled, not yet
+        check_weights_fit(self._weights_bytes, kind, devices.free_bytes(self.device))
         if directory is None:
             fill_with_random_weights(model, model_config.seed, report, make.fill)
         else:
@@ -122,60 +157,115 @@ class Worker:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: keys and values of block_size tokens in every layer."""
-        return sum(math.prod(self._cache_shape(layer, 1)) for layer in self.model.attention_layers()) * self.kv_cache_dtype.itemsize
+        return (
+            sum(math.prod(self._cache_shape(layer, 1)) for layer in self.model.attention_layers())
+            * self.kv_cache_dtype.itemsize
+        )
 
     def _cache_shape(self, layer: Any, num_blocks: int) -> tuple[int, ...]:
         """Keys, then values."""
-        return 2, num_blocks, self.config.cache_config.block_size, layer.num_kv_heads, kv_cache_row(layer.head_dim, self.kv_cache_dtype)
+        return (
+            2,
+            num_blocks,
+            self.config.cache_config.block_size,
+            layer.num_kv_heads,
+            kv_cache_row(layer.head_dim, self.kv_cache_dtype),
+        )
 
     def determine_num_blocks(self) -> int:
-        """How many KV-cache blocks to make, the null block included. Raises NotEnoughMemoryError when one full sequence would not fit."""
+        """How many KV-cache blocks to make, the null block included.
+
+        Raises NotEnoughMemoryError when one full sequence would not fit.
+        """
         return plan_num_blocks(self.config, self.block_bytes, self._free_for_cache())
 
     def _free_for_cache(self) -> int:
-        """Bytes: on a CPU what is free, of which steps and other programs need a part; on a GPU what the largest step and its graphs leave."""
+        """Bytes: on a CPU what is free, of which steps and other programs need a part; on a GPU
+        what the largest step and its graphs leave.
+        """
         if self.device.type == "cpu":
             return devices.free_bytes(self.device)
         scheduler_config = self.config.scheduler_config
         self._bind_cache(1)
-        num_bytes = devices.free_share_bytes(self.device, self.config.cache_config.gpu_memory_utilization)
-        for num_tokens in (scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs):  # of a step; of graphs, which have memory of their own
+        num_bytes = devices.free_share_bytes(
+            self.device, self.config.cache_config.gpu_memory_utilization
+        )
+        # of a step; of graphs, which have memory of their own
+        for num_tokens in (scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs):
             num_logits = min(num_tokens, scheduler_config.max_num_seqs)
-            num_bytes -= devices.peak_bytes(self.device, lambda: self.runner.execute_dummy_batch(num_tokens, num_logits, is_sampled=True))
+            num_bytes -= devices.peak_bytes(
+                self.device,
+                partial(self.runner.execute_dummy_batch, num_tokens, num_logits, is_sampled=True),
+            )
         return num_bytes
 
     def initialize_kv_cache(self, num_blocks: int) -> int:
-        """Allocates the cache, gives each layer its part, runs the model once, and returns the cache's size in bytes."""
+        """Allocates the cache, gives each layer its part, runs the model once, and returns the
+        cache's size in bytes.
+        """
         self._bind_cache(num_blocks)
         self._num_blocks = num_blocks
         self._make_program()
-        self.runner.execute_dummy_batch()  # what operations set up in their first call, no request shall wait for; and a broken one shows now
+        # what operations set up in their first call, no request shall wait for; and a broken one
+        # shows now
+        self.runner.execute_dummy_batch()
         num_bytes = num_blocks * self.block_bytes
-        logger.info("KV cache: %d blocks of %d tokens, %.1f MiB", num_blocks, self.config.cache_config.block_size, num_bytes / 2**20)
+        logger.info(
+            "KV cache: %d blocks of %d tokens, %.1f MiB",
+            num_blocks,
+            self.config.cache_config.block_size,
+            num_bytes / 2**20,
+        )
         return num_bytes
 
     def _bind_cache(self, num_blocks: int) -> None:
         for layer in self.model.attention_layers():
-            layer.key_cache, layer.value_cache = devices.zeros(self._cache_shape(layer, num_blocks), self.kv_cache_dtype, self.device)
+            layer.key_cache, layer.value_cache = devices.zeros(
+                self._cache_shape(layer, num_blocks), self.kv_cache_dtype, self.device
+            )
 
     def _make_program(self) -> None:
         """To be called whenever weights or cache have moved: a program holds their addresses."""
         config = self.config
-        max_num_seqs, max_num_tokens = config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens
+        max_num_seqs, max_num_tokens = (
+            config.scheduler_config.max_num_seqs,
+            config.scheduler_config.max_num_batched_tokens,
+        )
         if self.device.type == "cpu":
-            self.runner.program = program = record_step(self.model, self._ops, Limits(max_num_tokens, max_num_seqs, max_num_seqs))
+            self.runner.program = program = record_step(
+                self.model, self._ops, Limits(max_num_tokens, max_num_seqs, max_num_seqs)
+            )
             can_burst = program is not None and self._ops.chosen.get("sample_tokens") == NATIVE
-            self.runner.bursts = Bursts(program, self.runner.batch, config.cache_config.block_size, self.runner.make_inputs) if can_burst else None
+            self.runner.bursts = (
+                Bursts(
+                    program,
+                    self.runner.batch,
+                    config.cache_config.block_size,
+                    self.runner.make_inputs,
+                )
+                if can_burst
+                else None
+            )
         elif not config.device_config.enforce_eager:
             sizes = max_num_seqs, config.model_config.max_model_len, config.cache_config.block_size
-            self.runner.program = GraphedStep(self.model, self._ops, *sizes, self.device, CudaCapture())
+            self.runner.program = GraphedStep(
+                self.model, self._ops, *sizes, self.device, CudaCapture()
+            )
             self.runner.program.prepare()
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
-        """Sets host memory aside for blocks of preempted requests. Returns the number of blocks, and what bringing a request back costs."""
-        mode, block_size = self.config.scheduler_config.preemption_mode, self.config.cache_config.block_size
+        """Sets host memory aside for blocks of preempted requests.
+
+        Returns the number of blocks, and what bringing a request back costs.
+        """
+        mode, block_size = (
+            self.config.scheduler_config.preemption_mode,
+            self.config.cache_config.block_size,
+        )
         if mode != "recompute":
-            self._num_host_blocks = plan_num_host_blocks(self.config, self.block_bytes, devices.free_bytes(torch.device("cpu")))
+            self._num_host_blocks = plan_num_host_blocks(
+                self.config, self.block_bytes, devices.free_bytes(torch.device("cpu"))
+            )
         self._make_block_mover()
         if mode != "auto" or not self._num_host_blocks:
             return self._num_host_blocks, PreemptionCosts()
@@ -189,7 +279,8 @@ class Worker:
 
             pass_s = shortest_time(recompute, budget_s=MEASURING_BUDGET_S)
             recompute_s = pass_s / num_tokens
-            if pass_s > MEASURING_BUDGET_S / 4:  # more tokens would take longer, and change nothing: swapping is cheaper by far
+            # more tokens would take longer, and change nothing: swapping is cheaper by far
+            if pass_s > MEASURING_BUDGET_S / 4:
                 break
         swap_s, swap_s_per_block = self.runner.block_mover.measure(self.model.attention_layers())
         costs = PreemptionCosts(recompute_s, swap_s, swap_s_per_block / block_size)
@@ -198,13 +289,21 @@ class Worker:
 
     @property
     def burst_weights_bytes(self) -> int:
-        """Bytes of weights where a step with tokens to look ahead is one call; 0 where it is not."""
+        """Bytes of weights where a step with tokens to look ahead is one call; 0 where it is
+        not.
+        """
         return self._weights_bytes if self.runner.bursts is not None else 0
 
     def _make_block_mover(self) -> None:
         host_caches = []
         for layer in self.model.attention_layers() if self._num_host_blocks else ():
-            host_caches.append(devices.host_zeros(self._cache_shape(layer, self._num_host_blocks), self.kv_cache_dtype, self.device).unbind(0))
+            host_caches.append(
+                devices.host_zeros(
+                    self._cache_shape(layer, self._num_host_blocks),
+                    self.kv_cache_dtype,
+                    self.device,
+                ).unbind(0)
+            )
         self.runner.block_mover = BlockMover(host_caches, self._ops)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -227,20 +326,29 @@ class Worker:
     def check_health(self) -> None:
         """Raises RuntimeError when this rank can no longer run steps, or not now."""
         if self.asleep:
-            raise RuntimeError(f"the worker sleeps: its {' and '.join(sorted(self.asleep))} must be woken first")
+            raise RuntimeError(
+                f"the worker sleeps: its {' and '.join(sorted(self.asleep))} must be woken first"
+            )
         if self.model is None:
             raise RuntimeError("the worker has no model: it was not loaded, or it was shut down")
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes of weights and cache (a cache on a CPU takes memory only where it was written), and what the process has in use."""
+        """Bytes of weights and cache (a cache on a CPU takes memory only where it was written), and
+        what the process has in use.
+        """
         return {
             "weights_bytes": 0 if "weights" in self.asleep else self._weights_bytes,
-            "kv_cache_bytes": 0 if "kv_cache" in self.asleep else self._num_blocks * self.block_bytes,
+            "kv_cache_bytes": 0
+            if "kv_cache" in self.asleep
+            else self._num_blocks * self.block_bytes,
             "resident_bytes": devices.resident_bytes(),
         }
 
     def sleep(self, tags: list[str]) -> None:
-        """Gives the memory of "kv_cache" or "weights" back to the system. On a CPU weights have no other place to go: they are dropped."""
+        """Gives the memory of "kv_cache" or "weights" back to the system.
+
+        On a CPU weights have no other place to go: they are dropped.
+        """
         if "kv_cache" in tags:
             for layer in self.model.attention_layers():
                 layer.key_cache = layer.value_cache = None
@@ -252,7 +360,9 @@ class Worker:
         devices.release_memory()
 
     def wake_up(self, tags: list[str]) -> None:
-        """Weights are read again from where they came; the cache is made anew, and needs the weights. What fails stays asleep."""
+        """Weights are read again from where they came; the cache is made anew, and needs the
+        weights. What fails stays asleep.
+        """
         for tag in ("weights", "kv_cache"):
             if tag not in tags or tag not in self.asleep:
                 continue
@@ -265,13 +375,17 @@ class Worker:
             self.asleep.discard(tag)
 
     def load_weights(self, path: str) -> None:
-        """Takes the weights in the directory `path` in place of its own, which go on if anything is wrong: the new model is built beside
-        the old one, so there must be memory for both. Raises ModelLoadError, NotEnoughMemoryError."""
+        """Takes the weights in the directory `path` in place of its own, which go on if anything is
+        wrong: the new model is built beside the old one, so there must be memory for both. Raises
+        ModelLoadError, NotEnoughMemoryError.
+        """
         directory = Path(path)
         check_same_architecture(self.config, self._model_class, directory)
         model = self._build_model(directory, _report_nothing)
         if self.model is not None:
-            for layer, old in zip(model.attention_layers(), self.model.attention_layers(), strict=True):
+            for layer, old in zip(
+                model.attention_layers(), self.model.attention_layers(), strict=True
+            ):
                 layer.key_cache, layer.value_cache = old.key_cache, old.value_cache
         self.model, self._directory = model, directory
         self.runner.use_model(model)
@@ -287,34 +401,49 @@ class Worker:
         self.model = self.runner = self.grammars = None
 
 
-def check_quantization(quantization: str | None, ops: registry.OpTable, overrides: dict[str, str]) -> None:
-    """Raises InvalidParameterError where quantized layers have no fast kernels, unless a user has named the reference himself."""
+def check_quantization(
+    quantization: str | None, ops: registry.OpTable, overrides: dict[str, str]
+) -> None:
+    """Raises InvalidParameterError where quantized layers have no fast kernels, unless a user has
+    named the reference himself.
+    """
     op, slow = "pack_quantized_linear", "reference"
     if quantization is not None and ops.chosen[op] == slow and overrides.get(op) != slow:
         raise InvalidParameterError(
             "quantization",
-            f"{quantization} needs the native CPU kernels with dtype bfloat16 or float32, and they do not serve here (the log says why); "
+            f"{quantization} needs the native CPU kernels with dtype bfloat16 or float32, and they "
+            f"do not serve here (the log says why); "
             f'leave quantization out, or set kernels={{"{op}": "{slow}"}}, which is slow',
         )
 
 
 SERVED_BY = {
     "fp8": "the kernels for NVIDIA GPUs; use auto",
-    "int8": "the native CPU kernels for a head_dim that is a multiple of 16 up to 256, and they do not serve here; use auto",
+    "int8": "the native CPU kernels for a head_dim that is a multiple of 16 up to 256, and they do "
+    "not serve here; use auto",
 }
 
 
-def check_kv_cache_dtype(kv_cache_dtype: str, ops: registry.OpTable, overrides: dict[str, str]) -> None:
-    """Raises InvalidParameterError where no fast kernels read and write such a cache, unless a user has named the reference himself."""
-    readers = {op: "reference" for op in ("reshape_and_cache", "paged_attention")}
-    if kv_cache_dtype != "auto" and any(ops.chosen[op] == slow and overrides.get(op) != slow for op, slow in readers.items()):
+def check_kv_cache_dtype(
+    kv_cache_dtype: str, ops: registry.OpTable, overrides: dict[str, str]
+) -> None:
+    """Raises InvalidParameterError where no fast kernels read and write such a cache, unless a user
+    has named the reference himself.
+    """
+    readers = dict.fromkeys(("reshape_and_cache", "paged_attention"), "reference")
+    if kv_cache_dtype != "auto" and any(
+        ops.chosen[op] == slow and overrides.get(op) != slow for op, slow in readers.items()
+    ):
         raise InvalidParameterError(
-            "kv_cache_dtype", f"{kv_cache_dtype} is served by {SERVED_BY[kv_cache_dtype]}, or set kernels={json.dumps(readers)}, which is slow"
+            "kv_cache_dtype",
+            f"{kv_cache_dtype} is served by {SERVED_BY[kv_cache_dtype]}, or set "
+            f"kernels={json.dumps(readers)}, which is slow",
         )
 
 
 def check_same_architecture(config: EngineConfig, model_class: Any, directory: Path) -> None:
-    """The config.json beside new weights, if there is one, must describe the model that runs: not every difference shows in a shape.
+    """The config.json beside new weights, if there is one, must describe the model that runs: not
+    every difference shows in a shape.
 
     Raises ModelLoadError naming the first key that differs.
     """
@@ -327,12 +456,23 @@ def check_same_architecture(config: EngineConfig, model_class: Any, directory: P
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
     if described is not model_class:
-        raise ModelLoadError(f"{path}: the architecture is {described.__name__}, the engine runs {model_class.__name__}")
-    overrides = {key: config.model_config.hf_config[key] for key in config.model_config.hf_overrides}
-    mine, other = model_class.parse_config(config.model_config.hf_config), model_class.parse_config(hf_config | overrides)
+        raise ModelLoadError(
+            f"{path}: the architecture is {described.__name__}, the engine runs "
+            f"{model_class.__name__}"
+        )
+    overrides = {
+        key: config.model_config.hf_config[key] for key in config.model_config.hf_overrides
+    }
+    mine, other = (
+        model_class.parse_config(config.model_config.hf_config),
+        model_class.parse_config(hf_config | overrides),
+    )
     for name in mine.__dataclass_fields__:
         if getattr(mine, name) != getattr(other, name):
-            raise ModelLoadError(f"{path}: {name} is {getattr(other, name)!r}, the engine runs a model with {getattr(mine, name)!r}")
+            raise ModelLoadError(
+                f"{path}: {name} is {getattr(other, name)!r}, the engine runs a model with "
+                f"{getattr(mine, name)!r}"
+            )
 
 
 def _report_nothing(stage: str, fraction: float) -> None:

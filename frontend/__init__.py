@@ -1,3 +1,5 @@
-"""The frontend: text in, text out. Tokenizes, validates, hands requests to a client, and turns tokens back into text.
-May know: text, tokenizers, messages, the client interface.
-Must not know: torch, blocks, schedules; engine internals are reached through the client only."""
+"""The frontend: text in, text out. Tokenizes, validates, hands requests to a client, and turns
+tokens back into text.
+
+Must not know: torch, blocks, schedules; engine internals are reached through the client only.
+"""

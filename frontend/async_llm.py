@@ -1,6 +1,8 @@
-"""AsyncLLM: requests as async iterators, for servers and for anything that runs many requests from one event loop.
-May know: the input and output processors, the client interface, asyncio.
-Must not know: how a client reaches its engine, HTTP, torch."""
+"""AsyncLLM: requests as async iterators, for servers and for anything that runs many requests from
+one event loop.
+
+Must not know: how a client reaches its engine, HTTP, torch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 class RequestStream:
-    """What one reader has not read yet, in a single place: news merge there, so a slow reader costs no more than its text.
+    """What one reader has not read yet, in a single place: news merge there, so a slow reader costs
+    no more than its text.
 
     `take_at_once`: see AsyncLLM.generate.
     """
@@ -48,8 +51,15 @@ class RequestStream:
             self._unread.merge(output)
             return
         take, reader = self._take_at_once, self._reader
-        # A reader who waits has dealt with all that came before, and need not be woken for what is taken at once.
-        if take is not None and reader is not None and not reader.done() and not output.finished and output.error is None:
+        # A reader who waits has dealt with all that came before, and need not be woken for what is
+        # taken at once.
+        if (
+            take is not None
+            and reader is not None
+            and not reader.done()
+            and not output.finished
+            and output.error is None
+        ):
             try:
                 if take(output):
                     return
@@ -85,28 +95,39 @@ class RequestStream:
 
 
 class AsyncLLM:
-    """For one event loop. One task, begun with the first request, reads the engine's outputs and hands them to the readers.
+    """For one event loop.
 
-    config: resolved. client: made with asyncio_mode=True, owned from now on. beside: see llm_engine.connect.
+    One task, begun with the first request, reads the engine's outputs and hands them to the
+    readers.
+
+    config: resolved. client: made with asyncio_mode=True, owned from now on. beside: see
+    llm_engine.connect.
     """
 
-    def __init__(self, config: EngineConfig, client: EngineClient, beside: TokenizerBeside | None = None):
+    def __init__(
+        self, config: EngineConfig, client: EngineClient, beside: TokenizerBeside | None = None
+    ):
         self.config = config
         self.client = client
         self.text_side = TextSide.for_config(config, client.ready.epoch, beside)
         self._output_processor = self.text_side.output_processor
         self._telemetry = Telemetry(config, client, self._output_processor)
-        self._streams: dict[str, RequestStream] = {}  # by request id; from generate's start to its end
+        # by request id; from generate's start to its end
+        self._streams: dict[str, RequestStream] = {}
         self._output_task: asyncio.Task | None = None
         self._dead_error: EngineDeadError | None = None
-        self._last_output_time = self._busy_since = 0.0  # of time.monotonic(); the second: the first unfinished request came
+        # of time.monotonic(); the second: the first unfinished request came
+        self._last_output_time = self._busy_since = 0.0
         self._max_outputs_per_s = 0
         self._idle = asyncio.Event()  # no stream is open
         self._idle.set()
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, engine: str = "process") -> AsyncLLM:
-        """Blocks until the engine is ready. `engine`: "process" (a child), "inproc", or the address of a daemon ("ipc://...")."""
+        """Blocks until the engine is ready.
+
+        `engine`: "process" (a child), "inproc", or the address of a daemon ("ipc://...").
+        """
         config, client, beside = connect(args, engine, asyncio_mode=True)
         try:
             return cls(config, client, beside)
@@ -115,17 +136,28 @@ class AsyncLLM:
             raise
 
     @classmethod
-    async def start(cls, args: EngineArgs, engine: str = "process", on_progress: Callable[[str, float], None] | None = None) -> AsyncLLM:
-        """As from_engine_args, while the running loop goes on. Raises the engine's own exception if it cannot start.
+    async def start(
+        cls,
+        args: EngineArgs,
+        engine: str = "process",
+        on_progress: Callable[[str, float], None] | None = None,
+    ) -> AsyncLLM:
+        """As from_engine_args, while the running loop goes on.
 
-        `on_progress(stage, fraction)` is called in the loop's thread, stages in this order, fractions from 0 to 1: "model files" (found, or
-        downloaded), "start" (the engine's process), "import" (its libraries), "load weights", "kv cache", "tokenizer". A stage that an
-        engine does not have is left out; a daemon that has begun before us tells only what is still to come.
+        Raises the engine's own exception if it cannot start.
 
-        The loop goes on but for the reading of a large tokenizer.json, whose library lets nobody else run: half a second for 150,000 tokens.
+        `on_progress(stage, fraction)` is called in the loop's thread, stages in this order,
+        fractions from 0 to 1: "model files" (found, or downloaded), "start" (the engine's process),
+        "import" (its libraries), "load weights", "kv cache", "tokenizer". A stage that an engine
+        does not have is left out; a daemon that has begun before us tells only what is still to
+        come.
 
-        Cancelled, it ends a child, or the loading in this process at the next report, before it raises; only a download goes on. A child
-        dies with the thread that started it, so the loop's thread must live as long as the engine is wanted.
+        The loop goes on but for the reading of a large tokenizer.json, whose library lets nobody
+        else run: half a second for 150,000 tokens.
+
+        Cancelled, it ends a child, or the loading in this process at the next report, before it
+        raises; only a download goes on. A child dies with the thread that started it, so the loop's
+        thread must live as long as the engine is wanted.
         """
         report = on_progress or (lambda stage, fraction: None)
         config, client, beside = await connect_async(args, engine, report)
@@ -133,7 +165,8 @@ class AsyncLLM:
             report("tokenizer", 0.0)
             llm = await in_thread(lambda: cls(config, client, beside))
             report("tokenizer", 1.0)
-            llm._ensure_output_task()  # from here on the engine's death is noticed even if nobody asks anything of it
+            # from here on the engine's death is noticed even if nobody asks anything of it
+            llm._ensure_output_task()
             return llm
         except BaseException:
             await client.shutdown_async()
@@ -146,7 +179,9 @@ class AsyncLLM:
 
     @property
     def record_token_times(self) -> bool:
-        """Whether the moments of a request's tokens are kept, in RequestMetrics.token_ts; off until it is set. It costs a float per token."""
+        """Whether the moments of a request's tokens are kept, in RequestMetrics.token_ts; off until
+        it is set. It costs a float per token.
+        """
         return self._output_processor.record_token_times
 
     @record_token_times.setter
@@ -155,11 +190,13 @@ class AsyncLLM:
 
     @property
     def max_outputs_per_s(self) -> int:
-        """About how many outputs all readers together get in a second; 0, until it is set: one for each token.
+        """About how many outputs all readers together get in a second; 0, until it is set: one for
+        each token.
 
-        With it, n streams get the tokens of several of the engine's steps together, every n / max_outputs_per_s seconds or 50 ms, whichever is less;
-        where that is less than 5 ms, each token at once. First tokens and the engine's ends never wait, a stop string is found so much later. For
-        servers: what a token costs them is mostly what its output costs.
+        With it, n streams get the tokens of several of the engine's steps together, every n /
+        max_outputs_per_s seconds or 50 ms, whichever is less; where that is less than 5 ms, each
+        token at once. First tokens and the engine's ends never wait, a stop string is found so much
+        later. For servers: what a token costs them is mostly what its output costs.
         """
         return self._max_outputs_per_s
 
@@ -192,22 +229,29 @@ class AsyncLLM:
         on_submitted: Callable[[RequestMetrics], None] | None = None,
         take_at_once: Callable[[RequestOutput], bool] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """The request's outputs, in the form that sampling_params.output_kind asks for; the last one is finished.
+        """The request's outputs, in the form that sampling_params.output_kind asks for; the last
+        one is finished.
 
-        Raises InvalidParameterError before anything is sent, and EngineDeadError when the engine is gone. Leaving the iterator, by
-        cancellation or `aclose`, aborts the request. A reader slower than the engine gets several steps' news in one output.
-        `trace_headers`: as for LLMEngine.add_request. `on_submitted` is given the metrics that all outputs will carry, so that they are at hand
-        for a request that ends before its first output. `take_at_once` is offered each output while the reader waits, but errors and the last
-        one, and says whether it has dealt with it; then the iterator does not give it. That spares a server the waking of a task per token.
+        Raises InvalidParameterError before anything is sent, and EngineDeadError when the engine is
+        gone. Leaving the iterator, by cancellation or `aclose`, aborts the request. A reader slower
+        than the engine gets several steps' news in one output. `trace_headers`: as for
+        LLMEngine.add_request. `on_submitted` is given the metrics that all outputs will carry, so
+        that they are at hand for a request that ends before its first output. `take_at_once` is
+        offered each output while the reader waits, but errors and the last one, and says whether it
+        has dealt with it; then the iterator does not give it. That spares a server the waking of a
+        task per token.
         """
-        stream, metrics = self._submit(request_id, prompt, sampling_params, priority, trace_headers, take_at_once)
+        stream, metrics = self._submit(
+            request_id, prompt, sampling_params, priority, trace_headers, take_at_once
+        )
         try:
             if on_submitted is not None:
                 on_submitted(metrics)
             while not (output := await stream.get()).finished:
                 yield output
         finally:
-            if self._streams.get(request_id) is stream:  # else the id has been used again after an abort
+            # else the id has been used again after an abort
+            if self._streams.get(request_id) is stream:
                 self._end_stream(request_id)
                 self._abort([request_id])
         yield output
@@ -223,7 +267,9 @@ class AsyncLLM:
     ) -> tuple[RequestStream, RequestMetrics]:
         self.check_health()
         try:
-            request = self.text_side.input_processor.process_inputs(request_id, prompt, params, priority=priority)
+            request = self.text_side.input_processor.process_inputs(
+                request_id, prompt, params, priority=priority
+            )
         except InvalidParameterError:
             self._telemetry.num_inputs_refused += 1
             raise
@@ -247,12 +293,22 @@ class AsyncLLM:
         if not self._streams:
             self._idle.set()
 
-    async def beam_search(self, prompt: Prompt, params: BeamSearchParams, request_id: str) -> BeamSearchOutput:
-        """The params.beam_width likeliest continuations of the prompt, best first. Its steps are requests beside all others."""
-        request = self.text_side.input_processor.process_inputs(request_id, prompt, first_params(params))
+    async def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams, request_id: str
+    ) -> BeamSearchOutput:
+        """The params.beam_width likeliest continuations of the prompt, best first.
+
+        Its steps are requests beside all others.
+        """
+        request = self.text_side.input_processor.process_inputs(
+            request_id, prompt, first_params(params)
+        )
         search, num_steps = BeamSearch(request, params, self.config.model_config), 0
         while not search.is_done:
-            step = [self._last(p, search.step_params, f"{request_id}-{num_steps}-{i}") for i, p in enumerate(search.step_prompts)]
+            step = [
+                self._last(p, search.step_params, f"{request_id}-{num_steps}-{i}")
+                for i, p in enumerate(search.step_prompts)
+            ]
             tasks = [asyncio.ensure_future(last) for last in step]
             try:
                 search.advance(await asyncio.gather(*tasks))
@@ -269,7 +325,10 @@ class AsyncLLM:
         return last
 
     async def abort(self, request_id: str | list[str]) -> None:
-        """Ends requests; unknown ids are ignored. Their iterators give a last output with finish_reason "abort"."""
+        """Ends requests; unknown ids are ignored.
+
+        Their iterators give a last output with finish_reason "abort".
+        """
         self._abort([request_id] if isinstance(request_id, str) else request_id)
 
     def _abort(self, request_ids: list[str]) -> None:
@@ -285,8 +344,10 @@ class AsyncLLM:
         return self._output_processor.num_unfinished_requests()
 
     async def wait_until_idle(self, timeout_s: float | None = None) -> bool:
-        """Waits until every stream has been read to its end or left; False if some are still open after `timeout_s`. Begins and ends
-        nothing itself: who drains lets no new request in meanwhile, and aborts what is left."""
+        """Waits until every stream has been read to its end or left; False if some are still open
+        after `timeout_s`. Begins and ends nothing itself: who drains lets no new request in
+        meanwhile, and aborts what is left.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -298,7 +359,9 @@ class AsyncLLM:
 
     def _ensure_output_task(self) -> None:
         if self._output_task is None:
-            self._output_task = asyncio.get_running_loop().create_task(self._read_outputs(), name="quire outputs")
+            self._output_task = asyncio.get_running_loop().create_task(
+                self._read_outputs(), name="quire outputs"
+            )
 
     async def _read_outputs(self) -> None:
         try:
@@ -307,14 +370,17 @@ class AsyncLLM:
                 self._last_output_time = time.monotonic()
                 self._telemetry.take(outputs)
                 self._deliver(self._output_processor.process_outputs(outputs))
-                await asyncio.sleep(0)  # readers run after every step, even if the next outputs are there already
+                # readers run after every step, even if the next outputs are there already
+                await asyncio.sleep(0)
         except asyncio.CancelledError:
             raise
         except EngineDeadError as error:
             self._fail(error)
         except Exception as error:
             logger.exception("the task that reads the engine's outputs failed")
-            dead = EngineDeadError(f"reading the engine's outputs failed: {type(error).__name__}: {error}")
+            dead = EngineDeadError(
+                f"reading the engine's outputs failed: {type(error).__name__}: {error}"
+            )
             dead.__cause__ = error
             self._fail(dead)
 
@@ -349,18 +415,22 @@ class AsyncLLM:
 
     @property
     def silent_for_s(self) -> float:
-        """Seconds since the engine last told anything, while requests of ours are unfinished; 0.0 while none is. It costs nothing to ask.
+        """Seconds since the engine last told anything, while requests of ours are unfinished; 0.0
+        while none is. It costs nothing to ask.
 
-        Long silence need not mean harm: chunks of a long prompt give no output, nor does a paused engine. `is_responsive` knows.
+        Long silence need not mean harm: chunks of a long prompt give no output, nor does a paused
+        engine. `is_responsive` knows.
         """
         if not self._output_processor.has_unfinished_requests():
             return 0.0
         return time.monotonic() - max(self._last_output_time, self._busy_since)
 
     async def is_responsive(self, timeout_s: float) -> bool:
-        """Whether the engine goes on, for a readiness check: outputs came within the last `timeout_s`, or it answers a call within
-        `timeout_s`. It answers between two steps, also while it is paused, asleep or idle; so False means that it is dead, or that one step
-        takes longer."""
+        """Whether the engine goes on, for a readiness check: outputs came within the last
+        `timeout_s`, or it answers a call within `timeout_s`. It answers between two steps, also
+        while it is paused, asleep or idle; so False means that it is dead, or that one step takes
+        longer.
+        """
         if self._dead_error is None and time.monotonic() - self._last_output_time < timeout_s:
             return True
         try:
@@ -420,7 +490,10 @@ class AsyncLLM:
         return await self.call_utility("collective_rpc", method, args or [])
 
     def shutdown(self) -> None:
-        """Leaves the engine: a child exits, a daemon stays. Readers get EngineDeadError. May be called twice."""
+        """Leaves the engine: a child exits, a daemon stays.
+
+        Readers get EngineDeadError. May be called twice.
+        """
         self._stop_reading()
         self.client.shutdown()
         self._telemetry.close()

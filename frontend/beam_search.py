@@ -1,9 +1,12 @@
-"""Beam search over an engine that knows nothing of it: each step asks for one token of every beam, with the likeliest candidates.
-May know: log-probabilities as RequestOutput carries them, SamplingParams.
+"""Beam search over an engine that knows nothing of it: each step asks for one token of every beam,
+with the likeliest candidates.
+
 Must not know: engines, clients, who runs the steps (LLM.beam_search and AsyncLLM.beam_search do).
 
-The beams of a prompt are requests for one token behind prompt + beam. They share their KV cache through the prefix cache: a step computes
-what is behind the last full block. The search is transformers' `generate(num_beams=...)`, rule for rule; the names are vLLM's."""
+The beams of a prompt are requests for one token behind prompt + beam. They share their KV cache
+through the prefix cache: a step computes what is behind the last full block. The search is
+transformers' `generate(num_beams=...)`, rule for rule; the names are vLLM's.
+"""
 
 from __future__ import annotations
 
@@ -24,36 +27,59 @@ from .tokenizer import Tokenizer
 class BeamSearchParams(msgspec.Struct, frozen=True):
     """Raises InvalidParameterError on construction.
 
-    A finished beam's score is its log-probability / (number of its output tokens ** length_penalty): above 0, the penalty favours long ones.
-    early_stopping: True ends as soon as beam_width beams are finished; False when no running beam could be better at its present length;
+    A finished beam's score is its log-probability / (number of its output tokens **
+    length_penalty): above 0, the penalty favours long ones. early_stopping: True ends as soon as
+    beam_width beams are finished; False when no running beam could be better at its present length;
     "never" when none could at any length.
     """
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
-    temperature: float = 0.0  # the search follows the model's own log-probabilities: nothing but 0 or 1 (which change nothing) is taken
+    # the search follows the model's own log-probabilities: nothing but 0 or 1 (which change
+    # nothing) is taken
+    temperature: float = 0.0
     length_penalty: float = 1.0
-    include_stop_str_in_output: bool = False  # leaves the end-of-sequence token at the end of `tokens` and `text`
+    # leaves the end-of-sequence token at the end of `tokens` and `text`
+    include_stop_str_in_output: bool = False
     early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         require_int("beam_width", self.beam_width, 1, INT64_MAX)
         require_int("max_tokens", self.max_tokens, 1, INT64_MAX)
         for name in ("ignore_eos", "include_stop_str_in_output"):
-            require(isinstance(getattr(self, name), bool), name, f"must be True or False, got {shown(getattr(self, name))}")
+            require(
+                isinstance(getattr(self, name), bool),
+                name,
+                f"must be True or False, got {shown(getattr(self, name))}",
+            )
         is_plain = is_finite(self.temperature) and self.temperature in (0, 1)
         problem = f"must be 0 or 1 for a beam search, which follows the model's own log-probabilities, got {shown(self.temperature)}"
         require(is_plain, "temperature", problem)
         in_range = is_finite(self.length_penalty) and -100 <= self.length_penalty <= 100
-        require(in_range, "length_penalty", f"must be between -100 and 100, got {shown(self.length_penalty)}")
-        is_known = self.early_stopping is True or self.early_stopping is False or self.early_stopping == "never"
-        require(is_known, "early_stopping", f'must be True, False or "never", got {shown(self.early_stopping)}')
+        require(
+            in_range,
+            "length_penalty",
+            f"must be between -100 and 100, got {shown(self.length_penalty)}",
+        )
+        is_known = (
+            self.early_stopping is True
+            or self.early_stopping is False
+            or self.early_stopping == "never"
+        )
+        require(
+            is_known,
+            "early_stopping",
+            f'must be True, False or "never", got {shown(self.early_stopping)}',
+        )
 
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One finished beam. `tokens` and `text` begin with the prompt, as vLLM's do; `logprobs` are of the output tokens."""
+    """One finished beam.
+
+    `tokens` and `text` begin with the prompt, as vLLM's do; `logprobs` are of the output tokens.
+    """
 
     tokens: list[int]
     logprobs: list[PositionLogprobs]
@@ -66,7 +92,9 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """`sequences`: beam_width of them, best first; none if the search failed, then `error` says why."""
+    """`sequences`: beam_width of them, best first; none if the search failed, then `error` says
+    why.
+    """
 
     sequences: list[BeamSearchSequence]
     error: str | None = None
@@ -82,17 +110,26 @@ class Beam:
 
 
 class BeamSearch:
-    """The search over one prompt. While not is_done: run `step_prompts` with `step_params`, and `advance` with what came."""
+    """The search over one prompt.
 
-    def __init__(self, request: ProcessedRequest, params: BeamSearchParams, model_config: ModelConfig):
-        """`request`: the prompt, checked, made with first_params(params). Raises InvalidParameterError for a beam_width that is too great."""
+    While not is_done: run `step_prompts` with `step_params`, and `advance` with what came.
+    """
+
+    def __init__(
+        self, request: ProcessedRequest, params: BeamSearchParams, model_config: ModelConfig
+    ):
+        """`request`: the prompt, checked, made with first_params(params).
+
+        Raises InvalidParameterError for a beam_width that is too great.
+        """
         core_request = request.core_request
         self.prompt_token_ids = core_request.prompt_token_ids
         self.max_tokens = core_request.sampling_params.max_tokens  # cut to the context
         self.params = params
         self.error: str | None = None
         self._eos_token_ids = frozenset(core_request.eos_token_ids)
-        # So many of all candidates, each with another end-of-sequence token, may end; beam_width must be left to run.
+        # So many of all candidates, each with another end-of-sequence token, may end; beam_width
+        # must be left to run.
         num_per_beam = max(2, 1 + len(self._eos_token_ids))
         self.num_candidates = num_per_beam * params.beam_width
         _check_width(params.beam_width, num_per_beam, model_config)
@@ -106,7 +143,8 @@ class BeamSearch:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self.running = [Beam()]
-        self.finished: list[BeamSearchSequence] = []  # the best beam_width so far, best first; `tokens` are without the prompt
+        # the best beam_width so far, best first; `tokens` are without the prompt
+        self.finished: list[BeamSearchSequence] = []
 
     @property
     def is_done(self) -> bool:
@@ -114,7 +152,9 @@ class BeamSearch:
 
     @property
     def step_prompts(self) -> list[dict[str, list[int]]]:
-        return [{"prompt_token_ids": self.prompt_token_ids + beam.token_ids} for beam in self.running]
+        return [
+            {"prompt_token_ids": self.prompt_token_ids + beam.token_ids} for beam in self.running
+        ]
 
     def advance(self, outputs: list[RequestOutput]) -> None:
         """`outputs` are parallel with step_prompts."""
@@ -130,28 +170,44 @@ class BeamSearch:
         ]
         num_tokens = len(self.running[0].token_ids) + 1
         running: list[Beam] = []
-        for place, (cum_logprob, beam, token_id, position) in enumerate(heapq.nlargest(self.num_candidates, candidates, key=lambda c: c[0])):
+        for place, (cum_logprob, beam, token_id, position) in enumerate(
+            heapq.nlargest(self.num_candidates, candidates, key=lambda c: c[0])
+        ):
             extended = Beam([*beam.token_ids, token_id], [*beam.logprobs, position], cum_logprob)
             is_end = token_id in self._eos_token_ids
             if not is_end and num_tokens < self.max_tokens:
                 running.append(extended)
-            elif place < self.params.beam_width:  # the others are there to go on in place of those that end
+            elif place < self.params.beam_width:
+                # the others are there to go on in place of those that end
                 self.finished.append(self._sequence(extended, is_end))
-        self.finished = heapq.nlargest(self.params.beam_width, self.finished, key=lambda sequence: sequence.score)
-        self.running = [] if self._is_decided(running, num_tokens) else running[: self.params.beam_width]
+        self.finished = heapq.nlargest(
+            self.params.beam_width, self.finished, key=lambda sequence: sequence.score
+        )
+        self.running = (
+            [] if self._is_decided(running, num_tokens) else running[: self.params.beam_width]
+        )
 
     def _sequence(self, beam: Beam, is_end: bool) -> BeamSearchSequence:
         score = beam.cum_logprob / len(beam.token_ids) ** self.params.length_penalty
         reasons = ("stop", beam.token_ids[-1]) if is_end else ("length", None)
-        return BeamSearchSequence(beam.token_ids, beam.logprobs, beam.cum_logprob, score, None, *reasons)
+        return BeamSearchSequence(
+            beam.token_ids, beam.logprobs, beam.cum_logprob, score, None, *reasons
+        )
 
     def _is_decided(self, running: list[Beam], num_tokens: int) -> bool:
-        """Whether the finished beams are the result, by the rule of early_stopping; `running` are best first, of `num_tokens` each."""
+        """Whether the finished beams are the result, by the rule of early_stopping; `running` are
+        best first, of `num_tokens` each.
+        """
         if not running or len(self.finished) < self.params.beam_width:
             return False
         early_stopping, length_penalty = self.params.early_stopping, self.params.length_penalty
-        best_length = self.max_tokens if early_stopping == "never" and length_penalty > 0 else num_tokens
-        return early_stopping is True or running[0].cum_logprob / best_length**length_penalty <= self.finished[-1].score
+        best_length = (
+            self.max_tokens if early_stopping == "never" and length_penalty > 0 else num_tokens
+        )
+        return (
+            early_stopping is True
+            or running[0].cum_logprob / best_length**length_penalty <= self.finished[-1].score
+        )
 
     def output(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
         """The result, when is_done."""
@@ -166,16 +222,29 @@ class BeamSearch:
 
 
 def first_params(params: BeamSearchParams) -> SamplingParams:
-    """With these the InputProcessor checks a prompt, finds the end-of-sequence tokens and cuts max_tokens."""
-    require(isinstance(params, BeamSearchParams), "params", f"must be BeamSearchParams, got {type(params).__name__}")
-    return SamplingParams(temperature=0.0, seed=0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos)
+    """With these the InputProcessor checks a prompt, finds the end-of-sequence tokens and cuts
+    max_tokens.
+    """
+    require(
+        isinstance(params, BeamSearchParams),
+        "params",
+        f"must be BeamSearchParams, got {type(params).__name__}",
+    )
+    return SamplingParams(
+        temperature=0.0, seed=0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos
+    )
 
 
 def _check_width(beam_width: int, num_per_beam: int, model_config: ModelConfig) -> None:
     vocab_size = model_config.hf_config["vocab_size"]
-    most = vocab_size if model_config.max_logprobs == ALL_LOGPROBS else min(model_config.max_logprobs, vocab_size)
+    most = (
+        vocab_size
+        if model_config.max_logprobs == ALL_LOGPROBS
+        else min(model_config.max_logprobs, vocab_size)
+    )
     problem = (
-        f"must be at most {most // num_per_beam}, got {beam_width}: a step needs the {num_per_beam} * beam_width likeliest tokens, "
+        f"must be at most {most // num_per_beam}, got {beam_width}: a step needs the "
+        f"{num_per_beam} * beam_width likeliest tokens, "
         f"of which max_logprobs={model_config.max_logprobs} and the vocabulary give {most}"
     )
     require(beam_width * num_per_beam <= most, "beam_width", problem)

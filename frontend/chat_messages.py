@@ -1,6 +1,8 @@
-"""Messages of a conversation as clients write them, brought into the form that chat templates expect.
-May know: the shape of OpenAI's messages, what templates on the hub read of them.
-Must not know: jinja2, any one model, requests."""
+"""Messages of a conversation as clients write them, brought into the form that chat templates
+expect.
+
+Must not know: jinja2, any one model, requests.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,18 @@ from typing import Any
 from ..ipc.checks import shown
 from ..ipc.errors import InvalidParameterError
 
-TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type of a part -> where its text is
+# type of a part -> where its text is
+TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 SHORT_ID_LENGTH = 9  # what Mistral's templates accept
 
 
 def normalize_messages(messages: Any) -> list[dict[str, Any]]:
-    """Copies of the messages: content as text, arguments of tool calls as dicts where their JSON text is one, reasoning of earlier turns under
-    both of its names, and the function's name on a tool's answer.
+    """Copies of the messages: content as text, arguments of tool calls as dicts where their JSON
+    text is one, reasoning of earlier turns under both of its names, and the function's name on a
+    tool's answer.
 
-    Raises InvalidParameterError that names the place, such as messages[2].tool_calls[0].function.name.
+    Raises InvalidParameterError that names the place, such as
+    messages[2].tool_calls[0].function.name.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidParameterError("messages", "must be a list of at least one message")
@@ -28,15 +33,23 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
         if not isinstance(message, dict):
-            raise InvalidParameterError(path, f"must be an object with a `role`, got {shown(message)}")
+            raise InvalidParameterError(
+                path, f"must be an object with a `role`, got {shown(message)}"
+            )
         if not isinstance(message.get("role"), str):
-            raise InvalidParameterError(f"{path}.role", f"must be a string, got {shown(message.get('role'))}")
+            raise InvalidParameterError(
+                f"{path}.role", f"must be a string, got {shown(message.get('role'))}"
+            )
         copy = dict(message)
         if "content" in copy:
             copy["content"] = _content_text(copy["content"], f"{path}.content")
         if copy.get("tool_calls"):
             copy["tool_calls"] = _tool_calls(copy["tool_calls"], f"{path}.tool_calls")
-            names |= {call["id"]: call["function"]["name"] for call in copy["tool_calls"] if isinstance(call.get("id"), str)}
+            names |= {
+                call["id"]: call["function"]["name"]
+                for call in copy["tool_calls"]
+                if isinstance(call.get("id"), str)
+            }
         elif "tool_calls" in copy:
             del copy["tool_calls"]  # null or []: templates ask whether it is there
         if copy["role"] == "tool" and "name" not in copy and copy.get("tool_call_id") in names:
@@ -52,13 +65,25 @@ def _content_text(content: Any, path: str) -> str | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidParameterError(path, f"must be a string, null or a list of parts, got {shown(content)}")
+        raise InvalidParameterError(
+            path, f"must be a string, null or a list of parts, got {shown(content)}"
+        )
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type", "text") if isinstance(part, dict) else None
-        text = part if isinstance(part, str) else part.get(TEXT_KEYS[kind]) if isinstance(kind, str) and kind in TEXT_KEYS else None
+        text = (
+            part
+            if isinstance(part, str)
+            else part.get(TEXT_KEYS[kind])
+            if isinstance(kind, str) and kind in TEXT_KEYS
+            else None
+        )
         if not isinstance(text, str):
-            raise InvalidParameterError(f"{path}[{i}]", f"must be a part of type text with its `text`: this model reads text alone; got {shown(part)}")
+            raise InvalidParameterError(
+                f"{path}[{i}]",
+                f"must be a part of type text with its `text`: this model reads text alone; got "
+                f"{shown(part)}",
+            )
         texts.append(text)
     return "\n".join(texts)
 
@@ -70,16 +95,25 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
-            raise InvalidParameterError(f"{path}[{i}].function", f"must be an object with `name` and `arguments`, got {shown(function)}")
+            raise InvalidParameterError(
+                f"{path}[{i}].function",
+                f"must be an object with `name` and `arguments`, got {shown(function)}",
+            )
         if not isinstance(function.get("name"), str):
-            raise InvalidParameterError(f"{path}[{i}].function.name", f"must be a string, got {shown(function.get('name'))}")
+            raise InvalidParameterError(
+                f"{path}[{i}].function.name", f"must be a string, got {shown(function.get('name'))}"
+            )
         arguments = _arguments(function.get("arguments"), f"{path}[{i}].function.arguments")
-        normalized.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
+        normalized.append(
+            {**call, "type": "function", "function": {**function, "arguments": arguments}}
+        )
     return normalized
 
 
 def _arguments(arguments: Any, path: str) -> dict[str, Any] | str:
-    """A model may have written arguments that are no JSON; the conversation goes on with them as they are."""
+    """A model may have written arguments that are no JSON; the conversation goes on with them as
+    they are.
+    """
     if arguments is None or arguments == "":
         return {}
     if isinstance(arguments, dict):
@@ -101,10 +135,15 @@ def with_arguments_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any
 
     def as_text(call: dict[str, Any]) -> dict[str, Any]:
         arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        text = (
+            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        )
         return {**call, "function": {**call["function"], "arguments": text}}
 
-    return [{**m, "tool_calls": [as_text(call) for call in m["tool_calls"]]} if "tool_calls" in m else m for m in messages]
+    return [
+        {**m, "tool_calls": [as_text(call) for call in m["tool_calls"]]} if "tool_calls" in m else m
+        for m in messages
+    ]
 
 
 def with_empty_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -116,13 +155,18 @@ def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For templates that refuse ids of any other form than Mistral's own."""
 
     def short(identifier: Any) -> str:
-        return re.sub(r"[^A-Za-z0-9]", "", str(identifier))[-SHORT_ID_LENGTH:].rjust(SHORT_ID_LENGTH, "0")
+        return re.sub(r"[^A-Za-z0-9]", "", str(identifier))[-SHORT_ID_LENGTH:].rjust(
+            SHORT_ID_LENGTH, "0"
+        )
 
     shortened = []
     for message in messages:
         copy = dict(message)
         if "tool_calls" in copy:
-            copy["tool_calls"] = [{**call, "id": short(call.get("id", i))} for i, call in enumerate(copy["tool_calls"])]
+            copy["tool_calls"] = [
+                {**call, "id": short(call.get("id", i))}
+                for i, call in enumerate(copy["tool_calls"])
+            ]
         if "tool_call_id" in copy:
             copy["tool_call_id"] = short(copy["tool_call_id"])
         shortened.append(copy)

@@ -1,6 +1,8 @@
-"""EngineArgs: the configuration as flat arguments, checked, and resolved into the tree the engine receives.
-May know: the configuration tree, a model's files, the processor's features.
-Must not know: torch, the engine, what a value does once it is resolved."""
+"""EngineArgs: the configuration as flat arguments, checked, and resolved into the tree the engine
+receives.
+
+Must not know: torch, the engine, what a value does once it is resolved.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,40 @@ from .model_files import NO_GENERATION_CONFIG, find_model_directory, read_hf_con
 from .processor import prefers_bfloat16
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
-# Keys of config.json that give the longest sequence a model was made for; the smallest of those present counts.
-CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+# Keys of config.json that give the longest sequence a model was made for; the smallest of those
+# present counts.
+CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+)
 # With these, max_position_embeddings already is the length after scaling.
 ROPE_TYPES_ALREADY_SCALED = frozenset({"default", "llama3", "longrope", "su", "mrope"})
-# A frontend's own choices even when it attaches to a daemon: they change how it makes requests, not the engine.
-FRONTEND_ARGUMENTS = frozenset({
-    "tokenizer", "seed", "skip_tokenizer_init", "generation_config", "override_generation_config",
-    "startup_timeout_s", "shutdown_timeout_s", "max_message_bytes", "log_stats_interval_s", "otlp_traces_endpoint",
-})  # fmt: skip
+# A frontend's own choices even when it attaches to a daemon: they change how it makes requests, not
+# the engine.
+FRONTEND_ARGUMENTS = frozenset(
+    {
+        "tokenizer",
+        "seed",
+        "skip_tokenizer_init",
+        "generation_config",
+        "override_generation_config",
+        "startup_timeout_s",
+        "shutdown_timeout_s",
+        "max_message_bytes",
+        "log_stats_interval_s",
+        "otlp_traces_endpoint",
+    }
+)
 
 
 class EngineArgs:
-    """Every field of ipc/config.py as a keyword argument and an attribute. Raises InvalidParameterError on construction."""
+    """Every field of ipc/config.py as a keyword argument and an attribute.
+
+    Raises InvalidParameterError on construction.
+    """
 
     def __init__(self, model: str = "bundled", **arguments: Any):
         fields = config_fields()
@@ -43,23 +66,31 @@ class EngineArgs:
 
     def __repr__(self) -> str:
         defaults = {name: _default(field) for name, (_, field) in config_fields().items()}
-        changed = (f"{name}={getattr(self, name)!r}" for name, default in defaults.items() if getattr(self, name) != default)
+        changed = (
+            f"{name}={getattr(self, name)!r}"
+            for name, default in defaults.items()
+            if getattr(self, name) != default
+        )
         return f"EngineArgs({', '.join(changed)})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, EngineArgs) and vars(self) == vars(other)
 
     def tree(self) -> EngineConfig:
-        """The arguments as they are, "auto" and None included: what a daemon's client starts from."""
+        """The arguments as they are, "auto" and None included: what a daemon's client starts
+        from.
+        """
         sections: dict[str, dict[str, Any]] = {}
         for name, (section, _) in config_fields().items():
             sections.setdefault(section, {})[name] = getattr(self, name)
         return msgspec.convert(sections, EngineConfig)
 
     def create_engine_config(self) -> EngineConfig:
-        """The tree with every "auto" and default decided, for a model whose files are found (and downloaded, if need be).
+        """The tree with every "auto" and default decided, for a model whose files are found (and
+        downloaded, if need be).
 
-        Raises InvalidParameterError for conflicts, ModelLoadError where the model's files are missing or unreadable.
+        Raises InvalidParameterError for conflicts, ModelLoadError where the model's files are
+        missing or unreadable.
         """
         config = self.tree()
         device_config = _resolve_device(config.device_config)
@@ -67,15 +98,21 @@ class EngineArgs:
         return replace(
             config,
             model_config=model_config,
-            load_config=replace(config.load_config, load_format="safetensors") if self.load_format == "auto" else config.load_config,
-            scheduler_config=_resolve_scheduler(config.scheduler_config, model_config.max_model_len),
+            load_config=replace(config.load_config, load_format="safetensors")
+            if self.load_format == "auto"
+            else config.load_config,
+            scheduler_config=_resolve_scheduler(
+                config.scheduler_config, model_config.max_model_len
+            ),
             device_config=device_config,
         )
 
     def attach_to(self, config: EngineConfig) -> EngineConfig:
-        """The configuration of a frontend attached to a daemon: the daemon's, with this frontend's own tokenizer, seed and timeouts.
+        """The configuration of a frontend attached to a daemon: the daemon's, with this frontend's
+        own tokenizer, seed and timeouts.
 
-        An argument that is neither at its default nor the frontend's own must agree with the daemon's; InvalidParameterError names both.
+        An argument that is neither at its default nor the frontend's own must agree with the
+        daemon's; InvalidParameterError names both.
         """
         own: dict[str, dict[str, Any]] = {}
         for name, (section, field) in config_fields().items():
@@ -85,12 +122,26 @@ class EngineArgs:
             if name in FRONTEND_ARGUMENTS:
                 own.setdefault(section, {})[name] = wanted
             elif wanted != actual and not _names_model(name, wanted, config):
-                raise InvalidParameterError(name, f"the attached engine runs with {actual!r}, not {wanted!r}; leave the argument out")
+                raise InvalidParameterError(
+                    name,
+                    f"the attached engine runs with {actual!r}, not {wanted!r}; leave the argument "
+                    f"out",
+                )
         if "generation_config" in own.get("model_config", {}):
-            own["model_config"]["generation_config"] = _resolve_generation_config(self.generation_config, config.model_config.model)
+            own["model_config"]["generation_config"] = _resolve_generation_config(
+                self.generation_config, config.model_config.model
+            )
         if "tokenizer" in own.get("model_config", {}):
-            own["model_config"]["tokenizer"] = str(find_model_directory(self.tokenizer, revision=self.revision, weights=False))
-        return replace(config, **{section: replace(getattr(config, section), **values) for section, values in own.items()})
+            own["model_config"]["tokenizer"] = str(
+                find_model_directory(self.tokenizer, revision=self.revision, weights=False)
+            )
+        return replace(
+            config,
+            **{
+                section: replace(getattr(config, section), **values)
+                for section, values in own.items()
+            },
+        )
 
 
 def replace(section: Any, **changes: Any) -> Any:
@@ -103,18 +154,26 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 
 def _unknown(name: str, fields: dict) -> str:
     near = difflib.get_close_matches(name, fields, n=1)
-    return f"there is no such argument; did you mean {near[0]}?" if near else "there is no such argument"
+    return (
+        f"there is no such argument; did you mean {near[0]}?"
+        if near
+        else "there is no such argument"
+    )
 
 
 def _checked(name: str, value: Any, declared_type: Any) -> Any:
     try:
         return msgspec.convert(value, declared_type)
     except msgspec.ValidationError:
-        raise InvalidParameterError(name, f"must be {describe_type(declared_type)}, got {value!r}") from None
+        raise InvalidParameterError(
+            name, f"must be {describe_type(declared_type)}, got {value!r}"
+        ) from None
 
 
 def describe_type(declared_type: Any) -> str:
-    """A field's type and range in words, e.g. "an integer, at least 1" (for errors and for --help)."""
+    """A field's type and range in words, e.g. "an integer, at least 1" (for errors and for
+    --help).
+    """
     return _describe(inspect.type_info(declared_type))
 
 
@@ -127,9 +186,16 @@ def _describe(info: inspect.Type) -> str:
         case inspect.LiteralType():
             return "one of " + ", ".join(map(repr, info.values))
         case inspect.IntType() | inspect.FloatType():
-            limits = (("at least", info.ge), ("more than", info.gt), ("at most", info.le), ("less than", info.lt))
+            limits = (
+                ("at least", info.ge),
+                ("more than", info.gt),
+                ("at most", info.le),
+                ("less than", info.lt),
+            )
             words = [f"{word} {limit}" for word, limit in limits if limit is not None]
-            return ", ".join(["an integer" if isinstance(info, inspect.IntType) else "a number", *words])
+            return ", ".join(
+                ["an integer" if isinstance(info, inspect.IntType) else "a number", *words]
+            )
         case inspect.StrType():
             return "a string"
         case inspect.BoolType():
@@ -144,26 +210,37 @@ def _describe(info: inspect.Type) -> str:
 
 
 def _names_model(name: str, wanted: Any, config: EngineConfig) -> bool:
-    """A daemon's model is a resolved directory; the user may call it by the name it was started with."""
+    """A daemon's model is a resolved directory; the user may call it by the name it was started
+    with.
+    """
     if name != "model":
         return False
     actual = config.model_config
-    return wanted == actual.served_model_name or str(Path(wanted).expanduser().resolve()) == actual.model
+    return (
+        wanted == actual.served_model_name
+        or str(Path(wanted).expanduser().resolve()) == actual.model
+    )
 
 
 def _resolve_device(device_config: Any) -> Any:
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if (size := getattr(device_config, name)) > 1:
-            raise InvalidParameterError(name, f"only 1 is possible so far (the model runs in one rank), got {size}")
+            raise InvalidParameterError(
+                name, f"only 1 is possible so far (the model runs in one rank), got {size}"
+            )
     return replace(device_config, device="cpu") if device_config.device == "auto" else device_config
 
 
 def _resolve_model(config: EngineConfig, device_config: Any) -> Any:
     wanted = config.model_config
-    directory = find_model_directory(wanted.model, revision=wanted.revision, weights=config.load_config.load_format != "dummy")
+    directory = find_model_directory(
+        wanted.model, revision=wanted.revision, weights=config.load_config.load_format != "dummy"
+    )
     tokenizer_directory = directory
     if wanted.tokenizer is not None:
-        tokenizer_directory = find_model_directory(wanted.tokenizer, revision=wanted.revision, weights=False)
+        tokenizer_directory = find_model_directory(
+            wanted.tokenizer, revision=wanted.revision, weights=False
+        )
     hf_config = read_hf_config(directory, wanted.hf_overrides)
     return replace(
         wanted,
@@ -184,38 +261,59 @@ def _resolve_generation_config(wanted: str, model_directory: str) -> str:
     directory = Path(wanted).expanduser().resolve()
     if not (directory / "generation_config.json").is_file():
         raise InvalidParameterError(
-            "generation_config", f'must be "auto", "{NO_GENERATION_CONFIG}" or a directory that holds generation_config.json, got {wanted!r}'
+            "generation_config",
+            f'must be "auto", "{NO_GENERATION_CONFIG}" or a directory that holds '
+            f"generation_config.json, got {wanted!r}",
         )
     return str(directory)
 
 
 def _auto_dtype(device_config: Any) -> str:
-    return "bfloat16" if device_config.device == "cuda" or prefers_bfloat16(device_config.cpu_isa) else "float32"
+    return (
+        "bfloat16"
+        if device_config.device == "cuda" or prefers_bfloat16(device_config.cpu_isa)
+        else "float32"
+    )
 
 
 def _resolve_max_model_len(wanted: int | None, hf_config: dict[str, Any]) -> int:
     context = model_context(hf_config)
     if wanted is None and context is None:
-        raise InvalidParameterError("max_model_len", "the model's config.json does not give a context length, so it must be given")
+        raise InvalidParameterError(
+            "max_model_len",
+            "the model's config.json does not give a context length, so it must be given",
+        )
     if wanted is not None and context is not None and wanted > context:
         raise InvalidParameterError(
-            "max_model_len", f"must be at most {context}, the context of the model, got {wanted} (hf_overrides can change it)"
+            "max_model_len",
+            f"must be at most {context}, the context of the model, got {wanted} (hf_overrides can "
+            f"change it)",
         )
     return wanted or context
 
 
 def model_context(hf_config: dict[str, Any]) -> int | None:
-    """Longest sequence in tokens, rope scaling included, by vLLM's rules; None where config.json does not say."""
+    """Longest sequence in tokens, rope scaling included, by vLLM's rules; None where config.json
+    does not say.
+    """
     lengths = [hf_config[key] for key in CONTEXT_KEYS if hf_config.get(key) is not None]
     if not all(isinstance(length, int) and length >= 1 for length in lengths):
-        raise ModelLoadError(f"config.json: {', '.join(CONTEXT_KEYS)} must be positive integers, got {lengths}")
+        raise ModelLoadError(
+            f"config.json: {', '.join(CONTEXT_KEYS)} must be positive integers, got {lengths}"
+        )
     if not lengths:
         return None
     rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type in ROPE_TYPES_ALREADY_SCALED or not isinstance(factor := rope.get("factor", 1.0), (int, float)):
+    if rope_type in ROPE_TYPES_ALREADY_SCALED or not isinstance(
+        factor := rope.get("factor", 1.0), (int, float)
+    ):
         return min(lengths)
-    base = rope.get("original_max_position_embeddings", min(lengths)) if rope_type == "yarn" else min(lengths)
+    base = (
+        rope.get("original_max_position_embeddings", min(lengths))
+        if rope_type == "yarn"
+        else min(lengths)
+    )
     return int(base * factor)
 
 
@@ -224,10 +322,16 @@ def _resolve_scheduler(wanted: Any, max_model_len: int) -> Any:
     if wanted.enable_chunked_prefill:
         return replace(wanted, max_num_batched_tokens=budget or DEFAULT_MAX_NUM_BATCHED_TOKENS)
     if wanted.long_prefill_token_threshold:
-        raise InvalidParameterError("long_prefill_token_threshold", "splits prompts, which enable_chunked_prefill=False forbids")
+        raise InvalidParameterError(
+            "long_prefill_token_threshold",
+            "splits prompts, which enable_chunked_prefill=False forbids",
+        )
     if budget is not None and budget < max_model_len:
         raise InvalidParameterError(
             "max_num_batched_tokens",
-            f"must be at least max_model_len={max_model_len} with enable_chunked_prefill=False (a prompt is one step), got {budget}",
+            f"must be at least max_model_len={max_model_len} with enable_chunked_prefill=False (a "
+            f"prompt is one step), got {budget}",
         )
-    return replace(wanted, max_num_batched_tokens=budget or max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_model_len))
+    return replace(
+        wanted, max_num_batched_tokens=budget or max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_model_len)
+    )

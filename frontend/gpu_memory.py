@@ -1,6 +1,7 @@
 """How much memory this machine's GPU has, and has free, as NVIDIA's driver says it.
-May know: libcuda's C interface.
-Must not know: torch, what the memory is for."""
+
+Must not know: torch, what the memory is for.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ CUDA_LIBRARY = "libcuda.so.1"
 
 
 def gpu_memory_bytes() -> tuple[int, int]:
-    """(free, all) of the first GPU, as a process sees it that uses it: what using it takes is gone from the free memory already.
+    """(free, all) of the first GPU, as a process sees it that uses it: what using it takes is gone
+    from the free memory already.
 
     Raises InvalidParameterError, naming `device`, where there is none.
     """
@@ -21,7 +23,12 @@ def gpu_memory_bytes() -> tuple[int, int]:
         cuda = ctypes.CDLL(CUDA_LIBRARY)
     except OSError:
         raise _no_gpu(f"{CUDA_LIBRARY} is not here") from None
-    device, context, free, total = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
+    device, context, free, total = (
+        ctypes.c_int(),
+        ctypes.c_void_p(),
+        ctypes.c_size_t(),
+        ctypes.c_size_t(),
+    )
     _check(cuda.cuInit(0))
     _check(cuda.cuDeviceGet(byref(device), 0))
     _check(cuda.cuDevicePrimaryCtxRetain(byref(context), device))
@@ -42,4 +49,8 @@ def _check(code: int) -> None:
 
 
 def _no_gpu(reason: str) -> InvalidParameterError:
-    return InvalidParameterError("device", f"cuda: no NVIDIA GPU can be asked for its memory ({reason}); name an amount (quire plan --memory 80GiB)")
+    return InvalidParameterError(
+        "device",
+        f"cuda: no NVIDIA GPU can be asked for its memory ({reason}); name an amount (quire plan "
+        f"--memory 80GiB)",
+    )

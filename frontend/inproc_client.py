@@ -1,9 +1,11 @@
-"""InprocClient: an engine in this process. Pulling an output is a step; in asyncio a worker thread does the stepping.
-May know: EngineCore, messages, the codec.
+"""InprocClient: an engine in this process. Pulling an output is a step; in asyncio a worker thread
+does the stepping.
+
 Must not know: text, sockets, the scheduler.
 
     blocking: get_output ── step, step, … until there are rows                      (the caller's thread owns the core)
-    asyncio:  add, abort, call ──▶ inbox ──▶ thread: step ──▶ outputs ──▶ get_output_async     (the worker thread owns it)"""
+    asyncio:  add, abort, call ──▶ inbox ──▶ thread: step ──▶ outputs ──▶ get_output_async     (the worker thread owns it)
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ class StartCancelled(Exception):
 
 
 class LocalEngine:
-    """The core, its outputs, and the thread that steps it once there is one. Does not know the client, which may be collected."""
+    """The core, its outputs, and the thread that steps it once there is one.
+
+    Does not know the client, which may be collected.
+    """
 
     def __init__(self, core: Any):
         self.core = core
@@ -65,8 +70,12 @@ class LocalEngine:
             self._notify()
 
     def step(self) -> None:
-        """One step; its outputs are appended. Raises EngineDeadError if it fails: the engine is then dead."""
-        if not self.core.has_work() and self.core.gate:  # a grammar is being checked, in a thread and a process of its own
+        """One step; its outputs are appended.
+
+        Raises EngineDeadError if it fails: the engine is then dead.
+        """
+        # a grammar is being checked, in a thread and a process of its own
+        if not self.core.has_work() and self.core.gate:
             self.core.gate.wait()
         with self._fatal():
             outputs, model_executed = self.core.step_fn()
@@ -86,7 +95,9 @@ class LocalEngine:
             raise self.death from error
 
     def begin_call(self, call: m.UtilityCall, receive: Callable[[m.UtilityResult], Any]) -> Future:
-        """Calls a utility on the core; the Future gets what `receive` makes of the answer, now or after a later step."""
+        """Calls a utility on the core; the Future gets what `receive` makes of the answer, now or
+        after a later step.
+        """
         future: Future = Future()
 
         def finish(result: m.UtilityResult) -> None:
@@ -132,7 +143,10 @@ class LocalEngine:
         self._inbox.put(lambda: None)
 
     def wake_thread(self) -> None:
-        """There is news for the core. Called from any thread; without one of ours, the caller's next step finds the news itself."""
+        """There is news for the core.
+
+        Called from any thread; without one of ours, the caller's next step finds the news itself.
+        """
         if self._thread is not None:
             self.wake()
 
@@ -176,7 +190,8 @@ class LocalEngine:
         self.death = self.death or EngineDeadError(cause)
         if self._thread is not None:
             self.wake()
-            if self._thread is not threading.current_thread():  # it is when the thread dropped the last reference to the client
+            # it is when the thread dropped the last reference to the client
+            if self._thread is not threading.current_thread():
                 self._thread.join()
         self._fail_calls()
         self.core.shutdown()
@@ -188,11 +203,26 @@ def _resolve(waiter: asyncio.Future) -> None:
 
 
 class InprocClient(EngineClient):
-    """See EngineClient. Errors are those of the other forms: the engine's own at start, EngineDeadError after a failed step."""
+    """See EngineClient.
 
-    def __init__(self, config: EngineConfig, *, executor: Any = None, round_trip: bool = False, report: Report | None = None):
-        """`executor` takes the place of the real one. `round_trip` sends every message through the codec and back: for tests, which
-        must not pass on objects that the wire could not carry. `report(stage, fraction)` hears how far the engine is; what it raises ends it."""
+    Errors are those of the other forms: the engine's own at start, EngineDeadError after a failed
+    step.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        executor: Any = None,
+        round_trip: bool = False,
+        report: Report | None = None,
+    ):
+        """`executor` takes the place of the real one.
+
+        `round_trip` sends every message through the codec and back: for tests, which must not pass
+        on objects that the wire could not carry. `report(stage, fraction)` hears how far the engine
+        is; what it raises ends it.
+        """
         from ..core.engine_core import EngineCore
 
         self._engine = engine = LocalEngine(EngineCore(config, executor, report))
@@ -207,8 +237,13 @@ class InprocClient(EngineClient):
         self._to_client = Decoder(m.EngineMessage, max_message_bytes)
 
     @classmethod
-    async def start(cls, config: EngineConfig, on_progress: Report, *, executor: Any = None) -> InprocClient:
-        """A client whose engine is made in a thread while the running loop goes on. Cancelled, it gives up at the engine's next report."""
+    async def start(
+        cls, config: EngineConfig, on_progress: Report, *, executor: Any = None
+    ) -> InprocClient:
+        """A client whose engine is made in a thread while the running loop goes on.
+
+        Cancelled, it gives up at the engine's next report.
+        """
         loop, is_cancelled = asyncio.get_running_loop(), threading.Event()
 
         def tell(stage: str, fraction: float) -> None:
@@ -220,7 +255,11 @@ class InprocClient(EngineClient):
                 raise StartCancelled
             loop.call_soon_threadsafe(tell, stage, fraction)
 
-        return await in_thread(lambda: cls(config, executor=executor, report=report), on_cancel=is_cancelled.set, discard=cls.shutdown)
+        return await in_thread(
+            lambda: cls(config, executor=executor, report=report),
+            on_cancel=is_cancelled.set,
+            discard=cls.shutdown,
+        )
 
     # ------------------------------------------------------------ requests
 
@@ -240,7 +279,9 @@ class InprocClient(EngineClient):
         self._engine.submit(lambda: core.pace_outputs(rows_per_s, CLIENT))
 
     def _carry(self, request: m.EngineCoreRequest) -> m.EngineCoreRequest | None:
-        """The request as the engine receives it; None if it did not survive and was answered, as ipc/engine_input.py does it."""
+        """The request as the engine receives it; None if it did not survive and was answered, as
+        ipc/engine_input.py does it.
+        """
         if self._encoder is None:
             return request
         frames = self._encoder.encode(request)
@@ -255,22 +296,32 @@ class InprocClient(EngineClient):
 
     def _deliver(self) -> m.EngineCoreOutputs:
         outputs = self._engine.outputs.popleft()
-        return outputs if self._encoder is None else self._to_client.decode(self._encoder.encode(outputs))
+        return (
+            outputs
+            if self._encoder is None
+            else self._to_client.decode(self._encoder.encode(outputs))
+        )
 
     # ------------------------------------------------------------ blocking
 
     def get_output(self) -> m.EngineCoreOutputs:
         engine = self._engine
         if engine.has_thread:
-            raise RuntimeError("this client belongs to an asyncio loop: await get_output_async() instead")
+            raise RuntimeError(
+                "this client belongs to an asyncio loop: await get_output_async() instead"
+            )
         while not engine.outputs:
             if engine.death is not None:
                 raise engine.death
             if engine.core.is_idle():
-                if stall := engine.core.pausing.describe_stall():  # there is no other client that could change it
+                # there is no other client that could change it
+                if stall := engine.core.pausing.describe_stall():
                     raise EnginePausedError(stall)
-                raise RuntimeError("no request of this client is unfinished: there is nothing to wait for")
-            with contextlib.suppress(EngineDeadError):  # raised in the next turn, behind the rows that came before it
+                raise RuntimeError(
+                    "no request of this client is unfinished: there is nothing to wait for"
+                )
+            # raised in the next turn, behind the rows that came before it
+            with contextlib.suppress(EngineDeadError):
                 engine.step()
         return self._deliver()
 
@@ -303,7 +354,8 @@ class InprocClient(EngineClient):
                 raise engine.death
             engine.waiter = waiter = asyncio.get_running_loop().create_future()
             try:
-                if not engine.outputs and engine.death is None:  # asked again: the thread may have looked for a waiter just before
+                # asked again: the thread may have looked for a waiter just before
+                if not engine.outputs and engine.death is None:
                     await waiter
             finally:
                 engine.waiter = None

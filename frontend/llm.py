@@ -1,6 +1,7 @@
 """LLM: the class for scripts. Prompts in, all outputs back, in order.
-May know: LLMEngine, chat templates through the tokenizer, progress bars.
-Must not know: clients, messages, steps of the engine beyond LLMEngine.step."""
+
+Must not know: clients, messages, steps of the engine beyond LLMEngine.step.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ Message = dict[str, Any]
 class LLM:
     """A model, ready to generate.
 
-    model: "bundled", a directory, or a name on the hub.
-    engine: "process" (a child of this process), "inproc" (this process), or the address of a running daemon ("ipc://...").
-    arguments: those of EngineArgs: tokenizer, dtype, max_model_len, max_num_seqs, enable_prefix_caching, seed, …
+    model: "bundled", a directory, or a name on the hub. engine: "process" (a child of this
+    process), "inproc" (this process), or the address of a running daemon ("ipc://..."). arguments:
+    those of EngineArgs: tokenizer, dtype, max_model_len, max_num_seqs, enable_prefix_caching, seed,
+    …
     """
 
     def __init__(self, model: str = "bundled", *, engine: str = "process", **arguments: Any):
@@ -41,14 +43,19 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Ends the engine, or leaves the daemon. May be called twice; the LLM is of no use afterwards."""
+        """Ends the engine, or leaves the daemon.
+
+        May be called twice; the LLM is of no use afterwards.
+        """
         self.llm_engine.shutdown()
 
     def get_tokenizer(self) -> Tokenizer | None:
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What generate and chat use without parameters: by default, what the model's generation_config.json recommends."""
+        """What generate and chat use without parameters: by default, what the model's
+        generation_config.json recommends.
+        """
         return self.llm_engine.get_default_sampling_params()
 
     # As in LLMEngine, where each is described.
@@ -103,13 +110,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """One RequestOutput per prompt, in the order of the prompts.
 
-        prompts: one or several; each a string, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.
-        sampling_params: for all, or one per prompt; None: get_default_sampling_params().
-        trace_headers: the caller's trace context, for all of them (LLMEngine.add_request).
-        Raises InvalidParameterError before anything is submitted if one prompt or parameter is bad. A request that fails inside the
-        engine ends with finish_reason "error" and its message in `error`; the others go on. What only the engine can refuse, a grammar
-        that does not compile, ends so too among several prompts, with `error_parameter`; of a single one it raises InvalidParameterError.
-        Whatever is raised while it runs, KeyboardInterrupt included, aborts all that was submitted.
+        prompts: one or several; each a string, a list of token ids, or a dict with `prompt` or
+        `prompt_token_ids`. sampling_params: for all, or one per prompt; None:
+        get_default_sampling_params(). trace_headers: the caller's trace context, for all of them
+        (LLMEngine.add_request). Raises InvalidParameterError before anything is submitted if one
+        prompt or parameter is bad. A request that fails inside the engine ends with finish_reason
+        "error" and its message in `error`; the others go on. What only the engine can refuse, a
+        grammar that does not compile, ends so too among several prompts, with `error_parameter`; of
+        a single one it raises InvalidParameterError. Whatever is raised while it runs,
+        KeyboardInterrupt included, aborts all that was submitted.
         """
         several = _prompt_list(prompts)
         if sampling_params is None:
@@ -121,14 +130,22 @@ class LLM:
             raise InvalidParameterError(parameter, outputs[0].error.removeprefix(f"{parameter}: "))
         return outputs
 
-    def _process(self, prompts: list[Prompt], params: list[Any], priorities: list[Any]) -> list[ProcessedRequest]:
-        """Checks and tokenizes all of them, or raises InvalidParameterError for the first that is bad."""
+    def _process(
+        self, prompts: list[Prompt], params: list[Any], priorities: list[Any]
+    ) -> list[ProcessedRequest]:
+        """Checks and tokenizes all of them, or raises InvalidParameterError for the first that is
+        bad.
+        """
         final_only = {id(p): _final_only(p) for p in params}
         requests = []
         for i, prompt in enumerate(prompts):
             try:
                 request_id = str(self._num_requests + i)
-                requests.append(self.llm_engine.process_inputs(request_id, prompt, final_only[id(params[i])], priority=priorities[i]))
+                requests.append(
+                    self.llm_engine.process_inputs(
+                        request_id, prompt, final_only[id(params[i])], priority=priorities[i]
+                    )
+                )
             except InvalidParameterError as error:
                 if len(prompts) == 1:
                     raise
@@ -138,27 +155,39 @@ class LLM:
         return requests
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool | Callable[..., Any] = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool | Callable[..., Any] = False,
     ) -> list[BeamSearchOutput]:
-        """The params.beam_width likeliest continuations of each prompt, best first; all prompts and beams take their steps together.
+        """The params.beam_width likeliest continuations of each prompt, best first; all prompts and
+        beams take their steps together.
 
-        Errors are as for generate; a search one of whose steps fails inside the engine gives its message in `error`, the others go on.
+        Errors are as for generate; a search one of whose steps fails inside the engine gives its
+        message in `error`, the others go on.
         """
         several = _prompt_list(prompts)
         step_params = first_params(params)
         requests = self._process(several, [step_params] * len(several), [0] * len(several))
-        searches = [BeamSearch(request, params, self.llm_engine.config.model_config) for request in requests]
+        searches = [
+            BeamSearch(request, params, self.llm_engine.config.model_config) for request in requests
+        ]
         progress = Progress(len(searches), use_tqdm)
         try:
             while running := [search for search in searches if not search.is_done]:
                 prompts_of_step = [prompt for search in running for prompt in search.step_prompts]
                 params_of_step = [search.step_params for search in running for _ in search.running]
-                requests = self._process(prompts_of_step, params_of_step, [0] * len(prompts_of_step))
+                requests = self._process(
+                    prompts_of_step, params_of_step, [0] * len(prompts_of_step)
+                )
                 outputs = iter(self._run(requests, use_tqdm=False))
                 for search in running:
                     search.advance([next(outputs) for _ in search.running])
                     if search.is_done:
-                        progress.update(len(search.prompt_token_ids), sum(len(sequence.tokens) for sequence in search.finished))
+                        progress.update(
+                            len(search.prompt_token_ids),
+                            sum(len(sequence.tokens) for sequence in search.finished),
+                        )
         finally:
             progress.close()
         return [search.output(self.get_tokenizer()) for search in searches]
@@ -175,10 +204,15 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """One answer per conversation; `messages` is one or several. The rest is as for generate and Tokenizer.apply_chat_template."""
+        """One answer per conversation; `messages` is one or several.
+
+        The rest is as for generate and Tokenizer.apply_chat_template.
+        """
         tokenizer = self.get_tokenizer()
         if tokenizer is None:
-            raise InvalidParameterError("messages", "need a tokenizer: this engine runs with skip_tokenizer_init=True")
+            raise InvalidParameterError(
+                "messages", "need a tokenizer: this engine runs with skip_tokenizer_init=True"
+            )
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = []
         for conversation in conversations:
@@ -191,14 +225,25 @@ class LLM:
                 tokenize=False,
                 **(chat_template_kwargs or {}),
             )
-            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
+            prompts.append(
+                {
+                    "prompt": text,
+                    "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False),
+                }
+            )
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def _run(
-        self, requests: list[ProcessedRequest], use_tqdm: bool | Callable[..., Any], trace_headers: dict[str, str] | None = None
+        self,
+        requests: list[ProcessedRequest],
+        use_tqdm: bool | Callable[..., Any],
+        trace_headers: dict[str, str] | None = None,
     ) -> list[RequestOutput]:
         if self.llm_engine.has_unfinished_requests():
-            raise RuntimeError("requests that were added through llm_engine are unfinished: step it until they end, or abort them")
+            raise RuntimeError(
+                "requests that were added through llm_engine are unfinished: step it until they "
+                "end, or abort them"
+            )
         finished: dict[str, RequestOutput] = {}
         progress = Progress(len(requests), use_tqdm)
         try:
@@ -207,7 +252,10 @@ class LLM:
             while self.llm_engine.has_unfinished_requests():
                 for output in self.llm_engine.step():
                     finished[output.request_id] = output
-                    progress.update(len(output.prompt_token_ids), sum(len(completion.token_ids) for completion in output.outputs))
+                    progress.update(
+                        len(output.prompt_token_ids),
+                        sum(len(completion.token_ids) for completion in output.outputs),
+                    )
         except BaseException:
             self.llm_engine.abort_all_requests()
             raise
@@ -235,7 +283,9 @@ class Progress:
         self._num_output_tokens += num_output_tokens
         elapsed_s = max(time.perf_counter() - self._start, 1e-9)
         speeds = (self._num_input_tokens / elapsed_s, self._num_output_tokens / elapsed_s)
-        self._bar.set_postfix_str("est. speed input: {:.2f} toks/s, output: {:.2f} toks/s".format(*speeds), refresh=False)
+        self._bar.set_postfix_str(
+            "est. speed input: {:.2f} toks/s, output: {:.2f} toks/s".format(*speeds), refresh=False
+        )
         self._bar.update(1)
 
     def close(self) -> None:
@@ -250,11 +300,15 @@ def _tqdm() -> Callable[..., Any]:
 
 
 def _prompt_list(prompts: Any) -> list[Prompt]:
-    """A single prompt is a string, a dict, or a list of integers; anything else must be a sequence of those."""
+    """A single prompt is a string, a dict, or a list of integers; anything else must be a sequence
+    of those.
+    """
     if isinstance(prompts, (str, dict)):
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise InvalidParameterError("prompts", f"must be a prompt or a sequence of prompts, got {type(prompts).__name__}")
+        raise InvalidParameterError(
+            "prompts", f"must be a prompt or a sequence of prompts, got {type(prompts).__name__}"
+        )
     prompts = list(prompts)
     return [prompts] if prompts and isinstance(prompts[0], int) else prompts
 
@@ -263,12 +317,18 @@ def _one_each(name: str, value: Any, num_prompts: int) -> list[Any]:
     if not isinstance(value, Sequence):
         return [value] * num_prompts
     if len(value) != num_prompts:
-        raise InvalidParameterError(name, f"must be one for all or one per prompt, got {len(value)} for {num_prompts} prompts")
+        raise InvalidParameterError(
+            name,
+            f"must be one for all or one per prompt, got {len(value)} for {num_prompts} prompts",
+        )
     return list(value)
 
 
 def _final_only(params: Any) -> Any:
-    """Only the last outputs are wanted here. What is no SamplingParams is left for the InputProcessor to refuse."""
+    """Only the last outputs are wanted here.
+
+    What is no SamplingParams is left for the InputProcessor to refuse.
+    """
     if not isinstance(params, SamplingParams) or params.output_kind == RequestOutputKind.FINAL_ONLY:
         return params
     return msgspec.structs.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)

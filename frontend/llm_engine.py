@@ -1,6 +1,8 @@
-"""LLMEngine: prompts in, RequestOutputs out, one step at a time, from blocking code and over any engine client.
-May know: the input and output processors, the client interface.
-Must not know: how a client reaches its engine, torch, progress bars."""
+"""LLMEngine: prompts in, RequestOutputs out, one step at a time, from blocking code and over any
+engine client.
+
+Must not know: how a client reaches its engine, torch, progress bars.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from .model_files import (
     find_model_directory,
     read_ahead,
     read_generation_config,
-)  # fmt: skip
+)
 from .output_processor import OutputProcessor
 from .outputs import RequestOutput
 from .stats import Telemetry
@@ -39,7 +41,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class TextSide:
-    """All that stands between text and token ids, for one model; LLMEngine and AsyncLLM hold one each."""
+    """All that stands between text and token ids, for one model; LLMEngine and AsyncLLM hold one
+    each.
+    """
 
     tokenizer: Tokenizer | None
     input_processor: InputProcessor
@@ -47,27 +51,47 @@ class TextSide:
     default_sampling_params: SamplingParams  # of requests that give none
 
     @classmethod
-    def for_config(cls, config: EngineConfig, epoch: int = 0, beside: TokenizerBeside | None = None) -> TextSide:
-        """Reads generation_config.json and the tokenizer, unless it is being read beside the engine's start. Raises ModelLoadError naming
-        the file that is missing or corrupt."""
+    def for_config(
+        cls, config: EngineConfig, epoch: int = 0, beside: TokenizerBeside | None = None
+    ) -> TextSide:
+        """Reads generation_config.json and the tokenizer, unless it is being read beside the
+        engine's start. Raises ModelLoadError naming the file that is missing or corrupt.
+        """
         model_config = config.model_config
-        generation_config = read_generation_config(Path(model_config.model)) | model_config.override_generation_config
+        generation_config = (
+            read_generation_config(Path(model_config.model))
+            | model_config.override_generation_config
+        )
         tokenizer = beside.result() if beside is not None else load_tokenizer(model_config)
         eos_ids = eos_token_ids(generation_config, model_config.hf_config)
-        if tokenizer is not None and tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos_ids:
+        if (
+            tokenizer is not None
+            and tokenizer.eos_token_id is not None
+            and tokenizer.eos_token_id not in eos_ids
+        ):
             eos_ids = [tokenizer.eos_token_id, *eos_ids]
         defaults = default_sampling_params(model_config)
-        return cls(tokenizer, InputProcessor(config, tokenizer, eos_ids), OutputProcessor(tokenizer, epoch), defaults)
+        return cls(
+            tokenizer,
+            InputProcessor(config, tokenizer, eos_ids),
+            OutputProcessor(tokenizer, epoch),
+            defaults,
+        )
 
 
 def load_tokenizer(model_config: ModelConfig) -> Tokenizer | None:
-    return None if model_config.skip_tokenizer_init else Tokenizer(model_config.tokenizer or model_config.model)
+    return (
+        None
+        if model_config.skip_tokenizer_init
+        else Tokenizer(model_config.tokenizer or model_config.model)
+    )
 
 
 class TokenizerBeside:
     """Reads the tokenizer while the engine loads, and asks for the weights' files before that.
 
-    Not while we start the engine and send it its configuration: the library that reads a tokenizer lets no other thread of this process run.
+    Not while we start the engine and send it its configuration: the library that reads a tokenizer
+    lets no other thread of this process run.
 
         this process    config ─▶ spawn ─▶ HELLO, CONFIG ─▶ tokenizer ───────────────────▶ result
         the system               weight files into the page cache
@@ -88,23 +112,35 @@ class TokenizerBeside:
         self._on_progress(stage, fraction)
 
     def result(self) -> Tokenizer | None:
-        return load_tokenizer(self._model_config) if self._tokenizer is None else self._tokenizer.result()
+        return (
+            load_tokenizer(self._model_config)
+            if self._tokenizer is None
+            else self._tokenizer.result()
+        )
 
 
 def default_sampling_params(model_config: ModelConfig) -> SamplingParams:
-    """SamplingParams' own defaults, over them what the configuration's `generation_config` recommends, over that the overrides."""
+    """SamplingParams' own defaults, over them what the configuration's `generation_config`
+    recommends, over that the overrides.
+    """
     overrides = model_config.override_generation_config
     for key in overrides:
         if key not in SAMPLING_KEYS and key != "eos_token_id":
             known = ", ".join([*SAMPLING_KEYS, "eos_token_id"])
-            raise InvalidParameterError("override_generation_config", f"has the unknown key {key!r}; the keys are {known}")
+            raise InvalidParameterError(
+                "override_generation_config", f"has the unknown key {key!r}; the keys are {known}"
+            )
     arguments = default_sampling_arguments(overrides)
     try:
         SamplingParams(**arguments)
     except InvalidParameterError as error:
         raise InvalidParameterError("override_generation_config", str(error)) from None
     if model_config.generation_config != NO_GENERATION_CONFIG:
-        directory = model_config.model if model_config.generation_config == "auto" else model_config.generation_config
+        directory = (
+            model_config.model
+            if model_config.generation_config == "auto"
+            else model_config.generation_config
+        )
         arguments = default_sampling_arguments(read_generation_config(Path(directory))) | arguments
     try:
         params = SamplingParams(**arguments)
@@ -112,17 +148,25 @@ def default_sampling_params(model_config: ModelConfig) -> SamplingParams:
         remedy = f'generation_config="{NO_GENERATION_CONFIG}" leaves it unread'
         raise ModelLoadError(f"generation_config.json in {directory}: {error}; {remedy}") from None
     if arguments:
-        logger.info("default sampling parameters: %s", ", ".join(f"{name}={value}" for name, value in arguments.items()))
+        logger.info(
+            "default sampling parameters: %s",
+            ", ".join(f"{name}={value}" for name, value in arguments.items()),
+        )
     return params
 
 
 def make_client(
-    config: EngineConfig, engine: str = "process", *, asyncio_mode: bool = False, on_progress: Report = report_nothing
+    config: EngineConfig,
+    engine: str = "process",
+    *,
+    asyncio_mode: bool = False,
+    on_progress: Report = report_nothing,
 ) -> EngineClient:
-    """`engine`: "inproc" (in this process), "process" (a child of this one) or the address of a daemon, "ipc://...".
+    """`engine`: "inproc" (in this process), "process" (a child of this one) or the address of a
+    daemon, "ipc://...".
 
-    `config` is resolved; with an address it is not used, the daemon's own is in `client.ready.config`. `on_progress` hears how far an
-    engine in another process is.
+    `config` is resolved; with an address it is not used, the daemon's own is in
+    `client.ready.config`. `on_progress` hears how far an engine in another process is.
     """
     if engine == "inproc":
         from .inproc_client import InprocClient
@@ -137,16 +181,23 @@ Connected = tuple[EngineConfig, EngineClient, TokenizerBeside | None]
 
 
 def connect(args: EngineArgs, engine: str, *, asyncio_mode: bool = False) -> Connected:
-    """Starts the engine that `args` describe, or attaches to the one at the address `engine`. Gives its configuration and client, and the
+    """Starts the engine that `args` describe, or attaches to the one at the address `engine`.
+
+    Gives its configuration and client, and the
     tokenizer that was read meanwhile, if one was.
 
-    When attaching, arguments that are neither at their defaults nor the frontend's own must agree with the engine's (EngineArgs.attach_to).
+    When attaching, arguments that are neither at their defaults nor the frontend's own must agree
+    with the engine's (EngineArgs.attach_to).
     """
     check_endpoint(args.otlp_traces_endpoint)
     if engine in ("inproc", "process"):
         config = args.create_engine_config()
         beside = TokenizerBeside(config)
-        return config, make_client(config, engine, asyncio_mode=asyncio_mode, on_progress=beside.on_progress), beside
+        return (
+            config,
+            make_client(config, engine, asyncio_mode=asyncio_mode, on_progress=beside.on_progress),
+            beside,
+        )
     client = make_client(args.tree(), engine, asyncio_mode=asyncio_mode)
     try:
         return args.attach_to(client.ready.config), client, None
@@ -163,7 +214,11 @@ async def connect_async(args: EngineArgs, engine: str, on_progress: Report) -> C
 
         client = await MPClient.start(args.tree(), engine, on_progress)
         try:
-            return await in_thread(lambda: args.attach_to(client.ready.config), may_abandon=True), client, None
+            return (
+                await in_thread(lambda: args.attach_to(client.ready.config), may_abandon=True),
+                client,
+                None,
+            )
         except BaseException:
             await client.shutdown_async()
             raise
@@ -181,12 +236,17 @@ async def connect_async(args: EngineArgs, engine: str, on_progress: Report) -> C
 
 
 class LLMEngine:
-    """`add_request` any number of times, then `step` while `has_unfinished_requests`. For one thread.
+    """`add_request` any number of times, then `step` while `has_unfinished_requests`.
 
-    config: resolved, as from EngineArgs.create_engine_config. client: owned from now on; `shutdown` ends it. beside: see `connect`.
+    For one thread.
+
+    config: resolved, as from EngineArgs.create_engine_config. client: owned from now on; `shutdown`
+    ends it. beside: see `connect`.
     """
 
-    def __init__(self, config: EngineConfig, client: EngineClient, beside: TokenizerBeside | None = None):
+    def __init__(
+        self, config: EngineConfig, client: EngineClient, beside: TokenizerBeside | None = None
+    ):
         self.config = config
         self.client = client
         self.text_side = TextSide.for_config(config, client.ready.epoch, beside)
@@ -196,7 +256,9 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, engine: str = "process") -> LLMEngine:
-        """`engine`: "process" (a child of this process), "inproc", or the address of a daemon ("ipc://...")."""
+        """`engine`: "process" (a child of this process), "inproc", or the address of a daemon
+        ("ipc://...").
+        """
         config, client, beside = connect(args, engine)
         try:
             return cls(config, client, beside)
@@ -217,7 +279,9 @@ class LLMEngine:
         return self._telemetry.stats
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests are given that bring no parameters of their own: see the configuration's `generation_config`."""
+        """What requests are given that bring no parameters of their own: see the configuration's
+        `generation_config`.
+        """
         return self.text_side.default_sampling_params
 
     # ------------------------------------------------------------ requests
@@ -231,13 +295,27 @@ class LLMEngine:
         priority: int = 0,
         trace_headers: dict[str, str] | None = None,
     ) -> None:
-        """Raises InvalidParameterError before anything is sent. `request_id` must not be that of an unfinished request.
+        """Raises InvalidParameterError before anything is sent.
 
-        `trace_headers`: the caller's trace context as HTTP headers carry it (W3C traceparent); without, its current span is the parent.
+        `request_id` must not be that of an unfinished request.
+
+        `trace_headers`: the caller's trace context as HTTP headers carry it (W3C traceparent);
+        without, its current span is the parent.
         """
-        self.submit(self.process_inputs(request_id, prompt, params, arrival_time=arrival_time, priority=priority), trace_headers)
+        self.submit(
+            self.process_inputs(
+                request_id, prompt, params, arrival_time=arrival_time, priority=priority
+            ),
+            trace_headers,
+        )
 
-    def process_inputs(self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, **options: Any) -> ProcessedRequest:
+    def process_inputs(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        **options: Any,
+    ) -> ProcessedRequest:
         """The first half of add_request: checks and tokenizes, and sends nothing."""
         try:
             return self._input_processor.process_inputs(request_id, prompt, params, **options)
@@ -245,7 +323,9 @@ class LLMEngine:
             self._telemetry.num_inputs_refused += 1
             raise
 
-    def submit(self, request: ProcessedRequest, trace_headers: dict[str, str] | None = None) -> None:
+    def submit(
+        self, request: ProcessedRequest, trace_headers: dict[str, str] | None = None
+    ) -> None:
         """The second half of add_request."""
         self._output_processor.add_request(request)
         self._telemetry.begin(request, trace_headers)
@@ -256,7 +336,8 @@ class LLMEngine:
             raise
 
     def step(self) -> list[RequestOutput]:
-        """Waits for the engine's next outputs; what they mean for each request. [] when no request is unfinished.
+        """Waits for the engine's next outputs; what they mean for each request. [] when no request
+        is unfinished.
 
         Raises EngineDeadError when the engine is gone.
         """
@@ -274,7 +355,10 @@ class LLMEngine:
         return processed.request_outputs
 
     def abort_request(self, request_ids: str | list[str]) -> list[RequestOutput]:
-        """Ends requests now; unknown ids are ignored. Their last outputs, finish_reason "abort", are returned here and not by `step`."""
+        """Ends requests now; unknown ids are ignored.
+
+        Their last outputs, finish_reason "abort", are returned here and not by `step`.
+        """
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         processed = self._output_processor.abort_requests(ids)
         if processed.requests_to_abort:
@@ -305,22 +389,31 @@ class LLMEngine:
         return self._telemetry.metrics(self.client.call_utility("get_metrics"))
 
     def scheduler_state(self) -> dict[str, Any]:
-        """What waits, runs and is swapped, request by request; whether the engine is paused or asleep."""
+        """What waits, runs and is swapped, request by request; whether the engine is paused or
+        asleep.
+        """
         return self.client.call_utility("scheduler_state")
 
     def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
-        """The engine at work: its last steps and where their time went, its requests, a map of the KV cache; see EngineCore.observe."""
+        """The engine at work: its last steps and where their time went, its requests, a map of the
+        KV cache; see EngineCore.observe.
+        """
         observation = self.client.call_utility("observe", since_step, max_blocks)
         return observation | {"counters": self._telemetry.metrics(observation["counters"])}
 
     def set_tracer_provider(self, provider: Any) -> None:
-        """Requests from now on become spans of this opentelemetry.trace.TracerProvider (frontend/tracing.py); None: they no longer do."""
+        """Requests from now on become spans of this opentelemetry.trace.TracerProvider
+        (frontend/tracing.py); None: they no longer do.
+        """
         self._telemetry.set_tracer_provider(provider)
 
-    # What follows acts on the whole engine, other programs' requests included; core/pause.py says what each does.
+    # What follows acts on the whole engine, other programs' requests included; core/pause.py says
+    # what each does.
 
     def pause(self, mode: str = "abort") -> None:
-        """"abort": everybody's requests end; "wait": returns when they have finished; "keep": they freeze. New ones wait for resume()."""
+        """ "abort": everybody's requests end; "wait": returns when they have finished; "keep": they
+        freeze. New ones wait for resume().
+        """
         self.client.call_utility("pause", mode)
 
     def resume(self) -> None:
@@ -330,11 +423,17 @@ class LLMEngine:
         return self.client.call_utility("is_paused")
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forgets the KV cache of finished prompts. False if blocks are still in use; `reset_running` preempts who uses them."""
+        """Forgets the KV cache of finished prompts.
+
+        False if blocks are still in use; `reset_running` preempts who uses them.
+        """
         return self.client.call_utility("reset_prefix_cache", reset_running)
 
     def sleep(self, level: int = 1) -> None:
-        """Frees the memory of the KV cache (1), of the weights too (2). Requests wait, and go on after wake_up."""
+        """Frees the memory of the KV cache (1), of the weights too (2).
+
+        Requests wait, and go on after wake_up.
+        """
         self.client.call_utility("sleep", level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -345,7 +444,10 @@ class LLMEngine:
         return self.client.call_utility("is_sleeping")
 
     def load_weights(self, path: str) -> None:
-        """Other weights for the same model, from a directory or the hub. Raises ModelLoadError; then the old ones go on serving."""
+        """Other weights for the same model, from a directory or the hub.
+
+        Raises ModelLoadError; then the old ones go on serving.
+        """
         self.client.call_utility("load_weights", str(find_model_directory(path)))
 
     def collective_rpc(self, method: str, args: list[Any] | None = None) -> list[Any]:

@@ -1,6 +1,8 @@
-"""From the engine's arrays of log-probabilities to vLLM's dicts of Logprob, with the text that each candidate adds.
-May know: the messages' arrays, the tokenizer, how tokens become bytes (detokenizer.py).
-Must not know: requests, who reads the result."""
+"""From the engine's arrays of log-probabilities to vLLM's dicts of Logprob, with the text that each
+candidate adds.
+
+Must not know: requests, who reads the result.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,18 @@ from .detokenizer import MAX_CHARACTER_TOKENS, REPLACEMENT, piece_table
 from .outputs import Logprob, PositionLogprobs
 from .tokenizer import Tokenizer
 
-Context = tuple[int, ...]  # the last tokens, as far as they belong to a character that is not complete; nearly always empty
+# the last tokens, as far as they belong to a character that is not complete; nearly always empty
+Context = tuple[int, ...]
 
 
 class TokenTexts:
-    """The text that a token adds behind others. The sampled tokens' texts, put together, are the output's text, special tokens included.
+    """The text that a token adds behind others.
 
-    A token that leaves a character incomplete adds nothing; the one that completes it has the whole character; one that breaks it begins
-    with U+FFFD, as the output's text does. (vLLM repairs in the same way and shows "" for what is incomplete.)
+    The sampled tokens' texts, put together, are the output's text, special tokens included.
+
+    A token that leaves a character incomplete adds nothing; the one that completes it has the whole
+    character; one that breaks it begins with U+FFFD, as the output's text does. (vLLM repairs in
+    the same way and shows "" for what is incomplete.)
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -59,17 +65,28 @@ class TokenTexts:
 
 
 class LogprobsReader:
-    """Reads the positions of one sequence in order. `context_token_ids` are the tokens before the first of them."""
+    """Reads the positions of one sequence in order.
+
+    `context_token_ids` are the tokens before the first of them.
+    """
 
     def __init__(self, texts: TokenTexts | None, context_token_ids: list[int]):
         self._texts = texts
         self._context: Context = texts.context_of(context_token_ids) if texts is not None else ()
 
-    def read(self, columns: TokenLogprobs | PromptLogprobs, start: int, end: int) -> list[PositionLogprobs]:
-        """Rows [start, end) of the arrays, one dict per token: its own first, with its rank; the others' rank is their column."""
+    def read(
+        self, columns: TokenLogprobs | PromptLogprobs, start: int, end: int
+    ) -> list[PositionLogprobs]:
+        """Rows [start, end) of the arrays, one dict per token: its own first, with its rank; the
+        others' rank is their column.
+        """
         width = columns.token_ids.shape[1]
         cells = slice(start * width, end * width)
-        ids, logprobs, ranks = _numbers(columns.token_ids)[cells], _numbers(columns.logprobs)[cells], _numbers(columns.ranks)[start:end]
+        ids, logprobs, ranks = (
+            _numbers(columns.token_ids)[cells],
+            _numbers(columns.logprobs)[cells],
+            _numbers(columns.ranks)[start:end],
+        )
         positions = []
         for i, rank in enumerate(ranks):
             row = slice(i * width, (i + 1) * width)
@@ -80,7 +97,8 @@ class LogprobsReader:
         texts, context = self._texts, self._context
         position: PositionLogprobs = {}
         for token_id, logprob, column in zip(ids, logprobs, range(len(ids)), strict=True):
-            if token_id not in position:  # the token's own comes first and may be among the most probable
+            # the token's own comes first and may be among the most probable
+            if token_id not in position:
                 text = None if texts is None else texts.text(context, token_id)
                 position[token_id] = Logprob(logprob, column or rank, text)
         if texts is not None:

@@ -1,10 +1,13 @@
-"""What the hub's cache on this machine holds: models, their sizes, whether Quire runs them, and what is missing.
-May know: huggingface_hub's scan of its cache, a model's files.
-Must not know: the network, torch, how a list is shown."""
+"""What the hub's cache on this machine holds: models, their sizes, whether Quire runs them, and
+what is missing.
+
+Must not know: the network, torch, how a list is shown.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +31,18 @@ class CachedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_models() -> tuple[list[CachedModel], list[str]]:
-    """The bundled model and every snapshot of a model in the cache; and what is wrong with the cache itself."""
+    """The bundled model and every snapshot of a model in the cache; and what is wrong with the
+    cache itself.
+    """
     bundled = find_model_directory(BUNDLED)
-    models = [describe(BUNDLED, "", bundled, sum(path.stat().st_size for path in bundled.iterdir() if path.is_file()))]
+    models = [
+        describe(
+            BUNDLED,
+            "",
+            bundled,
+            sum(path.stat().st_size for path in bundled.iterdir() if path.is_file()),
+        )
+    ]
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -42,14 +54,22 @@ def list_models() -> tuple[list[CachedModel], list[str]]:
         if repository.repo_type != "model":
             continue
         num_partial = len(list((repository.repo_path / "blobs").glob("*.incomplete")))
-        partial = [f"{num_partial} interrupted download{'s' * (num_partial > 1)}"] if num_partial else []
+        partial = (
+            [f"{num_partial} interrupted download{'s' * (num_partial > 1)}"] if num_partial else []
+        )
         for revision in sorted(repository.revisions, key=lambda revision: -revision.last_modified):
             name = ", ".join(sorted(revision.refs)) or revision.commit_hash[:12]
-            models.append(describe(repository.repo_id, name, revision.snapshot_path, revision.size_on_disk, partial))
+            models.append(
+                describe(
+                    repository.repo_id, name, revision.snapshot_path, revision.size_on_disk, partial
+                )
+            )
     return models, [str(warning).splitlines()[0] for warning in cache.warnings]
 
 
-def describe(model: str, revision: str, directory: Path, size_bytes: int, problems: list[str] = []) -> CachedModel:
+def describe(
+    model: str, revision: str, directory: Path, size_bytes: int, problems: Iterable[str] = ()
+) -> CachedModel:
     problems, hf_config, sizes = list(problems), {}, None
     try:
         hf_config = read_json(directory / "config.json")
@@ -58,7 +78,9 @@ def describe(model: str, revision: str, directory: Path, size_bytes: int, proble
         problems.append(_short(error, directory))
     try:
         if missing := missing_weight_files(directory):
-            problems.append(f"no {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""))
+            problems.append(
+                f"no {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            )
     except ModelLoadError as error:
         problems.append(_short(error, directory))
     if not (directory / "tokenizer.json").is_file():
@@ -70,14 +92,20 @@ def describe(model: str, revision: str, directory: Path, size_bytes: int, proble
         directory=str(directory),
         size_bytes=size_bytes,
         dtype=_text(hf_config.get("dtype") or hf_config.get("torch_dtype")),
-        architecture=sizes.architecture if sizes else _text(architectures[0]) if isinstance(architectures, list) and architectures else None,
+        architecture=sizes.architecture
+        if sizes
+        else _text(architectures[0])
+        if isinstance(architectures, list) and architectures
+        else None,
         num_parameters=sizes.num_parameters if sizes else None,
         problems=problems,
     )
 
 
 def _measure_quietly(hf_config: dict[str, Any]) -> Any:
-    """Keys that nobody knows are worth a warning where a model is loaded, not in a list of fifty."""
+    """Keys that nobody knows are worth a warning where a model is loaded, not in a list of
+    fifty.
+    """
     level = decoder_config.logger.level
     decoder_config.logger.setLevel(logging.ERROR)
     try:

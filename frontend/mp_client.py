@@ -1,8 +1,11 @@
-"""MPClient: an engine in another process, a child of this one or a daemon that others use too; for blocking code and for asyncio.
-May know: messages, codec, sockets, the engine's process.
+"""MPClient: an engine in another process, a child of this one or a daemon that others use too; for
+blocking code and for asyncio.
+
 Must not know: text, torch, core; what a request is for.
 
-No thread of its own: blocking calls poll the output socket and the engine's pidfd; in asyncio the loop watches both."""
+No thread of its own: blocking calls poll the output socket and the engine's pidfd; in asyncio the
+loop watches both.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,13 @@ from ..ipc.config import EngineConfig
 from ..ipc.connection import Connection
 from ..ipc.errors import EngineDeadError, EnginePausedError
 from ..ipc.failures import unpack_exception
-from ..ipc.handshake import LAST_WORDS_S, Report, open_connection, open_connection_async, report_nothing
+from ..ipc.handshake import (
+    LAST_WORDS_S,
+    Report,
+    open_connection,
+    open_connection_async,
+    report_nothing,
+)
 from ..ipc.sockets import receive
 from ..ipc.threads import in_thread
 from .client import EngineClient
@@ -27,7 +36,9 @@ from .client import EngineClient
 if TYPE_CHECKING:  # 6 MB and 30 ms, which blocking programs need not pay
     import asyncio
 
-MAX_QUEUED_OUTPUTS = 256  # read ahead of the caller; then they stay in the socket, and the engine notices (ipc/engine_output.py)
+# read ahead of the caller; then they stay in the socket, and the engine notices
+# (ipc/engine_output.py)
+MAX_QUEUED_OUTPUTS = 256
 
 
 class MPClient(EngineClient):
@@ -44,23 +55,32 @@ class MPClient(EngineClient):
         on_progress: Report = report_nothing,
         connected: tuple[Connection, m.Ready] | None = None,
     ):
-        """Starts or attaches, and returns when the engine is ready. Raises the engine's own exception if it cannot start,
+        """Starts or attaches, and returns when the engine is ready.
+
+        Raises the engine's own exception if it cannot start,
         EngineStartError if it dies or takes longer than startup_timeout_s.
 
-        `asyncio_mode`: get_output, which would stop the loop, is refused. `epoch` numbers the engines that one frontend starts one
-        after the other; it comes back in every output. `command` starts another program than our engine (see engine_proc.main).
-        `on_progress(stage, fraction)` hears how far the engine is. `connected`: this has been done already (see `start`).
+        `asyncio_mode`: get_output, which would stop the loop, is refused. `epoch` numbers the
+        engines that one frontend starts one after the other; it comes back in every output.
+        `command` starts another program than our engine (see engine_proc.main). `on_progress(stage,
+        fraction)` hears how far the engine is. `connected`: this has been done already (see
+        `start`).
         """
-        self._connection, self.ready = connected or open_connection(config, engine, on_progress, epoch=epoch, command=command)
-        self._close = weakref.finalize(self, self._connection.close)  # also at exit, for scripts that forget
+        self._connection, self.ready = connected or open_connection(
+            config, engine, on_progress, epoch=epoch, command=command
+        )
+        # also at exit, for scripts that forget
+        self._close = weakref.finalize(self, self._connection.close)
         self.asyncio_mode = asyncio_mode
         self.is_shared = engine != "process"
         self._outputs: deque[m.EngineCoreOutputs] = deque()
         self._results: dict[int, m.UtilityResult] = {}
-        self._calls: dict[int, asyncio.Future | None] = {}  # pending calls; a Future for those of asyncio
+        # pending calls; a Future for those of asyncio
+        self._calls: dict[int, asyncio.Future | None] = {}
         self._num_calls = 0
-        # We have paused the engine ourselves, or put it to sleep: who then waits for outputs in blocking code might wait for himself.
-        # When another client has done it, it is that client's to undo, and waiting for it is right.
+        # We have paused the engine ourselves, or put it to sleep: who then waits for outputs in
+        # blocking code might wait for himself. When another client has done it, it is that client's
+        # to undo, and waiting for it is right.
         self._may_be_stalled = False
         self._output_waiter: asyncio.Future | None = None
         self._death: str | None = None  # why the engine is gone
@@ -71,13 +91,22 @@ class MPClient(EngineClient):
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, engine: str = "process", on_progress: Report = report_nothing, *, epoch: int = 0, command: Sequence[str] | None = None
+        cls,
+        config: EngineConfig,
+        engine: str = "process",
+        on_progress: Report = report_nothing,
+        *,
+        epoch: int = 0,
+        command: Sequence[str] | None = None,
     ) -> MPClient:
-        """A client in asyncio_mode, made while the running loop goes on; `on_progress(stage, fraction)` hears how far the engine is.
+        """A client in asyncio_mode, made while the running loop goes on; `on_progress(stage,
+        fraction)` hears how far the engine is.
 
         Cancelled, it ends a child before it raises.
         """
-        connected = await open_connection_async(config, engine, on_progress, epoch=epoch, command=command)
+        connected = await open_connection_async(
+            config, engine, on_progress, epoch=epoch, command=command
+        )
         return cls(config, engine, asyncio_mode=True, connected=connected)
 
     @property
@@ -125,7 +154,9 @@ class MPClient(EngineClient):
             raise EngineDeadError(self._death)
 
     def _read(self, everything: bool = False) -> None:
-        """Takes in what the socket holds; leaves outputs there while enough are queued and nobody waits for what may be behind them."""
+        """Takes in what the socket holds; leaves outputs there while enough are queued and nobody
+        waits for what may be behind them.
+        """
         while everything or self._wants_more():
             frames = receive(self._connection.pull)
             if frames is None:
@@ -156,7 +187,9 @@ class MPClient(EngineClient):
     def _on_death(self) -> None:
         """The engine is gone: reads what it still said, then fails every waiter."""
         deadline = time.monotonic() + LAST_WORDS_S
-        while self._last_words is None and self._connection.pull.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+        while self._last_words is None and self._connection.pull.poll(
+            max(0, int((deadline - time.monotonic()) * 1000))
+        ):
             self._read(everything=True)
         death = self._connection.describe_death()
         self._fail_waiters(f"{self._last_words} ({death})" if self._last_words else death)
@@ -195,7 +228,9 @@ class MPClient(EngineClient):
 
     def get_output(self) -> m.EngineCoreOutputs:
         if self.asyncio_mode:
-            raise RuntimeError("this client belongs to an asyncio loop: await get_output_async() instead")
+            raise RuntimeError(
+                "this client belongs to an asyncio loop: await get_output_async() instead"
+            )
         if not self._outputs:
             self._raise_if_dead()
             self._read()
@@ -228,12 +263,19 @@ class MPClient(EngineClient):
         loop = asyncio.get_running_loop()
         if self._connection.loop is not loop:
             this = weakref.ref(self)  # the loop must not keep a forgotten client alive
-            self._connection.watch(loop, lambda: (client := this()) and client._on_readable(), lambda: (client := this()) and client._on_death())
-        self._on_readable()  # ZMQ's descriptor tells of changes only, not of what lies there already
+            self._connection.watch(
+                loop,
+                lambda: (client := this()) and client._on_readable(),
+                lambda: (client := this()) and client._on_death(),
+            )
+        # ZMQ's descriptor tells of changes only, not of what lies there already
+        self._on_readable()
 
     def _on_readable(self) -> None:
-        """ZMQ's descriptor tells of a change once, and asking for EVENTS takes the news from it: what EVENTS then says must be acted upon.
-        It must be asked, or the loop would call us again at once, for ever, where _read stopped early."""
+        """ZMQ's descriptor tells of a change once, and asking for EVENTS takes the news from it:
+        what EVENTS then says must be acted upon. It must be asked, or the loop would call us again
+        at once, for ever, where _read stopped early.
+        """
         self._read()
         while self._connection.pull.get(zmq.EVENTS) & zmq.POLLIN and self._wants_more():
             self._read()

@@ -1,6 +1,8 @@
-"""OutputProcessor: the engine's columns of token ids become the RequestOutputs of the requests they belong to.
-May know: every request of this frontend, its completions and their journal, the tokenizer.
-Must not know: sockets, the scheduler, who reads the outputs."""
+"""OutputProcessor: the engine's columns of token ids become the RequestOutputs of the requests they
+belong to.
+
+Must not know: sockets, the scheduler, who reads the outputs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ..ipc.errors import InvalidParameterError
-from ..ipc.messages import EngineCoreOutputs, EngineCoreRequest, Finished, FinishReason, PromptLogprobs, RequestTiming, TokenLogprobs, child_request_id
+from ..ipc.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    RequestTiming,
+    TokenLogprobs,
+    child_request_id,
+)
 from ..ipc.params import RequestOutputKind, child_seed
 from .detokenizer import IncrementalDetokenizer
 from .input_processor import ProcessedRequest
@@ -58,7 +69,8 @@ class RequestState:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     are_prompt_logprobs_told: bool = False
     num_cached_tokens: int | None = None
-    timings: dict[str, RequestTiming] = field(default_factory=dict)  # by the engine's id of the completion
+    # by the engine's id of the completion
+    timings: dict[str, RequestTiming] = field(default_factory=dict)
     num_unfinished: int = 1
     error: str | None = None
     error_parameter: str | None = None
@@ -67,7 +79,8 @@ class RequestState:
 @dataclass(slots=True)
 class ProcessedOutputs:
     request_outputs: list[RequestOutput]
-    requests_to_abort: list[str]  # the engine's ids of what ended here and goes on there (a stop string, a gap)
+    # the engine's ids of what ended here and goes on there (a stop string, a gap)
+    requests_to_abort: list[str]
 
 
 @dataclass(slots=True)
@@ -85,26 +98,37 @@ MAX_TOKEN_TS = 4096  # of a request
 
 
 class OutputProcessor:
-    """Owns the frontend's requests from add_request to their last output. Knows them by the engine's ids, and by the user's for aborts."""
+    """Owns the frontend's requests from add_request to their last output.
+
+    Knows them by the engine's ids, and by the user's for aborts.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, epoch: int = 0):
         self._tokenizer = tokenizer
         self._epoch = epoch
         self._requests: dict[str, RequestState] = {}  # by the user's id
-        # By the engine's ids of rows: the unfinished completions; with n > 1 also the request's own id, under which it may be refused whole.
+        # By the engine's ids of rows: the unfinished completions; with n > 1 also the request's own
+        # id, under which it may be refused whole.
         self._by_engine_id: dict[str, tuple[RequestState, list[CompletionState]]] = {}
         self._token_texts = None if tokenizer is None else TokenTexts(tokenizer)
-        self.on_finished: Callable[[RequestState, float], None] | None = None  # with each request that ends, and _clock_offset
+        # with each request that ends, and _clock_offset
+        self.on_finished: Callable[[RequestState, float], None] | None = None
         self._engine_ts = 0.0  # the engine's clock when its last outputs left
         self._clock_offset = 0.0  # what to add to it for time.time()
         self.record_token_times = False  # fill RequestMetrics.token_ts
-        self.num_dropped_rows = 0  # rows of an earlier engine; rows of requests that ended here are expected, and not counted
+        # rows of an earlier engine; rows of requests that ended here are expected, and not counted
+        self.num_dropped_rows = 0
 
     def add_request(self, request: ProcessedRequest) -> RequestMetrics:
-        """Returns what will go on changing until the request is finished. Raises InvalidParameterError when the user's id is that of an unfinished request."""
+        """Returns what will go on changing until the request is finished.
+
+        Raises InvalidParameterError when the user's id is that of an unfinished request.
+        """
         core_request = request.core_request
         if request.request_id in self._requests:
-            raise InvalidParameterError("request_id", f"{request.request_id!r} is that of a request still running")
+            raise InvalidParameterError(
+                "request_id", f"{request.request_id!r} is that of a request still running"
+            )
         params = core_request.sampling_params
         engine_ids = [core_request.request_id]
         if params.n > 1:
@@ -113,8 +137,13 @@ class OutputProcessor:
             request_id=request.request_id,
             prompt=request.prompt,
             core_request=core_request,
-            metrics=RequestMetrics(core_request.arrival_time, num_prompt_tokens=len(core_request.prompt_token_ids)),
-            completions=[self._new_completion(i, engine_id, core_request) for i, engine_id in enumerate(engine_ids)],
+            metrics=RequestMetrics(
+                core_request.arrival_time, num_prompt_tokens=len(core_request.prompt_token_ids)
+            ),
+            completions=[
+                self._new_completion(i, engine_id, core_request)
+                for i, engine_id in enumerate(engine_ids)
+            ],
             is_delta=params.output_kind == RequestOutputKind.DELTA,
             is_final_only=params.output_kind == RequestOutputKind.FINAL_ONLY,
             stream_interval=params.stream_interval,
@@ -122,7 +151,9 @@ class OutputProcessor:
         )
         if params.prompt_logprobs is not None:
             state.prompt_logprobs = [None]
-            state.prompt_logprobs_reader = LogprobsReader(self._token_texts, core_request.prompt_token_ids[:1])
+            state.prompt_logprobs_reader = LogprobsReader(
+                self._token_texts, core_request.prompt_token_ids[:1]
+            )
         self._requests[request.request_id] = state
         for completion in state.completions:
             self._by_engine_id[completion.engine_id] = state, [completion]
@@ -130,13 +161,17 @@ class OutputProcessor:
             self._by_engine_id[core_request.request_id] = state, state.completions
         return state.metrics
 
-    def _new_completion(self, index: int, engine_id: str, core_request: EngineCoreRequest) -> CompletionState:
+    def _new_completion(
+        self, index: int, engine_id: str, core_request: EngineCoreRequest
+    ) -> CompletionState:
         params, prompt_token_ids = core_request.sampling_params, core_request.prompt_token_ids
         detokenizer = IncrementalDetokenizer(self._tokenizer, prompt_token_ids, params)
         if params.logprobs is None:
             return CompletionState(index, engine_id, detokenizer, None)
         reader = LogprobsReader(self._token_texts, prompt_token_ids)
-        return CompletionState(index, engine_id, detokenizer, reader, logprobs=[], cumulative_logprob=0.0)
+        return CompletionState(
+            index, engine_id, detokenizer, reader, logprobs=[], cumulative_logprob=0.0
+        )
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
@@ -148,8 +183,11 @@ class OutputProcessor:
         return list(self._requests)
 
     def journal(self, request_id: str) -> list[tuple[EngineCoreRequest, list[int]]]:
-        """For each unfinished completion: the request that gives it, and its output tokens so far. With them another engine could go on
-        where this one is; a completion of several is a request of its own there, with its own seed."""
+        """For each unfinished completion: the request that gives it, and its output tokens so far.
+
+        With them another engine could go on
+        where this one is; a completion of several is a request of its own there, with its own seed.
+        """
         state = self._requests[request_id]
         request, params = state.core_request, state.core_request.sampling_params
         entries = []
@@ -157,17 +195,25 @@ class OutputProcessor:
             if completion.finish_reason is None:
                 own = request
                 if params.n > 1:
-                    child_params = msgspec.structs.replace(params, n=1, seed=child_seed(params.seed, completion.index))
-                    own = msgspec.structs.replace(request, request_id=completion.engine_id, sampling_params=child_params)
+                    child_params = msgspec.structs.replace(
+                        params, n=1, seed=child_seed(params.seed, completion.index)
+                    )
+                    own = msgspec.structs.replace(
+                        request, request_id=completion.engine_id, sampling_params=child_params
+                    )
                 entries.append((own, list(completion.token_ids)))
         return entries
 
     def abort_requests(self, request_ids: Iterable[str]) -> ProcessedOutputs:
-        """Ends requests by the user's ids; unknown ones are ignored. The outputs carry what there was, with finish_reason "abort"."""
+        """Ends requests by the user's ids; unknown ones are ignored.
+
+        The outputs carry what there was, with finish_reason "abort".
+        """
         processed = ProcessedOutputs([], [])
         for request_id in request_ids:
             if (state := self._requests.get(request_id)) is not None:
-                processed.requests_to_abort.append(state.core_request.request_id)  # with n > 1: of all that still runs
+                # with n > 1: of all that still runs
+                processed.requests_to_abort.append(state.core_request.request_id)
                 for completion in state.completions:
                     self._finish(state, completion, FinishReason.ABORT)
                 processed.request_outputs.append(self._make_output(state))
@@ -176,7 +222,10 @@ class OutputProcessor:
     # ------------------------------------------------------------ rows
 
     def process_outputs(self, outputs: EngineCoreOutputs) -> ProcessedOutputs:
-        """The news for each request that has any. Rows of requests that ended here, or of an engine since replaced, are dropped."""
+        """The news for each request that has any.
+
+        Rows of requests that ended here, or of an engine since replaced, are dropped.
+        """
         if outputs.epoch < self._epoch:
             self.num_dropped_rows += len(outputs.request_ids)
             return ProcessedOutputs([], [])
@@ -189,7 +238,9 @@ class OutputProcessor:
         with_news: dict[str, RequestState] = {}  # by the user's id, in the order of their first row
         extras_of, end = _extras(outputs), 0
         token_ts = _token_ts(outputs) if self.record_token_times else None
-        for i, (engine_id, first_index, num_tokens) in enumerate(zip(outputs.request_ids, outputs.first_indices, outputs.num_tokens, strict=True)):
+        for i, (engine_id, first_index, num_tokens) in enumerate(
+            zip(outputs.request_ids, outputs.first_indices, outputs.num_tokens, strict=True)
+        ):
             start, end = end, end + num_tokens
             entry = self._by_engine_id.get(engine_id)
             if entry is None:
@@ -203,10 +254,17 @@ class OutputProcessor:
             for completion in completions:
                 if completion.finish_reason is not None:
                     continue
-                num_known = len(completion.token_ids) - first_index  # tokens of the row that came before; less than 0: some are lost
-                new_token_ids = outputs.token_ids[start + num_known if num_known > 0 else start : end]
-                new_token_ts = None if token_ts is None else token_ts[end - len(new_token_ids) : end]
-                is_news = self._process_row(state, completion, new_token_ids, new_token_ts, num_known, extras, now)
+                # tokens of the row that came before; less than 0: some are lost
+                num_known = len(completion.token_ids) - first_index
+                new_token_ids = outputs.token_ids[
+                    start + num_known if num_known > 0 else start : end
+                ]
+                new_token_ts = (
+                    None if token_ts is None else token_ts[end - len(new_token_ids) : end]
+                )
+                is_news = self._process_row(
+                    state, completion, new_token_ids, new_token_ts, num_known, extras, now
+                )
                 if is_news and (not state.is_final_only or state.num_unfinished == 0):
                     with_news[state.request_id] = state
                 if completion.finish_reason is not None and extras.finished is None:
@@ -232,14 +290,22 @@ class OutputProcessor:
             problem = f"output tokens {num_tokens} to {num_tokens - num_known - 1} did not arrive from the engine"
             self._finish(state, completion, FinishReason.ERROR, error=problem)
             return True
-        if new_token_ids and state.prompt_logprobs is not None and len(state.prompt_logprobs) < len(state.core_request.prompt_token_ids):
+        if (
+            new_token_ids
+            and state.prompt_logprobs is not None
+            and len(state.prompt_logprobs) < len(state.core_request.prompt_token_ids)
+        ):
             problem = f"log-probabilities of the prompt's tokens from {len(state.prompt_logprobs)} on did not arrive from the engine"
             self._finish(state, completion, FinishReason.ERROR, error=problem)
             return True
         finished = extras.finished
-        num_used, stop = completion.detokenizer.update(new_token_ids, finished.reason if finished else None)
+        num_used, stop = completion.detokenizer.update(
+            new_token_ids, finished.reason if finished else None
+        )
         if num_used:
-            completion.token_ids += new_token_ids if num_used == len(new_token_ids) else new_token_ids[:num_used]
+            completion.token_ids += (
+                new_token_ids if num_used == len(new_token_ids) else new_token_ids[:num_used]
+            )
             metrics = state.metrics
             metrics.last_token_time = now
             metrics.num_generation_tokens += num_used
@@ -248,20 +314,30 @@ class OutputProcessor:
             if new_token_ts is not None and (room := MAX_TOKEN_TS - len(metrics.token_ts)):
                 metrics.token_ts += new_token_ts[: min(num_used, room)]
             if extras.logprobs is not None and completion.logprobs_reader is not None:
-                positions = completion.logprobs_reader.read(extras.logprobs, num_known, num_known + num_used)
+                positions = completion.logprobs_reader.read(
+                    extras.logprobs, num_known, num_known + num_used
+                )
                 completion.logprobs += positions
-                completion.cumulative_logprob += sum(next(iter(position.values())).logprob for position in positions)
+                completion.cumulative_logprob += sum(
+                    next(iter(position.values())).logprob for position in positions
+                )
         if stop is not None:
             self._finish(state, completion, FinishReason.STOP, stop_reason=stop)
         elif finished is not None:
             self._finish(
-                state, completion, finished.reason,
-                stop_reason=finished.stop_reason, error=finished.error, error_parameter=finished.parameter,
-            )  # fmt: skip
+                state,
+                completion,
+                finished.reason,
+                stop_reason=finished.stop_reason,
+                error=finished.error,
+                error_parameter=finished.parameter,
+            )
         return num_used > 0 or completion.finish_reason is not None
 
     def _read_prompt_logprobs(self, state: RequestState, columns: PromptLogprobs) -> None:
-        """Appends what is new: a prompt that is computed again after a preemption sends its positions again."""
+        """Appends what is new: a prompt that is computed again after a preemption sends its
+        positions again.
+        """
         if state.prompt_logprobs is None:
             return
         num_known = len(state.prompt_logprobs) - columns.first_index
@@ -283,15 +359,20 @@ class OutputProcessor:
         if completion.finish_reason is not None:
             return
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
-            completion.detokenizer.update([], reason)  # shows what was held back; harmless if the row did so already
+            # shows what was held back; harmless if the row did so already
+            completion.detokenizer.update([], reason)
         completion.finish_reason, completion.stop_reason = reason, stop_reason
         if reason is FinishReason.ERROR and state.error is None:
-            state.error, state.error_parameter = error or "the engine gave no reason", error_parameter
+            state.error, state.error_parameter = (
+                error or "the engine gave no reason",
+                error_parameter,
+            )
         del self._by_engine_id[completion.engine_id]
         state.num_unfinished -= 1
         if state.num_unfinished == 0:
             state.metrics.finished_time = time.time()
-            if state.metrics.first_token_ts:  # a stop string, an abort: the engine has not told the end
+            # a stop string, an abort: the engine has not told the end
+            if state.metrics.first_token_ts:
                 state.metrics.last_token_ts = max(state.metrics.last_token_ts, self._engine_ts)
             self._by_engine_id.pop(state.core_request.request_id, None)
             del self._requests[state.request_id]
@@ -308,7 +389,9 @@ class OutputProcessor:
     # ------------------------------------------------------------ outputs
 
     def _make_output(self, state: RequestState) -> RequestOutput | None:
-        """What the reader asked to see now: everything so far, the news, or (FINAL_ONLY, or between two intervals) nothing."""
+        """What the reader asked to see now: everything so far, the news, or (FINAL_ONLY, or between
+        two intervals) nothing.
+        """
         finished, is_delta = state.num_unfinished == 0, state.is_delta
         if state.is_final_only and not finished:
             return None
@@ -320,11 +403,24 @@ class OutputProcessor:
         prompt_logprobs = None if state.are_prompt_logprobs_told else state.prompt_logprobs
         state.are_prompt_logprobs_told = is_delta
         told = due if is_delta else state.completions
-        outputs = [_completion_output(told[0], is_delta)] if len(told) == 1 else [_completion_output(completion, is_delta) for completion in told]
+        outputs = (
+            [_completion_output(told[0], is_delta)]
+            if len(told) == 1
+            else [_completion_output(completion, is_delta) for completion in told]
+        )
         return RequestOutput(  # one for every token of a stream: by name it takes twice as long
-            state.request_id, state.prompt, state.core_request.prompt_token_ids, outputs, finished, state.metrics, state.num_cached_tokens,
-            prompt_logprobs, state.error, state.error_parameter, is_delta,
-        )  # fmt: skip
+            state.request_id,
+            state.prompt,
+            state.core_request.prompt_token_ids,
+            outputs,
+            finished,
+            state.metrics,
+            state.num_cached_tokens,
+            prompt_logprobs,
+            state.error,
+            state.error_parameter,
+            is_delta,
+        )
 
 
 def _is_due(completion: CompletionState, stream_interval: int) -> bool:

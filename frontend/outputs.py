@@ -1,6 +1,7 @@
 """What a caller receives: RequestOutput and its parts, with vLLM's names and fields.
-May know: text, token ids, finish reasons.
-Must not know: messages, tokenizers, or how an output came about (output_processor.py makes them)."""
+
+Must not know: messages, tokenizers, or how an output came about (output_processor.py makes them).
+"""
 
 from __future__ import annotations
 
@@ -9,23 +10,29 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Logprob:
-    """One candidate token at one position: natural logarithm of its probability, rank from 1, and its text."""
+    """One candidate token at one position: natural logarithm of its probability, rank from 1, and
+    its text.
+    """
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
 
 
-# One position: the sampled token (of a prompt: its own) first, then the most probable ones (the first may be among them).
+# One position: the sampled token (of a prompt: its own) first, then the most probable ones (the
+# first may be among them).
 PositionLogprobs = dict[int, Logprob]
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """What became of a request and when. One object per request: it goes on changing until the request is finished.
+    """What became of a request and when.
 
-    The *_time fields are moments of time.time() in the frontend, None until they have come. The *_ts fields are moments of the engine's
-    own clock, 0.0 until known: good for differences only. With n > 1: the first token of any completion, the last of all.
+    One object per request: it goes on changing until the request is finished.
+
+    The *_time fields are moments of time.time() in the frontend, None until they have come. The
+    *_ts fields are moments of the engine's own clock, 0.0 until known: good for differences only.
+    With n > 1: the first token of any completion, the last of all.
     """
 
     arrival_time: float
@@ -42,9 +49,11 @@ class RequestMetrics:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     preemption_ts: list[float] = field(default_factory=list)  # of the first 32 of each completion
-    # (the engine's step, start, end, tokens) of the first 512 of each completion: its prompt, and what was computed anew after a preemption
+    # (the engine's step, start, end, tokens) of the first 512 of each completion: its prompt, and
+    # what was computed anew after a preemption
     prefill_chunks: list[tuple[int, float, float, int]] = field(default_factory=list)
-    token_ts: list[float] = field(default_factory=list)  # of the first 4096 tokens of all completions; only if record_token_times says so
+    # of the first 4096 tokens of all completions; only if record_token_times says so
+    token_ts: list[float] = field(default_factory=list)
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -83,15 +92,20 @@ def _between(begin_ts: float, end_ts: float) -> float | None:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One continuation of the prompt. `token_ids` holds the stop token too; `text` does not, unless include_stop_str_in_output."""
+    """One continuation of the prompt.
+
+    `token_ids` holds the stop token too; `text` does not, unless include_stop_str_in_output.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
-    finish_reason: str | None = None  # "stop", "length", "abort", "error" (RequestOutput.error says why); None while it runs
-    stop_reason: int | str | None = None  # the stop token id or stop string; None for end of sequence
+    # "stop", "length", "abort", "error" (RequestOutput.error says why); None while it runs
+    finish_reason: str | None = None
+    # the stop token id or stop string; None for end of sequence
+    stop_reason: int | str | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -108,9 +122,11 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of a request (CUMULATIVE, FINAL_ONLY: all n completions) or what is new in it (DELTA: completions with news, and only that).
+    """The state of a request (CUMULATIVE, FINAL_ONLY: all n completions) or what is new in it
+    (DELTA: completions with news, and only that).
 
-    `outputs` is in the order of CompletionOutput.index. A failure of one completion leaves the others alone; `error` is that of the first.
+    `outputs` is in the order of CompletionOutput.index. A failure of one completion leaves the
+    others alone; `error` is that of the first.
     """
 
     request_id: str
@@ -119,14 +135,20 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
-    num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache; None until the first token
-    prompt_logprobs: list[PositionLogprobs | None] | None = None  # one per prompt token, None for the first; DELTA: in the first output
+    # prompt tokens found in the prefix cache; None until the first token
+    num_cached_tokens: int | None = None
+    # one per prompt token, None for the first; DELTA: in the first output
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
     error: str | None = None  # what went wrong, when a finish_reason is "error"
-    error_parameter: str | None = None  # the user's parameter that the engine refused; None for a failure
+    # the user's parameter that the engine refused; None for a failure
+    error_parameter: str | None = None
     kind_is_delta: bool = field(default=False, repr=False, compare=False)
 
     def merge(self, newer: RequestOutput) -> None:
-        """Takes over what came later, for a reader who was not fast enough to see both. Deltas add up, states replace each other."""
+        """Takes over what came later, for a reader who was not fast enough to see both.
+
+        Deltas add up, states replace each other.
+        """
         if self.kind_is_delta:
             self._add_deltas(newer.outputs)
             self.prompt_logprobs = self.prompt_logprobs or newer.prompt_logprobs

@@ -1,6 +1,7 @@
 """The engine's accounts of one request's completions, laid together.
-May know: RequestTiming, the names of RequestMetrics' fields.
-Must not know: where they come from, or what is done with them."""
+
+Must not know: where they come from, or what is done with them.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +12,24 @@ from ..ipc.messages import RequestTiming
 
 
 def merge_timings(timings: Iterable[RequestTiming]) -> dict[str, Any]:
-    """What the completions of one request tell of its times, as fields of RequestMetrics: first moments of any, last of all, sums."""
+    """What the completions of one request tell of its times, as fields of RequestMetrics: first
+    moments of any, last of all, sums.
+    """
     timings = list(timings)
     return {
         "queued_ts": min(timing.queued_time for timing in timings),
-        "scheduled_ts": min((timing.scheduled_time for timing in timings if timing.scheduled_time), default=0.0),
-        "first_token_ts": min((timing.first_token_time for timing in timings if timing.first_token_time), default=0.0),
+        "scheduled_ts": min(
+            (timing.scheduled_time for timing in timings if timing.scheduled_time), default=0.0
+        ),
+        "first_token_ts": min(
+            (timing.first_token_time for timing in timings if timing.first_token_time), default=0.0
+        ),
         "last_token_ts": max(timing.last_token_time for timing in timings),
         "num_preemptions": sum(timing.num_preemptions for timing in timings),
         "num_recomputed_tokens": sum(timing.num_recomputed_tokens for timing in timings),
-        "prefill_chunks": sorted((chunk for timing in timings for chunk in timing.prefill_chunks), key=lambda chunk: chunk[1]),
+        "prefill_chunks": sorted(
+            (chunk for timing in timings for chunk in timing.prefill_chunks),
+            key=lambda chunk: chunk[1],
+        ),
         "preemption_ts": sorted(moment for timing in timings for moment in timing.preemption_times),
     }

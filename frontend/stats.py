@@ -1,9 +1,10 @@
-"""What a frontend knows of its requests and its engine in numbers: per-request times, the log line, the counters; and who traces.
-May know: the engine's statistics and timings, RequestMetrics, Python's logging.
+"""What a frontend knows of its requests and its engine in numbers: per-request times, the log line,
+the counters; and who traces.
+
 Must not know: text, sockets, how a request is served.
 
-get_metrics() gives the same names over every client. Counters only grow; they are the engine's from its start and the clients' together,
-except those of the last group, which are this client's own.
+get_metrics() gives the same names over every client. Counters only grow; they are the engine's from
+its start and the clients' together, except those of the last group, which are this client's own.
 
     name                     kind      counts
     num_running              gauge     requests that take part in steps
@@ -34,7 +35,8 @@ except those of the last group, which are this client's own.
 
     num_inputs_refused       counter   requests that this frontend refused before they were sent
     num_bad_engine_frames    counter   frames from the engine that were no message
-    num_dropped_rows         counter   rows of an engine that has been replaced since"""
+    num_dropped_rows         counter   rows of an engine that has been replaced since
+"""
 
 from __future__ import annotations
 
@@ -55,12 +57,14 @@ logger = logging.getLogger("quire.stats")
 
 
 class StatsLogger:
-    """One line every `interval_s` while outputs arrive, and one when the engine becomes idle, if the last is as old. No thread, no timer:
-    where nothing arrives, nothing is logged."""
+    """One line every `interval_s` while outputs arrive, and one when the engine becomes idle, if
+    the last is as old. No thread, no timer: where nothing arrives, nothing is logged.
+    """
 
     def __init__(self, interval_s: float, shares_engine: bool = False):
         self.interval_s = interval_s
-        self.shares_engine = shares_engine  # what others have it do while we are idle is none of our intervals
+        # what others have it do while we are idle is none of our intervals
+        self.shares_engine = shares_engine
         self._is_idle = True
         self._begin = 0.0  # of the present interval
         self._last_line = float("-inf")
@@ -68,7 +72,10 @@ class StatsLogger:
         self._latest = SchedulerStats()
 
     def begin(self) -> None:
-        """A request is on its way. After idleness a new interval begins, so that the rates are those of the work."""
+        """A request is on its way.
+
+        After idleness a new interval begins, so that the rates are those of the work.
+        """
         if self._is_idle:
             self._is_idle = False
             self._begin, self._base = time.monotonic(), None if self.shares_engine else self._latest
@@ -80,7 +87,9 @@ class StatsLogger:
             self._begin, self._base = now, stats
         self._latest = stats
         self._is_idle = not (stats.num_running or stats.num_waiting or stats.num_swapped)
-        if now - self._begin >= self.interval_s or self._is_idle and now - self._last_line >= self.interval_s:
+        if now - self._begin >= self.interval_s or (
+            self._is_idle and now - self._last_line >= self.interval_s
+        ):
             if now > self._begin:
                 logger.info("%s", format_line(self._base, stats, now - self._begin))
             self._begin, self._base, self._last_line = now, stats, now
@@ -88,35 +97,54 @@ class StatsLogger:
 
 def format_line(base: SchedulerStats, stats: SchedulerStats, interval_s: float) -> str:
     """The line for the `interval_s` seconds from `base` to `stats`."""
-    queries, hits = stats.prefix_cache_queries - base.prefix_cache_queries, stats.prefix_cache_hits - base.prefix_cache_hits
+    queries, hits = (
+        stats.prefix_cache_queries - base.prefix_cache_queries,
+        stats.prefix_cache_hits - base.prefix_cache_hits,
+    )
     usage = 1 - stats.num_free_blocks / (stats.num_blocks - 1) if stats.num_blocks > 1 else 0.0
     return (
-        f"prompt throughput: {(stats.num_prompt_tokens - base.num_prompt_tokens) / interval_s:.1f} tokens/s, "
-        f"generation throughput: {(stats.num_generation_tokens - base.num_generation_tokens) / interval_s:.1f} tokens/s, "
-        f"running: {stats.num_running}, waiting: {stats.num_waiting}, swapped: {stats.num_swapped}, "
-        f"KV cache usage: {100 * usage:.1f}%, prefix cache hit rate: {100 * hits / queries if queries else 0.0:.1f}%"
+        f"prompt throughput: {(stats.num_prompt_tokens - base.num_prompt_tokens) / interval_s:.1f} "
+        f"tokens/s, "
+        f"generation throughput: "
+        f"{(stats.num_generation_tokens - base.num_generation_tokens) / interval_s:.1f} tokens/s, "
+        f"running: {stats.num_running}, waiting: {stats.num_waiting}, swapped: "
+        f"{stats.num_swapped}, "
+        f"KV cache usage: {100 * usage:.1f}%, prefix cache hit rate: "
+        f"{100 * hits / queries if queries else 0.0:.1f}%"
     )
 
 
 class Telemetry:
-    """All that LLMEngine and AsyncLLM do alike to watch themselves: the engine's latest statistics, the log line, counters, tracing."""
+    """All that LLMEngine and AsyncLLM do alike to watch themselves: the engine's latest statistics,
+    the log line, counters, tracing.
+    """
 
-    def __init__(self, config: EngineConfig, client: EngineClient, output_processor: OutputProcessor):
+    def __init__(
+        self, config: EngineConfig, client: EngineClient, output_processor: OutputProcessor
+    ):
         self.stats: SchedulerStats | None = None  # the engine's, after its last step
         self.num_inputs_refused = 0
         self._config = config
         self._client = client
         self._output_processor = output_processor
         service = config.service_config
-        self._log = None if service.disable_log_stats else StatsLogger(service.log_stats_interval_s, client.is_shared)
+        self._log = (
+            None
+            if service.disable_log_stats
+            else StatsLogger(service.log_stats_interval_s, client.is_shared)
+        )
         self._tracer: RequestTracer | None = None
         if service.otlp_traces_endpoint is not None:
             from .tracing import make_tracer_provider
 
-            self.set_tracer_provider(make_tracer_provider(service.otlp_traces_endpoint), is_ours=True)
+            self.set_tracer_provider(
+                make_tracer_provider(service.otlp_traces_endpoint), is_ours=True
+            )
 
     def set_tracer_provider(self, provider: Any, *, is_ours: bool = False) -> None:
-        """Requests from now on become spans of this opentelemetry.trace.TracerProvider; None: they no longer do."""
+        """Requests from now on become spans of this opentelemetry.trace.TracerProvider; None: they
+        no longer do.
+        """
         if self._tracer is not None:
             self._tracer.close()
         self._tracer = None
@@ -127,7 +155,10 @@ class Telemetry:
         self._output_processor.on_finished = None if self._tracer is None else self._tracer.finish
 
     def begin(self, request: ProcessedRequest, trace_headers: dict[str, str] | None = None) -> None:
-        """A request is about to be sent. `trace_headers`: the caller's trace context, as HTTP headers carry it (W3C traceparent)."""
+        """A request is about to be sent.
+
+        `trace_headers`: the caller's trace context, as HTTP headers carry it (W3C traceparent).
+        """
         if self._log is not None:
             self._log.begin()
         if self._tracer is not None:

@@ -1,9 +1,13 @@
-"""What a chat template can do with tools and tool calls, found by trying it on a small conversation.
-May know: the shape of messages, the forms in chat_messages.py.
-Must not know: jinja2, how a template is rendered (chat_template.py passes that in), marks of any model.
+"""What a chat template can do with tools and tool calls, found by trying it on a small
+conversation.
 
-Templates differ in what they read: arguments as an object or as text, null or empty content beside calls, ids of any form or of one. A wrong
-guess fails, or worse writes Python's None into the prompt; nothing in the text of a template says it as surely as a trial does."""
+Must not know: jinja2, how a template is rendered (chat_template.py passes that in), marks of any
+model.
+
+Templates differ in what they read: arguments as an object or as text, null or empty content beside
+calls, ids of any form or of one. A wrong guess fails, or worse writes Python's None into the
+prompt; nothing in the text of a template says it as surely as a trial does.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,31 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from .chat_messages import with_arguments_as_text, with_empty_content, with_short_ids, with_system_for_developer
+from .chat_messages import (
+    with_arguments_as_text,
+    with_empty_content,
+    with_short_ids,
+    with_system_for_developer,
+)
 
 Render = Callable[..., str]
 Messages = list[dict[str, Any]]
 
-PROBE_SCHEMA = {"type": "object", "properties": {"probe_key": {"type": "string", "description": "Probed."}}, "required": ["probe_key"]}
-PROBE_TOOL = {"type": "function", "function": {"name": "probe_function", "description": "Probes.", "parameters": PROBE_SCHEMA}}
+PROBE_SCHEMA = {
+    "type": "object",
+    "properties": {"probe_key": {"type": "string", "description": "Probed."}},
+    "required": ["probe_key"],
+}
+PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "probe_function", "description": "Probes.", "parameters": PROBE_SCHEMA},
+}
 PROBE_ID = "call_0123456789abcdef01234567"
-PROBE_CALL = {"id": PROBE_ID, "type": "function", "function": {"name": "probe_function", "arguments": {"probe_key": "probe value"}}}
+PROBE_CALL = {
+    "id": PROBE_ID,
+    "type": "function",
+    "function": {"name": "probe_function", "arguments": {"probe_key": "probe value"}},
+}
 USER = {"role": "user", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 CALLING = {"role": "assistant", "content": None, "tool_calls": [PROBE_CALL]}
@@ -56,16 +76,27 @@ def find_traits(template: str, render: Render) -> TemplateTraits:
         except Exception:
             return ""
 
-    takes_tools = any("probe_function" in attempt(messages, [PROBE_TOOL]) for messages in ([USER], [SYSTEM, USER]))
+    takes_tools = any(
+        "probe_function" in attempt(messages, [PROBE_TOOL]) for messages in ([USER], [SYSTEM, USER])
+    )
     knows_developer = "developer" in template
     num_nones = attempt([USER]).count("None")
     for short_ids, as_text, empty in product((False, True), repeat=3):
         traits = TemplateTraits(takes_tools, True, as_text, empty, short_ids, knows_developer)
         text = attempt(traits.adapt([USER, CALLING]))
-        # 'probe_key' in quotes of Python's is an object written where text was wanted, \"probe_key\" text where an object was.
-        is_right = all(word in text for word in ("probe_function", "probe_key", "probe value")) and "'probe_key'" not in text
+        # 'probe_key' in quotes of Python's is an object written where text was wanted,
+        # \"probe_key\" text where an object was.
+        is_right = (
+            all(word in text for word in ("probe_function", "probe_key", "probe value"))
+            and "'probe_key'" not in text
+        )
         if is_right and '\\"probe_key' not in text and text.count("None") <= num_nones:
-            two_calls = traits.adapt([USER, {**CALLING, "tool_calls": [PROBE_CALL, {**PROBE_CALL, "id": PROBE_ID[::-1]}]}])
+            two_calls = traits.adapt(
+                [
+                    USER,
+                    {**CALLING, "tool_calls": [PROBE_CALL, {**PROBE_CALL, "id": PROBE_ID[::-1]}]},
+                ]
+            )
             takes_several_calls = attempt(two_calls).count("probe value") == 2
             return replace(traits, takes_several_calls=takes_several_calls)
     return TemplateTraits(takes_tools, False, knows_developer=knows_developer)

@@ -1,10 +1,14 @@
-"""How many tokens a text has at least, known without tokenizing it: so that a text that is far too long costs nothing.
-May know: the `tokenizers` library, which parts of a tokenizer keep all of the text.
+"""How many tokens a text has at least, known without tokenizing it: so that a text that is far too
+long costs nothing.
+
 Must not know: models, requests.
 
-A token stands for at most as many characters as the longest entry of the vocabulary has, if nothing on the way to it takes characters away: no
-normalizer that deletes, no pre-tokenizer that drops what it splits at, no unknown characters that melt into one token or into none, no added token
-that swallows the blanks around it. Where any of that is so, or a part is not known here, there is no bound."""
+A token stands for at most as many characters as the longest entry of the vocabulary has, if nothing
+on the way to it takes characters away: no normalizer that deletes, no pre-tokenizer that drops what
+it splits at, no unknown characters that melt into one token or into none, no added token that
+swallows the blanks around it. Where any of that is so, or a part is not known here, there is no
+bound.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,11 @@ def max_token_length(backend: tokenizers.Tokenizer) -> int | None:
         and all(map(_keeps_split, splits))
         and all(map(_keeps_normalized, normalizers))
         and not any(token.lstrip or token.rstrip for token in added)
-        and (vocab.keys() >= set(pre_tokenizers.ByteLevel.alphabet()) if is_byte_level else backend.model.byte_fallback and vocab.keys() >= BYTE_TOKENS)
+        and (
+            vocab.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+            if is_byte_level
+            else backend.model.byte_fallback and vocab.keys() >= BYTE_TOKENS
+        )
     )
     return max(map(len, vocab)) if keeps_all else None
 
@@ -49,10 +57,13 @@ def _parts(component: Any, inner: str) -> list[dict[str, Any]]:
 
 
 def _keeps_split(part: dict[str, Any]) -> bool:
-    return part["type"] in KEEPING_PRE_TOKENIZERS or part["type"] == "Split" and part["behavior"] != "Removed"
+    return part["type"] in KEEPING_PRE_TOKENIZERS or (
+        part["type"] == "Split" and part["behavior"] != "Removed"
+    )
 
 
 def _keeps_normalized(part: dict[str, Any]) -> bool:
     if part["type"] == "Replace":
-        return len(part["content"]) >= len(part["pattern"].get("String", part["content"] + "x"))  # of an expression one cannot tell
+        # of an expression one cannot tell
+        return len(part["content"]) >= len(part["pattern"].get("String", part["content"] + "x"))
     return part["type"] in ("NFC", "Prepend")

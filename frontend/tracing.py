@@ -1,10 +1,13 @@
-"""One OpenTelemetry span tree per request: `llm_request` over `queue`, `prefill` and `decode`, with an event for each preemption.
-May know: opentelemetry (an optional extra; imported when tracing is asked for), the names of the gen_ai conventions, RequestMetrics.
+"""One OpenTelemetry span tree per request: `llm_request` over `queue`, `prefill` and `decode`, with
+an event for each preemption.
+
 Must not know: the engine, sockets, text: prompts and outputs never enter a span.
 
-Spans are made when a request ends, from the times that the engine kept: nothing is traced while it runs. The engine's clock is laid on
-the wall clock by the moment at which its last outputs arrived, so children are early or late by the time a message takes. A beam search
-is many requests to the engine, and as many trees; a span of the caller's that is current meanwhile gathers them."""
+Spans are made when a request ends, from the times that the engine kept: nothing is traced while it
+runs. The engine's clock is laid on the wall clock by the moment at which its last outputs arrived,
+so children are early or late by the time a message takes. A beam search is many requests to the
+engine, and as many trees; a span of the caller's that is current meanwhile gathers them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ from .outputs import RequestMetrics
 if TYPE_CHECKING:
     from .output_processor import RequestState
 
-EXPORT_TIMEOUT_S = 3.0  # an endpoint that does not answer costs its spans, and no more than this at the end
+# an endpoint that does not answer costs its spans, and no more than this at the end
+EXPORT_TIMEOUT_S = 3.0
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"  # OpenTelemetry's own: grpc, http/protobuf
 EXPORTERS = {
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
@@ -39,18 +43,25 @@ def check_installed(parameter: str, *modules: str) -> None:
         except ModuleNotFoundError:  # a parent package
             found = False
         if not found:
-            raise InvalidParameterError(parameter, f"needs {module}, which is not installed: pip install 'quire[tracing]'")
+            raise InvalidParameterError(
+                parameter, f"needs {module}, which is not installed: pip install 'quire[tracing]'"
+            )
 
 
 def exporter_module() -> str:
     protocol = os.environ.get(PROTOCOL_VARIABLE, "grpc")
     if protocol not in EXPORTERS:
-        raise InvalidParameterError("otlp_traces_endpoint", f"{PROTOCOL_VARIABLE} must be one of {', '.join(EXPORTERS)}, got {protocol!r}")
+        raise InvalidParameterError(
+            "otlp_traces_endpoint",
+            f"{PROTOCOL_VARIABLE} must be one of {', '.join(EXPORTERS)}, got {protocol!r}",
+        )
     return EXPORTERS[protocol]
 
 
 def check_endpoint(endpoint: str | None) -> None:
-    """Raises InvalidParameterError if spans could not be sent to `endpoint`; asked before an engine is started. None: they are not to be."""
+    """Raises InvalidParameterError if spans could not be sent to `endpoint`; asked before an engine
+    is started. None: they are not to be.
+    """
     if endpoint is not None:
         check_installed("otlp_traces_endpoint", exporter_module())
 
@@ -62,9 +73,15 @@ def make_tracer_provider(endpoint: str) -> Any:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    exporter = importlib.import_module(exporter_module()).OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
-    provider = TracerProvider(resource=Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "quire")}))
-    provider.add_span_processor(BatchSpanProcessor(exporter, export_timeout_millis=EXPORT_TIMEOUT_S * 1000))
+    exporter = importlib.import_module(exporter_module()).OTLPSpanExporter(
+        endpoint=endpoint, timeout=EXPORT_TIMEOUT_S
+    )
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "quire")})
+    )
+    provider.add_span_processor(
+        BatchSpanProcessor(exporter, export_timeout_millis=EXPORT_TIMEOUT_S * 1000)
+    )
     return provider
 
 
@@ -75,14 +92,20 @@ class _Begun:
 
 
 class RequestTracer:
-    """Knows the requests under way by the user's ids. `provider` is an opentelemetry.trace.TracerProvider; `is_ours`: close it with us."""
+    """Knows the requests under way by the user's ids.
+
+    `provider` is an opentelemetry.trace.TracerProvider; `is_ours`: close it with us.
+    """
 
     def __init__(self, provider: Any, config: EngineConfig, *, is_ours: bool = False):
         check_installed("tracer_provider")
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         if not callable(getattr(provider, "get_tracer", None)):
-            raise InvalidParameterError("tracer_provider", f"must be an OpenTelemetry TracerProvider, got {type(provider).__name__}")
+            raise InvalidParameterError(
+                "tracer_provider",
+                f"must be an OpenTelemetry TracerProvider, got {type(provider).__name__}",
+            )
         self._provider = provider if is_ours else None
         self._tracer = provider.get_tracer("quire")
         self._propagator = TraceContextTextMapPropagator()
@@ -96,11 +119,16 @@ class RequestTracer:
         if trace_headers is None:
             parent = context.get_current()
         else:
-            parent = self._propagator.extract({name.lower(): value for name, value in trace_headers.items()}, context.Context())
+            parent = self._propagator.extract(
+                {name.lower(): value for name, value in trace_headers.items()}, context.Context()
+            )
         self._begun[request.request_id] = _Begun(request, parent)
 
     def finish(self, state: RequestState, clock_offset: float) -> None:
-        """The request has ended. `clock_offset` + a moment of the engine's clock = seconds of time.time()."""
+        """The request has ended.
+
+        `clock_offset` + a moment of the engine's clock = seconds of time.time().
+        """
         begun = self._begun.pop(state.request_id, None)
         if begun is None:
             return  # it began before tracing was switched on
@@ -122,7 +150,12 @@ class RequestTracer:
             provider.shutdown()
 
     def _make_spans(
-        self, begun: _Begun, attributes: dict[str, Any], metrics: RequestMetrics, clock_offset: float, error: tuple[str, str] | None
+        self,
+        begun: _Begun,
+        attributes: dict[str, Any],
+        metrics: RequestMetrics,
+        clock_offset: float,
+        error: tuple[str, str] | None,
     ) -> None:
         """`error`: its type and its message."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -134,11 +167,18 @@ class RequestTracer:
             return int(min(max(engine_ts + clock_offset, metrics.arrival_time), end) * 1e9)
 
         root = self._tracer.start_span(
-            "llm_request", begun.parent, SpanKind.SERVER, _request_attributes(begun.request, self._model) | attributes,
+            "llm_request",
+            begun.parent,
+            SpanKind.SERVER,
+            _request_attributes(begun.request, self._model) | attributes,
             start_time=int(metrics.arrival_time * 1e9),
-        )  # fmt: skip
+        )
         here = set_span_in_context(root, begun.parent)
-        moments = [("queue", metrics.queued_ts), ("prefill", metrics.scheduled_ts), ("decode", metrics.first_token_ts)]
+        moments = [
+            ("queue", metrics.queued_ts),
+            ("prefill", metrics.scheduled_ts),
+            ("decode", metrics.first_token_ts),
+        ]
         ends = [metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts]
         for (name, start_ts), end_ts in zip(moments, ends, strict=True):
             if start_ts:
@@ -153,7 +193,9 @@ class RequestTracer:
 
 
 def _request_attributes(request: ProcessedRequest, model: str) -> dict[str, Any]:
-    """What was asked for, under the names of the gen_ai conventions; what is at its default of "nothing" is left out."""
+    """What was asked for, under the names of the gen_ai conventions; what is at its default of
+    "nothing" is left out.
+    """
     core_request, params = request.core_request, request.core_request.sampling_params
     attributes = {
         "gen_ai.operation.name": "text_completion",

@@ -1,3 +1,4 @@
 """The wire: configuration, parameters, messages, codec, sockets and processes.
-May know: the standard library, msgspec, pyzmq, psutil.
-Must not know: torch, numpy, or any other package of quire (ipc is a leaf that all may import)."""
+
+Must not know: torch, numpy, or any other package of quire (ipc is a leaf that all may import).
+"""

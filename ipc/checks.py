@@ -1,6 +1,8 @@
-"""Checks of values that users give: numbers, texts, lists and plain data; each raises InvalidParameterError with name and range.
-May know: plain Python values.
-Must not know: which parameters there are (params.py), or what they mean."""
+"""Checks of values that users give: numbers, texts, lists and plain data; each raises
+InvalidParameterError with name and range.
+
+Must not know: which parameters there are (params.py), or what they mean.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def require(holds: object, parameter: str, problem: str) -> None:
 
 
 def shown(value: object) -> str:
-    """The value for an error's text: short, whatever it is (Python does not even print integers of 5000 digits)."""
+    """The value for an error's text: short, whatever it is (Python does not even print integers of
+    5000 digits).
+    """
     try:
         text = repr(value)
     except Exception as error:  # repr of a user's object
@@ -36,7 +40,11 @@ def require_int(parameter: str, value: object, low: int, high: int, meaning: str
     """`meaning` explains special values, in brackets behind the range."""
     if not (is_int(value) and low <= value <= high):
         top = "2**63 - 1" if high == INT64_MAX else high
-        raise InvalidParameterError(parameter, f"must be an integer between {low} and {top}{meaning and f' ({meaning})'}, got {shown(value)}")
+        raise InvalidParameterError(
+            parameter,
+            f"must be an integer between {low} and {top}{meaning and f' ({meaning})'}, got "
+            f"{shown(value)}",
+        )
 
 
 def is_finite(value: object) -> bool:
@@ -55,7 +63,10 @@ def require_text(parameter: str, value: object) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise InvalidParameterError(parameter, f"must be text that UTF-8 can hold; character {error.start} is a lone surrogate") from None
+        raise InvalidParameterError(
+            parameter,
+            f"must be text that UTF-8 can hold; character {error.start} is a lone surrogate",
+        ) from None
 
 
 def require_texts(parameter: str, values: object, most: int) -> None:
@@ -68,15 +79,25 @@ def require_texts(parameter: str, values: object, most: int) -> None:
 
 
 def require_token_ids(parameter: str, values: object) -> None:
-    """A list of integers that a vocabulary could have; which ones this model has, the InputProcessor knows."""
+    """A list of integers that a vocabulary could have; which ones this model has, the
+    InputProcessor knows.
+    """
     holds = isinstance(values, list) and set(map(type, values)) <= {int}
-    require(holds, parameter, f"must be a list of token ids, which are integers, got {shown(values)}")
+    require(
+        holds, parameter, f"must be a list of token ids, which are integers, got {shown(values)}"
+    )
     for extreme in (min(values, default=0), max(values, default=0)):
-        require(0 <= extreme < 2**31, parameter, f"must be token ids, which are between 0 and 2**31 - 1, got {shown(extreme)}")
+        require(
+            0 <= extreme < 2**31,
+            parameter,
+            f"must be token ids, which are between 0 and 2**31 - 1, got {shown(extreme)}",
+        )
 
 
 def require_plain(parameter: str, value: Any) -> None:
-    """None, booleans, 64-bit integers, floats, strings, and lists and dicts of them (with string keys), at most MAX_DEPTH deep."""
+    """None, booleans, 64-bit integers, floats, strings, and lists and dicts of them (with string
+    keys), at most MAX_DEPTH deep.
+    """
     level = [value]
     for _ in range(MAX_DEPTH):
         if not level:
@@ -95,6 +116,11 @@ def require_plain(parameter: str, value: Any) -> None:
                 require_int(parameter, item, -(2**63), INT64_MAX)
             else:
                 plain = item is None or isinstance(item, (bool, float))
-                require(plain, parameter, f"must be plain values (None, numbers, strings, lists, dicts), got {type(item).__name__}")
+                require(
+                    plain,
+                    parameter,
+                    f"must be plain values (None, numbers, strings, lists, dicts), got "
+                    f"{type(item).__name__}",
+                )
         level = below
     require(not level, parameter, f"must be at most {MAX_DEPTH} levels deep")

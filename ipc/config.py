@@ -1,6 +1,9 @@
-"""The configuration: one frozen tree, the only source of EngineArgs, of the command line's flags and of --help.
-May know: names, types, ranges and defaults.
-Must not know: files on disk, torch, or how a value is used. frontend/engine_args.py fills every "auto" before anything is spawned."""
+"""The configuration: one frozen tree, the only source of EngineArgs, of the command line's flags
+and of --help.
+
+Must not know: files on disk, torch, or how a value is used. frontend/engine_args.py fills every
+"auto" before anything is spawned.
+"""
 
 from __future__ import annotations
 
@@ -14,108 +17,252 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the tree's sections. Field names are unique across sections: together they are the flat names of EngineArgs."""
+    """Base of the tree's sections.
+
+    Field names are unique across sections: together they are the flat names of EngineArgs.
+    """
 
 
 class ModelConfig(Section):
-    model: Annotated[str, Meta(description="Directory of the model, or its name on the hub. Default: the model bundled with Quire.")] = "bundled"
-    tokenizer: Annotated[str | None, Meta(description="Directory of the tokenizer. Default: the model's own.")] = None
-    served_model_name: Annotated[str | None, Meta(description="Name under which the model is served. Default: the model argument.")] = None
+    model: Annotated[
+        str,
+        Meta(
+            description="Directory of the model, or its name on the hub. Default: the model "
+            "bundled with Quire."
+        ),
+    ] = "bundled"
+    tokenizer: Annotated[
+        str | None, Meta(description="Directory of the tokenizer. Default: the model's own.")
+    ] = None
+    served_model_name: Annotated[
+        str | None,
+        Meta(description="Name under which the model is served. Default: the model argument."),
+    ] = None
     revision: Annotated[str | None, Meta(description="Branch, tag or commit on the hub.")] = None
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32", "float16"],
-        Meta(description="Type of weights and activations. auto: bfloat16 where the hardware or native kernels multiply it, else float32."),
+        Meta(
+            description="Type of weights and activations. auto: bfloat16 where the hardware or "
+            "native kernels multiply it, else float32."
+        ),
     ] = "auto"
     quantization: Annotated[
         Literal["int8", "int4"] | None,
-        Meta(description="Makes the weights of linear layers so small when they are loaded (the output head's int8 in both cases). Default: as dtype."),
+        Meta(
+            description="Makes the weights of linear layers so small when they are loaded (the "
+            "output head's int8 in both cases). Default: as dtype."
+        ),
     ] = None
-    max_model_len: Annotated[PositiveInt | None, Meta(description="Longest prompt plus output, in tokens. Default: the model's context.")] = None
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1, description="Seed from which requests without a seed of their own draw theirs.")] = 0
-    hf_overrides: Annotated[dict[str, Any], Meta(description="Keys that replace those of the model's config.json.")] = {}
-    skip_tokenizer_init: Annotated[bool, Meta(description="Do not load a tokenizer: prompts are token ids and outputs have no text.")] = False
+    max_model_len: Annotated[
+        PositiveInt | None,
+        Meta(description="Longest prompt plus output, in tokens. Default: the model's context."),
+    ] = None
+    seed: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**63 - 1,
+            description="Seed from which requests without a seed of their own draw theirs.",
+        ),
+    ] = 0
+    hf_overrides: Annotated[
+        dict[str, Any], Meta(description="Keys that replace those of the model's config.json.")
+    ] = {}
+    skip_tokenizer_init: Annotated[
+        bool,
+        Meta(
+            description="Do not load a tokenizer: prompts are token ids and outputs have no text."
+        ),
+    ] = False
     generation_config: Annotated[
-        str, Meta(description="Where defaults of sampling parameters come from. auto: the model's generation_config.json; none: Quire's own; or a directory.")
+        str,
+        Meta(
+            description="Where defaults of sampling parameters come from. auto: the model's "
+            "generation_config.json; none: Quire's own; or a directory."
+        ),
     ] = "auto"
-    override_generation_config: Annotated[dict[str, Any], Meta(description="Keys that replace those of generation_config.json.")] = {}
-    max_logprobs: Annotated[int, Meta(ge=-1, description="Most log-probabilities per token a request may ask for; -1: no limit.")] = 20
+    override_generation_config: Annotated[
+        dict[str, Any], Meta(description="Keys that replace those of generation_config.json.")
+    ] = {}
+    max_logprobs: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            description="Most log-probabilities per token a request may ask for; -1: no limit.",
+        ),
+    ] = 20
     logits_processors: Annotated[
-        list[str], Meta(description='Your own logits processors, "package.module:name" each; see executor/logits_processors.py.')
+        list[str],
+        Meta(
+            description='Your own logits processors, "package.module:name" each; see '
+            "executor/logits_processors.py."
+        ),
     ] = []
-    hf_config: dict[str, Any] = {}  # config.json with hf_overrides applied; filled when resolved, not a flag
+    # config.json with hf_overrides applied; filled when resolved, not a flag
+    hf_config: dict[str, Any] = {}
 
 
 class LoadConfig(Section):
     load_format: Annotated[
-        Literal["auto", "safetensors", "dummy"], Meta(description="auto and safetensors read the model's weights; dummy makes random ones.")
+        Literal["auto", "safetensors", "dummy"],
+        Meta(description="auto and safetensors read the model's weights; dummy makes random ones."),
     ] = "auto"
 
 
 class CacheConfig(Section):
-    block_size: Annotated[Literal[8, 16, 32, 64, 128], Meta(description="Tokens per KV-cache block.")] = 16
+    block_size: Annotated[
+        Literal[8, 16, 32, 64, 128], Meta(description="Tokens per KV-cache block.")
+    ] = 16
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8", "int8"],
-        Meta(description="Type of the KV cache. auto: as dtype. In half of bfloat16's memory: fp8 (e4m3) on GPUs, int8 with scales on CPUs."),
+        Meta(
+            description="Type of the KV cache. auto: as dtype. In half of bfloat16's memory: fp8 "
+            "(e4m3) on GPUs, int8 with scales on CPUs."
+        ),
     ] = "auto"
-    gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0, description="Fraction of the GPU's memory the engine may use (not used on a CPU).")] = 0.9
-    kv_cache_memory_bytes: Annotated[PositiveInt | None, Meta(description="Size of the KV cache in bytes. Default: from the free memory.")] = None
-    num_gpu_blocks_override: Annotated[PositiveInt | None, Meta(description="Number of KV-cache blocks, whatever the memory (for tests).")] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(
+            gt=0.0,
+            le=1.0,
+            description="Fraction of the GPU's memory the engine may use (not used on a CPU).",
+        ),
+    ] = 0.9
+    kv_cache_memory_bytes: Annotated[
+        PositiveInt | None,
+        Meta(description="Size of the KV cache in bytes. Default: from the free memory."),
+    ] = None
+    num_gpu_blocks_override: Annotated[
+        PositiveInt | None,
+        Meta(description="Number of KV-cache blocks, whatever the memory (for tests)."),
+    ] = None
     swap_space: Annotated[
-        float, Meta(ge=0, description="Host memory for KV-cache blocks of preempted requests, in GiB; taken as it is used. 0: none.")
+        float,
+        Meta(
+            ge=0,
+            description="Host memory for KV-cache blocks of preempted requests, in GiB; taken as "
+            "it is used. 0: none.",
+        ),
     ] = 4.0
-    enable_prefix_caching: Annotated[bool, Meta(description="Keep the KV cache of finished requests for prompts that begin alike.")] = True
+    enable_prefix_caching: Annotated[
+        bool,
+        Meta(description="Keep the KV cache of finished requests for prompts that begin alike."),
+    ] = True
 
 
 class SchedulerConfig(Section):
-    max_num_seqs: Annotated[PositiveInt, Meta(description="Most requests that run in one step.")] = 256
-    max_num_batched_tokens: Annotated[PositiveInt | None, Meta(description="Most tokens computed in one step. Default: 2048.")] = None
-    enable_chunked_prefill: Annotated[bool, Meta(description="Split long prompts over several steps.")] = True
-    long_prefill_token_threshold: Annotated[NonNegativeInt, Meta(description="Most tokens of one prompt in one step; 0: no limit.")] = 0
+    max_num_seqs: Annotated[
+        PositiveInt, Meta(description="Most requests that run in one step.")
+    ] = 256
+    max_num_batched_tokens: Annotated[
+        PositiveInt | None, Meta(description="Most tokens computed in one step. Default: 2048.")
+    ] = None
+    enable_chunked_prefill: Annotated[
+        bool, Meta(description="Split long prompts over several steps.")
+    ] = True
+    long_prefill_token_threshold: Annotated[
+        NonNegativeInt, Meta(description="Most tokens of one prompt in one step; 0: no limit.")
+    ] = 0
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority"], Meta(description="fcfs: first come, first served. priority: lower `priority` first, then by arrival.")
+        Literal["fcfs", "priority"],
+        Meta(
+            description="fcfs: first come, first served. priority: lower `priority` first, then by "
+            "arrival."
+        ),
     ] = "fcfs"
     preemption_mode: Annotated[
         Literal["auto", "recompute", "swap"],
-        Meta(description="How a request makes room. recompute: its blocks are lost; swap: they move to swap_space; auto: what costs less."),
+        Meta(
+            description="How a request makes room. recompute: its blocks are lost; swap: they move "
+            "to swap_space; auto: what costs less."
+        ),
     ] = "auto"
     num_scheduler_steps: Annotated[
         NonNegativeInt,
-        Meta(description="Decoding steps per scheduling (multi-step decoding). 0: some, where few requests of a small model run on a CPU; else 1."),
+        Meta(
+            description="Decoding steps per scheduling (multi-step decoding). 0: some, where few "
+            "requests of a small model run on a CPU; else 1."
+        ),
     ] = 0
-    async_scheduling: Annotated[bool, Meta(description="Schedule the next step while one runs.")] = False
+    async_scheduling: Annotated[
+        bool, Meta(description="Schedule the next step while one runs.")
+    ] = False
     enable_jump_forward: Annotated[
-        bool, Meta(description="Append tokens without the model where a grammar leaves no choice (not with async_scheduling or several scheduler steps).")
+        bool,
+        Meta(
+            description="Append tokens without the model where a grammar leaves no choice (not "
+            "with async_scheduling or several scheduler steps)."
+        ),
     ] = True
 
 
 class DeviceConfig(Section):
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = "auto"
-    num_threads: Annotated[PositiveInt | None, Meta(description="Threads of the model. Default: OMP_NUM_THREADS, or all cores the process may use.")] = None
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = (
+        "auto"
+    )
+    num_threads: Annotated[
+        PositiveInt | None,
+        Meta(
+            description="Threads of the model. Default: OMP_NUM_THREADS, or all cores the process "
+            "may use."
+        ),
+    ] = None
     cpu_isa: Annotated[
         Literal["auto", "amx", "avx512", "avx2", "none"],
-        Meta(description="Instruction set of the native kernels on a CPU. auto: the best that the processor has; none: torch's kernels instead."),
+        Meta(
+            description="Instruction set of the native kernels on a CPU. auto: the best that the "
+            "processor has; none: torch's kernels instead."
+        ),
     ] = "auto"
-    tensor_parallel_size: Annotated[PositiveInt, Meta(description="Ranks that share each layer.")] = 1
-    pipeline_parallel_size: Annotated[PositiveInt, Meta(description="Ranks that share the stack of layers.")] = 1
+    tensor_parallel_size: Annotated[
+        PositiveInt, Meta(description="Ranks that share each layer.")
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        PositiveInt, Meta(description="Ranks that share the stack of layers.")
+    ] = 1
     enforce_eager: Annotated[bool, Meta(description="Never capture CUDA graphs.")] = False
     kernels: Annotated[
-        dict[str, str], Meta(description='Implementation by operation, e.g. {"rms_norm": "reference"}; the rest is chosen when the model is loaded.')
+        dict[str, str],
+        Meta(
+            description='Implementation by operation, e.g. {"rms_norm": "reference"}; the rest is '
+            "chosen when the model is loaded."
+        ),
     ] = {}
 
 
 class ServiceConfig(Section):
-    startup_timeout_s: Annotated[float, Meta(gt=0, description="Deadline for the engine to come up, in seconds.")] = 600.0
-    shutdown_timeout_s: Annotated[float, Meta(gt=0, description="How long the engine may take to leave before it is killed, in seconds.")] = 10.0
-    max_message_bytes: Annotated[PositiveInt, Meta(description="Largest message between the processes, in bytes.")] = 256 * 2**20
-    log_stats_interval_s: Annotated[float, Meta(gt=0, description="Seconds between two lines of statistics in the log.")] = 10.0
+    startup_timeout_s: Annotated[
+        float, Meta(gt=0, description="Deadline for the engine to come up, in seconds.")
+    ] = 600.0
+    shutdown_timeout_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="How long the engine may take to leave before it is killed, in seconds.",
+        ),
+    ] = 10.0
+    max_message_bytes: Annotated[
+        PositiveInt, Meta(description="Largest message between the processes, in bytes.")
+    ] = 256 * 2**20
+    log_stats_interval_s: Annotated[
+        float, Meta(gt=0, description="Seconds between two lines of statistics in the log.")
+    ] = 10.0
     otlp_traces_endpoint: Annotated[
-        str | None, Meta(description="Where OpenTelemetry spans go, one tree per request (pip install 'quire[tracing]').")
+        str | None,
+        Meta(
+            description="Where OpenTelemetry spans go, one tree per request (pip install "
+            "'quire[tracing]')."
+        ),
     ] = None
     disable_log_stats: Annotated[bool, Meta(description="Do not collect statistics.")] = False
 
 
 class EngineConfig(Section):
-    """The whole tree. `resolved` is what the engine receives: no "auto" and no None that means "default" is left in it."""
+    """The whole tree.
+
+    `resolved` is what the engine receives: no "auto" and no None that means "default" is left in
+    it.
+    """
 
     model_config: ModelConfig = ModelConfig()
     load_config: LoadConfig = LoadConfig()

@@ -1,6 +1,8 @@
-"""A client's end of the wire: two bound sockets in a private directory, and the engine that was started or attached for them.
-May know: sockets, the engine's process, messages.
-Must not know: requests and outputs, or who waits for them (frontend/mp_client.py)."""
+"""A client's end of the wire: two bound sockets in a private directory, and the engine that was
+started or attached for them.
+
+Must not know: requests and outputs, or who waits for them (frontend/mp_client.py).
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,21 @@ LISTEN_GRACE_S = 0.5  # how long a socket file may be there without a listener
 
 
 class Connection:
-    """Everything that must be given back: sockets, their directory, the engine's process. Does not know the client, which may be collected."""
+    """Everything that must be given back: sockets, their directory, the engine's process.
+
+    Does not know the client, which may be collected.
+    """
 
     def __init__(self, max_message_bytes: int):
         self.owner_pid = os.getpid()
         self.directory = SocketDirectory()
         self.context = make_context()
-        self.router = bind_router(self.context, self.directory.address(INPUT_SOCKET), max_message_bytes)
-        self.pull = bind_pull(self.context, self.directory.address(OUTPUT_SOCKET), max_message_bytes)
+        self.router = bind_router(
+            self.context, self.directory.address(INPUT_SOCKET), max_message_bytes
+        )
+        self.pull = bind_pull(
+            self.context, self.directory.address(OUTPUT_SOCKET), max_message_bytes
+        )
         self.encoder = Encoder(max_message_bytes)
         self.decoder = Decoder(EngineMessage, max_message_bytes)
         self.num_bad_frames = 0  # from the engine, dropped
@@ -58,18 +67,31 @@ class Connection:
         self.pidfd, self.engine_pid = self.process.pidfd, self.process.pid
 
     def attach(self, address: str) -> None:
-        """Asks the daemon at `address` to connect to our sockets. Raises EngineStartError if nobody listens there."""
+        """Asks the daemon at `address` to connect to our sockets.
+
+        Raises EngineStartError if nobody listens there.
+        """
         path = ipc_path(address)
         # A daemon's file exists a moment before it is listened at, and scripts wait for the file.
         deadline = time.monotonic() + LISTEN_GRACE_S
         while (pid := listener_pid(path)) is None and path.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         if pid is None:
-            raise EngineStartError(f"no engine listens at {address}; start one with: quire engine --listen {address}")
+            raise EngineStartError(
+                f"no engine listens at {address}; start one with: quire engine --listen {address}"
+            )
         if pid == 0:
-            raise EngineStartError(f"the engine at {address} runs where its process cannot be seen (another container?)")
+            raise EngineStartError(
+                f"the engine at {address} runs where its process cannot be seen (another "
+                f"container?)"
+            )
         self.pidfd, self.engine_pid = os.pidfd_open(pid), pid
-        message = Attach(PROTOCOL, os.getpid(), self.directory.address(INPUT_SOCKET), self.directory.address(OUTPUT_SOCKET))
+        message = Attach(
+            PROTOCOL,
+            os.getpid(),
+            self.directory.address(INPUT_SOCKET),
+            self.directory.address(OUTPUT_SOCKET),
+        )
         push = connect_push(self.context, f"ipc://{path}")
         push.send_multipart(self.encoder.encode(message))
         push.close()
@@ -92,7 +114,12 @@ class Connection:
             return self.process.describe_death()
         return f"the engine (pid {self.engine_pid}) is gone"
 
-    def watch(self, loop: asyncio.AbstractEventLoop, on_readable: Callable[[], None], on_death: Callable[[], None]) -> None:
+    def watch(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_readable: Callable[[], None],
+        on_death: Callable[[], None],
+    ) -> None:
         self.stop_watching()
         self.loop = loop
         loop.add_reader(self.pull.get(zmq.FD), on_readable)
@@ -105,8 +132,12 @@ class Connection:
         self.loop = None
 
     def close(self) -> None:
-        """Leaves: a child ends, a daemon drops us. Called by shutdown, by the garbage collector or at exit; may be called twice."""
-        if self.is_closed or os.getpid() != self.owner_pid:  # a fork of the owner must not speak for it
+        """Leaves: a child ends, a daemon drops us.
+
+        Called by shutdown, by the garbage collector or at exit; may be called twice.
+        """
+        # a fork of the owner must not speak for it
+        if self.is_closed or os.getpid() != self.owner_pid:
             return
         self.is_closed = True
         self.stop_watching()

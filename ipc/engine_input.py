@@ -1,10 +1,13 @@
-"""The engine's input thread: waits for everything that can come from outside (requests, signals, programs that attach, deaths).
-May know: messages, codec, sockets, processes.
-Must not know: the engine core, or what a request needs. It hands over Events; the main thread decides.
+"""The engine's input thread: waits for everything that can come from outside (requests, signals,
+programs that attach, deaths).
+
+Must not know: the engine core, or what a request needs. It hands over Events; the main thread
+decides.
 
     clients' ROUTER ──▶ DEALER ┐                                   ┌─▶ aborts   applied before anything else
     Attach ──▶ listener (PULL) ├─▶ poll, decode, guard ────────────┤
-    signals, pidfds, parent ───┘                                   └─▶ events   in order of arrival; the main thread blocks here"""
+    signals, pidfds, parent ───┘                                   └─▶ events   in order of arrival; the main thread blocks here
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,28 @@ from typing import Any, NamedTuple
 import zmq
 
 from .codec import BadFrameError, Decoder, Encoder, in_words, whose
-from .messages import PROTOCOL, AbortRequests, Attach, ClientMessage, Config, Detach, Hello, Shutdown
+from .messages import (
+    PROTOCOL,
+    AbortRequests,
+    Attach,
+    ClientMessage,
+    Config,
+    Detach,
+    Hello,
+    Shutdown,
+)
 from .process import PARENT_DEATH_SIGNAL, SignalPipe
-from .sockets import INPUT_SOCKET, OUTPUT_SOCKET, connect_dealer, ipc_path, receive, remove_directory
+from .sockets import (
+    INPUT_SOCKET,
+    OUTPUT_SOCKET,
+    connect_dealer,
+    ipc_path,
+    receive,
+    remove_directory,
+)
 
-MAX_READS = 256  # messages of one client in a row, before signals and other clients are looked at again
+# messages of one client in a row, before signals and other clients are looked at again
+MAX_READS = 256
 
 
 class FromClient(NamedTuple):
@@ -34,7 +54,9 @@ class FromClient(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A frame that was no message, but still told which request (str) or utility call (int) it was about."""
+    """A frame that was no message, but still told which request (str) or utility call (int) it was
+    about.
+    """
 
     client_index: int
     identity: str | int
@@ -51,7 +73,10 @@ class ClientLeft(NamedTuple):
 
 
 class ClientOverflowed(NamedTuple):
-    """A daemon's client that does not read its outputs. Its connection stays until it leaves, so that it can still learn why."""
+    """A daemon's client that does not read its outputs.
+
+    Its connection stays until it leaves, so that it can still learn why.
+    """
 
     client_index: int
 
@@ -68,7 +93,9 @@ class Fatal(NamedTuple):
     error: BaseException
 
 
-Event = FromClient | Refused | ClientJoined | ClientLeft | ClientOverflowed | LeaveSignal | Wake | Fatal
+Event = (
+    FromClient | Refused | ClientJoined | ClientLeft | ClientOverflowed | LeaveSignal | Wake | Fatal
+)
 
 
 @dataclass
@@ -80,7 +107,10 @@ class Peer:
 
 
 class EngineInput:
-    """Owns the DEALER sockets and the listener. `events` is for the main thread; `aborts` holds (client, request ids) that overtake it."""
+    """Owns the DEALER sockets and the listener.
+
+    `events` is for the main thread; `aborts` holds (client, request ids) that overtake it.
+    """
 
     def __init__(self, context: zmq.Context, max_message_bytes: int, signals: SignalPipe):
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -99,7 +129,8 @@ class EngineInput:
         self._parent_pid: int | None = None
         self._num_leave_signals = 0
         self._poller = zmq.Poller()
-        self._handlers: dict[Any, Callable[[], None]] = {}  # what is polled -> what to do when it is readable
+        # what is polled -> what to do when it is readable
+        self._handlers: dict[Any, Callable[[], None]] = {}
         self._is_closing = False
         self._watch(signals.read_fd, self._on_signals)
         self._thread = threading.Thread(target=self._run, name="quire-input", daemon=True)
@@ -107,7 +138,10 @@ class EngineInput:
     # ------------------------------------------------------------ before the thread starts
 
     def serve_parent(self, sockets_path: Path, parent_pid: int, parent_fd: int) -> None:
-        """One client, number 0, that started this process. When it is gone, its socket directory is removed and this process ends."""
+        """One client, number 0, that started this process.
+
+        When it is gone, its socket directory is removed and this process ends.
+        """
         self._sockets_path, self._parent_pid = sockets_path, parent_pid
         self._watch(parent_fd, self._on_parent_gone)  # never written to: readable means end-of-file
         client_index = self._add_peer(f"ipc://{sockets_path / INPUT_SOCKET}", None)
@@ -192,7 +226,8 @@ class EngineInput:
     def _on_message(self, client_index: int, message: Any) -> None:
         is_parent = self._parent_pid is not None
         if isinstance(message, AbortRequests):
-            self.aborts.append((client_index, message.request_ids))  # overtakes what waits, and below follows a request that waits
+            # overtakes what waits, and below follows a request that waits
+            self.aborts.append((client_index, message.request_ids))
         elif isinstance(message, (Attach, Detach) if is_parent else (Attach, Config, Shutdown)):
             raise BadFrameError(f"a {type(message).__name__} is not for this socket")
         elif isinstance(message, Detach):
@@ -203,11 +238,14 @@ class EngineInput:
         while self._listener is not None and (frames := receive(self._listener)) is not None:
             try:
                 self._attach(self._decoder.decode(frames))
-            except Exception:  # not an Attach, addresses that are none, a program that has died since: it costs nobody else anything
+            except Exception:
+                # not an Attach, addresses that are none, a program that has died since: it costs
+                # nobody else anything
                 self.num_bad_frames += 1
 
     def _attach(self, message: Any) -> None:
-        if not isinstance(message, Attach):  # one of another protocol is answered with our Hello, and refuses us itself
+        # one of another protocol is answered with our Hello, and refuses us itself
+        if not isinstance(message, Attach):
             raise BadFrameError("a listener takes Attach messages")
         ipc_path(message.input_address)
         ipc_path(message.output_address)
@@ -232,7 +270,11 @@ class EngineInput:
         for number in self._signals.read():
             if number == signal.SIGINT:
                 self._leave_at_once(128 + number)
-            elif number == PARENT_DEATH_SIGNAL and self._parent_pid is not None and os.getppid() != self._parent_pid:
+            elif (
+                number == PARENT_DEATH_SIGNAL
+                and self._parent_pid is not None
+                and os.getppid() != self._parent_pid
+            ):
                 self._on_parent_gone()
             elif number == signal.SIGTERM:
                 self._num_leave_signals += 1
@@ -246,7 +288,10 @@ class EngineInput:
         self._leave_at_once(1)
 
     def _leave_at_once(self, exit_code: int) -> None:
-        """Without waiting for the main thread, which may be inside the model for seconds. The kernel takes back the rest."""
+        """Without waiting for the main thread, which may be inside the model for seconds.
+
+        The kernel takes back the rest.
+        """
         if self._listener is not None:
             self._listener_path.unlink(missing_ok=True)
         os._exit(exit_code)

@@ -1,14 +1,19 @@
-"""The engine's output thread: encodes what the main thread hands over and sends it to the client it is for.
-May know: messages, codec, sockets.
+"""The engine's output thread: encodes what the main thread hands over and sends it to the client it
+is for.
+
 Must not know: the engine core, or where a client's requests stand.
 
-A slow reader. A connection holds OUTPUT_HIGH_WATER_MARK messages on each side; what does not fit waits here, in order, encoded, and is
-counted in bytes. Nothing is ever dropped from the middle. Above `max_backlog_bytes`
-    - an engine with one client stops stepping (the main thread asks `is_full`) until the client has read half of it; requests, aborts
-      and utility calls are still taken, and a client that waits for anything reads its outputs on the way, so nobody waits in a circle;
-    - a daemon does not let one client hold up the others: it drops the reader and ends its requests. The EngineDead that the client
-      finds behind its last outputs tells it so.
-Towards the engine nothing is bounded but by what the user submits: a request lies in one process or in the other."""
+A slow reader. A connection holds OUTPUT_HIGH_WATER_MARK messages on each side; what does not fit
+waits here, in order, encoded, and is counted in bytes. Nothing is ever dropped from the middle.
+Above `max_backlog_bytes`
+    - an engine with one client stops stepping (the main thread asks `is_full`) until the client has
+      read half of it; requests, aborts and utility calls are still taken, and a client that waits
+      for anything reads its outputs on the way, so nobody waits in a circle;
+    - a daemon does not let one client hold up the others: it drops the reader and ends its
+      requests. The EngineDead that the client finds behind its last outputs tells it so. Towards
+      the engine nothing is bounded but by what the user submits: a request lies in one process or
+      in the other.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,14 @@ import zmq
 
 from .codec import Encoder
 from .failures import pack_exception
-from .messages import EngineCoreOutputs, EngineDead, EngineMessage, Finished, FinishReason, UtilityResult
+from .messages import (
+    EngineCoreOutputs,
+    EngineDead,
+    EngineMessage,
+    Finished,
+    FinishReason,
+    UtilityResult,
+)
 from .sockets import connect_push
 
 MAX_BACKLOG_BYTES = 64 * 2**20
@@ -64,16 +76,30 @@ class Reader:
 
 
 class EngineOutput:
-    """Owns the PUSH sockets. All methods may be called from any thread; what they ask for happens in order, in the output thread."""
+    """Owns the PUSH sockets.
 
-    def __init__(self, context: zmq.Context, max_message_bytes: int, *, max_backlog_bytes: int = MAX_BACKLOG_BYTES):
+    All methods may be called from any thread; what they ask for happens in order, in the output
+    thread.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context,
+        max_message_bytes: int,
+        *,
+        max_backlog_bytes: int = MAX_BACKLOG_BYTES,
+    ):
         self.max_backlog_bytes = max_backlog_bytes
         self.num_lost_outputs = 0  # rows that could not be encoded; their requests were ended
-        self.is_full = False  # some client's backlog is above the limit, or has not yet come down to half of it
-        self.on_drained: Callable[[], None] = lambda: None  # called in the output thread when is_full ends
-        self.on_overflow: Callable[[int], None] | None = None  # a daemon's: called with a client that was dropped for not reading
+        # some client's backlog is above the limit, or has not yet come down to half of it
+        self.is_full = False
+        # called in the output thread when is_full ends
+        self.on_drained: Callable[[], None] = lambda: None
+        # a daemon's: called with a client that was dropped for not reading
+        self.on_overflow: Callable[[int], None] | None = None
         self.on_fatal: Callable[[BaseException], None] = lambda error: None
-        self.on_lost: Callable[[int, list[str]], None] = lambda client_index, request_ids: None  # rows that could not be encoded
+        # rows that could not be encoded
+        self.on_lost: Callable[[int, list[str]], None] = lambda client_index, request_ids: None
         self._context = context
         self._encoder = Encoder(max_message_bytes)
         self._readers: dict[int, Reader] = {}
@@ -98,7 +124,9 @@ class EngineOutput:
         self._order(Send(client_index, message))
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread when everything is sent, or after `timeout_s`; what the readers have not taken by then is thrown away."""
+        """Ends the thread when everything is sent, or after `timeout_s`; what the readers have not
+        taken by then is thrown away.
+        """
         if self._thread.is_alive():
             self._order(Close(timeout_s))
             self._thread.join()
@@ -125,19 +153,25 @@ class EngineOutput:
         """Until Close is carried out."""
         close_at = None
         while True:
-            timeout_ms = None if close_at is None else max(0, int((close_at - time.monotonic()) * 1000))
+            timeout_ms = (
+                None if close_at is None else max(0, int((close_at - time.monotonic()) * 1000))
+            )
             for ready, _ in self._poller.poll(timeout_ms):
                 if ready == self._wake_fd:
                     os.eventfd_read(self._wake_fd)
                 else:
-                    self._flush(next(reader for reader in self._readers.values() if reader.push is ready))
+                    self._flush(
+                        next(reader for reader in self._readers.values() if reader.push is ready)
+                    )
             while self._orders:
                 order = self._orders.popleft()
                 if isinstance(order, Close):
                     close_at = time.monotonic() + order.timeout_s
                 else:
                     self._carry_out(order)
-            if close_at is not None and (time.monotonic() >= close_at or not any(r.backlog for r in self._readers.values())):
+            if close_at is not None and (
+                time.monotonic() >= close_at or not any(r.backlog for r in self._readers.values())
+            ):
                 return
 
     def _carry_out(self, order: Connect | Disconnect | Send) -> None:
@@ -145,7 +179,9 @@ class EngineOutput:
             self._readers[order.client_index] = Reader(connect_push(self._context, order.address))
         elif isinstance(order, Disconnect):
             self._disconnect(order.client_index)
-        elif (reader := self._readers.get(order.client_index)) is not None and not reader.is_dropped:
+        elif (
+            reader := self._readers.get(order.client_index)
+        ) is not None and not reader.is_dropped:
             self._send(reader, order.client_index, self._encode(order))
 
     def _encode(self, order: Send) -> list:
@@ -154,11 +190,15 @@ class EngineOutput:
         except Exception as error:  # whoever waits for this message gets the reason in its place
             message = order.message
             if isinstance(message, UtilityResult):
-                return self._encoder.encode(UtilityResult(message.call_id, failure=pack_exception(error)))
+                return self._encoder.encode(
+                    UtilityResult(message.call_id, failure=pack_exception(error))
+                )
             if isinstance(message, EngineCoreOutputs):
                 self.num_lost_outputs += len(message.request_ids)
                 self.on_lost(order.client_index, message.request_ids)
-                return self._encoder.encode(error_rows(message, f"the output could not be sent: {error}"))
+                return self._encoder.encode(
+                    error_rows(message, f"the output could not be sent: {error}")
+                )
             raise
 
     def _send(self, reader: Reader, client_index: int, frames: list) -> None:
@@ -182,7 +222,9 @@ class EngineOutput:
         """Sends from a backlog as much as the connection takes."""
         while reader.backlog:
             try:
-                reader.push.send_multipart(reader.backlog[0], zmq.NOBLOCK, copy=len(reader.backlog[0]) == 1)
+                reader.push.send_multipart(
+                    reader.backlog[0], zmq.NOBLOCK, copy=len(reader.backlog[0]) == 1
+                )
             except zmq.Again:
                 break
             reader.backlog_bytes -= _num_bytes(reader.backlog.popleft())
@@ -199,7 +241,9 @@ class EngineOutput:
             self._tell_if_drained()
 
     def _tell_if_drained(self) -> None:
-        if self.is_full and all(2 * reader.backlog_bytes <= self.max_backlog_bytes for reader in self._readers.values()):
+        if self.is_full and all(
+            2 * reader.backlog_bytes <= self.max_backlog_bytes for reader in self._readers.values()
+        ):
             self.is_full = False
             self.on_drained()
 
@@ -208,7 +252,15 @@ def error_rows(outputs: EngineCoreOutputs, error: str) -> EngineCoreOutputs:
     """The same rows without their tokens, each finished with this error."""
     num_rows = len(outputs.request_ids)
     finished = [Finished(row, FinishReason.ERROR, error=error) for row in range(num_rows)]
-    return msgspec.structs.replace(outputs, num_tokens=[0] * num_rows, token_ids=[], finished=finished, logprobs=[], num_cached_tokens=[], token_steps=[])
+    return msgspec.structs.replace(
+        outputs,
+        num_tokens=[0] * num_rows,
+        token_ids=[],
+        finished=finished,
+        logprobs=[],
+        num_cached_tokens=[],
+        token_steps=[],
+    )
 
 
 def _num_bytes(frames: list) -> int:

@@ -1,6 +1,8 @@
 """The exceptions a user of Quire can meet, each naming what to change.
-May know: the standard library.
-Must not know: where an error was raised or how it travels (messages.py carries it, this file names it)."""
+
+Must not know: where an error was raised or how it travels (messages.py carries it, this file names
+it).
+"""
 
 
 class QuireError(Exception):
@@ -8,7 +10,10 @@ class QuireError(Exception):
 
 
 class InvalidParameterError(QuireError, ValueError):
-    """A value the user gave is out of range or unknown. `parameter` names it; the text gives the allowed range."""
+    """A value the user gave is out of range or unknown.
+
+    `parameter` names it; the text gives the allowed range.
+    """
 
     def __init__(self, parameter: str, problem: str):
         super().__init__(parameter, problem)
@@ -20,7 +25,10 @@ class InvalidParameterError(QuireError, ValueError):
 
 
 class NotEnoughMemoryError(InvalidParameterError):
-    """The weights, or the KV cache of one sequence, do not fit the memory. The text gives the largest value that does, if there is one."""
+    """The weights, or the KV cache of one sequence, do not fit the memory.
+
+    The text gives the largest value that does, if there is one.
+    """
 
 
 class ModelLoadError(QuireError, RuntimeError):
@@ -28,19 +36,29 @@ class ModelLoadError(QuireError, RuntimeError):
 
 
 class EnginePausedError(QuireError, RuntimeError):
-    """The engine is paused or asleep, and what was asked of it needs it to go on: resume() or wake_up() first."""
+    """The engine is paused or asleep, and what was asked of it needs it to go on: resume() or
+    wake_up() first.
+    """
 
 
 class EngineDeadError(QuireError, RuntimeError):
-    """The engine process is gone. Every waiter gets this, with the cause (exit code or signal, last words on stderr)."""
+    """The engine process is gone.
+
+    Every waiter gets this, with the cause (exit code or signal, last words on stderr).
+    """
 
 
 class EngineStartError(EngineDeadError):
-    """The engine process did not come up: it died, or missed its deadline. The text carries the child's own words."""
+    """The engine process did not come up: it died, or missed its deadline.
+
+    The text carries the child's own words.
+    """
 
 
 class RemoteTraceback(Exception):
-    """The `__cause__` of an exception that happened in the engine process; prints that process's traceback."""
+    """The `__cause__` of an exception that happened in the engine process; prints that process's
+    traceback.
+    """
 
     def __init__(self, text: str):
         super().__init__(text)

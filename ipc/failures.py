@@ -1,6 +1,7 @@
 """An exception as a message: packed where it happened, raised again in the caller as the same type.
-May know: exceptions, the Failed message.
-Must not know: which exception comes from where."""
+
+Must not know: which exception comes from where.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +10,58 @@ import traceback
 from . import errors
 from .messages import Failed
 
-# What may be raised again under its own name: nothing that a peer could use to end the caller (SystemExit, KeyboardInterrupt,
-# StopIteration) and nothing that one string cannot make (UnicodeDecodeError takes five arguments).
+# What may be raised again under its own name: nothing that a peer could use to end the caller
+# (SystemExit, KeyboardInterrupt, StopIteration) and nothing that one string cannot make
+# (UnicodeDecodeError takes five arguments).
 _BY_NAME: dict[str, type[Exception]] = {
     cls.__name__: cls
     for cls in (
-        ArithmeticError, AssertionError, AttributeError, BufferError, ConnectionError, EOFError, FileExistsError, FileNotFoundError,
-        FloatingPointError, ImportError, IndexError, IsADirectoryError, KeyError, LookupError, MemoryError, ModuleNotFoundError,
-        NameError, NotADirectoryError, NotImplementedError, OSError, OverflowError, PermissionError, RecursionError, RuntimeError,
-        TimeoutError, TypeError, ValueError, ZeroDivisionError,
-        errors.QuireError, errors.ModelLoadError, errors.EngineDeadError, errors.EngineStartError, errors.EnginePausedError,
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        BufferError,
+        ConnectionError,
+        EOFError,
+        FileExistsError,
+        FileNotFoundError,
+        FloatingPointError,
+        ImportError,
+        IndexError,
+        IsADirectoryError,
+        KeyError,
+        LookupError,
+        MemoryError,
+        ModuleNotFoundError,
+        NameError,
+        NotADirectoryError,
+        NotImplementedError,
+        OSError,
+        OverflowError,
+        PermissionError,
+        RecursionError,
+        RuntimeError,
+        TimeoutError,
+        TypeError,
+        ValueError,
+        ZeroDivisionError,
+        errors.QuireError,
+        errors.ModelLoadError,
+        errors.EngineDeadError,
+        errors.EngineStartError,
+        errors.EnginePausedError,
     )
-}  # fmt: skip
-_WITH_PARAMETER = {cls.__name__: cls for cls in (errors.InvalidParameterError, errors.NotEnoughMemoryError)}
+}
+_WITH_PARAMETER = {
+    cls.__name__: cls for cls in (errors.InvalidParameterError, errors.NotEnoughMemoryError)
+}
 
 
 def pack_exception(error: BaseException) -> Failed:
     """The message that carries `error` to the other process."""
     # str() of a KeyError is the repr of its key; made again from that, it would be quoted twice.
-    message = error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
+    message = (
+        error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
+    )
     parameter = None
     if isinstance(error, errors.InvalidParameterError):
         parameter, message = error.parameter, error.problem
@@ -36,12 +70,15 @@ def pack_exception(error: BaseException) -> Failed:
 
 
 def unpack_exception(failed: Failed, default: type[Exception]) -> Exception:
-    """The exception to raise in the caller: the type that the other process met, or `default` naming a type that only it knows.
+    """The exception to raise in the caller: the type that the other process met, or `default`
+    naming a type that only it knows.
 
     Its `__cause__` is a RemoteTraceback.
     """
     if failed.error_type in _WITH_PARAMETER:
-        error: Exception = _WITH_PARAMETER[failed.error_type](failed.parameter or "?", failed.message)
+        error: Exception = _WITH_PARAMETER[failed.error_type](
+            failed.parameter or "?", failed.message
+        )
     elif failed.error_type in _BY_NAME:
         error = _BY_NAME[failed.error_type](failed.message)
     else:

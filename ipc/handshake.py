@@ -1,9 +1,11 @@
-"""How a client and its engine begin: start it or attach to it, then HELLO → CONFIG → PROGRESS … → READY or FAILED.
-May know: connections, messages, deadlines.
+"""How a client and its engine begin: start it or attach to it, then HELLO → CONFIG → PROGRESS … →
+READY or FAILED.
+
 Must not know: requests, or what an engine does while it loads.
 
-The conversation is written once, in `_converse`, which says what it waits for; `open_connection` waits by blocking, and
-`open_connection_async` in an event loop."""
+The conversation is written once, in `_converse`, which says what it waits for; `open_connection`
+waits by blocking, and `open_connection_async` in an event loop.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,18 @@ class Awaited(NamedTuple):
 
 
 def open_connection(
-    config: EngineConfig, engine: str, on_progress: Report, *, epoch: int = 0, command: Sequence[str] | None = None
+    config: EngineConfig,
+    engine: str,
+    on_progress: Report,
+    *,
+    epoch: int = 0,
+    command: Sequence[str] | None = None,
 ) -> tuple[Connection, Ready]:
-    """Starts an engine ("process": `command`, or our own) or attaches to the daemon at the address `engine`; returns when it is ready.
+    """Starts an engine ("process": `command`, or our own) or attaches to the daemon at the address
+    `engine`; returns when it is ready.
 
-    Raises the engine's own exception if it cannot start, EngineStartError if it dies or takes longer than startup_timeout_s.
+    Raises the engine's own exception if it cannot start, EngineStartError if it dies or takes
+    longer than startup_timeout_s.
     """
     deadline = time.monotonic() + config.service_config.startup_timeout_s
     connection = _make_connection(config, engine)
@@ -64,11 +73,19 @@ def open_connection(
 
 
 async def open_connection_async(
-    config: EngineConfig, engine: str, on_progress: Report, *, epoch: int = 0, command: Sequence[str] | None = None
+    config: EngineConfig,
+    engine: str,
+    on_progress: Report,
+    *,
+    epoch: int = 0,
+    command: Sequence[str] | None = None,
 ) -> tuple[Connection, Ready]:
-    """As open_connection, while the running loop goes on. Cancelled, it ends a child before it raises.
+    """As open_connection, while the running loop goes on.
 
-    A child is started by this thread, which must live as long as it is wanted: it dies with the thread (PR_SET_PDEATHSIG).
+    Cancelled, it ends a child before it raises.
+
+    A child is started by this thread, which must live as long as it is wanted: it dies with the
+    thread (PR_SET_PDEATHSIG).
     """
     deadline = time.monotonic() + config.service_config.startup_timeout_s
     connection = _make_connection(config, engine)
@@ -99,15 +116,24 @@ def _make_connection(config: EngineConfig, engine: str) -> Connection:
     return connection
 
 
-def _converse(connection: Connection, config: EngineConfig, epoch: int, deadline: float, report: Report) -> Generator[Awaited, Any, Ready]:
+def _converse(
+    connection: Connection, config: EngineConfig, epoch: int, deadline: float, report: Report
+) -> Generator[Awaited, Any, Ready]:
     """Is sent each message that comes; returns the engine's Ready."""
     is_child = connection.process is not None
     report("start", 0.0)
     hello = None
     while not isinstance(hello, Hello):
-        hello = yield Awaited(connection.router, deadline if is_child else min(deadline, time.monotonic() + HELLO_TIMEOUT_S), "it sent no HELLO")
+        hello = yield Awaited(
+            connection.router,
+            deadline if is_child else min(deadline, time.monotonic() + HELLO_TIMEOUT_S),
+            "it sent no HELLO",
+        )
     if hello.protocol != PROTOCOL:
-        raise EngineStartError(f"the engine speaks protocol {hello.protocol}, this program {PROTOCOL}: their versions of quire differ")
+        raise EngineStartError(
+            f"the engine speaks protocol {hello.protocol}, this program {PROTOCOL}: their versions "
+            f"of quire differ"
+        )
     if is_child:
         connection.send(Config(config, epoch))
     report("start", 1.0)
@@ -135,7 +161,8 @@ def _receive(connection: Connection, awaited: Awaited) -> Any:
         ready = dict(poller.poll(max(0, int((awaited.deadline - time.monotonic()) * 1000))))
         if not ready:
             raise _too_late(awaited)
-        if source not in ready and not source.poll(LAST_WORDS_S * 1000):  # dead; what it said is read first
+        # dead; what it said is read first
+        if source not in ready and not source.poll(LAST_WORDS_S * 1000):
             raise _died(connection, awaited)
     return message
 
@@ -144,12 +171,18 @@ async def _receive_async(connection: Connection, awaited: Awaited) -> Any:
     """As _receive."""
     import asyncio
 
-    loop, news, is_dead, deadline = asyncio.get_running_loop(), asyncio.Event(), False, awaited.deadline
+    loop, news, is_dead, deadline = (
+        asyncio.get_running_loop(),
+        asyncio.Event(),
+        False,
+        awaited.deadline,
+    )
     watched = (awaited.source.get(zmq.FD), connection.pidfd)
     for fd in watched:
         loop.add_reader(fd, news.set)
     try:
-        while (message := _take(connection, awaited.source)) is None:  # ZMQ's descriptor tells of changes only: look before each wait
+        # ZMQ's descriptor tells of changes only: look before each wait
+        while (message := _take(connection, awaited.source)) is None:
             if not is_dead and select.select([connection.pidfd], [], [], 0)[0]:
                 is_dead, deadline = True, time.monotonic() + LAST_WORDS_S
                 loop.remove_reader(connection.pidfd)
@@ -177,7 +210,9 @@ def _take(connection: Connection, source: zmq.Socket) -> Any:
 
 
 def _too_late(awaited: Awaited) -> EngineStartError:
-    return EngineStartError(f"the engine did not answer in time ({awaited.where}); startup_timeout_s gives it longer")
+    return EngineStartError(
+        f"the engine did not answer in time ({awaited.where}); startup_timeout_s gives it longer"
+    )
 
 
 def _died(connection: Connection, awaited: Awaited) -> EngineStartError:

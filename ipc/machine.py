@@ -1,6 +1,7 @@
 """What the operating system gives this process: cores and memory, by affinity and cgroups.
-May know: psutil, /proc and /sys.
-Must not know: torch, what the cores and the memory are for."""
+
+Must not know: torch, what the cores and the memory are for.
+"""
 
 from __future__ import annotations
 
@@ -12,42 +13,60 @@ import psutil
 
 
 def available_cores() -> int:
-    """Cores this process may use: its affinity mask, less where a cgroup's CPU quota gives it less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores this process may use: its affinity mask, less where a cgroup's CPU quota gives it
+    less.
+    """
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota = cgroup_cpu_quota()
     # More threads than quota would be throttled together: each would wait for the slowest.
     return max(1, min(cores, math.ceil(quota))) if quota is not None else cores
 
 
 def cgroup_cpu_quota(root: Path = Path("/")) -> float | None:
-    """Cores' worth of CPU time that this process's cgroups allow (v2 cpu.max, v1 cpu.cfs_*), the tightest one; None: no limit."""
+    """Cores' worth of CPU time that this process's cgroups allow (v2 cpu.max, v1 cpu.cfs_*), the
+    tightest one; None: no limit.
+    """
     quotas = []
     for directory in _cgroup_directories(root, "cpu"):
         limit, period = _read(directory / "cpu.max"), None
         if limit is not None:
             limit, _, period = limit.partition(" ")
         else:
-            limit, period = _read(directory / "cpu.cfs_quota_us"), _read(directory / "cpu.cfs_period_us")
+            limit, period = (
+                _read(directory / "cpu.cfs_quota_us"),
+                _read(directory / "cpu.cfs_period_us"),
+            )
         if limit not in (None, "max", "-1") and period:
             quotas.append(int(limit) / int(period))
     return min(quotas, default=None)
 
 
 def cgroup_free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes left under the tightest memory limit of this process's cgroups (page cache counted as free); None: no limit."""
+    """Bytes left under the tightest memory limit of this process's cgroups (page cache counted as
+    free); None: no limit.
+    """
     free = []
     for directory in _cgroup_directories(root, "memory"):
-        for limit_name, usage_name in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for limit_name, usage_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
             limit, usage = _read(directory / limit_name), _read(directory / usage_name)
             if limit not in (None, "max") and usage is not None:
-                stat = dict(line.split() for line in (_read(directory / "memory.stat") or "").splitlines())
+                stat = dict(
+                    line.split() for line in (_read(directory / "memory.stat") or "").splitlines()
+                )
                 reclaimable = int(stat.get("inactive_file", stat.get("total_inactive_file", 0)))
                 free.append(max(0, int(limit) - int(usage) + reclaimable))
     return min(free, default=None)
 
 
 def _cgroup_directories(root: Path, controller: str) -> list[Path]:
-    """The cgroup of this process and its ancestors, in the v2 tree and in the v1 tree of `controller`: a limit on any of them binds."""
+    """The cgroup of this process and its ancestors, in the v2 tree and in the v1 tree of
+    `controller`: a limit on any of them binds.
+    """
     directories = []
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,6 +1,8 @@
-"""Every message: frontend <-> engine core, and engine core <-> executor (the rank broadcast carries the same ones).
-May know: SamplingParams, PoolingParams, EngineConfig, plain lists, numbers and buffers.
-Must not know: sockets, torch, or who handles what. A receiver never changes a message."""
+"""Every message: frontend <-> engine core, and engine core <-> executor (the rank broadcast carries
+the same ones).
+
+Must not know: sockets, torch, or who handles what. A receiver never changes a message.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,16 @@ class FinishReason(IntEnum):
 
 
 class Array:
-    """A dense array on the wire, C order. `data` is any buffer; large ones travel as frames of their own, without a copy.
+    """A dense array on the wire, C order.
 
-    `dtype` is numpy's short name, little endian: "i4", "i8", "f4". numpy.frombuffer(a.data, a.dtype).reshape(a.shape) reads it.
-    Not a Struct: msgspec then hands the whole array to codec.py, which decides how its data travels. A received `data` is a memoryview.
+    `data` is any buffer; large ones travel as frames of their own, without a copy.
+
+    `dtype` is numpy's short name, little endian: "i4", "i8", "f4". numpy.frombuffer(a.data,
+    a.dtype).reshape(a.shape) reads it. Not a Struct: msgspec then hands the whole array to
+    codec.py, which decides how its data travels. A received `data` is a memoryview.
     """
 
-    __slots__ = ("dtype", "shape", "data")
+    __slots__ = ("data", "dtype", "shape")
 
     def __init__(self, dtype: str, shape: tuple[int, ...], data: Any):
         self.dtype = dtype
@@ -45,7 +50,9 @@ class Array:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Array):
             return NotImplemented
-        return (self.dtype, tuple(self.shape)) == (other.dtype, tuple(other.shape)) and bytes(self.data) == bytes(other.data)
+        return (self.dtype, tuple(self.shape)) == (other.dtype, tuple(other.shape)) and bytes(
+            self.data
+        ) == bytes(other.data)
 
     __hash__ = None
 
@@ -57,10 +64,14 @@ class Array:
 
 
 class EngineCoreRequest(Message, tag="add"):
-    """One request. Exactly one of the two params is given; `sampling_params.seed` and `max_tokens` are resolved (not None).
+    """One request.
 
-    With n > 1 the engine makes n requests of it, which share the prompt's KV cache. Their rows carry child_request_id(request_id, index);
-    an abort may name one child, or the parent for all of them.
+    Exactly one of the two params is given; `sampling_params.seed` and `max_tokens` are resolved
+    (not None).
+
+    With n > 1 the engine makes n requests of it, which share the prompt's KV cache. Their rows
+    carry child_request_id(request_id, index); an abort may name one child, or the parent for all of
+    them.
     """
 
     request_id: str  # unique over all clients of the engine
@@ -71,7 +82,8 @@ class EngineCoreRequest(Message, tag="add"):
     arrival_time: float = 0.0  # time.time() in the frontend, seconds
     priority: int = 0  # lower runs first
     cache_salt: str | None = None  # prefix-cache blocks are shared only between equal salts
-    resume_tokens: list[int] = []  # output tokens already emitted by an engine that died; they are not emitted again
+    # output tokens already emitted by an engine that died; they are not emitted again
+    resume_tokens: list[int] = []
 
 
 def child_request_id(request_id: str, index: int) -> str:
@@ -80,16 +92,21 @@ def child_request_id(request_id: str, index: int) -> str:
 
 
 class AbortRequests(Message, tag="abort"):
-    """Ends these requests; unknown ids (already finished) are ignored, others' requests too. Each live one is answered with ABORT."""
+    """Ends these requests; unknown ids (already finished) are ignored, others' requests too.
+
+    Each live one is answered with ABORT.
+    """
 
     request_ids: list[str]
 
 
 class PaceOutputs(Message, tag="pace"):
-    """This client wants about so many rows in a second, those of several steps in one message; 0, as it begins: each step's at once.
+    """This client wants about so many rows in a second, those of several steps in one message; 0,
+    as it begins: each step's at once.
 
-    Of n rows each then leaves with the first step that ends n / rows_per_s seconds after they last left, 50 ms at most; where that is less than
-    5 ms, at once. A row that brings more than tokens and their log-probabilities never waits: a first token, an end.
+    Of n rows each then leaves with the first step that ends n / rows_per_s seconds after they last
+    left, 50 ms at most; where that is less than 5 ms, at once. A row that brings more than tokens
+    and their log-probabilities never waits: a first token, an end.
     """
 
     rows_per_s: Annotated[int, Meta(ge=0)]
@@ -108,7 +125,10 @@ class Detach(Message, tag="detach"):
 
 
 class Shutdown(Message, tag="shutdown"):
-    """The engine finishes (`drain`) or aborts what runs, and exits. From a child's own parent only."""
+    """The engine finishes (`drain`) or aborts what runs, and exits.
+
+    From a child's own parent only.
+    """
 
     drain: bool = False
 
@@ -121,7 +141,9 @@ class Config(Message, tag="config"):
 
 
 class Attach(Message, tag="attach"):
-    """A program asks a daemon to serve it: the daemon connects to these addresses and answers HELLO, READY."""
+    """A program asks a daemon to serve it: the daemon connects to these addresses and answers
+    HELLO, READY.
+    """
 
     protocol: int
     pid: int
@@ -129,7 +151,16 @@ class Attach(Message, tag="attach"):
     output_address: str  # the client's PULL
 
 
-ClientMessage = EngineCoreRequest | AbortRequests | PaceOutputs | UtilityCall | Detach | Shutdown | Config | Attach
+ClientMessage = (
+    EngineCoreRequest
+    | AbortRequests
+    | PaceOutputs
+    | UtilityCall
+    | Detach
+    | Shutdown
+    | Config
+    | Attach
+)
 
 
 # ---------------------------------------------------------------- engine core -> frontend
@@ -148,7 +179,10 @@ class Progress(Message, tag="progress"):
 
 
 class Ready(Message, tag="ready"):
-    """The engine serves. `config` is what it runs with: an attaching client learns its model from here."""
+    """The engine serves.
+
+    `config` is what it runs with: an attaching client learns its model from here.
+    """
 
     config: EngineConfig
     num_blocks: int
@@ -185,15 +219,20 @@ class SchedulerStats(Message):
     num_finished_stop: int = 0  # counters: requests by finish reason
     num_finished_length: int = 0
     num_finished_abort: int = 0
-    num_finished_error: int = 0  # failed after they were taken: a row that is not finite, a kernel's complaint
+    # failed after they were taken: a row that is not finite, a kernel's complaint
+    num_finished_error: int = 0
     num_requests_refused: int = 0  # counter: bad parameters that the engine found
-    num_requests_orphaned: int = 0  # counter: ended because their client left; they are in num_finished_abort too
+    # counter: ended because their client left; they are in num_finished_abort too
+    num_requests_orphaned: int = 0
     num_grammar_refusals: int = 0  # counter: structured outputs that could not be compiled
     num_failed_utilities: int = 0  # counter: calls that raised
 
 
 class TransportStats(Message):
-    """What the host of an engine counts, a process or a client of its own. Counters, from the engine's start; part of get_metrics."""
+    """What the host of an engine counts, a process or a client of its own.
+
+    Counters, from the engine's start; part of get_metrics.
+    """
 
     num_bad_frames: int = 0  # frames from clients that were no message
     num_lost_outputs: int = 0  # rows that could not be encoded: their requests ended with an error
@@ -205,13 +244,16 @@ class Finished(Message):
     reason: FinishReason
     stop_reason: int | None = None  # the stop token id that was hit
     error: str | None = None
-    parameter: str | None = None  # with an error: the user's parameter that was refused, None for a failure of the engine
+    # with an error: the user's parameter that was refused, None for a failure of the engine
+    parameter: str | None = None
 
 
 class TokenLogprobs(Message):
-    """Log-probabilities of the new tokens of one row, before temperature and truncation. k = the request's `logprobs`.
+    """Log-probabilities of the new tokens of one row, before temperature and truncation. k = the
+    request's `logprobs`.
 
-    token_ids i4 [num_tokens, k + 1] with the sampled token first; logprobs f4, same shape; ranks i4 [num_tokens] of the sampled one, from 1.
+    token_ids i4 [num_tokens, k + 1] with the sampled token first; logprobs f4, same shape; ranks i4
+    [num_tokens] of the sampled one, from 1.
     """
 
     row: int
@@ -221,10 +263,12 @@ class TokenLogprobs(Message):
 
 
 class PromptLogprobs(Message):
-    """Log-probabilities of some of the row's prompt tokens; a prompt comes in several of these, one per chunk, some of them perhaps twice
-    (after a preemption). `first_index` is the index in the prompt of the first token scored, at least 1: nothing comes before token 0.
+    """Log-probabilities of some of the row's prompt tokens; a prompt comes in several of these, one
+    per chunk, some of them perhaps twice (after a preemption). `first_index` is the index in the
+    prompt of the first token scored, at least 1: nothing comes before token 0.
 
-    token_ids i4 [num_tokens, k + 1] with the prompt's own token first; logprobs f4, same shape; ranks i4 [num_tokens].
+    token_ids i4 [num_tokens, k + 1] with the prompt's own token first; logprobs f4, same shape;
+    ranks i4 [num_tokens].
     """
 
     row: int
@@ -235,8 +279,9 @@ class PromptLogprobs(Message):
 
 
 class RequestTiming(Message):
-    """The engine's part of a request's life, with its first token, its first after a preemption, and its last row; each replaces the one
-    before. Moments of time.monotonic() in seconds; 0.0: it did not come to that. An abort or an error counts as the last token's moment.
+    """The engine's part of a request's life, with its first token, its first after a preemption,
+    and its last row; each replaces the one before. Moments of time.monotonic() in seconds; 0.0: it
+    did not come to that. An abort or an error counts as the last token's moment.
     """
 
     row: int
@@ -247,12 +292,14 @@ class RequestTiming(Message):
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     preemption_times: list[float] = []  # of the first of them
-    prefill_chunks: list[tuple[int, float, float, int]] = []  # the first of them: (step, start, end, tokens), recomputation included
+    # the first of them: (step, start, end, tokens), recomputation included
+    prefill_chunks: list[tuple[int, float, float, int]] = []
 
 
 class EngineCoreOutputs(Message, tag="outputs"):
-    """What one step gave one client, or several steps (PaceOutputs), in columns; row i is request_ids[i]. A row may have no tokens (an abort,
-    an error)."""
+    """What one step gave one client, or several steps (PaceOutputs), in columns; row i is
+    request_ids[i]. A row may have no tokens (an abort, an error).
+    """
 
     epoch: int
     request_ids: list[str]
@@ -261,26 +308,45 @@ class EngineCoreOutputs(Message, tag="outputs"):
     token_ids: list[int]  # all rows' new tokens, one after the other
     finished: list[Finished] = []
     logprobs: list[TokenLogprobs] = []
-    num_cached_tokens: list[tuple[int, int]] = []  # (row, prompt tokens found in the prefix cache), once, with the first token
+    # (row, prompt tokens found in the prefix cache), once, with the first token
+    num_cached_tokens: list[tuple[int, int]] = []
     stats: SchedulerStats | None = None
     timestamp: float = 0.0  # time.monotonic() of the engine, seconds
     prompt_logprobs: list[PromptLogprobs] = []
     timings: list[RequestTiming] = []
-    # Of several steps: when each of them ended, as timestamp, and for each of token_ids the index of its step. Both empty: of one step.
+    # Of several steps: when each of them ended, as timestamp, and for each of token_ids the index
+    # of its step. Both empty: of one step.
     step_times: list[float] = []
     token_steps: list[int] = []
 
     def __post_init__(self) -> None:
-        """Columns that do not fit each other are no message: decoding refuses them like any other bad frame."""
+        """Columns that do not fit each other are no message: decoding refuses them like any other
+        bad frame.
+        """
         num_rows = len(self.request_ids)
-        if not num_rows == len(self.first_indices) == len(self.num_tokens) or min(self.num_tokens, default=0) < 0:
+        if (
+            not num_rows == len(self.first_indices) == len(self.num_tokens)
+            or min(self.num_tokens, default=0) < 0
+        ):
             raise ValueError("the columns of EngineCoreOutputs differ in length")
         if sum(self.num_tokens) != len(self.token_ids):
-            raise ValueError(f"EngineCoreOutputs has {len(self.token_ids)} tokens for rows of {sum(self.num_tokens)}")
-        if self.token_steps and not (len(self.token_steps) == len(self.token_ids) and 0 <= min(self.token_steps) <= max(self.token_steps) < len(self.step_times)):
-            raise ValueError(f"EngineCoreOutputs has {len(self.token_steps)} tokens' steps, of {len(self.step_times)}, for {len(self.token_ids)} tokens")
+            raise ValueError(
+                f"EngineCoreOutputs has {len(self.token_ids)} tokens for rows of "
+                f"{sum(self.num_tokens)}"
+            )
+        if self.token_steps and not (
+            len(self.token_steps) == len(self.token_ids)
+            and 0 <= min(self.token_steps) <= max(self.token_steps) < len(self.step_times)
+        ):
+            raise ValueError(
+                f"EngineCoreOutputs has {len(self.token_steps)} tokens' steps, of "
+                f"{len(self.step_times)}, for {len(self.token_ids)} tokens"
+            )
         parts = (self.finished, self.logprobs, self.prompt_logprobs, self.timings)
-        rows = [*(part.row for column in parts for part in column), *(row for row, _ in self.num_cached_tokens)]
+        rows = [
+            *(part.row for column in parts for part in column),
+            *(row for row, _ in self.num_cached_tokens),
+        ]
         if rows and not 0 <= min(rows) <= max(rows) < num_rows:
             raise ValueError(f"EngineCoreOutputs speaks of rows {rows}, it has {num_rows}")
 
@@ -304,7 +370,9 @@ EngineMessage = EngineCoreOutputs | UtilityResult | EngineDead | Hello | Progres
 
 
 class NewRequestData(Message):
-    """A request enters a slot: for the first time, or again after a preemption (then token_ids holds its output too)."""
+    """A request enters a slot: for the first time, or again after a preemption (then token_ids
+    holds its output too).
+    """
 
     slot: int  # in [0, max_num_seqs); free until it appears in freed_slots
     request_id: str
@@ -312,19 +380,24 @@ class NewRequestData(Message):
     num_prompt_tokens: int
     sampling_params: SamplingParams | None = None
     pooling_params: PoolingParams | None = None
-    eos_token_ids: list[int] = []  # of this request: min_tokens masks them, a finished grammar asks for one of them
+    # of this request: min_tokens masks them, a finished grammar asks for one of them
+    eos_token_ids: list[int] = []
 
 
 class SchedulerOutput(Message):
-    """One step's work, as differences. Columns are parallel with `slots`, in the order in which requests were scheduled.
+    """One step's work, as differences.
 
-    The runner applies `freed_slots`, then `new_requests`, then appends `new_block_ids[i]` to the block table of slots[i], and moves blocks:
-    first out, then in, then copies. Then it computes tokens [num_computed_tokens[i], num_computed_tokens[i] + num_scheduled_tokens[i]) of
-    each. A row whose last known token is among them is sampled, and the runner appends the sampled token to the slot's tokens itself.
-    With `num_lookahead_tokens` row i then decodes that many tokens more, one after the other; its blocks have room for them.
+    Columns are parallel with `slots`, in the order in which requests were scheduled.
 
-    Steps may be handed over before the one before has run. Rows of a slot that failed, or that ended in the step before, are computed in
-    vain and their samples ignored.
+    The runner applies `freed_slots`, then `new_requests`, then appends `new_block_ids[i]` to the
+    block table of slots[i], and moves blocks: first out, then in, then copies. Then it computes
+    tokens [num_computed_tokens[i], num_computed_tokens[i] + num_scheduled_tokens[i]) of each. A row
+    whose last known token is among them is sampled, and the runner appends the sampled token to the
+    slot's tokens itself. With `num_lookahead_tokens` row i then decodes that many tokens more, one
+    after the other; its blocks have room for them.
+
+    Steps may be handed over before the one before has run. Rows of a slot that failed, or that
+    ended in the step before, are computed in vain and their samples ignored.
     """
 
     step: int
@@ -345,7 +418,9 @@ class SchedulerOutput(Message):
 
 
 class PreemptionCosts(Message):
-    """What it takes on this machine to bring a preempted request back, in seconds; measured by the executor at start-up."""
+    """What it takes on this machine to bring a preempted request back, in seconds; measured by the
+    executor at start-up.
+    """
 
     recompute_s_per_token: float = 1.0
     swap_s: float = 0.0  # of any swap, out and back in
@@ -353,7 +428,9 @@ class PreemptionCosts(Message):
 
 
 class SlotLogprobs(Message):
-    """One sampled row's log-probabilities: token_ids i4 [num_tokens, k + 1], logprobs f4 the same, ranks i4 [num_tokens]."""
+    """One sampled row's log-probabilities: token_ids i4 [num_tokens, k + 1], logprobs f4 the same,
+    ranks i4 [num_tokens].
+    """
 
     slot: int
     token_ids: Array
@@ -372,8 +449,10 @@ class SlotPromptLogprobs(Message):
 
 
 class ModelRunnerOutput(Message):
-    """Parallel with SchedulerOutput.slots. num_sampled[i] is 0 for a prompt that is not yet complete, or for a row in `errors` (with
-    lookahead it counts what came before the error); more than 1 with lookahead, or where a grammar left no choice."""
+    """Parallel with SchedulerOutput.slots. num_sampled[i] is 0 for a prompt that is not yet
+    complete, or for a row in `errors` (with lookahead it counts what came before the error); more
+    than 1 with lookahead, or where a grammar left no choice.
+    """
 
     num_sampled: list[int]
     token_ids: list[int]  # sampled tokens of all rows, one after the other

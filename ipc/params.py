@@ -1,6 +1,9 @@
-"""What a request may ask for: SamplingParams and PoolingParams, under vLLM's names, meanings and defaults.
-May know: names, types and ranges.
-Must not know: the model, the tokenizer, or what the engine can do yet (frontend/input_processor.py checks those)."""
+"""What a request may ask for: SamplingParams and PoolingParams, under vLLM's names, meanings and
+defaults.
+
+Must not know: the model, the tokenizer, or what the engine can do yet (frontend/input_processor.py
+checks those).
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,22 @@ from typing import Any
 
 import msgspec
 
-from .checks import INT64_MAX, is_finite, is_int, require, require_int, require_plain, require_texts, require_token_ids, shown
+from .checks import (
+    INT64_MAX,
+    is_finite,
+    is_int,
+    require,
+    require_int,
+    require_plain,
+    require_texts,
+    require_token_ids,
+    shown,
+)
 from .errors import InvalidParameterError
 
-ALL_LOGPROBS = -1  # of `logprobs` and `prompt_logprobs`: the whole vocabulary; max_logprobs of the configuration caps both
+# of `logprobs` and `prompt_logprobs`: the whole vocabulary; max_logprobs of the configuration caps
+# both
+ALL_LOGPROBS = -1
 MAX_N = 16384  # vLLM's
 MAX_STOPS = 64
 MAX_BAD_WORDS = 1024
@@ -25,10 +40,14 @@ class RequestOutputKind(IntEnum):
     FINAL_ONLY = 2  # one output, when the request is finished
 
 
-class StructuredOutputsParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True):
-    """What the output must be, from its first token to its last; exactly one of the first five is given. vLLM's names.
+class StructuredOutputsParams(
+    msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True
+):
+    """What the output must be, from its first token to its last; exactly one of the first five is
+    given. vLLM's names.
 
-    Raises InvalidParameterError on construction and on decoding. Whether the grammar itself is sound, the engine says when it compiles it.
+    Raises InvalidParameterError on construction and on decoding. Whether the grammar itself is
+    sound, the engine says when it compiles it.
     """
 
     json: str | dict[str, Any] | None = None  # a JSON schema, as text or as a dict
@@ -41,27 +60,54 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, omit_defaults=Tru
 
     def __post_init__(self) -> None:
         given = [name for name in STRUCTURED_KINDS if getattr(self, name) not in (None, False)]
-        require(len(given) == 1, "structured_outputs", f"must give exactly one of {', '.join(STRUCTURED_KINDS)}, got {given or 'none'}")
+        require(
+            len(given) == 1,
+            "structured_outputs",
+            f"must give exactly one of {', '.join(STRUCTURED_KINDS)}, got {given or 'none'}",
+        )
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
-            require(value is None or isinstance(value, str), f"structured_outputs.{name}", f"must be a string, got {shown(value)}")
+            require(
+                value is None or isinstance(value, str),
+                f"structured_outputs.{name}",
+                f"must be a string, got {shown(value)}",
+            )
         for name in ("json_object", "disable_any_whitespace"):
-            require(isinstance(getattr(self, name), bool), f"structured_outputs.{name}", "must be True or False")
+            require(
+                isinstance(getattr(self, name), bool),
+                f"structured_outputs.{name}",
+                "must be True or False",
+            )
         is_schema = self.json is None or isinstance(self.json, (str, dict))
-        require(is_schema, "structured_outputs.json", f"must be a schema as a dict or as text, got {type(self.json).__name__}")
+        require(
+            is_schema,
+            "structured_outputs.json",
+            f"must be a schema as a dict or as text, got {type(self.json).__name__}",
+        )
         choice = self.choice
-        is_choice = choice is None or isinstance(choice, list) and choice and all(isinstance(c, str) and c for c in choice)
-        require(is_choice, "structured_outputs.choice", "must be a list of strings, none of them empty, at least one")
+        is_choice = choice is None or (
+            isinstance(choice, list) and choice and all(isinstance(c, str) and c for c in choice)
+        )
+        require(
+            is_choice,
+            "structured_outputs.choice",
+            "must be a list of strings, none of them empty, at least one",
+        )
 
 
 STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object")
 STRUCTURED_TEXTS = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
 
-class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True):
-    """How the tokens of one request are chosen and when it ends. Immutable; `msgspec.structs.replace` makes a changed copy.
+class SamplingParams(
+    msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True
+):
+    """How the tokens of one request are chosen and when it ends.
 
-    Raises InvalidParameterError, naming the parameter and its range, on construction and on decoding.
+    Immutable; `msgspec.structs.replace` makes a changed copy.
+
+    Raises InvalidParameterError, naming the parameter and its range, on construction and on
+    decoding.
     """
 
     n: int = 1
@@ -89,10 +135,14 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     structured_outputs: StructuredOutputsParams | None = None
-    truncate_prompt_tokens: int | None = None  # keep the last so many tokens of the prompt; -1: as many as the context takes
-    stream_interval: int = 1  # tokens between two outputs of a stream; the first token and the last come at once
-    extra_args: dict[str, Any] | None = None  # for the user's own logits processors (config: logits_processors)
-    bad_words_token_ids: list[list[int]] = []  # bad_words as the tokenizer writes them; filled by the InputProcessor, not by users
+    # keep the last so many tokens of the prompt; -1: as many as the context takes
+    truncate_prompt_tokens: int | None = None
+    # tokens between two outputs of a stream; the first token and the last come at once
+    stream_interval: int = 1
+    # for the user's own logits processors (config: logits_processors)
+    extra_args: dict[str, Any] | None = None
+    # bad_words as the tokenizer writes them; filled by the InputProcessor, not by users
+    bad_words_token_ids: list[list[int]] = []
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -100,7 +150,9 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen
             if type(value := getattr(self, name)) is not bool:
                 raise InvalidParameterError(name, f"must be True or False, got {shown(value)}")
         if not (is_int(self.output_kind) and self.output_kind in OUTPUT_KINDS):
-            raise InvalidParameterError("output_kind", f"must be a RequestOutputKind, got {shown(self.output_kind)}")
+            raise InvalidParameterError(
+                "output_kind", f"must be a RequestOutputKind, got {shown(self.output_kind)}"
+            )
         self._check_texts()
         self._check_token_ids()
         self._check_objects()
@@ -111,52 +163,101 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen
             value = getattr(self, name)
             if type(value) is float and low <= value <= high:
                 continue
-            require(is_finite(value) and low <= value <= high, name, f"must be {words}, got {shown(value)}")
-            msgspec.structs.force_setattr(self, name, float(value))  # an int, or a float of another library's
+            require(
+                is_finite(value) and low <= value <= high,
+                name,
+                f"must be {words}, got {shown(value)}",
+            )
+            # an int, or a float of another library's
+            msgspec.structs.force_setattr(self, name, float(value))
         for name, (low, high, meaning) in INTEGER_RANGES.items():
             value = getattr(self, name)
-            if type(value) is int and low <= value <= high or value is None and name in MAY_BE_NONE:
+            if (type(value) is int and low <= value <= high) or (
+                value is None and name in MAY_BE_NONE
+            ):
                 continue
             require_int(name, value, low, high, meaning)
         fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
-        require(fits, "min_tokens", f"must be at most max_tokens={self.max_tokens}, got {self.min_tokens}")
-        require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", "must be at least 1, -1 (as many as the context takes) or None, got 0")
+        require(
+            fits,
+            "min_tokens",
+            f"must be at most max_tokens={self.max_tokens}, got {self.min_tokens}",
+        )
+        require(
+            self.truncate_prompt_tokens != 0,
+            "truncate_prompt_tokens",
+            "must be at least 1, -1 (as many as the context takes) or None, got 0",
+        )
 
     def _check_texts(self) -> None:
         if self.stop is not None:
             is_listed = isinstance(self.stop, (str, list))
-            require(is_listed, "stop", f"must be a string or a list of strings, got {shown(self.stop)}")
+            require(
+                is_listed, "stop", f"must be a string or a list of strings, got {shown(self.stop)}"
+            )
             require_texts("stop", self.stop_list, MAX_STOPS)
-            require(not self.stop or self.detokenize, "stop", "needs detokenize=True: stop strings are found in the text")
+            require(
+                not self.stop or self.detokenize,
+                "stop",
+                "needs detokenize=True: stop strings are found in the text",
+            )
         if self.bad_words is not None:
             require_texts("bad_words", self.bad_words, MAX_BAD_WORDS)
-            require(all(word.strip(" ") for word in self.bad_words), "bad_words", "must not hold a string of spaces alone")
+            require(
+                all(word.strip(" ") for word in self.bad_words),
+                "bad_words",
+                "must not hold a string of spaces alone",
+            )
 
     def _check_token_ids(self) -> None:
         if self.stop_token_ids is not None:
             require_token_ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
             require_token_ids("allowed_token_ids", self.allowed_token_ids)
-            require(self.allowed_token_ids, "allowed_token_ids", "must not be empty: no token would be left to sample")
+            require(
+                self.allowed_token_ids,
+                "allowed_token_ids",
+                "must not be empty: no token would be left to sample",
+            )
         if self.logit_bias is not None:
             is_dict = isinstance(self.logit_bias, dict)
-            require(is_dict, "logit_bias", f"must be a dict from token ids to numbers, got {shown(self.logit_bias)}")
+            require(
+                is_dict,
+                "logit_bias",
+                f"must be a dict from token ids to numbers, got {shown(self.logit_bias)}",
+            )
             require_token_ids("logit_bias", list(self.logit_bias))
             for token_id, bias in self.logit_bias.items():
-                require(is_finite(bias), "logit_bias", f"must hold finite numbers, got {shown(bias)} for token {token_id}")
+                require(
+                    is_finite(bias),
+                    "logit_bias",
+                    f"must hold finite numbers, got {shown(bias)} for token {token_id}",
+                )
         if self.bad_words_token_ids:
-            require(isinstance(self.bad_words_token_ids, list), "bad_words_token_ids", "must be a list of lists of token ids")
+            require(
+                isinstance(self.bad_words_token_ids, list),
+                "bad_words_token_ids",
+                "must be a list of lists of token ids",
+            )
             for token_ids in self.bad_words_token_ids:
                 require_token_ids("bad_words_token_ids", token_ids)
                 require(token_ids, "bad_words_token_ids", "must not hold an empty list")
 
     def _check_objects(self) -> None:
         if self.extra_args is not None:
-            require(isinstance(self.extra_args, dict), "extra_args", f"must be a dict, got {shown(self.extra_args)}")
+            require(
+                isinstance(self.extra_args, dict),
+                "extra_args",
+                f"must be a dict, got {shown(self.extra_args)}",
+            )
             require_plain("extra_args", self.extra_args)
         if self.structured_outputs is not None:
             is_ours = isinstance(self.structured_outputs, StructuredOutputsParams)
-            require(is_ours, "structured_outputs", f"must be StructuredOutputsParams, got {type(self.structured_outputs).__name__}")
+            require(
+                is_ours,
+                "structured_outputs",
+                f"must be StructuredOutputsParams, got {type(self.structured_outputs).__name__}",
+            )
             for name in STRUCTURED_TEXTS:
                 require_plain(f"structured_outputs.{name}", getattr(self.structured_outputs, name))
 
@@ -172,7 +273,11 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen
 
 
 OUTPUT_KINDS = frozenset(RequestOutputKind)
-FLAGS = tuple(field.name for field in msgspec.structs.fields(SamplingParams) if isinstance(field.default, bool))
+FLAGS = tuple(
+    field.name
+    for field in msgspec.structs.fields(SamplingParams)
+    if isinstance(field.default, bool)
+)
 # Name -> least, greatest, the range in words. All are 32-bit floats in the engine.
 NUMBER_RANGES = {
     "temperature": (0.0, 1e38, "0 (greedy) or greater, at most 1e38"),
@@ -194,10 +299,14 @@ INTEGER_RANGES = {
     "truncate_prompt_tokens": (-1, INT64_MAX, "-1: as many as the context takes; not 0"),
     "stream_interval": (1, INT64_MAX, ""),
 }
-MAY_BE_NONE = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"})
+MAY_BE_NONE = frozenset(
+    {"seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"}
+)
 
 
-class PoolingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True):
+class PoolingParams(
+    msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True
+):
     """What a pooling request wants in place of tokens. The engine refuses it until it can pool."""
 
     task: str = "embed"
@@ -206,5 +315,7 @@ class PoolingParams(msgspec.Struct, array_like=True, omit_defaults=True, frozen=
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The seed of completion `index` of a request with n > 1: seed + index (vLLM's rule), so completion 0 is what n = 1 would give."""
+    """The seed of completion `index` of a request with n > 1: seed + index (vLLM's rule), so
+    completion 0 is what n = 1 would give.
+    """
     return (seed + index) % 2**63

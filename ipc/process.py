@@ -1,9 +1,12 @@
-"""The engine as a process: how its parent starts, watches and ends it, and how it watches its parent.
-May know: subprocess, pidfds, signals, file descriptors.
-Must not know: messages or sockets, nor what an engine does."""
+"""The engine as a process: how its parent starts, watches and ends it, and how it watches its
+parent.
+
+Must not know: messages or sockets, nor what an engine does.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -23,30 +26,40 @@ from .config import EngineConfig
 TAIL_BYTES = 4096  # of stderr, kept for the EngineDeadError
 TAIL_LINES = 12
 TERMINATE_TIMEOUT_S = 1.0
-# Sent by the kernel to a child whose parent died. Not SIGTERM, which asks an engine to finish its requests first.
+# Sent by the kernel to a child whose parent died. Not SIGTERM, which asks an engine to finish its
+# requests first.
 PARENT_DEATH_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 
 
 def engine_command(*, listen: str | None = None) -> list[str]:
-    """The program that runs an engine; with `listen` ("ipc://PATH") a daemon, which reads its resolved EngineConfig as JSON from stdin.
+    """The program that runs an engine; with `listen` ("ipc://PATH") a daemon, which reads its
+    resolved EngineConfig as JSON from stdin.
 
-    A child of MPClient gets the rest of its arguments from EngineProcess. -P: without it the current directory would come first
-    on sys.path, and a directory there called `core` or `kernels` would hide a package.
+    A child of MPClient gets the rest of its arguments from EngineProcess. -P: without it the
+    current directory would come first on sys.path, and a directory there called `core` or `kernels`
+    would hide a package.
     """
     command = [sys.executable, "-P", "-m", "quire.core.engine_proc"]
-    return command if listen is None else [*command, "--listen", listen, "--log-level", str(_log_level())]
+    return (
+        command
+        if listen is None
+        else [*command, "--listen", listen, "--log-level", str(_log_level())]
+    )
 
 
 def exec_daemon(address: str, config: EngineConfig) -> NoReturn:
-    """Becomes the daemon: replaces this process by an engine that serves programs at `address` ("ipc://PATH") until SIGTERM.
+    """Becomes the daemon: replaces this process by an engine that serves programs at `address`
+    ("ipc://PATH") until SIGTERM.
 
-    `config` is resolved. Exit code 0: asked to leave; 1: it failed, with a traceback on stderr; 2: the address cannot be used.
+    `config` is resolved. Exit code 0: asked to leave; 1: it failed, with a traceback on stderr; 2:
+    the address cannot be used.
     """
     command = engine_command(listen=address)
     sys.stdout.flush()
     sys.stderr.flush()
-    stdin = os.memfd_create("quire-config")  # a pipe would block if the configuration is larger than its buffer
+    # a pipe would block if the configuration is larger than its buffer
+    stdin = os.memfd_create("quire-config")
     with open(stdin, "wb", closefd=False) as file:
         file.write(msgspec.json.encode(config))
     os.lseek(stdin, 0, os.SEEK_SET)
@@ -62,19 +75,42 @@ def _log_level() -> int:
 
 
 class EngineProcess:
-    """A child engine. `pidfd` becomes readable when it dies; `sockets_path` is the directory that it removes if this process dies."""
+    """A child engine.
+
+    `pidfd` becomes readable when it dies; `sockets_path` is the directory that it removes if this
+    process dies.
+    """
 
     def __init__(self, command: Sequence[str], sockets_path: Path, max_message_bytes: int):
         """Starts `command` (engine_command(), or another program that calls engine_proc.main)."""
-        parent_fd, self._parent_write_fd = os.pipe()  # end-of-file tells the child that this process is gone
+        # end-of-file tells the child that this process is gone
+        parent_fd, self._parent_write_fd = os.pipe()
         self._stderr_fd, stderr_fd = os.pipe()
-        arguments = ["--connect", str(sockets_path), "--parent-pid", str(os.getpid()), "--parent-fd", str(parent_fd)]
-        arguments += ["--max-message-bytes", str(max_message_bytes), "--log-level", str(_log_level())]
+        arguments = [
+            "--connect",
+            str(sockets_path),
+            "--parent-pid",
+            str(os.getpid()),
+            "--parent-fd",
+            str(parent_fd),
+        ]
+        arguments += [
+            "--max-message-bytes",
+            str(max_message_bytes),
+            "--log-level",
+            str(_log_level()),
+        ]
         try:
-            # A session of its own: the terminal's Ctrl-C reaches this process alone, which decides. Its stdout is our stderr, so that
-            # nothing the engine prints can end up in the output of a program.
+            # A session of its own: the terminal's Ctrl-C reaches this process alone, which decides.
+            # Its stdout is our stderr, so that nothing the engine prints can end up in the output
+            # of a program.
             self._popen = subprocess.Popen(
-                [*command, *arguments], stdin=subprocess.DEVNULL, stdout=stderr_fd, stderr=stderr_fd, pass_fds=(parent_fd,), start_new_session=True
+                [*command, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=stderr_fd,
+                stderr=stderr_fd,
+                pass_fds=(parent_fd,),
+                start_new_session=True,
             )
         except BaseException:
             os.close(self._stderr_fd)
@@ -87,7 +123,9 @@ class EngineProcess:
         self.pidfd = os.pidfd_open(self.pid)
         self._owner_pid = os.getpid()
         self._tail = bytearray()
-        self._tee = threading.Thread(target=self._copy_stderr, name="quire-engine-stderr", daemon=True)
+        self._tee = threading.Thread(
+            target=self._copy_stderr, name="quire-engine-stderr", daemon=True
+        )
         self._tee.start()
 
     def wait(self, timeout_s: float) -> bool:
@@ -97,14 +135,22 @@ class EngineProcess:
     def describe_death(self) -> str:
         """How a dead engine died, with its last words on stderr. Reaps it."""
         code = self._popen.wait()
-        how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        how = (
+            f"exited with code {code}"
+            if code >= 0
+            else f"was killed by {signal.Signals(-code).name}"
+        )
         self._tee.join(timeout=1.0)
         lines = [line for line in self._tail.decode(errors="replace").splitlines() if line.strip()]
         words = "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
-        return f"the engine process (pid {self.pid}) {how}" + (f"; its last words:\n{words}" if words else "")
+        return f"the engine process (pid {self.pid}) {how}" + (
+            f"; its last words:\n{words}" if words else ""
+        )
 
     def close(self, timeout_s: float) -> None:
-        """Ends the child and reaps it: it has `timeout_s` to leave by itself, then comes SIGTERM, then SIGKILL. May be called twice."""
+        """Ends the child and reaps it: it has `timeout_s` to leave by itself, then comes SIGTERM,
+        then SIGKILL. May be called twice.
+        """
         if self.pidfd < 0 or os.getpid() != self._owner_pid:  # a fork of the owner owns no engine
             return
         if not self.wait(timeout_s):
@@ -118,7 +164,10 @@ class EngineProcess:
         self.pidfd = -1
 
     def _copy_stderr(self) -> None:
-        """Thread: copies the child's stderr to ours and keeps its end. Ends with the child, even if a grandchild still holds the pipe."""
+        """Thread: copies the child's stderr to ours and keeps its end.
+
+        Ends with the child, even if a grandchild still holds the pipe.
+        """
         os.set_blocking(self._stderr_fd, False)
         is_dead = False
         while True:
@@ -144,13 +193,13 @@ def _poll(*fds: int, timeout_s: float | None = None) -> list[int]:
 
 def _write_stderr(data: bytes) -> None:
     try:
-        # Past Python's buffer: a thread that dies holding its lock at interpreter exit would abort the process.
+        # Past Python's buffer: a thread that dies holding its lock at interpreter exit would abort
+        # the process.
         os.write(sys.stderr.fileno(), data)
-    except (OSError, ValueError, AttributeError):  # a notebook's stderr has no file; there may be none at all
-        try:
+    except (OSError, ValueError, AttributeError):
+        # a notebook's stderr has no file; there may be none at all
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(data.decode(errors="replace"))
-        except (OSError, ValueError, AttributeError):
-            pass
 
 
 # ---------------------------------------------------------------- the child's side
@@ -159,7 +208,8 @@ def _write_stderr(data: bytes) -> None:
 def die_with_parent(parent_pid: int) -> None:
     """Asks the kernel for PARENT_DEATH_SIGNAL when the parent is gone; exits if it already is.
 
-    The signal also comes when only the thread that started us ends: who gets it must compare os.getppid() with `parent_pid`.
+    The signal also comes when only the thread that started us ends: who gets it must compare
+    os.getppid() with `parent_pid`.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(PARENT_DEATH_SIGNAL), 0, 0, 0)
     if os.getppid() != parent_pid:
@@ -167,9 +217,12 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 class SignalPipe:
-    """Signals as bytes on `read_fd`, one per signal, its number; `wake` sends a 0. Made in the main thread.
+    """Signals as bytes on `read_fd`, one per signal, its number; `wake` sends a 0.
 
-    The bytes are written by the C handler, so that a thread sees a signal at once even while the main thread is inside a long kernel.
+    Made in the main thread.
+
+    The bytes are written by the C handler, so that a thread sees a signal at once even while the
+    main thread is inside a long kernel.
     """
 
     def __init__(self, *signals: signal.Signals):

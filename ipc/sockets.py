@@ -1,6 +1,8 @@
-"""The sockets between frontend and engine: addresses, the private directory they lie in, and their limits.
-May know: pyzmq, files and directories.
-Must not know: messages, processes, or who is at the other end."""
+"""The sockets between frontend and engine: addresses, the private directory they lie in, and their
+limits.
+
+Must not know: messages, processes, or who is at the other end.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ ENGINE_IDENTITY = b"engine"  # a client's ROUTER has one peer
 MAX_PATH_BYTES = 107  # sun_path of a unix socket holds 108, the last one a NUL
 DIRECTORY_PREFIX = "quire-client-"
 
-# Messages that may wait on each side of an output connection; then the engine's PUSH says EAGAIN and ipc/engine_output.py keeps count.
+# Messages that may wait on each side of an output connection; then the engine's PUSH says EAGAIN
+# and ipc/engine_output.py keeps count.
 OUTPUT_HIGH_WATER_MARK = 1000
-# How long closing a socket waits for its last messages (Detach, EngineDead, the last outputs) to leave, in milliseconds.
+# How long closing a socket waits for its last messages (Detach, EngineDead, the last outputs) to
+# leave, in milliseconds.
 LINGER_MS = 1000
 
 
@@ -31,22 +35,37 @@ LINGER_MS = 1000
 
 
 def ipc_path(address: str, parameter: str = "engine") -> Path:
-    """The file behind "ipc://PATH". Raises InvalidParameterError, naming `parameter`, for everything else."""
+    """The file behind "ipc://PATH".
+
+    Raises InvalidParameterError, naming `parameter`, for everything else.
+    """
     scheme, _, path = address.partition("://")
     if scheme != "ipc":
-        raise InvalidParameterError(parameter, f"must be ipc://PATH (Quire's processes do not listen on the network), got {address!r}")
-    if not path or path[0] in "@*\0" or path.endswith("/"):  # @: a name without a file, which no permission protects
-        raise InvalidParameterError(parameter, f"must name a file, as in ipc:///run/user/1000/quire.sock, got {address!r}")
+        raise InvalidParameterError(
+            parameter,
+            f"must be ipc://PATH (Quire's processes do not listen on the network), got {address!r}",
+        )
+    # @: a name without a file, which no permission protects
+    if not path or path[0] in "@*\0" or path.endswith("/"):
+        raise InvalidParameterError(
+            parameter, f"must name a file, as in ipc:///run/user/1000/quire.sock, got {address!r}"
+        )
     absolute = Path(path).absolute()
     if (num_bytes := len(os.fsencode(absolute))) > MAX_PATH_BYTES:
-        raise InvalidParameterError(parameter, f"a socket's path may have at most {MAX_PATH_BYTES} bytes, {str(absolute)!r} has {num_bytes}")
+        raise InvalidParameterError(
+            parameter,
+            f"a socket's path may have at most {MAX_PATH_BYTES} bytes, {str(absolute)!r} has "
+            f"{num_bytes}",
+        )
     return absolute
 
 
 def listener_pid(path: Path) -> int | None:
-    """The process that listens at this socket file, or None if nobody does (no file, or one left by a dead process).
+    """The process that listens at this socket file, or None if nobody does (no file, or one left by
+    a dead process).
 
-    A plain connection tells at once; a ZMQ socket would go on trying for ever. 0 if the process is not visible from here.
+    A plain connection tells at once; a ZMQ socket would go on trying for ever. 0 if the process is
+    not visible from here.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
@@ -61,7 +80,10 @@ def listener_pid(path: Path) -> int | None:
 
 
 class SocketDirectory:
-    """A directory of mode 0700 for one client's sockets. Its owner holds a lock on it, so that others can tell when it is stale."""
+    """A directory of mode 0700 for one client's sockets.
+
+    Its owner holds a lock on it, so that others can tell when it is stale.
+    """
 
     def __init__(self) -> None:
         self.path, self._lock_fd = _make_locked_directory()
@@ -78,7 +100,10 @@ class SocketDirectory:
 
 
 def remove_directory(path: Path) -> None:
-    """Removes a socket directory and our sockets in it; anything else in it stays, and it too. May be called twice, by several at once."""
+    """Removes a socket directory and our sockets in it; anything else in it stays, and it too.
+
+    May be called twice, by several at once.
+    """
     try:
         for name in (INPUT_SOCKET, OUTPUT_SOCKET):
             (path / name).unlink(missing_ok=True)
@@ -88,7 +113,10 @@ def remove_directory(path: Path) -> None:
 
 
 def remove_stale_directories(base: Path) -> int:
-    """Removes the directories in `base` that nobody holds: both of their processes were killed. Returns how many."""
+    """Removes the directories in `base` that nobody holds: both of their processes were killed.
+
+    Returns how many.
+    """
     num_removed = 0
     for path in base.glob(DIRECTORY_PREFIX + "*"):
         try:
@@ -109,7 +137,9 @@ def remove_stale_directories(base: Path) -> int:
 
 
 def runtime_directory() -> Path:
-    """Where socket directories go: $XDG_RUNTIME_DIR, else the directory for temporary files; the first that can hold one."""
+    """Where socket directories go: $XDG_RUNTIME_DIR, else the directory for temporary files; the
+    first that can hold one.
+    """
     tried = []
     for name in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
         if not name or not Path(name).is_absolute():
@@ -118,7 +148,10 @@ def runtime_directory() -> Path:
         if os.access(name, os.W_OK | os.X_OK) and len(os.fsencode(longest)) <= MAX_PATH_BYTES:
             return Path(name)
         tried.append(name)
-    raise QuireError(f"no directory for sockets: {', '.join(tried)} cannot be written, or have too long a path; set XDG_RUNTIME_DIR")
+    raise QuireError(
+        f"no directory for sockets: {', '.join(tried)} cannot be written, or have too long a path; "
+        f"set XDG_RUNTIME_DIR"
+    )
 
 
 def _make_locked_directory() -> tuple[Path, int]:
@@ -143,13 +176,17 @@ def make_context() -> zmq.Context:
 def _make_socket(context: zmq.Context, kind: int, max_message_bytes: int) -> zmq.Socket:
     made = context.socket(kind)
     made.linger = LINGER_MS
-    # A backstop: it cuts off the peer, so senders refuse such a message themselves (codec.MessageTooLargeError).
+    # A backstop: it cuts off the peer, so senders refuse such a message themselves
+    # (codec.MessageTooLargeError).
     made.maxmsgsize = max_message_bytes
     return made
 
 
 def bind_router(context: zmq.Context, address: str, max_message_bytes: int) -> zmq.Socket:
-    """The client's end for requests. It never blocks and never drops: a request takes memory here until the engine has read it."""
+    """The client's end for requests.
+
+    It never blocks and never drops: a request takes memory here until the engine has read it.
+    """
     router = _make_socket(context, zmq.ROUTER, max_message_bytes)
     router.sndhwm = 0
     router.router_mandatory = True  # an engine that is gone is an error, not a silent loss
@@ -175,22 +212,29 @@ def connect_dealer(context: zmq.Context, address: str, max_message_bytes: int) -
 
 def connect_push(context: zmq.Context, address: str) -> zmq.Socket:
     """The end that sends: an engine's outputs, or a program's Attach to a daemon."""
-    push = _make_socket(context, zmq.PUSH, -1)  # it receives nothing; a limit would catch the handshake
+    # it receives nothing; a limit would catch the handshake
+    push = _make_socket(context, zmq.PUSH, -1)
     push.sndhwm = OUTPUT_HIGH_WATER_MARK
     push.connect(address)
     return push
 
 
 def bind_listener(context: zmq.Context, address: str) -> zmq.Socket:
-    """A daemon's door, for Attach messages. Takes the place of a dead daemon's file; refuses a living one's, or a file that is no socket."""
+    """A daemon's door, for Attach messages.
+
+    Takes the place of a dead daemon's file; refuses a living one's, or a file that is no socket.
+    """
     path = ipc_path(address, "listen")
     if not path.parent.is_dir():
         raise InvalidParameterError("listen", f"{path.parent} is not a directory")
-    with _directory_lock(path.parent):  # two daemons that start together must not both find the place free
+    # two daemons that start together must not both find the place free
+    with _directory_lock(path.parent):
         if path.exists() and not path.is_socket():
             raise InvalidParameterError("listen", f"{path} is a file, not a socket")
         if (pid := listener_pid(path)) is not None:
-            raise InvalidParameterError("listen", f"another engine (pid {pid}) listens at {address}")
+            raise InvalidParameterError(
+                "listen", f"another engine (pid {pid}) listens at {address}"
+            )
         listener = _make_socket(context, zmq.PULL, 64 * 1024)
         umask = os.umask(0o177)  # who may write to the socket may use the engine
         try:

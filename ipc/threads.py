@@ -1,6 +1,8 @@
-"""Blocking calls beside an event loop or beside other work, each in a thread of its own that ends with it: no pool whose threads stay.
-May know: threads, asyncio.
-Must not know: what is called."""
+"""Blocking calls beside an event loop or beside other work, each in a thread of its own that ends
+with it: no pool whose threads stay.
+
+Must not know: what is called.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ T = TypeVar("T")
 
 
 def begin(function: Callable[[], T]) -> Future[T]:
-    """Calls function() in a thread; its result or its exception is the future's. An exiting program does not wait for it."""
+    """Calls function() in a thread; its result or its exception is the future's.
+
+    An exiting program does not wait for it.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
@@ -29,13 +34,18 @@ def begin(function: Callable[[], T]) -> Future[T]:
 
 
 async def in_thread(
-    function: Callable[[], T], *, on_cancel: Callable[[], None] | None = None, discard: Callable[[T], None] | None = None, may_abandon: bool = False
+    function: Callable[[], T],
+    *,
+    on_cancel: Callable[[], None] | None = None,
+    discard: Callable[[T], None] | None = None,
+    may_abandon: bool = False,
 ) -> T:
     """function() while the loop goes on; its exception is raised here.
 
-    A cancellation is raised when the function has returned, so that nothing is left half done: `on_cancel` may tell it to hurry (called in
-    the loop), `discard` gets the result that nobody will have (in the thread). `may_abandon`: the cancellation is raised at once, and the
-    thread ends when it ends; for functions that hold nothing.
+    A cancellation is raised when the function has returned, so that nothing is left half done:
+    `on_cancel` may tell it to hurry (called in the loop), `discard` gets the result that nobody
+    will have (in the thread). `may_abandon`: the cancellation is raised at once, and the thread
+    ends when it ends; for functions that hold nothing.
     """
     import asyncio  # costs 6 MB and 30 ms, which blocking programs need not pay
 

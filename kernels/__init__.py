@@ -1,13 +1,15 @@
-"""The operations of a model (ops.py), their implementations, and the choice among them (registry.py).
-May know: torch.
-Must not know: text, requests, sockets, or any other package of quire but the errors of ipc."""
+"""The operations of a model (ops.py), their implementations, and the choice among them
+(registry.py).
+
+Must not know: text, requests, sockets, or any other package of quire but the errors of ipc.
+"""
 
 from . import ops, registry
 from .ops import AttentionMetadata
 from .registry import Facts, OpTable, register, select
 
 # isort: split
-from . import cpu, reference  # noqa: F401  after ops, which declares what these two register implementations of
+from . import cpu, reference
 
 registry.import_when_asked("cuda", f"{__name__}.triton")
 

@@ -1,6 +1,8 @@
-"""Which implementation of each operation runs: registration, and the choice made once when a model is loaded.
-May know: devices, dtypes and sizes as facts; the error that names a bad choice.
-Must not know: what any operation computes (ops.py says that), models, requests."""
+"""Which implementation of each operation runs: registration, and the choice made once when a model
+is loaded.
+
+Must not know: what any operation computes (ops.py says that), models, requests.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,19 @@ from ..ipc.errors import InvalidParameterError
 
 logger = logging.getLogger(__name__)
 
-CONTRACTS: dict[str, Callable] = {}  # operation -> the function in ops.py whose signature and docstring are its contract
-_implementations: dict[str, dict[str, Implementation]] = {}  # operation -> implementation's name -> implementation
+# operation -> the function in ops.py whose signature and docstring are its contract
+CONTRACTS: dict[str, Callable] = {}
+# operation -> implementation's name -> implementation
+_implementations: dict[str, dict[str, Implementation]] = {}
 _unimported: dict[str, str] = {}  # device -> module that registers more
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a predicate may ask. Sizes are 0 where they are not known; an implementation that needs one must then decline."""
+    """What a predicate may ask.
+
+    Sizes are 0 where they are not known; an implementation that needs one must then decline.
+    """
 
     device: str  # torch's device type: "cpu", "cuda"
     dtype: torch.dtype  # of activations; of the logits for the sampling operations
@@ -52,9 +59,11 @@ class Implementation:
 
 
 class OpTable:
-    """The chosen implementations, one attribute per operation: `ops.rms_norm(x, weight, eps)` is a plain function call.
+    """The chosen implementations, one attribute per operation: `ops.rms_norm(x, weight, eps)` is a
+    plain function call.
 
-    Several tables may live in one process, one per engine. `chosen` maps operation to implementation's name.
+    Several tables may live in one process, one per engine. `chosen` maps operation to
+    implementation's name.
     """
 
     def __init__(self, implementations: Mapping[str, Implementation]):
@@ -67,9 +76,11 @@ class OpTable:
 
 
 def operation(contract: Callable) -> Callable:
-    """Declares an operation in ops.py: the decorated function gives its name, signature and docstring, and has no body.
+    """Declares an operation in ops.py: the decorated function gives its name, signature and
+    docstring, and has no body.
 
-    Returns a function for occasional calls, which runs the default choice for its arguments' device and floating-point dtype.
+    Returns a function for occasional calls, which runs the default choice for its arguments' device
+    and floating-point dtype.
     """
     name = contract.__name__
     CONTRACTS[name] = contract
@@ -77,20 +88,35 @@ def operation(contract: Callable) -> Callable:
 
     @functools.wraps(contract)
     def call(*args, **kwargs):
-        values = [item for value in (*args, *kwargs.values()) for item in (value if isinstance(value, list) else [value])]
+        values = [
+            item
+            for value in (*args, *kwargs.values())
+            for item in (value if isinstance(value, list) else [value])
+        ]
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+        dtype = next(
+            (tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32
+        )
         return getattr(_default_table(tensors[0].device.type, dtype), name)(*args, **kwargs)
 
     return call
 
 
-def register(op: str, *, name: str, predicate: Callable[[Facts], bool] = lambda facts: True, priority: int = 100) -> Callable:
-    """Decorator: makes a function the implementation `name` of the operation `op`. Works from any package.
+def register(
+    op: str,
+    *,
+    name: str,
+    predicate: Callable[[Facts], bool] = lambda facts: True,
+    priority: int = 100,
+) -> Callable:
+    """Decorator: makes a function the implementation `name` of the operation `op`.
 
-    Of the implementations whose predicate holds, the one of highest priority is chosen (Quire's own: reference 0, cpu 10, triton 20; so
-    one from outside wins by default). Parameters must be called as in the contract. Raises InvalidParameterError if they are not, or
-    if the name is taken.
+    Works from any package.
+
+    Of the implementations whose predicate holds, the one of highest priority is chosen (Quire's
+    own: reference 0, cpu 10, triton 20; so one from outside wins by default). Parameters must be
+    called as in the contract. Raises InvalidParameterError if they are not, or if the name is
+    taken.
     """
     _check_op("op", op)
 
@@ -100,7 +126,9 @@ def register(op: str, *, name: str, predicate: Callable[[Facts], bool] = lambda 
             problem = f"{op} takes ({', '.join(expected)}), but implementation {name!r} takes ({', '.join(given)})"
             raise InvalidParameterError("function", problem)
         if name in _implementations[op]:
-            raise InvalidParameterError("name", f"{op} already has an implementation {name!r}; unregister it first")
+            raise InvalidParameterError(
+                "name", f"{op} already has an implementation {name!r}; unregister it first"
+            )
         _implementations[op][name] = Implementation(op, name, function, predicate, priority)
         _default_table.cache_clear()
         return function
@@ -116,7 +144,9 @@ def unregister(op: str, name: str) -> None:
 
 
 def import_when_asked(device: str, module: str) -> None:
-    """Names a module that registers implementations for `device`, and that nobody else has a use for: Triton takes a third of a second."""
+    """Names a module that registers implementations for `device`, and that nobody else has a use
+    for: Triton takes a third of a second.
+    """
     _unimported[device] = module
 
 
@@ -132,11 +162,17 @@ def implementations(op: str) -> tuple[Implementation, ...]:
     return tuple(_implementations[op].values())
 
 
-def select(device: str | torch.device, dtype: torch.dtype, overrides: Mapping[str, str] | None = None, **sizes: Any) -> OpTable:
+def select(
+    device: str | torch.device,
+    dtype: torch.dtype,
+    overrides: Mapping[str, str] | None = None,
+    **sizes: Any,
+) -> OpTable:
     """Chooses one implementation per operation and logs the table.
 
-    `overrides` (config.device_config.kernels) maps operation to implementation's name; `sizes` are the further fields of Facts.
-    Raises InvalidParameterError on an unknown operation or name (it lists the valid ones), and on an override that cannot run here.
+    `overrides` (config.device_config.kernels) maps operation to implementation's name; `sizes` are
+    the further fields of Facts. Raises InvalidParameterError on an unknown operation or name (it
+    lists the valid ones), and on an override that cannot run here.
     """
     facts = Facts(torch.device(device).type, dtype, **sizes)
     import_implementations(facts.device)
@@ -153,10 +189,14 @@ def _choose(op: str, facts: Facts, override: str | None) -> Implementation:
     if override is not None:
         chosen = _implementations[op][override]
         if not chosen.predicate(facts):
-            raise InvalidParameterError("kernels", f"implementation {override!r} of {op} does not run with {facts}")
+            raise InvalidParameterError(
+                "kernels", f"implementation {override!r} of {op} does not run with {facts}"
+            )
         return chosen
     # max() keeps the first of equals: of two with one priority, the one registered first.
-    return max((i for i in _implementations[op].values() if i.predicate(facts)), key=lambda i: i.priority)
+    return max(
+        (i for i in _implementations[op].values() if i.predicate(facts)), key=lambda i: i.priority
+    )
 
 
 @functools.cache
@@ -166,9 +206,14 @@ def _default_table(device: str, dtype: torch.dtype) -> OpTable:
 
 def _check_op(parameter: str, op: str) -> None:
     if op not in CONTRACTS:
-        raise InvalidParameterError(parameter, f"unknown operation {op!r}; there are: {', '.join(CONTRACTS)}")
+        raise InvalidParameterError(
+            parameter, f"unknown operation {op!r}; there are: {', '.join(CONTRACTS)}"
+        )
 
 
 def _check_name(parameter: str, op: str, name: str) -> None:
     if name not in _implementations[op]:
-        raise InvalidParameterError(parameter, f"{op} has no implementation {name!r}; there are: {', '.join(_implementations[op])}")
+        raise InvalidParameterError(
+            parameter,
+            f"{op} has no implementation {name!r}; there are: {', '.join(_implementations[op])}",
+        )

@@ -1,6 +1,4 @@
-"""Answers of an engine, and when two of them are the same.
-May know: RequestOutput, BeamSearchOutput, the public LLMEngine.
-Must not know: what was different between the engines that gave them."""
+"""Answers of an engine, and when two of them are the same."""
 
 from __future__ import annotations
 
@@ -26,23 +24,41 @@ def assert_same(got: Answers, expected: Answers, within: float = 1e-3) -> None:
     assert got.keys() == expected.keys()
     for request_id, want in expected.items():
         have = got[request_id]
-        assert [in_short(c) for c in have.outputs] == [in_short(c) for c in want.outputs], request_id
+        assert [in_short(c) for c in have.outputs] == [in_short(c) for c in want.outputs], (
+            request_id
+        )
         assert numbers(have) == pytest.approx(numbers(want), abs=within), request_id
 
 
 def assert_same_beams(got: list[BeamSearchOutput], expected: list[BeamSearchOutput]) -> None:
     for have, want in zip(got, expected, strict=True):
-        assert [(s.tokens, s.text, s.finish_reason) for s in have.sequences] == [(s.tokens, s.text, s.finish_reason) for s in want.sequences]
-        assert [s.cum_logprob for s in have.sequences] == pytest.approx([s.cum_logprob for s in want.sequences], abs=1e-3)
+        assert [(s.tokens, s.text, s.finish_reason) for s in have.sequences] == [
+            (s.tokens, s.text, s.finish_reason) for s in want.sequences
+        ]
+        assert [s.cum_logprob for s in have.sequences] == pytest.approx(
+            [s.cum_logprob for s in want.sequences], abs=1e-3
+        )
 
 
 def in_short(completion: CompletionOutput) -> tuple:
-    return completion.index, completion.token_ids, completion.text, completion.finish_reason, completion.stop_reason
+    return (
+        completion.index,
+        completion.token_ids,
+        completion.text,
+        completion.finish_reason,
+        completion.stop_reason,
+    )
 
 
 def numbers(output: RequestOutput) -> list[float]:
-    """The log-probabilities of what was sampled and of the prompt, in order; the other candidates may change places where they tie."""
+    """The log-probabilities of what was sampled and of the prompt, in order; the other candidates
+    may change places where they tie.
+    """
     positions = [(c.token_ids, c.logprobs) for c in output.outputs if c.logprobs is not None]
     if output.prompt_logprobs is not None:
         positions.append((output.prompt_token_ids[1:], output.prompt_logprobs[1:]))
-    return [entries[token_id].logprob for token_ids, logprobs in positions for token_id, entries in zip(token_ids, logprobs, strict=True)]
+    return [
+        entries[token_id].logprob
+        for token_ids, logprobs in positions
+        for token_id, entries in zip(token_ids, logprobs, strict=True)
+    ]

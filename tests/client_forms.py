@@ -1,6 +1,6 @@
-"""The bundled model behind every form of client, with settings that are the same for all: for tests whose results must not depend on the form.
-May know: the public API, the in-process client's round trip, the command line of the daemon.
-Must not know: what is asked of the engines, or what must be equal."""
+"""The bundled model behind every form of client, with settings that are the same for all: for tests
+whose results must not depend on the form.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +17,16 @@ from quire.frontend.inproc_client import InprocClient
 BLOCKING = ("inproc", "inproc with codec", "process", "daemon")
 ASYNCIO = ("inproc async", "process async")
 MANY_BLOCKS = 1600
-# One thread: with several, tests of a tiny model on a busy machine wait for each other more than they compute.
-DEFAULTS = dict(dtype="float32", max_model_len=384, max_num_seqs=32, num_gpu_blocks_override=MANY_BLOCKS, max_num_batched_tokens=2048, num_threads=1)
+# One thread: with several, tests of a tiny model on a busy machine wait for each other more than
+# they compute.
+DEFAULTS = dict(
+    dtype="float32",
+    max_model_len=384,
+    max_num_seqs=32,
+    num_gpu_blocks_override=MANY_BLOCKS,
+    max_num_batched_tokens=2048,
+    num_threads=1,
+)
 
 
 def engine_args(**settings) -> EngineArgs:
@@ -38,7 +46,10 @@ def make_async_engine(client: str, **settings) -> AsyncLLM:
 def blocking_engine(client: str, directory: Path, **settings) -> Iterator[LLMEngine]:
     """`client`: one of BLOCKING. A daemon puts its socket into `directory`."""
     if client == "daemon":
-        with daemon(directory, **settings) as address, closing(make_engine(address, **settings)) as engine:
+        with (
+            daemon(directory, **settings) as address,
+            closing(make_engine(address, **settings)) as engine,
+        ):
             yield engine
     elif client == "inproc with codec":
         config = engine_args(**settings).create_engine_config()
@@ -61,8 +72,12 @@ def closing(engine: LLMEngine) -> Iterator[LLMEngine]:
 def daemon(directory: Path, **settings) -> Iterator[str]:
     """`quire engine` with these settings, its socket in `directory`; ended by SIGTERM."""
     address = f"ipc://{directory / 'engine.sock'}"
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**DEFAULTS, **settings}.items()]
-    process = subprocess.Popen([sys.executable, "-m", "quire", "engine", "--listen", address, *flags], cwd=directory)
+    flags = [
+        f"--{name.replace('_', '-')}={value}" for name, value in {**DEFAULTS, **settings}.items()
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire", "engine", "--listen", address, *flags], cwd=directory
+    )
     try:
         while not (directory / "engine.sock").exists():
             assert process.poll() is None, "the daemon did not start"

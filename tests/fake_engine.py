@@ -1,6 +1,6 @@
-"""An engine with the fake executor, as a program: `python -P -m quire.tests.fake_engine`, started like the real one.
-May know: engine_proc.main, the fake executor.
-Must not know: any single test. What goes wrong on purpose is asked for in the configuration's hf_overrides."""
+"""An engine with the fake executor, as a program: `python -P -m quire.tests.fake_engine`, started
+like the real one.
+"""
 
 import os
 import signal
@@ -22,8 +22,10 @@ COMMAND = [sys.executable, "-P", "-m", "quire.tests.fake_engine"]
 
 
 class TroubledExecutor(FakeExecutor):
-    """hf_overrides: "delay_s" and "raise_at_step" as in FakeExecutor; "at_load": "fail" (ValueError), "die" (SIGKILL), "hang" or "exit";
-    "grammar_delay_s": how long a grammar's check takes."""
+    """hf_overrides: "delay_s" and "raise_at_step" as in FakeExecutor; "at_load": "fail"
+    (ValueError), "die" (SIGKILL), "hang" or "exit"; "grammar_delay_s": how long a grammar's check
+    takes.
+    """
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
@@ -54,9 +56,13 @@ class TroubledExecutor(FakeExecutor):
 
 @contextmanager
 def daemon(directory: Path, config: EngineConfig):
-    """A daemon with the fake executor, listening in `directory`: yields (its address, its Popen)."""
+    """A daemon with the fake executor, listening in `directory`: yields (its address, its
+    Popen).
+    """
     address = f"ipc://{directory / 'engine.sock'}"
-    process = subprocess.Popen([*COMMAND, "--listen", address], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*COMMAND, "--listen", address], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     try:
         process.stdin.write(msgspec.json.encode(config))
         process.stdin.close()

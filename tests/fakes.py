@@ -1,6 +1,6 @@
-"""A fake executor and its oracle: tokens from arithmetic, and an exact mirror of slots, block tables and KV cache that asserts.
-May know: the executor's interface, the messages, the configuration.
-Must not know: torch, the scheduler, or how blocks are chosen."""
+"""A fake executor and its oracle: tokens from arithmetic, and an exact mirror of slots, block
+tables and KV cache that asserts.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +15,36 @@ from dataclasses import dataclass, field
 import msgspec
 from quire.ipc.config import EngineConfig, config_fields
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
-from quire.ipc.messages import Array, FinishReason, ModelRunnerOutput, NewRequestData, PreemptionCosts, SchedulerOutput, SlotLogprobs
+from quire.ipc.messages import (
+    Array,
+    FinishReason,
+    ModelRunnerOutput,
+    NewRequestData,
+    PreemptionCosts,
+    SchedulerOutput,
+    SlotLogprobs,
+)
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
 
 _MASK = 2**64 - 1
 
 
 def make_config(*, vocab_size: int = 97, **arguments) -> EngineConfig:
-    """A small resolved configuration. `arguments`: flat names of EngineArgs (max_model_len, num_gpu_blocks_override, …)."""
+    """A small resolved configuration.
+
+    `arguments`: flat names of EngineArgs (max_model_len, num_gpu_blocks_override, …).
+    """
     defaults = {
-        "max_model_len": 256, "dtype": "float32", "device": "cpu", "num_threads": 1, "load_format": "dummy", "skip_tokenizer_init": True,
-        "max_num_seqs": 8, "max_num_batched_tokens": 2048, "num_gpu_blocks_override": 257,
-    }  # fmt: skip
+        "max_model_len": 256,
+        "dtype": "float32",
+        "device": "cpu",
+        "num_threads": 1,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 2048,
+        "num_gpu_blocks_override": 257,
+    }
     sections: dict[str, dict] = {"model_config": {"hf_config": {"vocab_size": vocab_size}}}
     fields = config_fields()
     for name, value in {**defaults, **arguments}.items():
@@ -35,7 +53,9 @@ def make_config(*, vocab_size: int = 97, **arguments) -> EngineConfig:
 
 
 def extend_digest(digest: int, token_id: int) -> int:
-    """The fake KV entry of one token: it depends on the token and on every token before it, as a real one does (64 bits)."""
+    """The fake KV entry of one token: it depends on the token and on every token before it, as a
+    real one does (64 bits).
+    """
     digest = ((digest ^ (token_id + 1)) * 0x9E3779B97F4A7C15) & _MASK
     return digest ^ (digest >> 29)
 
@@ -48,7 +68,9 @@ def token_from_digest(digest: int, params: SamplingParams | None, vocab_size: in
 
 
 def weights_digest(path: str) -> int:
-    """What the fake weights in a directory come to: the digest before the first token. 0: those that the engine starts with."""
+    """What the fake weights in a directory come to: the digest before the first token. 0: those
+    that the engine starts with.
+    """
     return zlib.crc32(path.encode())
 
 
@@ -60,9 +82,15 @@ def digest_of(token_ids: list[int], digest: int = 0) -> int:
 
 
 def expected_output(
-    prompt_token_ids: list[int], params: SamplingParams, eos_token_ids: list[int], config: EngineConfig, weights: int = 0
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+    eos_token_ids: list[int],
+    config: EngineConfig,
+    weights: int = 0,
 ) -> tuple[list[int], FinishReason, int | None]:
-    """What an unscripted engine must answer, whatever the batching: (output tokens, finish reason, stop reason)."""
+    """What an unscripted engine must answer, whatever the batching: (output tokens, finish reason,
+    stop reason).
+    """
     digest, output = digest_of(prompt_token_ids, weights), []
     while True:
         token_id = token_from_digest(digest, params, config.model_config.hf_config["vocab_size"])
@@ -73,7 +101,10 @@ def expected_output(
                 return output, FinishReason.STOP, None
             if token_id in (params.stop_token_ids or ()):
                 return output, FinishReason.STOP, token_id
-        if len(output) >= params.max_tokens or len(prompt_token_ids) + len(output) >= config.model_config.max_model_len:
+        if (
+            len(output) >= params.max_tokens
+            or len(prompt_token_ids) + len(output) >= config.model_config.max_model_len
+        ):
             return output, FinishReason.LENGTH, None
 
 
@@ -93,11 +124,14 @@ class FakeSlot:
 
 
 class FakeExecutor:
-    """Has the Executor's interface. Its KV cache holds digests, so a wrong block, table or order gives wrong tokens or an AssertionError.
+    """Has the Executor's interface.
 
-    Scripts are keyed by (request_id, index of the output token): `tokens` forces a token (an EOS, say), `errors` fails that row alone,
-    `nan_rows` does so with the error of a NaN. `raise_at_step` raises from execute_model; `delay_s` sleeps in every step. Swapping costs what
-    `costs` says.
+    Its KV cache holds digests, so a wrong block, table or order gives wrong tokens or an
+    AssertionError.
+
+    Scripts are keyed by (request_id, index of the output token): `tokens` forces a token (an EOS,
+    say), `errors` fails that row alone, `nan_rows` does so with the error of a NaN. `raise_at_step`
+    raises from execute_model; `delay_s` sleeps in every step. Swapping costs what `costs` says.
     """
 
     NAN_ERROR = "the model's logits are not finite"
@@ -159,12 +193,16 @@ class FakeExecutor:
         self._move_blocks(step)
         entered = [self._enter(new) for new in step.new_requests]
         for row, slot in enumerate(step.slots):
-            self._extend_table(slot, step.new_block_ids[row], step.num_computed_tokens[row], slot in entered)
+            self._extend_table(
+                slot, step.new_block_ids[row], step.num_computed_tokens[row], slot in entered
+            )
         self.steps.append(step)
         return self._compute(step)
 
     def check_grammar(self, params: StructuredOutputsParams) -> Future[None]:
-        """Done when the test says so, with what the test wants; at once where it has scripted nothing."""
+        """Done when the test says so, with what the test wants; at once where it has scripted
+        nothing.
+        """
         future = self.grammar_checks.get(params.regex)
         if future is None:
             future = Future()
@@ -172,8 +210,14 @@ class FakeExecutor:
         return future
 
     def _move_blocks(self, step: SchedulerOutput) -> None:
-        """Out, in, copies. Nothing that is filled twice, and nothing that is read after it was overwritten, goes unnoticed."""
-        assert all(0 <= host < self.num_host_blocks for _, host in step.blocks_to_swap_out), step.blocks_to_swap_out
+        """Out, in, copies.
+
+        Nothing that is filled twice, and nothing that is read after it was overwritten, goes
+        unnoticed.
+        """
+        assert all(0 <= host < self.num_host_blocks for _, host in step.blocks_to_swap_out), (
+            step.blocks_to_swap_out
+        )
         for pairs in (step.blocks_to_swap_out, step.blocks_to_swap_in + step.blocks_to_copy):
             destinations = [destination for _, destination in pairs]
             assert len(set(destinations)) == len(destinations), f"a block is filled twice: {pairs}"
@@ -181,10 +225,14 @@ class FakeExecutor:
             self.host_cache[host] = list(self.kv_cache[device])
         filled = {device for _, device in step.blocks_to_swap_in}
         for host, device in step.blocks_to_swap_in:
-            assert self.holders[device] == 0, f"block {device} is swapped into while somebody holds it"
+            assert self.holders[device] == 0, (
+                f"block {device} is swapped into while somebody holds it"
+            )
             self.kv_cache[device] = self.host_cache.pop(host)
         for source, destination in step.blocks_to_copy:
-            assert self.holders[destination] == 0 and destination not in filled, f"block {destination} is copied onto while somebody holds it"
+            assert self.holders[destination] == 0 and destination not in filled, (
+                f"block {destination} is copied onto while somebody holds it"
+            )
             self.kv_cache[destination] = list(self.kv_cache[source])
 
     def execute_dummy_batch(self) -> None:
@@ -229,11 +277,20 @@ class FakeExecutor:
 
     def _check_columns(self, step: SchedulerOutput) -> None:
         rows = len(step.slots)
-        assert rows == len(step.num_scheduled_tokens) == len(step.num_computed_tokens) == len(step.new_block_ids), step
+        assert (
+            rows
+            == len(step.num_scheduled_tokens)
+            == len(step.num_computed_tokens)
+            == len(step.new_block_ids)
+        ), step
         assert rows == len(set(step.slots)) > 0, f"empty step, or a slot twice: {step.slots}"
         assert min(step.num_scheduled_tokens) >= 1, step.num_scheduled_tokens
-        assert step.total_num_scheduled_tokens <= self.config.scheduler_config.max_num_batched_tokens, step.num_scheduled_tokens
-        assert {new.slot for new in step.new_requests} <= set(step.slots), "a new request without a row"
+        assert (
+            step.total_num_scheduled_tokens <= self.config.scheduler_config.max_num_batched_tokens
+        ), step.num_scheduled_tokens
+        assert {new.slot for new in step.new_requests} <= set(step.slots), (
+            "a new request without a row"
+        )
         assert not self.steps or step.step > self.steps[-1].step, "steps must be numbered upwards"
 
     def _free(self, slot: int) -> None:
@@ -242,40 +299,59 @@ class FakeExecutor:
 
     def _enter(self, new: NewRequestData) -> int:
         assert 0 <= new.slot < self.config.scheduler_config.max_num_seqs, new.slot
-        assert new.slot not in self.slots, f"slot {new.slot} taken while held by {self.slots[new.slot].request.request_id}"
-        assert all(held.request.request_id != new.request_id for held in self.slots.values()), f"{new.request_id} is in two slots"
+        assert new.slot not in self.slots, (
+            f"slot {new.slot} taken while held by {self.slots[new.slot].request.request_id}"
+        )
+        assert all(held.request.request_id != new.request_id for held in self.slots.values()), (
+            f"{new.request_id} is in two slots"
+        )
         self.slots[new.slot] = FakeSlot(new, list(new.token_ids))
         return new.slot
 
-    def _extend_table(self, slot: int, new_block_ids: list[int], num_computed_tokens: int, is_new: bool) -> None:
+    def _extend_table(
+        self, slot: int, new_block_ids: list[int], num_computed_tokens: int, is_new: bool
+    ) -> None:
         state = self.slots[slot]
-        assert all(1 <= block_id < len(self.kv_cache) for block_id in new_block_ids), f"bad block in {new_block_ids}"
+        assert all(1 <= block_id < len(self.kv_cache) for block_id in new_block_ids), (
+            f"bad block in {new_block_ids}"
+        )
         state.block_ids += new_block_ids
-        assert len(set(state.block_ids)) == len(state.block_ids), f"a block twice in {state.block_ids}"
+        assert len(set(state.block_ids)) == len(state.block_ids), (
+            f"a block twice in {state.block_ids}"
+        )
         self.holders.update(new_block_ids)
         if not is_new:
             continuous = num_computed_tokens == state.num_computed_tokens or state.has_failed
             assert continuous, f"slot {slot}: computed tokens are not continuous"
             return
-        assert num_computed_tokens < len(state.token_ids), "at least one token must be left to compute"
+        assert num_computed_tokens < len(state.token_ids), (
+            "at least one token must be left to compute"
+        )
         digest = self.weights
         for position in range(num_computed_tokens):
             digest = extend_digest(digest, state.token_ids[position])
-            assert self._read(state, position) == digest, f"{state.request.request_id}: cached block does not hold its tokens"
+            assert self._read(state, position) == digest, (
+                f"{state.request.request_id}: cached block does not hold its tokens"
+            )
         state.num_computed_tokens = num_computed_tokens
 
     def _read(self, state: FakeSlot, position: int) -> int | None:
-        return self.kv_cache[state.block_ids[position // self.block_size]][position % self.block_size]
+        return self.kv_cache[state.block_ids[position // self.block_size]][
+            position % self.block_size
+        ]
 
     def _compute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         num_sampled, token_ids, logprobs, errors = [], [], [], {}
         lookahead = step.num_lookahead_tokens or [0] * len(step.slots)
         assert len(lookahead) == len(step.slots), step
-        for slot, num_tokens, num_lookahead in zip(step.slots, step.num_scheduled_tokens, lookahead, strict=True):
+        for slot, num_tokens, num_lookahead in zip(
+            step.slots, step.num_scheduled_tokens, lookahead, strict=True
+        ):
             state = self.slots[slot]
             sampled = []
             for _ in range(1 + num_lookahead):
-                if state.has_failed:  # a step before this one; its row here was scheduled before anybody knew
+                # a step before this one; its row here was scheduled before anybody knew
+                if state.has_failed:
                     break
                 digest = self._write(state, num_tokens if not sampled else 1)
                 if state.num_computed_tokens < len(state.token_ids):
@@ -287,7 +363,11 @@ class FakeExecutor:
                 sampled.append(token_id)
             num_sampled.append(len(sampled))
             token_ids += sampled
-            if sampled and (params := state.request.sampling_params) is not None and params.logprobs is not None:
+            if (
+                sampled
+                and (params := state.request.sampling_params) is not None
+                and params.logprobs is not None
+            ):
                 logprobs.append(self._logprobs(slot, sampled, params.logprobs))
         return ModelRunnerOutput(num_sampled, token_ids, logprobs, errors)
 
@@ -299,26 +379,40 @@ class FakeExecutor:
             errors[state.request.slot] = error
             state.has_failed = True
             return None
-        token_id = self.tokens.get(key, token_from_digest(digest, state.request.sampling_params, self.vocab_size))
+        token_id = self.tokens.get(
+            key, token_from_digest(digest, state.request.sampling_params, self.vocab_size)
+        )
         state.token_ids.append(token_id)
         return token_id
 
     def _write(self, state: FakeSlot, num_tokens: int) -> int:
         """Computes `num_tokens` tokens into the slot's blocks; returns the last digest."""
         start, end = state.num_computed_tokens, state.num_computed_tokens + num_tokens
-        assert end <= len(state.token_ids), f"{state.request.request_id}: scheduled beyond its tokens"
-        assert end <= len(state.block_ids) * self.block_size, f"{state.request.request_id}: table does not cover {end} tokens"
+        assert end <= len(state.token_ids), (
+            f"{state.request.request_id}: scheduled beyond its tokens"
+        )
+        assert end <= len(state.block_ids) * self.block_size, (
+            f"{state.request.request_id}: table does not cover {end} tokens"
+        )
         for block_id in state.block_ids[start // self.block_size : -(-end // self.block_size)]:
-            assert self.holders[block_id] == 1, f"{state.request.request_id} writes into block {block_id}, which others hold"
+            assert self.holders[block_id] == 1, (
+                f"{state.request.request_id} writes into block {block_id}, which others hold"
+            )
         digest = self._read(state, start - 1) if start else self.weights
         for position in range(start, end):
             digest = extend_digest(digest, state.token_ids[position])
-            self.kv_cache[state.block_ids[position // self.block_size]][position % self.block_size] = digest
+            self.kv_cache[state.block_ids[position // self.block_size]][
+                position % self.block_size
+            ] = digest
         state.num_computed_tokens = end
         return digest
 
     def _logprobs(self, slot: int, sampled: list[int], k: int) -> SlotLogprobs:
-        ids = [i for token_id in sampled for i in (token_id, *((token_id + 1 + j) % self.vocab_size for j in range(k)))]
+        ids = [
+            i
+            for token_id in sampled
+            for i in (token_id, *((token_id + 1 + j) % self.vocab_size for j in range(k)))
+        ]
         values = [-0.5 * (j + 1) for _ in sampled for j in range(k + 1)]
         return SlotLogprobs(
             slot,

@@ -1,10 +1,11 @@
-"""What a request can ask for and what a step can do, one object per feature, so that any two can be put together and each be seen at work.
-May know: the public API, settings and parameters by name, what the engine tells of itself (scheduler_state, get_metrics).
-Must not know: how a feature is made, or which other one it is put together with.
+"""What a request can ask for and what a step can do, one object per feature, so that any two can be
+put together and each be seen at work.
 
-A feature has an engine's side (settings), a request's side (a change of its parameters) or a driver's side (something done in mid-run, or
-beside it), and `shows`, which fails if a run gives no sign that the feature was at work. A request's side also says what it does to the answers: `relates`
-compares them with those of the same requests without it."""
+A feature has an engine's side (settings), a request's side (a change of its parameters) or a
+driver's side (something done in mid-run, or beside it), and `shows`, which fails if a run gives no
+sign that the feature was at work. A request's side also says what it does to the answers: `relates`
+compares them with those of the same requests without it.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +18,34 @@ from typing import Any
 
 import msgspec
 import pytest
-from quire import BeamSearchParams, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire import (
+    BeamSearchParams,
+    LLMEngine,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from quire.frontend.beam_search import BeamSearch, BeamSearchOutput, first_params
 from quire.kernels.cpu.native.library import library
 from quire.tests.answers import Answers
 from quire.tests.workloads import Job, drive
 
 MAX_MODEL_LEN, BLOCK_SIZE = 96, 8
-BLOCK_BYTES = 2 * 5 * BLOCK_SIZE * 2 * 64 * 4  # keys and values, layers, tokens, KV heads, head_dim, fp32 (of the bundled model)
+# keys and values, layers, tokens, KV heads, head_dim, fp32 (of the bundled model)
+BLOCK_BYTES = 2 * 5 * BLOCK_SIZE * 2 * 64 * 4
 PLAIN = dict(
-    dtype="float32", num_threads=1, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE, max_num_seqs=16, num_gpu_blocks_override=300,
-    enable_prefix_caching=False, enable_jump_forward=False, num_scheduler_steps=1,
-)  # fmt: skip
-FEW_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 1  # one request of the longest kind fits; a few ordinary ones preempt each other
+    dtype="float32",
+    num_threads=1,
+    max_model_len=MAX_MODEL_LEN,
+    block_size=BLOCK_SIZE,
+    max_num_seqs=16,
+    num_gpu_blocks_override=300,
+    enable_prefix_caching=False,
+    enable_jump_forward=False,
+    num_scheduler_steps=1,
+)
+# one request of the longest kind fits; a few ordinary ones preempt each other
+FEW_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 1
 PAUSE_AT_STEP = 6
 
 replace = msgspec.structs.replace
@@ -42,10 +58,12 @@ class Run:
     answers: Answers = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)  # what the run added to get_metrics
     states: list[dict[str, Any]] = field(default_factory=list)  # scheduler_state between steps
-    first_seen: dict[str, int] = field(default_factory=dict)  # request id -> step of its first token
+    # request id -> step of its first token
+    first_seen: dict[str, int] = field(default_factory=dict)
     most_at_once: int = 0  # new tokens of one completion in one step
     disturbances: list[str] = field(default_factory=list)
-    beams: list[BeamSearchOutput] = field(default_factory=list)  # of BEAM_PROMPTS, when they were searched beside the jobs
+    # of BEAM_PROMPTS, when they were searched beside the jobs
+    beams: list[BeamSearchOutput] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -53,25 +71,41 @@ class Feature:
     name: str
     shows: Callable[[Run], None]
     settings: dict[str, Any] = field(default_factory=dict)
-    change: Callable[[SamplingParams, int, RequestOutput | None], SamplingParams] | None = None  # (params, index of the job, answer without it)
-    relates: Callable[[Answers, Answers], None] | None = None  # (answers, those of the same requests without this feature)
+    # (params, index of the job, answer without it)
+    change: Callable[[SamplingParams, int, RequestOutput | None], SamplingParams] | None = None
+    # (answers, those of the same requests without this feature)
+    relates: Callable[[Answers, Answers], None] | None = None
     disturb: Callable[[LLMEngine], str] | None = None  # once, in mid-run; returns what it was
     searches_beams: bool = False  # beside the jobs, from the first step on
-    changes_model: bool = False  # its settings make other logits: what is compared with has them too
+    # its settings make other logits: what is compared with has them too
+    changes_model: bool = False
 
     def __str__(self) -> str:
         return self.name
 
 
 def make_jobs() -> list[Job]:
-    """Seven requests that come at several steps, all beginning alike, every other one greedy; the later the more urgent."""
+    """Seven requests that come at several steps, all beginning alike, every other one greedy; the
+    later the more urgent.
+    """
     rng = random.Random(3)
     beginning = [rng.randrange(300, 1000) for _ in range(2 * BLOCK_SIZE + 3)]
     jobs = []
     for i in range(7):
         prompt = beginning + [rng.randrange(300, 1000) for _ in range(rng.randint(2, 12))]
-        params = SamplingParams(temperature=0.8 * (i % 2), seed=100 * i, max_tokens=14, ignore_eos=True)
-        jobs.append(Job(f"job-{i}", prompt, params, priority=-i, arrives_at_step=2 * i // 3, abort_after=None))
+        params = SamplingParams(
+            temperature=0.8 * (i % 2), seed=100 * i, max_tokens=14, ignore_eos=True
+        )
+        jobs.append(
+            Job(
+                f"job-{i}",
+                prompt,
+                params,
+                priority=-i,
+                arrives_at_step=2 * i // 3,
+                abort_after=None,
+            )
+        )
     return jobs
 
 
@@ -79,7 +113,9 @@ JOBS = make_jobs()
 
 
 def run(engine: LLMEngine, jobs: list[Job], *features: Feature) -> Run:
-    """Drives the jobs through an engine with nothing in its cache, looking at it after every step."""
+    """Drives the jobs through an engine with nothing in its cache, looking at it after every
+    step.
+    """
     learn_grammars(engine, jobs)
     assert engine.reset_prefix_cache()
     seen, before = Run(), engine.get_metrics()
@@ -96,21 +132,32 @@ def run(engine: LLMEngine, jobs: list[Job], *features: Feature) -> Run:
                 seen.most_at_once = max(seen.most_at_once, count - num_tokens.get(key, 0))
                 num_tokens[key] = count
         seen.states.append(engine.call_utility("scheduler_state"))
-        if disturb is not None and not seen.disturbances and step >= PAUSE_AT_STEP and seen.states[-1]["running"]:
+        if (
+            disturb is not None
+            and not seen.disturbances
+            and step >= PAUSE_AT_STEP
+            and seen.states[-1]["running"]
+        ):
             seen.disturbances.append(disturb(engine))
 
     drive(beams or engine, jobs, aborts=False, watch=watch)
     seen.beams = beams.outputs() if beams else []
     seen.counters = {name: value - before[name] for name, value in engine.get_metrics().items()}
-    assert len(seen.answers) == len(jobs) and all(answer.finished and answer.error is None for answer in seen.answers.values()), seen.answers
+    assert len(seen.answers) == len(jobs) and all(
+        answer.finished and answer.error is None for answer in seen.answers.values()
+    ), seen.answers
     return seen
 
 
 def learn_grammars(engine: LLMEngine, jobs: list[Job]) -> None:
-    """A grammar is checked once, for as long as that takes; afterwards requests are scheduled in the step in which they arrive."""
+    """A grammar is checked once, for as long as that takes; afterwards requests are scheduled in
+    the step in which they arrive.
+    """
     for job in jobs:
         if job.params.structured_outputs is not None:
-            engine.add_request(job.request_id, job.prompt_token_ids[:1], replace(job.params, n=1, max_tokens=1))
+            engine.add_request(
+                job.request_id, job.prompt_token_ids[:1], replace(job.params, n=1, max_tokens=1)
+            )
     while engine.has_unfinished_requests():
         engine.step()
 
@@ -123,7 +170,9 @@ def _requests(seen: Run) -> list[dict[str, Any]]:
 
 
 def _shows_chunks(seen: Run) -> None:
-    assert any(0 < r["num_computed_tokens"] < r["num_prompt_tokens"] for r in _requests(seen)), "no prompt was ever half computed"
+    assert any(0 < r["num_computed_tokens"] < r["num_prompt_tokens"] for r in _requests(seen)), (
+        "no prompt was ever half computed"
+    )
 
 
 def _shows_hits(seen: Run) -> None:
@@ -132,16 +181,24 @@ def _shows_hits(seen: Run) -> None:
 
 
 def _shows_recompute(seen: Run) -> None:
-    assert seen.counters["num_preemptions"] > 0 and seen.counters["num_recomputed_tokens"] > 0, seen.counters
+    assert seen.counters["num_preemptions"] > 0 and seen.counters["num_recomputed_tokens"] > 0, (
+        seen.counters
+    )
 
 
 def _shows_swap(seen: Run) -> None:
-    assert 0 < seen.counters["num_blocks_swapped_in"] <= seen.counters["num_blocks_swapped_out"], seen.counters
+    assert 0 < seen.counters["num_blocks_swapped_in"] <= seen.counters["num_blocks_swapped_out"], (
+        seen.counters
+    )
 
 
 def _shows_overlap(seen: Run) -> None:
-    """Between two steps the newest token of a request is never computed, unless a step is under way."""
-    assert any(r["num_computed_tokens"] >= r["num_tokens"] for r in _requests(seen)), "no step was ever in flight"
+    """Between two steps the newest token of a request is never computed, unless a step is under
+    way.
+    """
+    assert any(r["num_computed_tokens"] >= r["num_tokens"] for r in _requests(seen)), (
+        "no step was ever in flight"
+    )
 
 
 def _shows_multi_step(seen: Run) -> None:
@@ -154,7 +211,8 @@ def _shows_priority(seen: Run) -> None:
         (a, b)
         for a in seen.first_seen
         for b in seen.first_seen
-        if jobs[a].arrives_at_step < jobs[b].arrives_at_step and seen.first_seen[b] < seen.first_seen[a]
+        if jobs[a].arrives_at_step < jobs[b].arrives_at_step
+        and seen.first_seen[b] < seen.first_seen[a]
     ]
     assert overtaken and all(jobs[b].priority < jobs[a].priority for a, b in overtaken), overtaken
 
@@ -163,9 +221,12 @@ def _shows_priority(seen: Run) -> None:
 
 
 def _pause_and_resume(engine: LLMEngine) -> str:
-    """Freezes everything, sees that a newcomer waits outside and that nothing moves, and lets it go on."""
+    """Freezes everything, sees that a newcomer waits outside and that nothing moves, and lets it go
+    on.
+    """
     engine.call_utility("pause", "keep")
-    reason = engine.call_utility("stall_reason")  # comes when what was computed before the pause is delivered
+    # comes when what was computed before the pause is delivered
+    reason = engine.call_utility("stall_reason")
     engine.add_request("late", JOBS[0].prompt_token_ids[:5], JOBS[0].params)
     state, metrics = engine.call_utility("scheduler_state"), engine.get_metrics()
     assert state["is_paused"] and len(state["held"]) == 1, state
@@ -185,13 +246,22 @@ BEAM_PARAMS = BeamSearchParams(beam_width=3, max_tokens=8)
 
 
 class BeamsBeside:
-    """An LLMEngine whose steps also bring some beam searches forward, as AsyncLLM.beam_search would; their outputs are kept here."""
+    """An LLMEngine whose steps also bring some beam searches forward, as AsyncLLM.beam_search
+    would; their outputs are kept here.
+    """
 
     def __init__(self, engine: LLMEngine):
         self._engine = engine
-        requests = [engine.process_inputs("beams", prompt, first_params(BEAM_PARAMS)) for prompt in BEAM_PROMPTS]
-        self._searches = [BeamSearch(request, BEAM_PARAMS, engine.config.model_config) for request in requests]
-        self._steps: list[dict[str, RequestOutput | None]] = [self._ask(i) for i in range(len(requests))]
+        requests = [
+            engine.process_inputs("beams", prompt, first_params(BEAM_PARAMS))
+            for prompt in BEAM_PROMPTS
+        ]
+        self._searches = [
+            BeamSearch(request, BEAM_PARAMS, engine.config.model_config) for request in requests
+        ]
+        self._steps: list[dict[str, RequestOutput | None]] = [
+            self._ask(i) for i in range(len(requests))
+        ]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -227,7 +297,9 @@ class BeamsBeside:
 def _shows_beams(seen: Run) -> None:
     for output in seen.beams:
         assert len(output.sequences) == BEAM_PARAMS.beam_width and output.error is None
-        assert len({tuple(sequence.tokens) for sequence in output.sequences}) == BEAM_PARAMS.beam_width
+        assert (
+            len({tuple(sequence.tokens) for sequence in output.sequences}) == BEAM_PARAMS.beam_width
+        )
     assert len(seen.beams) == len(BEAM_PROMPTS)
 
 
@@ -241,19 +313,32 @@ def _with_n(params: SamplingParams, index: int, without: RequestOutput | None) -
 
 def _shows_n(seen: Run) -> None:
     assert all([c.index for c in answer.outputs] == [0, 1, 2] for answer in seen.answers.values())
-    assert any(len({tuple(c.token_ids) for c in answer.outputs}) == 3 for answer in seen.answers.values())
+    assert any(
+        len({tuple(c.token_ids) for c in answer.outputs}) == 3 for answer in seen.answers.values()
+    )
 
 
 def _shows_logprobs(seen: Run) -> None:
     for answer in seen.answers.values():
         for c in answer.outputs:
-            assert len(c.logprobs) == len(c.token_ids) and all(len(entries) in (3, 4) for entries in c.logprobs)
-            chosen = [entries[token_id].logprob for entries, token_id in zip(c.logprobs, c.token_ids)]
-            assert c.cumulative_logprob == pytest.approx(sum(chosen)) and max(chosen, default=0.0) <= 0.0
+            assert len(c.logprobs) == len(c.token_ids) and all(
+                len(entries) in (3, 4) for entries in c.logprobs
+            )
+            chosen = [
+                entries[token_id].logprob for entries, token_id in zip(c.logprobs, c.token_ids)
+            ]
+            assert (
+                c.cumulative_logprob == pytest.approx(sum(chosen))
+                and max(chosen, default=0.0) <= 0.0
+            )
 
 
-def _with_prompt_logprobs(params: SamplingParams, index: int, without: RequestOutput | None) -> SamplingParams:
-    """Not for all: a request that wants them does not read the prefix cache, and somebody should."""
+def _with_prompt_logprobs(
+    params: SamplingParams, index: int, without: RequestOutput | None
+) -> SamplingParams:
+    """Not for all: a request that wants them does not read the prefix cache, and somebody
+    should.
+    """
     return params if index % 3 == 1 else replace(params, prompt_logprobs=2)
 
 
@@ -270,26 +355,36 @@ def _shows_prompt_logprobs(seen: Run) -> None:
 
 SCHEMA = {
     "type": "object",
-    "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 999}, "name": {"type": "string", "minLength": 9, "maxLength": 12}},
+    "properties": {
+        "age": {"type": "integer", "minimum": 0, "maximum": 999},
+        "name": {"type": "string", "minLength": 9, "maxLength": 12},
+    },
     "required": ["age", "name"],
     "additionalProperties": False,
 }
 STRUCTURES = (
     StructuredOutputsParams(regex=r"[a-z]{3}( [a-z]{3}){5}"),
-    StructuredOutputsParams(choice=["the red fox sleeps under the tree", "the old owl watches over the river", "a fish"]),
+    StructuredOutputsParams(
+        choice=["the red fox sleeps under the tree", "the old owl watches over the river", "a fish"]
+    ),
     StructuredOutputsParams(json=json.dumps(SCHEMA), disable_any_whitespace=True),
 )
 
 
-def _with_structure(params: SamplingParams, index: int, without: RequestOutput | None) -> SamplingParams:
+def _with_structure(
+    params: SamplingParams, index: int, without: RequestOutput | None
+) -> SamplingParams:
     """Its end is an end-of-sequence token, so it needs room for one, and must not ignore it."""
-    return replace(params, structured_outputs=STRUCTURES[index % 3], ignore_eos=False, max_tokens=40)
+    return replace(
+        params, structured_outputs=STRUCTURES[index % 3], ignore_eos=False, max_tokens=40
+    )
 
 
 def _shows_structure(seen: Run) -> None:
     for index, job in enumerate(JOBS):
         for c in seen.answers[job.request_id].outputs:
-            if isinstance(c.stop_reason, str):  # cut: see how `relates` of stop strings compares it with the whole
+            # cut: see how `relates` of stop strings compares it with the whole
+            if isinstance(c.stop_reason, str):
                 continue
             assert c.finish_reason == "stop", c
             structure = STRUCTURES[index % 3]
@@ -299,24 +394,39 @@ def _shows_structure(seen: Run) -> None:
                 assert c.text in structure.choice
             else:
                 value = json.loads(c.text)
-                assert value.keys() == {"age", "name"} and 0 <= value["age"] <= 999 and 9 <= len(value["name"]) <= 12
+                assert (
+                    value.keys() == {"age", "name"}
+                    and 0 <= value["age"] <= 999
+                    and 9 <= len(value["name"]) <= 12
+                )
 
 
 def _with_stop(params: SamplingParams, index: int, without: RequestOutput | None) -> SamplingParams:
-    """Three characters from the middle of what it would say, so that the answer is cut but not at once."""
+    """Three characters from the middle of what it would say, so that the answer is cut but not at
+    once.
+    """
     text = without.outputs[0].text
     return replace(params, stop=[text[len(text) // 2 : len(text) // 2 + 3]])
 
 
 def _shows_stop(seen: Run) -> None:
-    stopped = [c for answer in seen.answers.values() for c in answer.outputs if isinstance(c.stop_reason, str)]
-    assert len(stopped) >= len(JOBS) and all(c.finish_reason == "stop" and c.stop_reason not in c.text for c in stopped)
+    stopped = [
+        c
+        for answer in seen.answers.values()
+        for c in answer.outputs
+        if isinstance(c.stop_reason, str)
+    ]
+    assert len(stopped) >= len(JOBS) and all(
+        c.finish_reason == "stop" and c.stop_reason not in c.text for c in stopped
+    )
 
 
 def _relates_stop(stopped: Answers, without: Answers) -> None:
     for request_id, answer in stopped.items():
         for got, whole in zip(answer.outputs, without[request_id].outputs, strict=True):
-            assert got.token_ids == whole.token_ids[: len(got.token_ids)] and whole.text.startswith(got.text)
+            assert got.token_ids == whole.token_ids[: len(got.token_ids)] and whole.text.startswith(
+                got.text
+            )
             if isinstance(got.stop_reason, str):
                 assert whole.text.startswith(got.text + got.stop_reason)
 
@@ -325,17 +435,26 @@ def _relates_as_equal(answers: Answers, without: Answers) -> None:
     """The first completion of each is what it would be without."""
     for request_id, answer in answers.items():
         got, expected = answer.outputs[0], without[request_id].outputs[0]
-        assert (got.token_ids, got.text, got.finish_reason) == (expected.token_ids, expected.text, expected.finish_reason), request_id
+        assert (got.token_ids, got.text, got.finish_reason) == (
+            expected.token_ids,
+            expected.text,
+            expected.finish_reason,
+        ), request_id
 
 
 def _relates_n(answers: Answers, without: Answers) -> None:
-    """The first completion has the seed of the whole request; the greedy requests are greedy no more."""
+    """The first completion has the seed of the whole request; the greedy requests are greedy no
+    more.
+    """
     sampled = [job.request_id for job in JOBS if not job.params.is_greedy]
     _relates_as_equal({request_id: answers[request_id] for request_id in sampled}, without)
 
 
 def _relates_as_different(answers: Answers, without: Answers) -> None:
-    differ = [answer.outputs[0].token_ids != without[request_id].outputs[0].token_ids for request_id, answer in answers.items()]
+    differ = [
+        answer.outputs[0].token_ids != without[request_id].outputs[0].token_ids
+        for request_id, answer in answers.items()
+    ]
     assert sum(differ) > 1  # not all: a grammar, for one, leaves few choices
 
 
@@ -345,32 +464,71 @@ def _shows_nothing_of_its_own(seen: Run) -> None:
 
 CHUNKED_PREFILL = Feature("chunked prefill", _shows_chunks, dict(max_num_batched_tokens=16))
 PREFIX_CACHE = Feature("prefix cache", _shows_hits, dict(enable_prefix_caching=True))
-RECOMPUTE = Feature("recompute", _shows_recompute, dict(preemption_mode="recompute", num_gpu_blocks_override=FEW_BLOCKS))
-SWAP = Feature("swap", _shows_swap, dict(preemption_mode="swap", num_gpu_blocks_override=FEW_BLOCKS))
+RECOMPUTE = Feature(
+    "recompute",
+    _shows_recompute,
+    dict(preemption_mode="recompute", num_gpu_blocks_override=FEW_BLOCKS),
+)
+SWAP = Feature(
+    "swap", _shows_swap, dict(preemption_mode="swap", num_gpu_blocks_override=FEW_BLOCKS)
+)
 OVERLAP = Feature("overlap", _shows_overlap, dict(async_scheduling=True))
 MULTI_STEP = Feature("multi-step", _shows_multi_step, dict(num_scheduler_steps=4))
 PRIORITY = Feature("priority", _shows_priority, dict(scheduling_policy="priority", max_num_seqs=3))
 PAUSE = Feature("pause", _shows_pause, disturb=_pause_and_resume)
 BEAMS = Feature("beam search", _shows_beams, searches_beams=True)
 N = Feature("n", _shows_n, change=_with_n, relates=_relates_n)
-LOGPROBS = Feature("logprobs", _shows_logprobs, change=lambda params, i, _: replace(params, logprobs=3), relates=_relates_as_equal)
-PROMPT_LOGPROBS = Feature("prompt logprobs", _shows_prompt_logprobs, change=_with_prompt_logprobs, relates=_relates_as_equal)
+LOGPROBS = Feature(
+    "logprobs",
+    _shows_logprobs,
+    change=lambda params, i, _: replace(params, logprobs=3),
+    relates=_relates_as_equal,
+)
+PROMPT_LOGPROBS = Feature(
+    "prompt logprobs",
+    _shows_prompt_logprobs,
+    change=_with_prompt_logprobs,
+    relates=_relates_as_equal,
+)
 PENALTIES = Feature(
     "penalties",
     _shows_nothing_of_its_own,
-    change=lambda params, i, _: replace(params, presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.8),
+    change=lambda params, i, _: replace(
+        params, presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.8
+    ),
     relates=_relates_as_different,
 )
 STRUCTURED = Feature(
-    "structured output", _shows_structure, dict(enable_jump_forward=True), change=_with_structure, relates=_relates_as_different
+    "structured output",
+    _shows_structure,
+    dict(enable_jump_forward=True),
+    change=_with_structure,
+    relates=_relates_as_different,
 )
 QUANTIZED = Feature(
-    "quantized", _shows_nothing_of_its_own, dict(quantization="int4", kernels={} if library else {"pack_quantized_linear": "reference"}),
-    relates=_relates_as_different, changes_model=True,
-)  # fmt: skip
+    "quantized",
+    _shows_nothing_of_its_own,
+    dict(quantization="int4", kernels={} if library else {"pack_quantized_linear": "reference"}),
+    relates=_relates_as_different,
+    changes_model=True,
+)
 STOP = Feature("stop", _shows_stop, change=_with_stop, relates=_relates_stop)
 
 FEATURES = (
-    CHUNKED_PREFILL, PREFIX_CACHE, RECOMPUTE, SWAP, N, BEAMS, LOGPROBS, PROMPT_LOGPROBS, PENALTIES, STRUCTURED, STOP, OVERLAP, MULTI_STEP,
-    PAUSE, PRIORITY, QUANTIZED,
-)  # fmt: skip
+    CHUNKED_PREFILL,
+    PREFIX_CACHE,
+    RECOMPUTE,
+    SWAP,
+    N,
+    BEAMS,
+    LOGPROBS,
+    PROMPT_LOGPROBS,
+    PENALTIES,
+    STRUCTURED,
+    STOP,
+    OVERLAP,
+    MULTI_STEP,
+    PAUSE,
+    PRIORITY,
+    QUANTIZED,
+)

@@ -1,6 +1,4 @@
-"""Messages of every kind, and damaged frames made from them, for the fuzz tests.
-May know: messages, the codec.
-Must not know: who receives the frames."""
+"""Messages of every kind, and damaged frames made from them, for the fuzz tests."""
 
 from __future__ import annotations
 
@@ -30,13 +28,32 @@ from quire.ipc.messages import (
 )
 from quire.ipc.params import RequestOutputKind, SamplingParams
 
-_ARRAY, _LARGE = Array("i4", (2, 2), bytes(16)), Array("f4", (INLINE_BYTES // 4,), bytes(INLINE_BYTES))
+_ARRAY, _LARGE = (
+    Array("i4", (2, 2), bytes(16)),
+    Array("f4", (INLINE_BYTES // 4,), bytes(INLINE_BYTES)),
+)
 
-# Without Shutdown, Config and Detach: a frame that still means one of these is obeyed, as it should be.
+# Without Shutdown, Config and Detach: a frame that still means one of these is obeyed, as it should
+# be.
 CLIENT_MESSAGES = [
     EngineCoreRequest("fuzz-1", [1, 2, 3], SamplingParams(seed=1, max_tokens=2)),
-    EngineCoreRequest("fuzz-2", list(range(90)), SamplingParams(seed=2, max_tokens=2, stop=["x"], logit_bias={1: 2.0}, logprobs=3), eos_token_ids=[1, 2]),
-    EngineCoreRequest("fuzz-3", [4], SamplingParams(seed=3, max_tokens=1, output_kind=RequestOutputKind.DELTA), None, [], 1.5, -3, "salt", [5]),
+    EngineCoreRequest(
+        "fuzz-2",
+        list(range(90)),
+        SamplingParams(seed=2, max_tokens=2, stop=["x"], logit_bias={1: 2.0}, logprobs=3),
+        eos_token_ids=[1, 2],
+    ),
+    EngineCoreRequest(
+        "fuzz-3",
+        [4],
+        SamplingParams(seed=3, max_tokens=1, output_kind=RequestOutputKind.DELTA),
+        None,
+        [],
+        1.5,
+        -3,
+        "salt",
+        [5],
+    ),
     AbortRequests(["fuzz-1", "fuzz-9"]),
     PaceOutputs(2000),
     UtilityCall(2**33, "ping", ["text", 1, None, {"a": [1.5]}]),
@@ -44,19 +61,40 @@ CLIENT_MESSAGES = [
 ]
 ENGINE_MESSAGES: list[EngineMessage] = [
     EngineCoreOutputs(
-        0, ["fuzz-1", "fuzz-2"], [0, 4], [2, 1], [5, 6, 7], [Finished(1, FinishReason.ERROR, error="bad")],
-        [TokenLogprobs(0, _ARRAY, _LARGE, _ARRAY)], [(0, 16)], SchedulerStats(1, 2, 3), 4.5,
+        0,
+        ["fuzz-1", "fuzz-2"],
+        [0, 4],
+        [2, 1],
+        [5, 6, 7],
+        [Finished(1, FinishReason.ERROR, error="bad")],
+        [TokenLogprobs(0, _ARRAY, _LARGE, _ARRAY)],
+        [(0, 16)],
+        SchedulerStats(1, 2, 3),
+        4.5,
     ),
-    EngineCoreOutputs(0, ["fuzz-1"], [3], [3], [5, 6, 7], timestamp=4.5, step_times=[4.25, 4.5], token_steps=[0, 0, 1]),
+    EngineCoreOutputs(
+        0,
+        ["fuzz-1"],
+        [3],
+        [3],
+        [5, 6, 7],
+        timestamp=4.5,
+        step_times=[4.25, 4.5],
+        token_steps=[0, 0, 1],
+    ),
     UtilityResult(2**33, {"a": [1, None, "b"]}),
     UtilityResult(2**33, None, Failed("ValueError", "no", "traceback", "parameter")),
     Hello(PROTOCOL, 1),
     Progress("load weights", 0.5),
-]  # fmt: skip
+]
 
 
-# Decorates a fuzz test: some frames in every run, a million in each direction with `pytest -m slow`.
-NUM_FRAMES = pytest.mark.parametrize("num_frames", [20_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+# Decorates a fuzz test: some frames in every run, a million in each direction with `pytest -m
+# slow`.
+NUM_FRAMES = pytest.mark.parametrize(
+    "num_frames",
+    [20_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+)
 
 
 def mutations(messages: list, rng: random.Random, num_frames: int) -> Iterator[list[bytes]]:
@@ -71,11 +109,16 @@ def mutations(messages: list, rng: random.Random, num_frames: int) -> Iterator[l
             frames[0] = frames[0][: rng.randrange(len(frames[0]))]
         elif kind == 2:
             other = rng.choice(originals)[0]
-            frames[0] = frames[0][: rng.randrange(len(frames[0]))] + other[rng.randrange(len(other)) :]
+            frames[0] = (
+                frames[0][: rng.randrange(len(frames[0]))] + other[rng.randrange(len(other)) :]
+            )
         elif kind == 3:
             frames = frames[:-1] + [b"more"] * rng.randrange(3)
         elif kind == 4:
-            frames[0] = rng.choice([b"\x91", b"\x81\xa1a", b"\xc4", b"\xa9add"]) * rng.randrange(2000) + frames[0]
+            frames[0] = (
+                rng.choice([b"\x91", b"\x81\xa1a", b"\xc4", b"\xa9add"]) * rng.randrange(2000)
+                + frames[0]
+            )
         else:
             damaged = bytearray(frames[0])
             for _ in range(rng.randint(1, 4)):

@@ -1,6 +1,6 @@
-"""An HTTP server of a few lines that answers what its script says, byte for byte, dying included.
-May know: asyncio streams, as much of HTTP as requests need.
-Must not know: who asks. It is for tests of clients."""
+"""An HTTP server of a few lines that answers what its script says, byte for byte, dying
+included.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ Script = list[Any]  # bytes to send, each in a segment of its own, or one of the
 
 
 class ScriptedServer:
-    """`answer(request)` gives the script for each request {"method", "path", "headers", "body"}; all requests are kept in `requests`."""
+    """`answer(request)` gives the script for each request {"method", "path", "headers", "body"};
+    all requests are kept in `requests`.
+    """
 
     def __init__(self, answer: Callable[[dict[str, Any]], Script]):
         self.answer = answer
@@ -43,7 +45,9 @@ class ScriptedServer:
         finally:
             writer.close()
 
-    async def _play(self, script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _play(
+        self, script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
         for part in script:
             if part is DIE:
                 writer.transport.abort()
@@ -54,7 +58,9 @@ class ScriptedServer:
             writer.write(part)
             await writer.drain()
             await asyncio.sleep(0)
-        return b"connection: close" not in b"".join(part for part in script if isinstance(part, bytes))
+        return b"connection: close" not in b"".join(
+            part for part in script if isinstance(part, bytes)
+        )
 
 
 async def _read_request(reader: asyncio.StreamReader) -> dict[str, Any] | None:
@@ -63,16 +69,23 @@ async def _read_request(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     method, path, _ = first.split(" ")
     headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
     body = await reader.readexactly(int(headers.get("content-length", 0)))
-    return {"method": method, "path": path, "headers": headers, "body": json.loads(body) if body else None}
+    return {
+        "method": method,
+        "path": path,
+        "headers": headers,
+        "body": json.loads(body) if body else None,
+    }
 
 
 @asynccontextmanager
-async def scripted_server(answer: Callable[[dict[str, Any]], Script] | Script) -> AsyncIterator[tuple[str, ScriptedServer]]:
+async def scripted_server(
+    answer: Callable[[dict[str, Any]], Script] | Script,
+) -> AsyncIterator[tuple[str, ScriptedServer]]:
     """(its URL, the server)."""
     server = ScriptedServer(answer if callable(answer) else lambda request: answer)
     listening = await asyncio.start_server(server.handle, "127.0.0.1", 0)
     try:
-        yield "http://127.0.0.1:{}".format(listening.sockets[0].getsockname()[1]), server
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", server
     finally:
         listening.close()
         for handler in server.handlers:
@@ -80,13 +93,21 @@ async def scripted_server(answer: Callable[[dict[str, Any]], Script] | Script) -
         await asyncio.gather(*server.handlers)
 
 
-def answer(body: bytes | str, status: str = "200 OK", kind: str = "application/json", extra: str = "") -> bytes:
+def answer(
+    body: bytes | str, status: str = "200 OK", kind: str = "application/json", extra: str = ""
+) -> bytes:
     """A whole answer with a length."""
     body = body.encode() if isinstance(body, str) else body
-    return f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\n{extra}content-length: {len(body)}\r\n\r\n".encode() + body
+    return (
+        f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\n{extra}content-length: "
+        f"{len(body)}\r\n\r\n".encode()
+        + body
+    )
 
 
-STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
 
 
 def chunked(*parts: bytes) -> list[bytes]:
@@ -110,5 +131,11 @@ def completion_stream(texts: list[str], usage: dict[str, int] | None = None) -> 
 def chat_stream(texts: list[str]) -> list[bytes]:
     """What a server of /v1/chat/completions sends."""
     deltas = [{"role": "assistant", "content": ""}, *({"content": text} for text in texts)]
-    chunks = [event(choices=[{"index": 0, "delta": delta, "finish_reason": None}]) for delta in deltas]
-    return chunked(*chunks, event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}]), b"data: [DONE]\n\n")
+    chunks = [
+        event(choices=[{"index": 0, "delta": delta, "finish_reason": None}]) for delta in deltas
+    ]
+    return chunked(
+        *chunks,
+        event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}]),
+        b"data: [DONE]\n\n",
+    )

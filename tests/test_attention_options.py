@@ -1,6 +1,6 @@
-"""Models with sliding windows, and caches of other types, give the same outputs whatever the scheduler does with a request.
-May know: the public API, the bundled model.
-Must not know: how attention is computed."""
+"""Models with sliding windows, and caches of other types, give the same outputs whatever the
+scheduler does with a request.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from quire.tests.client_forms import make_engine
 from quire.tests.workloads import assert_same, drive, random_jobs
 
 # Short, since the reference is slow, and all at once, so that they preempt each other.
-JOBS = [replace(job, arrives_at_step=0) for job in random_jobs(12, vocab_size=1500, seed=2, max_prompt=60)]
+JOBS = [
+    replace(job, arrives_at_step=0)
+    for job in random_jobs(12, vocab_size=1500, seed=2, max_prompt=60)
+]
 REFERENCE = {"reshape_and_cache": "reference", "paged_attention": "reference"}
 OPTIONS = {
-    "window": {"hf_overrides": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}},
+    "window": {
+        "hf_overrides": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+    },
     "fp8": {"kv_cache_dtype": "fp8", "kernels": REFERENCE},
     "int8": {"kv_cache_dtype": "int8", "kernels": REFERENCE if library is None else {}},
 }
@@ -31,7 +36,8 @@ def answers(**settings):
     try:
         results = drive(engine, JOBS, aborts=False)
         if "preemption_mode" in settings:
-            assert engine.client.call_utility("get_metrics")["num_preemptions"] > 0  # else the test would show nothing
+            # else the test would show nothing
+            assert engine.client.call_utility("get_metrics")["num_preemptions"] > 0
         return results
     finally:
         engine.shutdown()

@@ -1,6 +1,6 @@
-"""A bad request gets its own error, which names the parameter; the requests beside it do not notice.
-May know: the public engine, messages, the wire's encoder (to send what no honest frontend would).
-Must not know: who refuses what."""
+"""A bad request gets its own error, which names the parameter; the requests beside it do not
+notice.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ from quire.ipc.messages import EngineCoreRequest, FinishReason
 GOOD = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)
 PROMPTS = ["Once upon a time", "One day, a little fox", "The owl"]
 BAD_IN_THE_FRONTEND = {  # how a user would get it wrong -> the parameter that the error must name
-    "temperature": lambda engine: engine.add_request("bad", "Hi", SamplingParams(temperature=math.nan)),
+    "temperature": lambda engine: engine.add_request(
+        "bad", "Hi", SamplingParams(temperature=math.nan)
+    ),
     "top_p": lambda engine: engine.add_request("bad", "Hi", SamplingParams(top_p=1.5)),
     "max_tokens": lambda engine: engine.add_request("bad", "Hi", SamplingParams(max_tokens=0)),
     "prompt": lambda engine: engine.add_request("bad", "word " * 1000, GOOD),
-    "prompt_token_ids": lambda engine: engine.add_request("bad", {"prompt_token_ids": [1, 10**6]}, GOOD),
-    "stop_token_ids": lambda engine: engine.add_request("bad", "Hi", SamplingParams(stop_token_ids=[10**6])),
+    "prompt_token_ids": lambda engine: engine.add_request(
+        "bad", {"prompt_token_ids": [1, 10**6]}, GOOD
+    ),
+    "stop_token_ids": lambda engine: engine.add_request(
+        "bad", "Hi", SamplingParams(stop_token_ids=[10**6])
+    ),
     "n": lambda engine: engine.add_request("bad", "Hi", SamplingParams(n=2, temperature=0)),
     "promt": lambda engine: engine.add_request("bad", {"promt": "Hi"}, GOOD),
     "temprature": lambda engine: engine.add_request("bad", "Hi", SamplingParams(temprature=1.0)),
@@ -77,12 +83,17 @@ def test_a_request_past_the_frontend(engine, parameter):
 
     def get_output():
         outputs = deliver()
-        refusals.extend(entry for entry in outputs.finished if outputs.request_ids[entry.row] == "bad")
+        refusals.extend(
+            entry for entry in outputs.finished if outputs.request_ids[entry.row] == "bad"
+        )
         return outputs
 
     engine.client.get_output = get_output
     try:
-        assert run(engine, lambda engine: engine.client.add_request(BAD_ON_THE_WIRE[parameter])) == expected
+        assert (
+            run(engine, lambda engine: engine.client.add_request(BAD_ON_THE_WIRE[parameter]))
+            == expected
+        )
     finally:
         del engine.client.get_output
     assert [entry.reason for entry in refusals] == [FinishReason.ERROR]

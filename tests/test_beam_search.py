@@ -1,6 +1,6 @@
-"""Beam search against transformers' generate(num_beams=...), on tiny models with ends of sequence in reach, over the real engine.
-May know: the public API, transformers as the oracle, tiny models.
-Must not know: how the beams are run."""
+"""Beam search against transformers' generate(num_beams=...), on tiny models with ends of sequence
+in reach, over the real engine.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from quire import LLM, AsyncLLM, BeamSearchParams, EngineArgs, InvalidParameterError, RequestOutputKind, SamplingParams
+from quire import (
+    LLM,
+    AsyncLLM,
+    BeamSearchParams,
+    EngineArgs,
+    InvalidParameterError,
+    RequestOutputKind,
+    SamplingParams,
+)
 from quire.tests.tiny_models import EOS_TOKEN_ID, save_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -47,7 +55,9 @@ def llm(kind) -> LLM:
         yield made
 
 
-def expected(kind: str, prompt: list[int], params: BeamSearchParams) -> list[tuple[list[int], float]]:
+def expected(
+    kind: str, prompt: list[int], params: BeamSearchParams
+) -> list[tuple[list[int], float]]:
     """(output tokens, score) of transformers' beams, best first."""
     with torch.no_grad():
         result = oracle(kind).generate(
@@ -65,7 +75,9 @@ def expected(kind: str, prompt: list[int], params: BeamSearchParams) -> list[tup
             return_dict_in_generate=True,
         )
     found = []
-    for tokens, score in zip(result.sequences.tolist(), result.sequences_scores.tolist(), strict=True):
+    for tokens, score in zip(
+        result.sequences.tolist(), result.sequences_scores.tolist(), strict=True
+    ):
         output = tokens[len(prompt) :]
         if not params.ignore_eos and EOS_TOKEN_ID in output:
             output = output[: output.index(EOS_TOKEN_ID) + 1]
@@ -74,13 +86,31 @@ def expected(kind: str, prompt: list[int], params: BeamSearchParams) -> list[tup
 
 
 CASES = [
-    BeamSearchParams(beam_width=width, max_tokens=max_tokens, length_penalty=penalty, include_stop_str_in_output=True, early_stopping=early)
+    BeamSearchParams(
+        beam_width=width,
+        max_tokens=max_tokens,
+        length_penalty=penalty,
+        include_stop_str_in_output=True,
+        early_stopping=early,
+    )
     for width, max_tokens, penalty, early in [
-        (2, 12, 1.0, False), (2, 1, 1.0, False), (2, 20, 1.0, False), (4, 20, 1.0, False), (4, 20, 0.0, False), (4, 20, 2.0, False),
-        (4, 20, -1.0, False), (8, 15, 0.6, False), (4, 20, 1.0, True), (4, 20, 1.0, "never"), (3, 20, 0.0, "never"), (10, 5, 1.0, False),
+        (2, 12, 1.0, False),
+        (2, 1, 1.0, False),
+        (2, 20, 1.0, False),
+        (4, 20, 1.0, False),
+        (4, 20, 0.0, False),
+        (4, 20, 2.0, False),
+        (4, 20, -1.0, False),
+        (8, 15, 0.6, False),
+        (4, 20, 1.0, True),
+        (4, 20, 1.0, "never"),
+        (3, 20, 0.0, "never"),
+        (10, 5, 1.0, False),
     ]
-]  # fmt: skip
-CASES += [BeamSearchParams(beam_width=4, max_tokens=15, ignore_eos=True, include_stop_str_in_output=True)]
+]
+CASES += [
+    BeamSearchParams(beam_width=4, max_tokens=15, ignore_eos=True, include_stop_str_in_output=True)
+]
 
 
 @pytest.mark.parametrize("params", CASES, ids=str)
@@ -88,21 +118,36 @@ def test_the_beams_are_transformers(kind, llm, params) -> None:
     outputs = llm.beam_search([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         reference = expected(kind, prompt, params)
-        assert [sequence.tokens for sequence in output.sequences] == [prompt + tokens for tokens, _ in reference]
-        assert [sequence.score for sequence in output.sequences] == pytest.approx([score for _, score in reference], rel=1e-6, abs=1e-4)
+        assert [sequence.tokens for sequence in output.sequences] == [
+            prompt + tokens for tokens, _ in reference
+        ]
+        assert [sequence.score for sequence in output.sequences] == pytest.approx(
+            [score for _, score in reference], rel=1e-6, abs=1e-4
+        )
         for sequence in output.sequences:
             tokens = sequence.tokens[len(prompt) :]
             assert sequence.text == llm.get_tokenizer().decode(sequence.tokens)
-            own = [position[token].logprob for position, token in zip(sequence.logprobs, tokens, strict=True)]
+            own = [
+                position[token].logprob
+                for position, token in zip(sequence.logprobs, tokens, strict=True)
+            ]
             assert math.fsum(own) == pytest.approx(sequence.cum_logprob, abs=1e-4)
             ended = not params.ignore_eos and tokens[-1] == EOS_TOKEN_ID
-            assert (sequence.finish_reason, sequence.stop_reason) == (("stop", EOS_TOKEN_ID) if ended else ("length", None))
+            assert (sequence.finish_reason, sequence.stop_reason) == (
+                ("stop", EOS_TOKEN_ID) if ended else ("length", None)
+            )
     assert not llm.llm_engine.has_unfinished_requests()
 
 
 def test_some_of_those_beams_end_early_and_some_do_not(kind) -> None:
     """Else the test above would say nothing about ends."""
-    lengths = {len(tokens) for prompt in PROMPTS for params in CASES for tokens, _ in expected(kind, prompt, params) if params.max_tokens == 20}
+    lengths = {
+        len(tokens)
+        for prompt in PROMPTS
+        for params in CASES
+        for tokens, _ in expected(kind, prompt, params)
+        if params.max_tokens == 20
+    }
     assert len(lengths) > 5 and 20 in lengths
 
 
@@ -110,31 +155,47 @@ def test_the_end_of_sequence_is_left_out_unless_asked_for(kind, llm) -> None:
     params = BeamSearchParams(beam_width=4, max_tokens=20)
     for prompt in PROMPTS:
         [output] = llm.beam_search({"prompt_token_ids": prompt}, params)
-        for sequence, (tokens, score) in zip(output.sequences, expected(kind, prompt, params), strict=True):
+        for sequence, (tokens, score) in zip(
+            output.sequences, expected(kind, prompt, params), strict=True
+        ):
             assert sequence.tokens == prompt + [token for token in tokens if token != EOS_TOKEN_ID]
-            assert sequence.score == pytest.approx(score, abs=1e-4) and len(sequence.logprobs) == len(sequence.tokens) - len(prompt)
+            assert sequence.score == pytest.approx(score, abs=1e-4) and len(
+                sequence.logprobs
+            ) == len(sequence.tokens) - len(prompt)
 
 
 def test_one_beam_is_the_greedy_output(llm) -> None:
     params = SamplingParams(temperature=0, max_tokens=20)
     for prompt in PROMPTS:
-        [output] = llm.beam_search({"prompt_token_ids": prompt}, BeamSearchParams(beam_width=1, max_tokens=20, include_stop_str_in_output=True))
+        [output] = llm.beam_search(
+            {"prompt_token_ids": prompt},
+            BeamSearchParams(beam_width=1, max_tokens=20, include_stop_str_in_output=True),
+        )
         [greedy] = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-        assert [sequence.tokens for sequence in output.sequences] == [prompt + greedy.outputs[0].token_ids]
+        assert [sequence.tokens for sequence in output.sequences] == [
+            prompt + greedy.outputs[0].token_ids
+        ]
 
 
 def test_the_context_ends_the_beams(llm) -> None:
     prompt = [5] * 125
-    [output] = llm.beam_search({"prompt_token_ids": prompt}, BeamSearchParams(beam_width=2, max_tokens=50, ignore_eos=True))
+    [output] = llm.beam_search(
+        {"prompt_token_ids": prompt}, BeamSearchParams(beam_width=2, max_tokens=50, ignore_eos=True)
+    )
     assert [len(sequence.tokens) for sequence in output.sequences] == [128, 128]
 
 
 def test_refusals(llm) -> None:
-    with pytest.raises(InvalidParameterError, match=r"beam_width: must be at most 20, got 21: a step needs the 2 \* beam_width likeliest"):
+    with pytest.raises(
+        InvalidParameterError,
+        match=r"beam_width: must be at most 20, got 21: a step needs the 2 \* beam_width likeliest",
+    ):
         llm.beam_search("x", BeamSearchParams(beam_width=21, max_tokens=5))
     with pytest.raises(InvalidParameterError, match=r"prompt: .*in request 1 of 2"):
         llm.beam_search(["x", ""], BeamSearchParams(beam_width=2, max_tokens=5))
-    with pytest.raises(InvalidParameterError, match="params: must be BeamSearchParams, got SamplingParams"):
+    with pytest.raises(
+        InvalidParameterError, match="params: must be BeamSearchParams, got SamplingParams"
+    ):
         llm.beam_search("x", SamplingParams())
     assert llm.beam_search([], BeamSearchParams(beam_width=2, max_tokens=5)) == []
     llm.llm_engine.add_request("mine", "abc", SamplingParams(max_tokens=5))
@@ -165,9 +226,16 @@ def test_async_beams_are_the_same_beside_other_requests(kind, llm) -> None:
     reference = llm.beam_search({"prompt_token_ids": PROMPTS[2]}, params)[0]
 
     async def run() -> None:
-        engine = AsyncLLM.from_engine_args(EngineArgs(str(directory(kind)), **ARGUMENTS), engine="inproc")
+        engine = AsyncLLM.from_engine_args(
+            EngineArgs(str(directory(kind)), **ARGUMENTS), engine="inproc"
+        )
         try:
-            searches = [engine.beam_search({"prompt_token_ids": PROMPTS[2]}, params, request_id=f"search {i}") for i in range(2)]
+            searches = [
+                engine.beam_search(
+                    {"prompt_token_ids": PROMPTS[2]}, params, request_id=f"search {i}"
+                )
+                for i in range(2)
+            ]
             beside = SamplingParams(max_tokens=30, output_kind=RequestOutputKind.FINAL_ONLY)
 
             async def other() -> None:
@@ -176,13 +244,22 @@ def test_async_beams_are_the_same_beside_other_requests(kind, llm) -> None:
 
             first, second, _ = await asyncio.gather(*searches, other())
             for output in (first, second):
-                assert [(s.tokens, s.text) for s in output.sequences] == [(s.tokens, s.text) for s in reference.sequences]
+                assert [(s.tokens, s.text) for s in output.sequences] == [
+                    (s.tokens, s.text) for s in reference.sequences
+                ]
             with pytest.raises(InvalidParameterError, match="beam_width"):
-                await engine.beam_search("x", BeamSearchParams(beam_width=21, max_tokens=5), "refused")
-            cancelled = asyncio.create_task(engine.beam_search("x", BeamSearchParams(beam_width=2, max_tokens=100, ignore_eos=True), "left"))
+                await engine.beam_search(
+                    "x", BeamSearchParams(beam_width=21, max_tokens=5), "refused"
+                )
+            cancelled = asyncio.create_task(
+                engine.beam_search(
+                    "x", BeamSearchParams(beam_width=2, max_tokens=100, ignore_eos=True), "left"
+                )
+            )
             while not engine.has_unfinished_requests():
                 assert not cancelled.done(), cancelled
-                await asyncio.sleep(0)  # every turn of the loop: a step of this model takes less than a millisecond
+                # every turn of the loop: a step of this model takes less than a millisecond
+                await asyncio.sleep(0)
             cancelled.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await cancelled

@@ -1,6 +1,6 @@
-"""In bfloat16 on native kernels a request's tokens and log-probabilities are the same bits whatever is computed beside it, and how.
-May know: the public API, the bundled model, the random workload.
-Must not know: how the kernels keep their order of summation."""
+"""In bfloat16 on native kernels a request's tokens and log-probabilities are the same bits whatever
+is computed beside it, and how.
+"""
 
 from __future__ import annotations
 
@@ -15,38 +15,59 @@ from quire.kernels.cpu.native.library import library
 from quire.tests.client_forms import closing, make_engine
 from quire.tests.workloads import Job, Result, assert_same, drive, random_jobs
 
-pytestmark = pytest.mark.skipif(library is None, reason="native kernels are not built here; torch's do not promise this")
+pytestmark = pytest.mark.skipif(
+    library is None, reason="native kernels are not built here; torch's do not promise this"
+)
 
-FEW = dict(block_size=8, max_model_len=256, num_gpu_blocks_override=34, num_scheduler_steps=1)  # one request of the longest kind fits; the others preempt each other all the time
+# one request of the longest kind fits; the others preempt each other all the time
+FEW = dict(block_size=8, max_model_len=256, num_gpu_blocks_override=34, num_scheduler_steps=1)
 Logprobs = list[list[tuple[int, float]]]
 
 
 def make_jobs(count: int, seed: int) -> list[Job]:
-    """Half of them want log-probabilities, some those of their prompts too: at the bits of these nothing rounds."""
+    """Half of them want log-probabilities, some those of their prompts too: at the bits of these
+    nothing rounds.
+    """
     rng = random.Random(seed)
     jobs = []
     for job in random_jobs(count, vocab_size=1500, seed=seed, max_prompt=220, max_output=24):
-        params = msgspec.structs.replace(job.params, logprobs=rng.choice([None, 1, 5]), prompt_logprobs=rng.choice([None] * 5 + [2]))
+        params = msgspec.structs.replace(
+            job.params,
+            logprobs=rng.choice([None, 1, 5]),
+            prompt_logprobs=rng.choice([None] * 5 + [2]),
+        )
         jobs.append(replace(job, params=params))
     return jobs
 
 
 def table(positions: Any) -> Logprobs:
-    """Per position its tokens and their log-probabilities: floats, which are equal only where every bit is."""
-    return [[(token, entry.logprob) for token, entry in position.items()] if position else [] for position in positions or []]
+    """Per position its tokens and their log-probabilities: floats, which are equal only where every
+    bit is.
+    """
+    return [
+        [(token, entry.logprob) for token, entry in position.items()] if position else []
+        for position in positions or []
+    ]
 
 
-def run(engine: LLMEngine, jobs: list[Job], aborts: bool = True) -> tuple[dict[str, Result], dict[str, tuple[Logprobs, Logprobs]]]:
+def run(
+    engine: LLMEngine, jobs: list[Job], aborts: bool = True
+) -> tuple[dict[str, Result], dict[str, tuple[Logprobs, Logprobs]]]:
     logprobs: dict[str, tuple[Logprobs, Logprobs]] = {}
 
     def watch(step: int, outputs: list[RequestOutput]) -> None:
         for output in outputs:
-            logprobs[output.request_id] = table(output.prompt_logprobs), table(output.outputs[0].logprobs)
+            logprobs[output.request_id] = (
+                table(output.prompt_logprobs),
+                table(output.outputs[0].logprobs),
+            )
 
     return drive(engine, jobs, aborts=aborts, check=False, watch=watch), logprobs
 
 
-def assert_same_bits(jobs: list[Job], got: tuple[dict, dict], expected: tuple[dict, dict], aborts: bool = True) -> None:
+def assert_same_bits(
+    jobs: list[Job], got: tuple[dict, dict], expected: tuple[dict, dict], aborts: bool = True
+) -> None:
     assert_same(jobs, got[0], expected[0], aborts)
     for job in jobs:
         if not aborts or job.abort_after is None:
@@ -61,7 +82,9 @@ def jobs() -> list[Job]:
 @pytest.fixture(scope="module")
 def expected(jobs):
     """Each request alone, its prompt in one piece, on one thread, nothing cached."""
-    with closing(make_engine(dtype="bfloat16", enable_prefix_caching=False, max_num_seqs=1)) as engine:
+    with closing(
+        make_engine(dtype="bfloat16", enable_prefix_caching=False, max_num_seqs=1)
+    ) as engine:
         return run(engine, jobs, aborts=False)
 
 
@@ -75,12 +98,15 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()))
+@pytest.mark.parametrize(
+    "settings", SETTINGS, ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items())
+)
 def test_how_and_beside_what_does_not_change_a_bit(jobs, expected, settings):
     with closing(make_engine(dtype="bfloat16", **settings)) as engine:
         assert_same_bits(jobs, run(engine, jobs), expected)
         if settings.items() >= FEW.items():
-            assert engine.client.call_utility("get_metrics")["num_preemptions"] > 5  # else the test would show nothing
+            # else the test would show nothing
+            assert engine.client.call_utility("get_metrics")["num_preemptions"] > 5
 
 
 def test_a_warm_cache_and_another_process_do_not_change_a_bit(jobs, expected):
@@ -89,7 +115,9 @@ def test_a_warm_cache_and_another_process_do_not_change_a_bit(jobs, expected):
             assert_same_bits(jobs, run(engine, jobs, aborts=False), expected, aborts=False)
             warm = run(engine, jobs, aborts=False)
             assert_same_bits(jobs, warm, expected, aborts=False)
-            assert sum(result.num_cached_tokens or 0 for result in warm[0].values()) > 0.4 * sum(len(job.prompt_token_ids) for job in jobs)
+            assert sum(result.num_cached_tokens or 0 for result in warm[0].values()) > 0.4 * sum(
+                len(job.prompt_token_ids) for job in jobs
+            )
 
 
 def random_settings(rng: random.Random) -> dict[str, Any]:
@@ -102,7 +130,12 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
         num_scheduler_steps=rng.choice([0, 1, 3]),
     )
     if rng.random() < 0.5:
-        settings |= dict(num_gpu_blocks_override=rng.choice([34, 60]), max_model_len=256, block_size=8, preemption_mode=rng.choice(["recompute", "swap"]))
+        settings |= dict(
+            num_gpu_blocks_override=rng.choice([34, 60]),
+            max_model_len=256,
+            block_size=8,
+            preemption_mode=rng.choice(["recompute", "swap"]),
+        )
     else:
         settings |= dict(block_size=rng.choice([8, 16, 32]))
     return settings
@@ -111,14 +144,21 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_random_settings_and_neighbours_do_not_change_a_bit():
-    """`pytest -m slow tests/test_bit_equalities.py`: forty engines with settings at random, each with other requests in another order."""
+    """`pytest -m slow tests/test_bit_equalities.py`: forty engines with settings at random, each
+    with other requests in another order.
+    """
     rng = random.Random(5)
     jobs = make_jobs(150, seed=12)
-    with closing(make_engine(dtype="bfloat16", enable_prefix_caching=False, max_num_seqs=1)) as engine:
+    with closing(
+        make_engine(dtype="bfloat16", enable_prefix_caching=False, max_num_seqs=1)
+    ) as engine:
         expected = run(engine, jobs, aborts=False)
     for _ in range(40):
         settings = random_settings(rng)
-        some = [replace(job, arrives_at_step=rng.randrange(60)) for job in rng.sample(jobs, rng.randint(1, 60))]
+        some = [
+            replace(job, arrives_at_step=rng.randrange(60))
+            for job in rng.sample(jobs, rng.randint(1, 60))
+        ]
         with closing(make_engine(dtype="bfloat16", **settings)) as engine:
             try:
                 assert_same_bits(some, run(engine, some), expected)
@@ -126,10 +166,25 @@ def test_random_settings_and_neighbours_do_not_change_a_bit():
                 raise AssertionError(f"with {settings}") from error
 
 
-@pytest.mark.parametrize("small", [{"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "small",
+    [{"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}],
+    ids=str,
+)
 def test_of_quantized_weights_and_caches_too(small):
     few = make_jobs(14, seed=12)
-    with closing(make_engine(dtype="bfloat16", **small, enable_prefix_caching=False, max_num_seqs=1)) as engine:
+    with closing(
+        make_engine(dtype="bfloat16", **small, enable_prefix_caching=False, max_num_seqs=1)
+    ) as engine:
         alone = run(engine, few, aborts=False)
-    with closing(make_engine(dtype="bfloat16", **small, **FEW, num_threads=2, max_num_batched_tokens=37, preemption_mode="swap")) as engine:
+    with closing(
+        make_engine(
+            dtype="bfloat16",
+            **small,
+            **FEW,
+            num_threads=2,
+            max_num_batched_tokens=37,
+            preemption_mode="swap",
+        )
+    ) as engine:
         assert_same_bits(few, run(engine, few, aborts=False), alone, aborts=False)

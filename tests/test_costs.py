@@ -1,6 +1,6 @@
-"""What Quire costs when it does nothing or little: imports, memory of the frontend, CPU of idle processes.
-May know: subprocesses, /proc through psutil, the public names.
-Must not know: how any of it is achieved. Seconds are printed; what is asserted does not depend on the machine's load."""
+"""What Quire costs when it does nothing or little: imports, memory of the frontend, CPU of idle
+processes.
+"""
 
 import json
 import subprocess
@@ -31,7 +31,16 @@ HEAVY = {
     "prometheus_client",
     "packaging",
 }
-COMPILERS = {"torch._dynamo", "torch._inductor", "sympy", "triton", "transformers", "pandas", "scipy"}  # seconds and 100 MB at start-up, for nothing
+# seconds and 100 MB at start-up, for nothing
+COMPILERS = {
+    "torch._dynamo",
+    "torch._inductor",
+    "sympy",
+    "triton",
+    "transformers",
+    "pandas",
+    "scipy",
+}
 MAX_FRONTEND_MIB = 120
 GENERATE = """
 import json, os, sys, psutil
@@ -45,30 +54,43 @@ print(json.dumps({"modules": sorted(sys.modules), "rss": rss, "num_outputs": len
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def cpu_seconds(code: str, *arguments: str) -> float:
-    """CPU time of a Python process that runs `code`, best of three: the neighbours on the machine change it little."""
+    """CPU time of a Python process that runs `code`, best of three: the neighbours on the machine
+    change it little.
+    """
     report = "; import resource; u = resource.getrusage(resource.RUSAGE_SELF); print(u.ru_utime + u.ru_stime)"
     return min(float(run_python(code + report).split()[-1]) for _ in range(3))
 
 
 def test_import_quire_loads_nothing_heavy() -> None:
-    loaded = set(json.loads(run_python("import sys, json; import quire; print(json.dumps(sorted(sys.modules)))")))
+    loaded = set(
+        json.loads(
+            run_python("import sys, json; import quire; print(json.dumps(sorted(sys.modules)))")
+        )
+    )
     assert loaded & HEAVY == set()
     assert [name for name in loaded if name.startswith("quire.")] == []
 
 
 def test_import_quire_takes_milliseconds() -> None:
     bare, quire = cpu_seconds("pass"), cpu_seconds("import quire")
-    print(f"import quire: {1000 * (quire - bare):.1f} ms of CPU beyond the interpreter's {1000 * bare:.1f}")
+    print(
+        f"import quire: {1000 * (quire - bare):.1f} ms of CPU beyond the interpreter's "
+        f"{1000 * bare:.1f}"
+    )
     assert quire - bare < 0.05
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["serve", "--version"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], ["serve", "--version"]], ids=" ".join
+)
 def test_version_and_help_load_nothing_heavy(arguments: list[str]) -> None:
     code = f"import sys, json; from quire.__main__ import main; main({arguments!r}); print(json.dumps(sorted(sys.modules)))"
     assert set(json.loads(run_python(code).splitlines()[-1])) & HEAVY == set()
@@ -83,17 +105,23 @@ from quire.__main__ import main
 try: main([{command!r}, {argument!r}])
 except SystemExit: pass
 print(json.dumps(sorted(sys.modules)))"""
-    assert set(json.loads(run_python(code).splitlines()[-1])) & (HEAVY - {"msgspec", "argparse"}) == set()
+    assert (
+        set(json.loads(run_python(code).splitlines()[-1])) & (HEAVY - {"msgspec", "argparse"})
+        == set()
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command_costs_little_more_than_the_libraries_it_is_made_of(command: str) -> None:
-    """0.15 s of CPU is the aim, which an idle machine shows; a busy one is slower in everything, so the interpreter with argparse and
-    msgspec, which every help needs, is the measure."""
+    """0.15 s of CPU is the aim, which an idle machine shows; a busy one is slower in everything, so
+    the interpreter with argparse and msgspec, which every help needs, is the measure.
+    """
     libraries = cpu_seconds("import argparse, dataclasses, json, msgspec, pathlib")
     code = f"from quire.__main__ import main\ntry: main([{command!r}, '--help'])\nexcept SystemExit: pass\nNone"
     cost = cpu_seconds(code)
-    print(f"quire {command} --help: {1000 * cost:.0f} ms of CPU, the libraries {1000 * libraries:.0f}")
+    print(
+        f"quire {command} --help: {1000 * cost:.0f} ms of CPU, the libraries {1000 * libraries:.0f}"
+    )
     assert cost < 3 * libraries
 
 
@@ -132,12 +160,19 @@ def test_an_engine_of_this_process_loads_no_compiler() -> None:
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_idle_processes_use_no_cpu(seconds: int) -> None:
-    """Frontend, engine and their threads block while there is nothing to do: under 1 % of a core together."""
+    """Frontend, engine and their threads block while there is nothing to do: under 1 % of a core
+    together.
+    """
     code = "from quire import LLM\nllm = LLM(engine='process')\nprint('ready', flush=True)\nimport sys; sys.stdin.read()\nllm.close()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
         try:
             assert program.stdout.readline() == "ready\n"
-            processes = [psutil.Process(program.pid), *psutil.Process(program.pid).children(recursive=True)]
+            processes = [
+                psutil.Process(program.pid),
+                *psutil.Process(program.pid).children(recursive=True),
+            ]
             assert len(processes) >= 2
             time.sleep(0.5)  # what start-up left to do
             before = sum(sum(process.cpu_times()[:2]) for process in processes)

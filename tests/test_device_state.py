@@ -1,6 +1,6 @@
-"""Requests through engines that keep their state as on a GPU, tokens coming as late as they can: the outputs of the plain engine, on every path.
-May know: the public API, the bundled model, how a worker is made to run so (executor/on_device.py), random workloads and features.
-Must not know: what is launched, or when."""
+"""Requests through engines that keep their state as on a GPU, tokens coming as late as they can:
+the outputs of the plain engine, on every path.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +22,38 @@ from quire.tests.executor.on_device import LateCopies, keep_on_device
 from quire.tests.features import PLAIN, learn_grammars, run
 from quire.tests.workloads import Job, assert_same, drive, random_jobs
 
-FEW = dict(block_size=8, num_gpu_blocks_override=50)  # one request of the longest kind fits; the others preempt each other
+# one request of the longest kind fits; the others preempt each other
+FEW = dict(block_size=8, num_gpu_blocks_override=50)
 NUM_MIXES, ALL_MIXES = 2, 100
 
 
 def wish(params: SamplingParams, is_early: bool, rng: random.Random) -> SamplingParams:
-    """What some of the early requests want of the host, so that steps are of either kind; and some are forks."""
+    """What some of the early requests want of the host, so that steps are of either kind; and some
+    are forks.
+    """
     if rng.random() < 0.1 and params.temperature:
         params = msgspec.structs.replace(params, n=3)
-    wishes = {"repetition_penalty": 1.2}, {"logprobs": 2}, {"prompt_logprobs": 1}, {"min_tokens": 2}, {"bad_words": ["the"]}, {"logit_bias": {7: 3.0}}
-    return msgspec.structs.replace(params, **rng.choice(wishes)) if is_early and rng.random() < 0.5 else params
+    wishes = (
+        {"repetition_penalty": 1.2},
+        {"logprobs": 2},
+        {"prompt_logprobs": 1},
+        {"min_tokens": 2},
+        {"bad_words": ["the"]},
+        {"logit_bias": {7: 3.0}},
+    )
+    return (
+        msgspec.structs.replace(params, **rng.choice(wishes))
+        if is_early and rng.random() < 0.5
+        else params
+    )
 
 
 def make_jobs(seed: int) -> list[Job]:
     rng = random.Random(seed)
-    return [replace(job, params=wish(job.params, job.arrives_at_step < 8, rng)) for job in random_jobs(60, vocab_size=1500, seed=seed)]
+    return [
+        replace(job, params=wish(job.params, job.arrives_at_step < 8, rng))
+        for job in random_jobs(60, vocab_size=1500, seed=seed)
+    ]
 
 
 JOBS = make_jobs(1)
@@ -55,8 +72,16 @@ def expected() -> dict:
         dict(async_scheduling=True, max_num_batched_tokens=64),
         dict(num_scheduler_steps=4),
         dict(async_scheduling=True, num_scheduler_steps=3),
-        dict(**FEW, async_scheduling=True, preemption_mode="recompute", scheduling_policy="priority"),
-        dict(**FEW, async_scheduling=True, num_scheduler_steps=3, preemption_mode="swap", enable_prefix_caching=False),
+        dict(
+            **FEW, async_scheduling=True, preemption_mode="recompute", scheduling_policy="priority"
+        ),
+        dict(
+            **FEW,
+            async_scheduling=True,
+            num_scheduler_steps=3,
+            preemption_mode="swap",
+            enable_prefix_caching=False,
+        ),
     ],
     ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()),
 )
@@ -71,7 +96,10 @@ def test_outputs_are_those_of_the_plain_engine(expected, settings, monkeypatch):
     if settings.items() >= FEW.items():
         assert metrics["num_preemptions"] > 5  # else few blocks would show nothing
     when = {event: index for index, event in enumerate(copies.events)}
-    num_ahead = sum(when.get(f"launched {n + 1}", len(when)) < when[f"waits for {n}"] for n in range(copies.num_copies))
+    num_ahead = sum(
+        when.get(f"launched {n + 1}", len(when)) < when[f"waits for {n}"]
+        for n in range(copies.num_copies)
+    )
     assert copies.num_copies > 20 and (num_ahead > 20) == settings.get("async_scheduling", False)
 
 
@@ -81,9 +109,17 @@ def plain() -> Iterator[LLMEngine]:
         yield engine
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed >= NUM_MIXES else ()) for seed in range(ALL_MIXES)])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=pytest.mark.slow if seed >= NUM_MIXES else ())
+        for seed in range(ALL_MIXES)
+    ],
+)
 def test_mixes_of_features_get_the_answers_that_each_would_get_alone(plain, seed, monkeypatch):
-    """As in test_feature_mixes.py, with other seeds: grammars, penalties, forks, sleep, new weights in mid-run."""
+    """As in test_feature_mixes.py, with other seeds: grammars, penalties, forks, sleep, new weights
+    in mid-run.
+    """
     rng = random.Random(10_000 + seed)
     jobs = mixes.random_jobs(rng)
     learn_grammars(plain, jobs)
@@ -97,7 +133,9 @@ def test_mixes_of_features_get_the_answers_that_each_would_get_alone(plain, seed
 
 
 def test_rows_that_are_not_finite_fail_alone_and_at_the_same_token(monkeypatch):
-    """Whatever token would be one of some is not a number's: some requests fail, at once or after a while, others never."""
+    """Whatever token would be one of some is not a number's: some requests fail, at once or after a
+    while, others never.
+    """
     compute_logits = Decoder.compute_logits
 
     def poisoned(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
@@ -105,12 +143,15 @@ def test_rows_that_are_not_finite_fail_alone_and_at_the_same_token(monkeypatch):
         return logits.masked_fill(logits.argmax(-1, keepdim=True) % 29 == 3, float("nan"))
 
     monkeypatch.setattr(Decoder, "compute_logits", poisoned)
-    monkeypatch.setattr(Worker, "_make_program", lambda self: None)  # a recorded step would not hear of it
+    # a recorded step would not hear of it
+    monkeypatch.setattr(Worker, "_make_program", lambda self: None)
     jobs = random_jobs(40, vocab_size=1500, seed=5)
     with closing(make_engine()) as engine:
         expected = drive(engine, jobs, aborts=False)
     keep_on_device(monkeypatch, LateCopies())
     with closing(make_engine(async_scheduling=True, num_scheduler_steps=4)) as engine:
         assert_same(jobs, drive(engine, jobs), expected)
-    lengths = [len(result.token_ids) for result in expected.values() if result.finish_reason == "error"]
+    lengths = [
+        len(result.token_ids) for result in expected.values() if result.finish_reason == "error"
+    ]
     assert 5 < len(lengths) < 35 and 0 in lengths and max(lengths) > 3

@@ -1,6 +1,6 @@
-"""Two hundred random requests give the same outputs on every path that must agree, and leave nothing behind.
-May know: the public API, the bundled model, psutil.
-Must not know: how any of the paths works."""
+"""Two hundred random requests give the same outputs on every path that must agree, and leave
+nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from pathlib import Path
 import psutil
 import pytest
 from quire import LLMEngine
-from quire.tests.client_forms import ASYNCIO, BLOCKING, MANY_BLOCKS, blocking_engine, make_async_engine, make_engine
+from quire.tests.client_forms import (
+    ASYNCIO,
+    BLOCKING,
+    MANY_BLOCKS,
+    blocking_engine,
+    make_async_engine,
+    make_engine,
+)
 from quire.tests.workloads import assert_same, drive, drive_async, random_jobs
 
 JOBS = random_jobs(200, vocab_size=1500, seed=1)
-FEW = dict(block_size=8, num_gpu_blocks_override=50)  # one request of the longest kind fits; the others preempt each other all the time
-
+# one request of the longest kind fits; the others preempt each other all the time
+FEW = dict(block_size=8, num_gpu_blocks_override=50)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +69,8 @@ def test_settings_do_not_change_outputs(expected, settings):
         assert_same(JOBS, drive(engine, JOBS), expected)
         assert_empty(engine, settings.get("num_gpu_blocks_override", MANY_BLOCKS))
         if settings.items() >= FEW.items():
-            assert engine.client.call_utility("get_metrics")["num_preemptions"] > 20  # else the test would show nothing
+            # else the test would show nothing
+            assert engine.client.call_utility("get_metrics")["num_preemptions"] > 20
     finally:
         engine.shutdown()
 
@@ -81,7 +89,8 @@ def test_a_warm_prefix_cache_does_not_change_outputs(expected):
 
 @pytest.mark.parametrize("client", BLOCKING + ASYNCIO)
 def test_clients_do_not_change_outputs_and_leave_nothing(expected, client, tmp_path):
-    make_engine("inproc" if "inproc" in client else "process").shutdown()  # what a process loads once (libraries, threads) is no leak
+    # what a process loads once (libraries, threads) is no leak
+    make_engine("inproc" if "inproc" in client else "process").shutdown()
     gc.collect()
     before = _resources()
     got, sockets = run_async(client) if client in ASYNCIO else run_blocking(client, tmp_path)
@@ -108,10 +117,15 @@ def run_async(client: str) -> tuple[dict, list[str]]:
         try:
             sockets = _socket_files()
             results = await drive_async(engine, JOBS)
-            while (state := await engine.call_utility("scheduler_state"))["running"] or state["waiting"]:  # aborts on their way
+            # aborts on their way
+            while (state := await engine.call_utility("scheduler_state"))["running"] or state[
+                "waiting"
+            ]:
                 await asyncio.sleep(0.01)
             assert await engine.call_utility("check_integrity")
-            assert (await engine.get_metrics())["num_free_blocks"] == SMALL["num_gpu_blocks_override"] - 1
+            assert (await engine.get_metrics())["num_free_blocks"] == SMALL[
+                "num_gpu_blocks_override"
+            ] - 1
             return results, sockets
         finally:
             engine.shutdown()
@@ -123,15 +137,25 @@ def test_requests_one_at_a_time_give_the_same(expected):
     engine = make_engine()
     try:
         for job in JOBS[:40]:
-            assert_same([job], drive(engine, [job], aborts=False, check=False), expected, aborts=False)
+            assert_same(
+                [job], drive(engine, [job], aborts=False, check=False), expected, aborts=False
+            )
     finally:
         engine.shutdown()
 
 
 def _resources() -> tuple:
     process = psutil.Process()
-    return process.num_fds(), sorted(t.name for t in threading.enumerate()), process.children(recursive=True)
+    return (
+        process.num_fds(),
+        sorted(t.name for t in threading.enumerate()),
+        process.children(recursive=True),
+    )
 
 
 def _socket_files() -> list[str]:
-    return [c.laddr for c in psutil.Process().net_connections(kind="unix") if isinstance(c.laddr, str) and c.laddr.startswith("/")]
+    return [
+        c.laddr
+        for c in psutil.Process().net_connections(kind="unix")
+        if isinstance(c.laddr, str) and c.laddr.startswith("/")
+    ]

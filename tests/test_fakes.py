@@ -1,6 +1,6 @@
-"""The fake executor's checks fire: each wrong step below would otherwise pass unseen through every test that trusts it.
-May know: the fake executor and the messages.
-Must not know: the scheduler."""
+"""The fake executor's checks fire: each wrong step below would otherwise pass unseen through every
+test that trusts it.
+"""
 
 import pytest
 from quire.ipc.messages import NewRequestData, SchedulerOutput
@@ -15,10 +15,19 @@ def new(slot: int, request_id: str, token_ids: list[int]) -> NewRequestData:
 
 
 def make_executor(**arguments) -> FakeExecutor:
-    """Two requests have run one step: "a" (20 tokens) in slot 0 with blocks 1, 2 and "b" (5 tokens) in slot 1 with block 3."""
+    """Two requests have run one step: "a" (20 tokens) in slot 0 with blocks 1, 2 and "b" (5 tokens)
+    in slot 1 with block 3.
+    """
     executor = FakeExecutor(make_config(**arguments))
     executor.initialize_kv_cache(20)
-    first = SchedulerOutput(0, [0, 1], [20, 5], [0, 0], [[1, 2], [3]], [new(0, "a", list(range(20))), new(1, "b", [7] * 5)])
+    first = SchedulerOutput(
+        0,
+        [0, 1],
+        [20, 5],
+        [0, 0],
+        [[1, 2], [3]],
+        [new(0, "a", list(range(20))), new(1, "b", [7] * 5)],
+    )
     assert executor.execute_model(first).num_sampled == [1, 1]
     return executor
 
@@ -34,7 +43,9 @@ def test_a_right_step_gives_the_tokens_of_the_function():
 def test_a_chunk_samples_nothing_and_a_hit_reads_the_shared_block():
     executor = make_executor()
     shared = [*range(16), 50, 51, 52]
-    output = executor.execute_model(SchedulerOutput(1, [2], [2], [16], [[1, 4]], [new(2, "c", shared)]))
+    output = executor.execute_model(
+        SchedulerOutput(1, [2], [2], [16], [[1, 4]], [new(2, "c", shared)])
+    )
     assert output.num_sampled == [0] and output.token_ids == []
     output = executor.execute_model(SchedulerOutput(2, [2], [1], [18], [[]]))
     assert output.token_ids == [token_from_digest(digest_of(shared), GREEDY, 97)]
@@ -45,7 +56,9 @@ WRONG = {
     "columns": SchedulerOutput(1, [0], [1], [20], []),
     "a slot twice": SchedulerOutput(1, [0, 0], [1, 1], [20, 21], [[], []]),
     "nothing to compute": SchedulerOutput(1, [0], [0], [20], [[]]),
-    "over the budget": SchedulerOutput(1, [2], [101], [0], [[4, 5, 6, 7, 8, 9, 10]], [new(2, "c", [1] * 101)]),
+    "over the budget": SchedulerOutput(
+        1, [2], [101], [0], [[4, 5, 6, 7, 8, 9, 10]], [new(2, "c", [1] * 101)]
+    ),
     "step number": SchedulerOutput(0, [0], [1], [20], [[]]),
     "taken slot": SchedulerOutput(1, [0], [3], [0], [[4]], [new(0, "c", [1, 2, 3])]),
     "slot out of range": SchedulerOutput(1, [8], [3], [0], [[4]], [new(8, "c", [1, 2, 3])]),
@@ -58,11 +71,17 @@ WRONG = {
     "null block": SchedulerOutput(1, [0], [1], [20], [[0]]),
     "block out of range": SchedulerOutput(1, [0], [1], [20], [[20]]),
     "block twice in a table": SchedulerOutput(1, [0], [1], [20], [[1]]),
-    "writes into another's block": SchedulerOutput(1, [2], [3], [0], [[1]], [new(2, "c", [1, 2, 3])]),
+    "writes into another's block": SchedulerOutput(
+        1, [2], [3], [0], [[1]], [new(2, "c", [1, 2, 3])]
+    ),
     "hit of half a block": SchedulerOutput(1, [2], [2], [8], [[1]], [new(2, "c", list(range(10)))]),
-    "hit of everything": SchedulerOutput(1, [2], [1], [16], [[1, 4]], [new(2, "c", list(range(16)))]),
+    "hit of everything": SchedulerOutput(
+        1, [2], [1], [16], [[1, 4]], [new(2, "c", list(range(16)))]
+    ),
     "hit on other tokens": SchedulerOutput(1, [2], [1], [16], [[1, 4]], [new(2, "c", [9] * 17)]),
-    "hit on an empty block": SchedulerOutput(1, [2], [1], [16], [[5, 4]], [new(2, "c", list(range(17)))]),
+    "hit on an empty block": SchedulerOutput(
+        1, [2], [1], [16], [[5, 4]], [new(2, "c", list(range(17)))]
+    ),
 }
 
 
@@ -78,4 +97,6 @@ def test_scripts():
     output = executor.execute_model(SchedulerOutput(1, [0, 1], [1, 1], [20, 5], [[], []]))
     assert (output.num_sampled, output.token_ids, output.errors) == ([1, 0], [42], {1: "broken"})
     executor.nan_rows.add(("a", 2))
-    assert executor.execute_model(SchedulerOutput(2, [0], [1], [21], [[]])).errors == {0: FakeExecutor.NAN_ERROR}
+    assert executor.execute_model(SchedulerOutput(2, [0], [1], [21], [[]])).errors == {
+        0: FakeExecutor.NAN_ERROR
+    }

@@ -1,14 +1,15 @@
-"""Every pair of features works together, or is refused in a sentence: both are seen at work, and neither changes what the other answers.
-May know: tests/features.py, the public API.
-Must not know: how a feature is made, or how two of them meet in the engine.
+"""Every pair of features works together, or is refused in a sentence: both are seen at work, and
+neither changes what the other answers.
 
-What is compared: the answers of the pair with those of the same requests, one at a time, by an engine without any of the features; and for
-each feature that is the request's, the latter with those of the same requests without it.
+What is compared: the answers of the pair with those of the same requests, one at a time, by an
+engine without any of the features; and for each feature that is the request's, the latter with
+those of the same requests without it.
 
 No pair is refused by an engine. Three cannot be met in the plain way:
     recompute and swap      are two values of preemption_mode. Put together they are "swap" with little room, where some must recompute.
     n and greedy            "n: must be 1 with temperature=0 (greedy), where all completions are the same": here n > 1 is sampled.
-    beam search and what    a request can ask for: BeamSearchParams has no such parameter (REFUSED). Here both run beside each other."""
+    beam search and what    a request can ask for: BeamSearchParams has no such parameter (REFUSED). Here both run beside each other.
+"""
 
 from __future__ import annotations
 
@@ -25,27 +26,70 @@ from quire import (
     LLMEngine,
     SamplingParams,
     StructuredOutputsParams,
-)  # fmt: skip
+)
 from quire.kernels.cpu.native.library import library
 from quire.tests.answers import Answers, answer_alone, assert_same, assert_same_beams
-from quire.tests.features import BEAM_PARAMS, BEAM_PROMPTS, BLOCK_BYTES, FEATURES, JOBS, PLAIN, QUANTIZED, RECOMPUTE, SWAP, Feature, run
+from quire.tests.features import (
+    BEAM_PARAMS,
+    BEAM_PROMPTS,
+    BLOCK_BYTES,
+    FEATURES,
+    JOBS,
+    PLAIN,
+    QUANTIZED,
+    RECOMPUTE,
+    SWAP,
+    Feature,
+    run,
+)
 from quire.tests.workloads import Job
 
 PAIRS = [(a, a) for a in FEATURES] + list(itertools.combinations(FEATURES, 2))
 HOST_BLOCKS = 3  # of the workload's victims some are smaller and some larger
-TOGETHER = {frozenset({RECOMPUTE.name, SWAP.name}): dict(preemption_mode="swap", swap_space=HOST_BLOCKS * BLOCK_BYTES / 2**30)}
+TOGETHER = {
+    frozenset({RECOMPUTE.name, SWAP.name}): dict(
+        preemption_mode="swap", swap_space=HOST_BLOCKS * BLOCK_BYTES / 2**30
+    )
+}
 
 EXAMPLES = dict(
-    n=3, temperature=0.0, beam_width=2, max_tokens=5, logprobs=2, prompt_logprobs=2, repetition_penalty=1.5, stop="x", priority=1, seed=4,
-    ignore_eos=True, structured_outputs=StructuredOutputsParams(json_object=True), detokenize=False,
-)  # fmt: skip
+    n=3,
+    temperature=0.0,
+    beam_width=2,
+    max_tokens=5,
+    logprobs=2,
+    prompt_logprobs=2,
+    repetition_penalty=1.5,
+    stop="x",
+    priority=1,
+    seed=4,
+    ignore_eos=True,
+    structured_outputs=StructuredOutputsParams(json_object=True),
+    detokenize=False,
+)
 REFUSED = {
-    ("n", "temperature"): r"n: must be 1 with temperature=0 \(greedy\), where all completions are the same, got 3",
-    ("structured_outputs", "ignore_eos"): "ignore_eos: must be False with structured_outputs: an end-of-sequence token is how such an output ends",
+    (
+        "n",
+        "temperature",
+    ): r"n: must be 1 with temperature=0 \(greedy\), where all completions are the same, got 3",
+    (
+        "structured_outputs",
+        "ignore_eos",
+    ): "ignore_eos: must be False with structured_outputs: an end-of-sequence token is how such an "
+    "output ends",
     ("stop", "detokenize"): "stop: needs detokenize=True: stop strings are found in the text",
 } | {
     ("beam_width", "max_tokens", name): f"Unexpected keyword argument '{name}'"
-    for name in ("n", "logprobs", "prompt_logprobs", "repetition_penalty", "structured_outputs", "stop", "priority", "seed")
+    for name in (
+        "n",
+        "logprobs",
+        "prompt_logprobs",
+        "repetition_penalty",
+        "structured_outputs",
+        "stop",
+        "priority",
+        "seed",
+    )
 }
 
 
@@ -58,7 +102,9 @@ class Matrix:
         self._beams: dict[str, list[BeamSearchOutput]] = {}
 
     def engine(self, *features: Feature) -> LLMEngine:
-        settings = PLAIN | {name: value for feature in features for name, value in feature.settings.items()}
+        settings = PLAIN | {
+            name: value for feature in features for name, value in feature.settings.items()
+        }
         settings |= TOGETHER.get(frozenset(feature.name for feature in features), {})
         key = repr(sorted(settings.items()))
         if key not in self._engines:
@@ -66,20 +112,42 @@ class Matrix:
         return self._engines[key]
 
     def jobs(self, *features: Feature) -> list[Job]:
-        """JOBS with the changes of those features that are the request's, each knowing what was answered before its own."""
+        """JOBS with the changes of those features that are the request's, each knowing what was
+        answered before its own.
+        """
         jobs, changed = JOBS, tuple(feature for feature in features if feature.changes_model)
         for feature in features:
             if feature.change is not None and feature not in changed:
                 without = self.alone(*changed)
-                params = [feature.change(job.params, i, without[job.request_id]) for i, job in enumerate(jobs)]
-                jobs = [Job(job.request_id, job.prompt_token_ids, p, job.priority, job.arrives_at_step, None) for job, p in zip(jobs, params)]
+                params = [
+                    feature.change(job.params, i, without[job.request_id])
+                    for i, job in enumerate(jobs)
+                ]
+                jobs = [
+                    Job(
+                        job.request_id,
+                        job.prompt_token_ids,
+                        p,
+                        job.priority,
+                        job.arrives_at_step,
+                        None,
+                    )
+                    for job, p in zip(jobs, params)
+                ]
                 changed += (feature,)
         return jobs
 
     def alone(self, *features: Feature) -> Answers:
-        """What the plain engine answers to each of these jobs when there is no other. Features of the engine do not count but for the model's."""
+        """What the plain engine answers to each of these jobs when there is no other.
+
+        Features of the engine do not count but for the model's.
+        """
         model = [feature for feature in features if feature.changes_model]
-        key = tuple(feature.name for feature in features if feature.change is not None or feature.changes_model)
+        key = tuple(
+            feature.name
+            for feature in features
+            if feature.change is not None or feature.changes_model
+        )
         if key not in self._alone:
             self._alone[key] = answer_alone(self.engine(*model), self.jobs(*features))
         return self._alone[key]
@@ -87,7 +155,9 @@ class Matrix:
     def beams_alone(self, *features: Feature) -> list[BeamSearchOutput]:
         """Likewise."""
         model = [feature for feature in features if feature.changes_model]
-        settings = PLAIN | {name: value for feature in model for name, value in feature.settings.items()}
+        settings = PLAIN | {
+            name: value for feature in model for name, value in feature.settings.items()
+        }
         key = repr(settings)
         if key not in self._beams:
             with LLM(engine="inproc", **settings) as llm:
@@ -107,8 +177,10 @@ def matrix() -> Iterator[Matrix]:
 
 
 def tolerance(*features: Feature) -> float:
-    """Of log-probabilities. torch's products in float32 depend on the batch in their last bits, which a quantized layer, where a number falls
-    just above or below the middle of two steps of 8 bits, makes more of."""
+    """Of log-probabilities. torch's products in float32 depend on the batch in their last bits,
+    which a quantized layer, where a number falls just above or below the middle of two steps of 8
+    bits, makes more of.
+    """
     return 0.1 if library is None and QUANTIZED in features else 1e-3
 
 
@@ -127,8 +199,11 @@ def test_pair(matrix: Matrix, a: Feature, b: Feature) -> None:
 
 
 def test_everything_at_once(matrix: Matrix) -> None:
-    """One of the two ways to be preempted; whatever else there is, in every request and step. See tolerance: on torch's products beams that
-    are as good as each other change places in quantized models."""
+    """One of the two ways to be preempted; whatever else there is, in every request and step.
+
+    See tolerance: on torch's products beams that
+    are as good as each other change places in quantized models.
+    """
     left_out = [RECOMPUTE] if library else [RECOMPUTE, QUANTIZED]
     features = [feature for feature in FEATURES if feature not in left_out]
     alone = matrix.alone(*features)
@@ -139,12 +214,18 @@ def test_everything_at_once(matrix: Matrix) -> None:
         feature.shows(seen)
 
 
-@pytest.mark.parametrize(("parameters", "words"), REFUSED.items(), ids=lambda value: None if isinstance(value, str) else "-".join(value))
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    REFUSED.items(),
+    ids=lambda value: None if isinstance(value, str) else "-".join(value),
+)
 def test_refused_in_one_request(matrix: Matrix, parameters: tuple[str, ...], words: str) -> None:
     engine = matrix.engine()
     with pytest.raises((InvalidParameterError, TypeError), match=words):
         if "beam_width" in parameters:
             BeamSearchParams(**{name: EXAMPLES[name] for name in parameters})
         else:
-            engine.add_request("refused", "Once", SamplingParams(**{name: EXAMPLES[name] for name in parameters}))
+            engine.add_request(
+                "refused", "Once", SamplingParams(**{name: EXAMPLES[name] for name in parameters})
+            )
     assert not engine.has_unfinished_requests()

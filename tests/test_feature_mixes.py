@@ -1,6 +1,6 @@
-"""Random requests with random parameters through engines with random settings, disturbed in mid-run: answers are those that each would get alone.
-May know: tests/features.py, the public API.
-Must not know: how a feature is made. The pairs, and whether each feature was at work, are test_feature_matrix.py's."""
+"""Random requests with random parameters through engines with random settings, disturbed in
+mid-run: answers are those that each would get alone.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ import pytest
 from quire import LLMEngine, SamplingParams
 from quire.tests.answers import answer_alone, assert_same
 from quire.tests.client_forms import closing, make_engine
-from quire.tests.features import BEAMS, BLOCK_BYTES, FEW_BLOCKS, PAUSE, PLAIN, STRUCTURES, Feature, learn_grammars, run
+from quire.tests.features import (
+    BEAMS,
+    BLOCK_BYTES,
+    FEW_BLOCKS,
+    PAUSE,
+    PLAIN,
+    STRUCTURES,
+    Feature,
+    learn_grammars,
+    run,
+)
 from quire.tests.workloads import Job
 
 NUM_MIXES, ALL_MIXES = 5, 200
@@ -26,33 +36,62 @@ def plain() -> Iterator[LLMEngine]:
 
 
 def random_params(rng: random.Random) -> SamplingParams:
-    """Each parameter in a quarter of the requests, or so; structured output without those that could leave it no token."""
+    """Each parameter in a quarter of the requests, or so; structured output without those that
+    could leave it no token.
+    """
 
     def perhaps(share: float = 0.25, **parameters: Any) -> dict[str, Any]:
         return parameters if rng.random() < share else {}
 
     temperature, max_tokens = rng.choice([0.0, 0.0, 0.8, 1.2]), rng.randint(1, 24)
-    values = dict(temperature=temperature, seed=rng.randrange(2**62), max_tokens=max_tokens, ignore_eos=rng.random() < 0.7)
+    values = dict(
+        temperature=temperature,
+        seed=rng.randrange(2**62),
+        max_tokens=max_tokens,
+        ignore_eos=rng.random() < 0.7,
+    )
     values |= perhaps(0.4 if temperature else 0.0, n=rng.randint(2, 5))
-    values |= perhaps(top_k=rng.choice([1, 5, 50])) | perhaps(top_p=rng.choice([0.5, 0.9])) | perhaps(min_p=0.05)
-    values |= perhaps(repetition_penalty=rng.choice([0.8, 1.3])) | perhaps(presence_penalty=rng.choice([-1.0, 1.0]))
-    values |= perhaps(frequency_penalty=rng.choice([-0.5, 1.0])) | perhaps(logit_bias={rng.randrange(VOCAB_SIZE): rng.choice([-100.0, 5.0])})
+    values |= (
+        perhaps(top_k=rng.choice([1, 5, 50]))
+        | perhaps(top_p=rng.choice([0.5, 0.9]))
+        | perhaps(min_p=0.05)
+    )
+    values |= perhaps(repetition_penalty=rng.choice([0.8, 1.3])) | perhaps(
+        presence_penalty=rng.choice([-1.0, 1.0])
+    )
+    values |= perhaps(frequency_penalty=rng.choice([-0.5, 1.0])) | perhaps(
+        logit_bias={rng.randrange(VOCAB_SIZE): rng.choice([-100.0, 5.0])}
+    )
     values |= perhaps(logprobs=rng.choice([0, 3, 20])) | perhaps(prompt_logprobs=rng.choice([0, 2]))
-    values |= perhaps(stop=[rng.choice("aeiou") + rng.choice("nrst ")], include_stop_str_in_output=rng.random() < 0.5)
-    values |= perhaps(stop_token_ids=rng.sample(range(VOCAB_SIZE), 60)) | perhaps(0.1, truncate_prompt_tokens=rng.randint(1, 20))
+    values |= perhaps(
+        stop=[rng.choice("aeiou") + rng.choice("nrst ")],
+        include_stop_str_in_output=rng.random() < 0.5,
+    )
+    values |= perhaps(stop_token_ids=rng.sample(range(VOCAB_SIZE), 60)) | perhaps(
+        0.1, truncate_prompt_tokens=rng.randint(1, 20)
+    )
     if rng.random() < 0.25:
-        return SamplingParams(**values | dict(structured_outputs=rng.choice(STRUCTURES), ignore_eos=False, max_tokens=30))
+        return SamplingParams(
+            **values
+            | dict(structured_outputs=rng.choice(STRUCTURES), ignore_eos=False, max_tokens=30)
+        )
     values |= perhaps(min_tokens=rng.randint(0, max_tokens)) | perhaps(bad_words=["the", "and"])
-    return SamplingParams(**values | perhaps(0.1, allowed_token_ids=rng.sample(range(VOCAB_SIZE), 300)))
+    return SamplingParams(
+        **values | perhaps(0.1, allowed_token_ids=rng.sample(range(VOCAB_SIZE), 300))
+    )
 
 
 def random_jobs(rng: random.Random) -> list[Job]:
     """Four to ten; most of them begin like the one before."""
     jobs: list[Job] = []
     for i in range(rng.randint(4, 10)):
-        beginning = jobs[-1].prompt_token_ids[: rng.randint(1, 40)] if jobs and rng.random() < 0.6 else []
+        beginning = (
+            jobs[-1].prompt_token_ids[: rng.randint(1, 40)] if jobs and rng.random() < 0.6 else []
+        )
         prompt = (beginning + [rng.randrange(10, 1500) for _ in range(rng.randint(1, 30))])[:55]
-        jobs.append(Job(f"job-{i}", prompt, random_params(rng), rng.randint(-2, 2), rng.randrange(10), None))
+        jobs.append(
+            Job(f"job-{i}", prompt, random_params(rng), rng.randint(-2, 2), rng.randrange(10), None)
+        )
     return jobs
 
 
@@ -70,7 +109,18 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
         long_prefill_token_threshold=rng.choice([0, 0, 3, 20]),
         enable_jump_forward=rng.random() < 0.5,
     )
-    return settings | rng.choice([{}, {}, {}, dict(enable_chunked_prefill=False, max_num_batched_tokens=2048, long_prefill_token_threshold=0)])
+    return settings | rng.choice(
+        [
+            {},
+            {},
+            {},
+            dict(
+                enable_chunked_prefill=False,
+                max_num_batched_tokens=2048,
+                long_prefill_token_threshold=0,
+            ),
+        ]
+    )
 
 
 def _sleep_and_wake(engine: LLMEngine) -> str:
@@ -90,11 +140,18 @@ def _load_the_same_weights(engine: LLMEngine) -> str:
 
 
 DISTURBANCES = [PAUSE, BEAMS] + [
-    Feature(function.__name__, lambda seen: None, disturb=function) for function in (_sleep_and_wake, _forget_the_cache, _load_the_same_weights)
+    Feature(function.__name__, lambda seen: None, disturb=function)
+    for function in (_sleep_and_wake, _forget_the_cache, _load_the_same_weights)
 ]
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed >= NUM_MIXES else ()) for seed in range(ALL_MIXES)])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=pytest.mark.slow if seed >= NUM_MIXES else ())
+        for seed in range(ALL_MIXES)
+    ],
+)
 def test_answers_are_those_that_each_would_get_alone(plain: LLMEngine, seed: int) -> None:
     rng = random.Random(seed)
     jobs = random_jobs(rng)
@@ -106,4 +163,6 @@ def test_answers_are_those_that_each_would_get_alone(plain: LLMEngine, seed: int
             seen = run(engine, jobs, rng.choice(DISTURBANCES))
             assert_same(seen.answers, alone)
             assert not engine.scheduler_state()["requests"]
-            assert engine.get_metrics()["num_free_blocks"] == settings["num_gpu_blocks_override"] - 1
+            assert (
+                engine.get_metrics()["num_free_blocks"] == settings["num_gpu_blocks_override"] - 1
+            )

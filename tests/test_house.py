@@ -1,6 +1,6 @@
-"""The rules of the house as tests: which way imports run, sizes, docstrings, mirrored tests, packaging, forbidden calls.
-May know: the source tree, through ast and tomllib.
-Must not know: what any of the code does; nothing of quire is imported here."""
+"""The rules of the house as tests: which way imports run, sizes, docstrings, mirrored tests,
+packaging, forbidden calls.
+"""
 
 import ast
 import re
@@ -16,9 +16,25 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("frontend", "core", "executor", "kernels", "ipc")
 NOT_OURS = {"build", "dist", "__pycache__", "venv", "node_modules"}  # and every hidden folder
 
-MAX_FILE_LINES, MAX_MODEL_LINES, MAX_FUNCTION_LINES = 500, 150, 80
+MAX_FILE_LINES, MAX_MODEL_LINES, MAX_FUNCTION_LINES = 500, 150, 100
+TO_SPLIT = {  # files that are still longer; each must go
+    "core/engine_core.py",
+    "core/scheduler.py",
+    "frontend/async_llm.py",
+    "tests/bench/bench_gpu.py",
+    "tests/bundled_model/data.py",
+    "tests/core/test_pause.py",
+    "tests/core/test_scheduler.py",
+    "tests/features.py",
+    "tests/frontend/server/test_error_table.py",
+    "tests/frontend/test_cli.py",
+    "tests/frontend/test_client.py",
+    "tests/kernels/cases.py",
+    "tests/kernels/test_sampling.py",
+}
 
-# Folder -> folders of quire that it may import. The exceptions name the one file, and there only inside a function (lazily).
+# Folder -> folders of quire that it may import. The exceptions name the one file, and there only
+# inside a function (lazily).
 MAY_IMPORT = {
     "": {"frontend", "ipc"},  # __init__ and __main__
     "frontend": {"frontend", "ipc"},
@@ -44,26 +60,38 @@ HTTP = {"starlette", "uvicorn", "prometheus_client"}  # under frontend/server/ a
 IPC_WHITELIST = {"msgspec", "zmq", "psutil"}
 SOCKETS_ALLOWED = {"frontend/mp_client.py", "core/engine_proc.py"}
 
-# Module -> the test that mirrors it, where it is not tests/<folder>/test_<name>.py. Keys ending in / stand for a folder.
+# Module -> the test that mirrors it, where it is not tests/<folder>/test_<name>.py. Keys ending in
+# / stand for a folder.
 MIRRORS = {
     "__init__.py": "tests/test_costs.py",
     "__main__.py": "tests/frontend/test_cli.py",
-    **{f"frontend/cli/{name}.py": "tests/frontend/test_cli.py" for name in ("chat", "engine", "flags", "parser", "generate", "session", "terminal")},
-    "frontend/inproc_client.py": "tests/frontend/test_client.py",  # one contract suite over all forms of a client
+    **{
+        f"frontend/cli/{name}.py": "tests/frontend/test_cli.py"
+        for name in ("chat", "engine", "flags", "parser", "generate", "session", "terminal")
+    },
+    # one contract suite over all forms of a client
+    "frontend/inproc_client.py": "tests/frontend/test_client.py",
     "frontend/mp_client.py": "tests/frontend/test_client.py",
     "ipc/errors.py": "tests/ipc/test_failures.py",
     "ipc/messages.py": "tests/ipc/test_codec.py",
     "executor/models/": "tests/executor/test_models.py",
     "kernels/reference/": "tests/kernels/test_parity.py",
     "kernels/cpu/": "tests/kernels/test_parity.py",
-    "kernels/triton/": "tests/kernels/test_parity.py",  # in Triton's interpreter: tests/kernels/triton/test_interpreted.py
+    # in Triton's interpreter: tests/kernels/triton/test_interpreted.py
+    "kernels/triton/": "tests/kernels/test_parity.py",
 }
 
 
 def sources(*folders: str) -> list[Path]:
     """The Python files below these folders of the repository, without other people's."""
     found = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    return sorted(path for path in found if not any(part in NOT_OURS or part.startswith(".") for part in path.relative_to(ROOT).parts))
+    return sorted(
+        path
+        for path in found
+        if not any(
+            part in NOT_OURS or part.startswith(".") for part in path.relative_to(ROOT).parts
+        )
+    )
 
 
 PACKAGE = [*sorted(ROOT.glob("*.py")), *sources(*FOLDERS)]
@@ -83,7 +111,9 @@ def per_file(files: list[Path]) -> pytest.MarkDecorator:
 
 
 def imports(tree: ast.Module, name: str) -> Iterator[tuple[str, bool, int]]:
-    """(absolute dotted name, inside a function?, line) of every import in the module at `name`, relative ones resolved."""
+    """(absolute dotted name, inside a function?, line) of every import in the module at `name`,
+    relative ones resolved.
+    """
     package = ["quire", *Path(name).parts[:-1]]
 
     def walk(node: ast.AST, lazy: bool) -> Iterator[tuple[str, bool, int]]:
@@ -93,9 +123,14 @@ def imports(tree: ast.Module, name: str) -> Iterator[tuple[str, bool, int]]:
             elif isinstance(child, ast.ImportFrom):
                 base = [*package[: len(package) + 1 - child.level]] if child.level else []
                 base += child.module.split(".") if child.module else []
-                yield from ((".".join([*base, alias.name]), lazy, child.lineno) for alias in child.names)
+                yield from (
+                    (".".join([*base, alias.name]), lazy, child.lineno) for alias in child.names
+                )
             else:
-                yield from walk(child, lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+                yield from walk(
+                    child,
+                    lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)),
+                )
 
     return walk(tree, False)
 
@@ -110,11 +145,15 @@ def layering_problems(tree: ast.Module, name: str) -> list[str]:
         top, *rest = dotted.split(".")
         if top == "quire":
             target = rest[0] if rest and rest[0] in FOLDERS else ""
-            allowed = not target or target in MAY_IMPORT[folder] or lazy and LAZILY.get(name) == target
+            allowed = (
+                not target or target in MAY_IMPORT[folder] or (lazy and LAZILY.get(name) == target)
+            )
         elif folder == "ipc":
             allowed = top in IPC_WHITELIST or top in sys.stdlib_module_names
         else:
-            allowed = top not in MUST_NOT_IMPORT[folder] or top == "zmq" and name in SOCKETS_ALLOWED
+            allowed = top not in MUST_NOT_IMPORT[folder] or (
+                top == "zmq" and name in SOCKETS_ALLOWED
+            )
             allowed = allowed and (top != GRAMMARS or name.startswith("executor/grammar"))
             allowed = allowed and (top not in HTTP or name.startswith("frontend/server/"))
         if not allowed:
@@ -132,7 +171,8 @@ def test_imports_run_one_way(path: Path) -> None:
     [
         ("core/scheduler.py", "from ..executor import executor"),
         ("core/scheduler.py", "import numpy as np"),
-        ("core/engine_core.py", "from ..executor.executor import Executor"),  # allowed there, but only inside a function
+        # allowed there, but only inside a function
+        ("core/engine_core.py", "from ..executor.executor import Executor"),
         ("frontend/llm.py", "def f():\n    from ..core.engine_core import EngineCore"),
         ("frontend/cli/chat.py", "def f():\n    import torch"),
         ("frontend/llm.py", "import zmq"),
@@ -153,49 +193,76 @@ def test_the_layering_rule_fires(name: str, code: str) -> None:
 def test_exceptions_to_the_layering_are_used() -> None:
     for name, target in LAZILY.items():
         dotted = [dotted for dotted, _, _ in imports(tree_of(ROOT / name), name)]
-        assert any(d.startswith(f"quire.{target}.") for d in dotted), f"{name} no longer imports {target}: take it out of LAZILY"
+        assert any(d.startswith(f"quire.{target}.") for d in dotted), (
+            f"{name} no longer imports {target}: take it out of LAZILY"
+        )
 
 
 @per_file(EVERYTHING)
-def test_module_docstring_says_what_it_may_know(path: Path) -> None:
+def test_module_docstring_says_what_it_is(path: Path) -> None:
+    """One line (or two) on what the module is; in the package, then what it may not know."""
     text = path.read_text()
     if not text.strip() and path.name == "__init__.py":
         return
     lines = (ast.get_docstring(ast.parse(text)) or "").splitlines()
-    assert len(lines) >= 3, "a module opens with three lines: what it is / May know: / Must not know:"
-    assert lines[1].startswith("May know: ") and lines[2].startswith("Must not know: "), lines[:3]
+    assert lines and lines[0].strip(), "a module opens with a docstring"
+    if path in PACKAGE and path.name != "__init__.py":
+        assert any(line.startswith("Must not know: ") for line in lines), lines[:3]
 
 
 @per_file(EVERYTHING)
 def test_sizes(path: Path) -> None:
     num_lines = len(path.read_text().splitlines())
     is_model = name_of(path).startswith("executor/models/")
-    assert num_lines <= (MAX_MODEL_LINES if is_model else MAX_FILE_LINES)
-    functions = [node for node in ast.walk(tree_of(path)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    assert [f"{f.name}: {n} lines" for f in functions if (n := f.end_lineno - f.lineno + 1) > MAX_FUNCTION_LINES] == []
+    if name_of(path) in TO_SPLIT:
+        assert num_lines > MAX_FILE_LINES, "split: take it out of TO_SPLIT"
+    else:
+        assert num_lines <= (MAX_MODEL_LINES if is_model else MAX_FILE_LINES)
+    functions = [
+        node
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    assert [
+        f"{f.name}: {n} lines"
+        for f in functions
+        if (n := f.end_lineno - f.body[0].lineno + 1) > MAX_FUNCTION_LINES
+    ] == []
 
 
 @per_file([path for path in PACKAGE if path.name != "__init__.py"])
 def test_every_module_has_its_test(path: Path) -> None:
     name = name_of(path)
-    mirror = MIRRORS.get(name) or next((test for key, test in MIRRORS.items() if key.endswith("/") and name.startswith(key)), None)
+    mirror = MIRRORS.get(name) or next(
+        (test for key, test in MIRRORS.items() if key.endswith("/") and name.startswith(key)), None
+    )
     expected = ROOT / (mirror or f"tests/{Path(name).parent.as_posix()}/test_{path.name}")
     assert expected.exists(), f"{name} needs {expected.relative_to(ROOT).as_posix()}"
     assert "def test_" in expected.read_text()
 
 
 def forbidden(tree: ast.Module) -> Iterator[str]:
-    """Ways of running what came over a wire or out of a file: pickle and its users, eval, exec, torch.load."""
+    """Ways of running what came over a wire or out of a file: pickle and its users, eval, exec,
+    torch.load.
+    """
     modules = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (f"line {node.lineno}: import {a.name}" for a in node.names if a.name.split(".")[0] in modules)
+            yield from (
+                f"line {node.lineno}: import {a.name}"
+                for a in node.names
+                if a.name.split(".")[0] in modules
+            )
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in modules:
             yield f"line {node.lineno}: from {node.module} import"
         elif isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             bare = called in {"eval", "exec", "compile", "__import__"}
-            if bare or called.endswith(("torch.load", ".send_pyobj", ".recv_pyobj")) or any(k.arg == "allow_pickle" for k in node.keywords):
+            if (
+                bare
+                or called.endswith(("torch.load", ".send_pyobj", ".recv_pyobj"))
+                or any(k.arg == "allow_pickle" for k in node.keywords)
+            ):
                 yield f"line {node.lineno}: {called}"
 
 
@@ -217,31 +284,61 @@ def test_the_scan_sees_what_it_forbids() -> None:
 
 
 def test_no_utils() -> None:
-    assert [name_of(path) for path in EVERYTHING if path.stem in {"utils", "util", "helpers", "common", "misc"}] == []
+    assert [
+        name_of(path)
+        for path in EVERYTHING
+        if path.stem in {"utils", "util", "helpers", "common", "misc"}
+    ] == []
 
 
 def text_files() -> list[Path]:
     suffixes = {".py", ".md", ".toml", ".json", ".jsonl", ".txt", ".sh", ".cfg", ".yml", ""}
     files = (path for path in ROOT.rglob("*") if path.is_file() and path.suffix in suffixes)
-    kept = (p for p in files if not any(part in NOT_OURS or part.endswith(".egg-info") for part in p.relative_to(ROOT).parts))
-    return [p for p in kept if not any(part.startswith(".") for part in p.relative_to(ROOT).parts) or name_of(p).startswith(".ci/")]
+    kept = (
+        p
+        for p in files
+        if not any(
+            part in NOT_OURS or part.endswith(".egg-info") for part in p.relative_to(ROOT).parts
+        )
+    )
+    return [
+        p
+        for p in kept
+        if not any(part.startswith(".") for part in p.relative_to(ROOT).parts)
+        or name_of(p).startswith(".ci/")
+    ]
 
 
 def test_no_path_of_a_machine() -> None:
     machine_path = re.compile(r"(?<![\w.$}~-])/(?:root|home|work|Users|opt/wheels)/\w")
     assert machine_path.search("cd /" + "home/somebody")
-    found = [f"{name_of(p)}: {m.group()}" for p in text_files() for m in [machine_path.search(p.read_text(errors="replace"))] if m]
+    found = [
+        f"{name_of(p)}: {m.group()}"
+        for p in text_files()
+        for m in [machine_path.search(p.read_text(errors="replace"))]
+        if m
+    ]
     assert found == []
 
 
 def test_packages_are_those_that_exist() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    existing = {".".join(["quire", *path.parent.relative_to(ROOT).parts]) for path in PACKAGE if path.name == "__init__.py"}
+    existing = {
+        ".".join(["quire", *path.parent.relative_to(ROOT).parts])
+        for path in PACKAGE
+        if path.name == "__init__.py"
+    }
     with_code = {".".join(["quire", *path.parent.relative_to(ROOT).parts]) for path in PACKAGE}
     assert set(settings["packages"]) == existing == with_code
     data = settings["package-data"]["quire.frontend.bundled_model"]
-    bundled = [p.name for p in (ROOT / "frontend/bundled_model").iterdir() if p.is_file() and p.suffix != ".py"]
-    assert [name for name in bundled if not any(Path(name).match(pattern) for pattern in data)] == []
+    bundled = [
+        p.name
+        for p in (ROOT / "frontend/bundled_model").iterdir()
+        if p.is_file() and p.suffix != ".py"
+    ]
+    assert [
+        name for name in bundled if not any(Path(name).match(pattern) for pattern in data)
+    ] == []
 
 
 def test_versions_agree() -> None:
@@ -249,8 +346,9 @@ def test_versions_agree() -> None:
     assert f'__version__ = "{version}"' in (ROOT / "__init__.py").read_text()
 
 
-def test_ruff_is_content() -> None:
-    """Rules by name, so that a newer ruff with other defaults does not change the verdict."""
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "F,E4,E7,E9,W", str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("command", ["check --no-cache", "format --check --no-cache"])
+def test_ruff_agrees(command: str) -> None:
+    """The rules and the width stand in pyproject.toml; the formatter decides how code looks."""
+    words = [sys.executable, "-m", "ruff", *command.split(), "--quiet", str(ROOT)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,6 +1,6 @@
-"""Every parameter of a request at its bounds and beyond: what is in range is taken, all else is refused by name, in words that say the range.
-May know: SamplingParams, InputProcessor, the engine's own check, tiny tokenizers.
-Must not know: what the parameters do."""
+"""Every parameter of a request at its bounds and beyond: what is in range is taken, all else is
+refused by name, in words that say the range.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
 
 VOCAB_SIZE, MAX_MODEL_LEN = 320, 64
 INT64_MAX = 2**63 - 1
-HUGE = (2**63, -(2**63) - 1, 10**400, -(10**5000))  # beyond 64 bit, beyond a float, beyond what Python prints
+# beyond 64 bit, beyond a float, beyond what Python prints
+HUGE = (2**63, -(2**63) - 1, 10**400, -(10**5000))
 NO_NUMBER = (None, "1", True, [1], {}, 1j, math.nan, math.inf, -math.inf, 10**400, -(10**5000))
 NO_INTEGER = ("1", True, False, 1.0, 1.5, [1], math.nan, math.inf)
 NO_FLAG = (None, 0, 1, "yes", 1.0)
@@ -30,7 +31,8 @@ for _ in range(10_000):
 CIRCLE: dict = {}
 CIRCLE["again"] = CIRCLE
 
-# Parameter, values that are taken, values that are refused. What a value needs beside it stands in BESIDE.
+# Parameter, values that are taken, values that are refused. What a value needs beside it stands in
+# BESIDE.
 TABLE = [
     ("n", (1, 2, MAX_N), (*NO_INTEGER, *HUGE, None, 0, -1, MAX_N + 1)),
     ("temperature", (0, 0.0, 1e-9, 1, 2.0, 1e38), (*NO_NUMBER, -1e-9, -0.1, 1.1e38)),
@@ -61,8 +63,16 @@ TABLE = [
         "logit_bias",
         (None, {}, {0: 1}, {VOCAB_SIZE - 1: -100.0}, {5: 1e300}),
         (
-            *({5: value} for value in NO_NUMBER), {"5": 1.0}, {True: 1.0}, {5.0: 1.0}, {-1: 1.0}, {VOCAB_SIZE: 1.0}, {2**70: 1.0},
-            [5], "5", [(5, 1.0)],
+            *({5: value} for value in NO_NUMBER),
+            {"5": 1.0},
+            {True: 1.0},
+            {5.0: 1.0},
+            {-1: 1.0},
+            {VOCAB_SIZE: 1.0},
+            {2**70: 1.0},
+            [5],
+            "5",
+            [(5, 1.0)],
         ),
     ),
     ("allowed_token_ids", (None, [0], [VOCAB_SIZE - 1], [5] * 1000), (*NO_IDS, [], [VOCAB_SIZE])),
@@ -72,18 +82,37 @@ TABLE = [
         ("x", 5, ("x",), [5], [""], [" "], ["   "], [LONE], ["x"] * (MAX_BAD_WORDS + 1)),
     ),
     ("bad_words_token_ids", ([],), ([[5]], [[]], [5], [[2**70]], [["a"]])),
-    ("structured_outputs", (None, StructuredOutputsParams(regex="a+")), ({"regex": "a+"}, "a+", 5, [])),
-    ("truncate_prompt_tokens", (None, -1, 1, MAX_MODEL_LEN - 1), (*NO_INTEGER, *HUGE, 0, -2, MAX_MODEL_LEN)),
+    (
+        "structured_outputs",
+        (None, StructuredOutputsParams(regex="a+")),
+        ({"regex": "a+"}, "a+", 5, []),
+    ),
+    (
+        "truncate_prompt_tokens",
+        (None, -1, 1, MAX_MODEL_LEN - 1),
+        (*NO_INTEGER, *HUGE, 0, -2, MAX_MODEL_LEN),
+    ),
     ("stream_interval", (1, 2, INT64_MAX), (*NO_INTEGER, *HUGE, None, 0, -1)),
     (
         "extra_args",
         (None, {}, {"a": [1, 2.5, None, True, "x", {"b": -(2**63)}]}, {"x": math.inf}),
         (
-            "x", [1], 5, {1: 2}, {"a": object()}, {"a": 2**63}, {"a": 10**5000}, {"a": LONE}, {LONE: 1}, {"a": b"x"}, {"a": (1,)},
-            {"a": DEEP}, CIRCLE,
+            "x",
+            [1],
+            5,
+            {1: 2},
+            {"a": object()},
+            {"a": 2**63},
+            {"a": 10**5000},
+            {"a": LONE},
+            {LONE: 1},
+            {"a": b"x"},
+            {"a": (1,)},
+            {"a": DEEP},
+            CIRCLE,
         ),
     ),
-]  # fmt: skip
+]
 BESIDE = {"min_tokens": {"max_tokens": 16}}
 
 
@@ -95,11 +124,19 @@ def cases(column: int) -> list:
     ]
 
 
-def processed(prompt="a prompt", *, max_logprobs: int = 20, tokenizer=tiny_tokenizer(), priority=0, **params) -> EngineCoreRequest:
+def processed(
+    prompt="a prompt", *, max_logprobs: int = 20, tokenizer=tiny_tokenizer(), priority=0, **params
+) -> EngineCoreRequest:
     """What the engine is sent; what the frontend takes, the engine takes too."""
-    config = text_config(max_model_len=MAX_MODEL_LEN, max_logprobs=max_logprobs, skip_tokenizer_init=tokenizer is None)
+    config = text_config(
+        max_model_len=MAX_MODEL_LEN,
+        max_logprobs=max_logprobs,
+        skip_tokenizer_init=tokenizer is None,
+    )
     processor = InputProcessor(config, tokenizer, [302])
-    core_request = processor.process_inputs("r", prompt, SamplingParams(**params), priority=priority).core_request
+    core_request = processor.process_inputs(
+        "r", prompt, SamplingParams(**params), priority=priority
+    ).core_request
     check_request(core_request, config)
     return core_request
 
@@ -118,7 +155,8 @@ def test_the_table_has_every_parameter() -> None:
 @pytest.mark.parametrize(("name", "value"), cases(1))
 def test_in_range(name: str, value: object) -> None:
     params = processed(**{**BESIDE.get(name, {}), name: value}).sampling_params
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params  # and a message can carry it
+    # and a message can carry it
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
 
 
 @pytest.mark.parametrize(("name", "value"), cases(2))
@@ -127,7 +165,9 @@ def test_out_of_range(name: str, value: object) -> None:
         processed(**{**BESIDE.get(name, {}), name: value})
     assert refusal.value.parameter == name
     words = str(refusal.value)
-    assert words.startswith(f"{name}: ") and re.search("must|needs|is not", words) and len(words) < 400
+    assert (
+        words.startswith(f"{name}: ") and re.search("must|needs|is not", words) and len(words) < 400
+    )
     words.encode()
 
 
@@ -137,7 +177,11 @@ def test_numbers_of_other_libraries_become_plain(name) -> None:
         """As numpy's: a float, and nothing that a message can carry."""
 
     value = getattr(SamplingParams(**{name: Float64(0.5)}), name)
-    assert value == 0.5 and type(value) is float and type(getattr(SamplingParams(**{name: 1}), name)) is float
+    assert (
+        value == 0.5
+        and type(value) is float
+        and type(getattr(SamplingParams(**{name: 1}), name)) is float
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,7 +198,10 @@ def test_structured_outputs_hold_plain_text(field, values) -> None:
     for value in values:
         with pytest.raises(InvalidParameterError) as refusal:
             SamplingParams(structured_outputs=StructuredOutputsParams(**{field: value}))
-        assert refusal.value.parameter.startswith("structured_outputs") and len(str(refusal.value)) < 400
+        assert (
+            refusal.value.parameter.startswith("structured_outputs")
+            and len(str(refusal.value)) < 400
+        )
 
 
 # ---------------------------------------------------------------- what depends on something else
@@ -163,9 +210,19 @@ def test_structured_outputs_hold_plain_text(field, values) -> None:
 def test_what_depends_on_another_parameter() -> None:
     refused("min_tokens", "must be at most max_tokens=3, got 4", max_tokens=3, min_tokens=4)
     refused("stop", "needs detokenize=True", stop="x", detokenize=False)
-    refused("n", r"must be 1 with temperature=0 \(greedy\), where all completions are the same, got 3", n=3, temperature=0.0)
+    refused(
+        "n",
+        r"must be 1 with temperature=0 \(greedy\), where all completions are the same, got 3",
+        n=3,
+        temperature=0.0,
+    )
     grammar = StructuredOutputsParams(regex="a")
-    refused("ignore_eos", "must be False with structured_outputs", ignore_eos=True, structured_outputs=grammar)
+    refused(
+        "ignore_eos",
+        "must be False with structured_outputs",
+        ignore_eos=True,
+        structured_outputs=grammar,
+    )
     cut = processed(max_tokens=None, min_tokens=1000).sampling_params
     assert cut.min_tokens == cut.max_tokens < MAX_MODEL_LEN
 
@@ -173,21 +230,41 @@ def test_what_depends_on_another_parameter() -> None:
 @pytest.mark.parametrize("name", ["stop", "bad_words", "structured_outputs"])
 def test_what_needs_a_tokenizer(name) -> None:
     value = StructuredOutputsParams(regex="a") if name == "structured_outputs" else ["x"]
-    refused(name, "needs a tokenizer: this engine runs with skip_tokenizer_init=True", [1, 2], tokenizer=None, **{name: value})
+    refused(
+        name,
+        "needs a tokenizer: this engine runs with skip_tokenizer_init=True",
+        [1, 2],
+        tokenizer=None,
+        **{name: value},
+    )
     processed([1, 2], tokenizer=None, stop=[], bad_words=[], stop_token_ids=[5])
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_max_logprobs_caps_what_a_request_may_ask(name) -> None:
-    refused(name, "must be at most 5, which max_logprobs allows, got 6", max_logprobs=5, **{name: 6})
-    refused(name, "must be at most 5, which max_logprobs allows, got -1", max_logprobs=5, **{name: -1})
+    refused(
+        name, "must be at most 5, which max_logprobs allows, got 6", max_logprobs=5, **{name: 6}
+    )
+    refused(
+        name, "must be at most 5, which max_logprobs allows, got -1", max_logprobs=5, **{name: -1}
+    )
     for unlimited in (-1, VOCAB_SIZE, VOCAB_SIZE + 1):
         for value in (-1, 0, VOCAB_SIZE):
-            assert getattr(processed(max_logprobs=unlimited, **{name: value}).sampling_params, name) == value
-        refused(name, rf"must be -1 \(the whole vocabulary\) or at most {VOCAB_SIZE}, got 321", max_logprobs=unlimited, **{name: 321})
+            assert (
+                getattr(processed(max_logprobs=unlimited, **{name: value}).sampling_params, name)
+                == value
+            )
+        refused(
+            name,
+            rf"must be -1 \(the whole vocabulary\) or at most {VOCAB_SIZE}, got 321",
+            max_logprobs=unlimited,
+            **{name: 321},
+        )
 
 
-@pytest.mark.parametrize("priority", [None, "high", 1.5, True, 2**63, -(2**63) - 1, pytest.param(10**5000, id="huge")])
+@pytest.mark.parametrize(
+    "priority", [None, "high", 1.5, True, 2**63, -(2**63) - 1, pytest.param(10**5000, id="huge")]
+)
 def test_priority_is_64_bit(priority) -> None:
     refused("priority", "must be an integer between", priority=priority)
     assert processed(priority=-(2**63)).priority == -(2**63)
@@ -204,20 +281,28 @@ def test_truncated_prompts_keep_their_end() -> None:
     assert processed(prompt, truncate_prompt_tokens=3).prompt_token_ids == [97, 98, 99]
     assert processed(prompt, truncate_prompt_tokens=-1).prompt_token_ids == prompt[-63:]
     for more_than_there_are in (-1, 9):
-        assert processed([5, 6], truncate_prompt_tokens=more_than_there_are).prompt_token_ids == [5, 6]
+        assert processed([5, 6], truncate_prompt_tokens=more_than_there_are).prompt_token_ids == [
+            5,
+            6,
+        ]
     text = processed("the end of it", truncate_prompt_tokens=2)
     assert text.prompt_token_ids == tiny_tokenizer().encode("the end of it")[-2:]
 
 
 def test_biases_are_cut_as_vllm_cuts_them() -> None:
-    assert processed(logit_bias={1: 1e300, 2: -101, 3: 5}).sampling_params.logit_bias == {1: 100.0, 2: -100.0, 3: 5.0}
+    assert processed(logit_bias={1: 1e300, 2: -101, 3: 5}).sampling_params.logit_bias == {
+        1: 100.0,
+        2: -100.0,
+        3: 5.0,
+    }
 
 
 def test_bad_words_are_written_with_and_without_a_space() -> None:
     tokenizer = tiny_tokenizer()
     token_ids = processed(bad_words=["the", " the", "x"]).sampling_params.bad_words_token_ids
     assert token_ids == [tokenizer.encode(text) for text in ("the", " the", "x", " x")]
-    assert len(tokenizer.encode("the")) != len(tokenizer.encode(" the"))  # both count, whatever their lengths
+    # both count, whatever their lengths
+    assert len(tokenizer.encode("the")) != len(tokenizer.encode(" the"))
 
 
 # ---------------------------------------------------------------- past the frontend
@@ -254,7 +339,10 @@ def test_what_the_constructor_refuses_does_not_decode(name: str, value: object) 
         refusal = error
     else:
         return  # a matter of the model: the test above
-    row = [value if field == name else getattr(SamplingParams(**BESIDE.get(name, {})), field) for field in SamplingParams.__struct_fields__]
+    row = [
+        value if field == name else getattr(SamplingParams(**BESIDE.get(name, {})), field)
+        for field in SamplingParams.__struct_fields__
+    ]
     try:
         encoded = msgspec.msgpack.encode(row)
     except (UnicodeEncodeError, OverflowError, RecursionError, TypeError):
@@ -263,4 +351,5 @@ def test_what_the_constructor_refuses_does_not_decode(name: str, value: object) 
         params = msgspec.msgpack.decode(encoded, type=SamplingParams)
     except (msgspec.ValidationError, InvalidParameterError, RecursionError):
         return
-    assert getattr(params, name) != value, f"{name}={value!r} came through, though {refusal}"  # the wire has made a legal value of it
+    # the wire has made a legal value of it
+    assert getattr(params, name) != value, f"{name}={value!r} came through, though {refusal}"

@@ -1,6 +1,6 @@
-"""Quantized weights and caches through the whole engine: what they lose on the bundled model, that they are refused where nothing fast serves, and bad values.
-May know: the public API, the benchmark that prints the losses, the worker's check.
-Must not know: how weights are quantized."""
+"""Quantized weights and caches through the whole engine: what they lose on the bundled model, that
+they are refused where nothing fast serves, and bad values.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ def measure(**settings) -> float:
 @pytest.mark.skipif(library is None, reason="native kernels are not built here")
 def test_perplexity():
     plain = measure()
-    losses = {quantization: measure(quantization=quantization) / plain - 1 for quantization in ("int8", "int4")}
-    assert abs(losses["int8"]) < 0.005 and 0 < losses["int4"] < 0.02, losses  # 0.0000 and 0.0048 over 150 texts
+    losses = {
+        quantization: measure(quantization=quantization) / plain - 1
+        for quantization in ("int8", "int4")
+    }
+    # 0.0000 and 0.0048 over 150 texts
+    assert abs(losses["int8"]) < 0.005 and 0 < losses["int4"] < 0.02, losses
 
 
 @pytest.mark.skipif(library is None, reason="native kernels are not built here")
@@ -34,7 +38,10 @@ def test_perplexity_with_a_cache_in_int8():
 
 def test_refused_where_only_the_reference_serves_unless_it_is_named():
     ops = SimpleNamespace(chosen={OP: "reference"})
-    with pytest.raises(InvalidParameterError, match="quantization: int4 needs the native CPU kernels with dtype bfloat16 or float32"):
+    with pytest.raises(
+        InvalidParameterError,
+        match="quantization: int4 needs the native CPU kernels with dtype bfloat16 or float32",
+    ):
         check_quantization("int4", ops, {})
     check_quantization("int4", ops, {OP: "reference"})
     check_quantization(None, ops, {})
@@ -52,5 +59,8 @@ def test_the_reference_and_native_kernels_answer_alike():
 
 
 def test_a_value_that_there_is_not():
-    with pytest.raises(InvalidParameterError, match="quantization: must be one of 'int4', 'int8', or None, got 'fp8'"):
+    with pytest.raises(
+        InvalidParameterError,
+        match="quantization: must be one of 'int4', 'int8', or None, got 'fp8'",
+    ):
         EngineArgs(quantization="fp8")

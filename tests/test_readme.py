@@ -1,6 +1,4 @@
-"""The README is true: its blocks run, its names exist, its commands are those of .ci/run.
-May know: the README, ast, subprocesses, the bundled model.
-Must not know: what the blocks show."""
+"""The README is true: its blocks run, its names exist, its commands are those of .ci/run."""
 
 import ast
 import os
@@ -25,7 +23,9 @@ def blocks() -> list[tuple[str, str]]:
         elif language is None and line == "```":
             language, code = "picture", []
         elif language is not None and line == "```":
-            if language in ("bash", "python") and not last.startswith("<!-- not run by tests/test_readme.py: "):
+            if language in ("bash", "python") and not last.startswith(
+                "<!-- not run by tests/test_readme.py: "
+            ):
                 found.append((language, "\n".join(code)))
             language = None
         elif language is not None:
@@ -44,18 +44,39 @@ def definitions() -> set[str]:
                 if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                     names.add(node.name)
                 if isinstance(node, ast.ClassDef):
-                    names |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef))}
+                    names |= {
+                        f"{node.name}.{item.name}"
+                        for item in node.body
+                        if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef))
+                    }
     return names
 
 
 @pytest.mark.timeout(320)  # a block starts several engines; seconds each on a quiet machine
-@pytest.mark.parametrize("index", range(len(blocks())), ids=lambda index: f"{index}-{blocks()[index][0]}")
+@pytest.mark.parametrize(
+    "index", range(len(blocks())), ids=lambda index: f"{index}-{blocks()[index][0]}"
+)
 def test_blocks_run(index: int, tmp_path: Path) -> None:
     language, code = blocks()[index]
-    command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    command = (
+        ["bash", "-euo", "pipefail", "-c", code]
+        if language == "bash"
+        else [sys.executable, "-c", code]
+    )
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+    }
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     print(done.stdout)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,4 @@
-"""The bundled model's long-recall answers stay right whatever the engine does with the prompt.
-May know: the public LLM, the generator of recall prompts.
-Must not know: how chunks, preemption or the prefix cache work."""
+"""The bundled model's long-recall answers stay right whatever the engine does with the prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +22,10 @@ def samples(count: int, seed: int = 7) -> list:
 def num_right(llm: LLM, asked: list) -> int:
     outputs = llm.generate([sample.prompt for sample in asked], GREEDY, use_tqdm=False)
     assert all(len(output.prompt_token_ids) > NUM_TOKENS_BETWEEN for output in outputs)
-    return sum(sample.answer in output.outputs[0].text for sample, output in zip(asked, outputs, strict=True))
+    return sum(
+        sample.answer in output.outputs[0].text
+        for sample, output in zip(asked, outputs, strict=True)
+    )
 
 
 def test_in_chunks_of_16():
@@ -38,11 +39,20 @@ def test_under_preemption(mode):
     asked = samples(6)
     tokenizer = Tokenizer(find_model_directory("bundled"))
     num_blocks = 1 + sum(-(-len(tokenizer.encode(sample.prompt)) // 16) for sample in asked[:2])
-    with LLM(engine="inproc", max_model_len=2048, num_gpu_blocks_override=num_blocks, max_num_batched_tokens=512, preemption_mode=mode) as llm:
+    with LLM(
+        engine="inproc",
+        max_model_len=2048,
+        num_gpu_blocks_override=num_blocks,
+        max_num_batched_tokens=512,
+        preemption_mode=mode,
+    ) as llm:
         assert num_right(llm, asked) >= 6
         metrics = llm.get_metrics()
         assert metrics["num_preemptions"] >= 1
-        assert metrics["num_recomputed_tokens" if mode == "recompute" else "num_blocks_swapped_in"] >= 1
+        assert (
+            metrics["num_recomputed_tokens" if mode == "recompute" else "num_blocks_swapped_in"]
+            >= 1
+        )
 
 
 def test_with_a_warm_prefix_cache():
@@ -51,7 +61,14 @@ def test_with_a_warm_prefix_cache():
         cold = num_right(llm, asked)
         outputs = llm.generate([sample.prompt for sample in asked], GREEDY, use_tqdm=False)
         assert all(output.num_cached_tokens > NUM_TOKENS_BETWEEN - 16 for output in outputs)
-        assert sum(sample.answer in output.outputs[0].text for sample, output in zip(asked, outputs, strict=True)) == cold >= 6
+        assert (
+            sum(
+                sample.answer in output.outputs[0].text
+                for sample, output in zip(asked, outputs, strict=True)
+            )
+            == cold
+            >= 6
+        )
 
 
 @pytest.mark.parametrize("engine", ["inproc", "process"])

@@ -1,6 +1,6 @@
-"""Everything that changes how a token is chosen or told, over every path of the engine: the same tokens, the same log-probabilities.
-May know: the public API, the bundled model.
-Must not know: how any of it works."""
+"""Everything that changes how a token is chosen or told, over every path of the engine: the same
+tokens, the same log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ from quire import EngineArgs, LLMEngine
 from quire.tests.workloads import Job, random_jobs
 
 VOCAB_SIZE = 1500
-FEW = dict(block_size=8, num_gpu_blocks_override=27)  # one long request fits; the others preempt each other all the time
+# one long request fits; the others preempt each other all the time
+FEW = dict(block_size=8, num_gpu_blocks_override=27)
 DEFAULTS = dict(
-    dtype="float32", max_model_len=200, max_num_seqs=24, num_gpu_blocks_override=800, max_num_batched_tokens=2048, num_threads=1,
+    dtype="float32",
+    max_model_len=200,
+    max_num_seqs=24,
+    num_gpu_blocks_override=800,
+    max_num_batched_tokens=2048,
+    num_threads=1,
     logits_processors=["quire.tests.test_sampling_equalities:every_third"],
-)  # fmt: skip
+)
 
 
 def every_third(params):
@@ -53,7 +59,10 @@ def with_features(job: Job, rng: random.Random) -> Job:
 
 
 RNG = random.Random(4)
-JOBS = [with_features(job, RNG) for job in random_jobs(60, VOCAB_SIZE, seed=9, max_prompt=150, max_output=32)]
+JOBS = [
+    with_features(job, RNG)
+    for job in random_jobs(60, VOCAB_SIZE, seed=9, max_prompt=150, max_output=32)
+]
 
 
 def make_engine(**settings) -> LLMEngine:
@@ -65,7 +74,12 @@ def drive(engine: LLMEngine, jobs: list[Job]) -> dict[str, object]:
     waiting, last = list(jobs), {}
     while waiting or engine.has_unfinished_requests():
         for job in waiting[:5]:
-            engine.add_request(job.request_id, {"prompt_token_ids": job.prompt_token_ids}, job.params, priority=job.priority)
+            engine.add_request(
+                job.request_id,
+                {"prompt_token_ids": job.prompt_token_ids},
+                job.params,
+                priority=job.priority,
+            )
         del waiting[:5]
         last |= {output.request_id: output for output in engine.step()}
         engine.client.call_utility("check_integrity")
@@ -83,7 +97,9 @@ def expected():
 
 
 def assert_close(have: list | None, want: list | None) -> None:
-    """Log-probabilities of the same positions: the token's own first, and the others where both list them (neighbours may tie)."""
+    """Log-probabilities of the same positions: the token's own first, and the others where both
+    list them (neighbours may tie).
+    """
     assert (have is None) == (want is None)
     for mine, theirs in zip(have or [], want or [], strict=True):
         if mine is None or theirs is None:
@@ -100,8 +116,10 @@ def assert_same(got: dict, expected: dict) -> None:
         have, have_tokens, want_tokens = got[name], got[name].outputs[0], want.outputs[0]
         assert list(have_tokens.token_ids) == list(want_tokens.token_ids), name
         assert (have_tokens.text, have_tokens.finish_reason, have_tokens.stop_reason) == (
-            want_tokens.text, want_tokens.finish_reason, want_tokens.stop_reason,
-        )  # fmt: skip
+            want_tokens.text,
+            want_tokens.finish_reason,
+            want_tokens.stop_reason,
+        )
         assert_close(have_tokens.logprobs, want_tokens.logprobs)
         assert_close(have.prompt_logprobs, want.prompt_logprobs)
 
@@ -114,14 +132,34 @@ def test_the_workload_has_every_feature_and_its_effects(expected):
         assert completion.finish_reason in ("stop", "length") and len(tokens) >= params.min_tokens
         assert params.allowed_token_ids is None or set(tokens) <= set(params.allowed_token_ids)
         if params.extra_args:
-            assert all((len(job.prompt_token_ids) + i) % 3 == token_id % 3 for i, token_id in enumerate(tokens))
+            assert all(
+                (len(job.prompt_token_ids) + i) % 3 == token_id % 3
+                for i, token_id in enumerate(tokens)
+            )
         if params.logprobs is not None:
             assert [next(iter(position)) for position in completion.logprobs] == tokens
         if params.prompt_logprobs is not None:
-            assert [next(iter(position)) for position in output.prompt_logprobs[1:]] == job.prompt_token_ids[1:]
-    defaults = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "min_tokens": 0}
-    for name in ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens",
-                 "logprobs", "prompt_logprobs", "extra_args"):  # fmt: skip
+            assert [
+                next(iter(position)) for position in output.prompt_logprobs[1:]
+            ] == job.prompt_token_ids[1:]
+    defaults = {
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "min_tokens": 0,
+    }
+    for name in (
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+        "min_tokens",
+        "logprobs",
+        "prompt_logprobs",
+        "extra_args",
+    ):
         assert sum(getattr(job.params, name) != defaults.get(name) for job in JOBS) >= 10
 
 
@@ -143,7 +181,8 @@ def test_settings_do_not_change_tokens_or_logprobs(expected, settings):
     try:
         assert_same(drive(engine, JOBS), expected)
         if settings.items() >= FEW.items():
-            assert engine.client.call_utility("get_metrics")["num_preemptions"] >= 5  # else the test would show nothing
+            # else the test would show nothing
+            assert engine.client.call_utility("get_metrics")["num_preemptions"] >= 5
     finally:
         engine.shutdown()
 

@@ -1,6 +1,6 @@
-"""The engine's controls end to end: clients of one daemon who pause each other; real tiny models that sleep, wake and take other weights.
-May know: the public classes, MPClient, the fake engine's daemon, tiny checkpoints.
-Must not know: how any of it is done."""
+"""The engine's controls end to end: clients of one daemon who pause each other; real tiny models
+that sleep, wake and take other weights.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ import time
 
 import psutil
 import pytest
-from quire import LLM, AsyncLLM, EngineArgs, EngineDeadError, EnginePausedError, InvalidParameterError, ModelLoadError, SamplingParams
+from quire import (
+    LLM,
+    AsyncLLM,
+    EngineArgs,
+    EngineDeadError,
+    EnginePausedError,
+    InvalidParameterError,
+    ModelLoadError,
+    SamplingParams,
+)
 from quire.frontend.mp_client import MPClient
 from quire.ipc.messages import EngineCoreRequest
 from quire.tests.fake_engine import COMMAND, daemon
@@ -29,7 +38,9 @@ PROMPTS = [list(range(5, 45)), [7, 8, 9], list(range(100, 130))]
 
 
 def request(request_id: str, max_tokens: int = 50) -> EngineCoreRequest:
-    return EngineCoreRequest(request_id, [1, 2, 3], SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens))
+    return EngineCoreRequest(
+        request_id, [1, 2, 3], SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)
+    )
 
 
 @pytest.fixture
@@ -128,7 +139,11 @@ def test_an_engine_that_is_paused_can_be_asked_to_leave(how):
     client.shutdown()
 
 
-@pytest.mark.parametrize("stop", [["pause", "keep"], ["pause", "wait"], ["sleep", 1]], ids=lambda stop: stop[0] + str(stop[1]))
+@pytest.mark.parametrize(
+    "stop",
+    [["pause", "keep"], ["pause", "wait"], ["sleep", 1]],
+    ids=lambda stop: stop[0] + str(stop[1]),
+)
 def test_a_stopped_engine_with_work_to_do_does_not_spin(stop):
     client = MPClient(make_config(startup_timeout_s=30.0), command=COMMAND)
     if stop[1] != "wait":
@@ -150,7 +165,9 @@ def test_a_stopped_engine_with_work_to_do_does_not_spin(stop):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    return [str(save_tiny_model(tmp_path_factory.mktemp(f"seed-{seed}"), seed=seed)) for seed in (0, 1)]
+    return [
+        str(save_tiny_model(tmp_path_factory.mktemp(f"seed-{seed}"), seed=seed)) for seed in (0, 1)
+    ]
 
 
 def tokens_of(llm: LLM) -> list[list[int]]:
@@ -227,7 +244,8 @@ def test_pause_by_itself_in_blocking_code(models):
         assert llm.is_paused() and llm.scheduler_state()["pause_mode"] == "wait"
         with pytest.raises(EnginePausedError, match=r"the engine is paused: resume\(\) first"):
             tokens_of(llm)
-        assert llm.scheduler_state()["requests"] == []  # what was submitted in vain has been aborted
+        # what was submitted in vain has been aborted
+        assert llm.scheduler_state()["requests"] == []
         llm.resume()
         assert tokens_of(llm) == expected
 
@@ -235,18 +253,26 @@ def test_pause_by_itself_in_blocking_code(models):
 @pytest.mark.parametrize("engine", ["inproc", "process"])
 def test_asyncio(models, engine):
     async def main(llm: AsyncLLM) -> None:
-        # So long that the engine is still at it when the next call reaches it, however late this process gets its turn.
+        # So long that the engine is still at it when the next call reaches it, however late this
+        # process gets its turn.
         async def finish(request_id: str, max_tokens: int = 440) -> list:
             params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
             return [output async for output in llm.generate(PROMPTS[0], params, request_id)]
 
         alone = (await finish("alone"))[-1].outputs[0].token_ids
-        stream = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=440, ignore_eos=True), "frozen")
+        stream = llm.generate(
+            PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=440, ignore_eos=True), "frozen"
+        )
         await anext(stream)
         await llm.pause("keep")
         state = await llm.scheduler_state()
         [row] = state["requests"]
-        assert row["status"] == "running" and row["num_prompt_tokens"] == 40 and row["num_blocks"] >= 3 and state["is_paused"]
+        assert (
+            row["status"] == "running"
+            and row["num_prompt_tokens"] == 40
+            and row["num_blocks"] >= 3
+            and state["is_paused"]
+        )
         await llm.sleep(2)
         await llm.wake_up()
         assert await llm.is_paused() and not await llm.is_sleeping()
@@ -254,8 +280,15 @@ def test_asyncio(models, engine):
         outputs = [output async for output in stream]
         assert outputs[-1].outputs[0].token_ids == alone
         metrics = outputs[-1].metrics
-        assert metrics.num_preemptions == 1 and metrics.num_recomputed_tokens >= 40 and metrics.num_generation_tokens == 440
-        assert min(metrics.queued_time, metrics.prefill_time, metrics.decode_time) >= 0 and metrics.e2e_latency > metrics.decode_time > 0
+        assert (
+            metrics.num_preemptions == 1
+            and metrics.num_recomputed_tokens >= 40
+            and metrics.num_generation_tokens == 440
+        )
+        assert (
+            min(metrics.queued_time, metrics.prefill_time, metrics.decode_time) >= 0
+            and metrics.e2e_latency > metrics.decode_time > 0
+        )
 
         running = asyncio.create_task(finish("running"))
         while not (await llm.scheduler_state())["running"]:
@@ -273,7 +306,9 @@ def test_asyncio(models, engine):
         await llm.load_weights(models[1])
         assert (await finish("new"))[-1].outputs[0].token_ids != alone
 
-    llm = AsyncLLM.from_engine_args(EngineArgs(models[0], dtype="float32", max_model_len=512, num_threads=1), engine)
+    llm = AsyncLLM.from_engine_args(
+        EngineArgs(models[0], dtype="float32", max_model_len=512, num_threads=1), engine
+    )
     try:
         asyncio.run(main(llm))
     finally:

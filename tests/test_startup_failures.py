@@ -1,6 +1,6 @@
-"""What keeps an engine from starting reaches the caller as the engine's own exception, soon, and leaves no process behind.
-May know: the public LLM, tiny checkpoints.
-Must not know: where in the engine it goes wrong."""
+"""What keeps an engine from starting reaches the caller as the engine's own exception, soon, and
+leaves no process behind.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def truncate_weights(directory: Path) -> None:
 
 def change_architecture(directory: Path) -> None:
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "architectures": ["NobodysForCausalLM"], "model_type": "nobody"}))
+    (directory / "config.json").write_text(
+        json.dumps({**config, "architectures": ["NobodysForCausalLM"], "model_type": "nobody"})
+    )
 
 
 def remove_everything(directory: Path) -> None:
@@ -41,8 +43,18 @@ CASES = {  # what is wrong -> (how it comes about, arguments, exception, what it
     "no such model": (remove_everything, {}, ModelLoadError, "no such directory"),
     "corrupt weights": (truncate_weights, {}, ModelLoadError, "model.safetensors"),
     "unknown architecture": (change_architecture, {}, ModelLoadError, "NobodysForCausalLM"),
-    "KV cache too small": (lambda directory: None, {"kv_cache_memory_bytes": 4096}, InvalidParameterError, "kv_cache_memory_bytes"),
-    "too few blocks": (lambda directory: None, {"num_gpu_blocks_override": 2}, InvalidParameterError, "num_gpu_blocks_override"),
+    "KV cache too small": (
+        lambda directory: None,
+        {"kv_cache_memory_bytes": 4096},
+        InvalidParameterError,
+        "kv_cache_memory_bytes",
+    ),
+    "too few blocks": (
+        lambda directory: None,
+        {"num_gpu_blocks_override": 2},
+        InvalidParameterError,
+        "num_gpu_blocks_override",
+    ),
 }
 
 
@@ -67,4 +79,6 @@ def test_the_engines_traceback_is_the_cause(good, tmp_path):
     truncate_weights(directory)
     with pytest.raises(ModelLoadError) as caught:
         LLM(str(directory), engine="process")
-    assert isinstance(caught.value.__cause__, RemoteTraceback) and "load_weights" in str(caught.value.__cause__)
+    assert isinstance(caught.value.__cause__, RemoteTraceback) and "load_weights" in str(
+        caught.value.__cause__
+    )

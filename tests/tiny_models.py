@@ -1,6 +1,6 @@
-"""Tiny random checkpoints, saved by transformers, so that tests need no download: weights, config and a small tokenizer in one directory.
-May know: transformers and tokenizers (imported when called), the shapes of the supported architectures.
-Must not know: how Quire loads or runs a model."""
+"""Tiny random checkpoints, saved by transformers, so that tests need no download: weights, config
+and a small tokenizer in one directory.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ VOCAB_SIZE = 320  # of the model; the tokenizer uses fewer ids, as padded vocabu
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS_TOKEN_ID = 302  # <|im_end|>
 CHAT_TEMPLATE = (
-    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + "
+    "'<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-# Enough merges for tokens of several bytes, for one that begins with a space and for pieces of multi-byte characters.
+# Enough merges for tokens of several bytes, for one that begins with a space and for pieces of
+# multi-byte characters.
 _MERGES = (
-    "Ġ t|h e|Ġt he|i n|e r|a n|Ġ a|r e|o n|Ġ w|o u|Ġ s|e n|Ġ o|o r|a t|i s|Ġ c|Ġ b|e s|i t|Ġ f|n d|an d|e d|in g|Ġa nd|Ġ m|Ġo f|Ġ p"
+    "Ġ t|h e|Ġt he|i n|e r|a n|Ġ a|r e|o n|Ġ w|o u|Ġ s|e n|Ġ o|o r|a t|i s|Ġ c|Ġ b|e s|i t|Ġ f|n "
+    "d|an d|e d|in g|Ġa nd|Ġ m|Ġo f|Ġ p"
     "|l l|a r|Ġ h|ou t"
     "|Ġ in|Ġ d|a l|o m|a s|ä ½|ä½ ł|å ¥"
 )
@@ -42,17 +45,30 @@ def make_tiny_config(kind: str, **overrides: Any):
     """transformers' config of a tiny model of `kind`; `overrides` are keys of config.json."""
     from transformers import AutoConfig
 
-    per_kind = {"qwen2": {}, "qwen3": {"head_dim": 24}, "llama": {"rms_norm_eps": 1e-5}, "mistral": {"sliding_window": 24}}[kind]
+    per_kind = {
+        "qwen2": {},
+        "qwen3": {"head_dim": 24},
+        "llama": {"rms_norm_eps": 1e-5},
+        "mistral": {"sliding_window": 24},
+    }[kind]
     return AutoConfig.for_model(kind, **{**TINY, **per_kind, **overrides})
 
 
 def save_tiny_model(
-    directory: str | Path, kind: str = "qwen2", *, seed: int = 0, dtype: str = "float32", num_shards: int = 1, **overrides: Any
+    directory: str | Path,
+    kind: str = "qwen2",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    num_shards: int = 1,
+    **overrides: Any,
 ) -> Path:
-    """Writes config.json, generation_config.json, safetensors, tokenizer.json and tokenizer_config.json; returns the directory.
+    """Writes config.json, generation_config.json, safetensors, tokenizer.json and
+    tokenizer_config.json; returns the directory.
 
-    Every parameter is random, biases and norms too, with a spread so wide that greedy choices are far from ties.
-    `num_shards` > 1 splits the weights over about that many files with an index. `overrides` are keys of config.json.
+    Every parameter is random, biases and norms too, with a spread so wide that greedy choices are
+    far from ties. `num_shards` > 1 splits the weights over about that many files with an index.
+    `overrides` are keys of config.json.
     """
     import torch
     from transformers import AutoModelForCausalLM, logging
@@ -63,14 +79,18 @@ def save_tiny_model(
     randomize(model, seed)
     model.to(getattr(torch, dtype))
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    model.save_pretrained(directory, max_shard_size=2 * num_bytes if num_shards == 1 else num_bytes // num_shards)
+    model.save_pretrained(
+        directory, max_shard_size=2 * num_bytes if num_shards == 1 else num_bytes // num_shards
+    )
     model.generation_config.save_pretrained(directory)
     save_tiny_tokenizer(directory)
     return directory
 
 
 def randomize(model, seed: int) -> None:
-    """Fills every parameter from `seed`: matrices with a spread of 1.6 / sqrt(inputs), embeddings 1, norms around 1, biases 0.3."""
+    """Fills every parameter from `seed`: matrices with a spread of 1.6 / sqrt(inputs), embeddings
+    1, norms around 1, biases 0.3.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -88,20 +108,29 @@ def randomize(model, seed: int) -> None:
 
 
 def save_tiny_tokenizer(directory: str | Path) -> None:
-    """A byte-level BPE of 256 bytes, a few merges, three special tokens and a ChatML template. Every text round-trips."""
+    """A byte-level BPE of 256 bytes, a few merges, three special tokens and a ChatML template.
+
+    Every text round-trips.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     merges = [tuple(pair.split(" ")) for pair in _MERGES.split("|")]
-    tokens = sorted(pre_tokenizers.ByteLevel.alphabet()) + list(dict.fromkeys("".join(pair) for pair in merges))
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet()) + list(
+        dict.fromkeys("".join(pair) for pair in merges)
+    )
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     while tokenizer.get_vocab_size() < 300:  # the special ids stay put whatever the merges
-        tokenizer.add_tokens([AddedToken(f"<|unused{tokenizer.get_vocab_size()}|>", normalized=False)])
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+        tokenizer.add_tokens(
+            [AddedToken(f"<|unused{tokenizer.get_vocab_size()}|>", normalized=False)]
+        )
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
     assert tokenizer.token_to_id("<|im_end|>") == EOS_TOKEN_ID
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {

@@ -1,6 +1,6 @@
-"""A random workload and the loop that drives it through an LLMEngine, the same for every path that must agree.
-May know: the public LLMEngine, token ids.
-Must not know: which client, scheduler setting or cache state is under test."""
+"""A random workload and the loop that drives it through an LLMEngine, the same for every path that
+must agree.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +33,12 @@ class Result:
     siblings: tuple[tuple[int, ...], ...]  # tokens of the other completions, where n > 1
 
 
-def random_jobs(num_jobs: int, vocab_size: int, seed: int, max_prompt: int = 300, max_output: int = 48) -> list[Job]:
-    """Lengths, priorities, seeds, stops and aborts at random; half of the prompts begin like an earlier one, as chats do."""
+def random_jobs(
+    num_jobs: int, vocab_size: int, seed: int, max_prompt: int = 300, max_output: int = 48
+) -> list[Job]:
+    """Lengths, priorities, seeds, stops and aborts at random; half of the prompts begin like an
+    earlier one, as chats do.
+    """
     rng = random.Random(seed)
     jobs: list[Job] = []
     for i in range(num_jobs):
@@ -51,35 +55,57 @@ def random_jobs(num_jobs: int, vocab_size: int, seed: int, max_prompt: int = 300
             max_tokens=rng.randint(1, max_output),
             ignore_eos=rng.random() < 0.5,
             stop=[rng.choice("aeiou") + rng.choice("nrst")] if rng.random() < 0.3 else None,
-            stop_token_ids=[rng.randrange(vocab_size) for _ in range(20)] if rng.random() < 0.3 else None,
+            stop_token_ids=[rng.randrange(vocab_size) for _ in range(20)]
+            if rng.random() < 0.3
+            else None,
         )
         abort_after = rng.randint(0, 8) if rng.random() < 0.1 else None
-        jobs.append(Job(f"job-{i}", prompt, params, rng.randint(-2, 2), rng.randrange(40), abort_after))
+        jobs.append(
+            Job(f"job-{i}", prompt, params, rng.randint(-2, 2), rng.randrange(40), abort_after)
+        )
     return jobs
 
 
 def drive(
-    engine: LLMEngine, jobs: list[Job], aborts: bool = True, check: bool = True, watch: Callable[[int, list[RequestOutput]], None] | None = None
+    engine: LLMEngine,
+    jobs: list[Job],
+    aborts: bool = True,
+    check: bool = True,
+    watch: Callable[[int, list[RequestOutput]], None] | None = None,
 ) -> dict[str, Result]:
-    """Feeds the jobs in by their arrival step and steps until all are finished; `check`s the engine's integrity after every step.
+    """Feeds the jobs in by their arrival step and steps until all are finished; `check`s the
+    engine's integrity after every step.
 
-    `watch(step, outputs)` sees what each step brought, and may do to the engine what it likes before the next.
+    `watch(step, outputs)` sees what each step brought, and may do to the engine what it likes
+    before the next.
     """
     waiting = sorted(jobs, key=lambda job: job.arrives_at_step)
     by_id = {job.request_id: job for job in jobs}
     results: dict[str, Result] = {}
     step = 0
     while waiting or engine.has_unfinished_requests():
-        while waiting and (waiting[0].arrives_at_step <= step or not engine.has_unfinished_requests()):
+        while waiting and (
+            waiting[0].arrives_at_step <= step or not engine.has_unfinished_requests()
+        ):
             job = waiting.pop(0)
-            engine.add_request(job.request_id, {"prompt_token_ids": job.prompt_token_ids}, job.params, priority=job.priority)
+            engine.add_request(
+                job.request_id,
+                {"prompt_token_ids": job.prompt_token_ids},
+                job.params,
+                priority=job.priority,
+            )
             if aborts and job.abort_after == 0:
                 engine.abort_request([job.request_id])
         outputs = engine.step()
         for output in outputs:
             job = by_id[output.request_id]
             results[output.request_id] = _result(output)
-            if aborts and not output.finished and job.abort_after is not None and len(output.outputs[0].token_ids) >= job.abort_after > 0:
+            if (
+                aborts
+                and not output.finished
+                and job.abort_after is not None
+                and len(output.outputs[0].token_ids) >= job.abort_after > 0
+            ):
                 engine.abort_request([output.request_id])
         if check:
             engine.client.call_utility("check_integrity")
@@ -90,37 +116,67 @@ def drive(
 
 
 async def drive_async(engine: AsyncLLM, jobs: list[Job]) -> dict[str, Result]:
-    """The same jobs as tasks of one asyncio program, which all begin at once; a caller that aborts leaves its stream."""
+    """The same jobs as tasks of one asyncio program, which all begin at once; a caller that aborts
+    leaves its stream.
+    """
 
     async def run(job: Job) -> tuple[str, Result | None]:
         result = None
-        stream = engine.generate({"prompt_token_ids": job.prompt_token_ids}, job.params, job.request_id, priority=job.priority)
+        stream = engine.generate(
+            {"prompt_token_ids": job.prompt_token_ids},
+            job.params,
+            job.request_id,
+            priority=job.priority,
+        )
         async for output in stream:
             result = _result(output)
-            if not output.finished and job.abort_after is not None and len(result.token_ids) >= job.abort_after:
+            if (
+                not output.finished
+                and job.abort_after is not None
+                and len(result.token_ids) >= job.abort_after
+            ):
                 await engine.abort(job.request_id)
                 break
         return job.request_id, result
 
-    return {request_id: result for request_id, result in await asyncio.gather(*map(run, jobs)) if result is not None}
+    return {
+        request_id: result
+        for request_id, result in await asyncio.gather(*map(run, jobs))
+        if result is not None
+    }
 
 
 def _result(output: Any) -> Result:
     completion, *others = output.outputs
     siblings = tuple(tuple(other.token_ids) for other in others)
     return Result(
-        tuple(completion.token_ids), completion.text, completion.finish_reason, completion.stop_reason, output.num_cached_tokens, siblings
+        tuple(completion.token_ids),
+        completion.text,
+        completion.finish_reason,
+        completion.stop_reason,
+        output.num_cached_tokens,
+        siblings,
     )
 
 
-def assert_same(jobs: list[Job], got: dict[str, Result], expected: dict[str, Result], aborts: bool = True) -> None:
-    """Requests that ran to their end are equal in every field; an aborted one is a beginning of what it would have been."""
+def assert_same(
+    jobs: list[Job], got: dict[str, Result], expected: dict[str, Result], aborts: bool = True
+) -> None:
+    """Requests that ran to their end are equal in every field; an aborted one is a beginning of
+    what it would have been.
+    """
     for job in jobs:
         want = expected[job.request_id]
         have = got.get(job.request_id)
-        if aborts and job.abort_after is not None and (have is None or have.finish_reason in (None, "abort")):
+        if (
+            aborts
+            and job.abort_after is not None
+            and (have is None or have.finish_reason in (None, "abort"))
+        ):
             if have is not None:
                 assert have.token_ids == want.token_ids[: len(have.token_ids)], job
             continue
         assert have is not None, f"{job.request_id} has no result"
-        assert replace(have, num_cached_tokens=0) == replace(want, num_cached_tokens=0), f"{job}\n got {have}\nwant {want}"
+        assert replace(have, num_cached_tokens=0) == replace(want, num_cached_tokens=0), (
+            f"{job}\n got {have}\nwant {want}"
+        )

@@ -1,6 +1,7 @@
 """Which class runs which architecture. `register_model` adds one from outside the package.
-May know: architecture names.
-Must not know: how any model is built; its module is imported when it is asked for."""
+
+Must not know: how any model is built; its module is imported when it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +19,18 @@ _MODELS: dict[str, str | type] = {
 
 
 def register_model(architecture: str, model_class: type) -> None:
-    """Makes `model_class` the model of configs that name `architecture`. models/llama.py shows what such a class has:
-    parse_config(hf_config) -> DecoderConfig, and the constructor (config, make: LayerFactory, max_model_len)."""
+    """Makes `model_class` the model of configs that name `architecture`. models/llama.py shows what
+    such a class has: parse_config(hf_config) -> DecoderConfig, and the constructor (config, make:
+    LayerFactory, max_model_len).
+    """
     _MODELS[architecture] = model_class
 
 
 def find_model_class(hf_config: dict[str, Any]) -> type:
-    """The class for the first supported name in `architectures`. Raises ModelLoadError that lists what is supported."""
+    """The class for the first supported name in `architectures`.
+
+    Raises ModelLoadError that lists what is supported.
+    """
     architectures = hf_config.get("architectures") or []
     for architecture in architectures:
         found = _MODELS.get(architecture)
@@ -32,5 +38,9 @@ def find_model_class(hf_config: dict[str, Any]) -> type:
             return getattr(import_module(f".{found}", __name__), architecture)
         if found is not None:
             return found
-    named = f"architecture {', '.join(architectures)} is not supported" if architectures else "config.json names no architecture"
+    named = (
+        f"architecture {', '.join(architectures)} is not supported"
+        if architectures
+        else "config.json names no architecture"
+    )
     raise ModelLoadError(f"{named}; supported: {', '.join(sorted(_MODELS))}")

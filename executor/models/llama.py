@@ -1,6 +1,8 @@
-"""Llama 2 and 3: grouped-query attention, biases where the config asks for them. Mistral 7B is the same with a sliding window (Jiang et al. 2023).
-May know: shared blocks.
-Must not know: files, requests, devices."""
+"""Llama 2 and 3: grouped-query attention, biases where the config asks for them. Mistral 7B is the
+same with a sliding window (Jiang et al. 2023).
+
+Must not know: files, requests, devices.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class LlamaForCausalLM(Decoder):
         super().__init__(
             make,
             config,
-            make_attention=lambda layer: Attention(make, config, rope, layer, qkv_bias=bias, o_bias=bias, qk_norm=False),
+            make_attention=lambda layer: Attention(
+                make, config, rope, layer, qkv_bias=bias, o_bias=bias, qk_norm=False
+            ),
             make_mlp=lambda: GatedMLP(make, config, bias=config.mlp_bias),
         )
 

@@ -1,6 +1,8 @@
-"""Qwen2 and Qwen2.5: grouped-query attention with biases on q, k and v alone; the later layers may have a sliding window.
-May know: shared blocks.
-Must not know: files, requests, devices."""
+"""Qwen2 and Qwen2.5: grouped-query attention with biases on q, k and v alone; the later layers may
+have a sliding window.
+
+Must not know: files, requests, devices.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from ..layers import Attention, GatedMLP, LayerFactory
 class Qwen2ForCausalLM(Decoder):
     @staticmethod
     def parse_config(hf_config: dict[str, Any]) -> DecoderConfig:
-        # transformers' Qwen2 has its biases whatever attention_bias says; a checkpoint without them fails for its missing names.
+        # transformers' Qwen2 has its biases whatever attention_bias says; a checkpoint without them
+        # fails for its missing names.
         return parse_decoder_config(hf_config, honours=("attention_bias", "use_sliding_window"))
 
     def __init__(self, config: DecoderConfig, make: LayerFactory, max_model_len: int):
@@ -22,6 +25,8 @@ class Qwen2ForCausalLM(Decoder):
         super().__init__(
             make,
             config,
-            make_attention=lambda layer: Attention(make, config, rope, layer, qkv_bias=True, o_bias=False, qk_norm=False),
+            make_attention=lambda layer: Attention(
+                make, config, rope, layer, qkv_bias=True, o_bias=False, qk_norm=False
+            ),
             make_mlp=lambda: GatedMLP(make, config, bias=False),
         )

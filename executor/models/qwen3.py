@@ -1,6 +1,8 @@
-"""Qwen3: as Qwen2 with a norm on every head's q and k in place of biases, and a head size of its own.
-May know: shared blocks.
-Must not know: files, requests, devices."""
+"""Qwen3: as Qwen2 with a norm on every head's q and k in place of biases, and a head size of its
+own.
+
+Must not know: files, requests, devices.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from ..layers import Attention, GatedMLP, LayerFactory
 class Qwen3ForCausalLM(Decoder):
     @staticmethod
     def parse_config(hf_config: dict[str, Any]) -> DecoderConfig:
-        return parse_decoder_config(hf_config, default_head_dim=128, honours=("attention_bias", "use_sliding_window"))
+        return parse_decoder_config(
+            hf_config, default_head_dim=128, honours=("attention_bias", "use_sliding_window")
+        )
 
     def __init__(self, config: DecoderConfig, make: LayerFactory, max_model_len: int):
         rope = make.rope(config, max_model_len)
@@ -22,6 +26,8 @@ class Qwen3ForCausalLM(Decoder):
         super().__init__(
             make,
             config,
-            make_attention=lambda layer: Attention(make, config, rope, layer, qkv_bias=bias, o_bias=bias, qk_norm=True),
+            make_attention=lambda layer: Attention(
+                make, config, rope, layer, qkv_bias=bias, o_bias=bias, qk_norm=True
+            ),
             make_mlp=lambda: GatedMLP(make, config, bias=False),
         )

@@ -1,8 +1,19 @@
-"""How models write their answers: content, reasoning and tool calls, found in the text of a completion as it comes.
-May know: chat templates' text, JSON, StructuredOutputsParams.
-Must not know: tokens, requests, HTTP, the shape of any API's body."""
+"""How models write their answers: content, reasoning and tool calls, found in the text of a
+completion as it comes.
 
-from .answer import Answer, Content, Part, Reasoning, ToolCall, ToolCallArguments, ToolCallStart, collect
+Must not know: tokens, requests, HTTP, the shape of any API's body.
+"""
+
+from .answer import (
+    Answer,
+    Content,
+    Part,
+    Reasoning,
+    ToolCall,
+    ToolCallArguments,
+    ToolCallStart,
+    collect,
+)
 from .formats import AnswerFormat, detect
 from .parser import AnswerParser
 

@@ -1,6 +1,7 @@
 """What an answer is made of: parts as they come, and the whole that they come to.
-May know: nothing but their names.
-Must not know: how any model writes them."""
+
+Must not know: how any model writes them.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +23,20 @@ class Reasoning(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
-    """The call number `index` of this answer begins. Its arguments follow, before the next call's start."""
+    """The call number `index` of this answer begins.
+
+    Its arguments follow, before the next call's start.
+    """
 
     index: int
     name: str
 
 
 class ToolCallArguments(msgspec.Struct, frozen=True, gc=False):
-    """A piece of the JSON text of a call's arguments. Put together they are a JSON object, unless the model stopped within it."""
+    """A piece of the JSON text of a call's arguments.
+
+    Put together they are a JSON object, unless the model stopped within it.
+    """
 
     index: int
     text: str

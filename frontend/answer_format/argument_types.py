@@ -1,6 +1,8 @@
-"""Arguments that a model wrote without saying their type, as XML-like formats do: made JSON by what the tool's schema allows.
-May know: JSON schemas, Python's and JSON's literals.
-Must not know: how the text came."""
+"""Arguments that a model wrote without saying their type, as XML-like formats do: made JSON by what
+the tool's schema allows.
+
+Must not know: how the text came.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,44 @@ import re
 from typing import Any
 
 MAX_REFERENCES = 20  # a schema may refer to itself
-TYPE_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
-LIMITS_OF_TEXT = frozenset({"pattern", "format", "minLength", "maxLength", "const", "anyOf", "oneOf", "allOf", "not", "$ref"})
+TYPE_NAMES = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+LIMITS_OF_TEXT = frozenset(
+    {
+        "pattern",
+        "format",
+        "minLength",
+        "maxLength",
+        "const",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "not",
+        "$ref",
+    }
+)
 DEFINITIONS = ("$defs", "definitions")
 FOREIGN_REFERENCE = re.compile(r'"\$ref": "(?!#/(\$defs|definitions)/)')
-PLAIN_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "title", "description", "strict", "$schema", *DEFINITIONS})
+PLAIN_KEYWORDS = frozenset(
+    {
+        "type",
+        "properties",
+        "required",
+        "additionalProperties",
+        "title",
+        "description",
+        "strict",
+        "$schema",
+        *DEFINITIONS,
+    }
+)
 LITERAL_NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -24,7 +59,11 @@ def allowed_types(schema: Any, root: dict[str, Any], depth: int = 0) -> frozense
         return frozenset()
     stated = schema.get("type")
     if stated is not None:
-        return frozenset(name for name in (stated if isinstance(stated, list) else [stated]) if isinstance(name, str))
+        return frozenset(
+            name
+            for name in (stated if isinstance(stated, list) else [stated])
+            if isinstance(name, str)
+        )
     if "$ref" in schema:
         return allowed_types(_referred(schema["$ref"], root), root, depth + 1)
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
@@ -44,17 +83,29 @@ def _referred(reference: Any, root: dict[str, Any]) -> Any:
         return None
     found: Any = root
     for name in reference[2:].split("/"):
-        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+        found = (
+            found.get(name.replace("~1", "/").replace("~0", "~"))
+            if isinstance(found, dict)
+            else None
+        )
     return found
 
 
 def plain_arguments(schema: dict[str, Any]) -> dict[str, tuple[dict[str, Any], bool]] | None:
-    """The arguments of a function one by one: schema (with the definitions it may refer to), is it required? None where the function's
-    schema demands more than that, or names them in ways that no call can write."""
+    """The arguments of a function one by one: schema (with the definitions it may refer to), is it
+    required? None where the function's schema demands more than that, or names them in ways that no
+    call can write.
+    """
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(properties, dict) or not schema.keys() <= PLAIN_KEYWORDS or not isinstance(required, list):
+    if (
+        not isinstance(properties, dict)
+        or not schema.keys() <= PLAIN_KEYWORDS
+        or not isinstance(required, list)
+    ):
         return None
-    if not set(required) <= properties.keys() or not all(re.fullmatch(r"[\w.-]+", key) and isinstance(properties[key], dict) for key in properties):
+    if not set(required) <= properties.keys() or not all(
+        re.fullmatch(r"[\w.-]+", key) and isinstance(properties[key], dict) for key in properties
+    ):
         return None
     definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
     if FOREIGN_REFERENCE.search(json.dumps([properties, definitions])):
@@ -63,15 +114,21 @@ def plain_arguments(schema: dict[str, Any]) -> dict[str, tuple[dict[str, Any], b
 
 
 def can_stand_alone(schema: dict[str, Any], types: frozenset[str]) -> bool:
-    """Can a value be written without quotes, so that `to_json` makes of any text that follows the schema what was meant?"""
+    """Can a value be written without quotes, so that `to_json` makes of any text that follows the
+    schema what was meant?
+    """
     if types != {"string"}:
         return bool(types) and "string" not in types
     texts = schema.get("enum", [])
-    return not LIMITS_OF_TEXT & schema.keys() and all(isinstance(text, str) and text == text.strip() for text in texts)
+    return not LIMITS_OF_TEXT & schema.keys() and all(
+        isinstance(text, str) and text == text.strip() for text in texts
+    )
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
-    """The JSON of an argument: what the text says if that is of an allowed type, else the text itself as a string."""
+    """The JSON of an argument: what the text says if that is of an allowed type, else the text
+    itself as a string.
+    """
     if types == {"string"}:
         return json.dumps(text, ensure_ascii=False)
     try:
@@ -82,7 +139,7 @@ def to_json(text: str, types: frozenset[str]) -> str:
     name = TYPE_NAMES[type(value)]
     if name == "number" and value.is_integer() and "integer" in types and "number" not in types:
         value, name = int(value), "integer"
-    is_allowed = not types or name in types or name == "integer" and "number" in types
+    is_allowed = not types or name in types or (name == "integer" and "number" in types)
     return json.dumps(value if is_allowed and name != "string" else text, ensure_ascii=False)
 
 
@@ -105,14 +162,21 @@ def _refuse(name: str) -> None:
 
 def _value_of(node: ast.expr) -> Any:
     """Only what JSON can say; names only as JSON writes its constants."""
-    if isinstance(node, ast.Constant) and type(node.value) in TYPE_NAMES and node.value not in (float("inf"), float("-inf")):
+    if (
+        isinstance(node, ast.Constant)
+        and type(node.value) in TYPE_NAMES
+        and node.value not in (float("inf"), float("-inf"))
+    ):
         return node.value
     if isinstance(node, ast.Name) and node.id in LITERAL_NAMES:
         return LITERAL_NAMES[node.id]
     if isinstance(node, (ast.List, ast.Tuple)):
         return [_value_of(item) for item in node.elts]
     if isinstance(node, ast.Dict):
-        return {_key_of(key): _value_of(value) for key, value in zip(node.keys, node.values, strict=True)}
+        return {
+            _key_of(key): _value_of(value)
+            for key, value in zip(node.keys, node.values, strict=True)
+        }
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
         value = _value_of(node.operand)
         if type(value) in (int, float):

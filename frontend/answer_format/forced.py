@@ -1,6 +1,8 @@
-"""Grammars that make a model call tools, or keep it to a structure once it has finished its reasoning.
-May know: GrammarText, StructuredOutputsParams, marks of reasoning.
-Must not know: which format it is (formats write their own calls), the engine."""
+"""Grammars that make a model call tools, or keep it to a structure once it has finished its
+reasoning.
+
+Must not know: which format it is (formats write their own calls), the engine.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,34 @@ def functions_of(tools: list[dict[str, Any]]) -> Functions:
 
 
 def write_json_calls(
-    grammar: GrammarText, functions: Functions, several: bool, before: Callable[[str], str], after: str, frame: tuple[str, str, str] = ("", "", "")
+    grammar: GrammarText,
+    functions: Functions,
+    several: bool,
+    before: Callable[[str], str],
+    after: str,
+    frame: tuple[str, str, str] = ("", "", ""),
 ) -> str:
-    """Calls that are a text with the name, the JSON of the arguments, and a text; `frame`: before the first, between two, behind the last."""
-    calls = [f"{grammar.literal(before(name))} {grammar.arguments(schema)} {grammar.literal(after)}" for name, schema in functions]
+    """Calls that are a text with the name, the JSON of the arguments, and a text; `frame`: before
+    the first, between two, behind the last.
+    """
+    calls = [
+        f"{grammar.literal(before(name))} {grammar.arguments(schema)} {grammar.literal(after)}"
+        for name, schema in functions
+    ]
     return write_repeated(grammar, calls, several, frame)
 
 
-def write_repeated(grammar: GrammarText, calls: list[str], several: bool, frame: tuple[str, str, str]) -> str:
+def write_repeated(
+    grammar: GrammarText, calls: list[str], several: bool, frame: tuple[str, str, str]
+) -> str:
     opening, between, closing = map(grammar.literal, frame)
     call = grammar.any_of(calls)
     return f"{opening} {call} {f'({between} {call})*' if several else ''} {closing}"
 
 
-def write_after_reasoning(grammar: GrammarText, answer: str, marks: ReasoningMarks | None, prompt_text: str) -> str:
+def write_after_reasoning(
+    grammar: GrammarText, answer: str, marks: ReasoningMarks | None, prompt_text: str
+) -> str:
     """The answer, behind the reasoning where the prompt has begun or allows it."""
     if marks is None or marks.is_closed_at_end_of(prompt_text):
         return answer
@@ -60,4 +76,3 @@ def write_structure(grammar: GrammarText, params: StructuredOutputsParams) -> st
     if params.choice is not None:
         return grammar.any_of(map(grammar.literal, params.choice))
     return f"%lark {{\n{params.grammar}\n}}"
-

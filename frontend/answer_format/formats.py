@@ -1,6 +1,8 @@
-"""The table of formats, and which of them a model uses: recognised by the marks in its chat template.
-May know: the marks of the models' formats, chat templates as text.
-Must not know: how a format is read (the modules of the families do), requests."""
+"""The table of formats, and which of them a model uses: recognised by the marks in its chat
+template.
+
+Must not know: how a format is read (the modules of the families do), requests.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,28 @@ class ToolRow:
     format: ToolFormat
 
 
-DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
-KIMI = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>")
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+KIMI = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
 QWEN_CODER = ("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>")
 PHI = JsonCalls(starts=("<|tool_call|>", "functools"), end="<|/tool_call|>", is_list=True)
-LLAMA_JSON = JsonCalls(starts=("<|python_tag|>",), argument_key="parameters", bare_beginnings="{[", bare_separator=";")
+LLAMA_JSON = JsonCalls(
+    starts=("<|python_tag|>",), argument_key="parameters", bare_beginnings="{[", bare_separator=";"
+)
 
-# The first whose marks are all there: a format whose marks include another's stands before it. Without marks: only by the flag.
+# The first whose marks are all there: a format whose marks include another's stands before it.
+# Without marks: only by the flag.
 TOOL_FORMATS = (
     ToolRow(
         "qwen3_coder",
@@ -55,13 +72,32 @@ TOOL_FORMATS = (
     ToolRow(
         "glm45",
         ("<tool_call>", "<arg_key>"),
-        TaggedCalls("<tool_call>", "", "", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", between_key_and_value="\n"),
+        TaggedCalls(
+            "<tool_call>",
+            "",
+            "",
+            "",
+            "<arg_key>",
+            "</arg_key>",
+            "<arg_value>",
+            "</arg_value>",
+            "</tool_call>",
+            between_key_and_value="\n",
+        ),
     ),
     ToolRow(
         "minimax_m2",
         ("<minimax:tool_call>",),
         TaggedCalls(
-            "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', '">', '<parameter name="', '">', "", "</parameter>", "</invoke>"
+            "<minimax:tool_call>",
+            "</minimax:tool_call>",
+            '<invoke name="',
+            '">',
+            '<parameter name="',
+            '">',
+            "",
+            "</parameter>",
+            "</invoke>",
         ),
     ),
     ToolRow(
@@ -79,22 +115,51 @@ TOOL_FORMATS = (
     ToolRow(
         "kimi_k2",
         ("<|tool_calls_section_begin|>",),
-        NamedCalls(
-            *KIMI, call_form="functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS"
-        ),
+        NamedCalls(*KIMI, call_form="functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS"),
     ),
     ToolRow("mistral_v11", ("[TOOL_CALLS]", "[ARGS]"), MistralCalls(name_is_before=True)),
     ToolRow("mistral", ("[TOOL_CALLS]",), MistralCalls()),
     ToolRow("phi4_mini", ("<|tool|>", "<|/tool|>"), PHI),
     ToolRow("phi4_mini", ("functools[",), PHI),
     ToolRow("granite", ("<|tool_call|>",), JsonCalls(starts=("<|tool_call|>",), is_list=True)),
-    ToolRow("lfm2", ("<|tool_call_start|>",), PythonCalls(starts=("<|tool_call_start|>",), end="<|tool_call_end|>")),
-    ToolRow("olmo3", ("<function_calls>",), PythonCalls(starts=("<function_calls>",), end="</function_calls>", call_per_line=True)),
-    ToolRow("tool_calls", ("<tool_calls>",), JsonCalls(starts=("<tool_calls>",), end="</tool_calls>", is_list=True)),  # Jamba, Hunyuan, MiniMax-M1
-    ToolRow("nemotron", ("<TOOLCALL>",), JsonCalls(starts=("<TOOLCALL>",), end="</TOOLCALL>", is_list=True)),
-    ToolRow("internlm", ("<|action_start|>",), JsonCalls(starts=("<|action_start|><|plugin|>",), end="<|action_end|>", argument_key="parameters")),
-    ToolRow("hermes", ("<tool_call>",), JsonCalls(starts=("<tool_call>",), end="</tool_call>", padding="\n")),
-    ToolRow("pythonic", ("func_name1(",), PythonCalls(starts=("<|python_start|>",), end="<|python_end|>", bare_beginnings="[")),
+    ToolRow(
+        "lfm2",
+        ("<|tool_call_start|>",),
+        PythonCalls(starts=("<|tool_call_start|>",), end="<|tool_call_end|>"),
+    ),
+    ToolRow(
+        "olmo3",
+        ("<function_calls>",),
+        PythonCalls(starts=("<function_calls>",), end="</function_calls>", call_per_line=True),
+    ),
+    # Jamba, Hunyuan, MiniMax-M1
+    ToolRow(
+        "tool_calls",
+        ("<tool_calls>",),
+        JsonCalls(starts=("<tool_calls>",), end="</tool_calls>", is_list=True),
+    ),
+    ToolRow(
+        "nemotron",
+        ("<TOOLCALL>",),
+        JsonCalls(starts=("<TOOLCALL>",), end="</TOOLCALL>", is_list=True),
+    ),
+    ToolRow(
+        "internlm",
+        ("<|action_start|>",),
+        JsonCalls(
+            starts=("<|action_start|><|plugin|>",), end="<|action_end|>", argument_key="parameters"
+        ),
+    ),
+    ToolRow(
+        "hermes",
+        ("<tool_call>",),
+        JsonCalls(starts=("<tool_call>",), end="</tool_call>", padding="\n"),
+    ),
+    ToolRow(
+        "pythonic",
+        ("func_name1(",),
+        PythonCalls(starts=("<|python_start|>",), end="<|python_end|>", bare_beginnings="["),
+    ),
     ToolRow("llama3_json", ("dictionary of argument name",), LLAMA_JSON),
     ToolRow("llama3_json", ("<|python_tag|>",), LLAMA_JSON),
     ToolRow("json", (), JsonCalls(bare_beginnings="{[", bare_separator=",")),
@@ -116,7 +181,8 @@ class AnswerFormat:
     reasoning_name: str | None
     reasoning_marks: ReasoningMarks | None
     tokenizer: Tokenizer | None = None
-    several_calls: bool = True  # in one answer: False where the template could not write them into the next prompt
+    # in one answer: False where the template could not write them into the next prompt
+    several_calls: bool = True
     why_no_tools: str = "are of no use to this model: it has no format for calls"
 
     def require_tools(self) -> None:
@@ -126,8 +192,14 @@ class AnswerFormat:
 
     @property
     def skip_special_tokens(self) -> bool:
-        """What SamplingParams must say: False where marks that the parser must see are special tokens, or may be."""
-        marks = [text for value in self._mark_values() for text in ([value] if isinstance(value, str) else value)]
+        """What SamplingParams must say: False where marks that the parser must see are special
+        tokens, or may be.
+        """
+        marks = [
+            text
+            for value in self._mark_values()
+            for text in ([value] if isinstance(value, str) else value)
+        ]
         if self.tokenizer is None:
             return not any(marks)
         special = [self.tokenizer.added_tokens[i] for i in self.tokenizer.special_ids]
@@ -139,11 +211,19 @@ class AnswerFormat:
                 yield from (value for value in astuple(marks) if isinstance(value, (str, tuple)))
 
     def parser(
-        self, tools: list[dict[str, Any]] | None = None, reasoning: bool = True, prompt_text: str = "", parallel_tool_calls: bool = True
+        self,
+        tools: list[dict[str, Any]] | None = None,
+        reasoning: bool = True,
+        prompt_text: str = "",
+        parallel_tool_calls: bool = True,
     ) -> AnswerParser:
-        """For one completion. `tools` as in OpenAI's chat API (their schemas give the types that some formats do not write down);
-        None or []: nothing is taken for a call. `reasoning` False: reasoning stays in the content, with its marks. `prompt_text`: the
-        rendered prompt, whose end may have begun the reasoning. Without `parallel_tool_calls` only the first call is handed on."""
+        """For one completion.
+
+        `tools` as in OpenAI's chat API (their schemas give the types that some formats do not write
+        down); None or []: nothing is taken for a call. `reasoning` False: reasoning stays in the
+        content, with its marks. `prompt_text`: the rendered prompt, whose end may have begun the
+        reasoning. Without `parallel_tool_calls` only the first call is handed on.
+        """
         schemas = dict(functions_of(tools or []))
         marks = self.reasoning_marks if reasoning else None
         return AnswerParser(
@@ -155,13 +235,21 @@ class AnswerFormat:
         )
 
     def forced(
-        self, tools: list[dict[str, Any]], tool_choice: Any, *, parallel_tool_calls: bool = True, prompt_text: str = ""
+        self,
+        tools: list[dict[str, Any]],
+        tool_choice: Any,
+        *,
+        parallel_tool_calls: bool = True,
+        prompt_text: str = "",
     ) -> StructuredOutputsParams | None:
-        """What makes the model call a tool where `tool_choice` demands it ("required", or for one of `tools` {"name": ...}, or the same within {"function": ...}), with arguments
-        that keep to the tool's schema, in the model's own format; None for "auto" and "none". The parser understands all of it.
+        """What makes the model call a tool where `tool_choice` demands it ("required", or for one
+        of `tools` {"name": ...}, or the same within {"function": ...}), with arguments that keep to
+        the tool's schema, in the model's own format; None for "auto" and "none". The parser
+        understands all of it.
 
-        A function that was named is called once, as is any without `parallel_tool_calls`. The model reasons first where its prompt lets it.
-        Raises InvalidParameterError for a model that cannot call tools.
+        A function that was named is called once, as is any without `parallel_tool_calls`. The model
+        reasons first where its prompt lets it. Raises InvalidParameterError for a model that cannot
+        call tools.
         """
         if tool_choice in ("auto", "none"):
             return None
@@ -174,14 +262,25 @@ class AnswerFormat:
         several = parallel_tool_calls and self.several_calls and not isinstance(tool_choice, dict)
         return self._finished(grammar, self._calls(grammar, functions, several), prompt_text)
 
-    def strict(self, tools: list[dict[str, Any]], *, parallel_tool_calls: bool = True, prompt_text: str = "") -> StructuredOutputsParams | None:
-        """What holds the arguments of calls that the model makes of its own accord to the schemas of those tools that are `strict`; between
-        calls it writes what it likes. None if no tool is, or if calls have no mark that would tell their beginning."""
+    def strict(
+        self,
+        tools: list[dict[str, Any]],
+        *,
+        parallel_tool_calls: bool = True,
+        prompt_text: str = "",
+    ) -> StructuredOutputsParams | None:
+        """What holds the arguments of calls that the model makes of its own accord to the schemas
+        of those tools that are `strict`; between calls it writes what it likes. None if no tool is,
+        or if calls have no mark that would tell their beginning.
+        """
         is_strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict")}
         if not is_strict or self.tool_format is None or not self.tool_format.start:
             return None
         grammar, several = self._grammar(), parallel_tool_calls and self.several_calls
-        functions = [(name, schema if name in is_strict else ANY_OBJECT) for name, schema in functions_of(tools)]
+        functions = [
+            (name, schema if name in is_strict else ANY_OBJECT)
+            for name, schema in functions_of(tools)
+        ]
         call = f"{grammar.text_until(self.tool_format.start)} {self.tool_format.write(grammar, functions, several)}"
         answer = f"({call}){'*' if several else '?'} {grammar.text_without(self.tool_format.start)}"
         return self._finished(grammar, answer, prompt_text)
@@ -194,34 +293,60 @@ class AnswerFormat:
         tools: list[dict[str, Any]] | None = None,
         parallel_tool_calls: bool = True,
     ) -> StructuredOutputsParams:
-        """The same structure for the answer of a model that may reason before it, or call `tools` in its place. Without this the structure
-        would begin within the reasoning, and no tool could be called."""
-        reasons = self.reasoning_marks is not None and not self.reasoning_marks.is_closed_at_end_of(prompt_text)
+        """The same structure for the answer of a model that may reason before it, or call `tools`
+        in its place. Without this the structure would begin within the reasoning, and no tool could
+        be called.
+        """
+        reasons = self.reasoning_marks is not None and not self.reasoning_marks.is_closed_at_end_of(
+            prompt_text
+        )
         calls = self.tool_format is not None and bool(tools)
         if not reasons and not calls:
             return params
         grammar = self._grammar()
         answer = write_structure(grammar, params)
         if calls:
-            answer = grammar.any_of([answer, self._calls(grammar, functions_of(tools), parallel_tool_calls and self.several_calls)])
+            answer = grammar.any_of(
+                [
+                    answer,
+                    self._calls(
+                        grammar, functions_of(tools), parallel_tool_calls and self.several_calls
+                    ),
+                ]
+            )
         return self._finished(grammar, answer, prompt_text)
 
     def _calls(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
         return f"{grammar.literal(self.tool_format.start)} {self.tool_format.write(grammar, functions, several)}"
 
     def _grammar(self) -> GrammarText:
-        return GrammarText({text: i for i, text in self.tokenizer.added_tokens.items()} if self.tokenizer else {})
+        return GrammarText(
+            {text: i for i, text in self.tokenizer.added_tokens.items()} if self.tokenizer else {}
+        )
 
-    def _finished(self, grammar: GrammarText, answer: str, prompt_text: str) -> StructuredOutputsParams:
-        return StructuredOutputsParams(grammar=grammar.finished(write_after_reasoning(grammar, answer, self.reasoning_marks, prompt_text)))
+    def _finished(
+        self, grammar: GrammarText, answer: str, prompt_text: str
+    ) -> StructuredOutputsParams:
+        return StructuredOutputsParams(
+            grammar=grammar.finished(
+                write_after_reasoning(grammar, answer, self.reasoning_marks, prompt_text)
+            )
+        )
 
 
 def detect(
-    chat_template: str | None, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO, tokenizer: Tokenizer | None = None
+    chat_template: str | None,
+    tool_call_parser: str = AUTO,
+    reasoning_parser: str = AUTO,
+    tokenizer: Tokenizer | None = None,
 ) -> AnswerFormat:
-    """The format of a model. The two names override what its template shows; "none" turns the search for calls or reasoning off.
+    """The format of a model.
 
-    `tokenizer` tells which marks are tokens of their own. Raises InvalidParameterError for a name that no format has.
+    The two names override what its template shows; "none" turns the search for calls or reasoning
+    off.
+
+    `tokenizer` tells which marks are tokens of their own. Raises InvalidParameterError for a name
+    that no format has.
     """
     row = _tool_row(chat_template or "", tool_call_parser)
     reasoning_name = _reasoning_name(chat_template or "", reasoning_parser)
@@ -254,10 +379,19 @@ def _tool_row(template: str, wanted: str) -> ToolRow | None:
     if wanted == NONE:
         return None
     if wanted == AUTO:
-        return next((row for row in TOOL_FORMATS if row.marks and all(mark in template for mark in row.marks)), None)
+        return next(
+            (
+                row
+                for row in TOOL_FORMATS
+                if row.marks and all(mark in template for mark in row.marks)
+            ),
+            None,
+        )
     rows = {row.name: row for row in TOOL_FORMATS}
     if wanted not in rows:
-        raise InvalidParameterError("tool_call_parser", f"must be one of {', '.join([AUTO, NONE, *rows])}, got {wanted!r}")
+        raise InvalidParameterError(
+            "tool_call_parser", f"must be one of {', '.join([AUTO, NONE, *rows])}, got {wanted!r}"
+        )
     return rows[wanted]
 
 
@@ -265,7 +399,12 @@ def _reasoning_name(template: str, wanted: str) -> str | None:
     if wanted == NONE:
         return None
     if wanted == AUTO:
-        return next((name for name, marks in REASONING_FORMATS.items() if marks.end in template), None)
+        return next(
+            (name for name, marks in REASONING_FORMATS.items() if marks.end in template), None
+        )
     if wanted not in REASONING_FORMATS:
-        raise InvalidParameterError("reasoning_parser", f"must be one of {', '.join([AUTO, NONE, *REASONING_FORMATS])}, got {wanted!r}")
+        raise InvalidParameterError(
+            "reasoning_parser",
+            f"must be one of {', '.join([AUTO, NONE, *REASONING_FORMATS])}, got {wanted!r}",
+        )
     return wanted

@@ -1,6 +1,7 @@
 """GrammarText: writes a grammar in Lark with llguidance's extensions, piece by piece.
-May know: llguidance's dialect as text, the tokens that a tokenizer was given beside its vocabulary.
-Must not know: llguidance itself, formats of answers."""
+
+Must not know: llguidance itself, formats of answers.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +15,42 @@ USUAL_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_sepa
 ANY_TEXT = "/(?s:.*)/"
 # With these a schema may allow properties that `properties` does not list.
 OPEN_KEYWORDS = frozenset(
-    {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "$ref", "allOf", "anyOf", "oneOf", "if"}
+    {
+        "additionalProperties",
+        "patternProperties",
+        "unevaluatedProperties",
+        "propertyNames",
+        "$ref",
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "if",
+    }
 )
 
 
 class GrammarText:
-    """`added_tokens` (text -> id) are matched as tokens, never as text: so llguidance wants it, and so the model was trained."""
+    """`added_tokens` (text -> id) are matched as tokens, never as text: so llguidance wants it, and
+    so the model was trained.
+    """
 
     def __init__(self, added_tokens: Mapping[str, int]):
         self._added_tokens = added_tokens
-        alternatives = "|".join(re.escape(token) for token in sorted(added_tokens, key=len, reverse=True))
+        alternatives = "|".join(
+            re.escape(token) for token in sorted(added_tokens, key=len, reverse=True)
+        )
         self._added_token = re.compile(f"({alternatives})" if alternatives else r"(?!)")
         self._rules: list[str] = []
 
     def literal(self, text: str) -> str:
         """This text alone."""
         pieces = [piece for piece in self._added_token.split(text) if piece]
-        return " ".join(f"<[{self._added_tokens[p]}]>" if p in self._added_tokens else json.dumps(p, ensure_ascii=False) for p in pieces)
+        return " ".join(
+            f"<[{self._added_tokens[p]}]>"
+            if p in self._added_tokens
+            else json.dumps(p, ensure_ascii=False)
+            for p in pieces
+        )
 
     def rule(self, expression: str, attributes: str = "") -> str:
         """The name of a rule for it."""
@@ -50,7 +70,10 @@ class GrammarText:
         return f"%json {json.dumps({**schema, 'x-guidance': USUAL_SPACING})}"
 
     def arguments(self, schema: dict[str, Any]) -> str:
-        """An object for a function with this schema. Where the schema does not speak of other properties than those it lists, there are none."""
+        """An object for a function with this schema.
+
+        Where the schema does not speak of other properties than those it lists, there are none.
+        """
         closed = {} if OPEN_KEYWORDS & schema.keys() else {"additionalProperties": False}
         return self.json({"type": "object", **schema, **closed})
 
@@ -66,7 +89,9 @@ class GrammarText:
         if self._added_token.search(mark):
             return self.rule(ANY_TEXT)
         name = f"T{len(self._rules)}"
-        self._rules.append(f"{name}: {ANY_TEXT} & ~/(?s:.*){re.escape(mark).replace('/', chr(92) + '/')}(?s:.*)/")
+        self._rules.append(
+            f"{name}: {ANY_TEXT} & ~/(?s:.*){re.escape(mark).replace('/', chr(92) + '/')}(?s:.*)/"
+        )
         return name
 
     def finished(self, start: str) -> str:

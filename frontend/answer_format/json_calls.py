@@ -1,6 +1,8 @@
-"""Tool calls as JSON objects that hold name and arguments: {"name": "f", "arguments": {…}}, one or several between marks, or a list of them.
-May know: TextStream, JSON.
-Must not know: which models write so (formats.py)."""
+"""Tool calls as JSON objects that hold name and arguments: {"name": "f", "arguments": {…}}, one or
+several between marks, or a list of them.
+
+Must not know: which models write so (formats.py).
+"""
 
 from __future__ import annotations
 
@@ -33,24 +35,39 @@ class JsonCalls:
 
         pad = self.padding
         if self.is_list:
-            return write_json_calls(grammar, functions, several, before, "}", (f"{pad}[", ", ", f"]{pad}{self.end}"))
+            return write_json_calls(
+                grammar, functions, several, before, "}", (f"{pad}[", ", ", f"]{pad}{self.end}")
+            )
         if self.bare_beginnings:
-            return write_json_calls(grammar, functions, several, before, "}", ("", f"{self.bare_separator} ", ""))
-        return write_json_calls(grammar, functions, several, lambda name: pad + before(name), f"}}{pad}{self.end}", ("", pad + self.start, ""))
+            return write_json_calls(
+                grammar, functions, several, before, "}", ("", f"{self.bare_separator} ", "")
+            )
+        return write_json_calls(
+            grammar,
+            functions,
+            several,
+            lambda name: pad + before(name),
+            f"}}{pad}{self.end}",
+            ("", pad + self.start, ""),
+        )
 
     @property
     def start(self) -> str:
         return "" if self.bare_beginnings else self.starts[0]
 
     def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
-        """All calls behind a mark (or "", for those that stand without one), and the mark that ends them."""
+        """All calls behind a mark (or "", for those that stand without one), and the mark that ends
+        them.
+        """
         yield from stream.skip_space()
         is_list = yield from stream.accept("[")
         while True:
             yield from stream.skip_space()
             yield from read_call_object(stream, calls, only_known=not mark)
             yield from stream.skip_space()
-            follows = (yield from stream.accept(",")) if is_list else (yield from stream.peek()) == "{"
+            follows = (
+                (yield from stream.accept(",")) if is_list else (yield from stream.peek()) == "{"
+            )
             if not follows:
                 break
         if is_list:

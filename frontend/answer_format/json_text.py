@@ -1,6 +1,8 @@
-"""Reads JSON out of a TextStream character by character, so that a call's arguments can be handed on while the model writes them.
-May know: JSON, TextStream.
-Must not know: what the JSON means."""
+"""Reads JSON out of a TextStream character by character, so that a call's arguments can be handed
+on while the model writes them.
+
+Must not know: what the JSON means.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|
 
 
 def read_json(stream: TextStream) -> Reader:
-    """Consumes one value. Raises Malformed at the first character that cannot be JSON, or where the text ends within the value."""
+    """Consumes one value.
+
+    Raises Malformed at the first character that cannot be JSON, or where the text ends within the
+    value.
+    """
     closers: list[str] = []
     while True:
         yield from _skip_json_space(stream)
@@ -44,7 +50,10 @@ def read_json(stream: TextStream) -> Reader:
 
 
 def _read_end_of_value(stream: TextStream, closers: list[str]) -> Generator[None, None, bool]:
-    """Consumes closing brackets, and the comma and key before the next value. False: the outermost value is complete."""
+    """Consumes closing brackets, and the comma and key before the next value.
+
+    False: the outermost value is complete.
+    """
     while closers:
         yield from _skip_json_space(stream)
         if (yield from stream.accept(",")):
@@ -63,8 +72,11 @@ def _read_key(stream: TextStream) -> Reader:
 
 
 def read_string(stream: TextStream) -> Reader:
-    """Consumes a string with its quotes. A raw line break or another control character in it, which JSON forbids and models write, is handed
-    on escaped."""
+    """Consumes a string with its quotes.
+
+    A raw line break or another control character in it, which JSON forbids and models write, is
+    handed on escaped.
+    """
     yield from stream.expect('"')
     while True:
         if not (yield from stream.peek()):

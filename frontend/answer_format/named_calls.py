@@ -1,6 +1,7 @@
 """Tool calls whose name stands before the JSON of their arguments: DeepSeek's, Kimi's, Mistral's.
-May know: TextStream, JSON.
-Must not know: which models write so (formats.py)."""
+
+Must not know: which models write so (formats.py).
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ FENCE = "```"
 class NamedCalls:
     """section_start (call_start NAME separator {…} call_end)* section_end
 
-    DeepSeek V3 and R1 write the call's type before the separator, the name behind it and the arguments between fences of ```json; V3.1 and
-    Kimi as above, Kimi's name within an id, functions.NAME:0. The characters tell which.
+    DeepSeek V3 and R1 write the call's type before the separator, the name behind it and the
+    arguments between fences of ```json; V3.1 and Kimi as above, Kimi's name within an id,
+    functions.NAME:0. The characters tell which.
     """
 
     section_start: str
@@ -31,7 +33,8 @@ class NamedCalls:
     separator: str
     call_end: str
     section_end: str
-    call_form: str  # between call_start and call_end, as this model writes it, with NAME and ARGUMENTS
+    # between call_start and call_end, as this model writes it, with NAME and ARGUMENTS
+    call_form: str
     between: str = ""
     bare_beginnings: str = ""
     bare_separator: str = ""
@@ -43,7 +46,9 @@ class NamedCalls:
         def before_arguments(name: str) -> str:
             return self.call_start + before.replace("NAME", name)
 
-        return write_json_calls(grammar, functions, several, before_arguments, after + self.call_end, frame)
+        return write_json_calls(
+            grammar, functions, several, before_arguments, after + self.call_end, frame
+        )
 
     @property
     def start(self) -> str:
@@ -86,7 +91,9 @@ class NamedCalls:
 
 @dataclass(frozen=True)
 class MistralCalls:
-    """[TOOL_CALLS] [{"name": …, "arguments": …}, …], or since 2025 [TOOL_CALLS]NAME[ARGS]{…} once per call."""
+    """[TOOL_CALLS] [{"name": …, "arguments": …}, …], or since 2025 [TOOL_CALLS]NAME[ARGS]{…} once
+    per call.
+    """
 
     starts: tuple[str, ...] = ("[TOOL_CALLS]",)
     name_is_before: bool = False
@@ -95,7 +102,9 @@ class MistralCalls:
 
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
         if self.name_is_before:
-            return write_json_calls(grammar, functions, several, "{}[ARGS]".format, "", ("", self.start, ""))
+            return write_json_calls(
+                grammar, functions, several, "{}[ARGS]".format, "", ("", self.start, "")
+            )
         return JsonCalls(self.starts, is_list=True).write(grammar, functions, several)
 
     @property

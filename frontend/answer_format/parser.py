@@ -1,6 +1,7 @@
 """AnswerParser: one completion's text, piece by piece, to content, reasoning and tool calls.
-May know: formats through their protocols, TextStream.
-Must not know: which model it is, tokens, requests."""
+
+Must not know: which model it is, tokens, requests.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +15,13 @@ from .tool_calls import Calls, ToolFormat
 
 
 class AnswerParser:
-    """The parts do not depend on how the text was cut. Nothing of the text is lost but the marks and the white space around them; what looks
-    like a call and is none comes out as content. A call that breaks off keeps what was handed on of it.
+    """The parts do not depend on how the text was cut.
 
-    `tool_format` None: tool calls are not looked for; `reasoning_marks` None: reasoning is not. `max_calls`: calls beyond are left out.
+    Nothing of the text is lost but the marks and the white space around them; what looks like a
+    call and is none comes out as content. A call that breaks off keeps what was handed on of it.
+
+    `tool_format` None: tool calls are not looked for; `reasoning_marks` None: reasoning is not.
+    `max_calls`: calls beyond are left out.
     """
 
     def __init__(
@@ -56,7 +60,12 @@ class AnswerParser:
         parts = self._stream.take_parts()
         if self._max_calls is None:
             return parts
-        return [part for part in parts if not isinstance(part, (ToolCallStart, ToolCallArguments)) or part.index < self._max_calls]
+        return [
+            part
+            for part in parts
+            if not isinstance(part, (ToolCallStart, ToolCallArguments))
+            or part.index < self._max_calls
+        ]
 
     def _read_answer(self) -> Reader:
         if self._reasoning_marks is not None:
@@ -105,18 +114,26 @@ class AnswerParser:
                 may_be_bare = False
 
     def _drop_last_space(self) -> Reader:
-        """White space between a call and the end is the format's; before more content it is content."""
+        """White space between a call and the end is the format's; before more content it is
+        content.
+        """
         yield from self._stream.skip_space()
         if (yield from self._stream.peek()):
             self._stream.position = 0
         self._stream.drop()
 
-    def _begins_bare(self, tool_format: ToolFormat, has_called: bool) -> Generator[None, None, bool]:
+    def _begins_bare(
+        self, tool_format: ToolFormat, has_called: bool
+    ) -> Generator[None, None, bool]:
         if not tool_format.bare_beginnings:
             return False
         stream = self._stream
         yield from stream.skip_space()
-        if has_called and tool_format.bare_separator and (yield from stream.accept(tool_format.bare_separator)):
+        if (
+            has_called
+            and tool_format.bare_separator
+            and (yield from stream.accept(tool_format.bare_separator))
+        ):
             yield from stream.skip_space()
         character = yield from stream.peek()
         if character and character in tool_format.bare_beginnings:

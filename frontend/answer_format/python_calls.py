@@ -1,6 +1,7 @@
 """Tool calls as Python writes them: [f(a=1, b="x"), g()], as Llama's, LFM2's and OLMo's models do.
-May know: TextStream, Python's literals.
-Must not know: which models write so (formats.py)."""
+
+Must not know: which models write so (formats.py).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 @dataclass(frozen=True)
 class PythonCalls:
-    """Arguments are handed on one by one. A list of JSON objects with name and arguments is understood as well."""
+    """Arguments are handed on one by one.
+
+    A list of JSON objects with name and arguments is understood as well.
+    """
 
     starts: tuple[str, ...] = ()
     end: str = ""
@@ -33,27 +37,47 @@ class PythonCalls:
     call_per_line: bool = False  # in place of a list
 
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
-        frame = ("\n", "\n", f"\n{self.end}") if self.call_per_line else ("[", ", ", f"]{self.end if self.start else ''}")
-        return write_repeated(grammar, [self._write_call(grammar, name, schema) for name, schema in functions], several, frame)
+        frame = (
+            ("\n", "\n", f"\n{self.end}")
+            if self.call_per_line
+            else ("[", ", ", f"]{self.end if self.start else ''}")
+        )
+        return write_repeated(
+            grammar,
+            [self._write_call(grammar, name, schema) for name, schema in functions],
+            several,
+            frame,
+        )
 
     @property
     def start(self) -> str:
         return "" if self.bare_beginnings else self.starts[0]
 
     def _write_call(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str:
-        """Values as JSON, which `read` takes for Python. A JSON object where the arguments cannot be written one by one."""
+        """Values as JSON, which `read` takes for Python.
+
+        A JSON object where the arguments cannot be written one by one.
+        """
         properties = plain_arguments(schema)
         if properties is None or not NAME.fullmatch(name):
             before = grammar.literal(f'{{"name": {json.dumps(name)}, "parameters": ')
             return f"{before} {grammar.arguments(schema)} {grammar.literal('}')}"
-        written = {key: f"{grammar.literal(key + '=')} {grammar.json(value)}" for key, (value, _) in properties.items()}
+        written = {
+            key: f"{grammar.literal(key + '=')} {grammar.json(value)}"
+            for key, (value, _) in properties.items()
+        }
         required = [written[key] for key, (_, is_required) in properties.items() if is_required]
         optional = [written[key] for key, (_, is_required) in properties.items() if not is_required]
         comma = grammar.literal(", ")
         if required:
-            arguments = f" {comma} ".join(required) + "".join(f" ({comma} {text})?" for text in optional)
+            arguments = f" {comma} ".join(required) + "".join(
+                f" ({comma} {text})?" for text in optional
+            )
         else:  # one line for each argument that may come first
-            firsts = [" ".join([text, *(f"({comma} {later})?" for later in optional[i + 1 :])]) for i, text in enumerate(optional)]
+            firsts = [
+                " ".join([text, *(f"({comma} {later})?" for later in optional[i + 1 :])])
+                for i, text in enumerate(optional)
+            ]
             arguments = f"({grammar.any_of(firsts)})?" if firsts else ""
         return f"{grammar.literal(f'{name}(')} {arguments} {grammar.literal(')')}"
 
@@ -67,7 +91,9 @@ class PythonCalls:
             else:
                 yield from _read_call(stream, calls, only_known=not mark)
             yield from stream.skip_space()
-            if not (yield from stream.accept(",")) and (is_list or not NAME_CHARACTER.match((yield from stream.peek()))):
+            if not (yield from stream.accept(",")) and (
+                is_list or not NAME_CHARACTER.match((yield from stream.peek()))
+            ):
                 break
         if is_list:
             yield from stream.expect("]")
@@ -79,7 +105,7 @@ class PythonCalls:
 
 def _read_call(stream: TextStream, calls: Calls, only_known: bool) -> Reader:
     name = yield from stream.read_while(NAME_CHARACTER, MAX_NAME_LENGTH)
-    if not name or only_known and name not in calls.schemas:
+    if not name or (only_known and name not in calls.schemas):
         raise Malformed
     yield from stream.expect("(")
     has_started = False
@@ -120,7 +146,11 @@ def _read_value(stream: TextStream) -> Generator[None, None, str]:
     try:
         if not character:
             raise Malformed
-        return json.dumps(read_literal(stream.buffer[start : stream.position]), ensure_ascii=False, allow_nan=False)
+        return json.dumps(
+            read_literal(stream.buffer[start : stream.position]),
+            ensure_ascii=False,
+            allow_nan=False,
+        )
     except (ValueError, RecursionError):
         raise Malformed from None
 

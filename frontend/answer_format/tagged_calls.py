@@ -1,6 +1,8 @@
-"""Tool calls as tags with one argument each: Qwen3-Coder's, GLM's, MiniMax's. Their arguments have no types but those of the tool's schema.
-May know: TextStream, argument types.
-Must not know: which models write so (formats.py)."""
+"""Tool calls as tags with one argument each: Qwen3-Coder's, GLM's, MiniMax's. Their arguments have
+no types but those of the tool's schema.
+
+Must not know: which models write so (formats.py).
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ KEY_CHARACTER = re.compile(r"[^\n<>\"]")
 
 @dataclass(frozen=True)
 class TaggedCalls:
-    """section_start (name_start NAME name_end (key_start KEY key_end value_start VALUE value_end)* call_end)* section_end
+    """section_start (name_start NAME name_end (key_start KEY key_end value_start VALUE value_end)*
+    call_end)* section_end
 
-    A string is handed on as it comes, any other argument when it is complete. A JSON object with name and arguments is understood as well.
+    A string is handed on as it comes, any other argument when it is complete. A JSON object with
+    name and arguments is understood as well.
     """
 
     section_start: str
@@ -38,29 +42,44 @@ class TaggedCalls:
     call_end: str
     padding: str = "\n"  # as the model writes it between the tags
     between_key_and_value: str = ""
-    values_have_lines: bool = False  # a line break behind value_start and before value_end is none of the value's
+    # a line break behind value_start and before value_end is none of the value's
+    values_have_lines: bool = False
     bare_beginnings: str = ""
     bare_separator: str = ""
 
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
         section = self.section_end or self.call_end
-        calls = [self._write_call(grammar, name, schema) or self._write_json(grammar, name, schema) for name, schema in functions]
+        calls = [
+            self._write_call(grammar, name, schema) or self._write_json(grammar, name, schema)
+            for name, schema in functions
+        ]
         opening = grammar.literal(self.padding if self.name_start else "")
-        return write_repeated(grammar, [f"{opening} {c} {grammar.literal(section)}" for c in calls], several, ("", f"\n{self.start}", ""))
+        return write_repeated(
+            grammar,
+            [f"{opening} {c} {grammar.literal(section)}" for c in calls],
+            several,
+            ("", f"\n{self.start}", ""),
+        )
 
     def _write_json(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str:
         before = grammar.literal(f'{{"name": {json.dumps(name)}, "arguments": ')
         return f"{before} {grammar.arguments(schema)} {grammar.literal('}' + self.padding)}"
 
     def _write_call(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str | None:
-        """None where tags cannot keep to the schema: texts with a pattern, say, or a text or a number where both are allowed."""
+        """None where tags cannot keep to the schema: texts with a pattern, say, or a text or a
+        number where both are allowed.
+        """
         properties = plain_arguments(schema)
-        if properties is None or not all(can_stand_alone(value, allowed_types(value, schema)) for value, _ in properties.values()):
+        if properties is None or not all(
+            can_stand_alone(value, allowed_types(value, schema)) for value, _ in properties.values()
+        ):
             return None
         line = "\n" if self.values_have_lines else ""
         pieces = [grammar.literal(self.name_start + name + self.name_end + self.padding)]
         for key, (value_schema, is_required) in properties.items():
-            before = grammar.literal(f"{self.key_start}{key}{self.key_end}{self.between_key_and_value}{self.value_start}{line}")
+            before = grammar.literal(
+                f"{self.key_start}{key}{self.key_end}{self.between_key_and_value}{self.value_start}{line}"
+            )
             after = line + self.value_end + self.padding
             if allowed_types(value_schema, schema) != {"string"}:
                 value = f"{grammar.json(value_schema)} {grammar.literal(after)}"
@@ -130,7 +149,9 @@ class TaggedCalls:
             yield from stream.accept("\n")
         calls.key(key)
         types = calls.types_of(name, key)
-        ends = (f"\n{self.value_end}", self.value_end) if self.values_have_lines else (self.value_end,)
+        ends = (
+            (f"\n{self.value_end}", self.value_end) if self.values_have_lines else (self.value_end,)
+        )
         if types == {"string"}:
             calls.emit_arguments('"')
             stream.sink = calls.string_part

@@ -1,15 +1,18 @@
-"""TextStream: text that arrives in pieces, read by generators as if all of it were there, and handed on as parts.
-May know: parts, marks as plain strings.
+"""TextStream: text that arrives in pieces, read by generators as if all of it were there, and
+handed on as parts.
+
 Must not know: any model's format.
 
-A reader is a generator. Where it needs text that has not come yet it yields, and goes on when some has: so each format is written down in the
-order in which it is read. What a reader finds must not depend on how the text was cut, so it decides on characters alone, never on the end
-of what happens to be there.
+A reader is a generator. Where it needs text that has not come yet it yields, and goes on when some
+has: so each format is written down in the order in which it is read. What a reader finds must not
+depend on how the text was cut, so it decides on characters alone, never on the end of what happens
+to be there.
 
     buffer:   │ consumed, not handed on │ not read yet │
               0                      position        len
 Consumed text is handed on through the open sink (content, say) whenever the reader pauses; without a sink it stays, so that it can become
-content if it turns out to be no call."""
+content if it turns out to be no call.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ class TextStream:
         self.has_ended = False
         self.parts: list[Part] = []
         self.sink: Callable[[str], Part] | None = None
-        self.retry_position = 0  # where content goes on if the reader behind a mark fails: behind the mark, which cannot match again
+        # where content goes on if the reader behind a mark fails: behind the mark, which cannot
+        # match again
+        self.retry_position = 0
 
     # ------------------------------------------------------------ the reader's side
 
@@ -72,7 +77,10 @@ class TextStream:
             self.position += 1
 
     def read_while(self, allowed: re.Pattern[str], most: int) -> Generator[None, None, str]:
-        """Consumes characters that match `allowed`; the text. Raises Malformed beyond `most` of them."""
+        """Consumes characters that match `allowed`; the text.
+
+        Raises Malformed beyond `most` of them.
+        """
         text = ""
         while (character := (yield from self.peek())) and allowed.match(character):
             text += character
@@ -81,11 +89,16 @@ class TextStream:
                 raise Malformed
         return text
 
-    def read_until(self, marks: tuple[str, ...], *, keeps_space: bool = False) -> Generator[None, None, str | None]:
-        """Consumes all before the first of `marks`, and then the mark, which it returns. White space before a mark belongs to it, unless
+    def read_until(
+        self, marks: tuple[str, ...], *, keeps_space: bool = False
+    ) -> Generator[None, None, str | None]:
+        """Consumes all before the first of `marks`, and then the mark, which it returns.
+
+        White space before a mark belongs to it, unless
         `keeps_space`.
 
-        With a sink the text is handed on; the mark is not. None: no mark came; the rest is consumed.
+        With a sink the text is handed on; the mark is not. None: no mark came; the rest is
+        consumed.
         """
         pattern = _mark_pattern(marks, 0 if keeps_space else MAX_HELD_SPACE)
         while True:
@@ -138,7 +151,11 @@ class TextStream:
 
 @lru_cache(maxsize=64)
 def _mark_pattern(marks: tuple[str, ...], max_space: int) -> re.Pattern[str]:
-    """Finds the first mark (group 1), or else what may be the beginning of one at the end, which may be nothing; with the space before it."""
+    """Finds the first mark (group 1), or else what may be the beginning of one at the end, which
+    may be nothing; with the space before it.
+    """
     wholes = "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)"
-    beginnings = "|".join(re.escape(mark[:length]) for mark in marks for length in range(1, len(mark)))
+    beginnings = "|".join(
+        re.escape(mark[:length]) for mark in marks for length in range(1, len(mark))
+    )
     return re.compile(rf"\s{{0,{max_space if marks else 0}}}(?:({wholes})|(?:{beginnings})?\Z)")

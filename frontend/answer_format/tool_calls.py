@@ -1,6 +1,7 @@
 """Calls: hands on the tool calls that a format's reader finds.
-May know: TextStream, the parts of an answer, the schemas of the request's tools.
-Must not know: how calls are written."""
+
+Must not know: how calls are written.
+"""
 
 from __future__ import annotations
 
@@ -59,21 +60,32 @@ class Calls:
         """What the schema allows this argument to be; empty: anything."""
         schema = self.schemas.get(name) or {}
         properties = schema.get("properties")
-        return allowed_types(properties.get(key), schema) if isinstance(properties, dict) else frozenset()
+        return (
+            allowed_types(properties.get(key), schema)
+            if isinstance(properties, dict)
+            else frozenset()
+        )
 
 
 class ToolFormat(Protocol):
     """How a family of models writes tool calls."""
 
     starts: tuple[str, ...]  # marks, one of which stands before a call
-    bare_beginnings: str  # characters with which an answer, or what follows a call, may be a call without a mark; mostly none
+    # characters with which an answer, or what follows a call, may be a call without a mark; mostly
+    # none
+    bare_beginnings: str
     bare_separator: str  # between two of those
 
     def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
-        """Reads what stands behind `mark` (consumed), up to the end of the call or calls. Raises Malformed."""
+        """Reads what stands behind `mark` (consumed), up to the end of the call or calls.
+
+        Raises Malformed.
+        """
 
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
-        """An expression for a call to one of `functions`, or `several`, as `read` understands them, without the mark before the first."""
+        """An expression for a call to one of `functions`, or `several`, as `read` understands them,
+        without the mark before the first.
+        """
 
     @property
     def start(self) -> str:

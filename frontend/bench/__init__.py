@@ -1,3 +1,5 @@
-"""`quire bench`: load for any server of the OpenAI API and for the offline engine, measured and reported.
-May know: HTTP, the OpenAI API's shapes, tokenizers, LLM.
-Must not know: what is particular to our own server, messages, torch."""
+"""`quire bench`: load for any server of the OpenAI API and for the offline engine, measured and
+reported.
+
+Must not know: what is particular to our own server, messages, torch.
+"""

@@ -1,6 +1,8 @@
-"""`quire bench cpu`: what steps of a model cost on this CPU beside what its memory and its arithmetic allow.
-May know: the model's sizes, the program that measures (executor/step_costs.py) and its JSON.
-Must not know: command lines, torch, how a step is computed."""
+"""`quire bench cpu`: what steps of a model cost on this CPU beside what its memory and its
+arithmetic allow.
+
+Must not know: command lines, torch, how a step is computed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from ..model_sizes import DTYPE_BYTES, kv_bytes_per_token, measure_model
 
 STEP_COSTS = "quire.executor.step_costs"
 ROOM = 80  # tokens that a measured decode adds at most, rounded up
-# Bytes of one weight of a linear layer where `quantization` says so; scales are not counted, so a limit is a little too strict.
+# Bytes of one weight of a linear layer where `quantization` says so; scales are not counted, so a
+# limit is a little too strict.
 QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5}
 QUANTIZED_HEAD_BYTES = 1.0  # whatever the layers have
 
@@ -36,8 +39,9 @@ class Limits:
         return max(rate for count, rate in self.read_bandwidth.items() if count <= num_threads)
 
     def flops(self, quantized: bool) -> float:
-        """Whatever the model's dtype, who is faster in another may compute in that one: bfloat16 as float32, on a CPU without instructions for it.
-        In int8 only quantized weights."""
+        """Whatever the model's dtype, who is faster in another may compute in that one: bfloat16 as
+        float32, on a CPU without instructions for it. In int8 only quantized weights.
+        """
         return max(rate for dtype, rate in self.gemm_flops.items() if quantized or dtype != "int8")
 
 
@@ -71,28 +75,49 @@ class Phase:
 class ModelWork:
     """The arithmetic of a decoder: products with weights, attention, the head."""
 
-    def __init__(self, config: DecoderConfig, dtype: str, quantization: str | None = None, kv_cache_dtype: str = "auto"):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: str,
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
+    ):
         self._config, self.quantized = config, quantization is not None
-        heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        heads, kv_heads = (
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
         per_layer = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
         self.layer_weights = config.num_hidden_layers * per_layer
         self.head_weights = config.vocab_size * config.hidden_size
         bytes_per_weight = QUANTIZED_BYTES[quantization] if quantization else DTYPE_BYTES[dtype]
-        bytes_of_head = self.head_weights * (QUANTIZED_HEAD_BYTES if quantization else DTYPE_BYTES[dtype])
-        self.weights_bytes = self.layer_weights * bytes_per_weight + bytes_of_head  # every step reads them; the embedding's rows are not counted
+        bytes_of_head = self.head_weights * (
+            QUANTIZED_HEAD_BYTES if quantization else DTYPE_BYTES[dtype]
+        )
+        # every step reads them; the embedding's rows are not counted
+        self.weights_bytes = self.layer_weights * bytes_per_weight + bytes_of_head
         self.kv_bytes_per_token = kv_bytes_per_token(config, dtype, kv_cache_dtype)
-        self._attention_flops = 4 * config.num_hidden_layers * heads  # of one query with one key and value
+        # of one query with one key and value
+        self._attention_flops = 4 * config.num_hidden_layers * heads
 
     def decode(self, batch: int, context: int) -> Work:
         keys = batch * (context + 1)
         weight_flops = 2 * batch * (self.layer_weights + self.head_weights)
-        return Work(self.weights_bytes + keys * self.kv_bytes_per_token, weight_flops, self._attention_flops * keys)
+        return Work(
+            self.weights_bytes + keys * self.kv_bytes_per_token,
+            weight_flops,
+            self._attention_flops * keys,
+        )
 
     def prefill(self, num_tokens: int) -> Work:
         """One row's logits; each token attends to those before it and to itself."""
         pairs = num_tokens * (num_tokens + 1) / 2
         weight_flops = 2 * (num_tokens * self.layer_weights + self.head_weights)
-        return Work(self.weights_bytes + num_tokens * self.kv_bytes_per_token, weight_flops, self._attention_flops * pairs)
+        return Work(
+            self.weights_bytes + num_tokens * self.kv_bytes_per_token,
+            weight_flops,
+            self._attention_flops * pairs,
+        )
 
 
 @dataclass(frozen=True)
@@ -112,20 +137,32 @@ class Plan:
         return max([context for _, context in self.decode] + self.prefill) + ROOM
 
     def kv_cache_bytes(self, kv_bytes_per_token: int, block_size: int) -> int:
-        tokens = max([batch * (context + ROOM + block_size) for batch, context in self.decode] + self.prefill)
+        tokens = max(
+            [batch * (context + ROOM + block_size) for batch, context in self.decode] + self.prefill
+        )
         return (tokens + self.max_model_len + 2 * block_size) * kv_bytes_per_token
 
 
 def model_work(config: EngineConfig) -> ModelWork:
     model_config = config.model_config
     sizes = measure_model(model_config.hf_config)
-    return ModelWork(sizes.config, model_config.dtype, model_config.quantization, config.cache_config.kv_cache_dtype)
+    return ModelWork(
+        sizes.config,
+        model_config.dtype,
+        model_config.quantization,
+        config.cache_config.kv_cache_dtype,
+    )
 
 
-def run_plan(config: EngineConfig, plan: Plan, work: ModelWork, limits: Limits | None) -> tuple[Limits, list[Phase]]:
-    """In a process of its own, which prints nothing. `limits` None: they are measured first. `config` is resolved and fits the plan.
+def run_plan(
+    config: EngineConfig, plan: Plan, work: ModelWork, limits: Limits | None
+) -> tuple[Limits, list[Phase]]:
+    """In a process of its own, which prints nothing.
 
-    Raises QuireError when the process fails; what it says is on standard error."""
+    `limits` None: they are measured first. `config` is resolved and fits the plan.
+
+    Raises QuireError when the process fails; what it says is on standard error.
+    """
     job = {
         "config": config,
         "decode": plan.decode,
@@ -134,33 +171,75 @@ def run_plan(config: EngineConfig, plan: Plan, work: ModelWork, limits: Limits |
         "weights_bytes": int(work.weights_bytes),
         "measure_limits": limits is None,
     }
-    done = subprocess.run([sys.executable, "-P", "-m", STEP_COSTS], input=msgspec.json.encode(job), stdout=subprocess.PIPE, check=False)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", STEP_COSTS],
+        input=msgspec.json.encode(job),
+        stdout=subprocess.PIPE,
+        check=False,
+    )
     if done.returncode != 0:
         raise QuireError(f"measuring failed: {STEP_COSTS} ended with code {done.returncode}")
     result = msgspec.json.decode(done.stdout)
     if limits is None:
-        limits = Limits({int(count): rate for count, rate in result["read_bandwidth"].items()}, result["gemm_flops"])
+        limits = Limits(
+            {int(count): rate for count, rate in result["read_bandwidth"].items()},
+            result["gemm_flops"],
+        )
     most_threads = max(limits.read_bandwidth)
     phases = []
-    for name, work_of in (("decode", lambda row: work.decode(row["batch"], row["context"])), ("prefill", lambda row: work.prefill(row["context"]))):
-        phases += [_phase(name, row, work_of(row), work.quantized, limits, result["num_threads"], most_threads) for row in result[name]]
+    for name, work_of in (
+        ("decode", lambda row: work.decode(row["batch"], row["context"])),
+        ("prefill", lambda row: work.prefill(row["context"])),
+    ):
+        phases += [
+            _phase(
+                name, row, work_of(row), work.quantized, limits, result["num_threads"], most_threads
+            )
+            for row in result[name]
+        ]
     return limits, phases
 
 
-def _phase(name: str, row: dict[str, Any], work: Work, quantized: bool, limits: Limits, num_threads: int, most_threads: int) -> Phase:
-    """A turn's steps are put beside the bandwidth and the products that were found right after them, median beside median, since a shared machine's
-    swing by the second; of all turns' fractions the median counts. Where a turn found none, it is the limits."""
+def _phase(
+    name: str,
+    row: dict[str, Any],
+    work: Work,
+    quantized: bool,
+    limits: Limits,
+    num_threads: int,
+    most_threads: int,
+) -> Phase:
+    """A turn's steps are put beside the bandwidth and the products that were found right after
+    them, median beside median, since a shared machine's swing by the second; of all turns'
+    fractions the median counts. Where a turn found none, it is the limits.
+    """
     share = num_threads / most_threads  # limits were measured on all threads
     bandwidths, flops, least, fractions = [], [], [], []
     for turn in row["turns"]:
-        bandwidths.append(statistics.median(turn["read_bandwidth"] or [limits.bandwidth(num_threads)]))
+        bandwidths.append(
+            statistics.median(turn["read_bandwidth"] or [limits.bandwidth(num_threads)])
+        )
         flops.append(statistics.median(turn["gemm_flops"] or [limits.flops(quantized) * share]))
-        memory_s, arithmetic_s = work.num_bytes / bandwidths[-1], work.arithmetic_seconds(flops[-1], limits.flops(False) * share)
-        least.append((max(memory_s, arithmetic_s), "memory" if memory_s > arithmetic_s else "arithmetic"))
+        memory_s, arithmetic_s = (
+            work.num_bytes / bandwidths[-1],
+            work.arithmetic_seconds(flops[-1], limits.flops(False) * share),
+        )
+        least.append(
+            (max(memory_s, arithmetic_s), "memory" if memory_s > arithmetic_s else "arithmetic")
+        )
         fractions.append(least[-1][0] / statistics.median(turn["seconds"]))
     seconds = [seconds for turn in row["turns"] for seconds in turn["seconds"]]
     least_s, bound = statistics.median_high(least)
     return Phase(
-        name, row["batch"], row["context"], num_threads, statistics.median(seconds), min(seconds), statistics.median(bandwidths),
-        statistics.median(flops), least_s, bound, statistics.median(fractions),
-    )  # fmt: skip
+        name,
+        row["batch"],
+        row["context"],
+        num_threads,
+        statistics.median(seconds),
+        min(seconds),
+        statistics.median(bandwidths),
+        statistics.median(flops),
+        least_s,
+        bound,
+        statistics.median(fractions),
+    )

@@ -1,11 +1,15 @@
-"""An HTTP/1.1 client for load: connections that are kept, and an answer handed on in the very call that received it.
-May know: asyncio's transports, httptools.
+"""An HTTP/1.1 client for load: connections that are kept, and an answer handed on in the very call
+that received it.
+
 Must not know: event streams, JSON, what is measured.
 
-Why not a client that others wrote: a load generator that is slower than the server measures itself. Per streamed chunk (64 streams, each chunk a
-segment of its own, uvloop, tests/bench/bench_client.py) this one takes about 20 us, httpx2, which comes with huggingface_hub, 120, and aiohttp, which
-would be a new dependency, 39. Most of the 20 is the system's: from the received bytes to the noted moment it is 3, since there is no
-queue, no lock, and no task that is woken per chunk."""
+Why not a client that others wrote: a load generator that is slower than the server measures itself.
+Per streamed chunk (64 streams, each chunk a segment of its own, uvloop,
+tests/bench/bench_client.py) this one takes about 20 us, httpx2, which comes with huggingface_hub,
+120, and aiohttp, which would be a new dependency, 39. Most of the 20 is the system's: from the
+received bytes to the noted moment it is 3, since there is no queue, no lock, and no task that is
+woken per chunk.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,11 @@ class Failure(Exception):
 
 
 class Answer:
-    """An answer while it comes. Of status 200 `on_data` gets the body's pieces and the moment each came; of another `body` keeps it."""
+    """An answer while it comes.
+
+    Of status 200 `on_data` gets the body's pieces and the moment each came; of another `body` keeps
+    it.
+    """
 
     def __init__(self, on_data: OnData | None):
         self.on_data = on_data
@@ -66,13 +74,16 @@ class Answer:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, one request at a time. httptools calls the on_* methods from within data_received."""
+    """One connection, one request at a time. httptools calls the on_* methods from within
+    data_received.
+    """
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._answer: Answer | None = None
         self._now = 0.0
-        self._ends_with_connection = False  # neither a length nor chunks: the body is over when the connection is
+        # neither a length nor chunks: the body is over when the connection is
+        self._ends_with_connection = False
         self.received_anything = False
         self.is_reusable = False
 
@@ -94,15 +105,24 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            cause = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else None
-            self._fail(cause if isinstance(cause, Failure) else Failure(BAD_HTTP, str(cause or error)))
+            cause = (
+                error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else None
+            )
+            self._fail(
+                cause if isinstance(cause, Failure) else Failure(BAD_HTTP, str(cause or error))
+            )
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_reusable = False
         if self._answer is not None and self._ends_with_connection and error is None:
             self._answer.finish()
         else:
-            self._fail(Failure(CONNECTION_LOST, str(error or "the server closed the connection before the answer was complete")))
+            self._fail(
+                Failure(
+                    CONNECTION_LOST,
+                    str(error or "the server closed the connection before the answer was complete"),
+                )
+            )
 
     def _fail(self, failure: Exception) -> None:
         if self._answer is not None:
@@ -122,14 +142,18 @@ class Connection(asyncio.Protocol):
         if self._answer is None:
             raise Failure(BAD_HTTP, "an answer that nobody asked for")
         self._answer.status = self._parser.get_status_code()
-        self._ends_with_connection = not self._answer.headers.keys() & {"content-length", "transfer-encoding"}
+        self._ends_with_connection = not self._answer.headers.keys() & {
+            "content-length",
+            "transfer-encoding",
+        }
 
     def on_body(self, data: bytes) -> None:
         if self._answer is not None:
             self._answer.add(data, self._now)
 
     def on_message_complete(self) -> None:
-        if self._parser.get_status_code() < 200:  # an interim answer (103 Early Hints): the answer is yet to come
+        # an interim answer (103 Early Hints): the answer is yet to come
+        if self._parser.get_status_code() < 200:
             return
         answer, self._answer = self._answer, None
         self.is_reusable = self._parser.should_keep_alive()
@@ -143,21 +167,35 @@ class HttpClient:
     def __init__(self, base_url: str, headers: dict[str, str], timeout_s: float):
         url = urlsplit(base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise InvalidParameterError("--base-url", f"must be like http://127.0.0.1:8000, got {base_url!r}")
+            raise InvalidParameterError(
+                "--base-url", f"must be like http://127.0.0.1:8000, got {base_url!r}"
+            )
         try:
             self.host, self.port = url.hostname, url.port or (443 if url.scheme == "https" else 80)
         except ValueError:
-            raise InvalidParameterError("--base-url", f"has no port from 0 to 65535: {base_url!r}") from None
+            raise InvalidParameterError(
+                "--base-url", f"has no port from 0 to 65535: {base_url!r}"
+            ) from None
         self.path = url.path.rstrip("/")
         self.timeout_s = timeout_s
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
         host = f"[{self.host}]" if ":" in self.host else self.host
-        fixed = {"host": f"{host}:{self.port}", "user-agent": "quire-bench", "accept": "*/*", **headers}
+        fixed = {
+            "host": f"{host}:{self.port}",
+            "user-agent": "quire-bench",
+            "accept": "*/*",
+            **headers,
+        }
         self._head = "".join(f"{name}: {value}\r\n" for name, value in fixed.items())
         self._idle: list[Connection] = []
 
-    async def exchange(self, method: str, path: str, body: bytes = b"", on_data: OnData | None = None) -> Answer:
-        """The complete answer, whatever its status. Raises Failure; what on_data raises, if that is a Failure, ends the exchange."""
+    async def exchange(
+        self, method: str, path: str, body: bytes = b"", on_data: OnData | None = None
+    ) -> Answer:
+        """The complete answer, whatever its status.
+
+        Raises Failure; what on_data raises, if that is a Failure, ends the exchange.
+        """
         head = f"{method} {self.path}{path} HTTP/1.1\r\n{self._head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         request = head.encode("latin-1") + body
         try:
@@ -175,7 +213,11 @@ class HttpClient:
             try:
                 await answer.done
             except Failure as failure:
-                if failure.kind == CONNECTION_LOST and kept is not None and not connection.received_anything:
+                if (
+                    failure.kind == CONNECTION_LOST
+                    and kept is not None
+                    and not connection.received_anything
+                ):
                     continue  # the server had closed it while it was idle
                 raise
             except BaseException:  # a timeout, Ctrl-C: what comes now is nobody's
@@ -196,16 +238,23 @@ class HttpClient:
 
     async def _connect(self) -> Connection:
         try:
-            _, connection = await asyncio.get_running_loop().create_connection(Connection, self.host, self.port, ssl=self._tls)
+            _, connection = await asyncio.get_running_loop().create_connection(
+                Connection, self.host, self.port, ssl=self._tls
+            )
         except ConnectionRefusedError:
-            raise Failure(CONNECTION_REFUSED, f"nobody listens at {self.host} port {self.port}") from None
+            raise Failure(
+                CONNECTION_REFUSED, f"nobody listens at {self.host} port {self.port}"
+            ) from None
         except ssl.SSLError as error:
             raise Failure(TLS_FAILED, str(error)) from None
         except OSError as error:
             if isinstance(error, TimeoutError):
                 raise
-            refused = "refused" in str(error).lower()  # of several addresses (::1 and 127.0.0.1) asyncio joins the messages
-            raise Failure(CONNECTION_REFUSED if refused else CONNECTION_FAILED, str(error)) from None
+            # of several addresses (::1 and 127.0.0.1) asyncio joins the messages
+            refused = "refused" in str(error).lower()
+            raise Failure(
+                CONNECTION_REFUSED if refused else CONNECTION_FAILED, str(error)
+            ) from None
         return connection
 
     def close(self) -> None:

@@ -1,9 +1,11 @@
-"""When requests are sent: arrivals, the limit on those under way, conversations turn by turn, and whether this client kept up.
-May know: asyncio, requests and their outcomes.
+"""When requests are sent: arrivals, the limit on those under way, conversations turn by turn, and
+whether this client kept up.
+
 Must not know: HTTP, what a request holds, statistics, terminals.
 
               arrival times (seeded)             at most max_concurrency
-    requests ───────────────────────▶ dispatcher ───────────────────────▶ one task per request ──▶ outcomes, in the requests' order"""
+    requests ───────────────────────▶ dispatcher ───────────────────────▶ one task per request ──▶ outcomes, in the requests' order
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,19 @@ Send = Callable[[Any, int], Awaitable[Outcome]]  # (prompt or messages, max_toke
 
 
 def arrival_times(num_requests: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds from the start, `rate` per second in the mean. The times between are gamma distributed: burstiness 1 is a Poisson process,
-    less comes in bursts, more is evener. A rate of infinity: all at once."""
+    """Seconds from the start, `rate` per second in the mean.
+
+    The times between are gamma distributed: burstiness 1 is a Poisson process,
+    less comes in bursts, more is evener. A rate of infinity: all at once.
+    """
     if rate == float("inf"):
         return [0.0] * num_requests
     rng = random.Random(f"arrivals {seed}")
-    return list(accumulate(rng.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(num_requests)))
+    return list(
+        accumulate(
+            rng.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(num_requests)
+        )
+    )
 
 
 @dataclass
@@ -41,15 +50,25 @@ class LoadReport:
     duration_s: float = 0.0
     peak_concurrency: int = 0
     client_cpu_s: float = 0.0
-    lags: list[float] = field(default_factory=list)  # by how much the event loop was late, every LAG_INTERVAL_S
-    send_delays: list[float] = field(default_factory=list)  # by how much requests were sent later than they were due, and the limit let them
+    # by how much the event loop was late, every LAG_INTERVAL_S
+    lags: list[float] = field(default_factory=list)
+    # by how much requests were sent later than they were due, and the limit let them
+    send_delays: list[float] = field(default_factory=list)
 
 
 class LoadRunner:
-    """One run. `interrupt()` ends it early: what is under way is dropped, what has ended is kept."""
+    """One run.
+
+    `interrupt()` ends it early: what is under way is dropped, what has ended is kept.
+    """
 
     def __init__(
-        self, send: Send, *, as_messages: bool, max_concurrency: int | None = None, on_outcome: Callable[[Outcome], None] = lambda outcome: None
+        self,
+        send: Send,
+        *,
+        as_messages: bool,
+        max_concurrency: int | None = None,
+        on_outcome: Callable[[Outcome], None] = lambda outcome: None,
     ):
         self._send, self._as_messages, self._on_outcome = send, as_messages, on_outcome
         self._slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
@@ -57,9 +76,14 @@ class LoadRunner:
         self._dispatcher: asyncio.Task[None] | None = None
 
     async def run(self, requests: list[Request], times: list[float]) -> LoadReport:
-        """Sends request i at times[i], or as soon after as the limit lets it. Outcomes: one per turn, in the order of the requests."""
+        """Sends request i at times[i], or as soon after as the limit lets it.
+
+        Outcomes: one per turn, in the order of the requests.
+        """
         self._report = report = LoadReport([], start=perf_counter())
-        self._turns: list[list[Outcome | None]] = [[None] * (1 + len(request.follow_ups)) for request in requests]
+        self._turns: list[list[Outcome | None]] = [
+            [None] * (1 + len(request.follow_ups)) for request in requests
+        ]
         cpu = process_time()
         lag = asyncio.create_task(self._watch_lag())
         self._dispatcher = asyncio.create_task(self._dispatch(requests, times))
@@ -95,11 +119,17 @@ class LoadRunner:
                 tasks.create_task(self._converse(request, turns))
 
     async def _converse(self, request: Request, turns: list[Outcome | None]) -> None:
-        """Sends a request, and each of its follow-ups behind all that was said; a failure ends the conversation."""
+        """Sends a request, and each of its follow-ups behind all that was said; a failure ends the
+        conversation.
+        """
         self._num_under_way += 1
         self._report.peak_concurrency = max(self._report.peak_concurrency, self._num_under_way)
         try:
-            said: Any = [{"role": "user", "content": request.prompt}] if self._as_messages else request.prompt
+            said: Any = (
+                [{"role": "user", "content": request.prompt}]
+                if self._as_messages
+                else request.prompt
+            )
             for i, follow_up in enumerate([*request.follow_ups, None]):
                 turns[i] = outcome = await self._send(said, request.max_tokens)
                 self._on_outcome(outcome)
@@ -109,8 +139,13 @@ class LoadRunner:
                 if outcome.num_prompt_tokens is None and not request.follow_ups:
                     outcome.num_prompt_tokens = request.num_prompt_tokens
                 if follow_up is not None:
-                    answer = [{"role": "assistant", "content": outcome.text}, {"role": "user", "content": follow_up}]
-                    said = said + answer if self._as_messages else f"{said}{outcome.text}\n{follow_up}"
+                    answer = [
+                        {"role": "assistant", "content": outcome.text},
+                        {"role": "user", "content": follow_up},
+                    ]
+                    said = (
+                        said + answer if self._as_messages else f"{said}{outcome.text}\n{follow_up}"
+                    )
         finally:
             self._num_under_way -= 1
             if self._slots is not None:

@@ -1,6 +1,8 @@
-"""The machine that a result belongs to: its name, its cores and memory, and how fast it reads memory.
-May know: /proc, psutil, numpy.
-Must not know: what is measured on it."""
+"""The machine that a result belongs to: its name, its cores and memory, and how fast it reads
+memory.
+
+Must not know: what is measured on it.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ def describe_machine() -> dict[str, Any]:
     import psutil
 
     try:
-        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        names = re.findall(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
     except OSError:
         names = []
     return {
         "processor": names[0] if names else platform.processor() or platform.machine(),
-        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "num_cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "load_average": list(os.getloadavg()),
         "system": f"{platform.system()} {platform.release()}",
@@ -34,16 +40,20 @@ def describe_machine() -> dict[str, Any]:
 
 
 def measure_read_bandwidth(num_bytes: int, num_threads: int, seconds: float = 0.5) -> float:
-    """Bytes per second at which threads read an array of num_bytes again and again: from the caches if it fits there, as weights would be.
-    The best of the rounds that `seconds` allow."""
+    """Bytes per second at which threads read an array of num_bytes again and again: from the caches
+    if it fits there, as weights would be. The best of the rounds that `seconds` allow.
+    """
     import numpy
 
-    parts = numpy.array_split(numpy.ones(max(num_bytes // 8, num_threads), dtype=numpy.int64), num_threads)
+    parts = numpy.array_split(
+        numpy.ones(max(num_bytes // 8, num_threads), dtype=numpy.int64), num_threads
+    )
     best = float("inf")
     with ThreadPoolExecutor(num_threads) as threads:
         end = perf_counter() + seconds
         while perf_counter() < end or best == float("inf"):
             start = perf_counter()
-            list(threads.map(numpy.ndarray.max, parts))  # max reads as fast as memory gives, and lets other threads run meanwhile
+            # max reads as fast as memory gives, and lets other threads run meanwhile
+            list(threads.map(numpy.ndarray.max, parts))
             best = min(best, perf_counter() - start)
     return sum(part.nbytes for part in parts) / best

@@ -1,6 +1,8 @@
-"""`quire bench throughput` and `latency`: the offline engine over the same workloads, its phases beside what the machine can read.
-May know: LLM, RequestMetrics, workloads.
-Must not know: HTTP, command lines, the engine's inside."""
+"""`quire bench throughput` and `latency`: the offline engine over the same workloads, its phases
+beside what the machine can read.
+
+Must not know: HTTP, command lines, the engine's inside.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Phases:
-    """Where a batch's time went by the engine's own clock, in seconds, and the tokens of each phase."""
+    """Where a batch's time went by the engine's own clock, in seconds, and the tokens of each
+    phase.
+    """
 
     prefill_s: float  # from the first step to the last first token
     decode_s: float  # from there to the last token
@@ -34,7 +38,9 @@ class Phases:
 
 @dataclass(frozen=True)
 class Steps:
-    """Where the time of the engine's steps went, in seconds: of all that it remembers of a run, the last 512."""
+    """Where the time of the engine's steps went, in seconds: of all that it remembers of a run, the
+    last 512.
+    """
 
     count: int
     schedule_s: float
@@ -55,19 +61,32 @@ class OfflineRun:
     steps: Steps
 
 
-def sampling_params(request: Request, *, ignore_eos: bool, temperature: float, seed: int) -> SamplingParams:
-    return SamplingParams(max_tokens=request.max_tokens, ignore_eos=ignore_eos, temperature=temperature, seed=seed)
+def sampling_params(
+    request: Request, *, ignore_eos: bool, temperature: float, seed: int
+) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=request.max_tokens, ignore_eos=ignore_eos, temperature=temperature, seed=seed
+    )
 
 
 def engine_prompt(request: Request) -> Any:
-    return {"prompt_token_ids": request.prompt} if isinstance(request.prompt, list) else request.prompt
+    return (
+        {"prompt_token_ids": request.prompt} if isinstance(request.prompt, list) else request.prompt
+    )
 
 
-def run_throughput(llm: LLM, requests: list[Request], params: list[SamplingParams], use_tqdm: bool) -> OfflineRun:
-    """All requests at once. Raises InvalidParameterError for one that the engine cannot take, before anything runs."""
+def run_throughput(
+    llm: LLM, requests: list[Request], params: list[SamplingParams], use_tqdm: bool
+) -> OfflineRun:
+    """All requests at once.
+
+    Raises InvalidParameterError for one that the engine cannot take, before anything runs.
+    """
     last_step = llm.observe(max_blocks=1)["step"]
     start = perf_counter()
-    outputs = llm.generate([engine_prompt(request) for request in requests], params, use_tqdm=use_tqdm)
+    outputs = llm.generate(
+        [engine_prompt(request) for request in requests], params, use_tqdm=use_tqdm
+    )
     seconds = perf_counter() - start
     steps = summarize_steps(llm.observe(since_step=last_step, max_blocks=1)["steps"])
     failures = [output.error for output in outputs if output.error is not None]
@@ -78,15 +97,21 @@ def run_throughput(llm: LLM, requests: list[Request], params: list[SamplingParam
         _num_output_tokens(outputs),
         len(failures),
         failures[0] if failures else None,
-        {phase: summarize(v for m in finished if (v := getattr(m, phase)) is not None) for phase in ("queued_time", "prefill_time", "decode_time")},
+        {
+            phase: summarize(v for m in finished if (v := getattr(m, phase)) is not None)
+            for phase in ("queued_time", "prefill_time", "decode_time")
+        },
         steps,
     )
 
 
 def summarize_steps(records: list[Any]) -> Steps:
-    """`records`: as EngineCore.observe gives them, (step, start, schedule_s, execute_s, process_s, prefill tokens, decode tokens, requests, preemptions)."""
+    """`records`: as EngineCore.observe gives them, (step, start, schedule_s, execute_s, process_s,
+    prefill tokens, decode tokens, requests, preemptions).
+    """
     decodes = [record for record in records if not record[5] and record[6]]
-    times = summarize(sum(record[2:5]) * record[7] / record[6] for record in decodes)  # a step may decode several tokens of each request
+    # a step may decode several tokens of each request
+    times = summarize(sum(record[2:5]) * record[7] / record[6] for record in decodes)
     return Steps(
         len(records),
         *(sum(record[column] for record in records) for column in (2, 3, 4)),
@@ -96,27 +121,45 @@ def summarize_steps(records: list[Any]) -> Steps:
 
 
 def run_latency(
-    llm: LLM, requests: list[Request], params: list[SamplingParams], num_iters: int, on_iter: Callable[[], None]
+    llm: LLM,
+    requests: list[Request],
+    params: list[SamplingParams],
+    num_iters: int,
+    on_iter: Callable[[], None],
 ) -> tuple[list[float], list[Phases]]:
-    """The same batch num_iters times, with nothing of it in the prefix cache: the seconds of each, and its phases."""
+    """The same batch num_iters times, with nothing of it in the prefix cache: the seconds of each,
+    and its phases.
+    """
     seconds, phases = [], []
     for _ in range(num_iters):
         llm.reset_prefix_cache()
         start = perf_counter()
-        outputs = llm.generate([engine_prompt(request) for request in requests], params, use_tqdm=False)
+        outputs = llm.generate(
+            [engine_prompt(request) for request in requests], params, use_tqdm=False
+        )
         seconds.append(perf_counter() - start)
         if error := next((output.error for output in outputs if output.error is not None), None):
             raise InvalidParameterError("batch", f"a request of it failed: {error}")
-        phases.append(batch_phases([output.metrics for output in outputs], _num_output_tokens(outputs)))
+        phases.append(
+            batch_phases([output.metrics for output in outputs], _num_output_tokens(outputs))
+        )
         on_iter()
     return seconds, phases
 
 
 def batch_phases(metrics: list[RequestMetrics], num_output_tokens: int) -> Phases:
     begin = min(m.scheduled_ts for m in metrics)
-    first_tokens, end = max(m.first_token_ts for m in metrics), max(m.last_token_ts for m in metrics)
+    first_tokens, end = (
+        max(m.first_token_ts for m in metrics),
+        max(m.last_token_ts for m in metrics),
+    )
     num_prefill_tokens = sum(m.num_prompt_tokens - (m.num_cached_tokens or 0) for m in metrics)
-    return Phases(first_tokens - begin, end - first_tokens, num_prefill_tokens, num_output_tokens - len(metrics))
+    return Phases(
+        first_tokens - begin,
+        end - first_tokens,
+        num_prefill_tokens,
+        num_output_tokens - len(metrics),
+    )
 
 
 def _num_output_tokens(outputs: list[RequestOutput]) -> int:
@@ -125,7 +168,9 @@ def _num_output_tokens(outputs: list[RequestOutput]) -> int:
 
 @dataclass(frozen=True)
 class ReadLimit:
-    """A decode step reads every weight once, so a machine cannot do more steps per second than it can read the weights."""
+    """A decode step reads every weight once, so a machine cannot do more steps per second than it
+    can read the weights.
+    """
 
     weight_bytes: int
     bandwidth: float  # bytes per second, measured
@@ -135,14 +180,24 @@ class ReadLimit:
         return self.bandwidth / self.weight_bytes
 
 
-def measure_read_limit(directory: Path, bytes_per_parameter: int, num_threads: int | None) -> ReadLimit:
-    """Call it while nothing else runs. Weights are counted in the dtype that the engine computes in."""
+def measure_read_limit(
+    directory: Path, bytes_per_parameter: int, num_threads: int | None
+) -> ReadLimit:
+    """Call it while nothing else runs.
+
+    Weights are counted in the dtype that the engine computes in.
+    """
     weight_bytes = num_parameters(directory) * bytes_per_parameter
-    return ReadLimit(weight_bytes, measure_read_bandwidth(weight_bytes, num_threads or len(os.sched_getaffinity(0))))
+    return ReadLimit(
+        weight_bytes,
+        measure_read_bandwidth(weight_bytes, num_threads or len(os.sched_getaffinity(0))),
+    )
 
 
 def num_parameters(directory: Path) -> int:
-    """Elements of all tensors, from the headers of the *.safetensors files: 8 bytes of length, then JSON."""
+    """Elements of all tensors, from the headers of the *.safetensors files: 8 bytes of length, then
+    JSON.
+    """
     import math
 
     import msgspec
@@ -151,5 +206,7 @@ def num_parameters(directory: Path) -> int:
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
             header = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")))
-        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        total += sum(
+            math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
+        )
     return total

@@ -1,6 +1,7 @@
 """One streamed request to a server of the OpenAI API: what is sent, what comes, and when.
-May know: /v1/completions, /v1/chat/completions and /v1/models, the quirks of those who serve them.
-Must not know: any one server's extensions, workloads, when requests are sent."""
+
+Must not know: any one server's extensions, workloads, when requests are sent.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class Outcome:
     num_prompt_tokens: int | None = None  # None: the server does not say, and nobody counted
     num_output_tokens: int = 0
     counted_by: str = "chunks"  # the output tokens: "usage", "tokenizer" or "chunks"
-    token_times: list[float] = field(default_factory=list)  # when chunks with tokens came; a chunk may hold several
+    # when chunks with tokens came; a chunk may hold several
+    token_times: list[float] = field(default_factory=list)
     end: float = 0.0
     finish_reason: str | None = None
     text: str = ""
@@ -75,7 +77,11 @@ class Outcome:
     @property
     def tpot(self) -> float | None:
         """Seconds per token after the first; None of a single token."""
-        return (self.token_times[-1] - self.token_times[0]) / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else None
+        return (
+            (self.token_times[-1] - self.token_times[0]) / (self.num_output_tokens - 1)
+            if self.num_output_tokens > 1
+            else None
+        )
 
     @property
     def e2e(self) -> float:
@@ -89,8 +95,11 @@ class Outcome:
 
 
 class StreamReader:
-    """Reads one stream into an Outcome. A chunk holds tokens if it holds text, or, of completions, if it holds a choice: a token may
-    have no text of its own. A chat's first chunk, which has only a role, holds none."""
+    """Reads one stream into an Outcome.
+
+    A chunk holds tokens if it holds text, or, of completions, if it holds a choice: a token may
+    have no text of its own. A chat's first chunk, which has only a role, holds none.
+    """
 
     def __init__(self, outcome: Outcome):
         self.outcome = outcome
@@ -114,9 +123,14 @@ class StreamReader:
             self._take(event, now)
         self.outcome.text = "".join(self._pieces)
         if not self.is_done and self.outcome.finish_reason is None:
-            raise Failure(INCOMPLETE_STREAM if self.outcome.token_times else BAD_STREAM, "it ended without a finish reason and without [DONE]")
+            raise Failure(
+                INCOMPLETE_STREAM if self.outcome.token_times else BAD_STREAM,
+                "it ended without a finish reason and without [DONE]",
+            )
         if not self.outcome.token_times:
-            raise Failure(NO_TOKENS, f"the answer is empty (finish reason {self.outcome.finish_reason})")
+            raise Failure(
+                NO_TOKENS, f"the answer is empty (finish reason {self.outcome.finish_reason})"
+            )
 
     def _take(self, event: bytes, now: float) -> None:
         try:
@@ -135,13 +149,14 @@ class StreamReader:
                     self._pieces.append(text)
                 if choice.finish_reason:
                     outcome.finish_reason = choice.finish_reason
-                    has_tokens = bool(text or delta is not None and delta.tool_calls)  # most servers end with an empty chunk
+                    # most servers end with an empty chunk
+                    has_tokens = bool(text or (delta is not None and delta.tool_calls))
                 if has_tokens:
                     outcome.token_times.append(now)
             outcome.end = now
         if chunk.usage is not None:
             self.usage = chunk.usage
-        if chunk.error is not None or chunk.message is not None and chunk.choices is None:
+        if chunk.error is not None or (chunk.message is not None and chunk.choices is None):
             raise Failure(ERROR_IN_STREAM, error_text(event))
 
     def _take_no_chunk(self, event: bytes, now: float, error: Exception) -> None:
@@ -152,12 +167,17 @@ class StreamReader:
             for line in stripped.split(b"\n"):
                 self._take(line, now)
         elif stripped:
-            raise Failure(BAD_STREAM, f"{error}: {stripped[:MAX_ERROR_TEXT].decode(errors='replace')}")
+            raise Failure(
+                BAD_STREAM, f"{error}: {stripped[:MAX_ERROR_TEXT].decode(errors='replace')}"
+            )
 
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What all requests of a run have in common. `extra_body` may replace anything, and a None in it leaves a field out."""
+    """What all requests of a run have in common.
+
+    `extra_body` may replace anything, and a None in it leaves a field out.
+    """
 
     model: str | None = None
     endpoint: str = "completions"  # or "chat"
@@ -171,14 +191,28 @@ class RequestOptions:
         return "/chat/completions" if self.endpoint == "chat" else "/completions"
 
     def body(self, prompt: str | list[int] | list[dict[str, Any]], max_tokens: int) -> bytes:
-        fields: dict[str, Any] = {"model": self.model, "messages" if self.endpoint == "chat" else "prompt": prompt, "max_tokens": max_tokens}
-        fields |= {"temperature": self.temperature, "stream": True, "stream_options": {"include_usage": True} if self.include_usage else None}
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages" if self.endpoint == "chat" else "prompt": prompt,
+            "max_tokens": max_tokens,
+        }
+        fields |= {
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True} if self.include_usage else None,
+        }
         fields |= {"ignore_eos": self.ignore_eos or None, **self.extra_body}
-        return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
+        return msgspec.json.encode(
+            {name: value for name, value in fields.items() if value is not None}
+        )
 
 
-async def stream_request(client: HttpClient, options: RequestOptions, prompt: Any, max_tokens: int) -> Outcome:
-    """Sends one request and reads its stream; every failure is told by the Outcome, none is raised."""
+async def stream_request(
+    client: HttpClient, options: RequestOptions, prompt: Any, max_tokens: int
+) -> Outcome:
+    """Sends one request and reads its stream; every failure is told by the Outcome, none is
+    raised.
+    """
     body = options.body(prompt, max_tokens)
     outcome = Outcome(start=perf_counter())
     reader = StreamReader(outcome)
@@ -186,7 +220,8 @@ async def stream_request(client: HttpClient, options: RequestOptions, prompt: An
         try:
             answer = await client.exchange("POST", options.path, body, reader.feed)
         except Failure:
-            if not reader.is_done:  # after [DONE] all is said, and how the connection ends is of no interest
+            # after [DONE] all is said, and how the connection ends is of no interest
+            if not reader.is_done:
                 raise
         else:
             check_answer(answer)
@@ -195,7 +230,11 @@ async def stream_request(client: HttpClient, options: RequestOptions, prompt: An
         outcome.failure, outcome.failure_text = failure.kind, failure.text
     outcome.end = outcome.end or perf_counter()
     if reader.usage is not None and reader.usage.completion_tokens:
-        outcome.num_prompt_tokens, outcome.num_output_tokens, outcome.counted_by = reader.usage.prompt_tokens, reader.usage.completion_tokens, "usage"
+        outcome.num_prompt_tokens, outcome.num_output_tokens, outcome.counted_by = (
+            reader.usage.prompt_tokens,
+            reader.usage.completion_tokens,
+            "usage",
+        )
     else:
         outcome.num_output_tokens = len(outcome.token_times)
     return outcome
@@ -210,12 +249,17 @@ def check_answer(answer: Answer) -> None:
 
 
 async def first_model(client: HttpClient) -> str | None:
-    """The first name of /v1/models; None where the server has no such route. Raises Failure where there is no server, or it refuses."""
+    """The first name of /v1/models; None where the server has no such route.
+
+    Raises Failure where there is no server, or it refuses.
+    """
     try:
         async with asyncio.timeout(MODELS_TIMEOUT_S):
             answer = await client.exchange("GET", "/models")
     except TimeoutError:
-        raise Failure(TIMEOUT, f"/v1/models was not answered within {MODELS_TIMEOUT_S:g} s") from None
+        raise Failure(
+            TIMEOUT, f"/v1/models was not answered within {MODELS_TIMEOUT_S:g} s"
+        ) from None
     if answer.status in (404, 405, 501):
         return None
     if answer.status != 200:

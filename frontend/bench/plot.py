@@ -1,6 +1,7 @@
 """A line chart as SVG, both axes logarithmic: enough to see whether a cost grows as it should.
-May know: numbers and their names.
-Must not know: what was measured."""
+
+Must not know: what was measured.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +22,42 @@ def line_chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Points]
         raise ValueError("a chart with logarithmic axes needs points, and all of them positive")
     x_of, y_of = _scale(xs, LEFT, WIDTH - RIGHT), _scale(ys, HEIGHT - BOTTOM, TOP)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
+        f'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}</text>',
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 12}" text-anchor="middle">{escape(x_name)}</text>',
-        f'<text x="16" y="{HEIGHT / 2}" text-anchor="middle" transform="rotate(-90 16 {HEIGHT / 2})">{escape(y_name)}</text>',
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 12}" '
+        f'text-anchor="middle">{escape(x_name)}</text>',
+        f'<text x="16" y="{HEIGHT / 2}" text-anchor="middle" transform="rotate(-90 16 '
+        f'{HEIGHT / 2})">{escape(y_name)}</text>',
     ]
     for x in sorted(set(xs)):
-        parts.append(f'<line x1="{x_of(x):.1f}" x2="{x_of(x):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#eeeeee"/>')
-        parts.append(f'<text x="{x_of(x):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:g}</text>')
+        parts.append(
+            f'<line x1="{x_of(x):.1f}" x2="{x_of(x):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" '
+            f'stroke="#eeeeee"/>'
+        )
+        parts.append(
+            f'<text x="{x_of(x):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:g}</text>'
+        )
     for y in _ticks(min(ys), max(ys)):
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_of(y):.1f}" y2="{y_of(y):.1f}" stroke="#eeeeee"/>')
+        parts.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_of(y):.1f}" y2="{y_of(y):.1f}" '
+            f'stroke="#eeeeee"/>'
+        )
         parts.append(f'<text x="{LEFT - 6}" y="{y_of(y) + 4:.1f}" text-anchor="end">{y:.3g}</text>')
     for i, (name, points) in enumerate(lines.items()):
-        colour, dash = COLOURS[i % len(COLOURS)], ' stroke-dasharray="5 4"' if name.endswith("limit") else ""
+        colour, dash = (
+            COLOURS[i % len(COLOURS)],
+            ' stroke-dasharray="5 4"' if name.endswith("limit") else "",
+        )
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in sorted(points))
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
-        parts.append(f'<text x="{WIDTH - RIGHT + 12}" y="{TOP + 18 * i + 12}" fill="{colour}">{escape(name)}</text>')
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'
+        )
+        parts.append(
+            f'<text x="{WIDTH - RIGHT + 12}" y="{TOP + 18 * i + 12}" '
+            f'fill="{colour}">{escape(name)}</text>'
+        )
     return "\n".join([*parts, "</svg>", ""])
 
 

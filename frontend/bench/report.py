@@ -1,6 +1,7 @@
 """What `quire bench` prints and writes: tables for a person, JSON for whatever compares runs.
-May know: results and settings.
-Must not know: how either came about."""
+
+Must not know: how either came about.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from .machine import describe_machine
 from .openai_client import Outcome
 from .statistics import METRICS, PERCENTILES, Results, Summary, percentile
 
-# Beyond these the client itself is what was measured: its core is busy, or its event loop looks at the socket late.
+# Beyond these the client itself is what was measured: its core is busy, or its event loop looks at
+# the socket late.
 MAX_CLIENT_CPU_SHARE = 0.8
 MAX_CLIENT_LAG_S = 0.02
 
@@ -26,7 +28,9 @@ def client_figures(report: LoadReport, results: Results) -> dict[str, float]:
     lags, delays = sorted(report.lags) or [0.0], sorted(report.send_delays) or [0.0]
     return {
         "cpu_share": report.client_cpu_s / report.duration_s if report.duration_s else 0.0,
-        "cpu_us_per_chunk": 1e6 * report.client_cpu_s / results.num_chunks if results.num_chunks else 0.0,
+        "cpu_us_per_chunk": 1e6 * report.client_cpu_s / results.num_chunks
+        if results.num_chunks
+        else 0.0,
         "event_loop_lag_p99_s": percentile(lags, 99),
         "send_delay_p99_s": percentile(delays, 99),
     }
@@ -59,40 +63,67 @@ def format_results(report: LoadReport, results: Results, limits: dict[str, float
     lines = []
 
     def line(title: str, value: Any, rate: float | None = None, unit: str = "") -> None:
-        lines.append(f"{title:<24}{value:>12}" + (f"   {rate:.2f} {unit}" if rate is not None else ""))
+        lines.append(
+            f"{title:<24}{value:>12}" + (f"   {rate:.2f} {unit}" if rate is not None else "")
+        )
 
     if report.was_interrupted:
         num_missing = sum(outcome is None for outcome in report.outcomes)
         lines.append(f"interrupted: {num_missing} requests had not ended and are not counted below")
-    line("successful requests", results.num_successes, results.per_second(results.num_successes), "requests/s")
+    line(
+        "successful requests",
+        results.num_successes,
+        results.per_second(results.num_successes),
+        "requests/s",
+    )
     line("failed requests", results.num_failures)
     for kind, (count, text) in results.failures.items():
         lines.append(f"  {count} {kind}; the first: {' '.join(text.split())}")
     line("duration", f"{results.duration_s:.2f} s")
     known = results.num_input_tokens is not None
-    line("input tokens", results.num_input_tokens if known else "unknown", results.per_second(results.num_input_tokens), "tokens/s")
-    line("output tokens", results.num_output_tokens, results.per_second(results.num_output_tokens), "tokens/s")
+    line(
+        "input tokens",
+        results.num_input_tokens if known else "unknown",
+        results.per_second(results.num_input_tokens),
+        "tokens/s",
+    )
+    line(
+        "output tokens",
+        results.num_output_tokens,
+        results.per_second(results.num_output_tokens),
+        "tokens/s",
+    )
     if results.counted_by == ["chunks"]:
-        lines.append("  (the server reports no usage: chunks were counted; --tokenizer counts tokens)")
+        lines.append(
+            "  (the server reports no usage: chunks were counted; --tokenizer counts tokens)"
+        )
     line("peak concurrency", report.peak_concurrency)
     if limits:
         wanted = ", ".join(f"{metric} <= {1000 * limit:g} ms" for metric, limit in limits.items())
         line("goodput", results.num_good, results.goodput, f"requests/s with {wanted}")
-    rows = [(f"{metric.upper()}, {what}", results.metrics[metric]) for metric, what in METRICS.items()]
+    rows = [
+        (f"{metric.upper()}, {what}", results.metrics[metric]) for metric, what in METRICS.items()
+    ]
     lines += ["", *milliseconds_table(rows)]
     client = client_figures(report, results)
     lines += [
         "",
-        f"this client: {100 * client['cpu_share']:.0f} % of a core, {client['cpu_us_per_chunk']:.1f} us per chunk, "
-        f"event loop late by {1000 * client['event_loop_lag_p99_s']:.1f} ms, requests by {1000 * client['send_delay_p99_s']:.1f} ms (99 %)",
+        f"this client: {100 * client['cpu_share']:.0f} % of a core, "
+        f"{client['cpu_us_per_chunk']:.1f} us per chunk, "
+        f"event loop late by {1000 * client['event_loop_lag_p99_s']:.1f} ms, requests by "
+        f"{1000 * client['send_delay_p99_s']:.1f} ms (99 %)",
     ]
     if warning := client_warning(client):
         lines.append(f"WARNING: {warning}")
     return "\n".join(lines)
 
 
-def results_as_json(report: LoadReport, results: Results, settings: dict[str, Any]) -> dict[str, Any]:
-    """Everything: settings, machine, results, and a row per request, with its moments in seconds since the run's start."""
+def results_as_json(
+    report: LoadReport, results: Results, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything: settings, machine, results, and a row per request, with its moments in seconds
+    since the run's start.
+    """
     return {
         **stamp(),
         "settings": settings,
@@ -102,10 +133,17 @@ def results_as_json(report: LoadReport, results: Results, settings: dict[str, An
         "input_tokens_per_s": results.per_second(results.num_input_tokens),
         "output_tokens_per_s": results.per_second(results.num_output_tokens),
         **asdict(results),
-        "failures": {kind: {"count": count, "first": text} for kind, (count, text) in results.failures.items()},
+        "failures": {
+            kind: {"count": count, "first": text}
+            for kind, (count, text) in results.failures.items()
+        },
         "client": client_figures(report, results),
         "client_warning": client_warning(client_figures(report, results)),
-        "requests": [_request_row(outcome, report.start) for outcome in report.outcomes if outcome is not None],
+        "requests": [
+            _request_row(outcome, report.start)
+            for outcome in report.outcomes
+            if outcome is not None
+        ],
     }
 
 
@@ -123,7 +161,10 @@ def _request_row(outcome: Outcome, start: float) -> dict[str, Any]:
 
 
 def stamp() -> dict[str, Any]:
-    return {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "machine": describe_machine()}
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": describe_machine(),
+    }
 
 
 def write_json(path: str, result: dict[str, Any]) -> None:

@@ -1,6 +1,8 @@
-"""`quire bench serve`: warms a server up, puts the load on it, and says what came of it, Ctrl-C included.
-May know: the client, the workload, the load, the event loop and its signals.
-Must not know: command lines, how results are printed."""
+"""`quire bench serve`: warms a server up, puts the load on it, and says what came of it, Ctrl-C
+included.
+
+Must not know: command lines, how results are printed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from .openai_client import Outcome, RequestOptions, first_model, stream_request
 from .workloads import Request, Tokenizer
 
 POLL_INTERVAL_S = 1.0
-NO_MODEL_NAME = "default"  # for servers of one model, which have no /v1/models and do not look at the name
+# for servers of one model, which have no /v1/models and do not look at the name
+NO_MODEL_NAME = "default"
 
 
 class BenchmarkError(QuireError):
@@ -40,13 +43,20 @@ class ServeOptions:
     def __post_init__(self) -> None:
         for name in ("request_rate", "burstiness", "timeout_s"):
             if not getattr(self, name) > 0:
-                raise InvalidParameterError("--" + name.removesuffix("_s").replace("_", "-"), f"must be greater than 0, got {getattr(self, name)}")
+                raise InvalidParameterError(
+                    "--" + name.removesuffix("_s").replace("_", "-"),
+                    f"must be greater than 0, got {getattr(self, name)}",
+                )
         if self.burstiness == float("inf"):
             raise InvalidParameterError("--burstiness", "must be finite, got inf")
         if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise InvalidParameterError("--max-concurrency", f"must be at least 1, got {self.max_concurrency}")
+            raise InvalidParameterError(
+                "--max-concurrency", f"must be at least 1, got {self.max_concurrency}"
+            )
         if self.num_warmups < 0 or not self.ready_timeout_s >= 0:
-            raise InvalidParameterError("--num-warmups" if self.num_warmups < 0 else "--ready-timeout", "must be at least 0")
+            raise InvalidParameterError(
+                "--num-warmups" if self.num_warmups < 0 else "--ready-timeout", "must be at least 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -74,15 +84,27 @@ async def run_serve(
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     client = HttpClient(with_v1(options.base_url), headers, options.timeout_s)
     try:
-        request_options = replace(request_options, model=await _model_name(client, options, request_options.model))
+        request_options = replace(
+            request_options, model=await _model_name(client, options, request_options.model)
+        )
         send = partial(stream_request, client, request_options)
         as_messages = request_options.endpoint == "chat"
         if warmups:
             await _warm_up(options, LoadRunner(send, as_messages=as_messages), warmups)
         on_start()
-        runner = LoadRunner(send, as_messages=as_messages, max_concurrency=options.max_concurrency, on_outcome=on_outcome)
+        runner = LoadRunner(
+            send,
+            as_messages=as_messages,
+            max_concurrency=options.max_concurrency,
+            on_outcome=on_outcome,
+        )
         with _interrupted_by_ctrl_c(runner):
-            report = await runner.run(requests, arrival_times(len(requests), options.request_rate, options.burstiness, options.seed))
+            report = await runner.run(
+                requests,
+                arrival_times(
+                    len(requests), options.request_rate, options.burstiness, options.seed
+                ),
+            )
     finally:
         client.close()
     if tokenizer is not None:
@@ -91,7 +113,10 @@ async def run_serve(
 
 
 async def _model_name(client: HttpClient, options: ServeOptions, model: str | None) -> str:
-    """What the user said, or what the server says. Waits for the server as long as options.ready_timeout_s."""
+    """What the user said, or what the server says.
+
+    Waits for the server as long as options.ready_timeout_s.
+    """
     deadline = asyncio.get_running_loop().time() + options.ready_timeout_s
     while True:
         try:
@@ -102,7 +127,11 @@ async def _model_name(client: HttpClient, options: ServeOptions, model: str | No
             if model is not None and not not_yet:
                 return model
             if not not_yet or asyncio.get_running_loop().time() + POLL_INTERVAL_S > deadline:
-                hint = "; --ready-timeout SECONDS waits for a server that is starting" if not_yet and not options.ready_timeout_s else ""
+                hint = (
+                    "; --ready-timeout SECONDS waits for a server that is starting"
+                    if not_yet and not options.ready_timeout_s
+                    else ""
+                )
                 raise BenchmarkError(f"{options.base_url}: {failure}{hint}") from None
         await asyncio.sleep(POLL_INTERVAL_S)
 
@@ -110,7 +139,10 @@ async def _model_name(client: HttpClient, options: ServeOptions, model: str | No
 async def _warm_up(options: ServeOptions, runner: LoadRunner, warmups: list[Request]) -> None:
     outcomes = (await runner.run(warmups, [0.0] * len(warmups))).outcomes
     if all(outcome.failure is not None for outcome in outcomes):
-        raise BenchmarkError(f"{options.base_url}: the warm-up failed: {outcomes[0].failure}: {outcomes[0].failure_text}")
+        raise BenchmarkError(
+            f"{options.base_url}: the warm-up failed: {outcomes[0].failure}: "
+            f"{outcomes[0].failure_text}"
+        )
 
 
 @contextmanager
@@ -134,7 +166,12 @@ def _interrupted_by_ctrl_c(runner: LoadRunner) -> Iterator[None]:
 
 
 def _count_tokens(report: LoadReport, tokenizer: Tokenizer) -> None:
-    """After the run, so that it costs nothing while it runs: tokens of answers whose server did not count them."""
+    """After the run, so that it costs nothing while it runs: tokens of answers whose server did not
+    count them.
+    """
     for outcome in report.outcomes:
         if outcome is not None and outcome.counted_by == "chunks" and outcome.text:
-            outcome.num_output_tokens, outcome.counted_by = len(tokenizer.encode(outcome.text, add_special_tokens=False)), "tokenizer"
+            outcome.num_output_tokens, outcome.counted_by = (
+                len(tokenizer.encode(outcome.text, add_special_tokens=False)),
+                "tokenizer",
+            )

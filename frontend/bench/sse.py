@@ -1,6 +1,7 @@
 """Server-sent events: bytes as they arrive -> the data of whole events.
-May know: the format (WHATWG HTML, section "Server-sent events").
-Must not know: HTTP, JSON, what the data means."""
+
+Must not know: HTTP, JSON, what the data means.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ class SseError(ValueError):
 
 
 class SseParser:
-    """`feed` takes bytes cut anywhere and returns the data of the events that they complete; `finish` what the end of the stream completes.
+    """`feed` takes bytes cut anywhere and returns the data of the events that they complete;
+    `finish` what the end of the stream completes.
 
-    Lines end with LF, CRLF or CR; comments and the fields event, id and retry are passed over; several data lines are one event, joined by LF.
+    Lines end with LF, CRLF or CR; comments and the fields event, id and retry are passed over;
+    several data lines are one event, joined by LF.
     """
 
     def __init__(self) -> None:
@@ -43,5 +46,7 @@ class SseParser:
         return events
 
     def finish(self) -> list[bytes]:
-        """The event that the end cut short, for servers that leave out the last blank line; the format would have it dropped."""
+        """The event that the end cut short, for servers that leave out the last blank line; the
+        format would have it dropped.
+        """
         return self.feed(b"\n\n")

@@ -1,6 +1,7 @@
 """What outcomes amount to: percentiles, rates, goodput, failures by kind.
-May know: Outcome.
-Must not know: how outcomes came about, how they are printed."""
+
+Must not know: how outcomes came about, how they are printed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ METRICS = {
 
 
 def percentile(ordered: Sequence[float], p: float) -> float:
-    """The p-th percentile of values in ascending order, interpolated linearly between the two nearest, as numpy's default does."""
+    """The p-th percentile of values in ascending order, interpolated linearly between the two
+    nearest, as numpy's default does.
+    """
     position = (len(ordered) - 1) * p / 100
     below = int(position)
     above = min(below + 1, len(ordered) - 1)
@@ -43,7 +46,12 @@ def summarize(values: Iterable[float]) -> Summary | None:
     ordered = sorted(values)
     if not ordered:
         return None
-    return Summary(len(ordered), fsum(ordered) / len(ordered), {p: percentile(ordered, p) for p in PERCENTILES}, ordered[-1])
+    return Summary(
+        len(ordered),
+        fsum(ordered) / len(ordered),
+        {p: percentile(ordered, p) for p in PERCENTILES},
+        ordered[-1],
+    )
 
 
 def metric_values(outcome: Outcome, metric: str) -> list[float]:
@@ -65,12 +73,18 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
         except ValueError:
             limits[metric] = -1.0
         if metric not in METRICS or not 0 < limits[metric] < float("inf"):
-            raise InvalidParameterError("--goodput", f"must be METRIC:MILLISECONDS with a metric of {', '.join(METRICS)}, got {word!r}")
+            raise InvalidParameterError(
+                "--goodput",
+                f"must be METRIC:MILLISECONDS with a metric of {', '.join(METRICS)}, got {word!r}",
+            )
     return limits
 
 
 def is_good(outcome: Outcome, limits: dict[str, float]) -> bool:
-    """A success that keeps every limit (of itl: in the mean). A metric that it has no value of is kept."""
+    """A success that keeps every limit (of itl: in the mean).
+
+    A metric that it has no value of is kept.
+    """
     for metric, limit in limits.items():
         values = metric_values(outcome, metric)
         if values and fsum(values) / len(values) > limit:
@@ -123,5 +137,8 @@ def summarize_run(outcomes: list[Outcome], duration_s: float, limits: dict[str, 
         counted_by=sorted({outcome.counted_by for outcome in successes}),
         goodput=num_good / duration_s if num_good is not None and duration_s else None,
         num_good=num_good,
-        metrics={metric: summarize(v for outcome in successes for v in metric_values(outcome, metric)) for metric in METRICS},
+        metrics={
+            metric: summarize(v for outcome in successes for v in metric_values(outcome, metric))
+            for metric in METRICS
+        },
     )

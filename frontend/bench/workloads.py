@@ -1,6 +1,7 @@
 """The workloads: what each request asks and how much it may answer, the same for the same seed.
-May know: words, tokenizers, ShareGPT's file format.
-Must not know: HTTP, engines, when a request is sent."""
+
+Must not know: HTTP, engines, when a request is sent.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +18,125 @@ DATASETS = ("random", "sharegpt", "prefix", "multi-turn")
 MAX_TRIES = 8  # for a text whose tokens are as many as wanted
 
 # Short and frequent, so that most tokenizers have one token for each.
-WORDS = (
-    "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not what all were we "
-    "when your can said there use an each which she do how their if will up other about out many then them these so some her would make "
-    "like him into time has look two more write go see number no way could people my than first water been call who oil its now find long "
-    "down day did get come made may part over new sound take only little work know place year live me back give most very after thing our"
-).split()
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "you",
+    "that",
+    "it",
+    "he",
+    "was",
+    "for",
+    "on",
+    "are",
+    "as",
+    "with",
+    "his",
+    "they",
+    "at",
+    "be",
+    "this",
+    "have",
+    "from",
+    "or",
+    "one",
+    "had",
+    "by",
+    "word",
+    "but",
+    "not",
+    "what",
+    "all",
+    "were",
+    "we",
+    "when",
+    "your",
+    "can",
+    "said",
+    "there",
+    "use",
+    "an",
+    "each",
+    "which",
+    "she",
+    "do",
+    "how",
+    "their",
+    "if",
+    "will",
+    "up",
+    "other",
+    "about",
+    "out",
+    "many",
+    "then",
+    "them",
+    "these",
+    "so",
+    "some",
+    "her",
+    "would",
+    "make",
+    "like",
+    "him",
+    "into",
+    "time",
+    "has",
+    "look",
+    "two",
+    "more",
+    "write",
+    "go",
+    "see",
+    "number",
+    "no",
+    "way",
+    "could",
+    "people",
+    "my",
+    "than",
+    "first",
+    "water",
+    "been",
+    "call",
+    "who",
+    "oil",
+    "its",
+    "now",
+    "find",
+    "long",
+    "down",
+    "day",
+    "did",
+    "get",
+    "come",
+    "made",
+    "may",
+    "part",
+    "over",
+    "new",
+    "sound",
+    "take",
+    "only",
+    "little",
+    "work",
+    "know",
+    "place",
+    "year",
+    "live",
+    "me",
+    "back",
+    "give",
+    "most",
+    "very",
+    "after",
+    "thing",
+    "our",
+]
 
 
 class Tokenizer(Protocol):
@@ -63,17 +177,35 @@ class WorkloadOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("num_prompts", 1), ("input_len", 1), ("prefix_len", 0), ("num_prefixes", 1), ("num_turns", 1)):
+        for name, least in (
+            ("num_prompts", 1),
+            ("input_len", 1),
+            ("prefix_len", 0),
+            ("num_prefixes", 1),
+            ("num_turns", 1),
+        ):
             if getattr(self, name) < least:
-                raise InvalidParameterError("--" + name.replace("_", "-"), f"must be at least {least}, got {getattr(self, name)}")
+                raise InvalidParameterError(
+                    "--" + name.replace("_", "-"),
+                    f"must be at least {least}, got {getattr(self, name)}",
+                )
         if self.output_len is not None and self.output_len < 1:
-            raise InvalidParameterError("--output-len", f"must be at least 1, got {self.output_len}")
+            raise InvalidParameterError(
+                "--output-len", f"must be at least 1, got {self.output_len}"
+            )
         if not 0 <= self.range_ratio < 1:
-            raise InvalidParameterError("--range-ratio", f"must be at least 0 and less than 1, got {self.range_ratio}")
+            raise InvalidParameterError(
+                "--range-ratio", f"must be at least 0 and less than 1, got {self.range_ratio}"
+            )
         if (self.dataset_name == "sharegpt") != (self.dataset_path is not None):
-            raise InvalidParameterError("--dataset-path", "goes with --dataset-name sharegpt, which needs it")
+            raise InvalidParameterError(
+                "--dataset-path", "goes with --dataset-name sharegpt, which needs it"
+            )
         if self.token_ids and self.dataset_name == "multi-turn":
-            raise InvalidParameterError("--token-ids", "goes with other datasets than multi-turn: what was answered comes back as text")
+            raise InvalidParameterError(
+                "--token-ids",
+                "goes with other datasets than multi-turn: what was answered comes back as text",
+            )
 
 
 def make_requests(options: WorkloadOptions, tokenizer: Tokenizer | None = None) -> list[Request]:
@@ -89,8 +221,12 @@ def make_requests(options: WorkloadOptions, tokenizer: Tokenizer | None = None) 
     num_follow_ups = options.num_turns - 1 if options.dataset_name == "multi-turn" else 0
     requests = []
     for _ in range(options.num_prompts):
-        request = text.request(length(options.input_len, options, rng), length(options.output_len or 128, options, rng))
-        turns = tuple(text.text(length(options.input_len, options, rng)) for _ in range(num_follow_ups))
+        request = text.request(
+            length(options.input_len, options, rng), length(options.output_len or 128, options, rng)
+        )
+        turns = tuple(
+            text.text(length(options.input_len, options, rng)) for _ in range(num_follow_ups)
+        )
         requests.append(replace(request, follow_ups=turns))
     return requests
 
@@ -106,9 +242,15 @@ class TextSource:
 
     def __init__(self, tokenizer: Tokenizer | None, token_ids: bool, rng: random.Random):
         self.tokenizer, self.token_ids, self.rng = tokenizer, token_ids, rng
-        self._ids = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids] if tokenizer else []
+        self._ids = (
+            [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids]
+            if tokenizer
+            else []
+        )
 
-    def request(self, num_tokens: int, max_tokens: int, beginning: str | list[int] | None = None) -> Request:
+    def request(
+        self, num_tokens: int, max_tokens: int, beginning: str | list[int] | None = None
+    ) -> Request:
         """`beginning`, if there is one, and after it num_tokens of its own."""
         prompt: Any = self.ids(num_tokens) if self.token_ids else self.text(num_tokens)
         if beginning:
@@ -129,7 +271,9 @@ class TextSource:
         return self.rng.choices(self._ids, k=num_tokens)
 
     def text(self, num_tokens: int) -> str:
-        """Tokens that are decoded seldom come back as they were: of a few tries the text whose length is nearest."""
+        """Tokens that are decoded seldom come back as they were: of a few tries the text whose
+        length is nearest.
+        """
         if self.tokenizer is None:
             return " ".join(self.rng.choices(WORDS, k=num_tokens))
         ids, best, best_error = self.ids(num_tokens), "", None
@@ -148,14 +292,28 @@ def _with_prefixes(options: WorkloadOptions, text: TextSource, rng: random.Rando
     """input_len counts both parts; the prefixes take turns."""
     own = options.input_len - options.prefix_len
     if own < 1:
-        raise InvalidParameterError("--prefix-len", f"must leave something of --input-len {options.input_len}, got {options.prefix_len}")
-    prefixes = [text.ids(options.prefix_len) if options.token_ids else text.text(options.prefix_len) for _ in range(options.num_prefixes)]
-    sizes = [(length(own, options, rng), length(options.output_len or 128, options, rng)) for _ in range(options.num_prompts)]
-    return [text.request(num_tokens, max_tokens, prefixes[i % len(prefixes)]) for i, (num_tokens, max_tokens) in enumerate(sizes)]
+        raise InvalidParameterError(
+            "--prefix-len",
+            f"must leave something of --input-len {options.input_len}, got {options.prefix_len}",
+        )
+    prefixes = [
+        text.ids(options.prefix_len) if options.token_ids else text.text(options.prefix_len)
+        for _ in range(options.num_prefixes)
+    ]
+    sizes = [
+        (length(own, options, rng), length(options.output_len or 128, options, rng))
+        for _ in range(options.num_prompts)
+    ]
+    return [
+        text.request(num_tokens, max_tokens, prefixes[i % len(prefixes)])
+        for i, (num_tokens, max_tokens) in enumerate(sizes)
+    ]
 
 
 def _from_file(options: WorkloadOptions, text: TextSource, rng: random.Random) -> list[Request]:
-    """As many of the file's conversations as are wanted, in random order; a file that holds fewer is gone through again."""
+    """As many of the file's conversations as are wanted, in random order; a file that holds fewer
+    is gone through again.
+    """
     pairs = list(_read_pairs(Path(options.dataset_path)))
     if not pairs:
         raise InvalidParameterError("--dataset-path", f"{options.dataset_path} holds no prompt")
@@ -163,37 +321,53 @@ def _from_file(options: WorkloadOptions, text: TextSource, rng: random.Random) -
     requests = []
     for i in range(options.num_prompts):
         prompt, answer = pairs[i % len(pairs)]
-        answer_len = options.output_len or (text.count(answer) or len(answer.split()) if answer else 128)
+        answer_len = options.output_len or (
+            text.count(answer) or len(answer.split()) if answer else 128
+        )
         requests.append(text.of(prompt, max(1, answer_len)))
     return requests
 
 
 def _read_pairs(path: Path) -> Iterator[tuple[str, str]]:
-    """(prompt, answer or "") of each entry: ShareGPT's JSON array, or JSON lines with "prompt" or "conversations" or "messages"."""
+    """(prompt, answer or "") of each entry: ShareGPT's JSON array, or JSON lines with "prompt" or
+    "conversations" or "messages".
+    """
     try:
         raw = path.read_text(encoding="utf-8-sig")
-        records = json.loads(raw) if raw.lstrip()[:1] == "[" else [json.loads(line) for line in raw.splitlines() if line.strip()]
+        records = (
+            json.loads(raw)
+            if raw.lstrip()[:1] == "["
+            else [json.loads(line) for line in raw.splitlines() if line.strip()]
+        )
     except OSError as error:
-        raise InvalidParameterError("--dataset-path", f"cannot read {path}: {error.strerror}") from None
+        raise InvalidParameterError(
+            "--dataset-path", f"cannot read {path}: {error.strerror}"
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise InvalidParameterError("--dataset-path", f"{path} is neither JSON nor JSON lines: {error}") from None
+        raise InvalidParameterError(
+            "--dataset-path", f"{path} is neither JSON nor JSON lines: {error}"
+        ) from None
     for record in records:
         if pair := _pair(record):
             yield pair
 
 
 def _pair(record: Any) -> tuple[str, str] | None:
-    """None for an entry without a prompt that is text: ShareGPT has conversations of one turn, or that the assistant opens."""
+    """None for an entry without a prompt that is text: ShareGPT has conversations of one turn, or
+    that the assistant opens.
+    """
     if isinstance(record, str):
         return (record, "") if record else None
     if not isinstance(record, dict):
         return None
     turns = record.get("conversations") or record.get("messages")
     if isinstance(turns, list):
-        said = [turn.get("value", turn.get("content")) for turn in turns if isinstance(turn, dict) and turn.get("role", turn.get("from")) != "system"]
+        said = [
+            turn.get("value", turn.get("content"))
+            for turn in turns
+            if isinstance(turn, dict) and turn.get("role", turn.get("from")) != "system"
+        ]
     else:
         said = [record.get("prompt"), record.get("completion", record.get("output", ""))]
     said = [text if isinstance(text, str) else "" for text in said[:2]]
     return (said[0], said[1] if len(said) > 1 else "") if said and said[0] else None
-
-

@@ -1,6 +1,8 @@
 """`quire bench serve|throughput|latency|cpu`: which of the four.
-May know: their names.
-Must not know: how anything is measured; bench_serve.py, bench_offline.py and bench_cpu.py are imported when they are the ones asked for."""
+
+Must not know: how anything is measured; bench_serve.py, bench_offline.py and bench_cpu.py are
+imported when they are the ones asked for.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ MODES = {
     "latency": "the offline engine, one batch again and again",
     "cpu": "a model's steps beside what this CPU's memory and arithmetic allow",
 }
-HELP = "\n".join(["usage: quire bench MODE ...", "", *(f"  quire bench {mode:<10} {what}" for mode, what in MODES.items())])
+HELP = "\n".join(
+    [
+        "usage: quire bench MODE ...",
+        "",
+        *(f"  quire bench {mode:<10} {what}" for mode, what in MODES.items()),
+    ]
+)
 
 
 def main(argv: list[str]) -> int:
@@ -21,7 +29,12 @@ def main(argv: list[str]) -> int:
         print(HELP)
         return 0
     if mode not in MODES:
-        print(HELP if not mode else f"quire bench: unknown mode {mode!r}; the modes are {', '.join(MODES)}", file=sys.stderr)
+        print(
+            HELP
+            if not mode
+            else f"quire bench: unknown mode {mode!r}; the modes are {', '.join(MODES)}",
+            file=sys.stderr,
+        )
         return 2
     if mode == "serve":
         from .bench_serve import serve

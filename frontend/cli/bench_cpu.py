@@ -1,6 +1,7 @@
 """`quire bench cpu`: its flags, what it prints and writes.
-May know: frontend/bench/cpu.py, the engine's flags.
-Must not know: how anything is measured, torch."""
+
+Must not know: how anything is measured, torch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,19 @@ if TYPE_CHECKING:
     from ...ipc.config import EngineConfig
     from ..bench.cpu import Limits, ModelWork, Phase, Plan
 
-COLUMNS = ("phase", "requests", "context", "threads", "ms", "fastest", "GB/s", "GOP/s", "limit", "bound by", "of the limit")
+COLUMNS = (
+    "phase",
+    "requests",
+    "context",
+    "threads",
+    "ms",
+    "fastest",
+    "GB/s",
+    "GOP/s",
+    "limit",
+    "bound by",
+    "of the limit",
+)
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (128, 512, 2048, 8192, 16384)
 
 
@@ -27,16 +40,39 @@ def cpu_parser(argv: list[str]) -> Parser:
     parser = Parser(
         "quire bench cpu",
         "quire bench cpu [--model NAME] [--sweep] [engine flags]",
-        "Measures what this CPU's memory and arithmetic allow, and each phase of a model as a fraction of that.",
+        "Measures what this CPU's memory and arithmetic allow, and each phase of a model as a "
+        "fraction of that.",
         show_all="--help-all" in argv,
     )
     add = Adder(parser, "measurement")
-    add("--batch-sizes", "requests of the decode steps", type=int, nargs="+", default=[1, 32], metavar="N")
+    add(
+        "--batch-sizes",
+        "requests of the decode steps",
+        type=int,
+        nargs="+",
+        default=[1, 32],
+        metavar="N",
+    )
     add("--context", "tokens before each of them", type=int, default=128, metavar="N")
-    add("--prefill-len", "tokens of the prompt, as far as the model takes them", type=int, default=4096, metavar="N")
+    add(
+        "--prefill-len",
+        "tokens of the prompt, as far as the model takes them",
+        type=int,
+        default=4096,
+        metavar="N",
+    )
     add("--seconds", "for each measurement", type=float, default=1.0, metavar="S")
-    add("--sweep", f"also {BATCHES[0]} to {BATCHES[-1]} requests, {CONTEXTS[0]} to {CONTEXTS[-1]} tokens of context, 1 to all threads", action="store_true")
-    add("--svg", "with --sweep: draw what costs grow with, into files in this directory", metavar="DIR")
+    add(
+        "--sweep",
+        f"also {BATCHES[0]} to {BATCHES[-1]} requests, {CONTEXTS[0]} to {CONTEXTS[-1]} tokens of "
+        f"context, 1 to all threads",
+        action="store_true",
+    )
+    add(
+        "--svg",
+        "with --sweep: draw what costs grow with, into files in this directory",
+        metavar="DIR",
+    )
     add("--json", "write settings, machine and results to this file", metavar="FILE")
     parser.add_flags("engine", engine_flags(), ("model", "dtype", "num_threads"))
     return parser
@@ -51,15 +87,24 @@ def cpu(argv: list[str]) -> int:
     arguments = given(args, engine_flags())
     asked = EngineArgs(arguments.pop("model", "bundled"), **arguments).create_engine_config()
     work, longest = model_work(asked), asked.model_config.max_model_len
-    plan = Plan([(batch, args.context) for batch in args.batch_sizes], [min(args.prefill_len, longest - 1)], args.seconds)
+    plan = Plan(
+        [(batch, args.context) for batch in args.batch_sizes],
+        [min(args.prefill_len, longest - 1)],
+        args.seconds,
+    )
     limits, phases = run_plan(fitting(asked, plan, work), plan, work, None)
     print(format_limits(limits))
-    print(f"\na step reads {work.weights_bytes / 1e6:.1f} MB of weights and {work.kv_bytes_per_token / 1024:.1f} KiB for each token of context\n")
+    print(
+        f"\na step reads {work.weights_bytes / 1e6:.1f} MB of weights and "
+        f"{work.kv_bytes_per_token / 1024:.1f} KiB for each token of context\n"
+    )
     print_phases(phases)
     swept: dict[str, list[Phase]] = {}
     if args.sweep:
         for name, config, part in sweeps(asked, args, longest, max(limits.read_bandwidth)):
-            swept.setdefault(name, []).extend(run_plan(fitting(config, part, work), part, work, limits)[1])
+            swept.setdefault(name, []).extend(
+                run_plan(fitting(config, part, work), part, work, limits)[1]
+            )
         for name, found in swept.items():
             print(f"\nas {name} grow:\n")
             print_phases(found)
@@ -68,15 +113,25 @@ def cpu(argv: list[str]) -> int:
     if args.json:
         from ..bench.report import stamp, write_json
 
-        result = {"limits": asdict(limits), "phases": _rows(phases), "sweeps": {name: _rows(found) for name, found in swept.items()}}
+        result = {
+            "limits": asdict(limits),
+            "phases": _rows(phases),
+            "sweeps": {name: _rows(found) for name, found in swept.items()},
+        }
         write_json(args.json, {**stamp(), "settings": settings_of(args), **result})
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name, values in (("batch_sizes", args.batch_sizes), ("context", [args.context]), ("prefill_len", [args.prefill_len])):
+    for name, values in (
+        ("batch_sizes", args.batch_sizes),
+        ("context", [args.context]),
+        ("prefill_len", [args.prefill_len]),
+    ):
         if min(values) < 1:
-            raise InvalidParameterError("--" + name.replace("_", "-"), f"must be at least 1, got {min(values)}")
+            raise InvalidParameterError(
+                "--" + name.replace("_", "-"), f"must be at least 1, got {min(values)}"
+            )
     if args.seconds <= 0:
         raise InvalidParameterError("--seconds", f"must be more than 0, got {args.seconds}")
     if args.svg and not Path(args.svg).is_dir():
@@ -90,8 +145,14 @@ def fitting(config: EngineConfig, plan: Plan, work: ModelWork) -> EngineConfig:
     model_config, block_size = config.model_config, config.cache_config.block_size
     if plan.max_model_len > model_config.max_model_len:
         longest = model_config.max_model_len
-        raise InvalidParameterError("--context", f"must leave room for {plan.max_model_len} tokens in all, the model takes {longest}")
-    num_bytes = max(plan.kv_cache_bytes(work.kv_bytes_per_token, block_size), 2 * model_config.max_model_len * work.kv_bytes_per_token)
+        raise InvalidParameterError(
+            "--context",
+            f"must leave room for {plan.max_model_len} tokens in all, the model takes {longest}",
+        )
+    num_bytes = max(
+        plan.kv_cache_bytes(work.kv_bytes_per_token, block_size),
+        2 * model_config.max_model_len * work.kv_bytes_per_token,
+    )
     return replaced(
         config,
         scheduler_config=replaced(config.scheduler_config, max_num_seqs=plan.max_num_seqs),
@@ -99,7 +160,9 @@ def fitting(config: EngineConfig, plan: Plan, work: ModelWork) -> EngineConfig:
     )
 
 
-def sweeps(config: EngineConfig, args: argparse.Namespace, longest: int, most_threads: int) -> list[tuple[str, EngineConfig, Any]]:
+def sweeps(
+    config: EngineConfig, args: argparse.Namespace, longest: int, most_threads: int
+) -> list[tuple[str, EngineConfig, Any]]:
     """(what grows, the engine's configuration, what is measured in it)"""
     from ..bench.cpu import ROOM, Plan
     from ..engine_args import replace as replaced
@@ -107,7 +170,11 @@ def sweeps(config: EngineConfig, args: argparse.Namespace, longest: int, most_th
     contexts = [context for context in CONTEXTS if context + ROOM <= longest] or [args.context]
     found: list[tuple[str, EngineConfig, Any]] = [
         ("requests", config, Plan([(batch, args.context) for batch in BATCHES], [], args.seconds)),
-        ("tokens of context", config, Plan([(1, context) for context in contexts], [], args.seconds)),
+        (
+            "tokens of context",
+            config,
+            Plan([(1, context) for context in contexts], [], args.seconds),
+        ),
     ]
     counts = sorted({2**i for i in range(most_threads.bit_length())} | {most_threads})
     for count in counts:
@@ -118,27 +185,45 @@ def sweeps(config: EngineConfig, args: argparse.Namespace, longest: int, most_th
 
 
 def format_limits(limits: Limits) -> str:
-    rates = ", ".join(f"{rate / 1e9:.1f} GB/s with {count} thread{'s' * (count > 1)}" for count, rate in limits.read_bandwidth.items())
-    peaks = ", ".join(f"{dtype} {rate / 1e9:.0f} {'GOP/s' if dtype == 'int8' else 'GFLOP/s'}" for dtype, rate in limits.gemm_flops.items())
+    rates = ", ".join(
+        f"{rate / 1e9:.1f} GB/s with {count} thread{'s' * (count > 1)}"
+        for count, rate in limits.read_bandwidth.items()
+    )
+    peaks = ", ".join(
+        f"{dtype} {rate / 1e9:.0f} {'GOP/s' if dtype == 'int8' else 'GFLOP/s'}"
+        for dtype, rate in limits.gemm_flops.items()
+    )
     return f"this machine reads as much memory as the weights take, a GiB at most, at {rates}, at best,\nand multiplies matrices at {peaks}"
 
 
 def print_phases(phases: list[Phase]) -> None:
     rows = [
         (
-            phase.name, str(phase.batch), str(phase.context), str(phase.num_threads), f"{1000 * phase.seconds:.2f}",
-            f"{1000 * phase.fastest_s:.2f}", f"{phase.bandwidth / 1e9:.1f}", f"{phase.flops / 1e9:.0f}",
-            f"{1000 * phase.least_s:.2f}", phase.bound, f"{100 * phase.fraction:.0f} %",
+            phase.name,
+            str(phase.batch),
+            str(phase.context),
+            str(phase.num_threads),
+            f"{1000 * phase.seconds:.2f}",
+            f"{1000 * phase.fastest_s:.2f}",
+            f"{phase.bandwidth / 1e9:.1f}",
+            f"{phase.flops / 1e9:.0f}",
+            f"{1000 * phase.least_s:.2f}",
+            phase.bound,
+            f"{100 * phase.fraction:.0f} %",
         )
         for phase in phases
-    ]  # fmt: skip
+    ]
     print_table(COLUMNS, rows, right=frozenset(COLUMNS) - {"phase", "bound by"})
 
 
 def draw(directory: Path, swept: dict[str, list[Phase]]) -> None:
     from ..bench.plot import line_chart
 
-    grows = {"requests": lambda phase: phase.batch, "tokens of context": lambda phase: phase.context, "threads": lambda phase: phase.num_threads}
+    grows = {
+        "requests": lambda phase: phase.batch,
+        "tokens of context": lambda phase: phase.context,
+        "threads": lambda phase: phase.num_threads,
+    }
     for name, phases in swept.items():
         lines: dict[str, list[tuple[float, float]]] = {}
         for phase in phases:

@@ -1,6 +1,7 @@
 """The flags that the modes of `quire bench` share.
-May know: the workloads' options, the parser.
-Must not know: how anything is measured."""
+
+Must not know: how anything is measured.
+"""
 
 from __future__ import annotations
 
@@ -20,36 +21,124 @@ class Adder:
     def __call__(self, option: str, help: str, *, rare: bool = False, **arguments: Any) -> None:
         default = arguments.get("default")
         shown = help if default in (None, []) or "action" in arguments else f"{help} [{default}]"
-        self.group.add_argument(option, help=argparse.SUPPRESS if rare and not self.show_all else shown.replace("%", "%%"), **arguments)
+        self.group.add_argument(
+            option,
+            help=argparse.SUPPRESS if rare and not self.show_all else shown.replace("%", "%%"),
+            **arguments,
+        )
 
 
 def add_workload(parser: Parser, *, num_prompts: int, tokenizer: bool) -> None:
     add = Adder(parser, "workload")
-    add("--dataset-name", f"what is asked: {', '.join(DATASETS)}", choices=DATASETS, default="random", metavar="NAME")
-    add("--dataset-path", "file for sharegpt: ShareGPT's JSON, or JSON lines with a prompt each", metavar="FILE")
-    add("--num-prompts", "requests; of multi-turn conversations", type=int, default=num_prompts, metavar="N")
-    add("--input-len", "tokens of a prompt (words where no tokenizer is given); of multi-turn per turn", type=int, default=512, metavar="N")
-    add("--output-len", "most tokens of an answer [128; of sharegpt: as many as the file's answer]", type=int, metavar="N")
-    add("--range-ratio", "lengths vary evenly between (1 - X) and (1 + X) of these", type=float, default=0.0, metavar="X")
-    add("--prefix-len", "of prefix: so many of the prompt's tokens are shared", rare=True, type=int, default=256, metavar="N")
-    add("--num-prefixes", "of prefix: so many different ones take turns", rare=True, type=int, default=1, metavar="N")
-    add("--num-turns", "of multi-turn: turns per conversation", rare=True, type=int, default=3, metavar="N")
+    add(
+        "--dataset-name",
+        f"what is asked: {', '.join(DATASETS)}",
+        choices=DATASETS,
+        default="random",
+        metavar="NAME",
+    )
+    add(
+        "--dataset-path",
+        "file for sharegpt: ShareGPT's JSON, or JSON lines with a prompt each",
+        metavar="FILE",
+    )
+    add(
+        "--num-prompts",
+        "requests; of multi-turn conversations",
+        type=int,
+        default=num_prompts,
+        metavar="N",
+    )
+    add(
+        "--input-len",
+        "tokens of a prompt (words where no tokenizer is given); of multi-turn per turn",
+        type=int,
+        default=512,
+        metavar="N",
+    )
+    add(
+        "--output-len",
+        "most tokens of an answer [128; of sharegpt: as many as the file's answer]",
+        type=int,
+        metavar="N",
+    )
+    add(
+        "--range-ratio",
+        "lengths vary evenly between (1 - X) and (1 + X) of these",
+        type=float,
+        default=0.0,
+        metavar="X",
+    )
+    add(
+        "--prefix-len",
+        "of prefix: so many of the prompt's tokens are shared",
+        rare=True,
+        type=int,
+        default=256,
+        metavar="N",
+    )
+    add(
+        "--num-prefixes",
+        "of prefix: so many different ones take turns",
+        rare=True,
+        type=int,
+        default=1,
+        metavar="N",
+    )
+    add(
+        "--num-turns",
+        "of multi-turn: turns per conversation",
+        rare=True,
+        type=int,
+        default=3,
+        metavar="N",
+    )
     if tokenizer:
-        add("--tokenizer", "directory or hub name: makes prompts of so many tokens, and counts where the server does not", metavar="NAME")
+        add(
+            "--tokenizer",
+            "directory or hub name: makes prompts of so many tokens, and counts where the server "
+            "does not",
+            metavar="NAME",
+        )
         add("--token-ids", "send prompts as token ids, not as text", rare=True, action="store_true")
 
 
 def add_sampling(add: Adder, *, ignore_eos: bool) -> None:
-    add("--ignore-eos", f"answers go on to --output-len [{'on' if ignore_eos else 'off'}]", action=argparse.BooleanOptionalAction, default=ignore_eos)
+    add(
+        "--ignore-eos",
+        f"answers go on to --output-len [{'on' if ignore_eos else 'off'}]",
+        action=argparse.BooleanOptionalAction,
+        default=ignore_eos,
+    )
     add("--json", "write settings, machine and results to this file", metavar="FILE")
 
 
 def workload_options(args: argparse.Namespace, seed: int) -> WorkloadOptions:
-    names = ("dataset_name", "dataset_path", "num_prompts", "input_len", "output_len", "range_ratio", "prefix_len", "num_prefixes", "num_turns")
-    return WorkloadOptions(**{name: getattr(args, name) for name in names}, token_ids=getattr(args, "token_ids", False), seed=seed)
+    names = (
+        "dataset_name",
+        "dataset_path",
+        "num_prompts",
+        "input_len",
+        "output_len",
+        "range_ratio",
+        "prefix_len",
+        "num_prefixes",
+        "num_turns",
+    )
+    return WorkloadOptions(
+        **{name: getattr(args, name) for name in names},
+        token_ids=getattr(args, "token_ids", False),
+        seed=seed,
+    )
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Every flag as JSON can hold it, the key excepted, and the bookkeeping of where settings came from."""
-    values = {name: value for name, value in vars(args).items() if name not in ("api_key", "settings", "config", "print_config")}
+    """Every flag as JSON can hold it, the key excepted, and the bookkeeping of where settings came
+    from.
+    """
+    values = {
+        name: value
+        for name, value in vars(args).items()
+        if name not in ("api_key", "settings", "config", "print_config")
+    }
     return {name: str(value) if value == float("inf") else value for name, value in values.items()}

@@ -1,6 +1,8 @@
-"""`quire bench throughput` and `quire bench latency`: their flags, the engine they open, what they print.
-May know: LLM, the options of frontend/bench.
-Must not know: how an engine is reached, HTTP, torch."""
+"""`quire bench throughput` and `quire bench latency`: their flags, the engine they open, what they
+print.
+
+Must not know: how an engine is reached, HTTP, torch.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def latency_parser(argv: list[str]) -> Parser:
     parser = Parser(
         "quire bench latency",
         "quire bench latency [--batch-size N] [--input-len N] [--output-len N] [engine flags]",
-        "Runs one batch again and again, and reports how long it takes and what the machine's memory would allow.",
+        "Runs one batch again and again, and reports how long it takes and what the machine's "
+        "memory would allow.",
         show_all="--help-all" in argv,
     )
     add = Adder(parser, "batch")
@@ -72,21 +75,36 @@ def throughput(argv: list[str]) -> int:
         requests, limit = make_requests(options, _tokenizer(llm)), read_limit(llm)
         run = run_throughput(llm, requests, _params(args, requests), use_tqdm=sys.stderr.isatty())
     print(format_throughput(run, len(requests)))
-    phases = [("in the queue", "queued_time"), ("prefill, first step to first token", "prefill_time"), ("decode, first to last token", "decode_time")]
+    phases = [
+        ("in the queue", "queued_time"),
+        ("prefill, first step to first token", "prefill_time"),
+        ("decode, first to last token", "decode_time"),
+    ]
     print("\nper request, ms, by the engine's clock")
     print("\n".join(milliseconds_table([(title, run.phases[phase]) for title, phase in phases])))
     print("\n" + format_steps(run.steps, limit))
     if args.json:
-        write_json(args.json, {**stamp(), "settings": settings_of(args), "read_limit": asdict(limit), "num_requests": len(requests), **asdict(run)})
+        write_json(
+            args.json,
+            {
+                **stamp(),
+                "settings": settings_of(args),
+                "read_limit": asdict(limit),
+                "num_requests": len(requests),
+                **asdict(run),
+            },
+        )
     return 1 if run.num_failures == len(requests) else 0
 
 
 def format_throughput(run: OfflineRun, num_requests: int) -> str:
     num_tokens = run.num_input_tokens + run.num_output_tokens
     lines = [
-        f"{num_requests} requests in {run.seconds:.2f} s: {num_requests / run.seconds:.2f} requests/s",
+        f"{num_requests} requests in {run.seconds:.2f} s: {num_requests / run.seconds:.2f} "
+        f"requests/s",
         f"{run.num_input_tokens} tokens in, {run.num_output_tokens} out: "
-        f"{run.num_output_tokens / run.seconds:.1f} output tokens/s, {num_tokens / run.seconds:.1f} tokens/s in all",
+        f"{run.num_output_tokens / run.seconds:.1f} output tokens/s, "
+        f"{num_tokens / run.seconds:.1f} tokens/s in all",
     ]
     if run.num_failures:
         lines.append(f"{run.num_failures} requests failed; the first: {run.first_error}")
@@ -94,7 +112,9 @@ def format_throughput(run: OfflineRun, num_requests: int) -> str:
 
 
 def format_steps(steps: Steps, limit: ReadLimit) -> str:
-    """Of the last steps: what took their time, and those that only decode beside the least that memory allows."""
+    """Of the last steps: what took their time, and those that only decode beside the least that
+    memory allows.
+    """
     total = steps.schedule_s + steps.execute_s + steps.process_s or 1.0
     parts = {"schedule": steps.schedule_s, "execute": steps.execute_s, "process": steps.process_s}
     shares = [f"{name} {100 * seconds / total:.1f} %" for name, seconds in parts.items()]
@@ -102,18 +122,31 @@ def format_steps(steps: Steps, limit: ReadLimit) -> str:
     if steps.decode_step_s is None:
         return text
     return (
-        f"{text}\na token of each, {steps.decode_batch:.0f} requests in a step that only decodes: {1000 * steps.decode_step_s:.2f} ms (median); "
+        f"{text}\na token of each, {steps.decode_batch:.0f} requests in a step that only decodes: "
+        f"{1000 * steps.decode_step_s:.2f} ms (median); "
         f"reading the weights once takes {1000 / limit.max_steps_per_s:.2f} ms on this machine"
     )
 
 
 def latency(argv: list[str]) -> int:
     args = latency_parser(argv).parse(argv)
-    for name, least in (("batch_size", 1), ("num_iters", 1), ("num_iters_warmup", 0), ("output_len", 2)):
+    for name, least in (
+        ("batch_size", 1),
+        ("num_iters", 1),
+        ("num_iters_warmup", 0),
+        ("output_len", 2),
+    ):
         if getattr(args, name) < least:
-            raise InvalidParameterError("--" + name.replace("_", "-"), f"must be at least {least}, got {getattr(args, name)}")
+            raise InvalidParameterError(
+                "--" + name.replace("_", "-"),
+                f"must be at least {least}, got {getattr(args, name)}",
+            )
     options = WorkloadOptions(
-        num_prompts=args.batch_size, input_len=args.input_len, output_len=args.output_len, token_ids=True, seed=getattr(args, "seed", 0)
+        num_prompts=args.batch_size,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        token_ids=True,
+        seed=getattr(args, "seed", 0),
     )
     with open_llm(args) as llm:
         from ..bench.offline import run_latency
@@ -123,17 +156,26 @@ def latency(argv: list[str]) -> int:
         requests, limit = make_requests(options, _tokenizer(llm)), read_limit(llm)
         params = _params(args, requests)
         run_latency(llm, requests, params, args.num_iters_warmup, lambda: None)
-        seconds, phases = run_latency(llm, requests, params, args.num_iters, _progress(args.num_iters))
+        seconds, phases = run_latency(
+            llm, requests, params, args.num_iters, _progress(args.num_iters)
+        )
     rows = [
         ("the batch", summarize(seconds)),
         ("prefill, first step to first tokens", summarize(phase.prefill_s for phase in phases)),
         ("decode, from there to the last token", summarize(phase.decode_s for phase in phases)),
     ]
-    print(f"{args.batch_size} x ({args.input_len} tokens in, {args.output_len} out), {args.num_iters} times; ms\n")
+    print(
+        f"{args.batch_size} x ({args.input_len} tokens in, {args.output_len} out), "
+        f"{args.num_iters} times; ms\n"
+    )
     print("\n".join(milliseconds_table(rows)))
     print("\n" + format_phases(phases, limit, args.batch_size))
     if args.json:
-        result = {"seconds": seconds, "phases": [asdict(phase) for phase in phases], "read_limit": asdict(limit)}
+        result = {
+            "seconds": seconds,
+            "phases": [asdict(phase) for phase in phases],
+            "read_limit": asdict(limit),
+        }
         write_json(args.json, {**stamp(), "settings": settings_of(args), **result})
     return 0
 
@@ -147,20 +189,30 @@ def format_phases(phases: list[Phases], limit: ReadLimit, batch_size: int) -> st
         return f"prefill {prefill_rate:.0f} tokens/s (median); all tokens came with the first, in one step"
     decode_rate = decode.num_decode_tokens / decode.decode_s
     steps = decode_rate / batch_size
-    return "\n".join([
-        f"prefill {prefill_rate:.0f} tokens/s, decode {decode_rate:.0f} tokens/s (medians)",
-        f"decode {steps:.0f} steps/s read {steps * limit.weight_bytes / 1e9:.2f} GB/s of weights; "
-        f"this machine reads {limit.weight_bytes / 1e6:.1f} MB at {limit.bandwidth / 1e9:.2f} GB/s: {100 * steps / limit.max_steps_per_s:.0f} % of its limit",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"prefill {prefill_rate:.0f} tokens/s, decode {decode_rate:.0f} tokens/s (medians)",
+            f"decode {steps:.0f} steps/s read {steps * limit.weight_bytes / 1e9:.2f} GB/s of "
+            f"weights; "
+            f"this machine reads {limit.weight_bytes / 1e6:.1f} MB at {limit.bandwidth / 1e9:.2f} "
+            f"GB/s: {100 * steps / limit.max_steps_per_s:.0f} % of its limit",
+        ]
+    )
 
 
 @contextmanager
 def open_llm(args: argparse.Namespace) -> Iterator[LLM]:
-    """The engine that the flags ask for; its seed is 0 unless one is given, so that runs can be compared."""
+    """The engine that the flags ask for; its seed is 0 unless one is given, so that runs can be
+    compared.
+    """
     from ..llm import LLM
 
     arguments = given(args, engine_flags())
-    with LLM(arguments.pop("model", "bundled"), engine=getattr(args, "engine", ENGINE.default), **arguments) as llm:
+    with LLM(
+        arguments.pop("model", "bundled"),
+        engine=getattr(args, "engine", ENGINE.default),
+        **arguments,
+    ) as llm:
         yield llm
 
 
@@ -169,7 +221,11 @@ def read_limit(llm: LLM) -> ReadLimit:
     from ..bench.offline import measure_read_limit
 
     config = llm.llm_engine.config
-    return measure_read_limit(Path(config.model_config.model), BYTES_PER_PARAMETER[config.model_config.dtype], config.device_config.num_threads)
+    return measure_read_limit(
+        Path(config.model_config.model),
+        BYTES_PER_PARAMETER[config.model_config.dtype],
+        config.device_config.num_threads,
+    )
 
 
 def _tokenizer(llm: LLM) -> Any:
@@ -182,7 +238,10 @@ def _params(args: argparse.Namespace, requests: list[Request]) -> list[Any]:
     from ..bench.offline import sampling_params
 
     seed = getattr(args, "seed", 0)
-    return [sampling_params(r, ignore_eos=args.ignore_eos, temperature=args.temperature, seed=seed + i) for i, r in enumerate(requests)]
+    return [
+        sampling_params(r, ignore_eos=args.ignore_eos, temperature=args.temperature, seed=seed + i)
+        for i, r in enumerate(requests)
+    ]
 
 
 def _progress(total: int) -> Any:

@@ -1,6 +1,8 @@
 """`quire bench serve`: its flags, the progress line, and where the results go.
-May know: the options of frontend/bench, the terminal.
-Must not know: how anything is measured. What measures is imported once the flags are known to be good."""
+
+Must not know: how anything is measured. What measures is imported once the flags are known to be
+good.
+"""
 
 from __future__ import annotations
 
@@ -17,34 +19,103 @@ if TYPE_CHECKING:
     from ..bench.openai_client import Outcome, RequestOptions
     from ..bench.serve import ServeOptions, ServeRun
 
-WARMUP_SEED = 1_000_003  # added to the seed: warm-ups are like the workload, and put nothing of it into a prefix cache
+# added to the seed: warm-ups are like the workload, and put nothing of it into a prefix cache
+WARMUP_SEED = 1_000_003
 
 
 def serve_parser(argv: list[str]) -> Parser:
     parser = Parser(
         "quire bench serve",
         "quire bench serve --base-url URL [--model NAME] [workload flags]",
-        "Puts load on a server of the OpenAI API and reports throughput and latencies. Ctrl-C reports what was measured so far.",
+        "Puts load on a server of the OpenAI API and reports throughput and latencies. Ctrl-C "
+        "reports what was measured so far.",
         show_all="--help-all" in argv,
     )
     add = Adder(parser, "server")
-    add("--base-url", "the server, with or without /v1", default="http://127.0.0.1:8000", metavar="URL")
+    add(
+        "--base-url",
+        "the server, with or without /v1",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+    )
     add("--model", "name of the model [the first of /v1/models]", metavar="NAME")
     add("--api-key", "key to send [$OPENAI_API_KEY]", metavar="KEY")
-    add("--endpoint", "/v1/completions or /v1/chat/completions", choices=("completions", "chat"), default="completions")
-    add("--ready-timeout", "wait so many seconds for a server that is starting", rare=True, type=float, default=0.0, metavar="S")
-    add("--timeout", "seconds until a request counts as failed", rare=True, type=float, default=3600.0, metavar="S")
+    add(
+        "--endpoint",
+        "/v1/completions or /v1/chat/completions",
+        choices=("completions", "chat"),
+        default="completions",
+    )
+    add(
+        "--ready-timeout",
+        "wait so many seconds for a server that is starting",
+        rare=True,
+        type=float,
+        default=0.0,
+        metavar="S",
+    )
+    add(
+        "--timeout",
+        "seconds until a request counts as failed",
+        rare=True,
+        type=float,
+        default=3600.0,
+        metavar="S",
+    )
     add_workload(parser, num_prompts=200, tokenizer=True)
     add = Adder(parser, "load")
-    add("--request-rate", "requests per second, or inf: all at once", type=float, default=float("inf"), metavar="X")
-    add("--burstiness", "1: Poisson arrivals; less: in bursts; more: evener (gamma distributed)", rare=True, type=float, default=1.0, metavar="X")
+    add(
+        "--request-rate",
+        "requests per second, or inf: all at once",
+        type=float,
+        default=float("inf"),
+        metavar="X",
+    )
+    add(
+        "--burstiness",
+        "1: Poisson arrivals; less: in bursts; more: evener (gamma distributed)",
+        rare=True,
+        type=float,
+        default=1.0,
+        metavar="X",
+    )
     add("--max-concurrency", "most requests at the same time [no limit]", type=int, metavar="N")
-    add("--num-warmups", "requests before the measurement", rare=True, type=int, default=1, metavar="N")
-    add("--seed", "the same seed gives the same prompts at the same times", rare=True, type=int, default=0, metavar="N")
+    add(
+        "--num-warmups",
+        "requests before the measurement",
+        rare=True,
+        type=int,
+        default=1,
+        metavar="N",
+    )
+    add(
+        "--seed",
+        "the same seed gives the same prompts at the same times",
+        rare=True,
+        type=int,
+        default=0,
+        metavar="N",
+    )
     add("--temperature", "sent if given", rare=True, type=float, metavar="X")
-    add("--extra-body", "JSON object of fields to send with every request; null leaves a field out", rare=True, metavar="JSON")
-    add("--no-usage", "do not ask for the number of tokens (stream_options)", rare=True, action="store_true")
-    add("--goodput", "count requests that keep these limits in ms, e.g. ttft:200 tpot:50", nargs="+", default=[], metavar="METRIC:MS")
+    add(
+        "--extra-body",
+        "JSON object of fields to send with every request; null leaves a field out",
+        rare=True,
+        metavar="JSON",
+    )
+    add(
+        "--no-usage",
+        "do not ask for the number of tokens (stream_options)",
+        rare=True,
+        action="store_true",
+    )
+    add(
+        "--goodput",
+        "count requests that keep these limits in ms, e.g. ttft:200 tpot:50",
+        nargs="+",
+        default=[],
+        metavar="METRIC:MS",
+    )
     add_sampling(add, ignore_eos=False)
     return parser
 
@@ -60,29 +131,60 @@ def serve(argv: list[str]) -> int:
     from ..bench.statistics import parse_goodput, summarize_run
 
     if args.token_ids and args.endpoint == "chat":
-        raise InvalidParameterError("--token-ids", "goes with --endpoint completions: a chat is text")
+        raise InvalidParameterError(
+            "--token-ids", "goes with --endpoint completions: a chat is text"
+        )
     limits = parse_goodput(args.goodput)
     timing = {"ready_timeout_s": args.ready_timeout, "timeout_s": args.timeout}
     names = ("base_url", "request_rate", "burstiness", "max_concurrency", "num_warmups", "seed")
-    options = ServeOptions(api_key=args.api_key or _key_of_environment(), **timing, **{name: getattr(args, name) for name in names})
+    options = ServeOptions(
+        api_key=args.api_key or _key_of_environment(),
+        **timing,
+        **{name: getattr(args, name) for name in names},
+    )
     request_options = RequestOptions(
-        args.model, args.endpoint, not args.no_usage, args.ignore_eos, args.temperature, _json_object("--extra-body", args.extra_body)
+        args.model,
+        args.endpoint,
+        not args.no_usage,
+        args.ignore_eos,
+        args.temperature,
+        _json_object("--extra-body", args.extra_body),
     )
     workload = workload_options(args, args.seed)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     requests = make_requests(workload, tokenizer)
-    warmup = replace(workload, num_prompts=args.num_warmups, seed=args.seed + WARMUP_SEED) if args.num_warmups else None
-    run = _run_serve(options, request_options, requests, make_requests(warmup, tokenizer) if warmup else [], tokenizer)
+    warmup = (
+        replace(workload, num_prompts=args.num_warmups, seed=args.seed + WARMUP_SEED)
+        if args.num_warmups
+        else None
+    )
+    run = _run_serve(
+        options,
+        request_options,
+        requests,
+        make_requests(warmup, tokenizer) if warmup else [],
+        tokenizer,
+    )
     report = run.report
-    results = summarize_run([outcome for outcome in report.outcomes if outcome is not None], report.duration_s, limits)
+    results = summarize_run(
+        [outcome for outcome in report.outcomes if outcome is not None], report.duration_s, limits
+    )
     print(f"{args.endpoint} of {run.model} at {args.base_url}: {describe_workload(args)}\n")
     print(format_results(report, results, limits))
     if args.json:
-        write_json(args.json, results_as_json(report, results, settings_of(args) | {"model": run.model}))
+        write_json(
+            args.json, results_as_json(report, results, settings_of(args) | {"model": run.model})
+        )
     return 130 if report.was_interrupted else 0 if results.num_successes else 1
 
 
-def _run_serve(options: ServeOptions, request_options: RequestOptions, requests: list[Request], warmups: list[Request], tokenizer: Any) -> ServeRun:
+def _run_serve(
+    options: ServeOptions,
+    request_options: RequestOptions,
+    requests: list[Request],
+    warmups: list[Request],
+    tokenizer: Any,
+) -> ServeRun:
     """On uvloop, which halves what a chunk costs the client."""
     import asyncio
 
@@ -95,13 +197,19 @@ def _run_serve(options: ServeOptions, request_options: RequestOptions, requests:
     bar = Bar(sum(1 + len(request.follow_ups) for request in requests))
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            return runner.run(run_serve(options, request_options, requests, warmups, tokenizer, bar.start, bar.add))
+            return runner.run(
+                run_serve(
+                    options, request_options, requests, warmups, tokenizer, bar.start, bar.add
+                )
+            )
     finally:
         bar.close()
 
 
 class Bar:
-    """One line on standard error, where that is a terminal: requests that have ended, failures among them."""
+    """One line on standard error, where that is a terminal: requests that have ended, failures
+    among them.
+    """
 
     def __init__(self, total: int):
         self.total, self.num_failures, self._bar = total, 0, None
@@ -110,7 +218,9 @@ class Bar:
         from tqdm import tqdm
 
         tqdm.monitor_interval = 0  # no thread beside the event loop
-        self._bar = tqdm(total=self.total, desc="requests", dynamic_ncols=True, disable=None, mininterval=0.5)
+        self._bar = tqdm(
+            total=self.total, desc="requests", dynamic_ncols=True, disable=None, mininterval=0.5
+        )
 
     def add(self, outcome: Outcome) -> None:
         if self._bar is not None:
@@ -147,7 +257,9 @@ def _json_object(flag: str, text: str | None) -> dict[str, Any]:
     try:
         value = json.loads(text or "{}")
     except json.JSONDecodeError as error:
-        raise InvalidParameterError(flag, f"must be a JSON object, got {text!r} ({error})") from None
+        raise InvalidParameterError(
+            flag, f"must be a JSON object, got {text!r} ({error})"
+        ) from None
     if not isinstance(value, dict):
         raise InvalidParameterError(flag, f"must be a JSON object, got {text!r}")
     return value

@@ -1,6 +1,7 @@
 """`quire chat`: a conversation in the terminal, or over standard input with one turn per line.
-May know: LLMEngine, its tokenizer's chat template, the terminal.
-Must not know: how an engine is reached, tensors, how a template is written."""
+
+Must not know: how an engine is reached, tensors, how a template is written.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +44,16 @@ def main(argv: list[str]) -> int:
         if getattr(args, "skip_tokenizer_init", False):
             raise InvalidParameterError("skip_tokenizer_init", "a conversation needs the tokenizer")
     with open_engine(args) as engine:
-        conversation = Conversation(engine, {**default_sampling(engine, **DEFAULTS), **sampling}, getattr(args, "system", None))
-        return talk_interactively(conversation) if sys.stdin.isatty() else talk_line_by_line(conversation)
+        conversation = Conversation(
+            engine,
+            {**default_sampling(engine, **DEFAULTS), **sampling},
+            getattr(args, "system", None),
+        )
+        return (
+            talk_interactively(conversation)
+            if sys.stdin.isatty()
+            else talk_line_by_line(conversation)
+        )
 
 
 class Conversation:
@@ -61,7 +70,10 @@ class Conversation:
         self.messages: list[dict[str, str]] = list(self.opening)
 
     def say(self, text: str) -> None:
-        """Adds the user's turn and streams the answer to standard output. A refused turn (too long) raises and leaves no trace."""
+        """Adds the user's turn and streams the answer to standard output.
+
+        A refused turn (too long) raises and leaves no trace.
+        """
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = self.engine.tokenizer.apply_chat_template(asked, add_generation_prompt=True)
         self.num_turns += 1
@@ -71,10 +83,16 @@ class Conversation:
         self.messages = [*asked, {"role": "assistant", "content": answer}]
 
     def _stream(self, request_id: str, interrupts: Interrupts) -> str:
-        """Prints the answer as it comes and returns what was printed; Ctrl-C ends it, and what was said stays said."""
+        """Prints the answer as it comes and returns what was printed; Ctrl-C ends it, and what was
+        said stays said.
+        """
         answer = ""
         while self.engine.has_unfinished_requests():
-            outputs = self.engine.abort_request(request_id) if interrupts.requested else self.engine.step()
+            outputs = (
+                self.engine.abort_request(request_id)
+                if interrupts.requested
+                else self.engine.step()
+            )
             for output in outputs:
                 text = output.outputs[0].text
                 answer += text

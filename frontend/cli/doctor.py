@@ -1,6 +1,8 @@
-"""`quire doctor`: checks the machine and a model before anything is loaded; every line passes, warns or fails, with what to do.
-May know: the settings of server and engine, findings, the terminal.
-Must not know: how anything is checked, torch."""
+"""`quire doctor`: checks the machine and a model before anything is loaded; every line passes,
+warns or fails, with what to do.
+
+Must not know: how anything is checked, torch.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ def make_parser(argv: list[str]) -> Parser:
     parser.add_model()
     parser.add_argument("--json", action="store_true", help="the findings as one JSON object")
     parser.add_flags("server", server_flags(), ("host", "port"))
-    parser.add_flags("engine", [flag for flag in engine_flags() if flag.name != "model"] + [ENGINE], ("dtype", "max_model_len", "tokenizer"))
+    parser.add_flags(
+        "engine",
+        [flag for flag in engine_flags() if flag.name != "model"] + [ENGINE],
+        ("dtype", "max_model_len", "tokenizer"),
+    )
     return parser
 
 
@@ -50,19 +56,26 @@ def main(argv: list[str]) -> int:
 
 
 def diagnose(engine_args: EngineArgs, server: dict[str, Any]) -> Iterator[Finding]:
-    """The findings as they come. A library that is missing ends neither the machine's checks nor the report."""
+    """The findings as they come.
+
+    A library that is missing ends neither the machine's checks nor the report.
+    """
     from ..machine_diagnosis import Finding, check_machine
     from ..server.config import ServerConfig
 
     config = ServerConfig(**server)
     try:
-        yield from check_machine(config.host, config.port, config.max_connections, engine_args.cpu_isa)
+        yield from check_machine(
+            config.host, config.port, config.max_connections, engine_args.cpu_isa
+        )
         from ..model_diagnosis import check_model
         from ..server.state import read_template
 
         yield from check_model(engine_args, config, read_template(config.chat_template))
     except ImportError as error:
-        yield Finding("further checks", "fail", f"a library is missing: {error}", "pip install -e .")
+        yield Finding(
+            "further checks", "fail", f"a library is missing: {error}", "pip install -e ."
+        )
 
 
 def print_finding(finding: Finding) -> None:

@@ -1,6 +1,7 @@
 """`quire engine`: loads a model once and serves it to every program that attaches at an address.
-May know: EngineArgs, how a daemon is started.
-Must not know: what the daemon does; this process becomes it."""
+
+Must not know: what the daemon does; this process becomes it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def make_parser(argv: list[str]) -> Parser:
     parser.add_model()
     parser.add_flags("daemon", [LISTEN], ("listen",))
     # The seed belongs to the programs that attach; the model has no flag of its own here.
-    parser.add_flags("engine", [flag for flag in engine_flags() if flag.name not in ("model", "seed")], COMMON)
+    parser.add_flags(
+        "engine", [flag for flag in engine_flags() if flag.name not in ("model", "seed")], COMMON
+    )
     return parser
 
 
@@ -52,7 +55,9 @@ def main(argv: list[str]) -> int:
 
 
 def warn_if_too_large(engine_args: EngineArgs, arguments: dict[str, Any]) -> None:
-    """This process is about to become the daemon, which knows of no plan: what it will probably refuse is explained beforehand."""
+    """This process is about to become the daemon, which knows of no plan: what it will probably
+    refuse is explained beforehand.
+    """
     from ..plan import make_plan
 
     with contextlib.suppress(QuireError):  # a model that only a plug-in knows has no plan

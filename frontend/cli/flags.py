@@ -1,6 +1,7 @@
 """Command-line flags made from the fields of the configuration trees and of SamplingParams.
-May know: names, types, ranges, defaults and descriptions of those fields.
-Must not know: what any of them does, where its value comes from."""
+
+Must not know: what any of them does, where its value comes from.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +38,17 @@ SAMPLING_HELP = {
     "logit_bias": "Added to the logits of these token ids.",
     "allowed_token_ids": "Sample from these token ids only.",
     "bad_words": "Never produce this text; may be repeated.",
-    "structured_outputs": 'What the output must be: {"json": SCHEMA}, {"regex": TEXT}, {"choice": [TEXT]}, {"grammar": LARK} or {"json_object": true}.',
-    "truncate_prompt_tokens": "Keep only the last so many tokens of the prompt; -1: as many as the context takes.",
+    "structured_outputs": 'What the output must be: {"json": SCHEMA}, {"regex": TEXT}, {"choice": '
+    '[TEXT]}, {"grammar": LARK} or {"json_object": true}.',
+    "truncate_prompt_tokens": "Keep only the last so many tokens of the prompt; -1: as many as the "
+    "context takes.",
     "extra_args": "For logits processors of your own.",
 }
-# The command itself decides how it wants its outputs; the token ids of bad words are not the user's to give.
-NOT_SAMPLING_FLAGS = frozenset({"output_kind", "detokenize", "stream_interval", "bad_words_token_ids"})
+# The command itself decides how it wants its outputs; the token ids of bad words are not the user's
+# to give.
+NOT_SAMPLING_FLAGS = frozenset(
+    {"output_kind", "detokenize", "stream_interval", "bad_words_token_ids"}
+)
 
 
 # Never printed, whatever asks for the settings or complains about them.
@@ -51,15 +57,21 @@ SECRETS = frozenset({"api_key"})
 
 @dataclass(frozen=True)
 class Flag:
-    """One field as a flag. `type` is the field's annotation; `default` is only shown: a flag that is not given leaves no trace."""
+    """One field as a flag.
+
+    `type` is the field's annotation; `default` is only shown: a flag that is not given leaves no
+    trace.
+    """
 
     name: str
     type: Any
     default: Any
     help: str
-    check: Callable[[Any], None] | None = None  # raises ValueError with a sentence, for what the type cannot say
+    # raises ValueError with a sentence, for what the type cannot say
+    check: Callable[[Any], None] | None = None
     positional: bool = False
-    decided_later: bool = False  # the default is what somebody else makes of it: the model's recommendation, a random number
+    # the default is what somebody else makes of it: the model's recommendation, a random number
+    decided_later: bool = False
 
     @property
     def option(self) -> str:
@@ -80,14 +92,23 @@ def _check_engine(where: str) -> None:
 
 
 ENGINE = Flag(
-    "engine", str, "process", "process: a child process; inproc: this process; ipc://PATH: a daemon that `quire engine` started.", _check_engine
+    "engine",
+    str,
+    "process",
+    "process: a child process; inproc: this process; ipc://PATH: a daemon that `quire engine` "
+    "started.",
+    _check_engine,
 )
+
+
 def _check_keys(keys: list[str]) -> None:
     if not all(keys):
         raise ValueError("must not hold an empty key")
 
 
-LISTEN = Flag("listen", str | None, None, "Where programs attach: ipc:// and the path of a socket file.")
+LISTEN = Flag(
+    "listen", str | None, None, "Where programs attach: ipc:// and the path of a socket file."
+)
 
 
 def engine_flags() -> list[Flag]:
@@ -97,21 +118,35 @@ def engine_flags() -> list[Flag]:
 def server_flags() -> list[Flag]:
     from ..server.config import server_fields
 
-    return [replace(flag, check=_check_keys) if flag.secret else flag for flag in _flags_of(server_fields())]
+    return [
+        replace(flag, check=_check_keys) if flag.secret else flag
+        for flag in _flags_of(server_fields())
+    ]
 
 
 def _flags_of(fields: Mapping[str, msgspec.structs.FieldInfo]) -> list[Flag]:
-    return [Flag(name, field.type, _default(field), _description(field.type)) for name, field in fields.items()]
+    return [
+        Flag(name, field.type, _default(field), _description(field.type))
+        for name, field in fields.items()
+    ]
 
 
 def sampling_flags() -> list[Flag]:
-    fields = [field for field in msgspec.structs.fields(SamplingParams) if field.name not in NOT_SAMPLING_FLAGS]
-    return [Flag(field.name, field.type, _default(field), SAMPLING_HELP[field.name]) for field in fields]
+    fields = [
+        field
+        for field in msgspec.structs.fields(SamplingParams)
+        if field.name not in NOT_SAMPLING_FLAGS
+    ]
+    return [
+        Flag(field.name, field.type, _default(field), SAMPLING_HELP[field.name]) for field in fields
+    ]
 
 
 def all_flag_names() -> set[str]:
     """The settings of any command: a variable of another command's is no mistake."""
-    return {flag.name for flag in (*engine_flags(), *server_flags(), *sampling_flags(), ENGINE, LISTEN)}
+    return {
+        flag.name for flag in (*engine_flags(), *server_flags(), *sampling_flags(), ENGINE, LISTEN)
+    }
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Any:
@@ -119,7 +154,10 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 
 
 def _description(annotation: Any) -> str:
-    return next((meta.description for meta in getattr(annotation, "__metadata__", ()) if meta.description), "")
+    return next(
+        (meta.description for meta in getattr(annotation, "__metadata__", ()) if meta.description),
+        "",
+    )
 
 
 def given(args: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:

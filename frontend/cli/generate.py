@@ -1,6 +1,7 @@
 """`quire generate`: completes prompts from arguments, standard input or a file, all in one batch.
-May know: LLMEngine, EngineArgs, SamplingParams, the terminal.
-Must not know: how an engine is reached, tokens, torch."""
+
+Must not know: how an engine is reached, tokens, torch.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
 USAGE = "quire generate [PROMPT ...] [--file FILE] [--json] [sampling flags] [engine flags]"
 DESCRIPTION = "Completes each PROMPT; `-`, or no prompt at all, reads one from standard input. Several prompts run together."
 COMMON_SAMPLING = ("temperature", "top_p", "max_tokens", "stop")
-DEFAULTS = {"max_tokens": 256}  # SamplingParams' own default of 16, vLLM's, ends a story in its first sentence
+# SamplingParams' own default of 16, vLLM's, ends a story in its first sentence
+DEFAULTS = {"max_tokens": 256}
 
-Prompt = tuple[Any, dict[str, Any]]  # what LLMEngine takes as a prompt, and the sampling parameters of this prompt alone
+# what LLMEngine takes as a prompt, and the sampling parameters of this prompt alone
+Prompt = tuple[Any, dict[str, Any]]
 
 
 def make_parser(argv: list[str]) -> Parser:
@@ -37,12 +40,19 @@ def make_parser(argv: list[str]) -> Parser:
     parser.add_argument(
         "--file",
         metavar="FILE",
-        help='one prompt per line; with the name *.jsonl, objects {"prompt": ..., any sampling flag}; - is standard input',
+        help='one prompt per line; with the name *.jsonl, objects {"prompt": ..., any sampling '
+        "flag}; - is standard input",
     )
     parser.add_argument(
-        "--json", action="store_true", help="one JSON object per completion and line: text, token_ids, finish_reason, usage"
+        "--json",
+        action="store_true",
+        help="one JSON object per completion and line: text, token_ids, finish_reason, usage",
     )
-    parser.add_argument("--echo", action=argparse.BooleanOptionalAction, help="print the prompt before its completion [on a terminal]")
+    parser.add_argument(
+        "--echo",
+        action=argparse.BooleanOptionalAction,
+        help="print the prompt before its completion [on a terminal]",
+    )
     parser.add_flags("sampling", request_flags(**DEFAULTS), COMMON_SAMPLING)
     add_session_flags(parser)
     return parser
@@ -59,11 +69,16 @@ def main(argv: list[str]) -> int:
 
 
 def read_prompts(args: argparse.Namespace) -> list[Prompt]:
-    """All prompts of the command line. Raises InvalidParameterError for none, an unreadable file or a bad line."""
+    """All prompts of the command line.
+
+    Raises InvalidParameterError for none, an unreadable file or a bad line.
+    """
     words = args.prompts
     if not words and args.file is None:
         if sys.stdin.isatty():
-            raise InvalidParameterError("prompt", 'none given; try: quire generate "Once upon a time"')
+            raise InvalidParameterError(
+                "prompt", 'none given; try: quire generate "Once upon a time"'
+            )
         words = ["-"]
     prompts: list[Prompt] = [(read_stdin() if word == "-" else word, {}) for word in words]
     if args.file is not None:
@@ -90,8 +105,10 @@ def read_file(name: str) -> list[Prompt]:
     except OSError as error:
         raise InvalidParameterError("--file", f"cannot read {name}: {error.strerror}") from None
     text = decode(raw, name)
-    numbered = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    if name.endswith(".jsonl") or name == "-" and text.lstrip().startswith("{"):
+    numbered = [
+        (number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()
+    ]
+    if name.endswith(".jsonl") or (name == "-" and text.lstrip().startswith("{")):
         return [parse_line(line, f"{name} line {number}") for number, line in numbered]
     return [(line, {}) for _, line in numbered]
 
@@ -100,7 +117,9 @@ def decode(raw: bytes, source: str) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InvalidParameterError("prompt", f"{source} is not UTF-8 (byte {error.start})") from None
+        raise InvalidParameterError(
+            "prompt", f"{source} is not UTF-8 (byte {error.start})"
+        ) from None
 
 
 def parse_line(line: str, where: str) -> Prompt:
@@ -110,7 +129,9 @@ def parse_line(line: str, where: str) -> Prompt:
     except json.JSONDecodeError as error:
         raise InvalidParameterError("--file", f"{where} is not JSON: {error}") from None
     if not isinstance(record, dict) or ("prompt" in record) == ("prompt_token_ids" in record):
-        raise InvalidParameterError("--file", f'{where} must be an object with "prompt" or "prompt_token_ids"')
+        raise InvalidParameterError(
+            "--file", f'{where} must be an object with "prompt" or "prompt_token_ids"'
+        )
     text = record.pop("prompt", None)
     prompt = text if text is not None else {"prompt_token_ids": record.pop("prompt_token_ids")}
     known = {flag.name: flag for flag in sampling_flags()}
@@ -124,20 +145,31 @@ def parse_line(line: str, where: str) -> Prompt:
     return prompt, record
 
 
-def complete(engine: LLMEngine, prompts: list[Prompt], base: dict[str, Any], args: argparse.Namespace) -> int:
-    """Runs all prompts and prints their outputs. A refused prompt is reported and leaves the others alone; it makes the exit code 2."""
+def complete(
+    engine: LLMEngine, prompts: list[Prompt], base: dict[str, Any], args: argparse.Namespace
+) -> int:
+    """Runs all prompts and prints their outputs.
+
+    A refused prompt is reported and leaves the others alone; it makes the exit code 2.
+    """
     if args.json:
         writer, kind = JsonWriter(sys.stdout), RequestOutputKind.FINAL_ONLY
     else:
         echo = sys.stdout.isatty() if args.echo is None else args.echo
         titles = [prompt if isinstance(prompt, str) else "" for prompt, _ in prompts]
-        counts = [min(overrides.get("n", base.get("n", 1)), MAX_N) for _, overrides in prompts]  # more are refused below
-        writer, kind = TextWriter(titles, counts, echo=echo, out=sys.stdout), RequestOutputKind.DELTA
+        # more are refused below
+        counts = [min(overrides.get("n", base.get("n", 1)), MAX_N) for _, overrides in prompts]
+        writer, kind = (
+            TextWriter(titles, counts, echo=echo, out=sys.stdout),
+            RequestOutputKind.DELTA,
+        )
     meter, code = Meter(), 0
     with Interrupts() as interrupts:
         for index, (prompt, overrides) in enumerate(prompts):
             try:
-                engine.add_request(str(index), prompt, SamplingParams(**{**base, **overrides, "output_kind": kind}))
+                engine.add_request(
+                    str(index), prompt, SamplingParams(**{**base, **overrides, "output_kind": kind})
+                )
             except InvalidParameterError as error:
                 code = 2
                 writer.refuse(index, str(error))
@@ -147,7 +179,8 @@ def complete(engine: LLMEngine, prompts: list[Prompt], base: dict[str, Any], arg
                 meter.count(output)
                 writer.write(int(output.request_id), output)
                 if output.finished and output.error:
-                    code = 2 if output.error_parameter else code or 1  # what the engine refuses (a grammar, say) is bad input too
+                    # what the engine refuses (a grammar, say) is bad input too
+                    code = 2 if output.error_parameter else code or 1
                     complain(int(output.request_id), prompts, output.error)
         writer.end()
         if interrupts.requested:

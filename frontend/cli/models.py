@@ -1,6 +1,7 @@
 """`quire models`: what is in the hub's cache on this machine, sizes, and what is missing.
-May know: the list of models, the terminal.
-Must not know: how the cache is laid out, the network, torch."""
+
+Must not know: how the cache is laid out, the network, torch.
+"""
 
 from __future__ import annotations
 

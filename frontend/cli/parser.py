@@ -1,6 +1,8 @@
-"""The parser of a command's flags: one sentence per mistake, a short and a full help, settings from elsewhere filled in.
-May know: flags, values, sources.
-Must not know: what any flag does."""
+"""The parser of a command's flags: one sentence per mistake, a short and a full help, settings from
+elsewhere filled in.
+
+Must not know: what any flag does.
+"""
 
 from __future__ import annotations
 
@@ -16,47 +18,78 @@ from .values import from_text, is_literal, plain_type
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one sentence per mistake (exit code 2), the nearest flag for an unknown one, a short and a full help; and the
-    settings that its flags stand for may come from the environment or a file as well (sources.py)."""
+    """argparse with one sentence per mistake (exit code 2), the nearest flag for an unknown one, a
+    short and a full help; and the settings that its flags stand for may come from the environment
+    or a file as well (sources.py).
+    """
 
     def __init__(self, prog: str, usage: str, description: str, *, show_all: bool = False):
-        super().__init__(prog=prog, usage=usage, description=description, add_help=False, allow_abbrev=False)
+        super().__init__(
+            prog=prog, usage=usage, description=description, add_help=False, allow_abbrev=False
+        )
         self.show_all = show_all
         self.groups: list[tuple[str, list[Flag]]] = []
         self.add_argument("-h", "--help", action="help", help="show the most used flags")
-        self.add_argument("--help-all", action="help", help="show all flags, and their environment variables")
+        self.add_argument(
+            "--help-all", action="help", help="show all flags, and their environment variables"
+        )
 
     def add_flags(self, title: str, flags: Iterable[Flag], common: tuple[str, ...]) -> None:
         """Adds a group of flags; those that `common` does not name appear only under --help-all."""
         group = self.add_argument_group(title)
         self.groups.append((title, list(flags)))
         for flag in self.groups[-1][1]:
-            group.add_argument(flag.option, dest=flag.name, default=argparse.SUPPRESS, **self._options(flag, flag.name in common))
+            group.add_argument(
+                flag.option,
+                dest=flag.name,
+                default=argparse.SUPPRESS,
+                **self._options(flag, flag.name in common),
+            )
 
     def add_model(self) -> None:
-        """The model as an argument without a name. It is a setting like any other, and not also a flag."""
-        (flag,) = [replace(flag, positional=True) for flag in engine_flags() if flag.name == "model"]
+        """The model as an argument without a name.
+
+        It is a setting like any other, and not also a flag.
+        """
+        (flag,) = [
+            replace(flag, positional=True) for flag in engine_flags() if flag.name == "model"
+        ]
         self.groups.append(("model", [flag]))
-        self.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=self._help(flag))
+        self.add_argument(
+            "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=self._help(flag)
+        )
 
     def _add_sources(self) -> None:
         """Last, so that they stand behind the command's own in the help."""
         group = self.add_argument_group("settings")
-        group.add_argument("--config", metavar="FILE", help="YAML, TOML or JSON file with settings by name; flags and QUIRE_<NAME> variables win over it")
-        group.add_argument("--print-config", action="store_true", help="print every setting with where it came from, and leave")
+        group.add_argument(
+            "--config",
+            metavar="FILE",
+            help="YAML, TOML or JSON file with settings by name; flags and QUIRE_<NAME> variables "
+            "win over it",
+        )
+        group.add_argument(
+            "--print-config",
+            action="store_true",
+            help="print every setting with where it came from, and leave",
+        )
         if self.show_all:
             from .sources import OTHER_VARIABLES
 
             others = "; ".join(f"{name} ({what})" for name, what in OTHER_VARIABLES.items())
             self.epilog = (
-                "In variables and files a switch is on or off, lists and objects are JSON in a variable (a list of one text may be that text). "
-                f"Further variables: {others}; HF_HOME and HF_HUB_OFFLINE (the hub's); OMP_NUM_THREADS."
+                "In variables and files a switch is on or off, lists and objects are JSON in a "
+                "variable (a list of one text may be that text). "
+                f"Further variables: {others}; HF_HOME and HF_HUB_OFFLINE (the hub's); "
+                f"OMP_NUM_THREADS."
             )
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
-        """The arguments, and the settings from everywhere as attributes; `settings` says where each came from.
+        """The arguments, and the settings from everywhere as attributes; `settings` says where each
+        came from.
 
-        With --print-config it prints them and raises SystemExit(0). Raises InvalidParameterError for a bad file or variable.
+        With --print-config it prints them and raises SystemExit(0). Raises InvalidParameterError
+        for a bad file or variable.
         """
         if self.groups:
             self._add_sources()
@@ -97,16 +130,29 @@ class Parser(argparse.ArgumentParser):
         if isinstance(default, bool):
             shown = "on" if default else "off"
         else:
-            shown = "" if default in (None, [], {}) or "Default:" in flag.help else json.dumps(default) if isinstance(default, dict) else str(default)
+            shown = (
+                ""
+                if default in (None, [], {}) or "Default:" in flag.help
+                else json.dumps(default)
+                if isinstance(default, dict)
+                else str(default)
+            )
         marks = [shown] * bool(shown) + [flag.variable] * self.show_all
         return (flag.help + (f" [{', '.join(marks)}]" if marks else "")).replace("%", "%%")
 
     def _unknown(self, word: str) -> str:
         option = word.split("=")[0]
-        known = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+        known = [
+            name
+            for action in self._actions
+            for name in action.option_strings
+            if name.startswith("--")
+        ]
         near = difflib.get_close_matches(option, known, n=1)
         kind = "flag" if option.startswith("-") else "argument"
-        return f"unknown {kind} {option}; " + (f"did you mean {near[0]}?" if near else f"see {self.prog} --help-all")
+        return f"unknown {kind} {option}; " + (
+            f"did you mean {near[0]}?" if near else f"see {self.prog} --help-all"
+        )
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")

@@ -1,6 +1,8 @@
-"""`quire plan`: what a model needs, what this machine or a named amount of memory gives, and the flags that make it run.
-May know: EngineArgs, the plan's figures, the terminal.
-Must not know: how the figures are found, torch."""
+"""`quire plan`: what a model needs, what this machine or a named amount of memory gives, and the
+flags that make it run.
+
+Must not know: how the figures are found, torch.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,22 @@ COMMON = ("dtype", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "bl
 def make_parser(argv: list[str]) -> Parser:
     parser = Parser("quire plan", USAGE, DESCRIPTION, show_all="--help-all" in argv)
     parser.add_model()
-    parser.add_argument("--memory", metavar="SIZE", type=_size, help="plan for so much memory, e.g. 24GiB; with --device cuda, for a GPU that has it [what is here]")
-    parser.add_argument("--json", action="store_true", help="the figures as one JSON object, in bytes and tokens")
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        type=_size,
+        help="plan for so much memory, e.g. 24GiB; with --device cuda, for a GPU that has it [what "
+        "is here]",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="the figures as one JSON object, in bytes and tokens"
+    )
     parser.add_flags("engine", [flag for flag in engine_flags() if flag.name != "model"], COMMON)
-    parser.add_flags("server (of no use here, so that its settings can be given as they are)", [*server_flags(), ENGINE], ())
+    parser.add_flags(
+        "server (of no use here, so that its settings can be given as they are)",
+        [*server_flags(), ENGINE],
+        (),
+    )
     return parser
 
 
@@ -53,8 +67,15 @@ def main(argv: list[str]) -> int:
     with naming_sources(args.settings):
         plan = make_plan(EngineArgs(**arguments), args.memory, arguments)
     if args.json:
-        derived = {name: getattr(plan, name) for name in ("fits", "least_memory_bytes", "least_kv_cache_bytes")}
-        print(msgspec.json.encode({**msgspec.structs.asdict(plan), **derived, "command": command(plan)}).decode())
+        derived = {
+            name: getattr(plan, name)
+            for name in ("fits", "least_memory_bytes", "least_kv_cache_bytes")
+        }
+        print(
+            msgspec.json.encode(
+                {**msgspec.structs.asdict(plan), **derived, "command": command(plan)}
+            ).decode()
+        )
     else:
         print(render(plan), end="")
     return 0 if plan.longest_context or plan.fits_as else 1
@@ -62,50 +83,114 @@ def main(argv: list[str]) -> int:
 
 def render(plan: Plan) -> str:
     """The plan as lines of text."""
-    context = f"context {plan.model_context:,} tokens" if plan.model_context else "no context length in config.json"
-    lines = [f"{plan.model}: {plan.architecture}, {format_count(plan.num_parameters)} parameters, {context}", ""]
-    other = ", ".join(f"{name}: {format_bytes(size)}" for name, size in plan.weights_bytes_by_dtype.items() if name != plan.weights_kind)
-    room = plan.kv_cache_bytes or -(-plan.longest_context // plan.block_size) * plan.block_size * plan.kv_bytes_per_token
+    context = (
+        f"context {plan.model_context:,} tokens"
+        if plan.model_context
+        else "no context length in config.json"
+    )
+    lines = [
+        f"{plan.model}: {plan.architecture}, {format_count(plan.num_parameters)} parameters, "
+        f"{context}",
+        "",
+    ]
+    other = ", ".join(
+        f"{name}: {format_bytes(size)}"
+        for name, size in plan.weights_bytes_by_dtype.items()
+        if name != plan.weights_kind
+    )
+    room = (
+        plan.kv_cache_bytes
+        or -(-plan.longest_context // plan.block_size) * plan.block_size * plan.kv_bytes_per_token
+    )
     rest = plan.free_bytes - room
-    weights, cache = (f"  weights, {plan.weights_kind}", plan.weights_bytes, other), ("  KV cache", room, f"{format_bytes(plan.kv_bytes_per_token)} per token")
+    weights, cache = (
+        (f"  weights, {plan.weights_kind}", plan.weights_bytes, other),
+        ("  KV cache", room, f"{format_bytes(plan.kv_bytes_per_token)} per token"),
+    )
     if plan.device == "cuda":
         table = [
-            ("the GPU's memory, as named" if plan.memory_is_named else "the GPU's memory", plan.memory_bytes, ""),
-            ("  in use or left to others", plan.withheld_bytes, f"gpu_memory_utilization={plan.memory_share}"),
+            (
+                "the GPU's memory, as named" if plan.memory_is_named else "the GPU's memory",
+                plan.memory_bytes,
+                "",
+            ),
+            (
+                "  in use or left to others",
+                plan.withheld_bytes,
+                f"gpu_memory_utilization={plan.memory_share}",
+            ),
             weights,
-            *([("  CUDA itself, an estimate", plan.runtime_bytes, "")] if plan.runtime_bytes else []),
-            ("  activations and graphs, an estimate", plan.step_bytes, "the engine measures it when it starts"),
+            *(
+                [("  CUDA itself, an estimate", plan.runtime_bytes, "")]
+                if plan.runtime_bytes
+                else []
+            ),
+            (
+                "  activations and graphs, an estimate",
+                plan.step_bytes,
+                "the engine measures it when it starts",
+            ),
             cache,
             ("  left" if rest >= 0 else "  missing", abs(rest), ""),
         ]
     else:
         table = [
-            ("memory, as named" if plan.memory_is_named else "memory that is free here", plan.memory_bytes, ""),
+            (
+                "memory, as named" if plan.memory_is_named else "memory that is free here",
+                plan.memory_bytes,
+                "",
+            ),
             weights,
             ("  engine and frontend", plan.runtime_bytes, ""),
             cache,
-            ("  left for activations, swap space and others" if rest >= 0 else "  missing", abs(rest), ""),
+            (
+                "  left for activations, swap space and others" if rest >= 0 else "  missing",
+                abs(rest),
+                "",
+            ),
         ]
-    lines += [f"{name:<44} {format_bytes(size):>10}   {note}".rstrip() for name, size, note in table] + [""]
+    lines += [
+        f"{name:<44} {format_bytes(size):>10}   {note}".rstrip() for name, size, note in table
+    ] + [""]
     if not plan.longest_context:
-        lines.append(f"It does not fit: max_model_len={plan.max_model_len:,} needs at least {format_bytes(plan.least_memory_bytes)}.")
-        return "\n".join([*lines, *([f"As {plan.fits_as} it does:", "", command(plan)] if plan.fits_as else []), ""])
+        lines.append(
+            f"It does not fit: max_model_len={plan.max_model_len:,} needs at least "
+            f"{format_bytes(plan.least_memory_bytes)}."
+        )
+        return "\n".join(
+            [
+                *lines,
+                *([f"As {plan.fits_as} it does:", "", command(plan)] if plan.fits_as else []),
+                "",
+            ]
+        )
     lines.append(f"{'longest context':<44} {plan.longest_context:>10,}   tokens")
     if plan.longest_context < plan.max_model_len:
         least = format_bytes(plan.least_kv_cache_bytes), format_bytes(plan.least_memory_bytes)
-        lines[-1] += "; max_model_len={:,} needs a KV cache of {}, {} in all".format(plan.max_model_len, *least)
-    lines += [f"{f'requests of {length:,} tokens at once':<44} {number:>10,}" for length, number in plan.concurrency.items()]
+        lines[-1] += "; max_model_len={:,} needs a KV cache of {}, {} in all".format(
+            plan.max_model_len, *least
+        )
+    lines += [
+        f"{f'requests of {length:,} tokens at once':<44} {number:>10,}"
+        for length, number in plan.concurrency.items()
+    ]
     return "\n".join([*lines, "", command(plan), ""])
 
 
 def command(plan: Plan) -> str:
     """The line to copy, empty where nothing makes the model fit."""
-    return shlex.join(["quire", "serve", plan.model, *plan.flags]) if plan.longest_context or plan.fits_as else ""
+    return (
+        shlex.join(["quire", "serve", plan.model, *plan.flags])
+        if plan.longest_context or plan.fits_as
+        else ""
+    )
 
 
 @contextlib.contextmanager
 def plan_beneath(args: EngineArgs, arguments: dict[str, Any]) -> Iterator[None]:
-    """Where an engine started inside does not fit the memory, its error has the plan as a note, which the command line prints beneath it."""
+    """Where an engine started inside does not fit the memory, its error has the plan as a note,
+    which the command line prints beneath it.
+    """
     try:
         yield
     except NotEnoughMemoryError as error:

@@ -1,6 +1,7 @@
 """`quire serve`: the HTTP server over an engine in a child process, in this one, or in a daemon.
-May know: the flags of server and engine, frontend/server/serving.py.
-Must not know: routes, requests, torch."""
+
+Must not know: routes, requests, torch.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +13,25 @@ from .sources import naming_sources
 USAGE = "quire serve [MODEL] [server flags] [engine flags]"
 DESCRIPTION = "Serves MODEL over OpenAI's API until Ctrl-C or SIGTERM. Without MODEL: the small one that comes with Quire."
 COMMON = ("host", "port", "api_key")
-COMMON_ENGINE = ("served_model_name", "dtype", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "engine")
+COMMON_ENGINE = (
+    "served_model_name",
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "kv_cache_memory_bytes",
+    "engine",
+)
 
 
 def make_parser(argv: list[str]) -> Parser:
     parser = Parser("quire serve", USAGE, DESCRIPTION, show_all="--help-all" in argv)
     parser.add_model()
     parser.add_flags("server", server_flags(), COMMON)
-    parser.add_flags("engine", [flag for flag in engine_flags() if flag.name != "model"] + [ENGINE], COMMON_ENGINE)
+    parser.add_flags(
+        "engine",
+        [flag for flag in engine_flags() if flag.name != "model"] + [ENGINE],
+        COMMON_ENGINE,
+    )
     return parser
 
 
@@ -33,4 +45,8 @@ def main(argv: list[str]) -> int:
     arguments = given(args, engine_flags())
     engine_args = EngineArgs(**arguments)
     with naming_sources(args.settings), plan_beneath(engine_args, arguments):
-        return serve(ServerConfig(**given(args, server_flags())), engine_args, getattr(args, "engine", ENGINE.default))
+        return serve(
+            ServerConfig(**given(args, server_flags())),
+            engine_args,
+            getattr(args, "engine", ENGINE.default),
+        )

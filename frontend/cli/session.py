@@ -1,6 +1,8 @@
-"""What generate and chat share: the flags that choose and configure an engine, and the engine itself, opened and closed.
-May know: LLMEngine, EngineArgs, the names and forms of an engine.
-Must not know: prompts, what is printed."""
+"""What generate and chat share: the flags that choose and configure an engine, and the engine
+itself, opened and closed.
+
+Must not know: prompts, what is printed.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,29 @@ SEED_HELP = "Seed of the random numbers: the same seed, prompts and flags give t
 
 
 def session_flags() -> list[Flag]:
-    """The engine's flags; its `seed` is drawn anew for every run, so that a story told twice is not the same story."""
+    """The engine's flags; its `seed` is drawn anew for every run, so that a story told twice is not
+    the same story.
+    """
     random_seed = {"default": "random", "help": SEED_HELP, "decided_later": True}
-    return [dataclasses.replace(flag, **random_seed) if flag.name == "seed" else flag for flag in engine_flags()] + [ENGINE]
+    return [
+        dataclasses.replace(flag, **random_seed) if flag.name == "seed" else flag
+        for flag in engine_flags()
+    ] + [ENGINE]
 
 
 def request_flags(**defaults: Any) -> list[Flag]:
-    """The sampling flags without the request's own seed (--seed is the run's), with these defaults shown; the model may recommend others."""
-    flags = [dataclasses.replace(flag, decided_later=True) for flag in sampling_flags() if flag.name != "seed"]
-    return [dataclasses.replace(flag, default=defaults[flag.name]) if flag.name in defaults else flag for flag in flags]
+    """The sampling flags without the request's own seed (--seed is the run's), with these defaults
+    shown; the model may recommend others.
+    """
+    flags = [
+        dataclasses.replace(flag, decided_later=True)
+        for flag in sampling_flags()
+        if flag.name != "seed"
+    ]
+    return [
+        dataclasses.replace(flag, default=defaults[flag.name]) if flag.name in defaults else flag
+        for flag in flags
+    ]
 
 
 def add_session_flags(parser: Parser) -> None:
@@ -45,7 +61,10 @@ def add_session_flags(parser: Parser) -> None:
 
 @contextmanager
 def open_engine(args: argparse.Namespace) -> Iterator[LLMEngine]:
-    """The engine that the flags ask for, ready; shut down on the way out. On a terminal, standard error says what takes the time."""
+    """The engine that the flags ask for, ready; shut down on the way out.
+
+    On a terminal, standard error says what takes the time.
+    """
     import secrets
 
     from ..engine_args import EngineArgs
@@ -55,7 +74,9 @@ def open_engine(args: argparse.Namespace) -> Iterator[LLMEngine]:
     notice = Dim(sys.stderr)(f"loading {engine_args.model} ...") if sys.stderr.isatty() else ""
     print(notice, end="\r" if notice else "", file=sys.stderr, flush=True)
     with naming_sources(args.settings), plan_beneath(engine_args, given(args, engine_flags())):
-        engine = LLMEngine.from_engine_args(engine_args, engine=getattr(args, "engine", ENGINE.default))
+        engine = LLMEngine.from_engine_args(
+            engine_args, engine=getattr(args, "engine", ENGINE.default)
+        )
     try:
         print("\x1b[K" if notice else "", end="", file=sys.stderr, flush=True)
         yield engine
@@ -64,8 +85,13 @@ def open_engine(args: argparse.Namespace) -> Iterator[LLMEngine]:
 
 
 def default_sampling(engine: LLMEngine, **defaults: Any) -> dict[str, Any]:
-    """Sampling parameters before the flags: the command's own defaults, and over them what the model's authors recommend."""
-    vllm, recommended = msgspec.structs.asdict(SamplingParams()), msgspec.structs.asdict(engine.get_default_sampling_params())
+    """Sampling parameters before the flags: the command's own defaults, and over them what the
+    model's authors recommend.
+    """
+    vllm, recommended = (
+        msgspec.structs.asdict(SamplingParams()),
+        msgspec.structs.asdict(engine.get_default_sampling_params()),
+    )
     return defaults | {name: value for name, value in recommended.items() if value != vllm[name]}
 
 

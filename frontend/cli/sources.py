@@ -1,6 +1,8 @@
-"""Where a command's settings come from: flags over QUIRE_* variables over a file over defaults; and printing them with their sources.
-May know: the command's flags, the environment, YAML and TOML files.
-Must not know: argparse, what any setting does."""
+"""Where a command's settings come from: flags over QUIRE_* variables over a file over defaults; and
+printing them with their sources.
+
+Must not know: argparse, what any setting does.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,12 @@ OTHER_VARIABLES = {
     "QUIRE_TRACEBACK": "1: an internal error shows where it happened",
     "QUIRE_NATIVE": "0: no native kernels on a CPU, or the path of another library with them",
 }
-# Kubernetes gives every container variables for each service of its namespace; one called "quire" must not set our port.
+# Kubernetes gives every container variables for each service of its namespace; one called "quire"
+# must not set our port.
 KUBERNETES = re.compile(r"QUIRE_(?:.*_)?(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT_\d+_.*)")
-HIDDEN = "<hidden>"  # stands for a secret in what --print-config prints; read back it is refused, lest a server run without its keys
+# stands for a secret in what --print-config prints; read back it is refused, lest a server run
+# without its keys
+HIDDEN = "<hidden>"
 
 
 @dataclass(frozen=True)
@@ -38,21 +43,30 @@ class Setting:
     source: str  # "flag --port", "environment QUIRE_PORT" or "file quire.yaml"
 
 
-def collect(flags: Mapping[str, Flag], command_line: Mapping[str, Any], file: str | None, command: str) -> dict[str, Setting]:
-    """Every setting that was given, by name, from the source that counts. Raises InvalidParameterError naming variable, or file and key."""
+def collect(
+    flags: Mapping[str, Flag], command_line: Mapping[str, Any], file: str | None, command: str
+) -> dict[str, Setting]:
+    """Every setting that was given, by name, from the source that counts.
+
+    Raises InvalidParameterError naming variable, or file and key.
+    """
     origin = "--config" if file is not None else CONFIG_VARIABLE
     file = file if file is not None else os.environ.get(CONFIG_VARIABLE) or None
     settings = read_file(flags, file, origin, command) if file is not None else {}
     settings |= read_environment(flags, os.environ)
     for name, value in command_line.items():
-        settings[name] = Setting(value, "the command line" if flags[name].positional else f"flag {flags[name].option}")
+        settings[name] = Setting(
+            value, "the command line" if flags[name].positional else f"flag {flags[name].option}"
+        )
         _check(flags[name], value)
     for name, setting in settings.items():
         if setting.value == HIDDEN and flags[name].secret:
             raise InvalidParameterError(
-                origin, f"{file}: {name} is not written there but {HIDDEN}, as --print-config prints it; give it by {flags[name].option} or "
-                f"{PREFIX}{name.upper()}, or take it out"
-            )  # fmt: skip
+                origin,
+                f"{file}: {name} is not written there but {HIDDEN}, as --print-config prints it; "
+                f"give it by {flags[name].option} or "
+                f"{PREFIX}{name.upper()}, or take it out",
+            )
     return settings
 
 
@@ -67,7 +81,9 @@ def _check(flag: Flag, value: Any) -> None:
 
 @contextlib.contextmanager
 def naming_sources(settings: Mapping[str, Setting]) -> Iterator[None]:
-    """Around what a command does with its settings: an error about one that does not stand on the command line says where it stands."""
+    """Around what a command does with its settings: an error about one that does not stand on the
+    command line says where it stands.
+    """
     try:
         yield
     except InvalidParameterError as error:
@@ -81,16 +97,23 @@ def naming_sources(settings: Mapping[str, Setting]) -> Iterator[None]:
 
 
 def read_environment(flags: Mapping[str, Flag], environ: Mapping[str, str]) -> dict[str, Setting]:
-    """QUIRE_<NAME> of this command's settings; a variable of another command's is left alone, one of nobody's is warned of."""
+    """QUIRE_<NAME> of this command's settings; a variable of another command's is left alone, one
+    of nobody's is warned of.
+    """
     settings = {}
     for variable in sorted(name for name in environ if name.startswith(PREFIX)):
         name, text = variable.removeprefix(PREFIX).lower(), environ[variable]
-        if variable in OTHER_VARIABLES or KUBERNETES.fullmatch(variable) or re.match(r"(tcp|udp|sctp)://", text):
+        if (
+            variable in OTHER_VARIABLES
+            or KUBERNETES.fullmatch(variable)
+            or re.match(r"(tcp|udp|sctp)://", text)
+        ):
             continue
         if name not in flags:
             _warn_of_unknown(variable, {*flags, *all_flag_names()})
             continue
-        if not text and not flags[name].secret:  # as compose files write "not set"; an empty key is a mistake, and not no key
+        # as compose files write "not set"; an empty key is a mistake, and not no key
+        if not text and not flags[name].secret:
             continue
         try:
             settings[name] = Setting(from_text(flags[name], text), f"environment {variable}")
@@ -102,7 +125,9 @@ def read_environment(flags: Mapping[str, Flag], environ: Mapping[str, str]) -> d
 def _warn_of_unknown(variable: str, names: set[str]) -> None:
     if variable.removeprefix(PREFIX).lower() in names:
         return
-    near = difflib.get_close_matches(variable, [*OTHER_VARIABLES, *(PREFIX + name.upper() for name in sorted(names))], n=1)
+    near = difflib.get_close_matches(
+        variable, [*OTHER_VARIABLES, *(PREFIX + name.upper() for name in sorted(names))], n=1
+    )
     advice = f"did you mean {near[0]}?" if near else "it is not used"
     print(f"quire: there is no setting for the variable {variable}; {advice}", file=sys.stderr)
 
@@ -110,8 +135,13 @@ def _warn_of_unknown(variable: str, names: set[str]) -> None:
 # ------------------------------------------------------------ files
 
 
-def read_file(flags: Mapping[str, Flag], file: str, origin: str, command: str) -> dict[str, Setting]:
-    """A YAML, TOML or JSON file (by its ending) of names and values. Every key must be one of this command's settings."""
+def read_file(
+    flags: Mapping[str, Flag], file: str, origin: str, command: str
+) -> dict[str, Setting]:
+    """A YAML, TOML or JSON file (by its ending) of names and values.
+
+    Every key must be one of this command's settings.
+    """
     settings: dict[str, Setting] = {}
     for key, value in _parse(Path(file), origin).items():
         name = key.replace("-", "_") if isinstance(key, str) else key
@@ -120,7 +150,9 @@ def read_file(flags: Mapping[str, Flag], file: str, origin: str, command: str) -
         if name in settings:
             raise InvalidParameterError(origin, f"{file}: {name} is there twice")
         try:
-            value = value if flags[name].secret and value == HIDDEN else from_plain(flags[name], value)
+            value = (
+                value if flags[name].secret and value == HIDDEN else from_plain(flags[name], value)
+            )
         except ValueError as error:
             raise InvalidParameterError(origin, f"{file}: {name} {error}") from None
         settings[name] = Setting(value, f"file {file}")
@@ -131,7 +163,9 @@ def _unknown(name: Any, flags: Mapping[str, Flag], command: str) -> str:
     if name in all_flag_names():
         return f"{name} is no setting of {command}"
     near = difflib.get_close_matches(str(name), flags, n=1)
-    return f"there is no setting {name!r}; " + (f"did you mean {near[0]}?" if near else f"{command} --help-all shows all")
+    return f"there is no setting {name!r}; " + (
+        f"did you mean {near[0]}?" if near else f"{command} --help-all shows all"
+    )
 
 
 def _parse(path: Path, origin: str) -> dict[Any, Any]:
@@ -143,7 +177,9 @@ def _parse(path: Path, origin: str) -> dict[Any, Any]:
         raise InvalidParameterError(origin, f"{path} is not UTF-8 (byte {error.start})") from None
     if path.suffix not in (".toml", ".yaml", ".yml", ".json"):
         raise InvalidParameterError(origin, f"{path} must end in .yaml, .yml, .json or .toml")
-    kind, parse = {".toml": ("TOML", _parse_toml), ".json": ("JSON", _parse_json)}.get(path.suffix, ("YAML", _parse_yaml))
+    kind, parse = {".toml": ("TOML", _parse_toml), ".json": ("JSON", _parse_json)}.get(
+        path.suffix, ("YAML", _parse_yaml)
+    )
     try:
         value = parse(text)
     except (ValueError, RecursionError) as error:
@@ -151,7 +187,10 @@ def _parse(path: Path, origin: str) -> dict[Any, Any]:
     if value is None:  # nothing but comments
         return {}
     if not isinstance(value, dict):
-        raise InvalidParameterError(origin, f"{path} must hold names and values (dtype: float32), not a {type(value).__name__}")
+        raise InvalidParameterError(
+            origin,
+            f"{path} must hold names and values (dtype: float32), not a {type(value).__name__}",
+        )
     return value
 
 
@@ -182,10 +221,17 @@ def _parse_yaml(text: str) -> Any:
 # ------------------------------------------------------------ printing
 
 
-def render(groups: Iterable[tuple[str, list[Flag]]], settings: Mapping[str, Setting], command: str) -> str:
-    """All settings as YAML with their sources as comments. Given to --config, it makes the same settings; a default that is only
-    decided later (by the model, or by chance) stands there as a comment, because to fix it now would change it."""
-    lines = [f"# {command}: what is set, and where it came from; {command} --config FILE takes it back"]
+def render(
+    groups: Iterable[tuple[str, list[Flag]]], settings: Mapping[str, Setting], command: str
+) -> str:
+    """All settings as YAML with their sources as comments.
+
+    Given to --config, it makes the same settings; a default that is only decided later (by the
+    model, or by chance) stands there as a comment, because to fix it now would change it.
+    """
+    lines = [
+        f"# {command}: what is set, and where it came from; {command} --config FILE takes it back"
+    ]
     for title, flags in groups:
         lines += ["", f"# {title}"]
         for flag in flags:
@@ -207,5 +253,9 @@ def _yaml(value: Any) -> str:
     from . import yaml_text
 
     if isinstance(value, msgspec.Struct):
-        value = {name: item for name, item in msgspec.structs.asdict(value).items() if item not in (None, False)}
+        value = {
+            name: item
+            for name, item in msgspec.structs.asdict(value).items()
+            if item not in (None, False)
+        }
     return yaml_text.dump(value)

@@ -1,6 +1,8 @@
-"""What a command does with the terminal: printing prompts' answers in order, one JSON line each, and Ctrl-C as a request.
-May know: RequestOutput, standard streams, signals.
-Must not know: engines, tokenizers, where a request comes from."""
+"""What a command does with the terminal: printing prompts' answers in order, one JSON line each,
+and Ctrl-C as a request.
+
+Must not know: engines, tokenizers, where a request comes from.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from typing import Any, Self, TextIO
 
 
 class Interrupts:
-    """`with Interrupts() as interrupts`: the first Ctrl-C only sets `interrupts.requested`, so that no step is torn; the second raises."""
+    """`with Interrupts() as interrupts`: the first Ctrl-C only sets `interrupts.requested`, so that
+    no step is torn; the second raises.
+    """
 
     def __init__(self) -> None:
         self.requested = False
@@ -41,10 +45,11 @@ class Dim:
 
 
 class TextWriter:
-    """Prints completions in the order of their prompts: the first unfinished one streams, those behind it wait for their turn.
+    """Prints completions in the order of their prompts: the first unfinished one streams, those
+    behind it wait for their turn.
 
-    `titles[i]` is prompt i's text, printed before its completions with `echo`; `counts[i]` is how many it has. Where there are several
-    completions, each has a headline.
+    `titles[i]` is prompt i's text, printed before its completions with `echo`; `counts[i]` is how
+    many it has. Where there are several completions, each has a headline.
     """
 
     def __init__(self, titles: list[str], counts: list[int], *, echo: bool, out: TextIO):
@@ -91,7 +96,9 @@ class TextWriter:
             self.cursor, self.started = self.cursor + 1, False
 
     def _headline(self, index: int, k: int) -> str:
-        number = f"{index + 1}/{len(self.titles)}" + (f", {k + 1}/{n}" if (n := self.counts[index]) > 1 else "")
+        number = f"{index + 1}/{len(self.titles)}" + (
+            f", {k + 1}/{n}" if (n := self.counts[index]) > 1 else ""
+        )
         headline = f"== {number} ==\n" if len(self.keys) > 1 else ""
         return self.dim(headline + (self.titles[index] if self.echo else ""))
 
@@ -103,7 +110,9 @@ class TextWriter:
 
 
 class JsonWriter:
-    """One JSON object per completion and line, as each prompt finishes; `index` counts prompts, `completion` counts within n."""
+    """One JSON object per completion and line, as each prompt finishes; `index` counts prompts,
+    `completion` counts within n.
+    """
 
     def __init__(self, out: TextIO):
         self.out = out
@@ -130,8 +139,11 @@ class JsonWriter:
             if completion.logprobs is not None:
                 line["cumulative_logprob"] = completion.cumulative_logprob
                 line["logprobs"] = [_logprobs(position) for position in completion.logprobs]
-            if output.prompt_logprobs is not None and completion.index == 0:  # they are the same for all
-                line["prompt_logprobs"] = [position and _logprobs(position) for position in output.prompt_logprobs]
+            # they are the same for all
+            if output.prompt_logprobs is not None and completion.index == 0:
+                line["prompt_logprobs"] = [
+                    position and _logprobs(position) for position in output.prompt_logprobs
+                ]
             self._put(line)
 
     def refuse(self, index: int, problem: str) -> None:
@@ -149,7 +161,13 @@ def _logprobs(position: dict[int, Any]) -> list[dict[str, Any]]:
     """One position's alternatives, likeliest first by rank."""
     ranked = sorted(position.items(), key=lambda item: item[1].rank)
     return [
-        {"token_id": token_id, "logprob": entry.logprob, "rank": entry.rank, "token": entry.decoded_token} for token_id, entry in ranked
+        {
+            "token_id": token_id,
+            "logprob": entry.logprob,
+            "rank": entry.rank,
+            "token": entry.decoded_token,
+        }
+        for token_id, entry in ranked
     ]
 
 
@@ -162,7 +180,9 @@ class Meter:
 
     def count(self, output: Any) -> None:
         """`output`: a RequestOutput of kind DELTA or FINAL_ONLY."""
-        self.num_generation_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        self.num_generation_tokens += sum(
+            len(completion.token_ids) for completion in output.outputs
+        )
         if output.finished:
             self.num_prompt_tokens += len(output.prompt_token_ids)
 
@@ -171,6 +191,9 @@ class Meter:
         rate = self.num_generation_tokens / seconds if seconds else 0.0
         if err.isatty():
             print(
-                Dim(err)(f"[{self.num_prompt_tokens} tokens in, {self.num_generation_tokens} out, {seconds:.1f} s, {rate:.0f} tokens/s]"),
+                Dim(err)(
+                    f"[{self.num_prompt_tokens} tokens in, {self.num_generation_tokens} out, "
+                    f"{seconds:.1f} s, {rate:.0f} tokens/s]"
+                ),
                 file=err,
             )

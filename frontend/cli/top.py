@@ -1,6 +1,7 @@
 """`quire top`: a server's engine at work, in the terminal.
-May know: the HTTP of /v1/engine/state, terminals.
-Must not know: how it is drawn (top_view.py), any part of an engine."""
+
+Must not know: how it is drawn (top_view.py), any part of an engine.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +36,17 @@ class ServerError(QuireError):
 
 def make_parser(argv: list[str]) -> Parser:
     parser = Parser("quire top", USAGE, DESCRIPTION, show_all="--help-all" in argv)
-    parser.add_argument("url", nargs="?", metavar="URL", default="http://127.0.0.1:8000", help="the server, with or without /v1 [http://127.0.0.1:8000]")
+    parser.add_argument(
+        "url",
+        nargs="?",
+        metavar="URL",
+        default="http://127.0.0.1:8000",
+        help="the server, with or without /v1 [http://127.0.0.1:8000]",
+    )
     parser.add_argument("--api-key", metavar="KEY", help="key to send [$OPENAI_API_KEY]")
-    parser.add_argument("--interval", metavar="S", type=float, default=0.5, help="seconds between two looks [0.5]")
+    parser.add_argument(
+        "--interval", metavar="S", type=float, default=0.5, help="seconds between two looks [0.5]"
+    )
     parser.add_argument("--json", action="store_true", help="one look, as the server's JSON")
     return parser
 
@@ -45,7 +54,9 @@ def make_parser(argv: list[str]) -> Parser:
 def main(argv: list[str]) -> int:
     args = make_parser(argv).parse(argv)
     if not 0.05 <= args.interval <= 3600:
-        raise InvalidParameterError("--interval", f"must be between 0.05 and 3600 seconds, got {args.interval:g}")
+        raise InvalidParameterError(
+            "--interval", f"must be between 0.05 and 3600 seconds, got {args.interval:g}"
+        )
     server = Server(args.url, args.api_key or os.environ.get("OPENAI_API_KEY"))
     if args.json:
         print(msgspec.json.encode(server.state()).decode())
@@ -67,7 +78,10 @@ class Server:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def state(self) -> dict[str, Any]:
-        """The engine now, with all the steps that it remembers. Raises ServerError with a sentence."""
+        """The engine now, with all the steps that it remembers.
+
+        Raises ServerError with a sentence.
+        """
         import urllib.error
         import urllib.request
 
@@ -78,16 +92,32 @@ class Server:
         except urllib.error.HTTPError as error:
             raise self._refusal(error) from None
         except urllib.error.URLError as error:
-            raise ServerError(f"no server answers at {self.url}: {getattr(error.reason, 'strerror', None) or error.reason}") from None
-        except (OSError, ValueError) as error:  # a connection that breaks off, an address that is none, an answer that is no JSON
-            raise ServerError(f"{self.url} does not answer as a Quire server does: {error}") from None
+            raise ServerError(
+                f"no server answers at {self.url}: "
+                f"{getattr(error.reason, 'strerror', None) or error.reason}"
+            ) from None
+        except (OSError, ValueError) as error:
+            # a connection that breaks off, an address that is none, an answer that is no JSON
+            raise ServerError(
+                f"{self.url} does not answer as a Quire server does: {error}"
+            ) from None
 
     def _refusal(self, error: urllib.error.HTTPError) -> ServerError:
         try:
             problem = msgspec.json.decode(error.read())["error"]
             message, code = problem["message"], problem.get("code")
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
-            return ServerError(f"{self.url} is no Quire server: it answers /v1/engine/state with {error.code} {error.reason}")
+        except (
+            OSError,
+            msgspec.DecodeError,
+            UnicodeDecodeError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ):
+            return ServerError(
+                f"{self.url} is no Quire server: it answers /v1/engine/state with {error.code} "
+                f"{error.reason}"
+            )
         hint = " (--api-key KEY)" if error.code == 401 else ""
         return ServerError(f"{self.url}: {message}{hint}", is_loading=code == "model_loading")
 
@@ -102,7 +132,11 @@ def print_once(server: Server) -> None:
 
 
 def watch(server: Server, interval_s: float) -> int:
-    """Until q or Ctrl-C. A server that cannot be reached in the beginning ends it; later, or while it loads, it is asked again."""
+    """Until q or Ctrl-C.
+
+    A server that cannot be reached in the beginning ends it; later, or while it loads, it is asked
+    again.
+    """
     from rich.console import Console
     from rich.live import Live
 
@@ -114,7 +148,9 @@ def watch(server: Server, interval_s: float) -> int:
         with Live(console=console, screen=True, auto_refresh=False) as live, keys() as pressed:
             while True:
                 try:
-                    shown = screen(server.state(), server.url, width=console.width, height=console.height)
+                    shown = screen(
+                        server.state(), server.url, width=console.width, height=console.height
+                    )
                 except ServerError as error:
                     if is_first and not error.is_loading:
                         raise
@@ -129,7 +165,10 @@ def watch(server: Server, interval_s: float) -> int:
 
 @contextmanager
 def keys() -> Iterator[Callable[[float], str]]:
-    """`pressed(timeout_s)` waits for a key and returns it, "" for none. The terminal neither shows keys nor waits for a line's end."""
+    """`pressed(timeout_s)` waits for a key and returns it, "" for none.
+
+    The terminal neither shows keys nor waits for a line's end.
+    """
     if not sys.stdin.isatty():
 
         def nothing(timeout_s: float) -> str:

@@ -1,6 +1,7 @@
 """What `quire top` shows: one observation of an engine as rich's tables and bars.
-May know: the answer of /v1/engine/state, rich.
-Must not know: HTTP, keys, when it is shown."""
+
+Must not know: HTTP, keys, when it is shown.
+"""
 
 from __future__ import annotations
 
@@ -18,33 +19,56 @@ USED, CACHED, OUTPUT, REST = "blue", "cyan", "yellow", "bright_black"
 
 
 def rates(state: dict[str, Any]) -> tuple[float, float, float]:
-    """Output tokens, prompt tokens and steps per second over the last WINDOW_S, from the steps themselves: one look is enough.
+    """Output tokens, prompt tokens and steps per second over the last WINDOW_S, from the steps
+    themselves: one look is enough.
 
-    Where there are more steps than the engine remembers, over as long as it does."""
+    Where there are more steps than the engine remembers, over as long as it does.
+    """
     steps = [step for step in state["steps"] if step[1] > state["time"] - WINDOW_S]
     if not steps:
         return 0.0, 0.0, 0.0
     is_cut = len(steps) == len(state["steps"]) and len(steps) > 1
     span_s = max(state["time"] - steps[0][1], 1e-3) if is_cut else WINDOW_S
-    return sum(step[DECODE] for step in steps) / span_s, sum(step[PREFILL] for step in steps) / span_s, len(steps) / span_s
+    return (
+        sum(step[DECODE] for step in steps) / span_s,
+        sum(step[PREFILL] for step in steps) / span_s,
+        len(steps) / span_s,
+    )
 
 
-def screen(state: dict[str, Any], url: str, *, width: int, height: int | None = None) -> RenderableType:
+def screen(
+    state: dict[str, Any], url: str, *, width: int, height: int | None = None
+) -> RenderableType:
     """Everything; `height`: lines that there are, None for as many as it takes."""
-    top = [_headline(state, url), Text(), _figures(state), _cache(state, width), _steps(state, width), Text()]
-    most = None if height is None else max(1, height - 11)  # what stands above, the heads, and a line for those left out
+    top = [
+        _headline(state, url),
+        Text(),
+        _figures(state),
+        _cache(state, width),
+        _steps(state, width),
+        Text(),
+    ]
+    # what stands above, the heads, and a line for those left out
+    most = None if height is None else max(1, height - 11)
     return Group(*top, _requests(state, width, most))
 
 
 def trouble(url: str, sentence: str) -> RenderableType:
     """While there is nothing to show."""
-    return Group(Text.assemble(("quire top  ", "bold"), (url, "dim")), Text(), Text(sentence, "red"), Text("It is asked again; q leaves.", "dim"))
+    return Group(
+        Text.assemble(("quire top  ", "bold"), (url, "dim")),
+        Text(),
+        Text(sentence, "red"),
+        Text("It is asked again; q leaves.", "dim"),
+    )
 
 
 def _headline(state: dict[str, Any], url: str) -> Text:
     up = int(state["uptime_s"])
     shown = f"{up // 3600} h {up // 60 % 60} min" if up >= 3600 else f"{up // 60} min {up % 60} s"
-    return Text.assemble(("quire top  ", "bold"), (str(state["model"]), "bold cyan"), (f"  {url}  up {shown}", "dim"))
+    return Text.assemble(
+        ("quire top  ", "bold"), (str(state["model"]), "bold cyan"), (f"  {url}  up {shown}", "dim")
+    )
 
 
 def _figures(state: dict[str, Any]) -> Table:
@@ -53,10 +77,24 @@ def _figures(state: dict[str, Any]) -> Table:
     output, prompt, steps = rates(state)
     queries, hits = counters["prefix_cache_queries"], counters["prefix_cache_hits"]
     grid = Table.grid(padding=(0, 3))
-    grid.add_row(_figure(output, "output tokens/s"), _figure(prompt, "prompt tokens/s"), _figure(steps, "steps/s"))
-    grid.add_row(_figure(num_running, "running"), _figure(len(requests) - num_running + state["num_queued"], "waiting"), _figure(counters["num_preemptions"], "preemptions"))
+    grid.add_row(
+        _figure(output, "output tokens/s"),
+        _figure(prompt, "prompt tokens/s"),
+        _figure(steps, "steps/s"),
+    )
+    grid.add_row(
+        _figure(num_running, "running"),
+        _figure(len(requests) - num_running + state["num_queued"], "waiting"),
+        _figure(counters["num_preemptions"], "preemptions"),
+    )
     grid.columns[0].min_width = grid.columns[1].min_width = 22
-    grid.add_row(Text.assemble((f"{100 * hits / queries:.0f} %" if queries else "-", "bold"), " prefix hits"), _figure(finished(counters), "finished"), Text())
+    grid.add_row(
+        Text.assemble(
+            (f"{100 * hits / queries:.0f} %" if queries else "-", "bold"), " prefix hits"
+        ),
+        _figure(finished(counters), "finished"),
+        Text(),
+    )
     return grid
 
 
@@ -69,15 +107,26 @@ def _figure(n: float, words: str) -> Text:
 
 
 def _cache(state: dict[str, Any], width: int) -> Text:
-    """Of all blocks but the null block: what requests hold, what a prompt could still hit, what is empty."""
+    """Of all blocks but the null block: what requests hold, what a prompt could still hit, what is
+    empty.
+    """
     cells = state["blocks"]
     counted = {kind: cells.count(kind) for kind in "usc."}
     num_cells = max(1, sum(counted.values()))
     used, cached = counted["u"] + counted["s"], counted["c"]
     counters = state["counters"]
-    usage = 1 - counters["num_free_blocks"] / (counters["num_blocks"] - 1) if counters["num_blocks"] > 1 else 0.0
+    usage = (
+        1 - counters["num_free_blocks"] / (counters["num_blocks"] - 1)
+        if counters["num_blocks"] > 1
+        else 0.0
+    )
     bar = _bar(width - 42, [(used / num_cells, USED), (cached / num_cells, CACHED)])
-    return Text.assemble("KV cache ", bar, (f" {100 * usage:.0f} %", "bold"), f" of {counters['num_blocks'] - 1:,} blocks in use")
+    return Text.assemble(
+        "KV cache ",
+        bar,
+        (f" {100 * usage:.0f} %", "bold"),
+        f" of {counters['num_blocks'] - 1:,} blocks in use",
+    )
 
 
 def _steps(state: dict[str, Any], width: int) -> Text:
@@ -85,10 +134,15 @@ def _steps(state: dict[str, Any], width: int) -> Text:
     steps = state["steps"][-100:]
     if not steps:
         return Text("steps    none yet", "dim")
-    parts = [sum(step[column] for step in steps) / len(steps) for column in (SCHEDULE, EXECUTE, PROCESS)]
+    parts = [
+        sum(step[column] for step in steps) / len(steps) for column in (SCHEDULE, EXECUTE, PROCESS)
+    ]
     whole = sum(parts) or 1.0
     colours = ("magenta", USED, "green")
-    bar = _bar(max(10, width - 70), [(part / whole, colour) for part, colour in zip(parts, colours, strict=True)])
+    bar = _bar(
+        max(10, width - 70),
+        [(part / whole, colour) for part, colour in zip(parts, colours, strict=True)],
+    )
     line = Text.assemble("step     ", bar)
     for part, colour, name in zip(parts, colours, ("schedule", "execute", "process"), strict=True):
         line.append_text(Text.assemble(("  ■ ", colour), f"{name} {seconds(part)}"))
@@ -96,21 +150,42 @@ def _steps(state: dict[str, Any], width: int) -> Text:
 
 
 def _requests(state: dict[str, Any], width: int, most: int | None) -> RenderableType:
-    requests = sorted(state["requests"], key=lambda request: request["state"] != "running")  # else in order of arrival
+    # else in order of arrival
+    requests = sorted(state["requests"], key=lambda request: request["state"] != "running")
     if not requests:
         return Text("Nothing runs.", "dim")
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", expand=False)
-    for name, justify in (("request", "left"), ("state", "left"), ("prompt", "right"), ("", "left"), ("output", "right"), ("", "left"), ("blocks", "right")):
+    for name, justify in (
+        ("request", "left"),
+        ("state", "left"),
+        ("prompt", "right"),
+        ("", "left"),
+        ("output", "right"),
+        ("", "left"),
+        ("blocks", "right"),
+    ):
         table.add_column(name, justify=justify, no_wrap=True)
     bar_width = max(4, min(28, (width - 72) // 2))
     for request in requests[:most]:
-        num_prompt, limit = request["num_prompt_tokens"], request["max_tokens"] or max(1, state["max_model_len"] - request["num_prompt_tokens"])
+        num_prompt, limit = (
+            request["num_prompt_tokens"],
+            request["max_tokens"] or max(1, state["max_model_len"] - request["num_prompt_tokens"]),
+        )
         computed = min(request["num_computed_tokens"], num_prompt)
         cached = min(request["num_cached_tokens"], computed)
-        prefill = _bar(bar_width, [(cached / num_prompt, CACHED), ((computed - cached) / num_prompt, USED)])
+        prefill = _bar(
+            bar_width, [(cached / num_prompt, CACHED), ((computed - cached) / num_prompt, USED)]
+        )
         decode = _bar(bar_width, [(request["num_output_tokens"] / limit, OUTPUT)])
         numbers = f"{computed:,}/{num_prompt:,}", f"{request['num_output_tokens']:,}/{limit:,}"
-        row = [Text(short_id(request["request_id"])), Text(_doing(request)), Text(numbers[0]), prefill, Text(numbers[1]), decode]
+        row = [
+            Text(short_id(request["request_id"])),
+            Text(_doing(request)),
+            Text(numbers[0]),
+            prefill,
+            Text(numbers[1]),
+            decode,
+        ]
         table.add_row(*row, f"{request['num_blocks']:,}")
     num_left_out = len(requests) - len(requests[:most]) + state["num_queued"]
     return Group(table, Text(f"and {num_left_out:,} more", "dim")) if num_left_out else table
@@ -123,7 +198,9 @@ def _doing(request: dict[str, Any]) -> str:
 
 
 def short_id(engine_id: str) -> str:
-    """What one can tell requests apart by: "cmpl-0123456789abcdef01234567-3-<16 hex>" -> "01234567-3"; of n completions "1_…" -> "….1"."""
+    """What one can tell requests apart by: "cmpl-0123456789abcdef01234567-3-<16 hex>" ->
+    "01234567-3"; of n completions "1_…" -> "….1".
+    """
     child = re.match(r"(\d+)_", engine_id)
     name = re.sub(r"^\d+_|-[0-9a-f]{16}$", "", engine_id)
     if match := re.fullmatch(r"(?:[a-z]+[-_])?([0-9a-f]{8})[0-9a-f]{4,}(-\d+)?", name):
@@ -138,7 +215,9 @@ def seconds(s: float) -> str:
 
 
 def _bar(width: int, parts: list[tuple[float, str]]) -> Text:
-    """Shares of a whole in their colours, from the left; whatever is not nothing is at least one character."""
+    """Shares of a whole in their colours, from the left; whatever is not nothing is at least one
+    character.
+    """
     bar, width = Text(), max(1, width)
     for share, colour in parts:
         num_chars = min(width - len(bar), max(1 if share > 0 else 0, round(share * width)))

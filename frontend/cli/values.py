@@ -1,6 +1,8 @@
-"""From text, and from what YAML, TOML or JSON hold, to the value of a field: one rule for flags, environment and files.
-May know: the fields' types and ranges, msgspec's conversion.
-Must not know: which fields there are, where a value was written."""
+"""From text, and from what YAML, TOML or JSON hold, to the value of a field: one rule for flags,
+environment and files.
+
+Must not know: which fields there are, where a value was written.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,18 @@ from ..engine_args import describe_type
 if TYPE_CHECKING:
     from .flags import Flag
 
-UNITS = {"": 1, **{f"{p}i": 2 ** (10 * k) for k, p in enumerate("KMGT", start=1)}, **{p: 10 ** (3 * k) for k, p in enumerate("KMGT", start=1)}}
+UNITS = {
+    "": 1,
+    **{f"{p}i": 2 ** (10 * k) for k, p in enumerate("KMGT", start=1)},
+    **{p: 10 ** (3 * k) for k, p in enumerate("KMGT", start=1)},
+}
 SWITCH = {"on": True, "yes": True, "off": False, "no": False}  # beside true, false, 1 and 0
 
 
 def plain_type(annotation: Any) -> Any:
-    """Annotated[X | None, ...] -> X; of several alternatives the last one, which is the widest (str | list[str] -> list[str])."""
+    """Annotated[X | None, ...] -> X; of several alternatives the last one, which is the widest (str
+    | list[str] -> list[str]).
+    """
     if get_origin(annotation) is Annotated:
         return plain_type(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -36,7 +44,11 @@ def from_text(flag: Flag, text: str) -> Any:
     """What stands on a command line or in the environment. Raises ValueError with a sentence."""
     plain = plain_type(flag.type)
     try:
-        if get_origin(plain) is dict or plain is StructuredOutputsParams or get_origin(plain) is list and text.lstrip().startswith("["):
+        if (
+            get_origin(plain) is dict
+            or plain is StructuredOutputsParams
+            or (get_origin(plain) is list and text.lstrip().startswith("["))
+        ):
             value: Any = json.loads(text)
         elif plain == list[str]:
             value = [text]
@@ -53,7 +65,8 @@ def from_text(flag: Flag, text: str) -> Any:
 def from_plain(flag: Flag, value: Any) -> Any:
     """What stands in a file. Raises ValueError with a sentence."""
     plain = plain_type(flag.type)
-    if isinstance(value, str) and plain is not str:  # YAML reads 1e-5 as text; "none" and "4GiB" are meant
+    # YAML reads 1e-5 as text; "none" and "4GiB" are meant
+    if isinstance(value, str) and plain is not str:
         return from_text(flag, value)
     return _checked(flag, value, value, strict=True)
 
@@ -85,12 +98,19 @@ def _got(flag: Flag, written: Any) -> str:
 
 
 def convert_plain(value: Any, annotation: Any, *, strict: bool) -> Any:
-    """A value as JSON gives it -> a field's. Raises msgspec.ValidationError, or InvalidParameterError from within."""
+    """A value as JSON gives it -> a field's.
+
+    Raises msgspec.ValidationError, or InvalidParameterError from within.
+    """
     if plain_type(annotation) is not StructuredOutputsParams or value is None:
         return msgspec.convert(value, annotation, strict=strict, str_keys=True)
     msgspec.convert(value, dict[str, Any])
     if unknown := value.keys() - set(StructuredOutputsParams.__struct_fields__):
-        raise InvalidParameterError("structured_outputs", f"has no {min(unknown)!r}; it has {', '.join(StructuredOutputsParams.__struct_fields__)}")
+        raise InvalidParameterError(
+            "structured_outputs",
+            f"has no {min(unknown)!r}; it has "
+            f"{', '.join(StructuredOutputsParams.__struct_fields__)}",
+        )
     return StructuredOutputsParams(**value)
 
 
@@ -114,7 +134,10 @@ def is_literal(annotation: Any) -> bool:
 
 
 def parse_bytes(text: str) -> int:
-    """ "24GiB" (1024 each, also 24Gi), "24GB" (1000 each, also 24G), or a plain number of bytes. Raises ValueError with a sentence."""
+    """ "24GiB" (1024 each, also 24Gi), "24GB" (1000 each, also 24G), or a plain number of bytes.
+
+    Raises ValueError with a sentence.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
     unit = (match[2] or "").capitalize() if match else None
     if unit not in UNITS:

@@ -1,6 +1,8 @@
-"""YAML as a settings file wants it: a key twice is an error, 1e6 is a number, and every value that is written is read back as itself.
-May know: PyYAML.
-Must not know: settings, files. Imported only where YAML is read or written."""
+"""YAML as a settings file wants it: a key twice is an error, 1e6 is a number, and every value that
+is written is read back as itself.
+
+Must not know: settings, files. Imported only where YAML is read or written.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,13 @@ from typing import Any
 
 import yaml
 
-# YAML 1.2 has numbers such as 1e6; the library, which follows 1.1, takes them for text unless there is a point in them.
-_FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
+# YAML 1.2 has numbers such as 1e6; the library, which follows 1.1, takes them for text unless there
+# is a point in them.
+_FLOAT = (
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
 
 
 class _Loader(yaml.SafeLoader):
@@ -18,7 +25,9 @@ class _Loader(yaml.SafeLoader):
         """As YAML has it, and not the last of equal keys."""
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.constructor.ConstructorError(problem=f"{twice[0]} is there twice", problem_mark=node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                problem=f"{twice[0]} is there twice", problem_mark=node.start_mark
+            )
         return super().construct_mapping(node, deep)
 
 
@@ -34,7 +43,8 @@ def load(text: str) -> Any:
     """Raises ValueError with a sentence."""
     try:
         return yaml.load(text, _Loader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2026-99-99
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        # ValueError: a date such as 2026-99-99
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark else ""
         raise ValueError(f"{getattr(error, 'problem', None) or error}{where}") from None
@@ -43,4 +53,6 @@ def load(text: str) -> Any:
 def dump(value: Any) -> str:
     """One value, in ASCII, as it may stand behind a key and before a comment."""
     # Inside a list, so that texts are written as they must be beside brackets.
-    return yaml.dump([value], Dumper=_Dumper, default_flow_style=True, width=float("inf"), sort_keys=False).strip()[1:-1]
+    return yaml.dump(
+        [value], Dumper=_Dumper, default_flow_style=True, width=float("inf"), sort_keys=False
+    ).strip()[1:-1]

@@ -1,13 +1,14 @@
 """Admission: which requests the engine holds, and which wait for it here, fairly and within bounds.
-May know: keys of tenants, counts, asyncio, a clock.
+
 Must not know: HTTP beyond its refusals, the engine, what a request asks for.
 
     slot() ──room, and nobody waits──▶ in the engine ──▶ leave
        └─────────▶ waits: one line per key, in order of priority and arrival; the lines take turns ─▶ in the engine
        └─────────▶ ApiError 429, where the queue is full
 
-What a request weighs is its number of completions. The one whose turn it is is never overtaken, however much it weighs, so nobody starves; one that
-weighs more than there is goes in alone."""
+What a request weighs is its number of completions. The one whose turn it is is never overtaken,
+however much it weighs, so nobody starves; one that weighs more than there is goes in alone.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +27,19 @@ MAX_RETRY_AFTER_S = 600.0
 class DrainRate:
     """Requests and prompt tokens that the engine has done with, per second.
 
-    Counted over the last WINDOW_S, or the time since there has been a queue if that is shorter: before, the engine was not busy, and its pace told
-    nothing of what it can do. One more than were counted, in one second more, so that the first moments of a queue give a number too: it comes
-    out too high for an engine that finishes less than one request in a second, until it has been watched for some seconds.
+    Counted over the last WINDOW_S, or the time since there has been a queue if that is shorter:
+    before, the engine was not busy, and its pace told nothing of what it can do. One more than were
+    counted, in one second more, so that the first moments of a queue give a number too: it comes
+    out too high for an engine that finishes less than one request in a second, until it has been
+    watched for some seconds.
     """
 
     WINDOW_S = 30.0
     MAX_COUNTED = 512
 
     def __init__(self) -> None:
-        self._finished: deque[tuple[float, int]] = deque(maxlen=self.MAX_COUNTED)  # (when, prompt tokens)
+        # (when, prompt tokens)
+        self._finished: deque[tuple[float, int]] = deque(maxlen=self.MAX_COUNTED)
 
     def add(self, now: float, num_tokens: int) -> None:
         self._finished.append((now, num_tokens))
@@ -52,11 +56,32 @@ class DrainRate:
 
 
 class Slot:
-    """One request's place: an async context manager. Inside it the engine may have the request; `queued_s` says how long it waited."""
+    """One request's place: an async context manager.
 
-    __slots__ = ("_admission", "key", "group", "priority", "waiter", "is_waiting", "num_completions", "num_tokens", "queued_s")
+    Inside it the engine may have the request; `queued_s` says how long it waited.
+    """
 
-    def __init__(self, admission: Admission, key: str, group: Hashable, num_completions: int, num_tokens: int, priority: int):
+    __slots__ = (
+        "_admission",
+        "group",
+        "is_waiting",
+        "key",
+        "num_completions",
+        "num_tokens",
+        "priority",
+        "queued_s",
+        "waiter",
+    )
+
+    def __init__(
+        self,
+        admission: Admission,
+        key: str,
+        group: Hashable,
+        num_completions: int,
+        num_tokens: int,
+        priority: int,
+    ):
         self._admission = admission
         self.key = key
         self.group = group
@@ -80,10 +105,17 @@ class Slot:
 
 
 class Admission:
-    """max_running: completions in the engine. max_waiting: groups of requests (those of one call are a group); max_waiting_tokens: of all prompts
-    that wait. `clock` gives seconds."""
+    """max_running: completions in the engine. max_waiting: groups of requests (those of one call
+    are a group); max_waiting_tokens: of all prompts that wait. `clock` gives seconds.
+    """
 
-    def __init__(self, max_running: int, max_waiting: int, max_waiting_tokens: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        max_running: int,
+        max_waiting: int,
+        max_waiting_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.max_running = max_running
         self.max_waiting = max_waiting
         self.max_waiting_tokens = max_waiting_tokens
@@ -92,7 +124,8 @@ class Admission:
         self.num_waiting_tokens = 0
         self.num_refused: Counter[str] = Counter()  # by the bound that was reached
         self._clock = clock
-        self._lines: dict[str, list[tuple[int, int, Slot]]] = {}  # by key, none of them empty; the first is the next to be served
+        # by key, none of them empty; the first is the next to be served
+        self._lines: dict[str, list[tuple[int, int, Slot]]] = {}
         self._groups: Counter[Hashable] = Counter()  # requests that wait
         self._arrivals = itertools.count()
         self._busy_since = 0.0  # since when somebody has been waiting
@@ -102,7 +135,14 @@ class Admission:
     def num_waiting_groups(self) -> int:
         return len(self._groups)
 
-    def slot(self, key: str, group: Hashable, num_completions: int = 1, num_tokens: int = 0, priority: int = 0) -> Slot:
+    def slot(
+        self,
+        key: str,
+        group: Hashable,
+        num_completions: int = 1,
+        num_tokens: int = 0,
+        priority: int = 0,
+    ) -> Slot:
         """Entering it raises ApiError 429 where the queue is full."""
         return Slot(self, key, group, num_completions, num_tokens, priority)
 
@@ -155,7 +195,9 @@ class Admission:
         return slot
 
     def _let_in(self) -> None:
-        """The first of the line whose turn it is, as long as there is room; its line then goes behind the others."""
+        """The first of the line whose turn it is, as long as there is room; its line then goes
+        behind the others.
+        """
         while self._lines:
             key = next(iter(self._lines))
             if not self.has_room(self._lines[key][0][-1]):
@@ -171,18 +213,38 @@ class Admission:
 
     def _check_bounds(self, slot: Slot) -> None:
         if slot.group not in self._groups and len(self._groups) >= self.max_waiting:
-            raise self._refusal("requests", f"{len(self._groups)} requests wait for the engine already, as many as may")
+            raise self._refusal(
+                "requests",
+                f"{len(self._groups)} requests wait for the engine already, as many as may",
+            )
         if self.num_waiting_tokens + slot.num_tokens > self.max_waiting_tokens:
-            raise self._refusal("tokens", f"{self.num_waiting_tokens} prompt tokens wait for the engine already, and at most {self.max_waiting_tokens} may")
+            raise self._refusal(
+                "tokens",
+                f"{self.num_waiting_tokens} prompt tokens wait for the engine already, and at most "
+                f"{self.max_waiting_tokens} may",
+            )
 
     def _refusal(self, bound: str, why: str) -> ApiError:
         self.num_refused[bound] += 1
         retry_after_s = self.expected_wait_s(bound)
-        return ApiError(429, f"{why}. Try again in {max(1, round(retry_after_s))} s.", code="rate_limit_exceeded", retry_after_s=retry_after_s)
+        return ApiError(
+            429,
+            f"{why}. Try again in {max(1, round(retry_after_s))} s.",
+            code="rate_limit_exceeded",
+            retry_after_s=retry_after_s,
+        )
 
     def expected_wait_s(self, bound: str = "requests") -> float:
-        """How long all that waits now takes to be let in, at the pace of late: by then there is room for sure, if nobody else comes."""
+        """How long all that waits now takes to be let in, at the pace of late: by then there is
+        room for sure, if nobody else comes.
+        """
         now = self._clock()
-        requests_per_s, tokens_per_s = self._drain_rate.per_second(now, self._busy_since if self.num_waiting else now)
-        wait_s = self.num_waiting / requests_per_s if bound == "requests" else self.num_waiting_tokens / tokens_per_s
+        requests_per_s, tokens_per_s = self._drain_rate.per_second(
+            now, self._busy_since if self.num_waiting else now
+        )
+        wait_s = (
+            self.num_waiting / requests_per_s
+            if bound == "requests"
+            else self.num_waiting_tokens / tokens_per_s
+        )
         return min(MAX_RETRY_AFTER_S, max(1.0, wait_s))

@@ -1,6 +1,8 @@
-"""The ASGI application: every route, and what is done alike for all of them: ids, keys, errors, the end of a request.
-May know: starlette's router, ServerState, the modules under routes/.
-Must not know: what a route does."""
+"""The ASGI application: every route, and what is done alike for all of them: ids, keys, errors, the
+end of a request.
+
+Must not know: what a route does.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,53 @@ from .http.cors import Cors
 from .http.errors import ApiError, from_status
 from .http.openapi import description_route
 from .http.sse import Json
-from .routes import admin, chat, completions, engine_view, health, messages, metrics, models, ollama, ollama_models, page, pooling, responses, tokenize
+from .routes import (
+    admin,
+    chat,
+    completions,
+    engine_view,
+    health,
+    messages,
+    metrics,
+    models,
+    ollama,
+    ollama_models,
+    page,
+    pooling,
+    responses,
+    tokenize,
+)
 from .state import ServerState
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
 CLIENT_LEFT = 499  # nginx's number, for the metrics only
 FAMILIES = (  # in the order in which the router tries them
-    chat, completions, responses, messages, ollama, health, metrics, models, tokenize, pooling, ollama_models, engine_view, admin, page
-)  # fmt: skip
+    chat,
+    completions,
+    responses,
+    messages,
+    ollama,
+    health,
+    metrics,
+    models,
+    tokenize,
+    pooling,
+    ollama_models,
+    engine_view,
+    admin,
+    page,
+)
 
 
 def make_app(state: ServerState) -> App | Cors:
     """The whole server over `state`."""
     app = App(state, Router(all_routes(state), redirect_slashes=False))
-    return Cors(app, state.server_config.allowed_origins) if state.server_config.allowed_origins else app
+    return (
+        Cors(app, state.server_config.allowed_origins)
+        if state.server_config.allowed_origins
+        else app
+    )
 
 
 def all_routes(state: ServerState) -> list[Route]:
@@ -42,25 +76,37 @@ def all_routes(state: ServerState) -> list[Route]:
 
 
 class App:
-    """Around the router: gives each request its Call, asks for a key, and turns whatever is raised into an answer of the API's shape."""
+    """Around the router: gives each request its Call, asks for a key, and turns whatever is raised
+    into an answer of the API's shape.
+    """
 
     def __init__(self, state: ServerState, router: Router):
         self.state = state
         self._router = router
         self._keys = Keys(state.server_config)
         self._paths = {route.endpoint: route.path for route in router.routes}
-        # A path without parameters is looked up: the router, which tries one route after the other, and its wrappers would take longer than most answers.
-        self._endpoints = {(method, route.path): route.endpoint for route in router.routes if "{" not in route.path for method in route.methods}
+        # A path without parameters is looked up: the router, which tries one route after the other,
+        # and its wrappers would take longer than most answers.
+        self._endpoints = {
+            (method, route.path): route.endpoint
+            for route in router.routes
+            if "{" not in route.path
+            for method in route.methods
+        }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self._refuse_other(scope, receive, send)
         loop = asyncio.get_running_loop()
-        call = Call(new_request_id(scope["headers"]), loop.time(), asyncio.current_task(), scope["path"])
+        call = Call(
+            new_request_id(scope["headers"]), loop.time(), asyncio.current_task(), scope["path"]
+        )
         of_connection = scope.setdefault("state", {})
         call.send, call.chunk_writer = send, of_connection.get("chunk_writer")
         of_connection["call"] = call
-        scope["app"] = self  # starlette's routes then raise their refusals, which _answer_error puts into the API's shape
+        # starlette's routes then raise their refusals, which _answer_error puts into the API's
+        # shape
+        scope["app"] = self
         status, meters = 0, self.state.meters
         meters.num_http_requests += 1
 
@@ -85,35 +131,69 @@ class App:
                 raise
             call.task.uncancel()
         except Exception as error:
-            await self._answer_error(error, scope, receive, send_with_headers, has_begun=bool(status))
+            await self._answer_error(
+                error, scope, receive, send_with_headers, has_begun=bool(status)
+            )
         finally:
             if call.watcher is not None:
                 call.watcher.cancel()
             meters.num_http_requests -= 1
             meters.num_body_bytes -= call.num_body_bytes
-            meters.http_requests[scope["method"], self._paths.get(scope.get("endpoint"), "other"), CLIENT_LEFT if call.is_disconnected else status] += 1
+            meters.http_requests[
+                scope["method"],
+                self._paths.get(scope.get("endpoint"), "other"),
+                CLIENT_LEFT if call.is_disconnected else status,
+            ] += 1
             if self.state.server_config.access_log:
                 took_ms = 1000 * (loop.time() - call.began)
                 shown = "left" if call.is_disconnected else status
-                path = scope["raw_path"].decode("ascii", "replace")  # as it was sent: the decoded one may hold line breaks
-                access_logger.info("%s %s %s %.1f ms %s", scope["method"], path, shown, took_ms, call.request_id)
+                # as it was sent: the decoded one may hold line breaks
+                path = scope["raw_path"].decode("ascii", "replace")
+                access_logger.info(
+                    "%s %s %s %.1f ms %s", scope["method"], path, shown, took_ms, call.request_id
+                )
 
-    async def _answer_error(self, error: Exception, scope: Any, receive: Any, send: Any, *, has_begun: bool) -> None:
+    async def _answer_error(
+        self, error: Exception, scope: Any, receive: Any, send: Any, *, has_begun: bool
+    ) -> None:
         if isinstance(error, HTTPException):
-            refusal = from_status(error.status_code, scope["path"][:200], scope["method"], self._paths.values())
+            refusal = from_status(
+                error.status_code, scope["path"][:200], scope["method"], self._paths.values()
+            )
             headers = self._allow(scope) if error.status_code == 405 else dict(error.headers or {})
         else:
             refusal, headers = self.state.explain(error), {}
         if not isinstance(error, (ApiError, HTTPException)) and refusal.status == 500:
-            logger.error("%s %s failed (%s)", scope["method"], scope["path"], scope["state"]["call"].request_id, exc_info=error)
+            logger.error(
+                "%s %s failed (%s)",
+                scope["method"],
+                scope["path"],
+                scope["state"]["call"].request_id,
+                exc_info=error,
+            )
         if has_begun:
             raise error  # too late for an answer: the connection breaks off
-        await Json(refusal.body(scope["path"]), refusal.status, headers | refusal.headers())(scope, receive, send)
+        await Json(refusal.body(scope["path"]), refusal.status, headers | refusal.headers())(
+            scope, receive, send
+        )
 
     def _allow(self, scope: Any) -> dict[str, str]:
         """Every method of the path: the router names those of its first route alone."""
-        found = next(route.path for route in self._router.routes if route.matches(scope)[0] is not Match.NONE)
-        return {"allow": ", ".join(sorted({method for route in self._router.routes if route.path == found for method in route.methods}))}
+        found = next(
+            route.path for route in self._router.routes if route.matches(scope)[0] is not Match.NONE
+        )
+        return {
+            "allow": ", ".join(
+                sorted(
+                    {
+                        method
+                        for route in self._router.routes
+                        if route.path == found
+                        for method in route.methods
+                    }
+                )
+            )
+        }
 
     async def _refuse_other(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":

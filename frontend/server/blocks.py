@@ -1,6 +1,8 @@
-"""Blocks: an answer's parts as a row of blocks, text, reasoning or a call each, as Anthropic's API and OpenAI's Responses have them.
-May know: the parts of an answer.
-Must not know: what an API calls a block, or how it writes one down."""
+"""Blocks: an answer's parts as a row of blocks, text, reasoning or a call each, as Anthropic's API
+and OpenAI's Responses have them.
+
+Must not know: what an API calls a block, or how it writes one down.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Block:
         return "".join(self.pieces)
 
     def arguments(self) -> dict[str, Any] | None:
-        """Those of a call; None if they are no JSON object, because the answer was cut short within them."""
+        """Those of a call; None if they are no JSON object, because the answer was cut short within
+        them.
+        """
         try:
             found = msgspec.json.decode(self.text or "{}")
         except msgspec.DecodeError:
@@ -41,7 +45,10 @@ class Block:
 
 
 class Blocks:
-    """Told of parts as they come, says which blocks begin, grow and end. One block is open at a time: the last."""
+    """Told of parts as they come, says which blocks begin, grow and end.
+
+    One block is open at a time: the last.
+    """
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
@@ -53,7 +60,13 @@ class Blocks:
             if isinstance(part, ToolCallStart):
                 events += self.begin(CALL, part.name)
                 continue
-            kind = TEXT if isinstance(part, Content) else REASONING if isinstance(part, Reasoning) else CALL
+            kind = (
+                TEXT
+                if isinstance(part, Content)
+                else REASONING
+                if isinstance(part, Reasoning)
+                else CALL
+            )
             if not part.text:
                 continue
             if self._open is None or self._open.kind != kind:

@@ -1,8 +1,11 @@
-"""One turn of a conversation: rendered, run, and its text taken apart into content, reasoning and tool calls.
-May know: chat templates, answer formats, generation.
-Must not know: which API asked. OpenAI's chat, Responses, Anthropic's messages and Ollama's chat only write these events down.
+"""One turn of a conversation: rendered, run, and its text taken apart into content, reasoning and
+tool calls.
 
-    ChatTurn ──prepare_chat──▶ ChatRun ──news()──▶ [ChoiceNews, ...] per step ──▶ each API's events, or Message for a whole answer"""
+Must not know: which API asked. OpenAI's chat, Responses, Anthropic's messages and Ollama's chat
+only write these events down.
+
+    ChatTurn ──prepare_chat──▶ ChatRun ──news()──▶ [ChoiceNews, ...] per step ──▶ each API's events, or Message for a whole answer
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,16 @@ from typing import Any
 import msgspec
 
 from ...ipc.params import SamplingParams
-from ..answer_format import Answer, AnswerFormat, AnswerParser, Content, Part, Reasoning, ToolCallStart, collect
+from ..answer_format import (
+    Answer,
+    AnswerFormat,
+    AnswerParser,
+    Content,
+    Part,
+    Reasoning,
+    ToolCallStart,
+    collect,
+)
 from ..outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
 from .generation import Job, check_context, check_room, run
 from .http.call import Call
@@ -28,7 +40,10 @@ from .usage import Usage
 
 @dataclass(slots=True)
 class ChatTurn:
-    """What a chat API asks for, in one form. `tool_choice`: "auto", "none", "required" or the name of a function as {"name": ...}."""
+    """What a chat API asks for, in one form.
+
+    `tool_choice`: "auto", "none", "required" or the name of a function as {"name": ...}.
+    """
 
     request_id: str
     messages: list[dict[str, Any]]
@@ -50,10 +65,14 @@ class ChatTurn:
         return bool(self.tools) and self.tool_choice != "none"
 
 
-def thinking_variables(state: ServerState, call: Call, enabled: bool | None, effort: str | None, names: tuple[str, str]) -> dict[str, Any]:
-    """What the template calls the switch of a model that may think or not, and how hard it is to think; None: as the template has it.
+def thinking_variables(
+    state: ServerState, call: Call, enabled: bool | None, effort: str | None, names: tuple[str, str]
+) -> dict[str, Any]:
+    """What the template calls the switch of a model that may think or not, and how hard it is to
+    think; None: as the template has it.
 
-    `names`: the body's two fields, one of which is noted as ignored where the template knows nothing of it.
+    `names`: the body's two fields, one of which is noted as ignored where the template knows
+    nothing of it.
     """
     template, variables = state.template_text, {}
     if enabled is not None:
@@ -69,7 +88,10 @@ def thinking_variables(state: ServerState, call: Call, enabled: bool | None, eff
 
 @dataclass(slots=True)
 class ChoiceNews:
-    """What is new in one choice. `finish_reason`: "stop", "length", "tool_calls", or None while it goes on."""
+    """What is new in one choice.
+
+    `finish_reason`: "stop", "length", "tool_calls", or None while it goes on.
+    """
 
     index: int
     parts: list[Part]
@@ -103,9 +125,13 @@ class Message:
 
 
 async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> ChatRun:
-    """Renders, tokenizes and checks; raises ApiError or InvalidParameterError before the engine is asked."""
+    """Renders, tokenizes and checks; raises ApiError or InvalidParameterError before the engine is
+    asked.
+    """
     format, params = state.answer_format, turn.params
-    text, token_ids = await render_turn(state, turn, must_fit=turn.params.truncate_prompt_tokens is None)
+    text, token_ids = await render_turn(
+        state, turn, must_fit=turn.params.truncate_prompt_tokens is None
+    )
     if not format.skip_special_tokens:
         params = msgspec.structs.replace(params, skip_special_tokens=False)
 
@@ -114,13 +140,23 @@ async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> ChatRu
     tools = turn.tools if turn.wants_tools else None
     params, names = shape_answer(format, turn, params, text, call)
     job = Job(turn.request_id, token_ids, params, text, turn.priority, turn.cache_salt, names)
-    parsers = [format.parser(tools, prompt_text=text, parallel_tool_calls=turn.parallel_tool_calls) for _ in range(params.n)]
+    parsers = [
+        format.parser(tools, prompt_text=text, parallel_tool_calls=turn.parallel_tool_calls)
+        for _ in range(params.n)
+    ]
     return ChatRun(state, call, job, parsers)
 
 
-def shape_answer(format: AnswerFormat, turn: ChatTurn, params: SamplingParams, text: str, call: Call) -> tuple[SamplingParams, dict[str, str]]:
-    """The parameters with the grammar of what the turn demands, and the names of fields for the errors of that grammar."""
-    asked, options = params.structured_outputs, {"parallel_tool_calls": turn.parallel_tool_calls, "prompt_text": text}
+def shape_answer(
+    format: AnswerFormat, turn: ChatTurn, params: SamplingParams, text: str, call: Call
+) -> tuple[SamplingParams, dict[str, str]]:
+    """The parameters with the grammar of what the turn demands, and the names of fields for the
+    errors of that grammar.
+    """
+    asked, options = (
+        params.structured_outputs,
+        {"parallel_tool_calls": turn.parallel_tool_calls, "prompt_text": text},
+    )
     tools = turn.tools if turn.wants_tools else []
     shape = format.forced(tools, turn.tool_choice, **options) if tools else None
     if shape is None and asked is not None:
@@ -130,18 +166,29 @@ def shape_answer(format: AnswerFormat, turn: ChatTurn, params: SamplingParams, t
         shape = format.strict(tools, **options)
     if shape is None:
         if any(tool["function"].get("strict") for tool in tools):
-            call.ignored_params.append(turn.names.get("strict", "tools.strict"))  # no mark tells where this model's calls begin
+            # no mark tells where this model's calls begin
+            call.ignored_params.append(turn.names.get("strict", "tools.strict"))
         return params, turn.names
-    return msgspec.structs.replace(params, structured_outputs=shape), turn.names | {"structured_outputs": "tools", "structured_outputs.grammar": "tools"}
+    return msgspec.structs.replace(params, structured_outputs=shape), turn.names | {
+        "structured_outputs": "tools",
+        "structured_outputs.grammar": "tools",
+    }
 
 
 def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """As the model is shown it: whether it is strict is the server's business."""
-    return {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
+    return {
+        **tool,
+        "function": {key: value for key, value in tool["function"].items() if key != "strict"},
+    }
 
 
-async def render_turn(state: ServerState, turn: ChatTurn, *, must_fit: bool = False) -> tuple[str, list[int]]:
-    """The prompt of a turn as text and as token ids, however long; with `must_fit` what is far too long is refused before it is tokenized."""
+async def render_turn(
+    state: ServerState, turn: ChatTurn, *, must_fit: bool = False
+) -> tuple[str, list[int]]:
+    """The prompt of a turn as text and as token ids, however long; with `must_fit` what is far too
+    long is refused before it is tokenized.
+    """
     tokenizer = state.ready_engine().tokenizer
     if tokenizer is None:
         raise invalid(turn.names["prompt"], "This model has no tokenizer here, so it cannot chat.")
@@ -160,10 +207,16 @@ async def render_turn(state: ServerState, turn: ChatTurn, *, must_fit: bool = Fa
             **(state.server_config.chat_template_kwargs | turn.template_variables),
         )
 
-    num_characters = sum(len(m["content"]) for m in turn.messages if isinstance(m, dict) and isinstance(m.get("content"), str))
+    num_characters = sum(
+        len(m["content"])
+        for m in turn.messages
+        if isinstance(m, dict) and isinstance(m.get("content"), str)
+    )
     is_long = num_characters + 100 * (len(turn.messages) + len(turn.tools or ())) >= LONG_TEXT
     text = await asyncio.to_thread(render) if is_long else render()
-    [token_ids] = await tokenize_all(state, [text], add_special_tokens=False, param=turn.names["prompt"] if must_fit else None)
+    [token_ids] = await tokenize_all(
+        state, [text], add_special_tokens=False, param=turn.names["prompt"] if must_fit else None
+    )
     return text, token_ids
 
 
@@ -199,17 +252,28 @@ class ChatRun:
         return self._job.token_ids
 
     async def news(
-        self, write_down: Callable[[list[ChoiceNews]], bytes] | None = None, write_text: Callable[[str], bytes] | None = None
+        self,
+        write_down: Callable[[list[ChoiceNews]], bytes] | None = None,
+        write_text: Callable[[str], bytes] | None = None,
     ) -> AsyncIterator[list[ChoiceNews]]:
-        """What each output brings. With `write_down`, which says it in a stream's words, what can be written at once is not given here.
-        `write_text` says with less ado the most common news of all: more content of the one choice there is, and nothing else."""
+        """What each output brings.
+
+        With `write_down`, which says it in a stream's words, what can be written at once is not
+        given here. `write_text` says with less ado the most common news of all: more content of the
+        one choice there is, and nothing else.
+        """
         parser, reasoned = self._parsers[0], self._reasonings[0]
         if len(self._parsers) > 1:
             write_text = None
 
         def taken_down(output: RequestOutput) -> bytes:
             completion = output.outputs[0]
-            if write_text is not None and completion.text and completion.finish_reason is None and parser.is_plain:
+            if (
+                write_text is not None
+                and completion.text
+                and completion.finish_reason is None
+                and parser.is_plain
+            ):
                 num_tokens = len(completion.token_ids)
                 reasoned.is_over = True
                 reasoned.num_tokens += num_tokens
@@ -249,10 +313,14 @@ class ChatRun:
                 reason = "tool_calls"
             elif reason == "abort":  # paused away, say: what there is was cut short
                 reason = "length"
-        return ChoiceNews(index, parts, completion.token_ids, completion.logprobs, reason, completion.stop_reason)
+        return ChoiceNews(
+            index, parts, completion.token_ids, completion.logprobs, reason, completion.stop_reason
+        )
 
     def _count_reasoning(self, reasoned: Reasoned) -> None:
-        """The tokens of the reasoning's text, as the tokenizer writes it: the same whether the answer came whole or in pieces."""
+        """The tokens of the reasoning's text, as the tokenizer writes it: the same whether the
+        answer came whole or in pieces.
+        """
         if not reasoned.texts:
             return
         if reasoned.is_over:

@@ -1,6 +1,8 @@
-"""One request to the engine on behalf of a call: checked against the context, run, and its errors in the API's words.
-May know: AsyncLLM, SamplingParams, RequestOutput, ApiError.
-Must not know: the shape of any API's answer."""
+"""One request to the engine on behalf of a call: checked against the context, run, and its errors
+in the API's words.
+
+Must not know: the shape of any API's answer.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from .state import ServerState
 
 @dataclass(slots=True)
 class Job:
-    """One prompt. `names`: the engine's parameters -> the body's fields, for errors; `prompt` also names the field of the prompt."""
+    """One prompt.
+
+    `names`: the engine's parameters -> the body's fields, for errors; `prompt` also names the field
+    of the prompt.
+    """
 
     request_id: str
     token_ids: list[int]
@@ -31,8 +37,12 @@ class Job:
     names: dict[str, str] = field(default_factory=dict)
 
 
-def check_context(state: ServerState, token_ids: list[int], params: SamplingParams, names: dict[str, str]) -> None:
-    """OpenAI's refusals for prompts and answers that do not fit; without it the engine would cut max_tokens to what fits."""
+def check_context(
+    state: ServerState, token_ids: list[int], params: SamplingParams, names: dict[str, str]
+) -> None:
+    """OpenAI's refusals for prompts and answers that do not fit; without it the engine would cut
+    max_tokens to what fits.
+    """
     max_model_len, num_prompt_tokens = state.max_model_len, len(token_ids)
     param = names.get("prompt", "prompt")
     if params.truncate_prompt_tokens is not None:
@@ -43,16 +53,27 @@ def check_context(state: ServerState, token_ids: list[int], params: SamplingPara
         raise context_length_exceeded(param, max_model_len, num_prompt_tokens)
 
 
-def check_room(state: ServerState, token_ids: list[int], max_tokens: int | None, names: dict[str, str]) -> None:
-    """Refuses an answer length that was asked for and that the context cannot hold, as OpenAI and vLLM do."""
+def check_room(
+    state: ServerState, token_ids: list[int], max_tokens: int | None, names: dict[str, str]
+) -> None:
+    """Refuses an answer length that was asked for and that the context cannot hold, as OpenAI and
+    vLLM do.
+    """
     if max_tokens is not None and len(token_ids) + max_tokens > state.max_model_len:
-        raise context_length_exceeded(names.get("prompt", "prompt"), state.max_model_len, len(token_ids), max_tokens)
+        raise context_length_exceeded(
+            names.get("prompt", "prompt"), state.max_model_len, len(token_ids), max_tokens
+        )
 
 
 async def run(
-    state: ServerState, call: Call, job: Job, take_at_once: Callable[[RequestOutput], bool] | None = None
+    state: ServerState,
+    call: Call,
+    job: Job,
+    take_at_once: Callable[[RequestOutput], bool] | None = None,
 ) -> AsyncIterator[RequestOutput]:
-    """The engine's outputs for one prompt. Closing it, or cancelling who reads it, aborts the request. Raises ApiError.
+    """The engine's outputs for one prompt.
+
+    Closing it, or cancelling who reads it, aborts the request. Raises ApiError.
 
     `take_at_once`: as for AsyncLLM.generate.
     """
@@ -60,16 +81,30 @@ async def run(
     salt = job.cache_salt
     if state.server_config.salt_per_key and call.tenant:
         salt = f"{call.tenant}:{salt or ''}"
-    prompt = {"prompt_token_ids": job.token_ids} | ({"prompt": job.text} if job.text is not None else {}) | ({"cache_salt": salt} if salt else {})
+    prompt = (
+        {"prompt_token_ids": job.token_ids}
+        | ({"prompt": job.text} if job.text is not None else {})
+        | ({"cache_salt": salt} if salt else {})
+    )
     last, request_id = None, job.request_id
-    while request_id in state.running_ids:  # a proxy that tries again sends the same x-request-id while the first try still runs
+    # a proxy that tries again sends the same x-request-id while the first try still runs
+    while request_id in state.running_ids:
         request_id = f"{job.request_id}-{secrets.token_hex(4)}"
     state.running_ids.add(request_id)
     metrics: list[RequestMetrics] = []
-    slot = state.admission.slot(call.tenant, id(call), job.params.n, len(job.token_ids), job.priority)
+    slot = state.admission.slot(
+        call.tenant, id(call), job.params.n, len(job.token_ids), job.priority
+    )
     try:
-        more = {"priority": job.priority, "on_submitted": metrics.append, "take_at_once": take_at_once}
-        async with slot, aclosing(engine.generate(prompt, job.params, request_id, **more)) as outputs:
+        more = {
+            "priority": job.priority,
+            "on_submitted": metrics.append,
+            "take_at_once": take_at_once,
+        }
+        async with (
+            slot,
+            aclosing(engine.generate(prompt, job.params, request_id, **more)) as outputs,
+        ):
             async for last in outputs:
                 if last.error is not None:
                     raise failure(last, job.names)
@@ -79,19 +114,33 @@ async def run(
     finally:
         state.running_ids.discard(request_id)
         if metrics:
-            reason = (last and finish_reason(last)) or ("error" if engine.errored else "abort")  # unless its end was told, the client left
-            summary = {"x_request_id": call.request_id, "model": state.model_name, "finish_reason": reason}
+            # unless its end was told, the client left
+            reason = (last and finish_reason(last)) or ("error" if engine.errored else "abort")
+            summary = {
+                "x_request_id": call.request_id,
+                "model": state.model_name,
+                "finish_reason": reason,
+            }
             state.request_log.add(request_id, metrics[0], summary)
             state.meters.request_ended(job.params, metrics[0], reason, slot.queued_s)
 
 
 def finish_reason(output: RequestOutput) -> str | None:
     """The last one that this output tells of; with n > 1 the completions have each their own."""
-    return next((completion.finish_reason for completion in reversed(output.outputs) if completion.finish_reason), None)
+    return next(
+        (
+            completion.finish_reason
+            for completion in reversed(output.outputs)
+            if completion.finish_reason
+        ),
+        None,
+    )
 
 
 def failure(output: RequestOutput, names: dict[str, str]) -> ApiError:
-    """A request that the engine ended with an error: the user's mistake, with the parameter's name, or ours."""
+    """A request that the engine ended with an error: the user's mistake, with the parameter's name,
+    or ours.
+    """
     if output.error_parameter is None:
         return ApiError(500, INTERNAL, code="internal_error")
     problem = output.error.removeprefix(f"{output.error_parameter}: ")
@@ -107,14 +156,20 @@ async def all_of(runs: list[AsyncIterator[RequestOutput]]) -> list[RequestOutput
     return [last[index] for index in range(len(runs))]
 
 
-async def merged(runs: list[AsyncIterator[RequestOutput]]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """(index of the run, output) of several runs side by side, as they come; the first failure ends them all."""
+async def merged(
+    runs: list[AsyncIterator[RequestOutput]],
+) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """(index of the run, output) of several runs side by side, as they come; the first failure ends
+    them all.
+    """
     if len(runs) == 1:
         async with aclosing(runs[0]) as outputs:
             async for output in outputs:
                 yield 0, output
         return
-    queue: asyncio.Queue[tuple[int, RequestOutput | None, BaseException | None]] = asyncio.Queue(maxsize=2 * len(runs))
+    queue: asyncio.Queue[tuple[int, RequestOutput | None, BaseException | None]] = asyncio.Queue(
+        maxsize=2 * len(runs)
+    )
 
     async def pump(index: int, outputs: AsyncIterator[RequestOutput]) -> None:
         error = None

@@ -1,6 +1,8 @@
-"""Meters: what the server counts of its requests, for /metrics. Everything is counted when a request has ended; a token costs nothing.
-May know: RequestMetrics, SamplingParams.
-Must not know: how a metric is written down, HTTP beyond names of routes and numbers of statuses."""
+"""Meters: what the server counts of its requests, for /metrics. Everything is counted when a
+request has ended; a token costs nothing.
+
+Must not know: how a metric is written down, HTTP beyond names of routes and numbers of statuses.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,83 @@ from itertools import pairwise
 from ...ipc.params import SamplingParams
 from ..outputs import RequestMetrics
 
-TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
-PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+TTFT_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+PER_TOKEN_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+REQUEST_S = (
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+    960,
+    1920,
+    7680,
+)
 COMPLETIONS = (1, 2, 5, 10, 20, 50, 100)
-TOKENS = tuple(mantissa * 10**exponent for exponent in range(6) for mantissa in (1, 2, 5)) + (1_000_000,)
+TOKENS = tuple(mantissa * 10**exponent for exponent in range(6) for mantissa in (1, 2, 5)) + (
+    1_000_000,
+)
 
 
 class Histogram:
@@ -55,29 +129,52 @@ class Meters:
     """One per server. The names are vLLM's."""
 
     def __init__(self) -> None:
-        self.requests_by_reason: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)  # with n > 1 that of the last completion
+        # with n > 1 that of the last completion
+        self.requests_by_reason: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
         self.http_requests: Counter[tuple[str, str, int]] = Counter()  # by (method, route, status)
         self.num_http_requests = 0  # that are under way
         self.num_body_bytes = 0  # of all requests under way
         self.connections_refused: Counter[str] = Counter()  # by code; before there was a request
         self.histograms = {
-            "time_to_first_token_seconds": Histogram("From a request's arrival to its first token.", TTFT_S),
+            "time_to_first_token_seconds": Histogram(
+                "From a request's arrival to its first token.", TTFT_S
+            ),
             "inter_token_latency_seconds": Histogram("From one token to the next.", PER_TOKEN_S),
-            "request_time_per_output_token_seconds": Histogram("Mean time per token after the first, one value per request.", PER_TOKEN_S),
-            "e2e_request_latency_seconds": Histogram("From a request's arrival to its end.", REQUEST_S),
-            "request_queue_time_seconds": Histogram("Waiting, in the server's queue and in the engine's.", REQUEST_S),
-            "request_inference_time_seconds": Histogram("From a request's first step to its last token.", REQUEST_S),
-            "request_prefill_time_seconds": Histogram("From a request's first step to its first token.", REQUEST_S),
-            "request_decode_time_seconds": Histogram("From a request's first token to its last.", REQUEST_S),
+            "request_time_per_output_token_seconds": Histogram(
+                "Mean time per token after the first, one value per request.", PER_TOKEN_S
+            ),
+            "e2e_request_latency_seconds": Histogram(
+                "From a request's arrival to its end.", REQUEST_S
+            ),
+            "request_queue_time_seconds": Histogram(
+                "Waiting, in the server's queue and in the engine's.", REQUEST_S
+            ),
+            "request_inference_time_seconds": Histogram(
+                "From a request's first step to its last token.", REQUEST_S
+            ),
+            "request_prefill_time_seconds": Histogram(
+                "From a request's first step to its first token.", REQUEST_S
+            ),
+            "request_decode_time_seconds": Histogram(
+                "From a request's first token to its last.", REQUEST_S
+            ),
             "request_prompt_tokens": Histogram("Tokens of the prompt.", TOKENS),
-            "request_generation_tokens": Histogram("Tokens generated, of all completions together.", TOKENS),
-            "request_max_num_generation_tokens": Histogram("max_tokens as it was in force, times n.", TOKENS),
+            "request_generation_tokens": Histogram(
+                "Tokens generated, of all completions together.", TOKENS
+            ),
+            "request_max_num_generation_tokens": Histogram(
+                "max_tokens as it was in force, times n.", TOKENS
+            ),
             "request_params_n": Histogram("Completions asked for.", COMPLETIONS),
             "request_params_max_tokens": Histogram("max_tokens where it was asked for.", TOKENS),
         }
 
-    def request_ended(self, params: SamplingParams, metrics: RequestMetrics, reason: str, queued_s: float = 0.0) -> None:
-        """`queued_s`: how long it waited in the server's queue, before its metrics began to count."""
+    def request_ended(
+        self, params: SamplingParams, metrics: RequestMetrics, reason: str, queued_s: float = 0.0
+    ) -> None:
+        """`queued_s`: how long it waited in the server's queue, before its metrics began to
+        count.
+        """
         observe = {name: histogram.observe for name, histogram in self.histograms.items()}
         self.requests_by_reason[reason] += 1
         num_tokens, n = metrics.num_generation_tokens, params.n
@@ -99,7 +196,9 @@ class Meters:
         self._observe_tokens(metrics, n)
 
     def _observe_tokens(self, metrics: RequestMetrics, n: int) -> None:
-        """Moments are kept of the first tokens, and of several completions they are mixed: the other tokens count with the request's mean."""
+        """Moments are kept of the first tokens, and of several completions they are mixed: the
+        other tokens count with the request's mean.
+        """
         num_gaps = metrics.num_generation_tokens - n
         if metrics.decode_time is None or num_gaps <= 0:
             return

@@ -1,6 +1,7 @@
 """RequestLog: what became of the last requests, for those who ask afterwards.
-May know: RequestMetrics, plain values about a request.
-Must not know: prompts or answers (none is kept), HTTP, who asks."""
+
+Must not know: prompts or answers (none is kept), HTTP, who asks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ MAX_REQUESTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """One entry. `summary`: what HTTP knew of it (model, finish_reason, ...), as it goes into the answer."""
+    """One entry.
+
+    `summary`: what HTTP knew of it (model, finish_reason, ...), as it goes into the answer.
+    """
 
     request_id: str
     metrics: RequestMetrics
@@ -34,19 +38,30 @@ class RequestLog:
         return len(self._requests)
 
     def add(self, request_id: str, metrics: RequestMetrics, summary: dict[str, Any]) -> None:
-        """Notes a finished request. An id that comes again replaces the earlier one: a client may choose its ids."""
-        moments = array("d", metrics.token_ts)  # at most 4096, 32 KiB: a quarter of the list's memory
+        """Notes a finished request.
+
+        An id that comes again replaces the earlier one: a client may choose its ids.
+        """
+        # at most 4096, 32 KiB: a quarter of the list's memory
+        moments = array("d", metrics.token_ts)
         self._requests.pop(request_id, None)
-        self._requests[request_id] = FinishedRequest(request_id, replace(metrics, token_ts=moments), summary)
+        self._requests[request_id] = FinishedRequest(
+            request_id, replace(metrics, token_ts=moments), summary
+        )
         while len(self._requests) > self._capacity:
             self._requests.popitem(last=False)
 
     def get(self, request_id: str) -> FinishedRequest | None:
-        """By its id in the answer's body, or by the answer's x-request-id; of several prompts in one call the last to finish."""
+        """By its id in the answer's body, or by the answer's x-request-id; of several prompts in
+        one call the last to finish.
+        """
         if request_id in self._requests:
             return self._requests[request_id]
         newest = reversed(self._requests.values())
-        return next((request for request in newest if request.summary.get("x_request_id") == request_id), None)
+        return next(
+            (request for request in newest if request.summary.get("x_request_id") == request_id),
+            None,
+        )
 
     def recent(self, limit: int) -> list[FinishedRequest]:
         """The last `limit` ones, latest first."""

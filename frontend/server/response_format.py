@@ -1,6 +1,8 @@
-"""What an answer must be: OpenAI's response_format, vLLM's structured_outputs and its older guided_*, as StructuredOutputsParams.
-May know: StructuredOutputsParams, OpenAI's rules for a json_schema.
-Must not know: grammars (the engine compiles them and says what is wrong), prompts."""
+"""What an answer must be: OpenAI's response_format, vLLM's structured_outputs and its older
+guided_*, as StructuredOutputsParams.
+
+Must not know: grammars (the engine compiles them and says what is wrong), prompts.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,12 @@ from .http.errors import invalid, missing, refused, unsupported
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of schemas and of functions
 GUIDED = {
-    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
     "guided_whitespace_pattern": "whitespace_pattern",
-}  # fmt: skip
+}
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
@@ -35,8 +40,14 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 def structured_outputs_of(body: Any) -> StructuredOutputsParams | None:
     """Of a SamplingBody, which may ask in one of three ways."""
     guided = {name: kind for name, kind in GUIDED.items() if getattr(body, name) is not None}
-    ways = {"response_format": response_format(body.response_format), "structured_outputs": body.structured_outputs}
-    ways |= {next(iter(guided), "guided"): {kind: getattr(body, name) for name, kind in guided.items()} or None}
+    ways = {
+        "response_format": response_format(body.response_format),
+        "structured_outputs": body.structured_outputs,
+    }
+    ways |= {
+        next(iter(guided), "guided"): {kind: getattr(body, name) for name, kind in guided.items()}
+        or None
+    }
     given = [name for name, wanted in ways.items() if wanted is not None]
     if len(given) > 1:
         raise invalid(given[1], f"Give '{given[0]}' or '{given[1]}', not both.")
@@ -47,7 +58,9 @@ def structured_outputs_of(body: Any) -> StructuredOutputsParams | None:
         return wanted
     fields = msgspec.structs.asdict(wanted) if isinstance(wanted, StructuredOutputs) else wanted
     try:
-        return StructuredOutputsParams(**{name: value for name, value in fields.items() if value is not None})
+        return StructuredOutputsParams(
+            **{name: value for name, value in fields.items() if value is not None}
+        )
     except InvalidParameterError as error:
         own = {f"structured_outputs.{kind}": name for name, kind in guided.items()}
         raise refused(error.parameter, error.problem, own) from None
@@ -64,8 +77,13 @@ def response_format(wanted: dict[str, Any] | None) -> StructuredOutputsParams | 
         raise missing("response_format.type")
     if kind != "json_schema":
         shown = msgspec.json.encode(kind).decode()
-        raise unsupported("response_format.type", f"'response_format.type' must be text, json_object or json_schema, got {shown:.60}.")
-    return StructuredOutputsParams(json=checked_schema(wanted.get("json_schema"), "response_format.json_schema"))
+        raise unsupported(
+            "response_format.type",
+            f"'response_format.type' must be text, json_object or json_schema, got {shown:.60}.",
+        )
+    return StructuredOutputsParams(
+        json=checked_schema(wanted.get("json_schema"), "response_format.json_schema")
+    )
 
 
 def checked_schema(stated: Any, where: str) -> dict[str, Any]:

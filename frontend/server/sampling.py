@@ -1,6 +1,8 @@
-"""From the fields of a body to SamplingParams: OpenAI's own and the extensions that vLLM's users know; and which fields change nothing here.
-May know: SamplingParams, what the APIs call its fields.
-Must not know: prompts, the engine's limits (the InputProcessor knows those)."""
+"""From the fields of a body to SamplingParams: OpenAI's own and the extensions that vLLM's users
+know; and which fields change nothing here.
+
+Must not know: prompts, the engine's limits (the InputProcessor knows those).
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,29 @@ MAX_STOPS = 16  # OpenAI allows 4; its clients' users of other servers are used 
 MAX_LOGPROBS = 20
 # The fields that mean in SamplingParams what they mean in a body.
 SAME = (
-    "n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "stop",
-    "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids",
-    "bad_words", "truncate_prompt_tokens", "prompt_logprobs",
-)  # fmt: skip
-# The fields that OpenAI's API knows and that change nothing here, with the values that ask for nothing anyway.
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+)
+# The fields that OpenAI's API knows and that change nothing here, with the values that ask for
+# nothing anyway.
 IGNORED: dict[str, tuple[Any, ...]] = {
     "user": (),
     "safety_identifier": (),
@@ -40,16 +60,36 @@ IGNORED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
     "early_stopping": (False,),
 }
-# The fields that ask for what this server cannot do, each with the values that do not, and the sentence that refuses it.
+# The fields that ask for what this server cannot do, each with the values that do not, and the
+# sentence that refuses it.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "This model gives text only: 'audio' is not supported."),
-    "modalities": ((["text"], []), "This model gives text only: 'modalities' can only be [\"text\"]."),
-    "prediction": ((), "Predicted outputs are not supported: leave 'prediction' out; the answer is the same."),
-    "web_search_options": ((), "This server cannot search the web: 'web_search_options' is not supported."),
+    "modalities": (
+        (["text"], []),
+        "This model gives text only: 'modalities' can only be [\"text\"].",
+    ),
+    "prediction": (
+        (),
+        "Predicted outputs are not supported: leave 'prediction' out; the answer is the same.",
+    ),
+    "web_search_options": (
+        (),
+        "This server cannot search the web: 'web_search_options' is not supported.",
+    ),
     "moderation": ((), "This server does not moderate: 'moderation' is not supported."),
-    "functions": (([],), "'functions' is the old form of tools, with answers of another shape; send 'tools'."),
-    "function_call": ((), "'function_call' is the old form of 'tool_choice', with answers of another shape; send 'tool_choice'."),
-    "chat_template": ((), "Templates are not taken from requests; the server's flag --chat-template sets one."),
+    "functions": (
+        ([],),
+        "'functions' is the old form of tools, with answers of another shape; send 'tools'.",
+    ),
+    "function_call": (
+        (),
+        "'function_call' is the old form of 'tool_choice', with answers of another shape; send "
+        "'tool_choice'.",
+    ),
+    "chat_template": (
+        (),
+        "Templates are not taken from requests; the server's flag --chat-template sets one.",
+    ),
     "use_beam_search": ((False,), "Beam search is not offered over HTTP; LLM.beam_search has it."),
 }
 
@@ -67,7 +107,10 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class SamplingBody(msgspec.Struct, kw_only=True):
-    """The fields that OpenAI's completions and chat share, and vLLM's extensions to both. None: as if it had not been sent."""
+    """The fields that OpenAI's completions and chat share, and vLLM's extensions to both.
+
+    None: as if it had not been sent.
+    """
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
@@ -77,7 +120,12 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
-    logit_bias: dict[Annotated[str, Meta(pattern=r"^[0-9]{1,10}$")], Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        dict[
+            Annotated[str, Meta(pattern=r"^[0-9]{1,10}$")], Annotated[float, Meta(ge=-100, le=100)]
+        ]
+        | None
+    ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
@@ -105,7 +153,8 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: str | dict[str, Any] | None = None  # guided_*: the names that structured_outputs' parts had before
+    # guided_*: the names that structured_outputs' parts had before
+    guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -122,7 +171,9 @@ class SamplingBody(msgspec.Struct, kw_only=True):
 
 
 def check_fields(body: SamplingBody, call: Call) -> None:
-    """Refuses the fields that ask for what this server cannot do, and notes those that it ignores."""
+    """Refuses the fields that ask for what this server cannot do, and notes those that it
+    ignores.
+    """
     for name, (harmless, sentence) in UNSUPPORTED.items():
         value = getattr(body, name, None)
         if value is not None and value not in harmless:
@@ -133,13 +184,20 @@ def check_fields(body: SamplingBody, call: Call) -> None:
             call.ignored_params.append(name)
     if body.stream_options is not None:
         if not body.stream:
-            raise invalid("stream_options", "The 'stream_options' parameter is only allowed when 'stream' is enabled.")
+            raise invalid(
+                "stream_options",
+                "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
+            )
         if body.stream_options.include_obfuscation:
             call.ignored_params.append("stream_options.include_obfuscation")
         if body.stream_options.continuous_usage_stats and not body.stream_options.include_usage:
             call.ignored_params.append("stream_options.continuous_usage_stats")
     if body.stream and body.prompt_logprobs is not None:
-        raise unsupported("prompt_logprobs", "'prompt_logprobs' are not available with 'stream'; 'echo' with 'logprobs' is, in /v1/completions.")
+        raise unsupported(
+            "prompt_logprobs",
+            "'prompt_logprobs' are not available with 'stream'; 'echo' with 'logprobs' is, in "
+            "/v1/completions.",
+        )
 
 
 def sampling_params(
@@ -152,22 +210,35 @@ def sampling_params(
     names: dict[str, str] | None = None,
     **overrides: Any,
 ) -> SamplingParams:
-    """`defaults`: what the model's authors recommend; `overrides` win over the body; `names`: the engine's parameters -> the body's fields.
+    """`defaults`: what the model's authors recommend; `overrides` win over the body; `names`: the
+    engine's parameters -> the body's fields.
 
     Raises ApiError naming the field, or without `names` InvalidParameterError.
     """
     given = {name: value for name in SAME if (value := getattr(body, name)) is not None}
     if body.n is not None and body.n > config.max_n:
-        raise invalid("n", f"'n' must be at most {config.max_n}, got {body.n}.", "integer_above_max_value")
+        raise invalid(
+            "n", f"'n' must be at most {config.max_n}, got {body.n}.", "integer_above_max_value"
+        )
     if isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
-        raise invalid("stop", f"'stop' can have at most {MAX_STOPS} strings, got {len(body.stop)}.", "array_above_max_length")
+        raise invalid(
+            "stop",
+            f"'stop' can have at most {MAX_STOPS} strings, got {len(body.stop)}.",
+            "array_above_max_length",
+        )
     if "stop" in given:
-        given["stop"] = [text for text in ([body.stop] if isinstance(body.stop, str) else body.stop) if text] or None
+        given["stop"] = [
+            text for text in ([body.stop] if isinstance(body.stop, str) else body.stop) if text
+        ] or None
     if body.seed is not None:
         given["seed"] = body.seed % (INT64_MAX + 1)  # the API allows negative ones
     if body.logit_bias:
-        given["logit_bias"] = {int(token_id): bias for token_id, bias in body.logit_bias.items()}  # JSON has only strings as keys
-    start = {field: getattr(defaults, field) for field in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+        # JSON has only strings as keys
+        given["logit_bias"] = {int(token_id): bias for token_id, bias in body.logit_bias.items()}
+    start = {
+        field: getattr(defaults, field)
+        for field in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    }
     fixed = {
         "max_tokens": max_tokens,
         "logprobs": logprobs,
@@ -183,8 +254,12 @@ def sampling_params(
 
 
 def field_names(body: SamplingBody) -> dict[str, str]:
-    """The engine's parameters -> the fields of this body that asked for them, where their names differ."""
+    """The engine's parameters -> the fields of this body that asked for them, where their names
+    differ.
+    """
     if body.structured_outputs is not None:
         return {}
     guided = next((name for name in GUIDED if getattr(body, name) is not None), "response_format")
-    return {name: guided for name in ("structured_outputs", *(f"structured_outputs.{kind}" for kind in GUIDED.values()))}
+    return dict.fromkeys(
+        ("structured_outputs", *(f"structured_outputs.{kind}" for kind in GUIDED.values())), guided
+    )

@@ -1,6 +1,7 @@
 """The server's process: the port first, then the engine; signals; the way out.
-May know: uvicorn, sockets of the port, AsyncLLM's start and end.
-Must not know: routes, requests."""
+
+Must not know: routes, requests.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +39,27 @@ def serve(config: ServerConfig, args: EngineArgs, engine: str) -> int:
     check_certificate(config)
     listener = open_port(config)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # when it starts and ends we say ourselves
+    # when it starts and ends we say ourselves
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     state = ServerState(config, args.served_model_name or args.model)
     server = Server(config, state, args, engine)
     address = listener.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     scheme = "https" if config.ssl_certfile else "http"
-    print(f"quire serve: {scheme}://{shown}:{address[1]} (loading {args.model})", file=sys.stderr, flush=True)
-    if config.host not in ("127.0.0.1", "localhost", "::1") and not (config.api_key or config.api_key_file):
-        print(f"quire serve: warning: {config.host} is open to everybody who can reach this machine; --api-key asks for a key", file=sys.stderr, flush=True)
+    print(
+        f"quire serve: {scheme}://{shown}:{address[1]} (loading {args.model})",
+        file=sys.stderr,
+        flush=True,
+    )
+    if config.host not in ("127.0.0.1", "localhost", "::1") and not (
+        config.api_key or config.api_key_file
+    ):
+        print(
+            f"quire serve: warning: {config.host} is open to everybody who can reach this machine; "
+            f"--api-key asks for a key",
+            file=sys.stderr,
+            flush=True,
+        )
     raise_open_files_limit(config.max_connections)
     server.run(sockets=[listener])
     if server.failure is not None:
@@ -58,17 +71,26 @@ def check_certificate(config: ServerConfig) -> None:
     """Raises InvalidParameterError where HTTPS was asked for and cannot be had."""
     if config.ssl_certfile is None:
         if config.ssl_keyfile is not None:
-            raise InvalidParameterError("ssl_keyfile", "is the key of ssl_certfile, which must be given too")
+            raise InvalidParameterError(
+                "ssl_keyfile", "is the key of ssl_certfile, which must be given too"
+            )
         return
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            config.ssl_certfile, config.ssl_keyfile
+        )
     except OSError as error:  # an SSLError is one
         files = " and ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile)))
-        raise InvalidParameterError("ssl_certfile", f"{files} cannot be used: {error.strerror or error}") from None
+        raise InvalidParameterError(
+            "ssl_certfile", f"{files} cannot be used: {error.strerror or error}"
+        ) from None
 
 
 def open_port(config: ServerConfig) -> socket.socket:
-    """The listening socket, before anything slow happens. Raises InvalidParameterError if the address cannot be had."""
+    """The listening socket, before anything slow happens.
+
+    Raises InvalidParameterError if the address cannot be had.
+    """
     try:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -77,31 +99,49 @@ def open_port(config: ServerConfig) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         name = "host" if isinstance(error, socket.gaierror) else "port"
-        raise InvalidParameterError(name, f"cannot listen on {config.host}:{config.port}: {error.strerror or error}") from None
+        raise InvalidParameterError(
+            name, f"cannot listen on {config.host}:{config.port}: {error.strerror or error}"
+        ) from None
     listener.setblocking(False)
     return listener
 
 
 def raise_open_files_limit(max_connections: int) -> None:
-    """Every connection is an open file. Where the system does not allow as many, a full table of files would keep new ones out unheard."""
+    """Every connection is an open file.
+
+    Where the system does not allow as many, a full table of files would keep new ones out unheard.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + SPARE_CONNECTIONS + OTHER_FILES
     if hard != resource.RLIM_INFINITY and wanted > hard:
-        logger.warning("max_connections=%d needs %d open files, the system allows %d (ulimit -Hn)", max_connections, wanted, hard)
+        logger.warning(
+            "max_connections=%d needs %d open files, the system allows %d (ulimit -Hn)",
+            max_connections,
+            wanted,
+            hard,
+        )
         wanted = hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with the engine's life beside it. `failure`: why the engine is not, or no longer, there."""
+    """uvicorn, with the engine's life beside it.
+
+    `failure`: why the engine is not, or no longer, there.
+    """
 
     def __init__(self, config: ServerConfig, state: ServerState, args: EngineArgs, engine: str):
         super().__init__(
             uvicorn.Config(
                 make_app(state),
                 loop="uvloop",
-                http=functools.partial(Protocol, limits=config, batch=WriteBatch(), on_refused=lambda code: state.meters.connections_refused.update([code])),
+                http=functools.partial(
+                    Protocol,
+                    limits=config,
+                    batch=WriteBatch(),
+                    on_refused=lambda code: state.meters.connections_refused.update([code]),
+                ),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -139,8 +179,10 @@ class Server(uvicorn.Server):
                 await self.state.engine.shutdown_async()
 
     async def on_tick(self, counter: int) -> bool:
-        """A dead engine ends the server, as it does with vLLM: whoever supervises it knows how to start it again, and nothing else would. Every
-        request gets its error first, and /health tells of it while they do."""
+        """A dead engine ends the server, as it does with vLLM: whoever supervises it knows how to
+        start it again, and nothing else would. Every request gets its error first, and /health
+        tells of it while they do.
+        """
         engine = self.state.engine
         if engine is not None and engine.errored and self.failure is None and not self.should_exit:
             self.failure = engine.dead_error
@@ -148,28 +190,38 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Waits for what runs while the port still answers: 503 for new work, and for the balancer that asks /health/ready. Then uvicorn's own
-        end: no new connections, the old ones closed when what lies in them has been read."""
+        """Waits for what runs while the port still answers: 503 for new work, and for the balancer
+        that asks /health/ready. Then uvicorn's own end: no new connections, the old ones closed
+        when what lies in them has been read.
+        """
         self.state.is_draining = self.failure is None  # else its state says what is wrong
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.state.server_config.drain_timeout_s
         running = set(self.server_state.tasks)
         if running:
-            print(f"quire serve: {len(running)} requests are left to finish; a second signal ends them at once", file=sys.stderr, flush=True)
+            print(
+                f"quire serve: {len(running)} requests are left to finish; a second signal ends "
+                f"them at once",
+                file=sys.stderr,
+                flush=True,
+            )
         while running and not self.force_exit and loop.time() < deadline:
             _, running = await asyncio.wait(running, timeout=0.05)
         if running:
             logger.warning("%d requests had not ended and are cut off", len(running))
             if self.state.engine is not None:
                 await self.state.engine.shutdown_async()  # each of them is told
-        self.config.timeout_graceful_shutdown = 1 if running else max(1, round(deadline - loop.time()))
+        self.config.timeout_graceful_shutdown = (
+            1 if running else max(1, round(deadline - loop.time()))
+        )
         await super().shutdown(sockets)
 
     async def _load(self) -> None:
         engine = None
         try:
             engine = await AsyncLLM.start(self._args, self._engine, self.state.loading.report)
-            self.state.set_engine(engine)  # refuses templates and parsers that this model does not have
+            # refuses templates and parsers that this model does not have
+            self.state.set_engine(engine)
         except QuireError as error:
             self.state.loading.error = str(error)
             self.failure = error
@@ -178,17 +230,23 @@ class Server(uvicorn.Server):
                 await engine.shutdown_async()
             return
         gc.collect()
-        gc.set_threshold(20_000, 50, 20)  # a step of many streams makes thousands of short-lived objects: no reason to look for cycles
-        gc.freeze()  # what has been loaded stays: a collection that looked at all of it would stop every stream for 20 to 50 ms
+        # a step of many streams makes thousands of short-lived objects: no reason to look for
+        # cycles
+        gc.set_threshold(20_000, 50, 20)
+        # what has been loaded stays: a collection that looked at all of it would stop every stream
+        # for 20 to 50 ms
+        gc.freeze()
         if self._engine != "inproc":
             give_way()
         print(f"quire serve: ready: {self.state.model_name}", file=sys.stderr, flush=True)
 
 
 def give_way() -> None:
-    """This process's threads no longer take a core from another's in the midst of its work, but when that offers it, as the engine's kernels
-    do between two calls, or at the system's next tick: kernels wait for each other, and one that is interrupted holds up all. Where the system
-    does not allow it, all stays as it is."""
+    """This process's threads no longer take a core from another's in the midst of its work, but
+    when that offers it, as the engine's kernels do between two calls, or at the system's next tick:
+    kernels wait for each other, and one that is interrupted holds up all. Where the system does not
+    allow it, all stays as it is.
+    """
     if hasattr(os, "SCHED_BATCH"):
         for thread_id in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError):  # it has just ended, or a sandbox forbids it

@@ -1,6 +1,8 @@
-"""ServerState: the one object that every route is given: configurations, the engine or how far its loading has come, names of models.
-May know: AsyncLLM, the configurations, the clock.
-Must not know: HTTP beyond the refusals that it raises."""
+"""ServerState: the one object that every route is given: configurations, the engine or how far its
+loading has come, names of models.
+
+Must not know: HTTP beyond the refusals that it raises.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,15 @@ from .request_log import RequestLog
 logger = logging.getLogger(__name__)
 SHUTDOWN_RETRY_S = 5.0  # until whatever takes over is there
 
-# Where each stage of loading begins and ends, as shares of the whole; measured on small and large models, good enough for an estimate.
-STAGES = {"start": (0.0, 0.02), "import": (0.02, 0.2), "load weights": (0.2, 0.8), "profile": (0.8, 0.9), "kv cache": (0.9, 1.0)}
+# Where each stage of loading begins and ends, as shares of the whole; measured on small and large
+# models, good enough for an estimate.
+STAGES = {
+    "start": (0.0, 0.02),
+    "import": (0.02, 0.2),
+    "load weights": (0.2, 0.8),
+    "profile": (0.8, 0.9),
+    "kv cache": (0.9, 1.0),
+}
 
 
 def openai_error_event(error: ApiError) -> bytes:
@@ -46,7 +55,10 @@ class Loading:
     def report(self, stage: str, fraction: float) -> None:
         """`fraction` is that of the stage."""
         begin, end = STAGES.get(stage, (self.fraction, self.fraction))
-        self.stage, self.fraction = stage, max(self.fraction, begin + (end - begin) * min(1.0, max(0.0, fraction)))
+        self.stage, self.fraction = (
+            stage,
+            max(self.fraction, begin + (end - begin) * min(1.0, max(0.0, fraction))),
+        )
 
     @property
     def remaining_s(self) -> float | None:
@@ -58,7 +70,9 @@ class Loading:
 class ServerState:
     """`engine` is None while it loads; `is_draining` is set by SIGTERM and never taken back."""
 
-    def __init__(self, server_config: ServerConfig, model_name: str, engine: AsyncLLM | None = None):
+    def __init__(
+        self, server_config: ServerConfig, model_name: str, engine: AsyncLLM | None = None
+    ):
         self.server_config = server_config
         self.model_name = model_name  # as the user named it; the engine's own once it is there
         self.loading = Loading()
@@ -99,14 +113,20 @@ class ServerState:
         if named is None:
             return templates.get("tool_use") or templates.get("default") or ""
         if named not in templates and "{" not in named:
-            raise InvalidParameterError("chat_template", f"must be a file, or one of the model's templates ({', '.join(templates) or 'none'}), got {named!r}")
+            raise InvalidParameterError(
+                "chat_template",
+                f"must be a file, or one of the model's templates "
+                f"({', '.join(templates) or 'none'}), got {named!r}",
+            )
         return templates.get(named, named)
 
     def _detect_format(self, engine: AsyncLLM) -> AnswerFormat:
         config, tokenizer = self.server_config, engine.tokenizer
         if tokenizer is None:
             return detect(None, config.tool_call_parser, config.reasoning_parser)
-        return detect(self.template_text, config.tool_call_parser, config.reasoning_parser, tokenizer)
+        return detect(
+            self.template_text, config.tool_call_parser, config.reasoning_parser, tokenizer
+        )
 
     def ready_engine(self) -> AsyncLLM:
         """The engine, or the refusal that says why there is none."""
@@ -119,17 +139,29 @@ class ServerState:
         return self.engine
 
     def explain(self, error: Exception) -> ApiError:
-        """What a client is told: from_exception, but that an engine which is gone while the server shuts down is no accident."""
-        return shutting_down() if self.is_draining and isinstance(error, EngineDeadError) else from_exception(error)
+        """What a client is told: from_exception, but that an engine which is gone while the server
+        shuts down is no accident.
+        """
+        return (
+            shutting_down()
+            if self.is_draining and isinstance(error, EngineDeadError)
+            else from_exception(error)
+        )
 
     def _not_loaded(self) -> ApiError:
         loading = self.loading
         if loading.error is not None:
-            return ApiError(503, "The model could not be loaded; the server's log has the cause.", code="model_load_failed")
+            return ApiError(
+                503,
+                "The model could not be loaded; the server's log has the cause.",
+                code="model_load_failed",
+            )
         remaining_s = loading.remaining_s
         words = "" if remaining_s is None else f", about {max(1, round(remaining_s))} s to go"
         message = f"The model is loading: {loading.stage}, {loading.fraction:.0%}{words}."
-        return ApiError(503, message, code="model_loading", retry_after_s=min(30.0, remaining_s or 2.0))
+        return ApiError(
+            503, message, code="model_loading", retry_after_s=min(30.0, remaining_s or 2.0)
+        )
 
     def check_model(self, name: str | None) -> str:
         """The served name for the `model` of a body. Raises a 404 for a model that is not here."""
@@ -147,7 +179,9 @@ class ServerState:
         comment: bytes = COMMENT,
         media_type: bytes = EVENT_STREAM,
     ) -> EventStream:
-        """The answer that streams `events`, with this server's timeouts; in OpenAI's form, unless told otherwise."""
+        """The answer that streams `events`, with this server's timeouts; in OpenAI's form, unless
+        told otherwise.
+        """
         config = self.server_config
 
         def on_error(error: Exception) -> bytes:
@@ -172,7 +206,9 @@ class ServerState:
 
 
 def shutting_down() -> ApiError:
-    return ApiError(503, "The server is shutting down.", code="shutting_down", retry_after_s=SHUTDOWN_RETRY_S)
+    return ApiError(
+        503, "The server is shutting down.", code="shutting_down", retry_after_s=SHUTDOWN_RETRY_S
+    )
 
 
 def read_template(wanted: str | None) -> str | None:
@@ -184,7 +220,9 @@ def read_template(wanted: str | None) -> str | None:
 
 
 def fingerprint(engine: AsyncLLM) -> str:
-    """Changes when anything changes that may change an answer: the model, its settings, the engine's version."""
+    """Changes when anything changes that may change an answer: the model, its settings, the
+    engine's version.
+    """
     from hashlib import blake2b
 
     from ... import __version__

@@ -1,5 +1,5 @@
 """The life of a finished request: its summary, its time line, and the same as a Chrome trace.
-May know: FinishedRequest, RequestMetrics, the Trace Event Format.
+
 Must not know: HTTP, where requests come from.
 
 All moments of a time line are seconds since the engine took the request.
@@ -7,7 +7,8 @@ All moments of a time line are seconds since the engine took the request.
     queued ┤████│            │              │
     prefill     │██ ████ ████│              │      one prefill_chunk per step
     decode      │            │▏ ▏ ▏ ▏ ▏ ▏ ▏ │      one decode_step from each moment with news to the next
-                scheduled    first_token    finished"""
+                scheduled    first_token    finished
+"""
 
 from __future__ import annotations
 
@@ -39,34 +40,62 @@ def summary_of(request: FinishedRequest) -> dict[str, Any]:
 def time_line(request: FinishedRequest) -> dict[str, Any]:
     """The summary, the times of the phases, and all events in their order."""
     metrics = request.metrics
-    phases = {"queued_s": metrics.queued_time, "prefill_s": metrics.prefill_time, "decode_s": metrics.decode_time}
-    return summary_of(request) | phases | {"num_recomputed_tokens": metrics.num_recomputed_tokens, "events": events(metrics)}
+    phases = {
+        "queued_s": metrics.queued_time,
+        "prefill_s": metrics.prefill_time,
+        "decode_s": metrics.decode_time,
+    }
+    return (
+        summary_of(request)
+        | phases
+        | {"num_recomputed_tokens": metrics.num_recomputed_tokens, "events": events(metrics)}
+    )
 
 
 def events(metrics: RequestMetrics) -> list[Event]:
-    """What the engine told of the request; of one that it never took (refused at its door), nothing."""
+    """What the engine told of the request; of one that it never took (refused at its door),
+    nothing.
+    """
     zero = metrics.queued_ts
     if not zero:
         return []
     end = metrics.last_token_ts
     found = [{"name": "queued", "begin_s": 0.0, "end_s": (metrics.scheduled_ts or end) - zero}]
     if metrics.num_cached_tokens:
-        found.append({"name": "cached", "begin_s": metrics.scheduled_ts - zero, "num_tokens": metrics.num_cached_tokens})
+        found.append(
+            {
+                "name": "cached",
+                "begin_s": metrics.scheduled_ts - zero,
+                "num_tokens": metrics.num_cached_tokens,
+            }
+        )
     found += [
-        {"name": "prefill_chunk", "begin_s": begin - zero, "end_s": chunk_end - zero, "step": step, "num_tokens": num_tokens}
+        {
+            "name": "prefill_chunk",
+            "begin_s": begin - zero,
+            "end_s": chunk_end - zero,
+            "step": step,
+            "num_tokens": num_tokens,
+        }
         for step, begin, chunk_end, num_tokens in metrics.prefill_chunks
     ]
     found += [{"name": "preempted", "begin_s": moment - zero} for moment in metrics.preemption_ts]
     if metrics.first_token_ts:
         first = metrics.first_token_ts - zero
-        found += [{"name": "first_token", "begin_s": first}, {"name": "decode", "begin_s": first, "end_s": end - zero}]
+        found += [
+            {"name": "first_token", "begin_s": first},
+            {"name": "decode", "begin_s": first, "end_s": end - zero},
+        ]
         found += _decode_steps(metrics, zero)
     found.append({"name": "finished", "begin_s": end - zero})
     return sorted(found, key=lambda event: event["begin_s"])
 
 
 def _decode_steps(metrics: RequestMetrics, zero: float) -> list[Event]:
-    """From each moment with tokens to the next. Tokens of one moment came in one step: several completions, several tokens ahead."""
+    """From each moment with tokens to the next.
+
+    Tokens of one moment came in one step: several completions, several tokens ahead.
+    """
     steps: list[Event] = []
     previous = None
     for moment in sorted(metrics.token_ts):
@@ -74,28 +103,61 @@ def _decode_steps(metrics: RequestMetrics, zero: float) -> list[Event]:
             if steps:
                 steps[-1]["num_tokens"] += 1
         elif previous is not None:
-            steps.append({"name": "decode_step", "begin_s": previous - zero, "end_s": moment - zero, "num_tokens": 1})
+            steps.append(
+                {
+                    "name": "decode_step",
+                    "begin_s": previous - zero,
+                    "end_s": moment - zero,
+                    "num_tokens": 1,
+                }
+            )
         previous = moment
     return steps
 
 
-# Rows of the trace, top to bottom; chunks and steps have rows of their own, since a trace's row takes only what nests.
-ROWS = {"queued": "request", "decode": "request", "prefill": "request", "prefill_chunk": "prefill chunks", "decode_step": "decode steps"}
+# Rows of the trace, top to bottom; chunks and steps have rows of their own, since a trace's row
+# takes only what nests.
+ROWS = {
+    "queued": "request",
+    "decode": "request",
+    "prefill": "request",
+    "prefill_chunk": "prefill chunks",
+    "decode_step": "decode steps",
+}
 THREADS = {"request": 1, "prefill chunks": 2, "decode steps": 3}
 
 
 def chrome_trace(request: FinishedRequest) -> dict[str, Any]:
-    """The time line in the Trace Event Format (JSON), which Perfetto and chrome://tracing open. Times are microseconds."""
-    names = [_metadata("process_name", 0, request.request_id), *(_metadata("thread_name", tid, name) for name, tid in THREADS.items())]
-    order = [{"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": tid, "args": {"sort_index": tid}} for tid in THREADS.values()]
+    """The time line in the Trace Event Format (JSON), which Perfetto and chrome://tracing open.
+
+    Times are microseconds.
+    """
+    names = [
+        _metadata("process_name", 0, request.request_id),
+        *(_metadata("thread_name", tid, name) for name, tid in THREADS.items()),
+    ]
+    order = [
+        {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": tid, "args": {"sort_index": tid}}
+        for tid in THREADS.values()
+    ]
     line = events(request.metrics)
     if request.metrics.scheduled_ts:
         zero, metrics = request.metrics.queued_ts, request.metrics
-        line.append({"name": "prefill", "begin_s": metrics.scheduled_ts - zero, "end_s": (metrics.first_token_ts or metrics.last_token_ts) - zero})
+        line.append(
+            {
+                "name": "prefill",
+                "begin_s": metrics.scheduled_ts - zero,
+                "end_s": (metrics.first_token_ts or metrics.last_token_ts) - zero,
+            }
+        )
     return {
-        "traceEvents": names + order + [_trace_event(event) for event in sorted(line, key=lambda event: event["begin_s"])],
+        "traceEvents": names
+        + order
+        + [_trace_event(event) for event in sorted(line, key=lambda event: event["begin_s"])],
         "displayTimeUnit": "ms",
-        "otherData": {name: value for name, value in summary_of(request).items() if value is not None},
+        "otherData": {
+            name: value for name, value in summary_of(request).items() if value is not None
+        },
     }
 
 
@@ -107,7 +169,14 @@ def _trace_event(event: Event) -> Event:
     """A span ("X", complete) or a moment ("i", instant)."""
     name, begin_us = event["name"], 1e6 * event["begin_s"]
     args = {key: event[key] for key in ("step", "num_tokens") if key in event}
-    common = {"name": name, "cat": "request", "pid": 1, "tid": THREADS[ROWS.get(name, "request")], "ts": round(begin_us, 3), "args": args}
+    common = {
+        "name": name,
+        "cat": "request",
+        "pid": 1,
+        "tid": THREADS[ROWS.get(name, "request")],
+        "ts": round(begin_us, 3),
+        "args": args,
+    }
     if "end_s" in event:
         return common | {"ph": "X", "dur": round(max(0.0, 1e6 * event["end_s"] - begin_us), 3)}
     return common | {"ph": "i", "s": "t"}

@@ -1,8 +1,10 @@
 """Log-probabilities in the two shapes of OpenAI's API, and prompt log-probabilities in vLLM's.
-May know: PositionLogprobs, the bytes that each token stands for.
+
 Must not know: requests, chunks.
 
-A token that is no whole text by itself, part of an emoji say, is written as its bytes: "bytes:\\xf0\\x9f" in completions, "\\xf0\\x9f" in chat."""
+A token that is no whole text by itself, part of an emoji say, is written as its bytes:
+"bytes:\\xf0\\x9f" in completions, "\\xf0\\x9f" in chat.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,15 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class TokenWriter:
-    """How tokens are written down. `as_ids`: "token_id:7" in place of text (vLLM's return_tokens_as_token_ids)."""
+    """How tokens are written down.
+
+    `as_ids`: "token_id:7" in place of text (vLLM's return_tokens_as_token_ids).
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False):
-        self._table = None if tokenizer is None else piece_table(tokenizer, skip_special_tokens=False)
+        self._table = (
+            None if tokenizer is None else piece_table(tokenizer, skip_special_tokens=False)
+        )
         self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids
         self._tokenizer = tokenizer
         self._as_ids = as_ids
@@ -71,15 +78,23 @@ class TokenWriter:
     # ------------------------------------------------------------ chat
 
     def chat(self, positions: list[PositionLogprobs], num_top: int) -> list[TokenLogprob]:
-        """The sampled token of each position and its `num_top` most probable ones, the likeliest first."""
+        """The sampled token of each position and its `num_top` most probable ones, the likeliest
+        first.
+        """
         written = []
         for position in positions:
             (own_id, own), *others = position.items()
             has_own_among_top = len(position) <= num_top
-            top = sorted([(own_id, own), *others], key=lambda pair: pair[1].rank or 0) if has_own_among_top else others
+            top = (
+                sorted([(own_id, own), *others], key=lambda pair: pair[1].rank or 0)
+                if has_own_among_top
+                else others
+            )
             raw = self.raw(own_id, own)
             tops = [self._top(token_id, candidate) for token_id, candidate in top[:num_top]]
-            written.append(TokenLogprob(self.text(own_id, raw, ""), max(own.logprob, LEAST), list(raw), tops))
+            written.append(
+                TokenLogprob(self.text(own_id, raw, ""), max(own.logprob, LEAST), list(raw), tops)
+            )
         return written
 
     def _top(self, token_id: int, candidate: Logprob) -> TopLogprob:
@@ -88,10 +103,14 @@ class TokenWriter:
 
     # ------------------------------------------------------------ completions
 
-    def completion(self, positions: list[PositionLogprobs], offset: int, *, skips_special: bool) -> tuple[CompletionLogprobs, int]:
-        """For output tokens that begin `offset` characters into the text; also where the next ones begin.
+    def completion(
+        self, positions: list[PositionLogprobs], offset: int, *, skips_special: bool
+    ) -> tuple[CompletionLogprobs, int]:
+        """For output tokens that begin `offset` characters into the text; also where the next ones
+        begin.
 
-        top_logprobs have the sampled token and the most probable ones, up to one more than were asked for, as in OpenAI's API.
+        top_logprobs have the sampled token and the most probable ones, up to one more than were
+        asked for, as in OpenAI's API.
         """
         found = CompletionLogprobs([], [], [], [])
         for position in positions:
@@ -101,8 +120,13 @@ class TokenWriter:
                 offset += len(own.decoded_token or "")
         return found, offset
 
-    def prompt(self, token_ids: list[int], positions: list[PositionLogprobs | None], text: str) -> CompletionLogprobs:
-        """For the tokens of an echoed prompt. Tokens that the tokenizer put in front, a BOS say, take no room in the text."""
+    def prompt(
+        self, token_ids: list[int], positions: list[PositionLogprobs | None], text: str
+    ) -> CompletionLogprobs:
+        """For the tokens of an echoed prompt.
+
+        Tokens that the tokenizer put in front, a BOS say, take no room in the text.
+        """
         found, offset = CompletionLogprobs([], [], [], []), 0
         for token_id, position in zip(token_ids, positions, strict=True):
             self._add(found, offset, token_id, position)
@@ -112,9 +136,17 @@ class TokenWriter:
                 offset = min(len(text), offset + len(piece))
         return found
 
-    def _add(self, found: CompletionLogprobs, offset: int, token_id: int, position: PositionLogprobs | None) -> None:
+    def _add(
+        self,
+        found: CompletionLogprobs,
+        offset: int,
+        token_id: int,
+        position: PositionLogprobs | None,
+    ) -> None:
         found.text_offset.append(offset)
-        found.tokens.append(self.text(token_id, self.raw(token_id, position and position[token_id]), "bytes:"))
+        found.tokens.append(
+            self.text(token_id, self.raw(token_id, position and position[token_id]), "bytes:")
+        )
         if position is None:
             found.token_logprobs.append(None)
             found.top_logprobs.append(None)
@@ -122,19 +154,34 @@ class TokenWriter:
         found.token_logprobs.append(max(position[token_id].logprob, LEAST))
         top: dict[str, float] = {}
         for i, candidate in position.items():
-            top.setdefault(self.text(i, self.raw(i, candidate), "bytes:"), max(candidate.logprob, LEAST))
+            top.setdefault(
+                self.text(i, self.raw(i, candidate), "bytes:"), max(candidate.logprob, LEAST)
+            )
         found.top_logprobs.append(top)
 
 
-def prompt_logprobs(positions: list[PositionLogprobs | None] | None) -> list[dict[str, Any] | None] | None:
-    """vLLM's shape: one object per token of the prompt, from token ids to candidates; null for the first."""
+def prompt_logprobs(
+    positions: list[PositionLogprobs | None] | None,
+) -> list[dict[str, Any] | None] | None:
+    """vLLM's shape: one object per token of the prompt, from token ids to candidates; null for the
+    first.
+    """
     if positions is None:
         return None
-    return [None if position is None else {str(i): _candidate(candidate) for i, candidate in position.items()} for position in positions]
+    return [
+        None
+        if position is None
+        else {str(i): _candidate(candidate) for i, candidate in position.items()}
+        for position in positions
+    ]
 
 
 def _candidate(candidate: Logprob) -> dict[str, Any]:
-    return {"logprob": max(candidate.logprob, LEAST), "rank": candidate.rank, "decoded_token": candidate.decoded_token}
+    return {
+        "logprob": max(candidate.logprob, LEAST),
+        "rank": candidate.rank,
+        "decoded_token": candidate.decoded_token,
+    }
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:

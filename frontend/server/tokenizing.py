@@ -1,9 +1,12 @@
-"""Texts to token ids beside everything else that the server does: short ones at once, long ones in threads of their own, two at a time.
-May know: the tokenizer, ServerState, the refusal of what cannot fit.
+"""Texts to token ids beside everything else that the server does: short ones at once, long ones in
+threads of their own, two at a time.
+
 Must not know: whose text it is.
 
-The tokenizer lets go of the interpreter (encode_batch does), but takes up to 170 bytes for each character: two threads bound the memory, what cannot fit in the context is
-refused by its length where that is certain, and after a very long text the memory goes back to the system."""
+The tokenizer lets go of the interpreter (encode_batch does), but takes up to 170 bytes for each
+character: two threads bound the memory, what cannot fit in the context is refused by its length
+where that is certain, and after a very long text the memory goes back to the system.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,22 @@ from ..tokenizer import Tokenizer
 from .http.errors import ApiError, invalid
 from .state import ServerState
 
-LONG_TEXT = 20_000  # characters; the tokenizer takes milliseconds for more, which other requests should not wait for
+# characters; the tokenizer takes milliseconds for more, which other requests should not wait for
+LONG_TEXT = 20_000
 HUGE_TEXT = 1_000_000  # characters whose memory is worth giving back
 THREADS = ThreadPoolExecutor(2, "quire tokenize")  # none is started before it is needed
 
 
-async def tokenize_all(state: ServerState, texts: list[str], *, add_special_tokens: bool = True, param: str | None = None) -> list[list[int]]:
-    """`param`: the field of the body that a text is refused under, where it cannot fit in the model's context; None: any length will do."""
+async def tokenize_all(
+    state: ServerState,
+    texts: list[str],
+    *,
+    add_special_tokens: bool = True,
+    param: str | None = None,
+) -> list[list[int]]:
+    """`param`: the field of the body that a text is refused under, where it cannot fit in the
+    model's context; None: any length will do.
+    """
     tokenizer = state.ready_engine().tokenizer
     if tokenizer is None:
         raise no_tokenizer()
@@ -31,21 +43,33 @@ async def tokenize_all(state: ServerState, texts: list[str], *, add_special_toke
     if num_characters < LONG_TEXT:
         return [tokenizer.encode(text, add_special_tokens) for text in texts]
     most = state.max_model_len
-    return await asyncio.get_running_loop().run_in_executor(THREADS, _encode, tokenizer, texts, add_special_tokens, param, most, num_characters)
+    return await asyncio.get_running_loop().run_in_executor(
+        THREADS, _encode, tokenizer, texts, add_special_tokens, param, most, num_characters
+    )
 
 
 def no_tokenizer() -> ApiError:
     return invalid("prompt", "This model has no tokenizer here: prompts must be token ids.")
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool, param: str | None, max_model_len: int, num_characters: int) -> list[list[int]]:
+def _encode(
+    tokenizer: Tokenizer,
+    texts: list[str],
+    add_special_tokens: bool,
+    param: str | None,
+    max_model_len: int,
+    num_characters: int,
+) -> list[list[int]]:
     if param is not None:
         for text in texts:
             check_length(tokenizer, text, param, max_model_len)
     try:
-        return tokenizer.encode_batch(texts, add_special_tokens)  # also of one: `encode` keeps the interpreter to itself
+        # also of one: `encode` keeps the interpreter to itself
+        return tokenizer.encode_batch(texts, add_special_tokens)
     finally:
-        if num_characters > HUGE_TEXT and (give_back := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        if num_characters > HUGE_TEXT and (
+            give_back := getattr(ctypes.CDLL(None), "malloc_trim", None)
+        ):
             give_back(0)
 
 

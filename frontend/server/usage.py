@@ -1,6 +1,7 @@
 """Usage: how many tokens a call has cost, in the words of each API.
-May know: RequestOutput.
-Must not know: text, routes."""
+
+Must not know: text, routes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class UsageCounts(msgspec.Struct):
 
 
 class Usage:
-    """Counts over the outputs of one call, deltas or last ones; prompts are known by their index."""
+    """Counts over the outputs of one call, deltas or last ones; prompts are known by their
+    index.
+    """
 
     def __init__(self) -> None:
         self._num_prompt_tokens: dict[int, int] = {}
@@ -56,8 +59,13 @@ class Usage:
 
     def counts(self) -> UsageCounts:
         prompt_tokens, completion_tokens = self.prompt_tokens, self.completion_tokens
-        cached, reasoning = PromptTokensDetails(self.cached_tokens), CompletionTokensDetails(self.reasoning_tokens)
-        return UsageCounts(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached, reasoning)
+        cached, reasoning = (
+            PromptTokensDetails(self.cached_tokens),
+            CompletionTokensDetails(self.reasoning_tokens),
+        )
+        return UsageCounts(
+            prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached, reasoning
+        )
 
     def as_openai(self) -> dict[str, Any]:
         return msgspec.to_builtins(self.counts())

@@ -1,6 +1,7 @@
 """Gated activations on the CPU.
-May know: torch on CPUs, the contracts.
-Must not know: models, requests."""
+
+Must not know: models, requests.
+"""
 
 import torch.nn.functional as F
 from torch import Tensor

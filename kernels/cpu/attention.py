@@ -1,14 +1,17 @@
-"""Attention over the paged cache on the CPU: gather the context, then torch's flash attention over it.
-May know: torch on CPUs, the contracts.
+"""Attention over the paged cache on the CPU: gather the context, then torch's flash attention over
+it.
+
 Must not know: models, requests.
 
-Decode: requests of similar length share one gather and one attention call; no loop over requests. A KV head's query heads are
-the rows of one small matrix, [requests, NKV, group, D], so that its keys and values are read once: about twice as fast as enable_gqa.
-Prefill: one request at a time; its query heads see the KV heads through a view of stride 0.
-Sliding window: what lies before that of a request's first token is not gathered. Soft-cap: torch's attention has none, products do.
+Decode: requests of similar length share one gather and one attention call; no loop over requests. A
+KV head's query heads are the rows of one small matrix, [requests, NKV, group, D], so that its keys
+and values are read once: about twice as fast as enable_gqa. Prefill: one request at a time; its
+query heads see the KV heads through a view of stride 0. Sliding window: what lies before that of a
+request's first token is not gathered. Soft-cap: torch's attention has none, products do.
 
-The gather goes by token, not by block (index_select costs the same), and a padded position repeats the request's own first token:
-what lies in unwritten or foreign slots is never read. Masking alone would not do: NaN plus -inf is NaN, and so is 0 times NaN.
+The gather goes by token, not by block (index_select costs the same), and a padded position repeats
+the request's own first token: what lies in unwritten or foreign slots is never read. Masking alone
+would not do: NaN plus -inf is NaN, and so is 0 times NaN.
 """
 
 from __future__ import annotations
@@ -25,8 +28,11 @@ from ..ops import AttentionMetadata
 from ..registry import register
 from .device import PRIORITY, has_plain_cache
 
-CALL_COST_TOKENS = 512  # one more gather and attention call costs about as much as this many tokens of padding
-GATHER_BYTES = 2**22  # of keys in one bucket of several requests: keys and values stay in the cache between gather and attention
+# one more gather and attention call costs about as much as this many tokens of padding
+CALL_COST_TOKENS = 512
+# of keys in one bucket of several requests: keys and values stay in the cache between gather and
+# attention
+GATHER_BYTES = 2**22
 QUERY_TILE = 256  # query tokens per call where a mask is needed: bounds the mask
 
 
@@ -41,23 +47,49 @@ class Bucket:
 
 @register("paged_attention", name="cpu", predicate=has_plain_cache, priority=PRIORITY)
 def paged_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0, softcap: float = 0.0
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     num_decodes = start = metadata.num_decodes
     out = torch.empty(query.shape, dtype=query.dtype)
     buckets, prefill_slots, buffers = _plan_once(metadata, key_cache, sliding_window)
-    attend = partial(F.scaled_dot_product_attention if not softcap else partial(_capped_attention, softcap=softcap), scale=scale)
+    attend = partial(
+        F.scaled_dot_product_attention
+        if not softcap
+        else partial(_capped_attention, softcap=softcap),
+        scale=scale,
+    )
     for bucket in buckets:
-        _decode(bucket, query[:num_decodes], _gather(key_cache, value_cache, bucket.slots, buffers), out[:num_decodes], attend)
+        _decode(
+            bucket,
+            query[:num_decodes],
+            _gather(key_cache, value_cache, bucket.slots, buffers),
+            out[:num_decodes],
+            attend,
+        )
     for query_len, slots in zip(metadata.query_lens[num_decodes:], prefill_slots):
         end = start + query_len
-        _prefill(query[start:end], _gather(key_cache, value_cache, slots, buffers), out[start:end], attend, sliding_window)
+        _prefill(
+            query[start:end],
+            _gather(key_cache, value_cache, slots, buffers),
+            out[start:end],
+            attend,
+            sliding_window,
+        )
         start = end
     return out
 
 
-def _gather(key_cache: Tensor, value_cache: Tensor, slots: Tensor, buffers: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values at slots [n], each [n, NKV, D], in the buffers [2, >= n, NKV * D]: valid until the next call.
+def _gather(
+    key_cache: Tensor, value_cache: Tensor, slots: Tensor, buffers: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keys and values at slots [n], each [n, NKV, D], in the buffers [2, >= n, NKV * D]: valid
+    until the next call.
 
     Memory that is fresh for each call would cost more in page faults than the copy itself.
     """
@@ -70,19 +102,39 @@ def _gather(key_cache: Tensor, value_cache: Tensor, slots: Tensor, buffers: Tens
 # ---------------------------------------------------------------- once per step
 
 
-def _plan_once(metadata: AttentionMetadata, key_cache: Tensor, sliding_window: int) -> tuple[list[Bucket], list[Tensor], Tensor]:
-    """The decode buckets, each prefill's slots, and buffers for the largest of these; kept in metadata.scratch for the other layers."""
+def _plan_once(
+    metadata: AttentionMetadata, key_cache: Tensor, sliding_window: int
+) -> tuple[list[Bucket], list[Tensor], Tensor]:
+    """The decode buckets, each prefill's slots, and buffers for the largest of these; kept in
+    metadata.scratch for the other layers.
+    """
     key = ("cpu attention", *key_cache.shape[1:], key_cache.dtype, sliding_window)
     if key not in metadata.scratch:
         block_size, row = key_cache.shape[1], key_cache.stride(1)
         lengths = metadata.seq_lens_list
-        seen = [length - _first_seen(length - size, sliding_window) for length, size in zip(lengths, metadata.query_lens)]
-        groups = group_by_length(seen[: metadata.num_decodes], CALL_COST_TOKENS, GATHER_BYTES // (row * key_cache.element_size()))
-        buckets = [_make_bucket(rows, metadata, seen, block_size, key_cache.dtype) for rows in groups]
+        seen = [
+            length - _first_seen(length - size, sliding_window)
+            for length, size in zip(lengths, metadata.query_lens)
+        ]
+        groups = group_by_length(
+            seen[: metadata.num_decodes],
+            CALL_COST_TOKENS,
+            GATHER_BYTES // (row * key_cache.element_size()),
+        )
+        buckets = [
+            _make_bucket(rows, metadata, seen, block_size, key_cache.dtype) for rows in groups
+        ]
         prefills = range(metadata.num_decodes, len(lengths))
-        prefill_slots = [_slots_of(metadata.block_tables[i], metadata.seq_lens[i] - seen[i], seen[i], block_size) for i in prefills]
+        prefill_slots = [
+            _slots_of(metadata.block_tables[i], metadata.seq_lens[i] - seen[i], seen[i], block_size)
+            for i in prefills
+        ]
         most = max(map(len, [*(bucket.slots for bucket in buckets), *prefill_slots]), default=0)
-        metadata.scratch[key] = buckets, prefill_slots, torch.empty(2, most, row, dtype=key_cache.dtype)
+        metadata.scratch[key] = (
+            buckets,
+            prefill_slots,
+            torch.empty(2, most, row, dtype=key_cache.dtype),
+        )
     return metadata.scratch[key]
 
 
@@ -91,8 +143,10 @@ def _first_seen(position: int, sliding_window: int) -> int:
 
 
 def group_by_length(lengths: list[int], call_cost: int, max_tokens: int) -> list[list[int]]:
-    """Splits rows into groups of similar length, longest first: a group closes when its padding would exceed `call_cost` tokens, or its
-    size `max_tokens`. So all padding together stays below call_cost times the number of groups."""
+    """Splits rows into groups of similar length, longest first: a group closes when its padding
+    would exceed `call_cost` tokens, or its size `max_tokens`. So all padding together stays below
+    call_cost times the number of groups.
+    """
     groups: list[list[int]] = []
     longest = padding = 0
     for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
@@ -104,26 +158,39 @@ def group_by_length(lengths: list[int], call_cost: int, max_tokens: int) -> list
     return groups
 
 
-def _make_bucket(rows: list[int], metadata: AttentionMetadata, seen: list[int], block_size: int, dtype: torch.dtype) -> Bucket:
+def _make_bucket(
+    rows: list[int],
+    metadata: AttentionMetadata,
+    seen: list[int],
+    block_size: int,
+    dtype: torch.dtype,
+) -> Bucket:
     """seen: how many positions each of the batch's requests attends to, its last ones."""
     is_everyone = len(rows) == metadata.num_decodes
     index = slice(len(rows)) if is_everyone else torch.tensor(rows)
     longest, shortest = seen[rows[0]], seen[rows[-1]]
     lengths = torch.tensor(seen[: metadata.num_decodes])[index]
-    slots = _slots_of(metadata.block_tables[index], metadata.seq_lens[index] - lengths, longest, block_size)
+    slots = _slots_of(
+        metadata.block_tables[index], metadata.seq_lens[index] - lengths, longest, block_size
+    )
     mask = None
     if shortest < longest:
         is_padding = torch.arange(longest) >= lengths[:, None]
         slots = torch.where(is_padding, slots[:, :1], slots)
-        mask = torch.zeros(slots.shape, dtype=dtype).masked_fill_(is_padding, float("-inf"))[:, None, None, :]
+        mask = torch.zeros(slots.shape, dtype=dtype).masked_fill_(is_padding, float("-inf"))[
+            :, None, None, :
+        ]
     return Bucket(None if is_everyone else index, slots.flatten(), mask)
 
 
 def _slots_of(block_tables: Tensor, first: Tensor, length: int, block_size: int) -> Tensor:
-    """block_tables [..., max_blocks], first [...] -> [..., length] i64: the slots of `length` positions from `first` on. Those behind a
-    table's end are taken from its last block."""
+    """block_tables [..., max_blocks], first [...] -> [..., length] i64: the slots of `length`
+    positions from `first` on. Those behind a table's end are taken from its last block.
+    """
     position = first[..., None] + torch.arange(length)
-    blocks = block_tables.long().gather(-1, (position // block_size).clamp(max=block_tables.shape[-1] - 1))
+    blocks = block_tables.long().gather(
+        -1, (position // block_size).clamp(max=block_tables.shape[-1] - 1)
+    )
     return blocks * block_size + position % block_size
 
 
@@ -131,23 +198,44 @@ def _slots_of(block_tables: Tensor, first: Tensor, length: int, block_size: int)
 
 
 def _capped_attention(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float, attn_mask: Tensor | None = None, is_causal: bool = False
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    softcap: float,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
 ) -> Tensor:
-    """As F.scaled_dot_product_attention, with softcap tanh(logit / softcap) for each logit. In fp32."""
-    logits = softcap * torch.tanh(query.float() @ keys.float().transpose(-1, -2) * (scale / softcap))
+    """As F.scaled_dot_product_attention, with softcap tanh(logit / softcap) for each logit.
+
+    In fp32.
+    """
+    logits = softcap * torch.tanh(
+        query.float() @ keys.float().transpose(-1, -2) * (scale / softcap)
+    )
     if is_causal:
         attn_mask = torch.full(logits.shape[-2:], float("-inf")).triu_(1)
     weights = (logits if attn_mask is None else logits + attn_mask).softmax(-1)
     return (weights @ values.float()).to(query.dtype)
 
 
-def _decode(bucket: Bucket, query: Tensor, context: tuple[Tensor, Tensor], out: Tensor, attend: Callable[..., Tensor]) -> None:
-    """query and out [num_decodes, NQ, D]; context: the bucket's keys and values, each [b * L, NKV, D]. Fills the bucket's rows of out."""
+def _decode(
+    bucket: Bucket,
+    query: Tensor,
+    context: tuple[Tensor, Tensor],
+    out: Tensor,
+    attend: Callable[..., Tensor],
+) -> None:
+    """query and out [num_decodes, NQ, D]; context: the bucket's keys and values, each [b * L, NKV,
+    D]. Fills the bucket's rows of out.
+    """
     if bucket.rows is not None:
         query = query.index_select(0, bucket.rows)
     num_requests, num_kv_heads = len(query), context[0].shape[1]
     grouped = query.unflatten(1, (num_kv_heads, -1))  # [b, NKV, group, D]
-    keys, values = (tensor.unflatten(0, (num_requests, -1)).transpose(1, 2) for tensor in context)  # [b, NKV, L, D]
+    # [b, NKV, L, D]
+    keys, values = (tensor.unflatten(0, (num_requests, -1)).transpose(1, 2) for tensor in context)
     attended = attend(grouped, keys, values, attn_mask=bucket.mask)
     if bucket.rows is None:
         out.view(grouped.shape).copy_(attended)
@@ -155,21 +243,42 @@ def _decode(bucket: Bucket, query: Tensor, context: tuple[Tensor, Tensor], out: 
         out.index_copy_(0, bucket.rows, attended.flatten(1, 2))
 
 
-def _prefill(query: Tensor, context: tuple[Tensor, Tensor], out: Tensor, attend: Callable[..., Tensor], sliding_window: int) -> None:
-    """One request: query and out [Lq, NQ, D], the last Lq tokens of its context; context: its keys and values, each [Lk, NKV, D], as far as
-    the first of these tokens sees."""
+def _prefill(
+    query: Tensor,
+    context: tuple[Tensor, Tensor],
+    out: Tensor,
+    attend: Callable[..., Tensor],
+    sliding_window: int,
+) -> None:
+    """One request: query and out [Lq, NQ, D], the last Lq tokens of its context; context: its keys
+    and values, each [Lk, NKV, D], as far as the first of these tokens sees.
+    """
     num_queries, num_kv_heads = len(query), context[0].shape[1]
     num_before = len(context[0]) - num_queries
-    grouped, grouped_out = (tensor.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3) for tensor in (query, out))  # [NKV, group, Lq, D]
-    keys, values = (tensor.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1) for tensor in context)  # [NKV, group, Lk, D]
+    # [NKV, group, Lq, D]
+    grouped, grouped_out = (
+        tensor.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3) for tensor in (query, out)
+    )
+    # [NKV, group, Lk, D]
+    keys, values = (
+        tensor.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1) for tensor in context
+    )
     if num_before == 0 and not 0 < sliding_window < num_queries:
         grouped_out.copy_(attend(grouped, keys, values, is_causal=True))
         return
     for start in range(0, num_queries, QUERY_TILE):
         end = min(start + QUERY_TILE, num_queries)
-        first, stop = _first_seen(num_before + start, sliding_window), num_before + end  # the keys that some query of the tile sees
+        # the keys that some query of the tile sees
+        first, stop = _first_seen(num_before + start, sliding_window), num_before + end
         distance = torch.arange(num_before + start, stop)[:, None] - torch.arange(first, stop)
         is_unseen = (distance < 0) | (distance >= (sliding_window or stop))
-        mask = torch.zeros(is_unseen.shape, dtype=query.dtype).masked_fill_(is_unseen, float("-inf"))
-        tile = attend(grouped[:, :, start:end], keys[:, :, first:stop], values[:, :, first:stop], attn_mask=mask)
+        mask = torch.zeros(is_unseen.shape, dtype=query.dtype).masked_fill_(
+            is_unseen, float("-inf")
+        )
+        tile = attend(
+            grouped[:, :, start:end],
+            keys[:, :, first:stop],
+            values[:, :, first:stop],
+            attn_mask=mask,
+        )
         grouped_out[:, :, start:end].copy_(tile)

@@ -1,6 +1,7 @@
 """Where the CPU implementations run.
-May know: the facts that a predicate is given.
-Must not know: any operation."""
+
+Must not know: any operation.
+"""
 
 from ..registry import Facts
 

@@ -1,6 +1,7 @@
 """Writing to the paged KV cache on the CPU, and copying its blocks.
-May know: torch on CPUs, the contracts.
-Must not know: models, requests."""
+
+Must not know: models, requests.
+"""
 
 import torch
 from torch import Tensor
@@ -10,11 +11,15 @@ from .device import PRIORITY, has_plain_cache, is_cpu
 
 
 @register("reshape_and_cache", name="cpu", predicate=has_plain_cache, priority=PRIORITY)
-def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def reshape_and_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         stored = (slot_mapping >= 0).nonzero().flatten()
         key, value, slot_mapping = key[stored], value[stored], slot_mapping[stored]
-    row = key_cache.stride(1)  # one token's heads as a row of a matrix: index_copy_ is a third faster on two dimensions than on three
+    # one token's heads as a row of a matrix: index_copy_ is a third faster on two dimensions than
+    # on three
+    row = key_cache.stride(1)
     key_cache.view(-1, row).index_copy_(0, slot_mapping, key.flatten(1))
     value_cache.view(-1, row).index_copy_(0, slot_mapping, value.flatten(1))
 
@@ -25,4 +30,6 @@ def copy_blocks(sources: list[Tensor], destinations: list[Tensor], pairs: Tensor
     for source, destination in zip(sources, destinations, strict=True):
         if source.element_size() == 1:  # torch copies no rows of fp8
             source, destination = source.view(torch.uint8), destination.view(torch.uint8)
-        destination.flatten(1).index_copy_(0, to_blocks, source.flatten(1).index_select(0, from_blocks))
+        destination.flatten(1).index_copy_(
+            0, to_blocks, source.flatten(1).index_select(0, from_blocks)
+        )

@@ -1,6 +1,8 @@
-"""What this machine can do at most: how fast its threads read memory, how fast they multiply matrices.
-May know: torch on CPUs, the registry's packed products.
-Must not know: models, requests, what the limits are compared with."""
+"""What this machine can do at most: how fast its threads read memory, how fast they multiply
+matrices.
+
+Must not know: models, requests, what the limits are compared with.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,14 @@ import torch.nn.functional as F
 
 from .. import registry
 
-GEMM_SHAPES = ((512, 2048, 2048), (1024, 1024, 4096))  # rows, in, out: large enough for any blocking, small enough for a cache
+# rows, in, out: large enough for any blocking, small enough for a cache
+GEMM_SHAPES = ((512, 2048, 2048), (1024, 1024, 4096))
 
 
 def read_bandwidth(num_bytes: int, num_threads: int, seconds: float) -> float:
-    """Bytes per second at which threads read num_bytes again and again, at best: from the caches if they fit there, as weights would be."""
+    """Bytes per second at which threads read num_bytes again and again, at best: from the caches if
+    they fit there, as weights would be.
+    """
     memory = torch.ones(max(num_bytes // 4, 1), dtype=torch.float32)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
@@ -27,7 +32,9 @@ def read_bandwidth(num_bytes: int, num_threads: int, seconds: float) -> float:
 
 
 class Reader:
-    """Reads `num_bytes` of memory by torch's threads as they are set, in turns with something else that is timed."""
+    """Reads `num_bytes` of memory by torch's threads as they are set, in turns with something else
+    that is timed.
+    """
 
     def __init__(self, num_bytes: int):
         self._memory = torch.ones(max(num_bytes // 4, 1), dtype=torch.float32)
@@ -38,35 +45,47 @@ class Reader:
 
 
 class Multiplier:
-    """Multiplies matrices in the fastest way that is to be had in one of `dtypes`, on the threads that are set, in turns with something else that is timed."""
+    """Multiplies matrices in the fastest way that is to be had in one of `dtypes`, on the threads
+    that are set, in turns with something else that is timed.
+    """
 
     @torch.inference_mode()
     def __init__(self, dtypes: Iterable[torch.dtype], seconds: float):
         """It is looked for in so many seconds, about."""
         products = [product for dtype in dtypes for product in _products(dtype)]
-        self._x, self._columns_out, self._multiply = max(products, key=lambda product: _flops(*product, seconds / len(products)))
+        self._x, self._columns_out, self._multiply = max(
+            products, key=lambda product: _flops(*product, seconds / len(products))
+        )
 
     @torch.inference_mode()
     def rates(self, count: int) -> list[float]:
         """Operations per second of `count` products in a row; one before them is not timed."""
-        return _rates(lambda: self._multiply(self._x), 2 * self._x.numel() * self._columns_out, count)
+        return _rates(
+            lambda: self._multiply(self._x), 2 * self._x.numel() * self._columns_out, count
+        )
 
 
 def gemm_flops(dtype: torch.dtype, seconds: float) -> float:
-    """Operations per second of the fastest product of matrices that is to be had in `dtype`, int8 too: torch's or the registry's own, on the
-    threads that are set."""
+    """Operations per second of the fastest product of matrices that is to be had in `dtype`, int8
+    too: torch's or the registry's own, on the threads that are set.
+    """
     return max(_flops(*product, seconds / 4) for product in _products(dtype))
 
 
 def _products(dtype: torch.dtype):
-    """(x, its product's columns, how it is multiplied); what this processor has no instructions for is left out."""
+    """(x, its product's columns, how it is multiplied); what this processor has no instructions for
+    is left out.
+    """
     if dtype == torch.int8:
         yield from _int8_products()
         return
     pack_linear = registry.select("cpu", dtype).pack_linear
     emulated = dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     for rows, columns_in, columns_out in GEMM_SHAPES:
-        x, weight = torch.randn(rows, columns_in).to(dtype), torch.randn(columns_out, columns_in).to(dtype)
+        x, weight = (
+            torch.randn(rows, columns_in).to(dtype),
+            torch.randn(columns_out, columns_in).to(dtype),
+        )
         yield x, columns_out, pack_linear(weight, None)
         if not emulated:
             yield x, columns_out, lambda x, weight=weight: F.linear(x, weight)
@@ -76,14 +95,26 @@ def _int8_products():
     """The registry's own takes x as bfloat16, and quantizes it."""
     pack = registry.select("cpu", torch.bfloat16).pack_quantized_linear
     for rows, columns_in, columns_out in GEMM_SHAPES:
-        yield torch.randn(rows, columns_in).bfloat16(), columns_out, pack(torch.randn(columns_out, columns_in).bfloat16(), None, 8)
+        yield (
+            torch.randn(rows, columns_in).bfloat16(),
+            columns_out,
+            pack(torch.randn(columns_out, columns_in).bfloat16(), None, 8),
+        )
         if torch.cpu._is_vnni_supported():
-            x, weight = (torch.randint(-127, 128, size, dtype=torch.int8) for size in ((rows, columns_in), (columns_out, columns_in)))
+            x, weight = (
+                torch.randint(-127, 128, size, dtype=torch.int8)
+                for size in ((rows, columns_in), (columns_out, columns_in))
+            )
             yield x, columns_out, lambda x, weight=weight: torch._int_mm(x, weight.T)
 
 
 @torch.inference_mode()
-def _flops(x: torch.Tensor, columns_out: int, multiply: Callable[[torch.Tensor], torch.Tensor], seconds: float) -> float:
+def _flops(
+    x: torch.Tensor,
+    columns_out: int,
+    multiply: Callable[[torch.Tensor], torch.Tensor],
+    seconds: float,
+) -> float:
     return 2 * x.numel() * columns_out / _shortest(lambda: multiply(x), seconds)
 
 

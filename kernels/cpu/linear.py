@@ -1,6 +1,8 @@
-"""Products with weights on the CPU: a bf16 weight is laid out once for oneDNN; rows of tables in one call.
-May know: torch on CPUs, the contracts.
-Must not know: models, requests."""
+"""Products with weights on the CPU: a bf16 weight is laid out once for oneDNN; rows of tables in
+one call.
+
+Must not know: models, requests.
+"""
 
 from collections.abc import Callable
 
@@ -19,10 +21,15 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
 
 @register("pack_linear", name="cpu", predicate=is_cpu, priority=PRIORITY)
 def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    # F.linear lays a bf16 weight out for oneDNN's matrix units anew in every call: at T = 1 more than half of its time (AMX, one core,
-    # 1536 x 256: 55 us against 24). In fp32 the plain layout is as good.
+    # F.linear lays a bf16 weight out for oneDNN's matrix units anew in every call: at T = 1 more
+    # than half of its time (AMX, one core, 1536 x 256: 55 us against 24). In fp32 the plain layout
+    # is as good.
     packable = weight.dtype == torch.bfloat16 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    if not (packable and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+    if not (
+        packable
+        and torch.backends.mkldnn.is_available()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ):
         return lambda x: F.linear(x, weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     multiply = torch.ops.mkldnn._linear_pointwise.default

@@ -1,6 +1,7 @@
 """RMS norms on the CPU.
-May know: torch on CPUs, the contracts.
-Must not know: models, requests."""
+
+Must not know: models, requests.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +10,8 @@ from torch import Tensor
 from ..registry import register
 from .device import PRIORITY, is_cpu
 
-# F.rms_norm is torch's own composition in fp32, in one call from Python. Given the weight it would multiply before it rounds to
-# dtype, other than the contract says; without one it rounds first.
+# F.rms_norm is torch's own composition in fp32, in one call from Python. Given the weight it would
+# multiply before it rounds to dtype, other than the contract says; without one it rounds first.
 
 
 @register("rms_norm", name="cpu", predicate=is_cpu, priority=PRIORITY)

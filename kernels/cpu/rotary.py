@@ -1,6 +1,7 @@
 """Rotary position embedding on the CPU.
-May know: torch on CPUs, the contracts.
-Must not know: models, requests."""
+
+Must not know: models, requests.
+"""
 
 from torch import Tensor
 
@@ -10,7 +11,10 @@ from .device import PRIORITY, is_cpu
 
 @register("rotary_embedding", name="cpu", predicate=is_cpu, priority=PRIORITY)
 def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
-    cos, sin = cos_sin_cache.index_select(0, positions).to(query.dtype).unsqueeze(1).chunk(2, dim=-1)  # each [T, 1, R / 2]
+    # each [T, 1, R / 2]
+    cos, sin = (
+        cos_sin_cache.index_select(0, positions).to(query.dtype).unsqueeze(1).chunk(2, dim=-1)
+    )
     joined = _join_neighbours(query, key)
     for x in (query, key) if joined is None else (joined,):
         if x.shape[-1] > cos_sin_cache.shape[1]:
@@ -22,8 +26,16 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cach
 
 
 def _join_neighbours(query: Tensor, key: Tensor) -> Tensor | None:
-    """[T, NQ + NKV, D] over the same memory, where the key heads follow the query heads in each row of one projection. Halves the calls."""
+    """[T, NQ + NKV, D] over the same memory, where the key heads follow the query heads in each row
+    of one projection. Halves the calls.
+    """
     follows = key.storage_offset() == query.storage_offset() + query.shape[1] * query.shape[2]
-    if follows and key.stride() == query.stride() and key.untyped_storage().data_ptr() == query.untyped_storage().data_ptr():
-        return query.as_strided((query.shape[0], query.shape[1] + key.shape[1], query.shape[2]), query.stride())
+    if (
+        follows
+        and key.stride() == query.stride()
+        and key.untyped_storage().data_ptr() == query.untyped_storage().data_ptr()
+    ):
+        return query.as_strided(
+            (query.shape[0], query.shape[1] + key.shape[1], query.shape[2]), query.stride()
+        )
     return None

@@ -1,6 +1,7 @@
 """Sampling on the CPU: each row pays only for what it asks.
-May know: torch on CPUs, the contracts.
-Must not know: models, requests."""
+
+Must not know: models, requests.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +18,20 @@ from .device import PRIORITY, is_cpu
 NOISE_CHUNK = 2**15  # tokens per pass of the generator, so that its temporaries stay in the cache
 LOGPROBS_CHUNK = 2**18  # logits per pass of gather_logprobs, likewise
 
-# Philox's constants: a word's mask and width, the multipliers of (c0, c2) [2, 1, 1], what each round adds to the key [rounds, 2, 1, 1]
+# Philox's constants: a word's mask and width, the multipliers of (c0, c2) [2, 1, 1], what each
+# round adds to the key [rounds, 2, 1, 1]
 WORD, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)[:, None, None]
-KEY_STEPS = np.arange(10, dtype=np.uint64)[:, None, None, None] * np.array([0x9E3779B9, 0xBB67AE85], np.uint64)[:, None, None]
+KEY_STEPS = (
+    np.arange(10, dtype=np.uint64)[:, None, None, None]
+    * np.array([0x9E3779B9, 0xBB67AE85], np.uint64)[:, None, None]
+)
 
 
 class Filters(NamedTuple):
-    """What a row's choice depends on besides its logits; each [R], as in sample_tokens, but top_k is V where it keeps all."""
+    """What a row's choice depends on besides its logits; each [R], as in sample_tokens, but top_k
+    is V where it keeps all.
+    """
 
     temperature: Tensor
     top_k: Tensor
@@ -39,22 +46,34 @@ class Filters(NamedTuple):
 
 @register("argmax", name="cpu", predicate=is_cpu, priority=PRIORITY)
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    # A sum is not finite exactly where a term is not (finite logits are far from overflowing it): one pass, one number per row.
+    # A sum is not finite exactly where a term is not (finite logits are far from overflowing it):
+    # one pass, one number per row.
     return _argmax(logits), logits.sum(-1).isfinite()
 
 
 @register("sample_tokens", name="cpu", predicate=is_cpu, priority=PRIORITY)
 def sample_tokens(
-    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, seeds: Tensor, positions: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor,
 ) -> Tensor:
-    top_k, top_p, min_p = (top_k, top_p, min_p) if top_k is not None else no_filters(len(logits), logits.device)
+    top_k, top_p, min_p = (
+        (top_k, top_p, min_p) if top_k is not None else no_filters(len(logits), logits.device)
+    )
     token_ids = _argmax(logits)
     vocab_size = logits.shape[1]
     top_k = torch.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
     filters = Filters(temperature, top_k, top_p, min_p, seeds, positions)
     is_random = temperature >= GREEDY_BELOW
     is_filtered = (top_k < vocab_size) | (top_p < 1) | (min_p > 0)
-    for is_mine, sample in ((is_random & ~is_filtered, _sample_all), (is_random & is_filtered, _sample_filtered)):
+    for is_mine, sample in (
+        (is_random & ~is_filtered, _sample_all),
+        (is_random & is_filtered, _sample_filtered),
+    ):
         rows = is_mine.nonzero().flatten()
         if len(rows) == len(logits) > 0:
             token_ids = sample(logits, filters)
@@ -64,7 +83,9 @@ def sample_tokens(
 
 
 def _argmax(values: Tensor) -> Tensor:
-    """[R, V] -> [R], the lowest index of equals. numpy's is vectorised, torch's on a CPU is not: at [32, 4096] 8 us against 180."""
+    """[R, V] -> [R], the lowest index of equals. numpy's is vectorised, torch's on a CPU is not: at
+    [32, 4096] 8 us against 180.
+    """
     return torch.from_numpy(values.numpy().argmax(-1))
 
 
@@ -79,13 +100,19 @@ def _sample_all(logits: Tensor, filters: Filters) -> Tensor:
     for rows in torch.arange(len(logits)).split(max(1, NOISE_CHUNK // logits.shape[1])):
         some, chosen = logits[rows], filters.at(rows)
         scaled = _scale(some, some.amax(-1, keepdim=True), chosen.temperature)
-        token_ids[rows] = _argmax(scaled.add_(random_gumbel(chosen.seeds, chosen.positions, logits.shape[1])))
+        token_ids[rows] = _argmax(
+            scaled.add_(random_gumbel(chosen.seeds, chosen.positions, logits.shape[1]))
+        )
     return token_ids
 
 
 def _sample_filtered(logits: Tensor, filters: Filters) -> Tensor:
-    """logits [R, V] -> token ids [R]. First with each row's largest logits alone; rows whose filters reach further, with more of them."""
-    # In a small vocabulary 1024 would be (nearly) all of it, and sorting that costs more than to come again for the rows that need it.
+    """logits [R, V] -> token ids [R].
+
+    First with each row's largest logits alone; rows whose filters reach further, with more of them.
+    """
+    # In a small vocabulary 1024 would be (nearly) all of it, and sorting that costs more than to
+    # come again for the rows that need it.
     num_candidates = 256 if int(filters.top_k.max()) <= 128 or logits.shape[1] <= 8192 else 1024
     token_ids, needs_more = _draw(logits, num_candidates, filters)
     while len(rows := needs_more.nonzero().flatten()):
@@ -97,35 +124,54 @@ def _sample_filtered(logits: Tensor, filters: Filters) -> Tensor:
 def _draw(logits: Tensor, num_candidates: int, filters: Filters) -> tuple[Tensor, Tensor]:
     """One token per row of logits [R, V] from its largest.
 
-    Returns token ids [R], and [R] bool: the filters reach the last candidate, so that this row needs more of them.
+    Returns token ids [R], and [R] bool: the filters reach the last candidate, so that this row
+    needs more of them.
     """
     is_partial = 2 * num_candidates < logits.shape[1]
-    values, ids = _largest(logits, num_candidates) if is_partial else logits.sort(descending=True, stable=True)
+    values, ids = (
+        _largest(logits, num_candidates)
+        if is_partial
+        else logits.sort(descending=True, stable=True)
+    )
     largest, last = values[:, :1], values[:, -1:]
     scaled = _scale(values, largest, filters.temperature)
     weights = scaled.double().exp_()
-    kept = (weights >= filters.min_p[:, None]) & (torch.arange(values.shape[1]) < filters.top_k[:, None])
+    kept = (weights >= filters.min_p[:, None]) & (
+        torch.arange(values.shape[1]) < filters.top_k[:, None]
+    )
     weights = torch.where(kept, weights, 0.0)
     total = weights.sum(-1)
-    # The mass that top_p is a share of: where the other filters keep all candidates, that of the whole row (top_k then keeps all, or
-    # reaches the last candidate, and the row comes again).
+    # The mass that top_p is a share of: where the other filters keep all candidates, that of the
+    # whole row (top_k then keeps all, or reaches the last candidate, and the row comes again).
     for row in kept[:, -1].nonzero().flatten().tolist() if is_partial else ():
         all_weights = _scale(logits[row, None], largest[row], filters.temperature[row, None]).exp_()
-        total[row] = torch.where(all_weights >= filters.min_p[row], all_weights, 0.0).sum(dtype=torch.float64)
+        total[row] = torch.where(all_weights >= filters.min_p[row], all_weights, 0.0).sum(
+            dtype=torch.float64
+        )
     mass_before = weights.cumsum(-1) - weights
     kept &= (mass_before < (filters.top_p * total)[:, None]) | (filters.top_p >= 1)[:, None]
-    # Which of the logits equal to the last candidate's are candidates is arbitrary, so none of them may be kept.
-    needs_more = (kept & (values == last)).any(-1) if is_partial else torch.zeros(len(ids), dtype=torch.bool)
+    # Which of the logits equal to the last candidate's are candidates is arbitrary, so none of them
+    # may be kept.
+    needs_more = (
+        (kept & (values == last)).any(-1) if is_partial else torch.zeros(len(ids), dtype=torch.bool)
+    )
 
     width = max(1, int(kept.sum(-1).max()))  # of rows of NaN nothing is kept
     noise = _gumbel_at(ids[:, :width], filters.seeds, filters.positions)
-    best = noise.add_(scaled[:, :width]).masked_fill_(~kept[:, :width], float("-inf")).argmax(-1, keepdim=True)
+    best = (
+        noise.add_(scaled[:, :width])
+        .masked_fill_(~kept[:, :width], float("-inf"))
+        .argmax(-1, keepdim=True)
+    )
     return ids.gather(1, best).flatten(), needs_more
 
 
 def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row, values and ids [R, count], descending, equals by id. Which of those equal to the last one are among
-    them is arbitrary."""
+    """The `count` largest of each row, values and ids [R, count], descending, equals by id.
+
+    Which of those equal to the last one are among
+    them is arbitrary.
+    """
     ids = logits.topk(count, sorted=False).indices.sort().values
     values, order = logits.gather(1, ids).sort(descending=True, stable=True)
     return values, ids.gather(1, order)
@@ -133,12 +179,16 @@ def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @register("gather_logprobs", name="cpu", predicate=is_cpu, priority=PRIORITY)
 def gather_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A few rows at a time: what is derived from them stays in the cache, and no second [B, V] is ever made. Ranks are counted in numpy:
-    torch's sum over booleans takes longer than the logarithms."""
+    """A few rows at a time: what is derived from them stays in the cache, and no second [B, V] is
+    ever made. Ranks are counted in numpy: torch's sum over booleans takes longer than the
+    logarithms.
+    """
     num_rows, chosen = max(1, LOGPROBS_CHUNK // logits.shape[1]), token_ids[:, None]
     if len(logits) <= num_rows:
         return _gather_logprobs(logits, chosen, k)
-    pieces = [_gather_logprobs(*rows, k) for rows in zip(logits.split(num_rows), chosen.split(num_rows))]
+    pieces = [
+        _gather_logprobs(*rows, k) for rows in zip(logits.split(num_rows), chosen.split(num_rows))
+    ]
     return tuple(torch.cat(column) for column in zip(*pieces))
 
 
@@ -148,7 +198,11 @@ def _gather_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Te
     top, top_ids = logprobs.topk(k, dim=-1)
     is_likelier = logits.numpy() > logits.gather(1, chosen).numpy()
     ranks = np.count_nonzero(is_likelier, axis=-1).astype(np.int32) + 1
-    return torch.cat((chosen, top_ids), dim=1).int(), torch.cat((logprobs.gather(1, chosen), top), dim=1), torch.from_numpy(ranks)
+    return (
+        torch.cat((chosen, top_ids), dim=1).int(),
+        torch.cat((logprobs.gather(1, chosen), top), dim=1),
+        torch.from_numpy(ranks),
+    )
 
 
 # ---------------------------------------------------------------- random numbers
@@ -156,7 +210,10 @@ def _gather_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Te
 
 @register("random_gumbel", name="cpu", predicate=is_cpu, priority=PRIORITY)
 def random_gumbel(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
-    chunks = [_words(quads[None, :], seeds, positions) for quads in torch.arange((num_tokens + 3) // 4).split(NOISE_CHUNK // 4)]
+    chunks = [
+        _words(quads[None, :], seeds, positions)
+        for quads in torch.arange((num_tokens + 3) // 4).split(NOISE_CHUNK // 4)
+    ]
     return gumbel_from_words(torch.cat(chunks, dim=1).flatten(1)[:, :num_tokens])
 
 
@@ -167,12 +224,16 @@ def _gumbel_at(ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def _words(quads: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """The four Philox words of each quad of tokens: quads [R or 1, C], seeds and positions [R] -> [R, C, 4] i64.
+    """The four Philox words of each quad of tokens: quads [R or 1, C], seeds and positions [R] ->
+    [R, C, 4] i64.
 
-    The reference's rounds in numpy, whose calls cost less and which flips without copying: twice as fast as torch. The counter's words
-    go in pairs, (c0, c2) and (c1, c3); of the second, high bits are cut off only where they would be multiplied.
+    The reference's rounds in numpy, whose calls cost less and which flips without copying: twice as
+    fast as torch. The counter's words go in pairs, (c0, c2) and (c1, c3); of the second, high bits
+    are cut off only where they would be multiplied.
     """
-    quads, seeds, positions = (tensor.numpy().view(np.uint64) for tensor in (quads, seeds, positions))
+    quads, seeds, positions = (
+        tensor.numpy().view(np.uint64) for tensor in (quads, seeds, positions)
+    )
     even = np.empty((2, len(seeds), quads.shape[1]), np.uint64)
     even[0], even[1] = quads, (positions >> HALF)[:, None]
     odd = np.stack((positions & WORD, np.zeros_like(positions)))[:, :, None]

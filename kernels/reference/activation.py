@@ -1,6 +1,7 @@
 """Gated activations, as specified.
-May know: torch, the contracts.
-Must not know: speed."""
+
+Must not know: speed.
+"""
 
 from torch import Tensor
 

@@ -1,6 +1,7 @@
 """The paged KV cache and attention over it, as specified: one request and one query head at a time.
-May know: torch, the contracts.
-Must not know: speed."""
+
+Must not know: speed.
+"""
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from .rotary import rotary_embedding
 
 
 @register("reshape_and_cache", name="reference", priority=0)
-def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def reshape_and_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
     block_size = key_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
@@ -23,9 +26,18 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
 
 @register("fused_qk_rope_reshape_and_cache", name="reference", priority=0)
 def fused_qk_rope_reshape_and_cache(
-    positions: Tensor, query: Tensor, key: Tensor, value: Tensor, cos_sin_cache: Tensor, key_cache: Tensor, value_cache: Tensor,
-    slot_mapping: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, eps: float,
-) -> None:  # fmt: skip
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos_sin_cache: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+) -> None:
     if query_norm is not None:
         query.copy_(rms_norm(query, query_norm, eps))
     key = key.clone() if key_norm is None else rms_norm(key, key_norm, eps)
@@ -35,7 +47,13 @@ def fused_qk_rope_reshape_and_cache(
 
 @register("paged_attention", name="reference", priority=0)
 def paged_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0, softcap: float = 0.0
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     block_size = key_cache.shape[1]
     group_size = query.shape[1] // key_cache.shape[2]
@@ -44,8 +62,15 @@ def paged_attention(
     for row, seq_len in enumerate(metadata.seq_lens.tolist()):
         q = query[starts[row] : starts[row + 1]].float()  # [Lq, NQ, D]
         position = torch.arange(seq_len, device=query.device)
-        blocks, offsets = metadata.block_tables[row].long()[position // block_size], position % block_size
-        k, v = load(key_cache, blocks, offsets, is_key=True), load(value_cache, blocks, offsets, is_key=False)  # [seq_len, NKV, D]
+        blocks, offsets = (
+            metadata.block_tables[row].long()[position // block_size],
+            position % block_size,
+        )
+        # [seq_len, NKV, D]
+        k, v = (
+            load(key_cache, blocks, offsets, is_key=True),
+            load(value_cache, blocks, offsets, is_key=False),
+        )
         distance = position[seq_len - len(q) :, None] - position[None, :]  # [Lq, seq_len]
         is_unseen = (distance < 0) | (distance >= (sliding_window or seq_len))
         for head in range(query.shape[1]):

@@ -1,6 +1,7 @@
 """The mask of a grammar, as specified.
-May know: torch, the contracts.
-Must not know: speed, where masks come from."""
+
+Must not know: speed, where masks come from.
+"""
 
 import torch
 from torch import Tensor

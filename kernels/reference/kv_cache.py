@@ -1,6 +1,8 @@
-"""How a KV cache holds a token's heads in types other than the model's, as specified (kernels/ops.py: reshape_and_cache).
-May know: torch, the contracts.
-Must not know: speed."""
+"""How a KV cache holds a token's heads in types other than the model's, as specified
+(kernels/ops.py: reshape_and_cache).
+
+Must not know: speed.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,16 @@ LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 def store(heads: Tensor, cache: Tensor, block: int, offset: int, is_key: bool) -> None:
     """heads [NKV, D] of a token -> its slot of a cache."""
-    if cache.dtype == torch.float8_e4m3fn:  # they end at 448: what lies beyond becomes that, a NaN stays one
+    # they end at 448: what lies beyond becomes that, a NaN stays one
+    if cache.dtype == torch.float8_e4m3fn:
         heads = heads.float().clamp(-LARGEST_FP8, LARGEST_FP8).to(cache.dtype)
     if cache.dtype != torch.int8:
         cache[block, offset] = heads
         return
     numbers, scales = parts(cache)
-    whole, scales[block, :, offset] = quantize_activations(hadamard(heads.float()) if is_key else heads.float())
+    whole, scales[block, :, offset] = quantize_activations(
+        hadamard(heads.float()) if is_key else heads.float()
+    )
     numbers[block, offset] = whole.to(torch.int8)
 
 
@@ -34,10 +39,16 @@ def load(cache: Tensor, blocks: Tensor, offsets: Tensor, is_key: bool) -> Tensor
 
 
 def parts(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a cache in int8 [num_blocks, block_size, NKV, D + 4] its numbers [num_blocks, block_size, NKV, D] and scales [num_blocks, NKV, block_size]."""
+    """Of a cache in int8 [num_blocks, block_size, NKV, D + 4] its numbers [num_blocks, block_size,
+    NKV, D] and scales [num_blocks, NKV, block_size].
+    """
     block_size, num_kv_heads, row = cache.shape[1:]
-    numbers, scales = cache.flatten(1).split((block_size * num_kv_heads * (row - 4), block_size * num_kv_heads * 4), dim=1)
-    return numbers.unflatten(1, (block_size, num_kv_heads, row - 4)), scales.view(torch.float32).unflatten(1, (num_kv_heads, block_size))
+    numbers, scales = cache.flatten(1).split(
+        (block_size * num_kv_heads * (row - 4), block_size * num_kv_heads * 4), dim=1
+    )
+    return numbers.unflatten(1, (block_size, num_kv_heads, row - 4)), scales.view(
+        torch.float32
+    ).unflatten(1, (num_kv_heads, block_size))
 
 
 def hadamard_size(head_dim: int) -> int:
@@ -46,7 +57,9 @@ def hadamard_size(head_dim: int) -> int:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """x [..., D] fp32: each block of hadamard_size(D) times that Hadamard matrix (Sylvester's), not normalised; added up from the widest stride down."""
+    """x [..., D] fp32: each block of hadamard_size(D) times that Hadamard matrix (Sylvester's), not
+    normalised; added up from the widest stride down.
+    """
     stride = hadamard_size(x.shape[-1]) // 2
     while stride:
         first, second = x.unflatten(-1, (-1, 2, stride)).unbind(-2)

@@ -1,6 +1,7 @@
 """Products with weights, and rows of tables, as specified.
-May know: torch, the contracts.
-Must not know: speed."""
+
+Must not know: speed.
+"""
 
 from collections.abc import Callable
 

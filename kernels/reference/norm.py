@@ -1,6 +1,7 @@
 """RMS norms, as specified.
-May know: torch, the contracts.
-Must not know: speed."""
+
+Must not know: speed.
+"""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,11 @@
-"""Products with int8 and int4 weights, as specified: the same whole numbers, scales and order of sums as the fast implementations.
-May know: torch, the contracts.
+"""Products with int8 and int4 weights, as specified: the same whole numbers, scales and order of
+sums as the fast implementations.
+
 Must not know: speed.
 
-A fused multiply-add rounds once; here it is taken in fp64 and rounded to fp32, which is the same but for one case in 2**29."""
+A fused multiply-add rounds once; here it is taken in fp64 and rounded to fp32, which is the same
+but for one case in 2**29.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,15 @@ LEAST = 1e-30  # a group with nothing larger counts as zeros
 
 class QuantizedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: int):
-        self.bias, self.dtype, self.in_features, self.group = bias, weight.dtype, weight.shape[1], GROUP[bits]
+        self.bias, self.dtype, self.in_features, self.group = (
+            bias,
+            weight.dtype,
+            weight.shape[1],
+            GROUP[bits],
+        )
         quantize = quantize_int8 if bits == 8 else quantize_int4
-        self.numbers, self.scales = quantize(in_groups(weight.float(), self.group))  # [N, groups, group] whole, [N, groups]
+        # [N, groups, group] whole, [N, groups]
+        self.numbers, self.scales = quantize(in_groups(weight.float(), self.group))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.logits(x).to(self.dtype)
@@ -34,7 +43,8 @@ class QuantizedLinear:
         return total if self.bias is None else total + self.bias.float()
 
     def embedding(self, token_ids: Tensor) -> Tensor:
-        rows = (self.numbers[token_ids.long()] + 0.0) * self.scales[token_ids.long()].unsqueeze(-1)  # whole numbers know no -0.0
+        # whole numbers know no -0.0
+        rows = (self.numbers[token_ids.long()] + 0.0) * self.scales[token_ids.long()].unsqueeze(-1)
         return rows.flatten(1)[:, : self.in_features].to(self.dtype)
 
 
@@ -54,11 +64,14 @@ def in_groups(x: Tensor, group: int) -> Tensor:
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, groups, group] -> whole numbers in +-127, and scales [rows, groups]; NaN where a group is not finite."""
+    """[rows, groups, group] -> whole numbers in +-127, and scales [rows, groups]; NaN where a group
+    is not finite.
+    """
     finite, largest = x.isfinite().all(-1), x.abs().amax(-1)
     counts = finite & (largest > LEAST)
     scales = torch.where(counts, largest / 127, 0.0)
-    factors = torch.where(counts, torch.full_like(largest, 127) / largest, 0.0)  # `127 / largest` would round twice
+    # `127 / largest` would round twice
+    factors = torch.where(counts, torch.full_like(largest, 127) / largest, 0.0)
     numbers = (x * factors.unsqueeze(-1)).nan_to_num().round().clamp(-127, 127)
     return numbers, torch.where(finite, scales, float("nan"))
 
@@ -72,22 +85,33 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers in -8 to 7 times a factor in +-15 for each half of a group; the group's scale is searched for."""
+    """Numbers in -8 to 7 times a factor in +-15 for each half of a group; the group's scale is
+    searched for.
+    """
     finite, halves = weight.isfinite().all(-1), weight.unflatten(-1, (2, -1)).nan_to_num()
     high, low = halves.amax(-1), halves.amin(-1)
     wanted = torch.where(high > -low, high, low) / -8  # takes the weight of largest magnitude to -8
     largest = wanted.abs().amax(-1)
     counts = largest > LEAST
-    best_error, best_scale, best_factors = torch.full_like(largest, torch.inf), torch.zeros_like(largest), torch.ones_like(wanted)
+    best_error, best_scale, best_factors = (
+        torch.full_like(largest, torch.inf),
+        torch.zeros_like(largest),
+        torch.ones_like(wanted),
+    )
     for steps in (15.0, 13.5, 12.0):
         scale = torch.where(counts, (largest / steps).bfloat16().float(), 1.0)
         factors, errors = _find_factors(halves, wanted, scale.unsqueeze(-1))
         error = errors[..., 0] + errors[..., 1]
         better = counts & (error < best_error)
-        best_error, best_scale = torch.where(better, error, best_error), torch.where(better, scale, best_scale)
+        best_error, best_scale = (
+            torch.where(better, error, best_error),
+            torch.where(better, scale, best_scale),
+        )
         best_factors = torch.where(better.unsqueeze(-1), factors, best_factors)
     step = best_scale.unsqueeze(-1) * best_factors
-    numbers = (halves * torch.where(step == 0, 0.0, 1 / step).unsqueeze(-1)).round().clamp(-8, 7) * best_factors.unsqueeze(-1)
+    numbers = (halves * torch.where(step == 0, 0.0, 1 / step).unsqueeze(-1)).round().clamp(
+        -8, 7
+    ) * best_factors.unsqueeze(-1)
     return numbers.flatten(-2), torch.where(finite, best_scale, float("nan"))
 
 

@@ -1,6 +1,7 @@
 """Rotary position embedding, as specified.
-May know: torch, the contracts.
-Must not know: speed."""
+
+Must not know: speed.
+"""
 
 import torch
 from torch import Tensor
@@ -10,8 +11,11 @@ from ..registry import register
 
 @register("rotary_embedding", name="reference", priority=0)
 def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
-    cos, sin = cos_sin_cache[positions].to(query.dtype).float()[:, None, :].chunk(2, dim=-1)  # each [T, 1, R / 2]
+    # each [T, 1, R / 2]
+    cos, sin = cos_sin_cache[positions].to(query.dtype).float()[:, None, :].chunk(2, dim=-1)
     half = cos.shape[-1]
     for x in (query, key):
         first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-        x[..., : 2 * half] = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        x[..., : 2 * half] = torch.cat(
+            (first * cos - second * sin, second * cos + first * sin), dim=-1
+        ).to(x.dtype)

@@ -1,6 +1,7 @@
 """Sampling, as specified: Philox numbers, filters over one sorted row, Gumbel-max.
-May know: torch, the contracts.
-Must not know: speed."""
+
+Must not know: speed.
+"""
 
 import functools
 
@@ -9,23 +10,31 @@ from torch import Tensor
 
 from ..registry import register
 
-GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM: dividing by them would overflow
+# temperatures under this are greedy, as in vLLM: dividing by them would overflow
+GREEDY_BELOW = 1e-5
 LARGEST_U = 1 - 2**-24  # the largest fp32 below 1: keeps the noise finite
 WORD = 0xFFFFFFFF
 
 
-def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor], rounds: int = 10) -> tuple[Tensor, ...]:
+def philox4x32(
+    counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor], rounds: int = 10
+) -> tuple[Tensor, ...]:
     """Four words of counter, two of key -> four random words.
 
-    Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Words are i64 tensors holding 32 bits each,
-    shapes that broadcast together. The product of two words wraps in i64, but its 64 bits are right; an arithmetic shift and a mask
-    then give its high word.
+    Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Words are
+    i64 tensors holding 32 bits each, shapes that broadcast together. The product of two words wraps
+    in i64, but its 64 bits are right; an arithmetic shift and a mask then give its high word.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (product1 >> 32 & WORD) ^ c1 ^ k0, product1 & WORD, (product0 >> 32 & WORD) ^ c3 ^ k1, product0 & WORD
+        c0, c1, c2, c3 = (
+            (product1 >> 32 & WORD) ^ c1 ^ k0,
+            product1 & WORD,
+            (product0 >> 32 & WORD) ^ c3 ^ k1,
+            product0 & WORD,
+        )
         k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
     return c0, c1, c2, c3
 
@@ -47,7 +56,13 @@ def gumbel_from_words(words: Tensor) -> Tensor:
 
 @register("apply_penalties", name="reference", priority=0)
 def apply_penalties(
-    logits: Tensor, rows: Tensor, token_ids: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+    logits: Tensor,
+    rows: Tensor,
+    token_ids: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
 ) -> None:
     values = logits[rows, token_ids]
     values = torch.where(values > 0, values / repetition, values * repetition)
@@ -62,19 +77,32 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 @functools.cache
 def no_filters(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """top_k, top_p and min_p that keep all."""
-    return torch.zeros(num_rows, dtype=torch.int32, device=device), torch.ones(num_rows, device=device), torch.zeros(num_rows, device=device)
+    return (
+        torch.zeros(num_rows, dtype=torch.int32, device=device),
+        torch.ones(num_rows, device=device),
+        torch.zeros(num_rows, device=device),
+    )
 
 
 @register("sample_tokens", name="reference", priority=0)
 def sample_tokens(
-    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, seeds: Tensor, positions: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor,
 ) -> Tensor:
-    top_k, top_p, min_p = (top_k, top_p, min_p) if top_k is not None else no_filters(len(logits), logits.device)
+    top_k, top_p, min_p = (
+        (top_k, top_p, min_p) if top_k is not None else no_filters(len(logits), logits.device)
+    )
     token_ids = logits.argmax(-1)
     noise = random_gumbel(seeds, positions, logits.shape[1])
     for row in range(len(logits)):
         if temperature[row] >= GREEDY_BELOW:
-            # Less the largest before the division: a temperature near 0 would leave no room for the noise.
+            # Less the largest before the division: a temperature near 0 would leave no room for the
+            # noise.
             scaled = (logits[row] - logits[row].max()) / temperature[row]
             order = logits[row].argsort(descending=True, stable=True)
             kept = keep_tokens(scaled, order, top_k[row], top_p[row], min_p[row])
@@ -82,8 +110,12 @@ def sample_tokens(
     return token_ids
 
 
-def keep_tokens(scaled: Tensor, order: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Which tokens of one row the filters leave. scaled [V] fp32: logits / temperature, largest 0; order [V]; filters []. Sums in fp64."""
+def keep_tokens(
+    scaled: Tensor, order: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """Which tokens of one row the filters leave. scaled [V] fp32: logits / temperature, largest 0;
+    order [V]; filters []. Sums in fp64.
+    """
     weights = scaled[order].double().exp()  # softmax but for a factor
     kept = weights >= min_p
     if 0 < top_k < len(kept):

@@ -1,9 +1,10 @@
 """Attention over the paged cache in Triton: which rows go to which kernel, in which shapes.
-May know: torch, Triton, the contracts.
+
 Must not know: models, requests.
 
-The decodes' launch depends on shapes alone: it can be captured in a CUDA graph, padded with requests of length 0, which get zeros. That of
-longer queries depends on the host's list of their lengths, and copies its work list from pinned memory: it belongs outside of graphs.
+The decodes' launch depends on shapes alone: it can be captured in a CUDA graph, padded with
+requests of length 0, which get zeros. That of longer queries depends on the host's list of their
+lengths, and copies its work list from pinned memory: it belongs outside of graphs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from .attention_prefill import prefill_kernel
 from .device import PRIORITY, architecture, num_multiprocessors, reads_cache
 
 MAX_HEAD_DIM = 256
-PROGRAMS_PER_MULTIPROCESSOR = 4  # of decodes: enough to even out requests of different length, and to keep loads in flight
+# of decodes: enough to even out requests of different length, and to keep loads in flight
+PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
 def has_triton_heads(facts: Facts) -> bool:
@@ -30,88 +32,204 @@ def has_triton_heads(facts: Facts) -> bool:
 
 @register("paged_attention", name="triton", predicate=has_triton_heads, priority=PRIORITY)
 def paged_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0, softcap: float = 0.0
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     return attend(query, key_cache, value_cache, metadata, scale, sliding_window, softcap)
 
 
-@register("paged_attention", name="triton_two_launches", predicate=has_triton_heads, priority=PRIORITY - 1)
+@register(
+    "paged_attention", name="triton_two_launches", predicate=has_triton_heads, priority=PRIORITY - 1
+)
 def paged_attention_in_two_launches(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0, softcap: float = 0.0
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
-    """The same bits, without a hand-over between programs of one launch. For doubts about that: see attention_decode."""
-    return attend(query, key_cache, value_cache, metadata, scale, sliding_window, softcap, one_launch=False)
+    """The same bits, without a hand-over between programs of one launch.
+
+    For doubts about that: see attention_decode.
+    """
+    return attend(
+        query, key_cache, value_cache, metadata, scale, sliding_window, softcap, one_launch=False
+    )
 
 
 def attend(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float,
-    sliding_window: int = 0, softcap: float = 0.0, *, key_scale: float = 1.0, value_scale: float = 1.0,
-    one_launch: bool = True, num_programs: int | None = None,
-) -> Tensor:  # fmt: skip
-    """The contract of paged_attention, and more: keys and values of caches in float8_e4m3fn (from sm_89 on) are theirs times key_scale and
-    value_scale. num_programs: of each decode and KV head; None: as the GPU is best filled."""
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    one_launch: bool = True,
+    num_programs: int | None = None,
+) -> Tensor:
+    """The contract of paged_attention, and more: keys and values of caches in float8_e4m3fn (from
+    sm_89 on) are theirs times key_scale and value_scale. num_programs: of each decode and KV head;
+    None: as the GPU is best filled.
+    """
     if min(scale, key_scale, value_scale) <= 0:
-        raise ValueError(f"scale, key_scale and value_scale must be positive, not {scale}, {key_scale} and {value_scale}")
+        raise ValueError(
+            f"scale, key_scale and value_scale must be positive, not {scale}, {key_scale} and "
+            f"{value_scale}"
+        )
     if sliding_window < 0 or softcap < 0:
-        raise ValueError(f"sliding_window and softcap must be at least 0, not {sliding_window} and {softcap}")
+        raise ValueError(
+            f"sliding_window and softcap must be at least 0, not {sliding_window} and {softcap}"
+        )
     if key_cache.dtype != query.dtype and architecture() < 89:
-        raise ValueError(f"key_cache in {key_cache.dtype} needs sm_89 or newer, this GPU is sm_{architecture()}")
+        raise ValueError(
+            f"key_cache in {key_cache.dtype} needs sm_89 or newer, this GPU is sm_{architecture()}"
+        )
     out = query.new_empty(query.shape)
     cache = _cache_arguments(key_cache, value_cache)
     options = {"WINDOW": sliding_window, "SOFTCAP": float(softcap), **_layout(query, key_cache)}
-    options["enable_fp_fusion"] = False  # multiply-adds are written where they are wanted: the same bits wherever they are compiled in
+    # multiply-adds are written where they are wanted: the same bits wherever they are compiled in
+    options["enable_fp_fusion"] = False
     scale *= key_scale
     if metadata.num_decodes:
-        _decode(query, cache, metadata, (scale, value_scale), out, options, one_launch, num_programs)
+        _decode(
+            query, cache, metadata, (scale, value_scale), out, options, one_launch, num_programs
+        )
     if metadata.num_decodes < len(metadata.query_lens):
         _prefill(query, cache, metadata, (scale, value_scale), out, options)
     return out
 
 
 def _decode(
-    query: Tensor, cache: dict[str, Any], metadata: AttentionMetadata, scales: tuple[float, float], out: Tensor, options: dict[str, Any],
-    one_launch: bool, num_programs: int | None,
-) -> None:  # fmt: skip
+    query: Tensor,
+    cache: dict[str, Any],
+    metadata: AttentionMetadata,
+    scales: tuple[float, float],
+    out: Tensor,
+    options: dict[str, Any],
+    one_launch: bool,
+    num_programs: int | None,
+) -> None:
     num_requests, num_kv_heads = metadata.num_decodes, query.shape[1] // options["GROUP"]
-    shape = {**options, **decode_shape(options["GROUP"], options["BLOCK_D"], query.dtype), "MIN_TILES": MIN_TILES, "MAX_PIECES": MAX_PIECES}
+    shape = {
+        **options,
+        **decode_shape(options["GROUP"], options["BLOCK_D"], query.dtype),
+        "MIN_TILES": MIN_TILES,
+        "MAX_PIECES": MAX_PIECES,
+    }
     max_length = metadata.block_tables.shape[1] * options["BLOCK_SIZE"]
     max_pieces = min(MAX_PIECES, triton.cdiv(max_length, MIN_TILES * shape["TILE"]))
-    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(query.device), num_requests * num_kv_heads)
+    wanted = triton.cdiv(
+        PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(query.device), num_requests * num_kv_heads
+    )
     num_programs = num_programs or min(max_pieces, wanted)
-    scalars, sums, counters = _states_once(metadata, num_requests, query, num_kv_heads, options["BLOCK_D"], num_programs)
+    scalars, sums, counters = _states_once(
+        metadata, num_requests, query, num_kv_heads, options["BLOCK_D"], num_programs
+    )
     decode_kernel[num_requests, num_kv_heads, num_programs](
-        query, cache["key"], cache["value"], metadata.block_tables, metadata.seq_lens, out, scalars, sums, counters,
-        *scales, num_programs, metadata.block_tables.stride(0), *query.stride()[:2], *cache["strides"], **shape, ONE_LAUNCH=one_launch,
-    )  # fmt: skip
+        query,
+        cache["key"],
+        cache["value"],
+        metadata.block_tables,
+        metadata.seq_lens,
+        out,
+        scalars,
+        sums,
+        counters,
+        *scales,
+        num_programs,
+        metadata.block_tables.stride(0),
+        *query.stride()[:2],
+        *cache["strides"],
+        **shape,
+        ONE_LAUNCH=one_launch,
+    )
     if num_programs > 1 and not one_launch:
-        names = ("GROUP", "ROWS", "HEAD_DIM", "BLOCK_D", "TILE", "MIN_TILES", "MAX_PIECES", "WINDOW", "enable_fp_fusion")
+        names = (
+            "GROUP",
+            "ROWS",
+            "HEAD_DIM",
+            "BLOCK_D",
+            "TILE",
+            "MIN_TILES",
+            "MAX_PIECES",
+            "WINDOW",
+            "enable_fp_fusion",
+        )
         merge_kernel[num_requests, num_kv_heads](
-            metadata.seq_lens, out, scalars, sums, scales[1], num_programs, **{name: shape[name] for name in names}, num_warps=4
+            metadata.seq_lens,
+            out,
+            scalars,
+            sums,
+            scales[1],
+            num_programs,
+            **{name: shape[name] for name in names},
+            num_warps=4,
         )
 
 
 def _prefill(
-    query: Tensor, cache: dict[str, Any], metadata: AttentionMetadata, scales: tuple[float, float], out: Tensor, options: dict[str, Any]
+    query: Tensor,
+    cache: dict[str, Any],
+    metadata: AttentionMetadata,
+    scales: tuple[float, float],
+    out: Tensor,
+    options: dict[str, Any],
 ) -> None:
-    shape = {**options, **prefill_shape(options["GROUP"], options["BLOCK_D"], query.dtype, architecture())}
+    shape = {
+        **options,
+        **prefill_shape(options["GROUP"], options["BLOCK_D"], query.dtype, architecture()),
+    }
     work = _work_once(metadata, shape["ROWS"] // options["GROUP"], query.device)
     prefill_kernel[query.shape[1] // options["GROUP"], len(work)](
-        query, cache["key"], cache["value"], metadata.block_tables, metadata.query_start_loc, metadata.seq_lens, work, out,
-        *scales, query.shape[1], metadata.block_tables.stride(0), *query.stride()[:2], *cache["strides"], **shape,
-    )  # fmt: skip
+        query,
+        cache["key"],
+        cache["value"],
+        metadata.block_tables,
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        work,
+        out,
+        *scales,
+        query.shape[1],
+        metadata.block_tables.stride(0),
+        *query.stride()[:2],
+        *cache["strides"],
+        **shape,
+    )
 
 
 def _cache_arguments(key_cache: Tensor, value_cache: Tensor) -> dict[str, Any]:
-    return {"key": key_cache, "value": value_cache, "strides": (*key_cache.stride()[:3], *value_cache.stride()[:3])}
+    return {
+        "key": key_cache,
+        "value": value_cache,
+        "strides": (*key_cache.stride()[:3], *value_cache.stride()[:3]),
+    }
 
 
 def _layout(query: Tensor, key_cache: Tensor) -> dict[str, int]:
     head_dim = query.shape[2]
     block_d = max(16, triton.next_power_of_2(head_dim))
-    return {"GROUP": query.shape[1] // key_cache.shape[2], "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_SIZE": key_cache.shape[1]}
+    return {
+        "GROUP": query.shape[1] // key_cache.shape[2],
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d,
+        "BLOCK_SIZE": key_cache.shape[1],
+    }
 
 
-# ---------------------------------------------------------------- shapes, by static facts alone: all batches have the same bits
+# ---------------------------------------------------------------- shapes, by static facts alone:
+# all batches have the same bits
 
 
 def decode_shape(group: int, block_d: int, dtype: torch.dtype) -> dict[str, int]:
@@ -123,45 +241,75 @@ def decode_shape(group: int, block_d: int, dtype: torch.dtype) -> dict[str, int]
 
 
 def prefill_shape(group: int, block_d: int, dtype: torch.dtype, arch: int) -> dict[str, int]:
-    """64 rows or more, of 4 warps each: what wgmma takes. Before Hopper a tile of 64 keys of 128 elements would not fit the registers."""
+    """64 rows or more, of 4 warps each: what wgmma takes.
+
+    Before Hopper a tile of 64 keys of 128 elements would not fit the registers.
+    """
     if dtype == torch.float32:
         rows, tile = 32 if block_d <= 128 else 16, 32 if block_d <= 64 else 16
-        return {"ROWS": max(rows, triton.next_power_of_2(group)), "TILE": tile, "num_warps": 8, "num_stages": 2}
+        return {
+            "ROWS": max(rows, triton.next_power_of_2(group)),
+            "TILE": tile,
+            "num_warps": 8,
+            "num_stages": 2,
+        }
     rows, tile = 64 if block_d > 128 else 128, 64 if block_d <= (128 if arch >= 90 else 64) else 32
-    return {"ROWS": max(rows, triton.next_power_of_2(group)), "TILE": tile, "num_warps": 8, "num_stages": 3}
+    return {
+        "ROWS": max(rows, triton.next_power_of_2(group)),
+        "TILE": tile,
+        "num_warps": 8,
+        "num_stages": 3,
+    }
 
 
 # ---------------------------------------------------------------- once per step
 
 
 def _states_once(
-    metadata: AttentionMetadata, num_requests: int, query: Tensor, num_kv_heads: int, block_d: int, num_programs: int
+    metadata: AttentionMetadata,
+    num_requests: int,
+    query: Tensor,
+    num_kv_heads: int,
+    block_d: int,
+    num_programs: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where programs that share a request leave their states, and counters at 0: each layer's launch leaves them so.
+    """Where programs that share a request leave their states, and counters at 0: each layer's
+    launch leaves them so.
 
-    The capture of a CUDA graph makes its own: those of the run before it go away with the metadata, and each replay is to begin with zeros.
+    The capture of a CUDA graph makes its own: those of the run before it go away with the metadata,
+    and each replay is to begin with zeros.
     """
     is_captured = query.is_cuda and torch.cuda.is_current_stream_capturing()
     key = ("triton decode", query.shape[1], num_kv_heads, block_d, num_programs > 1, is_captured)
     if key not in metadata.scratch:
         is_shared = num_programs > 1  # else the kernel takes them, and touches none
         places = (num_requests, query.shape[1], MAX_PIECES) if is_shared else (1,)
-        scalars, sums = (query.new_empty((*places, size), dtype=torch.float32) for size in (2, block_d))
+        scalars, sums = (
+            query.new_empty((*places, size), dtype=torch.float32) for size in (2, block_d)
+        )
         counters = query.new_empty((num_requests, num_kv_heads), dtype=torch.int32)
         metadata.scratch[key] = scalars, sums, counters.zero_() if is_shared else counters
     return metadata.scratch[key]
 
 
 def _work_once(metadata: AttentionMetadata, block_tokens: int, device: torch.device) -> Tensor:
-    """[items, 2] i32: a request, and the first of its tokens in a block of block_tokens. Longest contexts first, lest the last program
-    to start be the one that runs longest."""
+    """[items, 2] i32: a request, and the first of its tokens in a block of block_tokens.
+
+    Longest contexts first, lest the last program
+    to start be the one that runs longest.
+    """
     key = ("triton prefill", block_tokens)
     if key not in metadata.scratch:
         items = []
         for request in range(metadata.num_decodes, len(metadata.query_lens)):
             query_len, length = metadata.query_lens[request], metadata.seq_lens_list[request]
-            items += [(length - query_len + first, request, first) for first in range(0, query_len, block_tokens)]
+            items += [
+                (length - query_len + first, request, first)
+                for first in range(0, query_len, block_tokens)
+            ]
         items.sort(reverse=True)
-        work = torch.tensor([item[1:] for item in items], dtype=torch.int32, pin_memory=device.type == "cuda")
+        work = torch.tensor(
+            [item[1:] for item in items], dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
         metadata.scratch[key] = work.to(device, non_blocking=True)
     return metadata.scratch[key]

@@ -1,10 +1,13 @@
-"""Attention of one query token per request over the paged cache: split-KV, merged in the same launch or in a second one.
-May know: Triton, the layout of the paged cache.
+"""Attention of one query token per request over the paged cache: split-KV, merged in the same
+launch or in a second one.
+
 Must not know: which rows of a batch are decodes, models, requests.
 
-A program serves one KV head of one request: the query heads that read it are the rows of its matrices. A context is cut into pieces by
-its own length alone, of at least MIN_TILES tiles, at most MAX_PIECES of them. The result is a fold over the pieces in ascending order,
-always; how many programs share the pieces out is free. So a row's bits depend neither on the batch nor on the GPU's size.
+A program serves one KV head of one request: the query heads that read it are the rows of its
+matrices. A context is cut into pieces by its own length alone, of at least MIN_TILES tiles, at most
+MAX_PIECES of them. The result is a fold over the pieces in ascending order, always; how many
+programs share the pieces out is free. So a row's bits depend neither on the batch nor on the GPU's
+size.
 
     pieces       0   1   2 | 3   4   5 | 6   7       8 pieces, 3 programs
     program 0    fold ---->|           |             keeps its fold in registers: stores one state
@@ -12,13 +15,15 @@ always; how many programs share the pieces out is free. So a row's bits depend n
     program 2              |           | 6   7
     last to end  fold(0..2), 3, 4, 5, 6, 7 -> out
 
-Who ends last is told by a counter per request and KV head, which the last program sets back to 0. Memory order: a program's stores of
-states precede a barrier of its threads, then one thread's atomic add with acquire-release order at GPU scope; the last program's loads
-follow its own atomic add and a barrier. By PTX's memory model that suffices, as a release covers what its thread saw through a barrier
-(a grid's barrier in CUDA's cooperative groups is built so).
-What was checked: results in Triton's interpreter, where programs run one after another, and the order of barrier, atomic and loads in the
-compiled code. What was not: it never ran on a GPU, and no race detector saw it. With one_launch=False a second kernel merges the
-states: none of this is needed then, and the bits are the same.
+Who ends last is told by a counter per request and KV head, which the last program sets back to 0.
+Memory order: a program's stores of states precede a barrier of its threads, then one thread's
+atomic add with acquire-release order at GPU scope; the last program's loads follow its own atomic
+add and a barrier. By PTX's memory model that suffices, as a release covers what its thread saw
+through a barrier (a grid's barrier in CUDA's cooperative groups is built so). What was checked:
+results in Triton's interpreter, where programs run one after another, and the order of barrier,
+atomic and loads in the compiled code. What was not: it never ran on a GPU, and no race detector saw
+it. With one_launch=False a second kernel merges the states: none of this is needed then, and the
+bits are the same.
 """
 
 import triton
@@ -27,68 +32,147 @@ import triton.language as tl
 from .attention_tile import NOTHING, capped, in_dtype, merge, normalised, online_softmax, slots_of
 
 MAX_PIECES = 32
-MIN_TILES = 2  # of a piece: more would leave a GPU idle at batch 1, fewer would store more states than they save time
+# of a piece: more would leave a GPU idle at batch 1, fewer would store more states than they save
+# time
+MIN_TILES = 2
 
 
 @triton.jit
-def _cut(length, num_programs, TILE: tl.constexpr, MIN_TILES: tl.constexpr, MAX_PIECES: tl.constexpr, WINDOW: tl.constexpr):
-    """-> first position that is seen, first tile, tiles, tiles of a piece, pieces, pieces of a program"""
+def _cut(
+    length,
+    num_programs,
+    TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    MAX_PIECES: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """-> first position that is seen, first tile, tiles, tiles of a piece, pieces, pieces of a
+    program
+    """
     begin = tl.maximum(length - WINDOW, 0) if WINDOW else length * 0
     first_tile = begin // TILE
     num_tiles = tl.cdiv(length, TILE) - first_tile
     piece_tiles = tl.maximum(tl.cdiv(num_tiles, MAX_PIECES), MIN_TILES)
     num_pieces = tl.cdiv(num_tiles, piece_tiles)
-    return begin, first_tile, num_tiles, piece_tiles, num_pieces, tl.maximum(tl.cdiv(num_pieces, num_programs), 1)
+    return (
+        begin,
+        first_tile,
+        num_tiles,
+        piece_tiles,
+        num_pieces,
+        tl.maximum(tl.cdiv(num_pieces, num_programs), 1),
+    )
 
 
 @triton.jit
 def _fold(scalars_ptr, sums_ptr, states, in_group, first, stop, BLOCK_D: tl.constexpr):
-    """The stored states first <= i < stop of `states` [ROWS], each row's own number of its first, merged in order."""
+    """The stored states first <= i < stop of `states` [ROWS], each row's own number of its first,
+    merged in order.
+    """
     largest = tl.full(states.shape, NOTHING, tl.float32)
     total = tl.zeros(states.shape, tl.float32)
     acc = tl.zeros((states.shape[0], BLOCK_D), tl.float32)
     columns = tl.arange(0, BLOCK_D)
     for i in tl.range(first, stop, num_stages=3):
         state = states + i
-        # .cg: from L2, where other multiprocessors' stores are. What is copied 4 bytes at a time passes L1, which the acquire has emptied.
-        piece_largest = tl.load(scalars_ptr + state * 2, mask=in_group, other=0.0, cache_modifier=".cg")
-        piece_total = tl.load(scalars_ptr + state * 2 + 1, mask=in_group, other=0.0, cache_modifier=".cg")
-        sums = tl.load(sums_ptr + state[:, None] * BLOCK_D + columns[None, :], mask=in_group[:, None], other=0.0, cache_modifier=".cg")
+        # .cg: from L2, where other multiprocessors' stores are. What is copied 4 bytes at a time
+        # passes L1, which the acquire has emptied.
+        piece_largest = tl.load(
+            scalars_ptr + state * 2, mask=in_group, other=0.0, cache_modifier=".cg"
+        )
+        piece_total = tl.load(
+            scalars_ptr + state * 2 + 1, mask=in_group, other=0.0, cache_modifier=".cg"
+        )
+        sums = tl.load(
+            sums_ptr + state[:, None] * BLOCK_D + columns[None, :],
+            mask=in_group[:, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
         largest, total, acc = merge(largest, total, acc, piece_largest, piece_total, sums)
     return total, acc
 
 
 @triton.jit
-def _store_state(scalars_ptr, sums_ptr, state, in_group, largest, total, acc, BLOCK_D: tl.constexpr):
+def _store_state(
+    scalars_ptr, sums_ptr, state, in_group, largest, total, acc, BLOCK_D: tl.constexpr
+):
     tl.store(scalars_ptr + state * 2, largest, mask=in_group)
     tl.store(scalars_ptr + state * 2 + 1, total, mask=in_group)
-    tl.store(sums_ptr + state[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :], acc, mask=in_group[:, None])
+    tl.store(
+        sums_ptr + state[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :],
+        acc,
+        mask=in_group[:, None],
+    )
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_programs"])
 def decode_kernel(
-    query_ptr, key_ptr, value_ptr, tables_ptr, lengths_ptr, out_ptr, scalars_ptr, sums_ptr, counters_ptr,
-    scale, value_scale, num_programs, table_stride, query_stride, query_head_stride,
-    key_block_stride, key_slot_stride, key_head_stride, value_block_stride, value_slot_stride, value_head_stride,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr, MAX_PIECES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ONE_LAUNCH: tl.constexpr,
-):  # fmt: skip
-    """Grid (requests, KV heads, num_programs). GROUP query heads read a KV head; ROWS >= GROUP and BLOCK_D >= HEAD_DIM pad to what
-    tl.dot takes. out [requests, NQ, HEAD_DIM] contiguous; scalars [requests, NQ, MAX_PIECES, 2] and sums [.., MAX_PIECES, BLOCK_D]."""
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    tables_ptr,
+    lengths_ptr,
+    out_ptr,
+    scalars_ptr,
+    sums_ptr,
+    counters_ptr,
+    scale,
+    value_scale,
+    num_programs,
+    table_stride,
+    query_stride,
+    query_head_stride,
+    key_block_stride,
+    key_slot_stride,
+    key_head_stride,
+    value_block_stride,
+    value_slot_stride,
+    value_head_stride,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    MAX_PIECES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ONE_LAUNCH: tl.constexpr,
+):
+    """Grid (requests, KV heads, num_programs).
+
+    GROUP query heads read a KV head; ROWS >= GROUP and BLOCK_D >= HEAD_DIM pad to what tl.dot
+    takes. out [requests, NQ, HEAD_DIM] contiguous; scalars [requests, NQ, MAX_PIECES, 2] and sums
+    [.., MAX_PIECES, BLOCK_D].
+    """
     request, kv_head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + request)
-    begin, first_tile, num_tiles, piece_tiles, num_pieces, share = _cut(length, num_programs, TILE, MIN_TILES, MAX_PIECES, WINDOW)
-    num_sharing = tl.maximum(tl.cdiv(num_pieces, share), 1)  # the request's only program stores zeros if there is nothing to see
+    begin, first_tile, num_tiles, piece_tiles, num_pieces, share = _cut(
+        length, num_programs, TILE, MIN_TILES, MAX_PIECES, WINDOW
+    )
+    # the request's only program stores zeros if there is nothing to see
+    num_sharing = tl.maximum(tl.cdiv(num_pieces, share), 1)
     if program >= num_sharing:
         return
 
     rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     heads, in_group, in_head = kv_head * GROUP + rows, rows < GROUP, columns < HEAD_DIM
     stored = in_group[:, None] & in_head[None, :]
-    query_ptrs = query_ptr + request.to(tl.int64) * query_stride + heads[:, None] * query_head_stride + columns[None, :]
+    query_ptrs = (
+        query_ptr
+        + request.to(tl.int64) * query_stride
+        + heads[:, None] * query_head_stride
+        + columns[None, :]
+    )
     query = tl.load(query_ptrs, mask=stored, other=0.0)
     states = (request * tl.num_programs(1) * GROUP + heads) * MAX_PIECES
-    out_ptrs = out_ptr + (request * tl.num_programs(1) * GROUP + heads).to(tl.int64)[:, None] * HEAD_DIM + columns[None, :]
+    out_ptrs = (
+        out_ptr
+        + (request * tl.num_programs(1) * GROUP + heads).to(tl.int64)[:, None] * HEAD_DIM
+        + columns[None, :]
+    )
     table = tables_ptr + request.to(tl.int64) * table_stride
     key_ptr += kv_head * key_head_stride
     value_ptr += kv_head * value_head_stride
@@ -104,42 +188,99 @@ def decode_kernel(
         seen = positions < length
         if WINDOW:
             seen = seen & (positions >= begin)
-        key_slots = slots_of(table, positions, seen, key_block_stride, key_slot_stride, BLOCK_SIZE, TILE, True)
-        value_slots = slots_of(table, positions, seen, value_block_stride, value_slot_stride, BLOCK_SIZE, TILE, True)
-        keys = tl.load(key_ptr + key_slots[None, :] + columns[:, None], mask=seen[None, :] & in_head[:, None], other=0.0)
-        values = tl.load(value_ptr + value_slots[:, None] + columns[None, :], mask=seen[:, None] & in_head[None, :], other=0.0)
-        scores, factor = capped(tl.dot(query, in_dtype(keys, query), input_precision="ieee"), scale, SOFTCAP)
+        key_slots = slots_of(
+            table, positions, seen, key_block_stride, key_slot_stride, BLOCK_SIZE, TILE, True
+        )
+        value_slots = slots_of(
+            table, positions, seen, value_block_stride, value_slot_stride, BLOCK_SIZE, TILE, True
+        )
+        keys = tl.load(
+            key_ptr + key_slots[None, :] + columns[:, None],
+            mask=seen[None, :] & in_head[:, None],
+            other=0.0,
+        )
+        values = tl.load(
+            value_ptr + value_slots[:, None] + columns[None, :],
+            mask=seen[:, None] & in_head[None, :],
+            other=0.0,
+        )
+        scores, factor = capped(
+            tl.dot(query, in_dtype(keys, query), input_precision="ieee"), scale, SOFTCAP
+        )
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        largest, total, acc = online_softmax(scores, factor, in_dtype(values, query), largest, total, acc)
+        largest, total, acc = online_softmax(
+            scores, factor, in_dtype(values, query), largest, total, acc
+        )
         if ((tile + 1) % piece_tiles == 0) | (tile + 1 == stop):
             if program == 0:
-                fold_largest, fold_total, fold_acc = merge(fold_largest, fold_total, fold_acc, largest, total, acc)
+                fold_largest, fold_total, fold_acc = merge(
+                    fold_largest, fold_total, fold_acc, largest, total, acc
+                )
             else:
-                _store_state(scalars_ptr, sums_ptr, states + tile // piece_tiles, in_group, largest, total, acc, BLOCK_D)
+                _store_state(
+                    scalars_ptr,
+                    sums_ptr,
+                    states + tile // piece_tiles,
+                    in_group,
+                    largest,
+                    total,
+                    acc,
+                    BLOCK_D,
+                )
             largest = tl.full((ROWS,), NOTHING, tl.float32)
             total = tl.zeros((ROWS,), tl.float32)
             acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
 
     if num_sharing == 1:
-        tl.store(out_ptrs, normalised(fold_total, fold_acc, value_scale).to(out_ptr.dtype.element_ty), mask=stored)
+        tl.store(
+            out_ptrs,
+            normalised(fold_total, fold_acc, value_scale).to(out_ptr.dtype.element_ty),
+            mask=stored,
+        )
         return
     if program == 0:
-        _store_state(scalars_ptr, sums_ptr, states + share - 1, in_group, fold_largest, fold_total, fold_acc, BLOCK_D)
+        _store_state(
+            scalars_ptr,
+            sums_ptr,
+            states + share - 1,
+            in_group,
+            fold_largest,
+            fold_total,
+            fold_acc,
+            BLOCK_D,
+        )
     if ONE_LAUNCH:
         counter = counters_ptr + request * tl.num_programs(1) + kv_head
         tl.debug_barrier()
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_sharing - 1:
-            total, acc = _fold(scalars_ptr, sums_ptr, states, in_group, share - 1, num_pieces, BLOCK_D)
-            tl.store(out_ptrs, normalised(total, acc, value_scale).to(out_ptr.dtype.element_ty), mask=stored)
+            total, acc = _fold(
+                scalars_ptr, sums_ptr, states, in_group, share - 1, num_pieces, BLOCK_D
+            )
+            tl.store(
+                out_ptrs,
+                normalised(total, acc, value_scale).to(out_ptr.dtype.element_ty),
+                mask=stored,
+            )
             tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=["num_programs"])
 def merge_kernel(
-    lengths_ptr, out_ptr, scalars_ptr, sums_ptr, value_scale, num_programs,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr, MAX_PIECES: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
+    lengths_ptr,
+    out_ptr,
+    scalars_ptr,
+    sums_ptr,
+    value_scale,
+    num_programs,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    MAX_PIECES: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
     """Grid (requests, KV heads): what the last program of a decode_kernel of one launch does."""
     request, kv_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths_ptr + request)
@@ -148,6 +289,12 @@ def merge_kernel(
         return
     rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     heads, in_group = (request * tl.num_programs(1) + kv_head) * GROUP + rows, rows < GROUP
-    total, acc = _fold(scalars_ptr, sums_ptr, heads * MAX_PIECES, in_group, share - 1, num_pieces, BLOCK_D)
+    total, acc = _fold(
+        scalars_ptr, sums_ptr, heads * MAX_PIECES, in_group, share - 1, num_pieces, BLOCK_D
+    )
     out_ptrs = out_ptr + heads.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :]
-    tl.store(out_ptrs, normalised(total, acc, value_scale).to(out_ptr.dtype.element_ty), mask=in_group[:, None] & (columns < HEAD_DIM)[None, :])
+    tl.store(
+        out_ptrs,
+        normalised(total, acc, value_scale).to(out_ptr.dtype.element_ty),
+        mask=in_group[:, None] & (columns < HEAD_DIM)[None, :],
+    )

@@ -1,10 +1,11 @@
 """Attention of requests' several query tokens over the paged cache: a prompt, or a chunk of one.
-May know: Triton, the layout of the paged cache.
+
 Must not know: which rows of a batch are prefills, models, requests.
 
-A program serves a block of one request's query tokens and one KV head: the rows of its matrices are tokens times the query heads that
-read the KV head. 64 rows or more are what Hopper's wgmma takes. Keys that all of a block's tokens see need no mask; the diagonal, and
-the left edge of a sliding window, are masked.
+A program serves a block of one request's query tokens and one KV head: the rows of its matrices are
+tokens times the query heads that read the KV head. 64 rows or more are what Hopper's wgmma takes.
+Keys that all of a block's tokens see need no mask; the diagonal, and the left edge of a sliding
+window, are masked.
 """
 
 import triton
@@ -15,19 +16,62 @@ from .attention_tile import NOTHING, capped, in_dtype, normalised, online_softma
 
 @triton.jit
 def _attend(
-    query, row_positions, key_ptr, value_ptr, table, length, scale, first, stop, largest, total, acc,
-    key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Adds tiles first <= i < stop to the rows' state. MASKED: some rows may not see some of them."""
+    query,
+    row_positions,
+    key_ptr,
+    value_ptr,
+    table,
+    length,
+    scale,
+    first,
+    stop,
+    largest,
+    total,
+    acc,
+    key_block_stride,
+    key_slot_stride,
+    value_block_stride,
+    value_slot_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds tiles first <= i < stop to the rows' state.
+
+    MASKED: some rows may not see some of them.
+    """
     columns = tl.arange(0, BLOCK_D)
     for tile in range(first, stop):
         positions = tile * TILE + tl.arange(0, TILE)
         in_context = positions < length
-        key_slots = slots_of(table, positions, in_context, key_block_stride, key_slot_stride, BLOCK_SIZE, TILE, MASKED)
-        value_slots = slots_of(table, positions, in_context, value_block_stride, value_slot_stride, BLOCK_SIZE, TILE, MASKED)
-        key_ptrs, value_ptrs = key_ptr + key_slots[None, :] + columns[:, None], value_ptr + value_slots[:, None] + columns[None, :]
+        key_slots = slots_of(
+            table,
+            positions,
+            in_context,
+            key_block_stride,
+            key_slot_stride,
+            BLOCK_SIZE,
+            TILE,
+            MASKED,
+        )
+        value_slots = slots_of(
+            table,
+            positions,
+            in_context,
+            value_block_stride,
+            value_slot_stride,
+            BLOCK_SIZE,
+            TILE,
+            MASKED,
+        )
+        key_ptrs, value_ptrs = (
+            key_ptr + key_slots[None, :] + columns[:, None],
+            value_ptr + value_slots[:, None] + columns[None, :],
+        )
         if MASKED:
             in_head = columns < HEAD_DIM
             keys = tl.load(key_ptrs, mask=in_context[None, :] & in_head[:, None], other=0.0)
@@ -37,36 +81,74 @@ def _attend(
             values = tl.load(value_ptrs, mask=(columns < HEAD_DIM)[None, :], other=0.0)
         else:
             keys, values = tl.load(key_ptrs), tl.load(value_ptrs)
-        scores, factor = capped(tl.dot(query, in_dtype(keys, query), input_precision="ieee"), scale, SOFTCAP)
+        scores, factor = capped(
+            tl.dot(query, in_dtype(keys, query), input_precision="ieee"), scale, SOFTCAP
+        )
         if MASKED:
             seen = positions[None, :] <= row_positions[:, None]
             if WINDOW:
                 seen = seen & (positions[None, :] > row_positions[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
-        largest, total, acc = online_softmax(scores, factor, in_dtype(values, query), largest, total, acc)
+        largest, total, acc = online_softmax(
+            scores, factor, in_dtype(values, query), largest, total, acc
+        )
     return largest, total, acc
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def prefill_kernel(
-    query_ptr, key_ptr, value_ptr, tables_ptr, starts_ptr, lengths_ptr, work_ptr, out_ptr,
-    scale, value_scale, num_heads, table_stride, query_stride, query_head_stride,
-    key_block_stride, key_slot_stride, key_head_stride, value_block_stride, value_slot_stride, value_head_stride,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """Grid (KV heads, items of work). work [items, 2] i32: a request, and the first of its query tokens that the program serves.
-    ROWS // GROUP tokens are a block. out [T, NQ, HEAD_DIM], contiguous."""
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    tables_ptr,
+    starts_ptr,
+    lengths_ptr,
+    work_ptr,
+    out_ptr,
+    scale,
+    value_scale,
+    num_heads,
+    table_stride,
+    query_stride,
+    query_head_stride,
+    key_block_stride,
+    key_slot_stride,
+    key_head_stride,
+    value_block_stride,
+    value_slot_stride,
+    value_head_stride,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Grid (KV heads, items of work). work [items, 2] i32: a request, and the first of its query
+    tokens that the program serves. ROWS // GROUP tokens are a block. out [T, NQ, HEAD_DIM],
+    contiguous.
+    """
     kv_head, item = tl.program_id(0), tl.program_id(1)
     request, first_token = tl.load(work_ptr + 2 * item), tl.load(work_ptr + 2 * item + 1)
-    start, end, length = tl.load(starts_ptr + request), tl.load(starts_ptr + request + 1), tl.load(lengths_ptr + request)
+    start, end, length = (
+        tl.load(starts_ptr + request),
+        tl.load(starts_ptr + request + 1),
+        tl.load(lengths_ptr + request),
+    )
 
     BLOCK_TOKENS: tl.constexpr = ROWS // GROUP
     rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     tokens, heads = first_token + rows // GROUP, kv_head * GROUP + rows % GROUP
     in_block = (rows < BLOCK_TOKENS * GROUP) & (tokens < end - start)
     stored = in_block[:, None] & (columns < HEAD_DIM)[None, :]
-    query_ptrs = query_ptr + (start + tokens).to(tl.int64)[:, None] * query_stride + heads[:, None] * query_head_stride + columns[None, :]
+    query_ptrs = (
+        query_ptr
+        + (start + tokens).to(tl.int64)[:, None] * query_stride
+        + heads[:, None] * query_head_stride
+        + columns[None, :]
+    )
     query = tl.load(query_ptrs, mask=stored, other=0.0)
     table = tables_ptr + request.to(tl.int64) * table_stride
     key_ptr += kv_head * key_head_stride
@@ -82,20 +164,85 @@ def prefill_kernel(
     if WINDOW:
         full_first = tl.cdiv(tl.maximum(last_position + 1 - WINDOW, 0), TILE)
         largest, total, acc = _attend(
-            query, row_positions, key_ptr, value_ptr, table, length, scale,
-            tl.maximum(first_position + 1 - WINDOW, 0) // TILE, full_first, largest, total, acc,
-            key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, True,
-        )  # fmt: skip
+            query,
+            row_positions,
+            key_ptr,
+            value_ptr,
+            table,
+            length,
+            scale,
+            tl.maximum(first_position + 1 - WINDOW, 0) // TILE,
+            full_first,
+            largest,
+            total,
+            acc,
+            key_block_stride,
+            key_slot_stride,
+            value_block_stride,
+            value_slot_stride,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_SIZE,
+            TILE,
+            WINDOW,
+            SOFTCAP,
+            True,
+        )
     largest, total, acc = _attend(
-        query, row_positions, key_ptr, value_ptr, table, length, scale, full_first, full_stop, largest, total, acc,
-        key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
-        HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, False,
-    )  # fmt: skip
+        query,
+        row_positions,
+        key_ptr,
+        value_ptr,
+        table,
+        length,
+        scale,
+        full_first,
+        full_stop,
+        largest,
+        total,
+        acc,
+        key_block_stride,
+        key_slot_stride,
+        value_block_stride,
+        value_slot_stride,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_SIZE,
+        TILE,
+        WINDOW,
+        SOFTCAP,
+        False,
+    )
     largest, total, acc = _attend(
-        query, row_positions, key_ptr, value_ptr, table, length, scale, tl.maximum(full_first, full_stop), stop, largest, total, acc,
-        key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
-        HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, True,
-    )  # fmt: skip
-    out_ptrs = out_ptr + ((start + tokens).to(tl.int64) * num_heads + heads)[:, None] * HEAD_DIM + columns[None, :]
-    tl.store(out_ptrs, normalised(total, acc, value_scale).to(out_ptr.dtype.element_ty), mask=stored)
+        query,
+        row_positions,
+        key_ptr,
+        value_ptr,
+        table,
+        length,
+        scale,
+        tl.maximum(full_first, full_stop),
+        stop,
+        largest,
+        total,
+        acc,
+        key_block_stride,
+        key_slot_stride,
+        value_block_stride,
+        value_slot_stride,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_SIZE,
+        TILE,
+        WINDOW,
+        SOFTCAP,
+        True,
+    )
+    out_ptrs = (
+        out_ptr
+        + ((start + tokens).to(tl.int64) * num_heads + heads)[:, None] * HEAD_DIM
+        + columns[None, :]
+    )
+    tl.store(
+        out_ptrs, normalised(total, acc, value_scale).to(out_ptr.dtype.element_ty), mask=stored
+    )

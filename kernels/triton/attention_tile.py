@@ -1,20 +1,33 @@
-"""Attention, one tile of keys at a time: where its slots are, its scores, its step of the online softmax (Milakov & Gimelshein 2018).
-May know: Triton.
-Must not know: which positions a program goes through, and why; how results are stored."""
+"""Attention, one tile of keys at a time: where its slots are, its scores, its step of the online
+softmax (Milakov & Gimelshein 2018).
+
+Must not know: which positions a program goes through, and why; how results are stored.
+"""
 
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # the hardware's exponential is that of base 2
-NOTHING = tl.constexpr(-1e30)  # the largest of no logits: finite, so that it may be subtracted from itself
+# the largest of no logits: finite, so that it may be subtracted from itself
+NOTHING = tl.constexpr(-1e30)
 
 
 @triton.jit
-def slots_of(table, positions, in_context, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """positions [TILE], ascending from a multiple of TILE -> offsets of their slots in a cache, i64. table: the request's block table.
+def slots_of(
+    table,
+    positions,
+    in_context,
+    stride_block,
+    stride_slot,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """positions [TILE], ascending from a multiple of TILE -> offsets of their slots in a cache,
+    i64. table: the request's block table.
 
-    Where tiles never straddle blocks, one scalar look-up serves the tile, of which some position must be in context. Otherwise entries
-    of positions that are not in_context are not followed.
+    Where tiles never straddle blocks, one scalar look-up serves the tile, of which some position
+    must be in context. Otherwise entries of positions that are not in_context are not followed.
     """
     if BLOCK_SIZE % TILE == 0:
         block = tl.load(table + tl.min(positions, 0) // BLOCK_SIZE).to(tl.int64)
@@ -27,28 +40,37 @@ def slots_of(table, positions, in_context, stride_block, stride_slot, BLOCK_SIZE
 
 @triton.jit
 def in_dtype(cached, query):
-    """Keys or values of an fp8 cache in the query's dtype, which holds them exactly, for the tensor cores; others as they are."""
+    """Keys or values of an fp8 cache in the query's dtype, which holds them exactly, for the tensor
+    cores; others as they are.
+    """
     return cached if cached.dtype == query.dtype else cached.to(query.dtype)
 
 
 @triton.jit
 def capped(scores, scale, SOFTCAP: tl.constexpr):
-    """-> (scores, factor), whose product is the logits in base 2. A soft-cap c makes a logit x into c tanh(x / c).
+    """-> (scores, factor), whose product is the logits in base 2.
 
-    tanh comes from the exponential, 1 - 2 / (exp(2 x / c) + 1): right at both ends, to 1e-7 c in between.
+    A soft-cap c makes a logit x into c tanh(x / c).
+
+    tanh comes from the exponential, 1 - 2 / (exp(2 x / c) + 1): right at both ends, to 1e-7 c in
+    between.
     """
     if SOFTCAP == 0.0:
         factor = scale * LOG2_E
     else:
-        scores = SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(scores * (scale * (2.0 * LOG2_E / SOFTCAP))) + 1.0)
+        scores = SOFTCAP - 2.0 * SOFTCAP / (
+            tl.exp2(scores * (scale * (2.0 * LOG2_E / SOFTCAP))) + 1.0
+        )
         factor = scale * 0.0 + LOG2_E
     return scores, factor
 
 
 @triton.jit
 def online_softmax(scores, factor, values, largest, total, acc):
-    """Adds a tile to its rows' state: largest [M] logit in base 2; total [M] and acc [M, D], the sums of exp2(logit - largest) and of
-    that times the values. scores [M, TILE] times factor > 0 are the logits, -inf where masked; values [TILE, D]."""
+    """Adds a tile to its rows' state: largest [M] logit in base 2; total [M] and acc [M, D], the
+    sums of exp2(logit - largest) and of that times the values. scores [M, TILE] times factor > 0
+    are the logits, -inf where masked; values [TILE, D].
+    """
     new_largest = tl.maximum(largest, tl.max(scores, 1) * factor)
     shrink = tl.exp2(largest - new_largest)
     weights = tl.exp2(tl.fma(scores, factor, -new_largest[:, None]))
@@ -59,8 +81,11 @@ def online_softmax(scores, factor, values, largest, total, acc):
 
 @triton.jit
 def merge(largest, total, acc, later_largest, later_total, later_acc):
-    """The states of the same rows over some keys and over later ones -> over both. The multiply-adds are spelled out: then the bits are
-    the same wherever this is compiled in."""
+    """The states of the same rows over some keys and over later ones -> over both.
+
+    The multiply-adds are spelled out: then the bits are
+    the same wherever this is compiled in.
+    """
     new_largest = tl.maximum(largest, later_largest)
     shrink, later_shrink = tl.exp2(largest - new_largest), tl.exp2(later_largest - new_largest)
     total = tl.fma(total, shrink, later_total * later_shrink)

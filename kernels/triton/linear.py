@@ -1,6 +1,7 @@
 """Products with weights on a GPU: cuBLAS, through torch. No kernel of ours.
-May know: torch, the contracts.
-Must not know: models, requests."""
+
+Must not know: models, requests.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from .device import PRIORITY, is_cuda
 
 
 class PackedLinear:
-    """The weight stays as it is, which cuBLAS reads well: a tied embedding goes on reading its rows from the same memory."""
+    """The weight stays as it is, which cuBLAS reads well: a tied embedding goes on reading its rows
+    from the same memory.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self.weight = weight  # [N, K]
@@ -23,7 +26,9 @@ class PackedLinear:
         return F.linear(x, self.weight, self.bias)
 
     def logits(self, x: Tensor) -> Tensor:
-        """[T, N] f32, written once: rounded to bf16 and widened again, a vocabulary of 152k would be written twice and read once more."""
+        """[T, N] f32, written once: rounded to bf16 and widened again, a vocabulary of 152k would
+        be written twice and read once more.
+        """
         if x.dtype == torch.float32:
             return self(x)
         logits = torch.mm(x, self.weight.T, out_dtype=torch.float32)

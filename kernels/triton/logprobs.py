@@ -1,6 +1,8 @@
-"""Log-probabilities in Triton: of the chosen token with its rank, and of the most likely ones; the row is read once.
-May know: torch, triton, the contracts.
-Must not know: models, requests."""
+"""Log-probabilities in Triton: of the chosen token with its rank, and of the most likely ones; the
+row is read once.
+
+Must not know: models, requests.
+"""
 
 import torch
 import triton
@@ -11,15 +13,28 @@ from ..registry import register
 from .device import PRIORITY, is_cuda
 from .order import CHUNK, LOWEST, first_of_row, load_logits, order_of, token_of, value_of
 
-MOST_BY_TURNS = 32  # most likely tokens found one after the other; more by torch's topk, which orders nothing either that it does not return
+# most likely tokens found one after the other; more by torch's topk, which orders nothing either
+# that it does not return
+MOST_BY_TURNS = 32
 
 
 @triton.jit(do_not_specialize=["k"])
 def chunk_logprobs_kernel(
-    logits_ptr, token_ids_ptr, parts_ptr, sums_ptr, likelier_ptr, tops_ptr, vocab_size, row_stride, k, CHUNK: tl.constexpr
+    logits_ptr,
+    token_ids_ptr,
+    parts_ptr,
+    sums_ptr,
+    likelier_ptr,
+    tops_ptr,
+    vocab_size,
+    row_stride,
+    k,
+    CHUNK: tl.constexpr,
 ):
-    """Of each chunk [rows, chunks]: the order of its first token i64, the sum of exp(logit - its largest) f32, how many logits are above the
-    chosen one i32; and the orders of its first k tokens [rows, chunks, k] i64."""
+    """Of each chunk [rows, chunks]: the order of its first token i64, the sum of exp(logit - its
+    largest) f32, how many logits are above the chosen one i32; and the orders of its first k tokens
+    [rows, chunks, k] i64.
+    """
     row, chunk = tl.program_id(0), tl.program_id(1)
     part = row * tl.num_programs(1) + chunk
     token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -41,29 +56,60 @@ def chunk_logprobs_kernel(
 
 @triton.jit(do_not_specialize=["k", "num_out"])
 def row_logprobs_kernel(
-    logits_ptr, token_ids_ptr, parts_ptr, sums_ptr, likelier_ptr, tops_ptr, ids_ptr, logprobs_ptr, ranks_ptr, norms_ptr, row_stride, num_chunks,
-    k, num_out, BLOCK: tl.constexpr, TOPS: tl.constexpr,
-):  # fmt: skip
-    """ids i32 and logprobs f32 [rows, num_out]: the chosen token and k others; ranks [rows] i32; norms [rows, 2] f32, whose sum is what a
-    log-probability is less than its logit."""
+    logits_ptr,
+    token_ids_ptr,
+    parts_ptr,
+    sums_ptr,
+    likelier_ptr,
+    tops_ptr,
+    ids_ptr,
+    logprobs_ptr,
+    ranks_ptr,
+    norms_ptr,
+    row_stride,
+    num_chunks,
+    k,
+    num_out,
+    BLOCK: tl.constexpr,
+    TOPS: tl.constexpr,
+):
+    """ids i32 and logprobs f32 [rows, num_out]: the chosen token and k others; ranks [rows] i32;
+    norms [rows, 2] f32, whose sum is what a log-probability is less than its logit.
+    """
     row = tl.program_id(0)
     chunk = tl.arange(0, BLOCK)
     mask = chunk < num_chunks
     largest = value_of(first_of_row(parts_ptr, row, num_chunks, BLOCK))
     chunk_largest = value_of(tl.load(parts_ptr + row * num_chunks + chunk, mask=mask, other=LOWEST))
     sums = tl.load(sums_ptr + row * num_chunks + chunk, mask=mask, other=0.0)
-    total = tl.log(tl.sum(tl.where(mask & (chunk_largest > float("-inf")), sums * tl.exp(chunk_largest - largest), 0.0), axis=0))
+    total = tl.log(
+        tl.sum(
+            tl.where(
+                mask & (chunk_largest > float("-inf")), sums * tl.exp(chunk_largest - largest), 0.0
+            ),
+            axis=0,
+        )
+    )
     chosen = tl.load(token_ids_ptr + row)
     ids_ptr += row.to(tl.int64) * num_out
     logprobs_ptr += row.to(tl.int64) * num_out
     tl.store(norms_ptr + 2 * row, largest)
     tl.store(norms_ptr + 2 * row + 1, total)
     tl.store(ids_ptr, chosen.to(tl.int32))
-    tl.store(logprobs_ptr, tl.load(logits_ptr + row.to(tl.int64) * row_stride + chosen) - largest - total)
-    tl.store(ranks_ptr + row, 1 + tl.sum(tl.load(likelier_ptr + row * num_chunks + chunk, mask=mask, other=0), axis=0))
+    tl.store(
+        logprobs_ptr, tl.load(logits_ptr + row.to(tl.int64) * row_stride + chosen) - largest - total
+    )
+    tl.store(
+        ranks_ptr + row,
+        1 + tl.sum(tl.load(likelier_ptr + row * num_chunks + chunk, mask=mask, other=0), axis=0),
+    )
     if k > 0:
         place = tl.arange(0, TOPS)
-        tops = tl.load(tops_ptr + row.to(tl.int64) * num_chunks * k + place, mask=place < num_chunks * k, other=LOWEST)
+        tops = tl.load(
+            tops_ptr + row.to(tl.int64) * num_chunks * k + place,
+            mask=place < num_chunks * k,
+            other=LOWEST,
+        )
         for i in range(k):
             first = tl.max(tops, axis=0)
             tl.store(ids_ptr + 1 + i, token_of(first).to(tl.int32))
@@ -79,16 +125,28 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(num_rows, *shape, dtype=dtype, device=logits.device)
 
-    ids, logprobs, ranks, norms = empty(torch.int32, k + 1), empty(torch.float32, k + 1), empty(torch.int32), empty(torch.float32, 2)
+    ids, logprobs, ranks, norms = (
+        empty(torch.int32, k + 1),
+        empty(torch.float32, k + 1),
+        empty(torch.int32),
+        empty(torch.float32, 2),
+    )
     if not num_rows:
         return ids, logprobs, ranks
     token_ids, turns = token_ids.contiguous(), k if k <= MOST_BY_TURNS else 0
     found = [empty(dtype, num_chunks) for dtype in (torch.int64, torch.float32, torch.int32)]
     found.append(empty(torch.int64, num_chunks, max(turns, 1)))
-    chunk_logprobs_kernel[num_rows, num_chunks](logits, token_ids, *found, vocab_size, logits.stride(0), turns, CHUNK=CHUNK)
-    blocks = {"BLOCK": triton.next_power_of_2(num_chunks), "TOPS": triton.next_power_of_2(max(turns, 1) * num_chunks)}
+    chunk_logprobs_kernel[num_rows, num_chunks](
+        logits, token_ids, *found, vocab_size, logits.stride(0), turns, CHUNK=CHUNK
+    )
+    blocks = {
+        "BLOCK": triton.next_power_of_2(num_chunks),
+        "TOPS": triton.next_power_of_2(max(turns, 1) * num_chunks),
+    }
     out = ids, logprobs, ranks, norms
-    row_logprobs_kernel[(num_rows,)](logits, token_ids, *found, *out, logits.stride(0), num_chunks, turns, k + 1, **blocks)
+    row_logprobs_kernel[(num_rows,)](
+        logits, token_ids, *found, *out, logits.stride(0), num_chunks, turns, k + 1, **blocks
+    )
     if turns < k:
         values, ids[:, 1:] = logits.topk(k, dim=-1)
         logprobs[:, 1:] = values - norms[:, :1] - norms[:, 1:]

@@ -1,6 +1,8 @@
-"""Gumbel noise in Triton: the reference's Philox numbers, bit by bit, and its logarithms, to rounding.
-May know: torch, triton, the contracts.
-Must not know: models, requests, what is drawn with it."""
+"""Gumbel noise in Triton: the reference's Philox numbers, bit by bit, and its logarithms, to
+rounding.
+
+Must not know: models, requests, what is drawn with it.
+"""
 
 import torch
 import triton
@@ -28,19 +30,28 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def uniform(start, seed, position, SIZE: tl.constexpr):
-    """u [SIZE] of the tokens start, start + 1, ...; start is a multiple of 4. A thread that has a quad has its four words."""
+    """u [SIZE] of the tokens start, start + 1, ...; start is a multiple of 4.
+
+    A thread that has a quad has its four words.
+    """
     quads = (start // 4 + tl.arange(0, SIZE // 4)).to(tl.uint32)
     zeros = tl.zeros_like(quads)
     low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
     seed_low, seed_high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    c0, c1, c2, c3 = philox4x32(quads, zeros + low, zeros + high, zeros, zeros + seed_low, zeros + seed_high)
+    c0, c1, c2, c3 = philox4x32(
+        quads, zeros + low, zeros + high, zeros, zeros + seed_low, zeros + seed_high
+    )
     words = tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))
     return tl.minimum((words.to(tl.float32) + 0.5) * STEP, LARGEST_U)
 
 
 @triton.jit
 def gumbel(u):
-    """-log(-log1p(-u)). The logarithm of 1 - u, which rounding has moved away from u, is set right by u over what it has become (Kahan)."""
+    """-log(-log1p(-u)).
+
+    The logarithm of 1 - u, which rounding has moved away from u, is set right by u over what it has
+    become (Kahan).
+    """
     rest = 1.0 - u
     lost = tl.where(rest == 1.0, 1.0, 1.0 - rest)
     return -tl.log(tl.where(rest == 1.0, u, -tl.log(rest) * tl.div_rn(u, lost)))
@@ -58,5 +69,12 @@ def random_gumbel_kernel(seeds_ptr, positions_ptr, out_ptr, num_tokens, TILE: tl
 def random_gumbel(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
     out = torch.empty(len(seeds), num_tokens, dtype=torch.float32, device=seeds.device)
     grid = (len(seeds), triton.cdiv(num_tokens, TILE))
-    random_gumbel_kernel[grid](seeds.contiguous(), positions.contiguous(), out, num_tokens, TILE=TILE, enable_fp_fusion=False)
+    random_gumbel_kernel[grid](
+        seeds.contiguous(),
+        positions.contiguous(),
+        out,
+        num_tokens,
+        TILE=TILE,
+        enable_fp_fusion=False,
+    )
     return out

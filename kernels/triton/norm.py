@@ -1,6 +1,7 @@
 """RMS norms in Triton: a program holds whole rows, so that they are read once.
-May know: torch, triton, the contracts.
-Must not know: models, requests."""
+
+Must not know: models, requests.
+"""
 
 import triton
 import triton.language as tl
@@ -12,7 +13,9 @@ from .device import PLAIN, PRIORITY, TILE, is_cuda
 
 @triton.jit
 def _normalise(x, weight, eps, SIZE: tl.constexpr):
-    """x [ROWS, BLOCK] f32 with zeros beyond SIZE, weight [BLOCK] -> [ROWS, BLOCK] in the weight's dtype, rounded before the product too"""
+    """x [ROWS, BLOCK] f32 with zeros beyond SIZE, weight [BLOCK] -> [ROWS, BLOCK] in the weight's
+    dtype, rounded before the product too
+    """
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)
     normalised = (x * scale[:, None]).to(weight.dtype).to(tl.float32)
     return (normalised * weight.to(tl.float32)[None, :]).to(weight.dtype)
@@ -20,9 +23,18 @@ def _normalise(x, weight, eps, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, num_rows, heads, token_stride, head_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    num_rows,
+    heads,
+    token_stride,
+    head_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """x: `heads` rows to a token, with strides; out [num_rows, SIZE], contiguous"""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -30,14 +42,26 @@ def rms_norm_kernel(
     offset = (row // heads).to(tl.int64) * token_stride + (row % heads) * head_stride
     x = tl.load(x_ptr + offset[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0)
-    tl.store(out_ptr + row.to(tl.int64)[:, None] * SIZE + column[None, :], _normalise(x, weight, eps, SIZE), mask=mask)
+    tl.store(
+        out_ptr + row.to(tl.int64)[:, None] * SIZE + column[None, :],
+        _normalise(x, weight, eps, SIZE),
+        mask=mask,
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def fused_add_rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, num_rows, x_stride, residual_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    num_rows,
+    x_stride,
+    residual_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (column < SIZE)[None, :]
@@ -52,9 +76,19 @@ def fused_add_rms_norm_kernel(
 
 
 def _shape(size: int) -> dict[str, int | bool]:
-    """Rows of a program and its warps. Small rows (heads) share a program; a large one has 8 warps, with up to four loads in flight each."""
+    """Rows of a program and its warps.
+
+    Small rows (heads) share a program; a large one has 8 warps, with up to four loads in flight
+    each.
+    """
     block = triton.next_power_of_2(size)
-    return {"SIZE": size, "BLOCK": block, "ROWS": max(1, TILE // block), "num_warps": 8 if block > 2 * TILE else 4, **PLAIN}
+    return {
+        "SIZE": size,
+        "BLOCK": block,
+        "ROWS": max(1, TILE // block),
+        "num_warps": 8 if block > 2 * TILE else 4,
+        **PLAIN,
+    }
 
 
 @register("rms_norm", name="triton", predicate=is_cuda, priority=PRIORITY)
@@ -65,7 +99,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     shape = _shape(x.shape[-1])
     num_rows = heads.shape[0] * heads.shape[1]
     grid = (triton.cdiv(num_rows, shape["ROWS"]),)
-    rms_norm_kernel[grid](heads, weight, out, num_rows, heads.shape[1], heads.stride(0), heads.stride(1), eps, **shape)
+    rms_norm_kernel[grid](
+        heads, weight, out, num_rows, heads.shape[1], heads.stride(0), heads.stride(1), eps, **shape
+    )
     return out.view(x.shape)
 
 
@@ -73,4 +109,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
     shape = _shape(x.shape[-1])
     grid = (triton.cdiv(len(x), shape["ROWS"]),)
-    fused_add_rms_norm_kernel[grid](x, residual, weight, len(x), x.stride(0), residual.stride(0), eps, **shape)
+    fused_add_rms_norm_kernel[grid](
+        x, residual, weight, len(x), x.stride(0), residual.stride(0), eps, **shape
+    )

@@ -1,10 +1,12 @@
-"""The order of a row's tokens, as numbers: by logit, the lower token first among equals; and a row's first, found by several programs.
-May know: triton.
+"""The order of a row's tokens, as numbers: by logit, the lower token first among equals; and a
+row's first, found by several programs.
+
 Must not know: what is done with the order.
 
-A row is read in chunks of CHUNK tokens by as many programs, so that a single row of a large vocabulary keeps many multiprocessors busy. How
-a row is divided depends on its size alone; and of what the programs find, only integers are ever added, or a largest taken. So the bits of
-a result depend on the row alone.
+A row is read in chunks of CHUNK tokens by as many programs, so that a single row of a large
+vocabulary keeps many multiprocessors busy. How a row is divided depends on its size alone; and of
+what the programs find, only integers are ever added, or a largest taken. So the bits of a result
+depend on the row alone.
 """
 
 import triton
@@ -19,14 +21,19 @@ NO_SIGN = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def load_logits(row_ptr, token, vocab_size):
-    """[SIZE] f32 at `token` [SIZE]. A NaN is never the largest of anything: it counts as -inf, as do tokens beyond the vocabulary."""
+    """[SIZE] f32 at `token` [SIZE].
+
+    A NaN is never the largest of anything: it counts as -inf, as do tokens beyond the vocabulary.
+    """
     x = tl.load(row_ptr + token, mask=token < vocab_size, other=float("-inf"))
     return tl.where(x == x, x, float("-inf"))
 
 
 @triton.jit
 def order_of(x, token):
-    """i64, the larger the earlier: x as an integer that is ordered like it, before the token. -0 is 0."""
+    """i64, the larger the earlier: x as an integer that is ordered like it, before the token. -0 is
+    0.
+    """
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & NO_SIGN)).to(tl.int64) << 32) | (token ^ NO_SIGN).to(tl.int64)
 
@@ -46,22 +53,43 @@ def value_of(order):
 def first_of_row(parts_ptr, row, num_chunks, BLOCK: tl.constexpr):
     """The order of a row's first token; parts [rows, num_chunks] i64: those of the chunks."""
     chunk = tl.arange(0, BLOCK)
-    return tl.max(tl.load(parts_ptr + row * num_chunks + chunk, mask=chunk < num_chunks, other=LOWEST), axis=0)
+    return tl.max(
+        tl.load(parts_ptr + row * num_chunks + chunk, mask=chunk < num_chunks, other=LOWEST), axis=0
+    )
 
 
 @triton.jit
-def first_of_chunk_kernel(logits_ptr, parts_ptr, finite_ptr, vocab_size, row_stride, CHUNK: tl.constexpr):
-    """parts [rows, chunks] i64; finite, of the same shape, i32: whether all logits of the chunk are."""
+def first_of_chunk_kernel(
+    logits_ptr, parts_ptr, finite_ptr, vocab_size, row_stride, CHUNK: tl.constexpr
+):
+    """parts [rows, chunks] i64; finite, of the same shape, i32: whether all logits of the chunk
+    are.
+    """
     row, chunk = tl.program_id(0), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits_ptr + row.to(tl.int64) * row_stride + token, mask=token < vocab_size, other=float("-inf"))
+    x = tl.load(
+        logits_ptr + row.to(tl.int64) * row_stride + token,
+        mask=token < vocab_size,
+        other=float("-inf"),
+    )
     part = row * tl.num_programs(1) + chunk
     tl.store(parts_ptr + part, tl.max(order_of(tl.where(x == x, x, float("-inf")), token), axis=0))
-    tl.store(finite_ptr + part, tl.min(((tl.abs(x) < float("inf")) | (token >= vocab_size)).to(tl.int32), axis=0))
+    tl.store(
+        finite_ptr + part,
+        tl.min(((tl.abs(x) < float("inf")) | (token >= vocab_size)).to(tl.int32), axis=0),
+    )
 
 
 @triton.jit
-def first_token_kernel(parts_ptr, finite_ptr, token_ids_ptr, is_finite_ptr, num_chunks, BLOCK: tl.constexpr, FINITE: tl.constexpr):
+def first_token_kernel(
+    parts_ptr,
+    finite_ptr,
+    token_ids_ptr,
+    is_finite_ptr,
+    num_chunks,
+    BLOCK: tl.constexpr,
+    FINITE: tl.constexpr,
+):
     """token_ids [rows] i64: each row's first; with FINITE also is_finite [rows] bool."""
     row = tl.program_id(0)
     tl.store(token_ids_ptr + row, token_of(first_of_row(parts_ptr, row, num_chunks, BLOCK)))

@@ -1,6 +1,8 @@
-"""Rotary position embedding in Triton, alone and as all that stands between a layer's projection and its attention.
-May know: torch, triton, the contracts.
-Must not know: models, requests."""
+"""Rotary position embedding in Triton, alone and as all that stands between a layer's projection
+and its attention.
+
+Must not know: models, requests.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from .kv_cache import in_type_of
 
 @triton.jit
 def _weigh(x, scale, weight_ptr, column, mask):
-    """x [HEADS, n] in the model's dtype, scale [HEADS] f32 -> x * scale * weight, rounded to dtype after each product"""
+    """x [HEADS, n] in the model's dtype, scale [HEADS] f32 -> x * scale * weight, rounded to dtype
+    after each product
+    """
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
     normalised = (x.to(tl.float32) * scale[:, None]).to(x.dtype)
     return (normalised.to(tl.float32) * weight[None, :]).to(x.dtype)
@@ -23,21 +27,43 @@ def _weigh(x, scale, weight_ptr, column, mask):
 
 @triton.jit
 def _rotate(
-    x_ptr, x_head_stride, out_ptr, out_head_stride, head, is_head, is_stored, weight_ptr, eps, cos, sin,
-    SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, NORM: tl.constexpr, MOVE: tl.constexpr,
-):  # fmt: skip
-    """One token's heads, `head` [HEADS] where `is_head`, from x_ptr to out_ptr, which may be x_ptr: normalised if NORM, and rotated by cos
-    and sin [BLOCK] f32. What lies beyond 2 * HALF is not rotated; it is touched where it is normalised or has to MOVE."""
+    x_ptr,
+    x_head_stride,
+    out_ptr,
+    out_head_stride,
+    head,
+    is_head,
+    is_stored,
+    weight_ptr,
+    eps,
+    cos,
+    sin,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    MOVE: tl.constexpr,
+):
+    """One token's heads, `head` [HEADS] where `is_head`, from x_ptr to out_ptr, which may be x_ptr:
+    normalised if NORM, and rotated by cos and sin [BLOCK] f32. What lies beyond 2 * HALF is not
+    rotated; it is touched where it is normalised or has to MOVE.
+    """
     column = tl.arange(0, BLOCK)
     is_column = column < HALF
     mask = is_head[:, None] & is_column[None, :]
     x_ptrs = x_ptr + head[:, None] * x_head_stride + column[None, :]
-    first, second = tl.load(x_ptrs, mask=mask, other=0.0), tl.load(x_ptrs + HALF, mask=mask, other=0.0)
+    first, second = (
+        tl.load(x_ptrs, mask=mask, other=0.0),
+        tl.load(x_ptrs + HALF, mask=mask, other=0.0),
+    )
     HAS_REST: tl.constexpr = SIZE > 2 * HALF and (NORM or MOVE)
     if HAS_REST:
         rest_column = 2 * HALF + tl.arange(0, REST_BLOCK)
         rest_mask = is_head[:, None] & (rest_column < SIZE)[None, :]
-        rest = tl.load(x_ptr + head[:, None] * x_head_stride + rest_column[None, :], mask=rest_mask, other=0.0)
+        rest = tl.load(
+            x_ptr + head[:, None] * x_head_stride + rest_column[None, :], mask=rest_mask, other=0.0
+        )
     if NORM:
         a, b = first.to(tl.float32), second.to(tl.float32)
         squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
@@ -51,20 +77,57 @@ def _rotate(
             rest = _weigh(rest, scale, weight_ptr, rest_column, rest_column < SIZE)
     a, b = first.to(tl.float32), second.to(tl.float32)
     out_ptrs = out_ptr + head[:, None] * out_head_stride + column[None, :]
-    tl.store(out_ptrs, in_type_of(out_ptr, (a * cos[None, :] - b * sin[None, :]).to(first.dtype)), mask=mask & is_stored)
-    tl.store(out_ptrs + HALF, in_type_of(out_ptr, (b * cos[None, :] + a * sin[None, :]).to(first.dtype)), mask=mask & is_stored)
+    tl.store(
+        out_ptrs,
+        in_type_of(out_ptr, (a * cos[None, :] - b * sin[None, :]).to(first.dtype)),
+        mask=mask & is_stored,
+    )
+    tl.store(
+        out_ptrs + HALF,
+        in_type_of(out_ptr, (b * cos[None, :] + a * sin[None, :]).to(first.dtype)),
+        mask=mask & is_stored,
+    )
     if HAS_REST:
-        tl.store(out_ptr + head[:, None] * out_head_stride + rest_column[None, :], in_type_of(out_ptr, rest), mask=rest_mask & is_stored)
+        tl.store(
+            out_ptr + head[:, None] * out_head_stride + rest_column[None, :],
+            in_type_of(out_ptr, rest),
+            mask=rest_mask & is_stored,
+        )
 
 
 @triton.jit
 def rotary_kernel(
-    positions_ptr, query_ptr, key_ptr, value_ptr, cos_sin_ptr, key_cache_ptr, value_cache_ptr, slots_ptr, query_norm_ptr, key_norm_ptr, eps,
-    query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride, num_heads, num_kv_heads,
-    SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, HEADS: tl.constexpr,
-    NORM: tl.constexpr, CACHE: tl.constexpr,
-):  # fmt: skip
-    """One token's next HEADS heads to a program: the queries', then the keys'. With CACHE keys go to the cache, and values with them."""
+    positions_ptr,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    cos_sin_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    slots_ptr,
+    query_norm_ptr,
+    key_norm_ptr,
+    eps,
+    query_stride,
+    query_head_stride,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    num_heads,
+    num_kv_heads,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    NORM: tl.constexpr,
+    CACHE: tl.constexpr,
+):
+    """One token's next HEADS heads to a program: the queries', then the keys'.
+
+    With CACHE keys go to the cache, and values with them.
+    """
     token, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     angle_ptrs = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * HALF) + column
@@ -76,9 +139,24 @@ def rotary_kernel(
         query = query_ptr + token * query_stride
         head = piece * HEADS + tl.arange(0, HEADS)
         _rotate(
-            query, query_head_stride, query, query_head_stride, head, head < num_heads, True, query_norm_ptr, eps, cos, sin,
-            SIZE, HALF, BLOCK, REST_BLOCK, NORM, False,
-        )  # fmt: skip
+            query,
+            query_head_stride,
+            query,
+            query_head_stride,
+            head,
+            head < num_heads,
+            True,
+            query_norm_ptr,
+            eps,
+            cos,
+            sin,
+            SIZE,
+            HALF,
+            BLOCK,
+            REST_BLOCK,
+            NORM,
+            False,
+        )
         return
     key = key_ptr + token * key_stride
     head = (piece - num_query_pieces) * HEADS + tl.arange(0, HEADS)
@@ -87,37 +165,108 @@ def rotary_kernel(
         slot = tl.load(slots_ptr + token).to(tl.int64)
         place = slot * num_kv_heads * SIZE
         _rotate(
-            key, key_head_stride, key_cache_ptr + place, SIZE, head, is_head, slot >= 0, key_norm_ptr, eps, cos, sin,
-            SIZE, HALF, BLOCK, REST_BLOCK, NORM, True,
-        )  # fmt: skip
+            key,
+            key_head_stride,
+            key_cache_ptr + place,
+            SIZE,
+            head,
+            is_head,
+            slot >= 0,
+            key_norm_ptr,
+            eps,
+            cos,
+            sin,
+            SIZE,
+            HALF,
+            BLOCK,
+            REST_BLOCK,
+            NORM,
+            True,
+        )
         WIDTH: tl.constexpr = triton.next_power_of_2(SIZE)
         column = tl.arange(0, WIDTH)
         mask = is_head[:, None] & (column < SIZE)[None, :] & (slot >= 0)
-        value = tl.load(value_ptr + token * value_stride + head[:, None] * value_head_stride + column[None, :], mask=mask)
-        tl.store(value_cache_ptr + place + head[:, None] * SIZE + column[None, :], in_type_of(value_cache_ptr, value), mask=mask)
+        value = tl.load(
+            value_ptr + token * value_stride + head[:, None] * value_head_stride + column[None, :],
+            mask=mask,
+        )
+        tl.store(
+            value_cache_ptr + place + head[:, None] * SIZE + column[None, :],
+            in_type_of(value_cache_ptr, value),
+            mask=mask,
+        )
     else:
         _rotate(
-            key, key_head_stride, key, key_head_stride, head, is_head, True, key_norm_ptr, eps, cos, sin,
-            SIZE, HALF, BLOCK, REST_BLOCK, NORM, False,
-        )  # fmt: skip
+            key,
+            key_head_stride,
+            key,
+            key_head_stride,
+            head,
+            is_head,
+            True,
+            key_norm_ptr,
+            eps,
+            cos,
+            sin,
+            SIZE,
+            HALF,
+            BLOCK,
+            REST_BLOCK,
+            NORM,
+            False,
+        )
 
 
 def _launch(
-    positions: Tensor, query: Tensor, key: Tensor, value: Tensor | None, cos_sin_cache: Tensor, caches: tuple[Tensor | None, Tensor | None],
-    slots: Tensor | None, norms: tuple[Tensor | None, Tensor | None], eps: float,
-) -> None:  # fmt: skip
-    num_heads, num_kv_heads, size, half = query.shape[1], key.shape[1], query.shape[2], cos_sin_cache.shape[1] // 2
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    cos_sin_cache: Tensor,
+    caches: tuple[Tensor | None, Tensor | None],
+    slots: Tensor | None,
+    norms: tuple[Tensor | None, Tensor | None],
+    eps: float,
+) -> None:
+    num_heads, num_kv_heads, size, half = (
+        query.shape[1],
+        key.shape[1],
+        query.shape[2],
+        cos_sin_cache.shape[1] // 2,
+    )
     block = triton.next_power_of_2(half)
-    # Each thread has 8 elements of both halves, or 16 bytes in bf16; more heads than there are would be threads without work.
+    # Each thread has 8 elements of both halves, or 16 bytes in bf16; more heads than there are
+    # would be threads without work.
     heads = min(max(1, TILE // block), triton.next_power_of_2(max(num_heads, num_kv_heads)))
     grid = (len(query), triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
     value_strides = (0, 0) if value is None else (value.stride(0), value.stride(1))
     rotary_kernel[grid](
-        positions, query, key, value, cos_sin_cache, *caches, slots, *norms, eps,
-        query.stride(0), query.stride(1), key.stride(0), key.stride(1), *value_strides, num_heads, num_kv_heads,
-        SIZE=size, HALF=half, BLOCK=block, REST_BLOCK=triton.next_power_of_2(max(1, size - 2 * half)), HEADS=heads,
-        NORM=norms[0] is not None, CACHE=slots is not None, num_warps=max(1, heads * block // 256), **PLAIN,
-    )  # fmt: skip
+        positions,
+        query,
+        key,
+        value,
+        cos_sin_cache,
+        *caches,
+        slots,
+        *norms,
+        eps,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        *value_strides,
+        num_heads,
+        num_kv_heads,
+        SIZE=size,
+        HALF=half,
+        BLOCK=block,
+        REST_BLOCK=triton.next_power_of_2(max(1, size - 2 * half)),
+        HEADS=heads,
+        NORM=norms[0] is not None,
+        CACHE=slots is not None,
+        num_warps=max(1, heads * block // 256),
+        **PLAIN,
+    )
 
 
 @register("rotary_embedding", name="triton", predicate=is_cuda, priority=PRIORITY)
@@ -125,9 +274,30 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cach
     _launch(positions, query, key, None, cos_sin_cache, (None, None), None, (None, None), 0.0)
 
 
-@register("fused_qk_rope_reshape_and_cache", name="triton", predicate=reads_cache, priority=PRIORITY)
+@register(
+    "fused_qk_rope_reshape_and_cache", name="triton", predicate=reads_cache, priority=PRIORITY
+)
 def fused_qk_rope_reshape_and_cache(
-    positions: Tensor, query: Tensor, key: Tensor, value: Tensor, cos_sin_cache: Tensor, key_cache: Tensor, value_cache: Tensor,
-    slot_mapping: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, eps: float,
-) -> None:  # fmt: skip
-    _launch(positions, query, key, value, cos_sin_cache, (key_cache, value_cache), slot_mapping, (query_norm, key_norm), eps)
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos_sin_cache: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+) -> None:
+    _launch(
+        positions,
+        query,
+        key,
+        value,
+        cos_sin_cache,
+        (key_cache, value_cache),
+        slot_mapping,
+        (query_norm, key_norm),
+        eps,
+    )

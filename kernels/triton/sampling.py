@@ -1,6 +1,8 @@
-"""Sampling in Triton: the largest logit, and the draw. No sort, no wait; a row's token depends on the row alone.
-May know: torch, triton, the contracts.
-Must not know: models, requests, how a cut is found."""
+"""Sampling in Triton: the largest logit, and the draw. No sort, no wait; a row's token depends on
+the row alone.
+
+Must not know: models, requests, how a cut is found.
+"""
 
 import torch
 import triton
@@ -11,16 +13,39 @@ from ..registry import register
 from .cut import GREEDY_BELOW, find_cuts, least_scaled, scale
 from .device import PRIORITY, is_cuda
 from .noise import gumbel, uniform
-from .order import CHUNK, TILE, first_of_chunk_kernel, first_of_row, first_token_kernel, load_logits, order_of, value_of
+from .order import (
+    CHUNK,
+    TILE,
+    first_of_chunk_kernel,
+    first_of_row,
+    first_token_kernel,
+    load_logits,
+    order_of,
+    value_of,
+)
 
 
 @triton.jit
 def draw_kernel(
-    logits_ptr, temperature_ptr, min_p_ptr, seeds_ptr, positions_ptr, cuts_ptr, parts_ptr, drawn_ptr, vocab_size, num_chunks, row_stride,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, FILTERED: tl.constexpr,
-):  # fmt: skip
-    """drawn [rows, chunks] i64: the order of the chunk's token with the largest scaled + noise; in a greedy row, of its largest logit.
-    FILTERED: of those that min_p and the cuts keep."""
+    logits_ptr,
+    temperature_ptr,
+    min_p_ptr,
+    seeds_ptr,
+    positions_ptr,
+    cuts_ptr,
+    parts_ptr,
+    drawn_ptr,
+    vocab_size,
+    num_chunks,
+    row_stride,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FILTERED: tl.constexpr,
+):
+    """drawn [rows, chunks] i64: the order of the chunk's token with the largest scaled + noise; in
+    a greedy row, of its largest logit. FILTERED: of those that min_p and the cuts keep.
+    """
     row, chunk = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     best = tl.load(parts_ptr + row * num_chunks + chunk)
@@ -38,18 +63,24 @@ def draw_kernel(
             if FILTERED:
                 is_kept = is_kept & (scaled.to(tl.float64) >= least) & (order_of(x, token) >= cut)
             if tl.max(is_kept.to(tl.int32), axis=0) > 0:
-                score = tl.where(is_kept, scaled + gumbel(uniform(start, seed, position, TILE)), float("-inf"))
+                score = tl.where(
+                    is_kept, scaled + gumbel(uniform(start, seed, position, TILE)), float("-inf")
+                )
                 best = tl.maximum(best, tl.max(order_of(score, token), axis=0))
     tl.store(drawn_ptr + row * num_chunks + chunk, best)
 
 
 def first_of_chunks(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row and chunk: the order of its first token i64, and i32 whether all its logits are finite."""
+    """Of each row and chunk: the order of its first token i64, and i32 whether all its logits are
+    finite.
+    """
     num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, CHUNK)
     parts = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
     finite = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
-    first_of_chunk_kernel[num_rows, num_chunks](logits, parts, finite, vocab_size, logits.stride(0), CHUNK=CHUNK)
+    first_of_chunk_kernel[num_rows, num_chunks](
+        logits, parts, finite, vocab_size, logits.stride(0), CHUNK=CHUNK
+    )
     return parts, finite
 
 
@@ -61,19 +92,31 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
         parts, finite = first_of_chunks(logits)
         num_chunks = parts.shape[1]
         block = triton.next_power_of_2(num_chunks)
-        first_token_kernel[(len(logits),)](parts, finite, token_ids, is_finite, num_chunks, BLOCK=block, FINITE=True, num_warps=1)
+        first_token_kernel[(len(logits),)](
+            parts, finite, token_ids, is_finite, num_chunks, BLOCK=block, FINITE=True, num_warps=1
+        )
     return token_ids, is_finite
 
 
 @register("sample_tokens", name="triton", predicate=is_cuda, priority=PRIORITY)
 def sample_tokens(
-    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, seeds: Tensor, positions: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor,
 ) -> Tensor:
     num_rows, vocab_size = logits.shape
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return token_ids
-    temperature, seeds, positions = temperature.contiguous(), seeds.contiguous(), positions.contiguous()
+    temperature, seeds, positions = (
+        temperature.contiguous(),
+        seeds.contiguous(),
+        positions.contiguous(),
+    )
     parts, finite = first_of_chunks(logits)
     if is_filtered := top_k is not None:
         top_k, top_p, min_p = top_k.contiguous(), top_p.contiguous(), min_p.contiguous()
@@ -84,8 +127,20 @@ def sample_tokens(
     block = triton.next_power_of_2(num_chunks)
     columns = temperature, min_p, seeds, positions, cuts
     draw_kernel[num_rows, num_chunks](
-        logits, *columns, parts, drawn, vocab_size, num_chunks, logits.stride(0), CHUNK=CHUNK, TILE=TILE, BLOCK=block, FILTERED=is_filtered,
+        logits,
+        *columns,
+        parts,
+        drawn,
+        vocab_size,
+        num_chunks,
+        logits.stride(0),
+        CHUNK=CHUNK,
+        TILE=TILE,
+        BLOCK=block,
+        FILTERED=is_filtered,
         enable_fp_fusion=False,
-    )  # fmt: skip
-    first_token_kernel[(num_rows,)](drawn, finite, token_ids, token_ids, num_chunks, BLOCK=block, FINITE=False, num_warps=1)
+    )
+    first_token_kernel[(num_rows,)](
+        drawn, finite, token_ids, token_ids, num_chunks, BLOCK=block, FINITE=False, num_warps=1
+    )
     return token_ids

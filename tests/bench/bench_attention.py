@@ -1,8 +1,8 @@
-"""Attention over the paged cache, native and torch's, in alternating calls: decode by batch and context, prefill by length.
-May know: the two implementations, the shapes of models.
-Must not know: the engine.
+"""Attention over the paged cache, native and torch's, in alternating calls: decode by batch and
+context, prefill by length.
 
-    python tests/bench/bench_attention.py [--threads 2] [--seconds 1.0] [--only decode|prefill] [--dtype bfloat16]
+    python tests/bench/bench_attention.py [--threads 2] [--seconds 1.0] [--only decode|prefill]
+    [--dtype bfloat16]
 """
 
 from __future__ import annotations
@@ -30,18 +30,41 @@ def metadata_of(query_len: int, contexts: list[int]) -> AttentionMetadata:
     starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
     slots = torch.zeros(sum(query_lens), dtype=torch.int64)
     num_decodes = len(contexts) if query_len == 1 else 0
-    return AttentionMetadata(starts, torch.tensor(contexts, dtype=torch.int32), tables, slots, num_decodes, query_lens, contexts)
+    return AttentionMetadata(
+        starts,
+        torch.tensor(contexts, dtype=torch.int32),
+        tables,
+        slots,
+        num_decodes,
+        query_lens,
+        contexts,
+    )
 
 
-def measure(heads: tuple[int, int, int], query_len: int, contexts: list[int], dtype: torch.dtype, seconds: float) -> dict[str, list[float]]:
+def measure(
+    heads: tuple[int, int, int],
+    query_len: int,
+    contexts: list[int],
+    dtype: torch.dtype,
+    seconds: float,
+) -> dict[str, list[float]]:
     num_heads, num_kv_heads, head_dim = heads
     metadata = metadata_of(query_len, contexts)
-    query = torch.randn(query_len * len(contexts), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)[:, :num_heads]
-    # As many layers as make the caches larger than the processor's: a step finds each layer's keys in memory.
+    query = torch.randn(
+        query_len * len(contexts), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype
+    )[:, :num_heads]
+    # As many layers as make the caches larger than the processor's: a step finds each layer's keys
+    # in memory.
     slots = sum(-(-context // BLOCK_SIZE) for context in contexts) * BLOCK_SIZE
     layers = max(1, min(24, 2**27 // (slots * 2 * num_kv_heads * head_dim * dtype.itemsize)))
-    caches = torch.randn(layers, 2, slots // BLOCK_SIZE, BLOCK_SIZE, num_kv_heads, head_dim, dtype=dtype)
-    functions = {i.name: i.function for i in registry.implementations("paged_attention") if i.name in ("native", "cpu")}
+    caches = torch.randn(
+        layers, 2, slots // BLOCK_SIZE, BLOCK_SIZE, num_kv_heads, head_dim, dtype=dtype
+    )
+    functions = {
+        i.name: i.function
+        for i in registry.implementations("paged_attention")
+        if i.name in ("native", "cpu")
+    }
     times: dict[str, list[float]] = {name: [] for name in functions}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or min(map(len, times.values())) < 3:
@@ -69,19 +92,30 @@ def main() -> None:
     for model, heads in MODELS.items():
         if args.model not in (None, model):
             continue
-        rows = [(f"decode {batch} x {context}", 1, [context] * batch) for batch in BATCHES for context in CONTEXTS if batch * context <= 2**18]
+        rows = [
+            (f"decode {batch} x {context}", 1, [context] * batch)
+            for batch in BATCHES
+            for context in CONTEXTS
+            if batch * context <= 2**18
+        ]
         rows += [(f"prefill {prompt}", prompt, [prompt]) for prompt in PROMPTS]
         for name, query_len, contexts in rows:
             if args.only and args.only not in name:
                 continue
             times = measure(heads, query_len, contexts, dtype, args.seconds)
-            (native, native_median), (own, own_median) = ((min(t) * 1e3, statistics.median(t) * 1e3) for t in (times["native"], times["cpu"]))
+            (native, native_median), (own, own_median) = (
+                (min(t) * 1e3, statistics.median(t) * 1e3) for t in (times["native"], times["cpu"])
+            )
             if query_len == 1:
                 rate = f"{sum(contexts) * heads[1] * heads[2] * 2 * dtype.itemsize / native / 1e6:7.1f} GB/s"
             else:
                 rate = f"{2 * query_len**2 * heads[0] * heads[2] / native / 1e6:7.1f} GFLOP/s"
             ratios = f"torch / native {own / native:5.2f} {own_median / native_median:5.2f}"
-            print(f"{model:5} {name:16} native {native:8.3f} {native_median:8.3f}  torch {own:8.3f} {own_median:8.3f}  {ratios}  {rate}", flush=True)
+            print(
+                f"{model:5} {name:16} native {native:8.3f} {native_median:8.3f}  torch {own:8.3f} "
+                f"{own_median:8.3f}  {ratios}  {rate}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""What `quire bench serve` itself costs per streamed chunk, against a server that does next to nothing; beside it other HTTP clients.
-May know: the client, uvloop, subprocesses.
-Must not know: engines.
+"""What `quire bench serve` itself costs per streamed chunk, against a server that does next to
+nothing; beside it other HTTP clients.
 
     python tests/bench/bench_client.py [--rounds 5] [--clients quire httpx2 aiohttp] [--write]
 
-64 streams; every 10 ms each gets one chunk, in a segment of its own, as from a server whose steps last 10 ms. Counted is the CPU time of the process
-that reads. The other clients only split the stream into lines and decode them, which is the least that a load generator must do."""
+64 streams; every 10 ms each gets one chunk, in a segment of its own, as from a server whose steps
+last 10 ms. Counted is the CPU time of the process that reads. The other clients only split the
+stream into lines and decode them, which is the least that a load generator must do.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ import msgspec
 import uvloop
 
 STREAMS, CHUNKS, INTERVAL_S = 64, 200, 0.01
-CHUNK = {"id": "cmpl-" + "0" * 32, "object": "text_completion", "created": 1700000000, "model": "bundled"}
+CHUNK = {
+    "id": "cmpl-" + "0" * 32,
+    "object": "text_completion",
+    "created": 1700000000,
+    "model": "bundled",
+}
 CLIENTS = ("quire", "httpx2", "aiohttp")
 
 
@@ -71,7 +77,9 @@ async def quire(url: str) -> int:
     from quire.frontend.bench.openai_client import RequestOptions, stream_request
 
     client = HttpClient(url + "/v1", {}, 60)
-    outcomes = await asyncio.gather(*(stream_request(client, RequestOptions("nothing"), "x", CHUNKS) for _ in range(STREAMS)))
+    outcomes = await asyncio.gather(
+        *(stream_request(client, RequestOptions("nothing"), "x", CHUNKS) for _ in range(STREAMS))
+    )
     assert {outcome.failure for outcome in outcomes} == {None}
     return sum(len(outcome.token_times) for outcome in outcomes)
 
@@ -86,7 +94,9 @@ async def httpx2(url: str) -> int:
                 count += decode(line.encode())
         return count
 
-    async with httpx2.AsyncClient(base_url=url, timeout=60, limits=httpx2.Limits(max_connections=None)) as client:
+    async with httpx2.AsyncClient(
+        base_url=url, timeout=60, limits=httpx2.Limits(max_connections=None)
+    ) as client:
         return sum(await asyncio.gather(*(one() for _ in range(STREAMS))))
 
 
@@ -128,30 +138,52 @@ CLIENT_FUNCTIONS = {"quire": quire, "httpx2": httpx2, "aiohttp": aiohttp}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--clients", nargs="+", choices=CLIENTS, default=[name for name in CLIENTS if find_spec(name)])
+    parser.add_argument(
+        "--clients",
+        nargs="+",
+        choices=CLIENTS,
+        default=[name for name in CLIENTS if find_spec(name)],
+    )
     parser.add_argument("--write", action="store_true", help="append to tests/bench/results")
-    parser.add_argument("--as", dest="role", metavar="ROLE", help=argparse.SUPPRESS)  # what a child process is: serve, or a client and a URL
+    # what a child process is: serve, or a client and a URL
+    parser.add_argument("--as", dest="role", metavar="ROLE", help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
         uvloop.run(serve()) if args.role == "serve" else measure(args.role, args.url)
         return
-    server = subprocess.Popen([sys.executable, __file__, "--as", "serve"], stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [sys.executable, __file__, "--as", "serve"], stdout=subprocess.PIPE, text=True
+    )
     try:
         url = f"http://127.0.0.1:{server.stdout.readline().strip()}"
         found: dict[str, list[float]] = {name: [] for name in args.clients}
         for _ in range(args.rounds):
             for name in args.clients:
-                done = subprocess.run([sys.executable, __file__, "--as", name, "--url", url], stdout=subprocess.PIPE, text=True, check=True)
+                done = subprocess.run(
+                    [sys.executable, __file__, "--as", name, "--url", url],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    check=True,
+                )
                 found[name].append(float(done.stdout))
     finally:
         server.kill()
     for name, values in found.items():
-        print(f"{name:<10} {statistics.median(values):6.1f} us of CPU per chunk ({', '.join(f'{value:.1f}' for value in values)})")
+        print(
+            f"{name:<10} {statistics.median(values):6.1f} us of CPU per chunk "
+            f"({', '.join(f'{value:.1f}' for value in values)})"
+        )
     if args.write:
         from quire.tests.bench.report import write_result
 
-        print(write_result("none", "bench-client", {"streams": STREAMS, "chunks": CHUNKS, "cpu_us_per_chunk": found}))
+        print(
+            write_result(
+                "none",
+                "bench-client",
+                {"streams": STREAMS, "chunks": CHUNKS, "cpu_us_per_chunk": found},
+            )
+        )
 
 
 if __name__ == "__main__":

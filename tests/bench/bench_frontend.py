@@ -1,11 +1,13 @@
-"""What one streamed token costs the frontend's process: AsyncLLM over an engine process that computes nothing, many streams of deltas.
-May know: AsyncLLM, MPClient, the fake engine.
-Must not know: HTTP, models.
+"""What one streamed token costs the frontend's process: AsyncLLM over an engine process that
+computes nothing, many streams of deltas.
 
-    python tests/bench/bench_frontend.py [--streams 64] [--tokens 100] [--rounds 20] [--step-ms 4] [--write]
+    python tests/bench/bench_frontend.py [--streams 64] [--tokens 100] [--rounds 20] [--step-ms 4]
+    [--write]
 
-CPU time of the whole process (the loop and ZMQ's thread), per token, from the socket to the reader's `async for`: receive, decode, text,
-hand-over, waking the reader. The engine rests between its steps, so that each step wakes an idle loop, as a model does."""
+CPU time of the whole process (the loop and ZMQ's thread), per token, from the socket to the
+reader's `async for`: receive, decode, text, hand-over, waking the reader. The engine rests between
+its steps, so that each step wakes an idle loop, as a model does.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,20 @@ from quire.tests.fake_engine import COMMAND
 
 
 async def measure(num_streams: int, num_tokens: int, num_rounds: int, step_s: float) -> list[float]:
-    """Microseconds of CPU per token, round by round; the first round, which warms up, is left out."""
-    args = EngineArgs(max_model_len=1024, max_num_seqs=num_streams, num_gpu_blocks_override=64 * num_streams + 1, hf_overrides={"delay_s": step_s})
+    """Microseconds of CPU per token, round by round; the first round, which warms up, is left
+    out.
+    """
+    args = EngineArgs(
+        max_model_len=1024,
+        max_num_seqs=num_streams,
+        num_gpu_blocks_override=64 * num_streams + 1,
+        hf_overrides={"delay_s": step_s},
+    )
     config = args.create_engine_config()
     llm = AsyncLLM(config, await MPClient.start(config, command=COMMAND))
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    params = SamplingParams(
+        temperature=0, max_tokens=num_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
     num_read = 0
 
     async def read(index: int) -> None:
@@ -49,14 +60,30 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=100, help="of each stream and round")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--step-ms", type=float, default=4.0, help="how long the engine rests in a step")
-    parser.add_argument("--write", action="store_true", help="append the result to tests/bench/results/")
+    parser.add_argument(
+        "--step-ms", type=float, default=4.0, help="how long the engine rests in a step"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="append the result to tests/bench/results/"
+    )
     args = parser.parse_args()
     costs = uvloop.run(measure(args.streams, args.tokens, args.rounds, args.step_ms / 1e3))
     median, least = statistics.median(costs), min(costs)
-    print(f"{hardware()}: {args.streams} streams, us of CPU per token: median {median:.1f}, least {least:.1f}")
+    print(
+        f"{hardware()}: {args.streams} streams, us of CPU per token: median {median:.1f}, least "
+        f"{least:.1f}"
+    )
     if args.write:
-        print(write_result("none", "frontend", {"streams": args.streams, "us_per_token": {"median": median, "least": least, "rounds": costs}}))
+        print(
+            write_result(
+                "none",
+                "frontend",
+                {
+                    "streams": args.streams,
+                    "us_per_token": {"median": median, "least": least, "rounds": costs},
+                },
+            )
+        )
 
 
 if __name__ == "__main__":

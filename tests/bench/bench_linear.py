@@ -1,10 +1,11 @@
-"""Linear layers, native and torch's, in alternating calls over weights that no cache holds: microseconds, bytes and operations per second.
-May know: the implementations of pack_linear, the shapes of models.
-Must not know: the engine.
+"""Linear layers, native and torch's, in alternating calls over weights that no cache holds:
+microseconds, bytes and operations per second.
 
-    python tests/bench/bench_linear.py [--threads 2] [--seconds 1.0] [--dtype bfloat16] [--model 0.5B] [--rows 1,16,256]
+    python tests/bench/bench_linear.py [--threads 2] [--seconds 1.0] [--dtype bfloat16] [--model
+    0.5B] [--rows 1,16,256]
 
-One thread is timed by its own clock, which stands still while others have the core: that is what to compare on a machine that is shared.
+One thread is timed by its own clock, which stands still while others have the core: that is what to
+compare on a machine that is shared.
 """
 
 from __future__ import annotations
@@ -20,22 +21,50 @@ from quire.kernels.cpu.native.library import library
 from torch import Tensor
 
 SHAPES = {  # out, in
-    "0.5B": {"qkv": (1152, 896), "o": (896, 896), "gate_up": (9728, 896), "down": (896, 4864), "head": (151936, 896)},
-    "16M": {"qkv": (640, 384), "o": (384, 384), "gate_up": (2048, 384), "down": (384, 1024), "head": (8192, 384)},
+    "0.5B": {
+        "qkv": (1152, 896),
+        "o": (896, 896),
+        "gate_up": (9728, 896),
+        "down": (896, 4864),
+        "head": (151936, 896),
+    },
+    "16M": {
+        "qkv": (640, 384),
+        "o": (384, 384),
+        "gate_up": (2048, 384),
+        "down": (384, 1024),
+        "head": (8192, 384),
+    },
 }
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
-COLD_BYTES = 2**27  # the copies of a weight that calls go round, so that each finds its own in memory
+# the copies of a weight that calls go round, so that each finds its own in memory
+COLD_BYTES = 2**27
 NAMES = ("native", "cpu")
 
 
-def packed(out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, list[Callable[[Tensor], Tensor]]]:
+def packed(
+    out_features: int, in_features: int, dtype: torch.dtype
+) -> dict[str, list[Callable[[Tensor], Tensor]]]:
     """Implementation -> its layers, one per copy of the weight."""
     copies = max(2, min(48, COLD_BYTES // (out_features * in_features * dtype.itemsize)))
-    functions = {i.name: i.function for i in registry.implementations("pack_linear") if i.name in NAMES}
-    return {n: [f(torch.randn(out_features, in_features).mul_(0.02).to(dtype), None) for _ in range(copies)] for n, f in functions.items()}
+    functions = {
+        i.name: i.function for i in registry.implementations("pack_linear") if i.name in NAMES
+    }
+    return {
+        n: [
+            f(torch.randn(out_features, in_features).mul_(0.02).to(dtype), None)
+            for _ in range(copies)
+        ]
+        for n, f in functions.items()
+    }
 
 
-def measure(layers: dict[str, list[Callable[[Tensor], Tensor]]], x: Tensor, seconds: float, clock: Callable[[], float]) -> dict[str, list[float]]:
+def measure(
+    layers: dict[str, list[Callable[[Tensor], Tensor]]],
+    x: Tensor,
+    seconds: float,
+    clock: Callable[[], float],
+) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in layers}
     end, count = time.perf_counter() + seconds, 0
     while time.perf_counter() < end or count < 4:
@@ -58,21 +87,38 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     library.set_num_threads(args.threads)
-    dtype, clock = getattr(torch, args.dtype), time.thread_time if args.threads == 1 else time.perf_counter
-    print(f"{library.isa}, {args.threads} threads, {args.dtype}; us per call: tenth percentile, median")
-    cases = [(model, name, shape) for model, shapes in SHAPES.items() for name, shape in shapes.items()]
+    dtype, clock = (
+        getattr(torch, args.dtype),
+        time.thread_time if args.threads == 1 else time.perf_counter,
+    )
+    print(
+        f"{library.isa}, {args.threads} threads, {args.dtype}; us per call: tenth percentile, "
+        f"median"
+    )
+    cases = [
+        (model, name, shape) for model, shapes in SHAPES.items() for name, shape in shapes.items()
+    ]
     for model, name, (out_features, in_features) in cases:
         if args.model not in (None, model) or args.only not in (None, name):
             continue
         with torch.inference_mode():
             layers = packed(out_features, in_features, dtype)
             for num_rows in map(int, args.rows.split(",")):
-                times = measure(layers, torch.randn(num_rows, in_features).to(dtype), args.seconds, clock)
-                (native, median), (own, own_median) = ((statistics.quantiles(t, n=10)[0], statistics.median(t)) for t in (times[n] for n in NAMES))
+                times = measure(
+                    layers, torch.randn(num_rows, in_features).to(dtype), args.seconds, clock
+                )
+                (native, median), (own, own_median) = (
+                    (statistics.quantiles(t, n=10)[0], statistics.median(t))
+                    for t in (times[n] for n in NAMES)
+                )
                 size = out_features * in_features
                 rates = f"{size * dtype.itemsize / native / 1e9:6.1f} GB/s {2 * num_rows * size / native / 1e9:7.1f} GFLOP/s"
                 us = f"native {native * 1e6:9.1f} {median * 1e6:9.1f}  torch {own * 1e6:9.1f} {own_median * 1e6:9.1f}"
-                print(f"{model:5} {name:8} M={num_rows:<5}{us}  torch / native {own / native:5.2f} {own_median / median:5.2f} {rates}", flush=True)
+                print(
+                    f"{model:5} {name:8} M={num_rows:<5}{us}  torch / native {own / native:5.2f} "
+                    f"{own_median / median:5.2f} {rates}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

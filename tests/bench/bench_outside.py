@@ -1,12 +1,14 @@
-"""What a decoded token of a real model costs outside its recorded program: in one process, with a child, and the program alone.
-May know: LLMEngine, its clients, where the runner keeps its program.
-Must not know: schedulers, kernels.
+"""What a decoded token of a real model costs outside its recorded program: in one process, with a
+child, and the program alone.
 
-    python tests/bench/bench_outside.py [--model DIR] [--batches 1 32] [--rounds 8] [--async-scheduling]
+    python tests/bench/bench_outside.py [--model DIR] [--batches 1 32] [--rounds 8]
+    [--async-scheduling]
 
-Microseconds for a token of each request, medians of means over 24 of them; all take turns: engines as they are by default and with steps of
-one token, and the program alone, which repeats the inputs of the last such step. Beside bench_overhead.py, whose model computes nothing: a
-model that computes pushes what Python needs out of the caches."""
+Microseconds for a token of each request, medians of means over 24 of them; all take turns: engines
+as they are by default and with steps of one token, and the program alone, which repeats the inputs
+of the last such step. Beside bench_overhead.py, whose model computes nothing: a model that computes
+pushes what Python needs out of the caches.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from quire.frontend.inproc_client import InprocClient
 from quire.frontend.mp_client import MPClient
 from quire.tests.bench.report import hardware
 
-MEAN, EDGE, NUM_TOKENS = 24, 12, 200  # tokens of a mean, and steps left out at both ends of a round; tokens of each request
+# tokens of a mean, and steps left out at both ends of a round; tokens of each request
+MEAN, EDGE, NUM_TOKENS = 24, 12, 200
 
 
 class Witness:
@@ -60,14 +63,25 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 def round_of(engine: LLMEngine, batch: int, prefix: str) -> list[float]:
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
     for i in range(batch):
-        engine.add_request(f"{prefix}-{i}", {"prompt_token_ids": [2 + (i * 7 + j) % 500 for j in range(64)]}, params)
+        engine.add_request(
+            f"{prefix}-{i}",
+            {"prompt_token_ids": [2 + (i * 7 + j) % 500 for j in range(64)]},
+            params,
+        )
     steps = []
     while engine.has_unfinished_requests():
         begin = perf_counter()
         outputs = engine.step()
-        steps.append((perf_counter() - begin, max((len(output.outputs[0].token_ids) for output in outputs), default=0)))
+        steps.append(
+            (
+                perf_counter() - begin,
+                max((len(output.outputs[0].token_ids) for output in outputs), default=0),
+            )
+        )
     edge = min(EDGE, len(steps) // 6)
     return means(steps[edge:-edge])
 
@@ -84,14 +98,25 @@ def main() -> None:
 
     def make(client: type, **arguments: Any) -> LLMEngine:
         config = EngineArgs(
-            model=args.model, dtype=args.dtype, num_threads=args.num_threads, max_model_len=1024, max_num_seqs=max(args.batches), swap_space=0.0,
-            enable_prefix_caching=False, disable_log_stats=True, async_scheduling=args.async_scheduling, **arguments,
-        ).create_engine_config()  # fmt: skip
+            model=args.model,
+            dtype=args.dtype,
+            num_threads=args.num_threads,
+            max_model_len=1024,
+            max_num_seqs=max(args.batches),
+            swap_space=0.0,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            async_scheduling=args.async_scheduling,
+            **arguments,
+        ).create_engine_config()
         return LLMEngine(config, client(config))
 
     clients = {"inproc": InprocClient, "process": MPClient}
     engines = {name: make(client) for name, client in clients.items()}
-    engines |= {f"{name}, steps of one": make(client, num_scheduler_steps=1) for name, client in clients.items()}
+    engines |= {
+        f"{name}, steps of one": make(client, num_scheduler_steps=1)
+        for name, client in clients.items()
+    }
     runner = engines["inproc, steps of one"].client._engine.core.executor.worker.runner
     runner.program = witness = Witness(runner.program)
     print(f"{hardware()}; microseconds per token")
@@ -99,12 +124,19 @@ def main() -> None:
         for batch in args.batches:
             times: dict[str, list[float]] = {"program": []} | {name: [] for name in engines}
             for round_ in range(args.rounds + 1):  # the first warms up
-                found = {name: round_of(engine, batch, f"{batch}-{round_}") for name, engine in engines.items()}
+                found = {
+                    name: round_of(engine, batch, f"{batch}-{round_}")
+                    for name, engine in engines.items()
+                }
                 found["program"] = means([(timed(witness.again), 1) for _ in range(6 * MEAN)])
                 for name in times:
                     times[name] += found[name] if round_ else []
             program = 1e6 * statistics.median(times.pop("program"))
-            rest = "; ".join(f"{name} {1e6 * statistics.median(t):.0f} ({1e6 * statistics.median(t) - program:+.0f})" for name, t in times.items())
+            rest = "; ".join(
+                f"{name} {1e6 * statistics.median(t):.0f} "
+                f"({1e6 * statistics.median(t) - program:+.0f})"
+                for name, t in times.items()
+            )
             print(f"batch {batch}: program alone {program:.0f}, {rest}", flush=True)
     finally:
         for engine in engines.values():

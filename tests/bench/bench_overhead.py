@@ -1,13 +1,16 @@
-"""What a decode step costs outside the model: the whole engine over a model that computes nothing, in one process and in two.
-May know: LLMEngine, its clients, the names of a step's parts.
-Must not know: kernels, real models.
+"""What a decode step costs outside the model: the whole engine over a model that computes nothing,
+in one process and in two.
 
-    python tests/bench/bench_overhead.py [--batches 1 32 128] [--vocabs 2048 151936] [--modes inproc process] [--profile] [--write]
+    python tests/bench/bench_overhead.py [--batches 1 32 128] [--vocabs 2048 151936] [--modes inproc
+    process] [--profile] [--write]
 
-Microseconds per step. "median" and "quiet" (the tenth percentile: what the machine needs when nothing disturbs it): as the caller of LLMEngine.step
-sees it, measured without a timer inside. The parts come from a second run with timers, their tenth percentiles; what "step" has beyond them is
-the loop between them. "process": the engine in a child, where the frontend's part overlaps with the engine's next step; steps come in bursts, so
-both numbers are of means, over 50 steps each. What the model's program does, argmax included, costs nothing here: other benchmarks time it."""
+Microseconds per step. "median" and "quiet" (the tenth percentile: what the machine needs when
+nothing disturbs it): as the caller of LLMEngine.step sees it, measured without a timer inside. The
+parts come from a second run with timers, their tenth percentiles; what "step" has beyond them is
+the loop between them. "process": the engine in a child, where the frontend's part overlaps with the
+engine's next step; steps come in bursts, so both numbers are of means, over 50 steps each. What the
+model's program does, argmax included, costs nothing here: other benchmarks time it.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,17 @@ from quire import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from quire.tests.bench.report import hardware, write_result
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
-CHOICES = {"greedy": {"temperature": 0.0}, "sampled": SAMPLED, "temperature": {"temperature": 0.8}, "logprobs": {"temperature": 0.0, "logprobs": 5}}
+CHOICES = {
+    "greedy": {"temperature": 0.0},
+    "sampled": SAMPLED,
+    "temperature": {"temperature": 0.8},
+    "logprobs": {"temperature": 0.0, "logprobs": 5},
+}
 NUM_PROMPT_TOKENS = 16
 BURST = 50  # steps
 COMMAND = [sys.executable, "-P", "-m", "quire.tests.bench.bench_overhead", "--as-engine"]
-# By column: (what of the step's objects, its method). A column's time is without that of the columns before it, which it calls.
+# By column: (what of the step's objects, its method). A column's time is without that of the
+# columns before it, which it calls.
 PARTS = {
     "schedule": ("core", "_schedule"),
     "prepare": ("runner", "make_inputs"),
@@ -42,8 +51,10 @@ PARTS = {
 
 
 class StubProgram:
-    """In the place of a step's program: hidden states are the rows' numbers; logits, by row, always the same, and so is what argmax finds in
-    them. No token of the bundled model's is much likelier than others."""
+    """In the place of a step's program: hidden states are the rows' numbers; logits, by row, always
+    the same, and so is what argmax finds in them. No token of the bundled model's is much likelier
+    than others.
+    """
 
     def __init__(self, vocab_size: int, max_num_seqs: int):
         import torch
@@ -52,11 +63,21 @@ class StubProgram:
         self.logits = 2.5 * torch.randn(max_num_seqs, vocab_size)
         self.logits[:, :2048] += 2.5
         self.hidden = torch.zeros(2**16, 1)
-        self.largest, self.is_finite = self.logits.argmax(1), torch.ones(max_num_seqs, dtype=torch.bool)
+        self.largest, self.is_finite = (
+            self.logits.argmax(1),
+            torch.ones(max_num_seqs, dtype=torch.bool),
+        )
 
-    def __call__(self, token_ids: Any, positions: Any, metadata: Any, logits_indices: Any) -> tuple[Any, ...]:
+    def __call__(
+        self, token_ids: Any, positions: Any, metadata: Any, logits_indices: Any
+    ) -> tuple[Any, ...]:
         num_rows = len(logits_indices)
-        return self.hidden[: len(token_ids)], self.logits[:num_rows], self.largest[:num_rows], self.is_finite[:num_rows]
+        return (
+            self.hidden[: len(token_ids)],
+            self.logits[:num_rows],
+            self.largest[:num_rows],
+            self.is_finite[:num_rows],
+        )
 
 
 def make_executor(config: Any) -> Any:
@@ -65,7 +86,9 @@ def make_executor(config: Any) -> Any:
     class StubExecutor(Executor):
         def initialize_kv_cache(self, num_blocks: int) -> int:
             num_bytes = super().initialize_kv_cache(num_blocks)
-            self.worker.runner.program = StubProgram(self.worker.model.config.vocab_size, config.scheduler_config.max_num_seqs)
+            self.worker.runner.program = StubProgram(
+                self.worker.model.config.vocab_size, config.scheduler_config.max_num_seqs
+            )
             return num_bytes
 
     return StubExecutor(config)
@@ -78,7 +101,8 @@ def make_engine(vocab_size: int, mode: str, num_steps: int, async_scheduling: bo
         num_gpu_blocks_override=128 * (num_steps // 16 + 3),
         load_format="dummy",
         num_scheduler_steps=1,
-        num_threads=1,  # there is no work to share, and threads that rest between steps would be woken for it
+        # there is no work to share, and threads that rest between steps would be woken for it
+        num_threads=1,
         hf_overrides={"vocab_size": vocab_size, "hidden_size": 64, "num_hidden_layers": 1},
         swap_space=0.0,
         disable_log_stats=True,
@@ -97,7 +121,11 @@ def make_engine(vocab_size: int, mode: str, num_steps: int, async_scheduling: bo
 def run(engine: LLMEngine, batch: int, params: SamplingParams, prefix: str) -> list[float]:
     """Seconds of each decode step but the first ones."""
     for i in range(batch):
-        engine.add_request(f"{prefix}-{i}", {"prompt_token_ids": [2 + (i * 7 + j) % 2000 for j in range(NUM_PROMPT_TOKENS)]}, params)
+        engine.add_request(
+            f"{prefix}-{i}",
+            {"prompt_token_ids": [2 + (i * 7 + j) % 2000 for j in range(NUM_PROMPT_TOKENS)]},
+            params,
+        )
     times = []
     while engine.has_unfinished_requests():
         begin = perf_counter()
@@ -109,7 +137,12 @@ def run(engine: LLMEngine, batch: int, params: SamplingParams, prefix: str) -> l
 def add_timers(engine: LLMEngine) -> dict[str, list[float]]:
     """Seconds by part and step, from now on."""
     core = engine.client._engine.core
-    objects = SimpleNamespace(core=core, executor=core.executor, runner=core.executor.worker.runner, output_processor=engine._output_processor)
+    objects = SimpleNamespace(
+        core=core,
+        executor=core.executor,
+        runner=core.executor.worker.runner,
+        output_processor=engine._output_processor,
+    )
     spent: dict[str, list[float]] = {part: [] for part in PARTS}
     inside = 0.0
 
@@ -137,22 +170,40 @@ def quiet(times: list[float]) -> float:
     return 1e6 * sorted(times)[len(times) // 10]
 
 
-def measure(vocab_size: int, mode: str, batch: int, choice: str, args: argparse.Namespace) -> dict[str, float]:
+def measure(
+    vocab_size: int, mode: str, batch: int, choice: str, args: argparse.Namespace
+) -> dict[str, float]:
     """Microseconds per step by column."""
-    num_steps = args.steps if vocab_size * batch < 2**21 or choice == "greedy" else max(40, args.steps // 8)
-    params = SamplingParams(**CHOICES[choice], seed=1, max_tokens=num_steps, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    num_steps = (
+        args.steps if vocab_size * batch < 2**21 or choice == "greedy" else max(40, args.steps // 8)
+    )
+    params = SamplingParams(
+        **CHOICES[choice],
+        seed=1,
+        max_tokens=num_steps,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.DELTA,
+    )
     engine = make_engine(vocab_size, mode, num_steps, args.async_scheduling)
     try:
         run(engine, batch, params, "warm")
         rounds = [run(engine, batch, params, str(i)) for i in range(args.rounds)]
         if mode == "process":
             size = min(BURST, len(rounds[0]))
-            rounds = [[statistics.mean(times[i : i + size]) for i in range(0, len(times) - size + 1, size)] for times in rounds]
+            rounds = [
+                [
+                    statistics.mean(times[i : i + size])
+                    for i in range(0, len(times) - size + 1, size)
+                ]
+                for times in rounds
+            ]
         times = [seconds for times in rounds for seconds in times]
         row = {"median": 1e6 * statistics.median(times), "quiet": quiet(times)}
         if mode == "inproc":
             spent = add_timers(engine)
-            row |= {"step": quiet(run(engine, batch, params, "timed"))} | {part: quiet(times) for part, times in spent.items()}
+            row |= {"step": quiet(run(engine, batch, params, "timed"))} | {
+                part: quiet(times) for part, times in spent.items()
+            }
             if args.profile:
                 with cProfile.Profile() as profile:
                     run(engine, batch, params, "profiled")
@@ -166,13 +217,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--vocabs", type=int, nargs="+", default=[2048, 151936])
-    parser.add_argument("--modes", nargs="+", default=["inproc", "process"], choices=["inproc", "process"])
-    parser.add_argument("--choices", nargs="+", default=["greedy", "sampled"], choices=list(CHOICES))
-    parser.add_argument("--steps", type=int, default=400, help="tokens per request; fewer where they take long")
+    parser.add_argument(
+        "--modes", nargs="+", default=["inproc", "process"], choices=["inproc", "process"]
+    )
+    parser.add_argument(
+        "--choices", nargs="+", default=["greedy", "sampled"], choices=list(CHOICES)
+    )
+    parser.add_argument(
+        "--steps", type=int, default=400, help="tokens per request; fewer where they take long"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--async-scheduling", action="store_true")
-    parser.add_argument("--profile", action="store_true", help="print where the time goes, function by function (in one process)")
-    parser.add_argument("--write", action="store_true", help="append the result to tests/bench/results/")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="print where the time goes, function by function (in one process)",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="append the result to tests/bench/results/"
+    )
     args = parser.parse_args()
     print(f"{hardware()}; microseconds per step")
     print(f"{'':34}" + "".join(f"{column:>10}" for column in ("median", "quiet", "step", *PARTS)))
@@ -184,7 +247,10 @@ def main() -> None:
                     row = measure(vocab_size, mode, batch, choice, args)
                     name = f"{vocab_size} {choice} {mode} {batch}"
                     results[name] = row
-                    print(f"{name:34}" + "".join(f"{number:10.0f}" for number in row.values()), flush=True)
+                    print(
+                        f"{name:34}" + "".join(f"{number:10.0f}" for number in row.values()),
+                        flush=True,
+                    )
     if args.write:
         print(write_result("none", "overhead", results))
 

@@ -1,11 +1,13 @@
-"""Quire and other engines on the same work in one interleaved run: rounds alternate, medians and spread, JSON and a table for the README.
-May know: the harness that bench_quire.py adapts to (a folder with common.py and one bench_*.py per engine), processes, the tables below.
-Must not know: any engine's inside; Quire is one line of the table like the others.
+"""Quire and other engines on the same work in one interleaved run: rounds alternate, medians and
+spread, JSON and a table for the README.
 
-    PEERS=DIR python tests/bench/bench_peers.py --model qwen05b --minutes 15 [--groups bf16,int8,int4] [--workloads W1,W4,W2,W3] [--write]
+    PEERS=DIR python tests/bench/bench_peers.py --model qwen05b --minutes 15 [--groups
+    bf16,int8,int4] [--workloads W1,W4,W2,W3] [--write]
 
-Engines of one group are loaded together and take turns, so that what disturbs the machine disturbs all; groups follow each other, since
-memory does not hold all. A cell that is hopeless (FAR times the best) is measured once, one of SKIPPED only with --slow."""
+Engines of one group are loaded together and take turns, so that what disturbs the machine disturbs
+all; groups follow each other, since memory does not hold all. A cell that is hopeless (FAR times
+the best) is measured once, one of SKIPPED only with --slow.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from typing import Any, NamedTuple
 from quire.tests.bench.report import hardware, write_result
 
 HERE = Path(__file__).resolve().parent
-VENVS = os.path.expanduser(os.environ.get("PEERS_VENVS", "~/venv-peer-"))  # and an engine's name: its virtual environment
+# and an engine's name: its virtual environment
+VENVS = os.path.expanduser(os.environ.get("PEERS_VENVS", "~/venv-peer-"))
 FAR = 1.6  # as long as the best of a workload: such a cell is not measured again
 NOISY = 0.25  # cores that others used: such a measurement is made again, once
 START_TIMEOUT_S, RUN_TIMEOUT_S, SLOW_TIMEOUT_S = 400, 300, 900  # the last with --slow
@@ -61,7 +64,13 @@ GROUPS = {
 # Minutes for one measurement of the large model, several times behind whatever group.
 SKIPPED = {
     ("qwen05b", label, workload)
-    for label in ("llama.cpp bf16", "llama.cpp Q4_K_M", "llama.cpp Q4_0", "CTranslate2 int8", "transformers bf16")
+    for label in (
+        "llama.cpp bf16",
+        "llama.cpp Q4_K_M",
+        "llama.cpp Q4_0",
+        "CTranslate2 int8",
+        "transformers bf16",
+    )
     for workload in ("W2", "W3")
 } | {("qwen05b", "llama.cpp Q8_0", "W3"), ("qwen05b", "OpenVINO int8", "W3")}
 
@@ -75,14 +84,30 @@ class Engine:
         script, *arguments = peer.command.split()
         path = HERE / script if (HERE / script).exists() else peers / script
         errors = Path(os.environ["PEERS_DIR"]) / f"{peer.label.replace(' ', '-')}.err"
-        command = [python, str(path), *arguments, "--model", model, "--threads", str(threads), "--label", peer.label, "--serve", "--no-pin"]
+        command = [
+            python,
+            str(path),
+            *arguments,
+            "--model",
+            model,
+            "--threads",
+            str(threads),
+            "--label",
+            peer.label,
+            "--serve",
+            "--no-pin",
+        ]
         with errors.open("w") as stderr:
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, cwd=peers)
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, cwd=peers
+            )
         self.hello = self._answer(START_TIMEOUT_S)
         if "ready" not in self.hello:
             raise OSError(f"{peer.label} does not start: see {errors}")
 
-    def measure(self, workload: str, repetition: int, timeout_s: float = RUN_TIMEOUT_S) -> dict[str, Any]:
+    def measure(
+        self, workload: str, repetition: int, timeout_s: float = RUN_TIMEOUT_S
+    ) -> dict[str, Any]:
         """One JSON line of the harness; {"error": ...} where there is none."""
         try:
             self.process.stdin.write(f"{workload} {repetition}\n".encode())
@@ -107,8 +132,10 @@ class Engine:
 
 
 def run_group(group: str, args: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:
-    """All measurements of a group, one after the other: a round of each workload, which is what peak memory is compared after, and then more
-    of them, for which workloads share the time that is left evenly; loading is not counted."""
+    """All measurements of a group, one after the other: a round of each workload, which is what
+    peak memory is compared after, and then more of them, for which workloads share the time that is
+    left evenly; loading is not counted.
+    """
     engines: list[Engine] = []
     for peer in GROUPS[group]:
         if args.only and not any(word in peer.label for word in args.only.split(",")):
@@ -121,10 +148,21 @@ def run_group(group: str, args: argparse.Namespace, seconds: float) -> list[dict
     deadline = time.monotonic() + seconds
     rows: dict[str, list[dict[str, Any]]] = {workload: [] for workload in args.workloads.split(",")}
     for engine in engines:
-        engine.measure("W1", new_repetition())  # warm: the first request of an engine's life is start-up's
+        # warm: the first request of an engine's life is start-up's
+        engine.measure("W1", new_repetition())
     for workload, found in rows.items():
-        taking_part = [engine for engine in engines if args.slow or (args.model, engine.peer.label, workload) not in SKIPPED]
-        run_round(workload, taking_part, 0, found, timeout_s=SLOW_TIMEOUT_S if args.slow else RUN_TIMEOUT_S)
+        taking_part = [
+            engine
+            for engine in engines
+            if args.slow or (args.model, engine.peer.label, workload) not in SKIPPED
+        ]
+        run_round(
+            workload,
+            taking_part,
+            0,
+            found,
+            timeout_s=SLOW_TIMEOUT_S if args.slow else RUN_TIMEOUT_S,
+        )
     for i, (workload, found) in enumerate(rows.items()):
         until = time.monotonic() + max(0.0, deadline - time.monotonic()) / (len(rows) - i)
         run_rounds(workload, engines, until, args.rounds, found)
@@ -133,27 +171,48 @@ def run_group(group: str, args: argparse.Namespace, seconds: float) -> list[dict
     return [row for found in rows.values() for row in found]
 
 
-def run_rounds(workload: str, engines: list[Engine], until: float, max_rounds: int, rows: list[dict[str, Any]]) -> None:
-    """After the first round more of them, in alternating order, until the time is over: of those that are not far behind."""
+def run_rounds(
+    workload: str, engines: list[Engine], until: float, max_rounds: int, rows: list[dict[str, Any]]
+) -> None:
+    """After the first round more of them, in alternating order, until the time is over: of those
+    that are not far behind.
+    """
     for round_ in range(1, max_rounds):
         best = min((row["makespan_s"] for row in rows if "error" not in row), default=None)
         contenders = [engine for engine in engines if is_near(rows, engine.peer.label, best)]
-        expected_s = sum(min(row["wall_s"] for row in rows if row["peer"] == e.peer.label and "error" not in row) for e in contenders)
+        expected_s = sum(
+            min(row["wall_s"] for row in rows if row["peer"] == e.peer.label and "error" not in row)
+            for e in contenders
+        )
         if not contenders or time.monotonic() + expected_s > until:
             break
-        run_round(workload, contenders if round_ % 2 == 0 else contenders[::-1], round_, rows, until)
+        run_round(
+            workload, contenders if round_ % 2 == 0 else contenders[::-1], round_, rows, until
+        )
 
 
 def run_round(
-    workload: str, engines: list[Engine], round_: int, rows: list[dict[str, Any]], until: float = 0.0, timeout_s: float = RUN_TIMEOUT_S
+    workload: str,
+    engines: list[Engine],
+    round_: int,
+    rows: list[dict[str, Any]],
+    until: float = 0.0,
+    timeout_s: float = RUN_TIMEOUT_S,
 ) -> None:
     """Once more, until then, where others had the machine."""
     for engine in engines:
         row = engine.measure(workload, new_repetition(), timeout_s)
-        if "error" not in row and row["other_cpus"] > NOISY and time.monotonic() + row["wall_s"] < until:
+        if (
+            "error" not in row
+            and row["other_cpus"] > NOISY
+            and time.monotonic() + row["wall_s"] < until
+        ):
             row = engine.measure(workload, new_repetition())
         rows.append({"peer": engine.peer.label, "workload": workload} | row | {"round": round_})
-        print(f"  {workload} {engine.peer.label}: {row.get(MEASURED[workload], row.get('error'))}", file=sys.stderr)
+        print(
+            f"  {workload} {engine.peer.label}: {row.get(MEASURED[workload], row.get('error'))}",
+            file=sys.stderr,
+        )
 
 
 def is_near(rows: list[dict[str, Any]], label: str, best_s: float | None) -> bool:
@@ -173,10 +232,14 @@ def new_repetition() -> int:
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By engine: of each workload the median, the extremes and the number of measurements; peak memory of the first rounds; start-up."""
+    """By engine: of each workload the median, the extremes and the number of measurements; peak
+    memory of the first rounds; start-up.
+    """
     table: dict[str, dict[str, Any]] = {}
     for row in rows:
-        cells = table.setdefault(row["peer"], {"version": None, "peak_rss_mb": 0, "startup_s": None})
+        cells = table.setdefault(
+            row["peer"], {"version": None, "peak_rss_mb": 0, "startup_s": None}
+        )
         if "error" in row:
             cells.setdefault(row["workload"], {"error": row["error"]})
             continue
@@ -190,20 +253,35 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     for cells in table.values():
         for workload in MEASURED:
             if values := cells.get(workload, {}).get("values"):
-                cells[workload] |= {"median": statistics.median(values), "least": min(values), "most": max(values), "rounds": len(values)}
+                cells[workload] |= {
+                    "median": statistics.median(values),
+                    "least": min(values),
+                    "most": max(values),
+                    "rounds": len(values),
+                }
     return table
 
 
 def as_markdown(table: dict[str, dict[str, Any]], workloads: list[str]) -> str:
     """A row per engine; of each group a row with Quire's figures over the best of the others'."""
-    lines = ["| | " + " | ".join(workloads) + " | peak MB | start s |", "|---" * (len(workloads) + 3) + "|"]
+    lines = [
+        "| | " + " | ".join(workloads) + " | peak MB | start s |",
+        "|---" * (len(workloads) + 3) + "|",
+    ]
     for peers in GROUPS.values():
         labels = [peer.label for peer in peers if peer.label in table]
         for label in labels:
             cells = table[label]
             shown = [_cell(cells.get(workload, {})) for workload in workloads]
-            lines.append(f"| {label} | " + " | ".join(shown) + f" | {cells['peak_rss_mb']} | {cells['startup_s'] or 0:.1f} |")
-        mine, others = [label for label in labels if label.startswith("quire")], [label for label in labels if not label.startswith("quire")]
+            lines.append(
+                f"| {label} | "
+                + " | ".join(shown)
+                + f" | {cells['peak_rss_mb']} | {cells['startup_s'] or 0:.1f} |"
+            )
+        mine, others = (
+            [label for label in labels if label.startswith("quire")],
+            [label for label in labels if not label.startswith("quire")],
+        )
         if mine and others:
             ratios = [_ratio(table, mine[0], others, workload) for workload in workloads]
             lines.append(f"| *{mine[0]} / best of the others* | " + " | ".join(ratios) + " | | |")
@@ -215,7 +293,11 @@ def _cell(cell: dict[str, Any]) -> str:
         return "failed" if cell else "–"
     digits = 0 if cell["median"] >= 100 else 1
     text = f"{cell['median']:.{digits}f}"
-    return text if cell["rounds"] == 1 else f"{text} ({cell['least']:.{digits}f}–{cell['most']:.{digits}f})"
+    return (
+        text
+        if cell["rounds"] == 1
+        else f"{text} ({cell['least']:.{digits}f}–{cell['most']:.{digits}f})"
+    )
 
 
 def _ratio(table: dict[str, dict[str, Any]], mine: str, others: list[str], workload: str) -> str:
@@ -227,18 +309,34 @@ def _ratio(table: dict[str, dict[str, Any]], mine: str, others: list[str], workl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen05b", help="qwen05b or qwen30m")
-    parser.add_argument("--minutes", type=float, default=15.0, help="for all groups together, loading not counted")
+    parser.add_argument(
+        "--minutes", type=float, default=15.0, help="for all groups together, loading not counted"
+    )
     parser.add_argument("--groups", default=",".join(GROUPS))
     parser.add_argument("--workloads", default="W1,W4,W2,W3")
     parser.add_argument("--rounds", type=int, default=7, help="at most")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--slow", action="store_true", help="also what takes minutes for one measurement of the large model")
+    parser.add_argument(
+        "--slow",
+        action="store_true",
+        help="also what takes minutes for one measurement of the large model",
+    )
     parser.add_argument("--only", default="", help="words: engines whose names hold one of them")
-    parser.add_argument("--peers", type=Path, default=os.environ.get("PEERS", ""), help="the harness's folder [$PEERS]")
-    parser.add_argument("--write", action="store_true", help="append the result to tests/bench/results/")
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        default=os.environ.get("PEERS", ""),
+        help="the harness's folder [$PEERS]",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="append the result to tests/bench/results/"
+    )
     args = parser.parse_args()
     if not (args.peers / "common.py").exists():
-        sys.exit("bench_peers.py: name the folder that holds the harness's common.py with --peers DIR or $PEERS")
+        sys.exit(
+            "bench_peers.py: name the folder that holds the harness's common.py with --peers DIR "
+            "or $PEERS"
+        )
     os.environ["PEERS"] = str(args.peers)
     os.environ.setdefault("PEERS_DIR", os.path.expanduser("~/.cache/quire-peers"))
     rows, groups = [], args.groups.split(",")
@@ -246,11 +344,21 @@ def main() -> None:
         print(f"{args.model}, {group}: loading", file=sys.stderr)
         rows += run_group(group, args, 60 * args.minutes / len(groups))
     table = summarize(rows)
-    versions = "; ".join(dict.fromkeys(cells["version"] for cells in table.values() if cells["version"]))
-    print(f"{args.model}, {hardware()}, {args.threads} threads, {time.strftime('%Y-%m-%d', time.gmtime())}; {versions}\n")
+    versions = "; ".join(
+        dict.fromkeys(cells["version"] for cells in table.values() if cells["version"])
+    )
+    print(
+        f"{args.model}, {hardware()}, {args.threads} threads, "
+        f"{time.strftime('%Y-%m-%d', time.gmtime())}; {versions}\n"
+    )
     print(as_markdown(table, sorted(args.workloads.split(","))))
     if args.write:
-        print(write_result(args.model, "peers", {"threads": args.threads, "table": table, "rows": rows}), file=sys.stderr)
+        print(
+            write_result(
+                args.model, "peers", {"threads": args.threads, "table": table, "rows": rows}
+            ),
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""What the threads of native kernels cost: a call without work, a run, a run after idling, alone and beside a busy process.
-May know: the native library.
-Must not know: any kernel's work: the calls here have none.
+"""What the threads of native kernels cost: a call without work, a run, a run after idling, alone
+and beside a busy process.
 
     python tests/bench/bench_pool.py [--threads 2] [--write]
 
-"call" is one of 200 in a run: the barrier. "run" is a run of one call, back to back with the last. "idle" is a run after a millisecond of
-sleep, when the threads sleep too; "hint" is the same with wake() a twentieth of a millisecond before it. Rounds alternate."""
+"call" is one of 200 in a run: the barrier. "run" is a run of one call, back to back with the last.
+"idle" is a run after a millisecond of sleep, when the threads sleep too; "hint" is the same with
+wake() a twentieth of a millisecond before it. Rounds alternate.
+"""
 
 from __future__ import annotations
 
@@ -60,24 +61,45 @@ def measure(num_threads: int, cores: list[int] | None, rounds: int) -> dict[str,
     for _ in range(rounds):
         for kind, (num_calls, before) in KINDS.items():
             found[kind].append(timed(num_calls, before))
-    return {kind: [min(times), statistics.median(times), statistics.quantiles(times, n=10)[-1]] for kind, times in found.items()}
+    return {
+        kind: [min(times), statistics.median(times), statistics.quantiles(times, n=10)[-1]]
+        for kind, times in found.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--write", action="store_true", help="append the result to tests/bench/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="append the result to tests/bench/results/"
+    )
     args = parser.parse_args()
     free = [-1] * args.threads
     result = {}
     for beside in ("nothing", "a busy process"):
-        busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"])] if beside != "nothing" else []
+        busy = (
+            [subprocess.Popen([sys.executable, "-c", "while True: pass"])]
+            if beside != "nothing"
+            else []
+        )
         try:
             time.sleep(0.2)
-            for name, num_threads, cores in (("one thread", 1, None), ("pinned", args.threads, None), ("free", args.threads, free)):
-                result[f"{name}, beside {beside}"] = found = measure(num_threads, cores, args.rounds)
-                print(f"{name + ', beside ' + beside:34}" + "".join(f"  {k} {' / '.join(f'{us:.2f}' for us in v)}" for k, v in found.items()), flush=True)
+            for name, num_threads, cores in (
+                ("one thread", 1, None),
+                ("pinned", args.threads, None),
+                ("free", args.threads, free),
+            ):
+                result[f"{name}, beside {beside}"] = found = measure(
+                    num_threads, cores, args.rounds
+                )
+                print(
+                    f"{name + ', beside ' + beside:34}"
+                    + "".join(
+                        f"  {k} {' / '.join(f'{us:.2f}' for us in v)}" for k, v in found.items()
+                    ),
+                    flush=True,
+                )
         finally:
             for process in busy:
                 process.kill()

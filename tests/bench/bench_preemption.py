@@ -1,10 +1,10 @@
-"""When swapping beats recomputing: what bringing one request back costs by its length, and a batch that does not fit its KV cache.
-May know: LLM, the executor with its driver from the tests.
-Must not know: how victims are chosen.
+"""When swapping beats recomputing: what bringing one request back costs by its length, and a batch
+that does not fit its KV cache.
 
     python tests/bench/bench_preemption.py [--rounds 5] [--write]
 
-The bundled model, and one of the shape of a half-billion model (random weights, made on the spot)."""
+The bundled model, and one of the shape of a half-billion model (random weights, made on the spot).
+"""
 
 from __future__ import annotations
 
@@ -20,13 +20,25 @@ from quire.ipc.messages import NewRequestData, SchedulerOutput
 from quire.tests.bench.report import hardware, write_result
 
 LENGTHS = (16, 64, 256, 1024)
-BIG = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, head_dim=64, vocab_size=4096)
+BIG = dict(
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=4096,
+)
 SHAPES = {"bundled": {}, "0.5B": dict(hf_overrides=BIG, load_format="dummy")}
 
 
 def measure_one_request(arguments: dict) -> list[dict]:
-    """For each length: seconds to compute so many tokens at once, and to copy their blocks out and in."""
-    config = EngineArgs(max_model_len=1536, max_num_seqs=2, max_num_batched_tokens=2048, swap_space=1.0, **arguments).create_engine_config()
+    """For each length: seconds to compute so many tokens at once, and to copy their blocks out and
+    in.
+    """
+    config = EngineArgs(
+        max_model_len=1536, max_num_seqs=2, max_num_batched_tokens=2048, swap_space=1.0, **arguments
+    ).create_engine_config()
     executor = Executor(config)
     executor.load_model(lambda stage, fraction: None)
     executor.initialize_kv_cache(executor.determine_num_blocks())
@@ -37,28 +49,55 @@ def measure_one_request(arguments: dict) -> list[dict]:
         blocks = list(range(1, 1 + -(-length // block_size)))
         params = SamplingParams(temperature=0.0, seed=0)
 
-        def recompute(length: int = length, blocks: list[int] = blocks, params: SamplingParams = params) -> None:
+        def recompute(
+            length: int = length, blocks: list[int] = blocks, params: SamplingParams = params
+        ) -> None:
             new = NewRequestData(0, "r", [7] * length, length, params)
             runner.execute_model(SchedulerOutput(0, [0], [length], [0], [blocks], [new]))
             runner.execute_model(SchedulerOutput(1, [], [], [], [], freed_slots=[0]))
 
         def swap(blocks: list[int] = blocks) -> None:
-            runner.execute_model(SchedulerOutput(0, [], [], [], [], blocks_to_swap_out=[(b, b - 1) for b in blocks]))
-            runner.execute_model(SchedulerOutput(0, [], [], [], [], blocks_to_swap_in=[(b - 1, b) for b in blocks]))
+            runner.execute_model(
+                SchedulerOutput(0, [], [], [], [], blocks_to_swap_out=[(b, b - 1) for b in blocks])
+            )
+            runner.execute_model(
+                SchedulerOutput(0, [], [], [], [], blocks_to_swap_in=[(b - 1, b) for b in blocks])
+            )
 
-        rows.append({"tokens": length, "recompute_ms": 1e3 * shortest_time(recompute, 5), "swap_ms": 1e3 * shortest_time(swap, 5)})
+        rows.append(
+            {
+                "tokens": length,
+                "recompute_ms": 1e3 * shortest_time(recompute, 5),
+                "swap_ms": 1e3 * shortest_time(swap, 5),
+            }
+        )
     executor.shutdown()
     return rows
 
 
-def measure_batch(arguments: dict, rounds: int, num_requests: int, num_output: int) -> dict[str, dict]:
-    """The same requests in a cache with room for a third of them, by each mode, rounds interleaved: median seconds, and what was done."""
+def measure_batch(
+    arguments: dict, rounds: int, num_requests: int, num_output: int
+) -> dict[str, dict]:
+    """The same requests in a cache with room for a third of them, by each mode, rounds interleaved:
+    median seconds, and what was done.
+    """
     rng = random.Random(0)
-    prompts = [[rng.randrange(300, 1000) for _ in range(rng.randint(64, 192))] for _ in range(num_requests)]
+    prompts = [
+        [rng.randrange(300, 1000) for _ in range(rng.randint(64, 192))] for _ in range(num_requests)
+    ]
     params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
     num_blocks = 1 + sum(-(-(len(p) + num_output) // 16) for p in prompts) // 3
-    settings = dict(max_model_len=320, max_num_seqs=num_requests, num_gpu_blocks_override=num_blocks, enable_prefix_caching=False, engine="inproc")
-    llms = {mode: LLM(preemption_mode=mode, **settings, **arguments) for mode in ("recompute", "swap", "auto")}
+    settings = dict(
+        max_model_len=320,
+        max_num_seqs=num_requests,
+        num_gpu_blocks_override=num_blocks,
+        enable_prefix_caching=False,
+        engine="inproc",
+    )
+    llms = {
+        mode: LLM(preemption_mode=mode, **settings, **arguments)
+        for mode in ("recompute", "swap", "auto")
+    }
     seconds: dict[str, list[float]] = {mode: [] for mode in llms}
     for round_ in range(rounds + 1):
         for mode, llm in llms.items():
@@ -70,7 +109,10 @@ def measure_batch(arguments: dict, rounds: int, num_requests: int, num_output: i
     for mode, llm in llms.items():
         metrics = llm.get_metrics()
         names = ("num_preemptions", "num_recomputed_tokens", "num_blocks_swapped_out")
-        results[mode] = {"median_s": statistics.median(seconds[mode]), **{name: metrics[name] // (rounds + 1) for name in names}}
+        results[mode] = {
+            "median_s": statistics.median(seconds[mode]),
+            **{name: metrics[name] // (rounds + 1) for name in names},
+        }
         llm.close()
     return results
 
@@ -78,17 +120,29 @@ def measure_batch(arguments: dict, rounds: int, num_requests: int, num_output: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--write", action="store_true", help="append the results to tests/bench/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="append the results to tests/bench/results/"
+    )
     args = parser.parse_args()
     for name, arguments in SHAPES.items():
         by_length = measure_one_request(arguments)
         for row in by_length:
-            print(f"{name}: {row['tokens']:5d} tokens: recompute {row['recompute_ms']:8.2f} ms, swap out and in {row['swap_ms']:7.2f} ms")
-        batch = measure_batch(arguments, args.rounds, 32, 96) if name == "bundled" else {}  # minutes, for the other one
+            print(
+                f"{name}: {row['tokens']:5d} tokens: recompute {row['recompute_ms']:8.2f} ms, swap "
+                f"out and in {row['swap_ms']:7.2f} ms"
+            )
+        # minutes, for the other one
+        batch = measure_batch(arguments, args.rounds, 32, 96) if name == "bundled" else {}
         for mode, figures in batch.items():
             print(f"{name}: batch, {mode}: {figures}")
         if args.write:
-            print(write_result(name, "preemption", {"hardware": hardware(), "by_length": by_length, "batch": batch}))
+            print(
+                write_result(
+                    name,
+                    "preemption",
+                    {"hardware": hardware(), "by_length": by_length, "batch": batch},
+                )
+            )
 
 
 if __name__ == "__main__":

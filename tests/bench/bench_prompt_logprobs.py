@@ -1,11 +1,13 @@
-"""What prompt_logprobs costs: seconds and peak memory of one long prompt at a large vocabulary, with none, with few and with 20 asked for.
-May know: the executor through the tests' driver, tiny configurations, subprocesses.
-Must not know: how prompts are scored.
+"""What prompt_logprobs costs: seconds and peak memory of one long prompt at a large vocabulary,
+with none, with few and with 20 asked for.
 
-    python tests/bench/bench_prompt_logprobs.py [--prompt 8192] [--vocab 151936] [--hidden 64] [--chunk 2048] [--dtype float32] [--write]
+    python tests/bench/bench_prompt_logprobs.py [--prompt 8192] [--vocab 151936] [--hidden 64]
+    [--chunk 2048] [--dtype float32] [--write]
 
-The model is small but for its vocabulary and has random weights, so nearly all it does is logits. Every measurement is a process of its own;
-memory is the peak of its resident set over what it had when the model and the cache stood (the kernel's own count, set back at that point)."""
+The model is small but for its vocabulary and has random weights, so nearly all it does is logits.
+Every measurement is a process of its own; memory is the peak of its resident set over what it had
+when the model and the cache stood (the kernel's own count, set back at that point).
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,21 @@ def status_mib(field: str) -> float:
     raise KeyError(field)
 
 
-def measure(directory: str, prompt_logprobs: int | None, args: argparse.Namespace) -> dict[str, float]:
+def measure(
+    directory: str, prompt_logprobs: int | None, args: argparse.Namespace
+) -> dict[str, float]:
     from quire.tests.executor.driver import Driver, greedy, start_executor
 
     executor = start_executor(
-        directory, load_format="dummy", dtype=args.dtype, max_model_len=args.prompt + 16, max_num_batched_tokens=args.chunk, max_num_seqs=1,
-        kv_cache_memory_bytes=2**28, num_threads=args.threads,
-    )  # fmt: skip
+        directory,
+        load_format="dummy",
+        dtype=args.dtype,
+        max_model_len=args.prompt + 16,
+        max_num_batched_tokens=args.chunk,
+        max_num_seqs=1,
+        kv_cache_memory_bytes=2**28,
+        num_threads=args.threads,
+    )
     driver = Driver(executor)
     driver.add("warm", [1] * 20, greedy(prompt_logprobs=prompt_logprobs))
     driver.run(1)
@@ -59,7 +69,9 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--write", action="store_true", help="append the result to tests/bench/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="append the result to tests/bench/results/"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -69,19 +81,48 @@ def main() -> None:
     from quire.tests.tiny_models import make_tiny_config
 
     with tempfile.TemporaryDirectory() as directory:
-        sizes = {"vocab_size": args.vocab, "hidden_size": args.hidden, "num_hidden_layers": 1, "max_position_embeddings": args.prompt + 16}
+        sizes = {
+            "vocab_size": args.vocab,
+            "hidden_size": args.hidden,
+            "num_hidden_layers": 1,
+            "max_position_embeddings": args.prompt + 16,
+        }
         config = make_tiny_config("qwen2", architectures=["Qwen2ForCausalLM"], **sizes)
         config.save_pretrained(directory)
         numbers = {}
         for case in CASES:
-            command = [sys.executable, __file__, *sys.argv[1:], "--worker", directory, "--case", case]
+            command = [
+                sys.executable,
+                __file__,
+                *sys.argv[1:],
+                "--worker",
+                directory,
+                "--case",
+                case,
+            ]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             numbers[case] = json.loads(done.stdout.splitlines()[-1])
-            print(f"prompt_logprobs {case:>4}: {numbers[case]['seconds']:7.2f} s, peak {numbers[case]['peak_mib']} MiB", flush=True)
+            print(
+                f"prompt_logprobs {case:>4}: {numbers[case]['seconds']:7.2f} s, peak "
+                f"{numbers[case]['peak_mib']} MiB",
+                flush=True,
+            )
     print(hardware())
     if args.write:
-        described = {"prompt": args.prompt, "vocab": args.vocab, "hidden": args.hidden, "chunk": args.chunk, "dtype": args.dtype}
-        print(write_result("random-qwen2", f"prompt-logprobs-{args.prompt}x{args.vocab}", {**described, "threads": args.threads, **numbers}))
+        described = {
+            "prompt": args.prompt,
+            "vocab": args.vocab,
+            "hidden": args.hidden,
+            "chunk": args.chunk,
+            "dtype": args.dtype,
+        }
+        print(
+            write_result(
+                "random-qwen2",
+                f"prompt-logprobs-{args.prompt}x{args.vocab}",
+                {**described, "threads": args.threads, **numbers},
+            )
+        )
 
 
 if __name__ == "__main__":

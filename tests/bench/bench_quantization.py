@@ -1,11 +1,12 @@
-"""What quantized weights lose and gain: the bundled model's perplexity on texts of its kind in fp32, bf16, int8 and int4, and bytes and tokens/s.
-May know: LLM, the texts' generator beside the bundled model's training.
-Must not know: how weights are quantized.
+"""What quantized weights lose and gain: the bundled model's perplexity on texts of its kind in
+fp32, bf16, int8 and int4, and bytes and tokens/s.
 
     python tests/bench/bench_quantization.py [--texts 150] [--write]
 
-The perplexity is that of each token given those before it, from prompt_logprobs. Texts are stories, chats, JSON, sums, copies and translations by the
-training's generator, under seeds that it does not use. Tokens/s are of one greedy request and of 32, medians of rounds that take turns."""
+The perplexity is that of each token given those before it, from prompt_logprobs. Texts are stories,
+chats, JSON, sums, copies and translations by the training's generator, under seeds that it does not
+use. Tokens/s are of one greedy request and of 32, medians of rounds that take turns.
+"""
 
 from __future__ import annotations
 
@@ -38,33 +39,50 @@ def make_texts(count: int) -> list[str]:
     spec = importlib.util.spec_from_file_location("quire_bundled_model_data", DATA)
     data = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(data)
-    samples = [getattr(data, f"{KINDS[i % len(KINDS)]}_prompt")(Random(SEED + i)) for i in range(count)]
+    samples = [
+        getattr(data, f"{KINDS[i % len(KINDS)]}_prompt")(Random(SEED + i)) for i in range(count)
+    ]
     return [sample.prompt + sample.completion for sample in samples]
 
 
 def perplexity(llm: LLM, texts: list[str]) -> float:
     outputs = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     logprobs = [
-        entries[token_id].logprob for output in outputs for token_id, entries in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        entries[token_id].logprob
+        for output in outputs
+        for token_id, entries in zip(
+            output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
+        )
     ]
     return math.exp(-sum(logprobs) / len(logprobs))
 
 
 def tokens_per_second(llm: LLM, count: int) -> float:
     start = time.perf_counter()
-    outputs = llm.generate(["Once upon a time"] * count, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True), use_tqdm=False)
-    return sum(len(output.outputs[0].token_ids) for output in outputs) / (time.perf_counter() - start)
+    outputs = llm.generate(
+        ["Once upon a time"] * count,
+        SamplingParams(temperature=0, max_tokens=64, ignore_eos=True),
+        use_tqdm=False,
+    )
+    return sum(len(output.outputs[0].token_ids) for output in outputs) / (
+        time.perf_counter() - start
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--texts", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--write", action="store_true", help="append the result to tests/bench/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="append the result to tests/bench/results/"
+    )
     args = parser.parse_args()
     texts, result = make_texts(args.texts), {}
     with ExitStack() as stack:
-        llms = {name: stack.enter_context(LLM(engine="inproc", enable_prefix_caching=False, **form)) for name, form in FORMS.items()}
+        llms = {
+            name: stack.enter_context(LLM(engine="inproc", enable_prefix_caching=False, **form))
+            for name, form in FORMS.items()
+        }
         speeds: dict[str, dict[int, list[float]]] = {name: {1: [], 32: []} for name in llms}
         for _ in range(args.rounds):
             for name, llm in llms.items():
@@ -72,11 +90,28 @@ def main() -> None:
                     found.append(tokens_per_second(llm, count))
         for name, llm in llms.items():
             [usage] = llm.collective_rpc("memory_usage")
-            result[name] = {"perplexity": perplexity(llm, texts), "weights_bytes": usage["weights_bytes"]}
-            result[name] |= {f"tokens_per_s_{count}": round(statistics.median(found)) for count, found in speeds[name].items()}
+            result[name] = {
+                "perplexity": perplexity(llm, texts),
+                "weights_bytes": usage["weights_bytes"],
+            }
+            result[name] |= {
+                f"tokens_per_s_{count}": round(statistics.median(found))
+                for count, found in speeds[name].items()
+            }
             loss = result[name]["perplexity"] / result["float32"]["perplexity"] - 1
-            print(f"{name:10} perplexity {result[name]['perplexity']:.4f} ({loss:+.2%})  weights {usage['weights_bytes'] / 2**20:6.2f} MiB", end="")
-            print("  tokens/s" + "".join(f"  {count} requests: {result[name][f'tokens_per_s_{count}']}" for count in speeds[name]), flush=True)
+            print(
+                f"{name:10} perplexity {result[name]['perplexity']:.4f} ({loss:+.2%})  weights "
+                f"{usage['weights_bytes'] / 2**20:6.2f} MiB",
+                end="",
+            )
+            print(
+                "  tokens/s"
+                + "".join(
+                    f"  {count} requests: {result[name][f'tokens_per_s_{count}']}"
+                    for count in speeds[name]
+                ),
+                flush=True,
+            )
     print(hardware())
     if args.write:
         print(write_result("bundled", "quantization", {"texts": args.texts, **result}))

@@ -1,8 +1,9 @@
-"""Quire as one engine of the harness that measures engines side by side (a folder with common.py, named by --peers or $PEERS).
-May know: LLMEngine; of the harness: common.Engine, common.MODELS and common.main.
-Must not know: the workloads. Nothing else in the repository needs the harness.
+"""Quire as one engine of the harness that measures engines side by side (a folder with common.py,
+named by --peers or $PEERS).
 
-    PEERS=DIR python tests/bench/bench_quire.py --model qwen05b --mode process --workloads W1,W2 --reps 3"""
+    PEERS=DIR python tests/bench/bench_quire.py --model qwen05b --mode process --workloads W1,W2
+    --reps 3
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ def harness():
         folder = sys.argv[at + 1]
         del sys.argv[at : at + 2]
     if not os.path.exists(os.path.join(folder, "common.py")):
-        sys.exit("bench_quire.py: name the folder that holds the harness's common.py with --peers DIR or $PEERS")
+        sys.exit(
+            "bench_quire.py: name the folder that holds the harness's common.py with --peers DIR "
+            "or $PEERS"
+        )
     sys.path.insert(0, folder)
     import common
 
@@ -37,7 +41,11 @@ def make_adapter(common):
             args = self.args
             self.dtype = args.dtype or "bf16"
             self.version = f"quire {__version__} / torch {version('torch')} {args.mode}"
-            given = {"max_num_batched_tokens": args.mbt, "quantization": args.quantization, "cpu_isa": args.isa}
+            given = {
+                "max_num_batched_tokens": args.mbt,
+                "quantization": args.quantization,
+                "cpu_isa": args.isa,
+            }
             engine_args = EngineArgs(
                 common.MODELS[args.model]["dir"],
                 dtype={"bf16": "bfloat16", "f32": "float32"}[self.dtype],
@@ -51,7 +59,9 @@ def make_adapter(common):
             self.num_requests = 0
 
         def run(self, reqs: list) -> list[list[float]]:
-            """Submits all requests at once; per request the perf_counter time at which each token was in the caller's hands."""
+            """Submits all requests at once; per request the perf_counter time at which each token
+            was in the caller's hands.
+            """
             first, times = self.num_requests, [[] for _ in reqs]
             self.num_requests += len(reqs)
             for i, req in enumerate(reqs):
@@ -66,7 +76,9 @@ def make_adapter(common):
             while self.engine.has_unfinished_requests():
                 outputs, now = self.engine.step(), time.perf_counter()
                 for output in outputs:
-                    times[int(output.request_id) - first] += [now] * len(output.outputs[0].token_ids)
+                    times[int(output.request_id) - first] += [now] * len(
+                        output.outputs[0].token_ids
+                    )
             return times
 
         def extra_pids(self) -> list[int]:
@@ -82,8 +94,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=["inproc", "process"], default="process")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--mbt", type=int, default=None, help="max_num_batched_tokens")
-    parser.add_argument("--quantization", default=None, help="int8 or int4: of the weights, at load")
-    parser.add_argument("--isa", default=None, help="the native kernels' instruction set, where it shall not be the best there is")
+    parser.add_argument(
+        "--quantization", default=None, help="int8 or int4: of the weights, at load"
+    )
+    parser.add_argument(
+        "--isa",
+        default=None,
+        help="the native kernels' instruction set, where it shall not be the best there is",
+    )
     parser.add_argument("--no-detok", action="store_true", help="token ids only")
 
 

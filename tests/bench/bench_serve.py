@@ -1,11 +1,13 @@
-"""Throughput over HTTP against offline, on the bundled model, and what a streamed token costs the server's process. The goals: 90 %, 40 us.
-May know: LLM, `quire serve`, the load generator's client, psutil.
-Must not know: routes, clients of the engine, schedulers.
+"""Throughput over HTTP against offline, on the bundled model, and what a streamed token costs the
+server's process. The goals: 90 %, 40 us.
 
-    python tests/bench/bench_serve.py [--rounds 7] [--streams 64] [--max-tokens 128] [--endpoint completions|chat] [--write]
+    python tests/bench/bench_serve.py [--rounds 7] [--streams 64] [--max-tokens 128] [--endpoint
+    completions|chat] [--write]
 
-Both engines are started once; rounds alternate between them, so that a busy machine disturbs both alike. The server's CPU is that of its own
-process, without the engine's, over all that it does for these requests: reading, tokenizing, streaming."""
+Both engines are started once; rounds alternate between them, so that a busy machine disturbs both
+alike. The server's CPU is that of its own process, without the engine's, over all that it does for
+these requests: reading, tokenizing, streaming.
+"""
 
 from __future__ import annotations
 
@@ -31,29 +33,51 @@ NUM_WORDS = 16
 
 
 def make_prompts(round_: int, args: argparse.Namespace) -> list[Any]:
-    """Of the kind that the endpoint takes, texts or messages: offline does the same work. Contents differ from round to round: none finds
-    another's prefixes in the cache beyond its template's."""
+    """Of the kind that the endpoint takes, texts or messages: offline does the same work.
+
+    Contents differ from round to round: none finds
+    another's prefixes in the cache beyond its template's.
+    """
     rng = random.Random(round_)
     texts = [" ".join(rng.choices(WORDS, k=NUM_WORDS)) for _ in range(args.streams)]
-    return [[{"role": "user", "content": text}] for text in texts] if args.endpoint == "chat" else texts
+    return (
+        [[{"role": "user", "content": text}] for text in texts]
+        if args.endpoint == "chat"
+        else texts
+    )
 
 
 def offline(args: argparse.Namespace) -> None:
-    """A worker: for every line with a round's number on stdin one line {"seconds", "tokens"} on stdout."""
+    """A worker: for every line with a round's number on stdin one line {"seconds", "tokens"} on
+    stdout.
+    """
     from quire import LLM, SamplingParams
 
     with LLM(args.model) as llm:
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:
             params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True)
-            prompts, run = make_prompts(int(line), args), llm.chat if args.endpoint == "chat" else llm.generate
+            prompts, run = (
+                make_prompts(int(line), args),
+                llm.chat if args.endpoint == "chat" else llm.generate,
+            )
             start = time.perf_counter()
             outputs = run(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - start
-            print(json.dumps({"seconds": seconds, "tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        "seconds": seconds,
+                        "tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
+                    }
+                ),
+                flush=True,
+            )
 
 
-def measure_http(args: argparse.Namespace, round_: int, port: int, server: psutil.Process) -> dict[str, float]:
+def measure_http(
+    args: argparse.Namespace, round_: int, port: int, server: psutil.Process
+) -> dict[str, float]:
     """One round over HTTP: all streams at once."""
     options = RequestOptions("bundled", args.endpoint, ignore_eos=True, temperature=0.0)
     prompts = make_prompts(round_, args)
@@ -61,16 +85,27 @@ def measure_http(args: argparse.Namespace, round_: int, port: int, server: psuti
     async def main() -> dict[str, float]:
         client = HttpClient(f"http://127.0.0.1:{port}/v1", {}, 600)
         before, own_before, start = server.cpu_times(), time.process_time(), time.perf_counter()
-        outcomes = await asyncio.gather(*(stream_request(client, options, prompt, args.max_tokens) for prompt in prompts))
+        outcomes = await asyncio.gather(
+            *(stream_request(client, options, prompt, args.max_tokens) for prompt in prompts)
+        )
         seconds, own = time.perf_counter() - start, time.process_time() - own_before
         after = server.cpu_times()
         client.close()
-        assert {outcome.failure for outcome in outcomes} == {None}, {outcome.failure_text for outcome in outcomes}
+        assert {outcome.failure for outcome in outcomes} == {None}, {
+            outcome.failure_text for outcome in outcomes
+        }
         tokens = sum(outcome.num_output_tokens for outcome in outcomes)
         cpu = after.user + after.system - before.user - before.system
         chunks = sum(len(outcome.token_times) for outcome in outcomes)
         system_us = 1e6 * (after.system - before.system) / tokens
-        return {"seconds": seconds, "tokens": tokens, "chunks": chunks, "cpu_us": 1e6 * cpu / tokens, "system_us": system_us, "client_cpu_share": own / seconds}
+        return {
+            "seconds": seconds,
+            "tokens": tokens,
+            "chunks": chunks,
+            "cpu_us": 1e6 * cpu / tokens,
+            "system_us": system_us,
+            "client_cpu_share": own / seconds,
+        }
 
     return uvloop.run(main())
 
@@ -97,9 +132,38 @@ def free_port() -> int:
 
 
 def run_rounds(args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
-    port, flags = free_port(), [str(value) for value in ("--model", args.model, "--streams", args.streams, "--max-tokens", args.max_tokens, "--endpoint", args.endpoint)]
-    serve = [sys.executable, "-m", "quire", "serve", args.model, "--port", str(port), "--no-access-log"]
-    worker = subprocess.Popen([sys.executable, __file__, "--offline", *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    port, flags = (
+        free_port(),
+        [
+            str(value)
+            for value in (
+                "--model",
+                args.model,
+                "--streams",
+                args.streams,
+                "--max-tokens",
+                args.max_tokens,
+                "--endpoint",
+                args.endpoint,
+            )
+        ],
+    )
+    serve = [
+        sys.executable,
+        "-m",
+        "quire",
+        "serve",
+        args.model,
+        "--port",
+        str(port),
+        "--no-access-log",
+    ]
+    worker = subprocess.Popen(
+        [sys.executable, __file__, "--offline", *flags],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     server = subprocess.Popen(serve, stderr=subprocess.DEVNULL)
     try:
         worker.stdout.readline()
@@ -108,7 +172,7 @@ def run_rounds(args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
         plain, http = [], []
         for round_ in range(args.rounds + 1):
             for _ in range(2):  # which comes first alternates
-                if len(plain) == len(http) == round_ and round_ % 2 or len(plain) > len(http):
+                if (len(plain) == len(http) == round_ and round_ % 2) or len(plain) > len(http):
                     http.append(measure_http(args, 2 * round_ + 1, port, process))
                 else:
                     print(2 * round_, file=worker.stdin, flush=True)
@@ -149,9 +213,18 @@ def main() -> None:
         "tokens_per_chunk": statistics.median(run["tokens"] / run["chunks"] for run in http),
         "client_cpu_share": statistics.median(run["client_cpu_share"] for run in http),
     }
-    print(f"{hardware()}, {args.streams} streams of {args.max_tokens} tokens, {args.endpoint}, medians of {args.rounds} rounds")
-    print(f"offline {numbers['offline_tokens_per_s']:.0f} tokens/s, over HTTP {numbers['http_tokens_per_s']:.0f}: {100 * ratio:.1f} % (goal 90)")
-    print(f"the server's process: {numbers['server_cpu_us_per_token']:.1f} us of CPU per token (goal 40), {numbers['tokens_per_chunk']:.2f} tokens per chunk")
+    print(
+        f"{hardware()}, {args.streams} streams of {args.max_tokens} tokens, {args.endpoint}, "
+        f"medians of {args.rounds} rounds"
+    )
+    print(
+        f"offline {numbers['offline_tokens_per_s']:.0f} tokens/s, over HTTP "
+        f"{numbers['http_tokens_per_s']:.0f}: {100 * ratio:.1f} % (goal 90)"
+    )
+    print(
+        f"the server's process: {numbers['server_cpu_us_per_token']:.1f} us of CPU per token (goal "
+        f"40), {numbers['tokens_per_chunk']:.2f} tokens per chunk"
+    )
     print(f"the client: {100 * numbers['client_cpu_share']:.0f} % of a core")
     if args.write:
         print(write_result(args.model, f"serve-{args.endpoint}-{args.streams}", numbers))

@@ -1,10 +1,11 @@
-"""How long a user waits: import quire, quire --version, LLM() until it is ready, and the first token after that.
-May know: LLM, subprocesses.
-Must not know: what start-up consists of.
+"""How long a user waits: import quire, quire --version, LLM() until it is ready, and the first
+token after that.
 
     python tests/bench/bench_startup.py [--rounds 5] [--write]
 
-Every measurement is a fresh interpreter, so the files are in the page cache and nothing else is warm. The goals: 50 ms, 0.25 s, 6 s."""
+Every measurement is a fresh interpreter, so the files are in the page cache and nothing else is
+warm. The goals: 50 ms, 0.25 s, 6 s.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,12 @@ def measure() -> dict[str, float]:
         "version": seconds_of(sys.executable, "-m", "quire", "--version"),
     }
     for form in ("process", "inproc"):
-        done = subprocess.run([sys.executable, "-c", READY.format(form=form)], check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", READY.format(form=form)],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         result = json.loads(done.stdout.splitlines()[-1])
         numbers |= {f"ready_{form}": result["ready"], f"first_token_{form}": result["first_token"]}
     return numbers
@@ -52,7 +58,9 @@ def measure() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--write", action="store_true", help="append the result to tests/bench/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="append the result to tests/bench/results/"
+    )
     args = parser.parse_args()
     rounds = [measure() for _ in range(args.rounds)]
     medians = {name: statistics.median(numbers[name] for numbers in rounds) for name in rounds[0]}

@@ -1,11 +1,13 @@
-"""One decode step of a model, three ways in turn: torch's kernels op by op, the native ones op by op, and recorded as one call.
-May know: the executor, its driver in the tests, the program of a step.
-Must not know: schedulers, clients.
+"""One decode step of a model, three ways in turn: torch's kernels op by op, the native ones op by
+op, and recorded as one call.
 
-    python tests/bench/bench_step.py [--models bundled 16M] [--dtypes float32 bfloat16] [--batches 1 32] [--threads 1] [--rounds 60] [--write]
+    python tests/bench/bench_step.py [--models bundled 16M] [--dtypes float32 bfloat16] [--batches 1
+    32] [--threads 1] [--rounds 60] [--write]
 
-Milliseconds, "quiet" (the tenth percentile: what the machine needs when nothing disturbs it) and "median", of steps whose requests have a
-context of 128 tokens each. Last, in microseconds, what a recorded step costs in Python and ctypes: the same program without its calls."""
+Milliseconds, "quiet" (the tenth percentile: what the machine needs when nothing disturbs it) and
+"median", of steps whose requests have a context of 128 tokens each. Last, in microseconds, what a
+recorded step costs in Python and ctypes: the same program without its calls.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,26 @@ from quire.tests.executor.driver import start_executor
 
 BUNDLED = Path(bundled_model.__file__).parent
 SHAPE_16M = {
-    "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
     "vocab_size": 8192,
-}  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {"bundled": {}, "16M": {"hf_overrides": SHAPE_16M, "load_format": "dummy"}}
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "bundled": {},
+    "16M": {"hf_overrides": SHAPE_16M, "load_format": "dummy"},
+}
 CONTEXT, BLOCK_SIZE = 128, 16
 
 
 def make_step(num_requests: int) -> tuple[Any, ...]:
     num_blocks = CONTEXT // BLOCK_SIZE
-    blocks = torch.arange(1, num_requests * num_blocks + 1, dtype=torch.int32).view(num_requests, num_blocks)
+    blocks = torch.arange(1, num_requests * num_blocks + 1, dtype=torch.int32).view(
+        num_requests, num_blocks
+    )
     metadata = AttentionMetadata(
         query_start_loc=torch.arange(num_requests + 1, dtype=torch.int32),
         seq_lens=torch.full((num_requests,), CONTEXT, dtype=torch.int32),
@@ -49,10 +61,17 @@ def make_step(num_requests: int) -> tuple[Any, ...]:
         query_lens=[1] * num_requests,
         seq_lens_list=[CONTEXT] * num_requests,
     )
-    return torch.arange(num_requests, dtype=torch.int32), torch.full((num_requests,), CONTEXT - 1), metadata, torch.arange(num_requests)
+    return (
+        torch.arange(num_requests, dtype=torch.int32),
+        torch.full((num_requests,), CONTEXT - 1),
+        metadata,
+        torch.arange(num_requests),
+    )
 
 
-def time_in_turn(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, dict[str, float]]:
+def time_in_turn(
+    functions: dict[str, Callable[[], Any]], rounds: int
+) -> dict[str, dict[str, float]]:
     """Seconds of each, one call of each per round."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
@@ -60,16 +79,29 @@ def time_in_turn(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[s
             start = perf_counter()
             function()
             times[name].append(perf_counter() - start)
-    return {name: {"quiet": sorted(found)[rounds // 10], "median": statistics.median(found)} for name, found in times.items()}
+    return {
+        name: {"quiet": sorted(found)[rounds // 10], "median": statistics.median(found)}
+        for name, found in times.items()
+    }
 
 
 def ways(torchs: Executor, native: Executor, step: tuple[Any, ...]) -> dict[str, Callable[[], Any]]:
     def op_by_op(executor: Executor) -> Callable[[], Any]:
         worker = executor.worker
-        return lambda: run_op_by_op(worker.model, worker.runner.ops, *step[:2], dataclasses.replace(step[2], scratch={}), step[3])
+        return lambda: run_op_by_op(
+            worker.model,
+            worker.runner.ops,
+            *step[:2],
+            dataclasses.replace(step[2], scratch={}),
+            step[3],
+        )
 
     program = native.worker.runner.program
-    return {"torch": op_by_op(torchs), "native": op_by_op(native), "recorded": lambda: program(*step)}
+    return {
+        "torch": op_by_op(torchs),
+        "native": op_by_op(native),
+        "recorded": lambda: program(*step),
+    }
 
 
 def time_without_calls(executor: Executor, rounds: int) -> dict[str, float]:
@@ -88,18 +120,45 @@ def torchs_names() -> dict[str, str]:
 
 @torch.inference_mode()
 def measure(model: str, dtype: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    settings = {**MODELS[model], "dtype": dtype, "num_threads": args.threads, "max_num_seqs": max(args.batches), "kv_cache_memory_bytes": 2**28}
-    torchs, native = start_executor(BUNDLED, kernels=torchs_names(), **settings), start_executor(BUNDLED, **settings)
+    settings = {
+        **MODELS[model],
+        "dtype": dtype,
+        "num_threads": args.threads,
+        "max_num_seqs": max(args.batches),
+        "kv_cache_memory_bytes": 2**28,
+    }
+    torchs, native = (
+        start_executor(BUNDLED, kernels=torchs_names(), **settings),
+        start_executor(BUNDLED, **settings),
+    )
     if native.worker.runner.program is None:
         raise SystemExit("the model cannot be recorded here: are the native kernels built?")
     results = []
     for num_requests in args.batches:
         found = time_in_turn(ways(torchs, native, make_step(num_requests)), args.rounds)
-        results.append({"model": model, "dtype": dtype, "requests": num_requests, "threads": args.threads, "isa": library.isa, "seconds": found})
-        columns = "  ".join(f"{name} {times['quiet'] * 1e3:7.2f} {times['median'] * 1e3:7.2f}" for name, times in found.items())
-        print(f"{model:8} {dtype:9} {num_requests:3} requests, ms (quiet, median): {columns}", flush=True)
+        results.append(
+            {
+                "model": model,
+                "dtype": dtype,
+                "requests": num_requests,
+                "threads": args.threads,
+                "isa": library.isa,
+                "seconds": found,
+            }
+        )
+        columns = "  ".join(
+            f"{name} {times['quiet'] * 1e3:7.2f} {times['median'] * 1e3:7.2f}"
+            for name, times in found.items()
+        )
+        print(
+            f"{model:8} {dtype:9} {num_requests:3} requests, ms (quiet, median): {columns}",
+            flush=True,
+        )
     empty = time_without_calls(native, 20 * args.rounds)
-    print(f"{model:8} {dtype:9} without its {len(native.worker.runner.program.calls)} calls: {empty['quiet'] * 1e6:.1f} us, {empty['median'] * 1e6:.1f}")
+    print(
+        f"{model:8} {dtype:9} without its {len(native.worker.runner.program.calls)} calls: "
+        f"{empty['quiet'] * 1e6:.1f} us, {empty['median'] * 1e6:.1f}"
+    )
     return [*results, {"model": model, "dtype": dtype, "without_calls_s": empty}]
 
 
@@ -110,10 +169,14 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--write", action="store_true", help="append the numbers to tests/bench/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="append the numbers to tests/bench/results/"
+    )
     args = parser.parse_args()
     print(f"{hardware()}, {args.threads} threads")
-    results = [row for model in args.models for dtype in args.dtypes for row in measure(model, dtype, args)]
+    results = [
+        row for model in args.models for dtype in args.dtypes for row in measure(model, dtype, args)
+    ]
     if args.write:
         print(write_result("bundled", "step", {"steps": results}))
 

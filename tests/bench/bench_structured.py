@@ -1,11 +1,11 @@
-"""What a grammar costs: to check and compile it, for each mask, for a step; and what tokens without the model save.
-May know: the public API, the compiler of grammars, the generator of random ones.
-Must not know: how a mask is found.
+"""What a grammar costs: to check and compile it, for each mask, for a step; and what tokens without
+the model save.
 
     python tests/bench/bench_structured.py [--tokenizer DIRECTORY --vocab-size N]        # default: the bundled model's
 
-Times of masks and compilations are medians and means over random grammars; throughput is counted per second of processor time, rounds
-interleaved, so that a busy machine changes little."""
+Times of masks and compilations are medians and means over random grammars; throughput is counted
+per second of processor time, rounds interleaved, so that a busy machine changes little.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +26,26 @@ from quire.tests.structured.generator import numbered
 
 BUNDLED = Path(__file__).resolve().parents[2] / "frontend" / "bundled_model"
 PERSON = {
-    "type": "object", "required": ["first_name", "last_name", "age", "is_student", "country"], "additionalProperties": False,
+    "type": "object",
+    "required": ["first_name", "last_name", "age", "is_student", "country"],
+    "additionalProperties": False,
     "properties": {
-        "first_name": {"type": "string", "maxLength": 12}, "last_name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120}, "is_student": {"type": "boolean"}, "country": {"enum": ["Germany", "France", "Norway"]},
+        "first_name": {"type": "string", "maxLength": 12},
+        "last_name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "is_student": {"type": "boolean"},
+        "country": {"enum": ["Germany", "France", "Norway"]},
     },
-}  # fmt: skip
+}
 NUM_ROUNDS = 5
 
 
 def show(name: str, seconds: list[float]) -> None:
     values = np.array(seconds) * 1e6
-    print(f"{name:28} median {np.median(values):8.1f} us, mean {values.mean():8.1f}, 99 % {np.quantile(values, 0.99):9.1f}, most {values.max():9.1f}")
+    print(
+        f"{name:28} median {np.median(values):8.1f} us, mean {values.mean():8.1f}, 99 % "
+        f"{np.quantile(values, 0.99):9.1f}, most {values.max():9.1f}"
+    )
 
 
 def measure_masks(directory: str, vocab_size: int, count: int) -> None:
@@ -45,7 +53,11 @@ def measure_masks(directory: str, vocab_size: int, count: int) -> None:
     compiler = GrammarCompiler(directory, vocab_size, None)
     eos = compiler.tokenizer.eos_token
     print(f"tokenizer of {vocab_size}: read in {time.perf_counter() - start:.2f} s")
-    check, draw, words = GrammarCheck(CompilerSettings(directory, vocab_size, None)), random.Random(0), np.zeros(compiler.num_mask_words, np.int32)
+    check, draw, words = (
+        GrammarCheck(CompilerSettings(directory, vocab_size, None)),
+        random.Random(0),
+        np.zeros(compiler.num_mask_words, np.int32),
+    )
     check.check(StructuredOutputsParams(choice=["a"]))
     checks, compilations, firsts, masks = [], [], [], []
     for _, params in numbered(0, count):
@@ -65,11 +77,23 @@ def measure_masks(directory: str, vocab_size: int, count: int) -> None:
                 break
             matcher.consume_token(int(draw.choice(allowed)))
     check.end()
-    for name, values in (("check in its process", checks), ("compile", compilations), ("first mask", firsts), ("mask", masks)):
+    for name, values in (
+        ("check in its process", checks),
+        ("compile", compilations),
+        ("first mask", firsts),
+        ("mask", masks),
+    ):
         show(name, values)
     for op in registry.implementations("apply_grammar_bitmask"):
-        logits, bitmask, rows = torch.randn(8, vocab_size), torch.randint(-(2**31), 2**31, (8, len(words)), dtype=torch.int32), torch.arange(8)
-        show(f"apply to a row, {op.name}", [timed(op.function, logits, bitmask, rows)[0] / 8 for _ in range(30)])
+        logits, bitmask, rows = (
+            torch.randn(8, vocab_size),
+            torch.randint(-(2**31), 2**31, (8, len(words)), dtype=torch.int32),
+            torch.arange(8),
+        )
+        show(
+            f"apply to a row, {op.name}",
+            [timed(op.function, logits, bitmask, rows)[0] / 8 for _ in range(30)],
+        )
 
 
 def timed(function, *args) -> tuple[float, object]:
@@ -88,24 +112,42 @@ def measure_jumps() -> None:
         "a choice": [StructuredOutputsParams(choice=["positive", "negative", "neutral"])] * 256,
         "nothing forced": [StructuredOutputsParams(regex="[a-z ]{100,200}")] * 32,
     }
-    common = dict(engine="inproc", num_threads=1, max_num_seqs=32, max_model_len=256, num_gpu_blocks_override=1 + 32 * 16)
-    with LLM(enable_jump_forward=True, **common) as jumping, LLM(enable_jump_forward=False, **common) as plain:
+    common = dict(
+        engine="inproc",
+        num_threads=1,
+        max_num_seqs=32,
+        max_model_len=256,
+        num_gpu_blocks_override=1 + 32 * 16,
+    )
+    with (
+        LLM(enable_jump_forward=True, **common) as jumping,
+        LLM(enable_jump_forward=False, **common) as plain,
+    ):
         compare(workloads, {True: jumping, False: plain})
 
 
 def compare(workloads: dict[str, list[StructuredOutputsParams]], engines: dict[bool, LLM]) -> None:
     for name, grammars in workloads.items():
-        params = [SamplingParams(max_tokens=100, temperature=0.8, seed=i, structured_outputs=g) for i, g in enumerate(grammars)]
+        params = [
+            SamplingParams(max_tokens=100, temperature=0.8, seed=i, structured_outputs=g)
+            for i, g in enumerate(grammars)
+        ]
         speeds: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(NUM_ROUNDS):
             answers = {}
             for jumps, llm in engines.items():
                 start = time.process_time()
-                answers[jumps] = [o.outputs[0].token_ids for o in llm.generate(["Answer: "] * len(params), params, use_tqdm=False)]
+                answers[jumps] = [
+                    o.outputs[0].token_ids
+                    for o in llm.generate(["Answer: "] * len(params), params, use_tqdm=False)
+                ]
                 speeds[jumps].append(sum(map(len, answers[jumps])) / (time.process_time() - start))
             assert answers[True] == answers[False]
         jumping, plain = (statistics.median(speeds[jumps]) for jumps in (True, False))
-        print(f"{name:28} {jumping:6.0f} tokens per second of processor time, {plain:6.0f} without: {jumping / plain:.2f}")
+        print(
+            f"{name:28} {jumping:6.0f} tokens per second of processor time, {plain:6.0f} without: "
+            f"{jumping / plain:.2f}"
+        )
 
 
 if __name__ == "__main__":

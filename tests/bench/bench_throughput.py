@@ -1,10 +1,11 @@
-"""Throughput with the engine in a child process against the engine in the same process, on the bundled model. The goal: at least 95 %.
-May know: LLM, subprocesses.
-Must not know: clients, sockets, schedulers.
+"""Throughput with the engine in a child process against the engine in the same process, on the
+bundled model. The goal: at least 95 %.
 
     python tests/bench/bench_throughput.py [--rounds 7] [--requests 32] [--max-tokens 128] [--write]
 
-Each form lives in a program of its own, started once; rounds alternate between them, so that a busy machine disturbs both alike."""
+Each form lives in a program of its own, started once; rounds alternate between them, so that a busy
+machine disturbs both alike.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ VOCAB = range(300, 1000)  # ids that any tokenizer of ours has, none of them spe
 
 
 def serve(form: str, model: str) -> None:
-    """A worker: for every line {"round", "requests", "max_tokens"} on stdin one line {"seconds", "tokens"} on stdout."""
+    """A worker: for every line {"round", "requests", "max_tokens"} on stdin one line {"seconds",
+    "tokens"} on stdout.
+    """
     with LLM(model, engine=form) as llm:
         print(json.dumps({"ready": form}), flush=True)
         for line in sys.stdin:
@@ -34,19 +37,34 @@ def serve(form: str, model: str) -> None:
             start = time.perf_counter()
             outputs = llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - start
-            print(json.dumps({"seconds": seconds, "tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        "seconds": seconds,
+                        "tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
+                    }
+                ),
+                flush=True,
+            )
 
 
 def make_prompts(round_: int, num_requests: int) -> list[list[int]]:
-    """Lengths are the same in every round, contents differ: no round finds another's prefixes in the cache."""
+    """Lengths are the same in every round, contents differ: no round finds another's prefixes in
+    the cache.
+    """
     lengths, contents = random.Random(1), random.Random(f"round {round_}")
-    return [[contents.choice(VOCAB) for _ in range(lengths.randint(32, 256))] for _ in range(num_requests)]
+    return [
+        [contents.choice(VOCAB) for _ in range(lengths.randint(32, 256))]
+        for _ in range(num_requests)
+    ]
 
 
 class Worker:
     def __init__(self, form: str, model: str):
         command = [sys.executable, __file__, "--worker", form, "--model", model]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self._read()
 
     def tokens_per_second(self, job: dict) -> float:
@@ -72,7 +90,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--write", action="store_true", help="append the result to tests/bench/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="append the result to tests/bench/results/"
+    )
     parser.add_argument("--worker", choices=FORMS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -94,12 +114,22 @@ def main() -> None:
     for worker in workers.values():
         worker.close()
     medians = {form: statistics.median(speeds[form]) for form in FORMS}
-    ratio = statistics.median(process / inproc for process, inproc in zip(speeds["process"], speeds["inproc"], strict=True))
+    ratio = statistics.median(
+        process / inproc
+        for process, inproc in zip(speeds["process"], speeds["inproc"], strict=True)
+    )
     print(
-        f"{hardware()}: process {medians['process']:.0f}, inproc {medians['inproc']:.0f} tokens/s; ratio {ratio:.1%} (median of rounds)"
+        f"{hardware()}: process {medians['process']:.0f}, inproc {medians['inproc']:.0f} tokens/s; "
+        f"ratio {ratio:.1%} (median of rounds)"
     )
     if args.write:
-        numbers = {"requests": args.requests, "max_tokens": args.max_tokens, "tokens_per_second": medians, "ratio": ratio, "rounds": speeds}
+        numbers = {
+            "requests": args.requests,
+            "max_tokens": args.max_tokens,
+            "tokens_per_second": medians,
+            "ratio": ratio,
+            "rounds": speeds,
+        }
         print(write_result(args.model, f"throughput-{args.requests}", numbers))
 
 

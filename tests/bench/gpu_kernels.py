@@ -1,6 +1,6 @@
-"""Every kernel but attention at the sizes of a model, and what its call must at least move or compute: the measure of bench_gpu.py.
-May know: the contracts in kernels/ops.py, torch.
-Must not know: which implementations there are, how a call is timed."""
+"""Every kernel but attention at the sizes of a model, and what its call must at least move or
+compute: the measure of bench_gpu.py.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ BF16, FP32 = 2, 4  # bytes
 
 @dataclass(frozen=True)
 class KernelCall:
-    """`limit`: what bounds it, "bytes" moved to and from memory or "flops"; `amount` of these is the least that the contract allows."""
+    """`limit`: what bounds it, "bytes" moved to and from memory or "flops"; `amount` of these is
+    the least that the contract allows.
+    """
 
     name: str
     call: Callable[[], Any]
@@ -27,7 +29,9 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class Sizes:
-    """tokens: of a large prompt, so that what they take does not fit in the card's caches; rows: of a decode."""
+    """tokens: of a large prompt, so that what they take does not fit in the card's caches; rows: of
+    a decode.
+    """
 
     tokens: int
     rows: int
@@ -53,47 +57,107 @@ def elementwise(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
     x, weight, row = normal(device, s.tokens, s.hidden), normal(device, s.hidden), s.hidden * BF16
     yield KernelCall("rms_norm", lambda: ops.rms_norm(x, weight, 1e-6), "bytes", 2 * s.tokens * row)
     residual = normal(device, s.tokens, s.hidden)
-    yield KernelCall("fused_add_rms_norm", lambda: ops.fused_add_rms_norm(x, residual, weight, 1e-6), "bytes", 4 * s.tokens * row)
-    table, token_ids = normal(device, s.vocab, s.hidden), torch.randint(s.vocab, (s.tokens,), device=device, dtype=torch.int32)
-    yield KernelCall("embedding", lambda: ops.embedding(token_ids, table), "bytes", 2 * s.tokens * row)
+    yield KernelCall(
+        "fused_add_rms_norm",
+        lambda: ops.fused_add_rms_norm(x, residual, weight, 1e-6),
+        "bytes",
+        4 * s.tokens * row,
+    )
+    table, token_ids = (
+        normal(device, s.vocab, s.hidden),
+        torch.randint(s.vocab, (s.tokens,), device=device, dtype=torch.int32),
+    )
+    yield KernelCall(
+        "embedding", lambda: ops.embedding(token_ids, table), "bytes", 2 * s.tokens * row
+    )
     indices = torch.arange(0, s.tokens, 4, device=device)
-    yield KernelCall("gather_rows", lambda: ops.gather_rows(x, indices), "bytes", 2 * len(indices) * row)
+    yield KernelCall(
+        "gather_rows", lambda: ops.gather_rows(x, indices), "bytes", 2 * len(indices) * row
+    )
     both = normal(device, s.tokens, 2 * s.intermediate)
-    yield KernelCall("silu_and_mul", lambda: ops.silu_and_mul(both), "bytes", 3 * s.tokens * s.intermediate * BF16)
+    yield KernelCall(
+        "silu_and_mul",
+        lambda: ops.silu_and_mul(both),
+        "bytes",
+        3 * s.tokens * s.intermediate * BF16,
+    )
 
 
 def attention_inputs(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
     num_blocks = -(-s.tokens // BLOCK_SIZE)
     caches = normal(device, 2, num_blocks, BLOCK_SIZE, s.kv_heads, s.head_dim)
-    query, (key, value) = normal(device, s.tokens, s.heads, s.head_dim), normal(device, 2, s.tokens, s.kv_heads, s.head_dim)
-    slots, positions = torch.randperm(s.tokens, device=device), torch.arange(s.tokens, device=device) % 4096
+    query, (key, value) = (
+        normal(device, s.tokens, s.heads, s.head_dim),
+        normal(device, 2, s.tokens, s.kv_heads, s.head_dim),
+    )
+    slots, positions = (
+        torch.randperm(s.tokens, device=device),
+        torch.arange(s.tokens, device=device) % 4096,
+    )
     angles = torch.rand(4096, s.head_dim, device=device)
     one, kv = s.tokens * s.heads * s.head_dim * BF16, s.tokens * 2 * s.kv_heads * s.head_dim * BF16
-    yield KernelCall("rotary_embedding", lambda: ops.rotary_embedding(positions, query, key, angles), "bytes", 2 * one + kv)
-    yield KernelCall("reshape_and_cache", lambda: ops.reshape_and_cache(key, value, *caches, slots), "bytes", 2 * kv)
+    yield KernelCall(
+        "rotary_embedding",
+        lambda: ops.rotary_embedding(positions, query, key, angles),
+        "bytes",
+        2 * one + kv,
+    )
+    yield KernelCall(
+        "reshape_and_cache",
+        lambda: ops.reshape_and_cache(key, value, *caches, slots),
+        "bytes",
+        2 * kv,
+    )
     norms = normal(device, 2, s.head_dim)
-    for name, weights in (("fused_qk_rope_reshape_and_cache", (None, None)), ("fused_qk_rope_reshape_and_cache, with norms", tuple(norms))):
+    for name, weights in (
+        ("fused_qk_rope_reshape_and_cache", (None, None)),
+        ("fused_qk_rope_reshape_and_cache, with norms", tuple(norms)),
+    ):
         arguments = positions, query, key, value, angles, *caches, slots, *weights, 1e-6
-        yield KernelCall(name, lambda arguments=arguments: ops.fused_qk_rope_reshape_and_cache(*arguments), "bytes", 2 * one + 2 * kv)
+        yield KernelCall(
+            name,
+            lambda arguments=arguments: ops.fused_qk_rope_reshape_and_cache(*arguments),
+            "bytes",
+            2 * one + 2 * kv,
+        )
     half = num_blocks // 2
     pairs = torch.stack([torch.arange(half), torch.arange(half) + half], 1)
-    yield KernelCall("copy_blocks", lambda: ops.copy_blocks([*caches], [*caches], pairs), "bytes", 2 * half * caches[:, 0].nbytes)
+    yield KernelCall(
+        "copy_blocks",
+        lambda: ops.copy_blocks([*caches], [*caches], pairs),
+        "bytes",
+        2 * half * caches[:, 0].nbytes,
+    )
     outside = torch.empty(caches.shape, dtype=caches.dtype, pin_memory=device != "cpu")
-    yield KernelCall("copy_blocks to the host", lambda: ops.copy_blocks([*caches], [*outside], pairs), "bytes", 2 * half * caches[:, 0].nbytes)
+    yield KernelCall(
+        "copy_blocks to the host",
+        lambda: ops.copy_blocks([*caches], [*outside], pairs),
+        "bytes",
+        2 * half * caches[:, 0].nbytes,
+    )
 
 
 def linears(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
     qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
     shapes = {
-        "qkv": (qkv, s.hidden), "output": (s.hidden, s.heads * s.head_dim), "gate and up": (2 * s.intermediate, s.hidden),
-        "down": (s.hidden, s.intermediate), "head": (s.vocab, s.hidden),
-    }  # fmt: skip
+        "qkv": (qkv, s.hidden),
+        "output": (s.hidden, s.heads * s.head_dim),
+        "gate and up": (2 * s.intermediate, s.hidden),
+        "down": (s.hidden, s.intermediate),
+        "head": (s.vocab, s.hidden),
+    }
     for name, (outputs, inputs) in shapes.items():
         linear = ops.pack_linear(normal(device, outputs, inputs) / inputs**0.5, None)
         for rows in dict.fromkeys((1, s.rows, min(s.tokens, 8192) if name != "head" else s.rows)):
             x = normal(device, rows, inputs)
-            bound = ("flops", 2 * rows * outputs * inputs) if rows > 512 else ("bytes", (outputs * inputs + rows * (inputs + outputs)) * BF16)
-            yield KernelCall(f"linear {name} T={rows}", lambda linear=linear, x=x: linear(x), *bound)
+            bound = (
+                ("flops", 2 * rows * outputs * inputs)
+                if rows > 512
+                else ("bytes", (outputs * inputs + rows * (inputs + outputs)) * BF16)
+            )
+            yield KernelCall(
+                f"linear {name} T={rows}", lambda linear=linear, x=x: linear(x), *bound
+            )
 
 
 def sampling(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
@@ -104,31 +168,83 @@ def sampling(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
         return torch.full((s.rows,), value, dtype=dtype, device=device)
 
     temperature, numbers = column(0.7), torch.arange(s.rows, device=device)
-    yield KernelCall("sample_tokens", lambda: ops.sample_tokens(logits, temperature, None, None, None, numbers, numbers), "bytes", read)
+    yield KernelCall(
+        "sample_tokens",
+        lambda: ops.sample_tokens(logits, temperature, None, None, None, numbers, numbers),
+        "bytes",
+        read,
+    )
     filters = column(50, torch.int32), column(0.9), column(0.01)
-    yield KernelCall("sample_tokens, filtered", lambda: ops.sample_tokens(logits, temperature, *filters, numbers, numbers), "bytes", read)
+    yield KernelCall(
+        "sample_tokens, filtered",
+        lambda: ops.sample_tokens(logits, temperature, *filters, numbers, numbers),
+        "bytes",
+        read,
+    )
     chosen = torch.randint(s.vocab, (s.rows,), device=device)
-    yield KernelCall("gather_logprobs", lambda: ops.gather_logprobs(logits, chosen, NUM_LOGPROBS), "bytes", read)
+    yield KernelCall(
+        "gather_logprobs", lambda: ops.gather_logprobs(logits, chosen, NUM_LOGPROBS), "bytes", read
+    )
     count = min(NUM_PENALISED, s.vocab)
-    rows, token_ids = numbers.repeat_interleave(count), (torch.arange(count, device=device) * (s.vocab // count)).repeat(s.rows)
-    counts, factors = torch.ones(len(rows), dtype=torch.int32, device=device), torch.full((3, len(rows)), 0.1, device=device)
+    rows, token_ids = (
+        numbers.repeat_interleave(count),
+        (torch.arange(count, device=device) * (s.vocab // count)).repeat(s.rows),
+    )
+    counts, factors = (
+        torch.ones(len(rows), dtype=torch.int32, device=device),
+        torch.full((3, len(rows)), 0.1, device=device),
+    )
     arguments = rows, token_ids, counts, factors[0] + 0.9, factors[1], factors[2]
-    yield KernelCall("apply_penalties", lambda: ops.apply_penalties(logits, *arguments), "bytes", len(rows) * (2 * FP32 + 2 * 8 + 4 + 3 * FP32))
-    masks = torch.randint(-(2**31), 2**31 - 1, (s.rows, -(-s.vocab // 32)), dtype=torch.int32, device=device)
-    yield KernelCall("apply_grammar_bitmask", lambda: ops.apply_grammar_bitmask(logits, masks, numbers), "bytes", read / 2 + masks.nbytes)
+    yield KernelCall(
+        "apply_penalties",
+        lambda: ops.apply_penalties(logits, *arguments),
+        "bytes",
+        len(rows) * (2 * FP32 + 2 * 8 + 4 + 3 * FP32),
+    )
+    masks = torch.randint(
+        -(2**31), 2**31 - 1, (s.rows, -(-s.vocab // 32)), dtype=torch.int32, device=device
+    )
+    yield KernelCall(
+        "apply_grammar_bitmask",
+        lambda: ops.apply_grammar_bitmask(logits, masks, numbers),
+        "bytes",
+        read / 2 + masks.nbytes,
+    )
 
 
 def tables(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
     """What surrounds a decode's graph: launches, hardly any bytes."""
     context = 1024
-    slots, computed = torch.arange(s.rows, dtype=torch.int32, device=device), torch.full((s.rows,), context - 1, dtype=torch.int32, device=device)
+    slots, computed = (
+        torch.arange(s.rows, dtype=torch.int32, device=device),
+        torch.full((s.rows,), context - 1, dtype=torch.int32, device=device),
+    )
     starts = torch.arange(s.rows + 1, dtype=torch.int32, device=device)
     token_table = torch.zeros(s.rows, 2 * context, dtype=torch.int32, device=device)
     block_table = torch.zeros(s.rows, 2 * context // BLOCK_SIZE, dtype=torch.int32, device=device)
-    outputs = [torch.empty(s.rows, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64, torch.int64, torch.int32)]
+    outputs = [
+        torch.empty(s.rows, dtype=dtype, device=device)
+        for dtype in (torch.int32, torch.int64, torch.int64, torch.int32)
+    ]
     num_bytes = s.rows * 2 * FP32 * (context // BLOCK_SIZE)
-    arguments = slots, computed, starts, token_table, block_table, BLOCK_SIZE, *outputs, torch.empty_like(block_table)
-    yield KernelCall("prepare_step_inputs", lambda: ops.prepare_step_inputs(*arguments), "bytes", num_bytes)
-    token_ids, is_finite = torch.zeros(s.rows, dtype=torch.int64, device=device), torch.ones(s.rows, dtype=torch.bool, device=device)
+    arguments = (
+        slots,
+        computed,
+        starts,
+        token_table,
+        block_table,
+        BLOCK_SIZE,
+        *outputs,
+        torch.empty_like(block_table),
+    )
+    yield KernelCall(
+        "prepare_step_inputs", lambda: ops.prepare_step_inputs(*arguments), "bytes", num_bytes
+    )
+    token_ids, is_finite = (
+        torch.zeros(s.rows, dtype=torch.int64, device=device),
+        torch.ones(s.rows, dtype=torch.bool, device=device),
+    )
     appended = token_table, slots, computed.long(), token_ids, is_finite, torch.empty_like(slots)
-    yield KernelCall("append_sampled_tokens", lambda: ops.append_sampled_tokens(*appended), "bytes", s.rows * 32)
+    yield KernelCall(
+        "append_sampled_tokens", lambda: ops.append_sampled_tokens(*appended), "bytes", s.rows * 32
+    )

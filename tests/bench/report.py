@@ -1,6 +1,6 @@
-"""Where the benchmarks put their numbers: results/HARDWARE__MODEL__WORKLOAD.json, one object per run, newest last.
-May know: the machine's name, the versions in use, files.
-Must not know: what is measured."""
+"""Where the benchmarks put their numbers: results/HARDWARE__MODEL__WORKLOAD.json, one object per
+run, newest last.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +17,20 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def hardware() -> str:
-    """The processor's name, what it multiplies matrices with where that is more than AVX2, and the cores this process may use, e.g.
-    "intel-r-xeon-r-platinum-8488c-amx-2-cores": machines of one name differ by as much as twice."""
+    """The processor's name, what it multiplies matrices with where that is more than AVX2, and the
+    cores this process may use, e.g. "intel-r-xeon-r-platinum-8488c-amx-2-cores": machines of one
+    name differ by as much as twice.
+    """
     try:
         told = Path("/proc/cpuinfo").read_text()
     except OSError:
         told = ""
     names = re.findall(r"^model name\s*:\s*(.+)$", told, re.MULTILINE)
-    name = re.sub(r"[^a-z0-9]+", "-", (names[0] if names else platform.processor() or platform.machine()).lower()).strip("-")
+    name = re.sub(
+        r"[^a-z0-9]+",
+        "-",
+        (names[0] if names else platform.processor() or platform.machine()).lower(),
+    ).strip("-")
     isa = "-amx" if "amx_bf16" in told else "-avx512" if "avx512_bf16" in told else ""
     return f"{name}{isa}-{len(os.sched_getaffinity(0))}-cores"
 
@@ -33,7 +39,10 @@ def write_result(model: str, workload: str, numbers: dict[str, Any]) -> Path:
     """Appends one run, stamped with the time and the versions that matter."""
     path = RESULTS / f"{hardware()}__{model}__{workload}.json"
     runs = json.loads(path.read_text()) if path.exists() else []
-    stamp = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "python": platform.python_version()}
+    stamp = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "python": platform.python_version(),
+    }
     runs.append({**stamp, "quire": version("quire"), "torch": version("torch"), **numbers})
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(runs, indent=1) + "\n")

@@ -1,8 +1,8 @@
 """The browser of these tests: one that the machine has, driven by playwright.
-May know: playwright, where a Chromium may be.
-Must not know: the page.
 
-`pip install -e '.[test,browser]' && pytest -m browser` runs what is here; CHROMIUM names a browser that is not on the path."""
+`pip install -e '.[test,browser]' && pytest -m browser` runs what is here; CHROMIUM names a browser
+that is not on the path.
+"""
 
 import os
 import shutil
@@ -17,9 +17,13 @@ def find_chromium() -> str | None:
 
 @pytest.fixture(scope="session")
 def chromium():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[browser]'")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install -e '.[browser]'"
+    )
     if (path := find_chromium()) is None:
-        pytest.skip("no Chromium is installed (Debian: apt-get install chromium); CHROMIUM can name one")
+        pytest.skip(
+            "no Chromium is installed (Debian: apt-get install chromium); CHROMIUM can name one"
+        )
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser

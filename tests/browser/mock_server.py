@@ -1,6 +1,6 @@
-"""A scripted server for the page: a chat stream, an engine that appears to work, loading and failing on request.
-May know: the HTTP that the page speaks, its policy, starlette, uvicorn.
-Must not know: an engine, a model, a browser."""
+"""A scripted server for the page: a chat stream, an engine that appears to work, loading and
+failing on request.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +23,22 @@ from starlette.routing import Route
 BLOCK_SIZE, NUM_BLOCKS, STEP_S, MAX_MODEL_LEN = 16, 960, 0.012, 2048
 CHUNK = 96  # prompt tokens of one request per step
 ANSWERS = {
-    "xss": 'Look: <img src=x onerror="window.hacked=1"> <script>window.hacked=2</script> and [a](javascript:window.hacked=3).\n```html\n<b>not bold</b>\n```\n',
-    "code": "The sum of a list, in **Python**:\n\n```python\ndef total(numbers: list[float]) -> float:\n    result = 0.0\n    for number in numbers:\n"
-    "        result += number\n    return result\n```\n\nCall it as `total([1, 2, 3])`; an empty list gives `0.0`.",
+    "xss": 'Look: <img src=x onerror="window.hacked=1"> <script>window.hacked=2</script> and '
+    "[a](javascript:window.hacked=3).\n```html\n<b>not bold</b>\n```\n",
+    "code": "The sum of a list, in **Python**:\n\n```python\ndef total(numbers: list[float]) -> "
+    "float:\n    result = 0.0\n    for number in numbers:\n"
+    "        result += number\n    return result\n```\n\nCall it as `total([1, 2, 3])`; an empty "
+    "list gives `0.0`.",
     "short": "Yes.",
     "long": "The rain began before the lamps were lit. " * 200,
 }
 STORY = (
-    "A quire is a small gathering of sheets, folded once and set one inside the other. Four make a section, and sections make a book.\n\n"
-    "The engine gathers in the same way. Requests that arrive at different times are laid side by side in one step: some bring the last "
-    "piece of a long prompt, others need only their next token. What two prompts have in common is computed once and shared."
+    "A quire is a small gathering of sheets, folded once and set one inside the other. Four make a "
+    "section, and sections make a book.\n\n"
+    "The engine gathers in the same way. Requests that arrive at different times are laid side by "
+    "side in one step: some bring the last "
+    "piece of a long prompt, others need only their next token. What two prompts have in common is "
+    "computed once and shared."
 )
 
 
@@ -70,13 +76,33 @@ class Mock:
         self.num_aborted = 0
         self.blocks = ["-"] + ["."] * (NUM_BLOCKS - 1)
         self.counters = dict.fromkeys(
-            "num_running num_waiting num_swapped num_free_blocks num_blocks num_prompt_tokens num_generation_tokens prefix_cache_queries prefix_cache_hits "
-            "num_preemptions num_recomputed_tokens num_finished_stop num_finished_length num_finished_abort num_finished_error".split(),
+            [
+                "num_running",
+                "num_waiting",
+                "num_swapped",
+                "num_free_blocks",
+                "num_blocks",
+                "num_prompt_tokens",
+                "num_generation_tokens",
+                "prefix_cache_queries",
+                "prefix_cache_hits",
+                "num_preemptions",
+                "num_recomputed_tokens",
+                "num_finished_stop",
+                "num_finished_length",
+                "num_finished_abort",
+                "num_finished_error",
+            ],
             0,
         )
 
     def add(self, num_prompt: int, num_cached: int, max_tokens: int, name: str = "") -> Job:
-        job = Job(f"{name or f'chatcmpl-{len(self.jobs) + self.step:04x}7be19ac0d2f4'}-{'0' * 16}", num_prompt, num_cached, max_tokens)
+        job = Job(
+            f"{name or f'chatcmpl-{len(self.jobs) + self.step:04x}7be19ac0d2f4'}-{'0' * 16}",
+            num_prompt,
+            num_cached,
+            max_tokens,
+        )
         self.jobs.append(job)
         return job
 
@@ -97,7 +123,9 @@ class Mock:
                 job.state, job.computed = "running", job.num_cached
                 self.counters["prefix_cache_queries"] += job.num_prompt
                 self.counters["prefix_cache_hits"] += job.num_cached
-                shared = [i for i, mark in enumerate(self.blocks) if mark in "cs"][: job.num_cached // BLOCK_SIZE]
+                shared = [i for i, mark in enumerate(self.blocks) if mark in "cs"][
+                    : job.num_cached // BLOCK_SIZE
+                ]
                 for i in shared:
                     self.blocks[i] = "s"
                 job.blocks += shared
@@ -112,12 +140,28 @@ class Mock:
                 self._finish(job)
         self.counters["num_prompt_tokens"] += prefill
         self.counters["num_generation_tokens"] += decode
-        execute = 0.0042 + 0.00021 * decode + 0.000035 * prefill + 0.0009 * ((self.step * 7919) % 13) / 13
+        execute = (
+            0.0042 + 0.00021 * decode + 0.000035 * prefill + 0.0009 * ((self.step * 7919) % 13) / 13
+        )
         num = min(len(self.jobs), 10)
-        self.steps.append([self.step, self.last, 0.0003 + 0.00002 * num, execute, 0.00035 + 0.00003 * num, prefill, decode, num, 0])
+        self.steps.append(
+            [
+                self.step,
+                self.last,
+                0.0003 + 0.00002 * num,
+                execute,
+                0.00035 + 0.00003 * num,
+                prefill,
+                decode,
+                num,
+                0,
+            ]
+        )
 
     def _grow(self, job: Job) -> None:
-        while len(job.blocks) * BLOCK_SIZE < job.computed and ("." in self.blocks or "c" in self.blocks):
+        while len(job.blocks) * BLOCK_SIZE < job.computed and (
+            "." in self.blocks or "c" in self.blocks
+        ):
             at = self.blocks.index("." if "." in self.blocks else "c")
             self.blocks[at] = "u"
             job.blocks.append(at)
@@ -128,45 +172,97 @@ class Mock:
             if self.blocks[i] in "us":
                 self.blocks[i] = "c"
         self.counters[f"num_finished_{reason}"] += 1
-        # fmt: off
-        self.finished.insert(0, {
-            "id": job.id[:-17], "created": time.time(), "model": "quire-demo", "finish_reason": reason,
-            "prompt_tokens": job.num_prompt, "completion_tokens": job.output, "cached_tokens": job.num_cached,
-            "ttft_s": 0.0312 + 0.0001 * job.num_prompt, "e2e_s": job.output * STEP_S + 0.05, "num_preemptions": 0,
-        })
-        # fmt: on
+        self.finished.insert(
+            0,
+            {
+                "id": job.id[:-17],
+                "created": time.time(),
+                "model": "quire-demo",
+                "finish_reason": reason,
+                "prompt_tokens": job.num_prompt,
+                "completion_tokens": job.output,
+                "cached_tokens": job.num_cached,
+                "ttft_s": 0.0312 + 0.0001 * job.num_prompt,
+                "e2e_s": job.output * STEP_S + 0.05,
+                "num_preemptions": 0,
+            },
+        )
 
     def state(self, since: int) -> dict:
         self.num_polls += 1
         self.advance()
         running = [job for job in self.jobs if job.state == "running"]
         free = sum(mark in ".c" for mark in self.blocks)
-        gauges = {"num_running": len(running), "num_waiting": len(self.jobs) - len(running), "num_free_blocks": free, "num_blocks": NUM_BLOCKS}
+        gauges = {
+            "num_running": len(running),
+            "num_waiting": len(self.jobs) - len(running),
+            "num_free_blocks": free,
+            "num_blocks": NUM_BLOCKS,
+        }
         return {
-            "time": time.monotonic(), "step": self.step, "steps": [step for step in self.steps if step[0] > since][-512:],
+            "time": time.monotonic(),
+            "step": self.step,
+            "steps": [step for step in self.steps if step[0] > since][-512:],
             "requests": [
                 {
-                    "request_id": job.id, "state": job.state, "num_prompt_tokens": job.num_prompt, "num_computed_tokens": job.computed,
-                    "num_output_tokens": job.output, "max_tokens": job.max_tokens, "num_blocks": len(job.blocks), "num_cached_tokens": job.num_cached,
-                    "num_preemptions": job.num_preemptions, "priority": 0, "queued_time": self.last,
+                    "request_id": job.id,
+                    "state": job.state,
+                    "num_prompt_tokens": job.num_prompt,
+                    "num_computed_tokens": job.computed,
+                    "num_output_tokens": job.output,
+                    "max_tokens": job.max_tokens,
+                    "num_blocks": len(job.blocks),
+                    "num_cached_tokens": job.num_cached,
+                    "num_preemptions": job.num_preemptions,
+                    "priority": 0,
+                    "queued_time": self.last,
                 }
                 for job in self.jobs
             ],
-            "num_blocks": NUM_BLOCKS, "blocks": "".join(self.blocks), "blocks_per_cell": 1, "counters": self.counters | gauges,
-            "model": "quire-demo", "max_model_len": MAX_MODEL_LEN, "block_size": BLOCK_SIZE, "uptime_s": time.monotonic() - self.began, "num_queued": 0,
-        }  # fmt: skip
+            "num_blocks": NUM_BLOCKS,
+            "blocks": "".join(self.blocks),
+            "blocks_per_cell": 1,
+            "counters": self.counters | gauges,
+            "model": "quire-demo",
+            "max_model_len": MAX_MODEL_LEN,
+            "block_size": BLOCK_SIZE,
+            "uptime_s": time.monotonic() - self.began,
+            "num_queued": 0,
+        }
 
     def refusal(self) -> Response | None:
         def error(status: int, message: str, code: str, **more: object) -> Response:
             headers = {"retry-after": "7"} if status == 503 else {}
-            return JSONResponse({"error": {"message": message, "type": "server_error", "param": None, "code": code, **more}}, status, headers)
+            return JSONResponse(
+                {
+                    "error": {
+                        "message": message,
+                        "type": "server_error",
+                        "param": None,
+                        "code": code,
+                        **more,
+                    }
+                },
+                status,
+                headers,
+            )
 
         if self.mode == "loading":
-            return error(503, f"The model is loading: load weights, {self.percent:.0f}%, about 7 s to go.", "model_loading")
+            return error(
+                503,
+                f"The model is loading: load weights, {self.percent:.0f}%, about 7 s to go.",
+                "model_loading",
+            )
         if self.mode == "dead":
-            return error(503, "The engine has stopped; the server's log has the cause.", "engine_dead")
+            return error(
+                503, "The engine has stopped; the server's log has the cause.", "engine_dead"
+            )
         if self.mode == "locked":
-            return error(401, "You didn't provide an API key. Send it as 'Authorization: Bearer KEY'.", "invalid_api_key")
+            return error(
+                401,
+                "You didn't provide an API key. Send it as 'Authorization: Bearer KEY'.",
+                "invalid_api_key",
+            )
         return None
 
 
@@ -174,11 +270,23 @@ def story_of(summary: dict) -> dict:
     """A time line in the form of /v1/requests/{id}."""
     step = 0.012
     chunks = [
-        {"name": "prefill_chunk", "begin_s": 0.004 + i * step, "end_s": 0.004 + (i + 1) * step - 0.001, "step": 40 + i, "num_tokens": CHUNK} for i in range(3)
+        {
+            "name": "prefill_chunk",
+            "begin_s": 0.004 + i * step,
+            "end_s": 0.004 + (i + 1) * step - 0.001,
+            "step": 40 + i,
+            "num_tokens": CHUNK,
+        }
+        for i in range(3)
     ]
     first = 0.004 + 3 * step
     decode = [
-        {"name": "decode_step", "begin_s": first + i * step, "end_s": first + (i + 1) * step, "num_tokens": 1}
+        {
+            "name": "decode_step",
+            "begin_s": first + i * step,
+            "end_s": first + (i + 1) * step,
+            "num_tokens": 1,
+        }
         for i in range(summary["completion_tokens"] - 1)
     ]
     last = decode[-1]["end_s"] if decode else first
@@ -191,7 +299,13 @@ def story_of(summary: dict) -> dict:
         *decode,
         {"name": "finished", "begin_s": last},
     ]
-    return summary | {"queued_s": 0.004, "prefill_s": first - 0.004, "decode_s": last - first, "num_recomputed_tokens": 0, "events": events}
+    return summary | {
+        "queued_s": 0.004,
+        "prefill_s": first - 0.004,
+        "decode_s": last - first,
+        "num_recomputed_tokens": 0,
+        "events": events,
+    }
 
 
 def make_app(mock: Mock) -> Starlette:
@@ -205,13 +319,20 @@ def make_app(mock: Mock) -> Starlette:
         return JSONResponse(mock.state(int(request.query_params.get("since", 0))))
 
     async def recent(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": mock.finished[: int(request.query_params.get("limit", 100))]})
+        return JSONResponse(
+            {"object": "list", "data": mock.finished[: int(request.query_params.get("limit", 100))]}
+        )
 
     async def one(request: Request) -> Response:
         found = [summary for summary in mock.finished if summary["id"] == request.path_params["id"]]
         if not found:
-            return JSONResponse({"error": {"message": f"No request {request.path_params['id']!r} is remembered."}}, 404)
-        return JSONResponse({"traceEvents": []} if request.url.path.endswith("/trace") else story_of(found[0]))
+            return JSONResponse(
+                {"error": {"message": f"No request {request.path_params['id']!r} is remembered."}},
+                404,
+            )
+        return JSONResponse(
+            {"traceEvents": []} if request.url.path.endswith("/trace") else story_of(found[0])
+        )
 
     async def chat(request: Request) -> Response:
         body = await request.json()
@@ -219,25 +340,42 @@ def make_app(mock: Mock) -> Starlette:
         asked = body["messages"][-1]["content"]
         if asked == "refuse":
             message = "temperature: must be between 0 and 2, got 9"
-            return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "param": "temperature", "code": "invalid_value"}}, 400)
+            return JSONResponse(
+                {
+                    "error": {
+                        "message": message,
+                        "type": "invalid_request_error",
+                        "param": "temperature",
+                        "code": "invalid_value",
+                    }
+                },
+                400,
+            )
         if asked == "busy":
             refusal = {"error": {"message": "The queue is full.", "code": "rate_limit_exceeded"}}
             return JSONResponse(refusal, 429, {"retry-after": "3"})
         mock.advance()
-        job = mock.add(212, 128, body.get("max_tokens", 400), f"chatcmpl-{len(mock.bodies):06x}aa41c93e7d")
+        job = mock.add(
+            212, 128, body.get("max_tokens", 400), f"chatcmpl-{len(mock.bodies):06x}aa41c93e7d"
+        )
         text = ANSWERS.get(asked, STORY)
         words = [word + " " for word in text.split(" ")]
         words[-1] = words[-1][:-1]
         job.ends_at = len(words)
         events = stream(mock, job, words, breaks=asked == "break", thinks=asked == "think")
-        return StreamingResponse(events, media_type="text/event-stream", headers={"x-request-id": "req-unlike"})
+        return StreamingResponse(
+            events, media_type="text/event-stream", headers={"x-request-id": "req-unlike"}
+        )
 
     async def completions(request: Request) -> Response:
         """Several prompts in one call, as the page's burst sends them."""
         body = await request.json()
         mock.bodies.append(body)
         mock.advance()
-        jobs = [mock.add(120, 96, body["max_tokens"], f"cmpl-{len(mock.bodies):06x}bb41c93e7d-{i}") for i in range(len(body["prompt"]))]
+        jobs = [
+            mock.add(120, 96, body["max_tokens"], f"cmpl-{len(mock.bodies):06x}bb41c93e7d-{i}")
+            for i in range(len(body["prompt"]))
+        ]
         while any(job in mock.jobs for job in jobs):
             if await request.is_disconnected():
                 mock.num_aborted += len(jobs)
@@ -260,7 +398,9 @@ def make_app(mock: Mock) -> Starlette:
 
 
 async def stream(mock: Mock, job: Job, words: list[str], *, breaks: bool, thinks: bool):
-    """Chunks as the chat API sends them, with a comment among them; `breaks`: an error in the middle, `thinks`: reasoning first."""
+    """Chunks as the chat API sends them, with a comment among them; `breaks`: an error in the
+    middle, `thinks`: reasoning first.
+    """
 
     def event(delta: dict, **more: object) -> str:
         choice = {"index": 0, "delta": delta, "finish_reason": None} | more
@@ -278,7 +418,11 @@ async def stream(mock: Mock, job: Job, words: list[str], *, breaks: bool, thinks
             await asyncio.sleep(mock.token_s)
             yield event({"content": word})
         yield event({}, finish_reason="stop")
-        usage = {"prompt_tokens": job.num_prompt, "completion_tokens": len(words), "prompt_tokens_details": {"cached_tokens": job.num_cached}}
+        usage = {
+            "prompt_tokens": job.num_prompt,
+            "completion_tokens": len(words),
+            "prompt_tokens_details": {"cached_tokens": job.num_cached},
+        }
         yield f"data: {json.dumps({'id': job.id[:-17], 'choices': [], 'usage': usage})}\n\n"
         yield "data: [DONE]\n\n"
         job.output = len(words)
@@ -296,7 +440,9 @@ def serving(mock: Mock):
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()  # who comes before the thread is up waits
-    server = uvicorn.Server(uvicorn.Config(make_app(mock), log_level="warning", ws="none", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        uvicorn.Config(make_app(mock), log_level="warning", ws="none", timeout_graceful_shutdown=1)
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

@@ -1,8 +1,7 @@
 """Makes the README's pictures of the page: a real server, the bundled model, a real Chromium.
-May know: playwright, pillow, `quire serve`, the page's element ids.
-Must not know: what the model says.
 
-    python -m quire.tests.browser.screenshots      # into tests/browser/screenshots, at most 150 KB each"""
+python -m quire.tests.browser.screenshots      # into tests/browser/screenshots, at most 150 KB each
+"""
 
 import io
 import sys
@@ -28,14 +27,18 @@ def make_busy(page: Page) -> None:
         page.click("#tab-engine")
     page.click("#burst")
     page.wait_for_selector(".request:nth-child(6)")
-    while page.evaluate("parseFloat(document.querySelector('.request .s-output').style.width)") < 45:
+    while (
+        page.evaluate("parseFloat(document.querySelector('.request .s-output').style.width)") < 45
+    ):
         page.wait_for_timeout(50)
 
 
 def take(page: Page, name: str) -> None:
     path = FOLDER / name
     shot = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    shot.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
+    shot.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        path, optimize=True
+    )
     num_bytes = path.stat().st_size
     print(f"{path.name}: {num_bytes / 1000:.0f} KB")
     assert num_bytes <= MAX_BYTES
@@ -48,11 +51,24 @@ def main() -> int:
         return 1
     FOLDER.mkdir(exist_ok=True)
     # A cache of some hundred blocks, so that one sees each of them.
-    with running_server("--max-model-len", "1024", "--kv-cache-memory-bytes", "24000000", wait=False) as server, sync_playwright() as playwright:
+    with (
+        running_server(
+            "--max-model-len", "1024", "--kv-cache-memory-bytes", "24000000", wait=False
+        ) as server,
+        sync_playwright() as playwright,
+    ):
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         forms = {
-            "desktop-dark.png": {"viewport": {"width": 1440, "height": 900}, "color_scheme": "dark"},
-            "phone-light.png": {"viewport": {"width": 390, "height": 844}, "color_scheme": "light", "device_scale_factor": 2, "has_touch": True},
+            "desktop-dark.png": {
+                "viewport": {"width": 1440, "height": 900},
+                "color_scheme": "dark",
+            },
+            "phone-light.png": {
+                "viewport": {"width": 390, "height": 844},
+                "color_scheme": "light",
+                "device_scale_factor": 2,
+                "has_touch": True,
+            },
         }
         for name, form in forms.items():
             page = browser.new_context(**form).new_page()

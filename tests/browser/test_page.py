@@ -1,8 +1,8 @@
-"""The page in a real Chromium, over a scripted server: what it shows, how it is used, what it never does.
-May know: playwright, the mock server, the page's element ids.
-Must not know: how the page does it.
+"""The page in a real Chromium, over a scripted server: what it shows, how it is used, what it never
+does.
 
-Not run by default; conftest.py says how."""
+Not run by default; conftest.py says how.
+"""
 
 import json
 import re
@@ -28,7 +28,10 @@ def address(mock):
 
 @pytest.fixture
 def open_page(chromium, address):
-    """Opens the page as `open_page(width, height, ...)`. Whatever a test does: no error in the console, no request to another origin."""
+    """Opens the page as `open_page(width, height, ...)`.
+
+    Whatever a test does: no error in the console, no request to another origin.
+    """
     contexts, problems = [], []
 
     def open_one(width: int = 1280, height: int = 860, **options):
@@ -36,10 +39,23 @@ def open_page(chromium, address):
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(PATIENCE_MS)
-        # A refusal that the page expects is noted by the browser itself; everything else there is the page's own.
-        page.on("console", lambda m: m.type in ("error", "warning") and "Failed to load resource" not in m.text and problems.append(m.text))
+        # A refusal that the page expects is noted by the browser itself; everything else there is
+        # the page's own.
+        page.on(
+            "console",
+            lambda m: (
+                m.type in ("error", "warning")
+                and "Failed to load resource" not in m.text
+                and problems.append(m.text)
+            ),
+        )
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("request", lambda r: r.url.startswith((address, "data:", "blob:")) or problems.append(f"asked {r.url}"))
+        page.on(
+            "request",
+            lambda r: (
+                r.url.startswith((address, "data:", "blob:")) or problems.append(f"asked {r.url}")
+            ),
+        )
         page.goto(address)
         page.wait_for_selector("#health[data-is]", state="attached")
         return page
@@ -68,7 +84,9 @@ def wait_until(page, holds) -> None:
 
 
 def wait_for(page, expression: str) -> None:
-    """Asked again and again from here: the page's policy forbids what playwright's own wait_for_function does."""
+    """Asked again and again from here: the page's policy forbids what playwright's own
+    wait_for_function does.
+    """
     wait_until(page, lambda: page.evaluate(expression))
 
 
@@ -85,18 +103,31 @@ def test_an_answer_streams_and_tells_its_times(page, mock) -> None:
     early = last_answer(page)
     assert page.inner_text("#send") == "Stop"
     page.wait_for_selector(".answer .meta button")
-    assert last_answer(page).startswith(early[:-2].strip()) and last_answer(page).endswith("computed once and shared.")
+    assert last_answer(page).startswith(early[:-2].strip()) and last_answer(page).endswith(
+        "computed once and shared."
+    )
     meta = page.inner_text(".answer .meta")
-    for words in (r"\d\s?m?s to first token", r"\d+ tokens/s", "212 prompt tokens, 128 cached", r"\d+ output tokens", "in all", "Time line"):
+    for words in (
+        r"\d\s?m?s to first token",
+        r"\d+ tokens/s",
+        "212 prompt tokens, 128 cached",
+        r"\d+ output tokens",
+        "in all",
+        "Time line",
+    ):
         assert re.search(words, meta), meta
     assert page.inner_text("#send") == "Send"
-    assert mock.bodies[0]["stream"] is True and mock.bodies[0]["messages"] == [{"role": "user", "content": "Why?"}]
+    assert mock.bodies[0]["stream"] is True and mock.bodies[0]["messages"] == [
+        {"role": "user", "content": "Why?"}
+    ]
 
 
 def test_reasoning_is_shown_apart(page, mock) -> None:
     say(page, "think")
     page.wait_for_selector(".answer .meta button")
-    assert page.locator(".thinking div").text_content() == "One moment." and "One moment" not in last_answer(page)
+    assert page.locator(
+        ".thinking div"
+    ).text_content() == "One moment." and "One moment" not in last_answer(page)
     say(page, "short")
     wait_until(page, lambda: len(mock.bodies) == 2)
     assert "One moment" not in json.dumps(mock.bodies[1])
@@ -116,8 +147,15 @@ def test_turns_follow_each_other_and_can_be_edited_and_answered_anew(page, mock)
     for text in ("short", "code"):
         say(page, text)
         page.wait_for_selector(".answer:last-child .meta button")
-    assert [m["role"] for m in mock.bodies[1]["messages"]] == ["user", "assistant", "user"] and mock.bodies[1]["messages"][1]["content"] == "Yes."
-    assert page.locator(".block pre code").inner_text().startswith("def total") and page.locator(".text strong").inner_text() == "Python"
+    assert [m["role"] for m in mock.bodies[1]["messages"]] == [
+        "user",
+        "assistant",
+        "user",
+    ] and mock.bodies[1]["messages"][1]["content"] == "Yes."
+    assert (
+        page.locator(".block pre code").inner_text().startswith("def total")
+        and page.locator(".text strong").inner_text() == "Python"
+    )
     page.click(".answer:last-child :text('Regenerate')")
     page.wait_for_selector(".answer:last-child .meta button")
     assert mock.bodies[2] == mock.bodies[1]
@@ -125,19 +163,33 @@ def test_turns_follow_each_other_and_can_be_edited_and_answered_anew(page, mock)
     assert page.input_value("#prompt") == "short"
     say(page, "Another")
     page.wait_for_selector(".answer:last-child .meta button")
-    assert mock.bodies[3]["messages"] == [{"role": "user", "content": "Another"}] and page.locator(".turn").count() == 2
+    assert (
+        mock.bodies[3]["messages"] == [{"role": "user", "content": "Another"}]
+        and page.locator(".turn").count() == 2
+    )
     page.click("#clear")
     assert page.locator(".turn").count() == 0 and page.is_visible("#welcome")
 
 
 def test_parameters_are_sent_and_checked(page, mock) -> None:
     page.click("#parameters-open")
-    for name, value in {"temperature": "0.5", "max_tokens": "40", "seed": "7", "stop": "END", "system": "Be brief."}.items():
+    for name, value in {
+        "temperature": "0.5",
+        "max_tokens": "40",
+        "seed": "7",
+        "stop": "END",
+        "system": "Be brief.",
+    }.items():
         page.fill(f"[name={name}]", value)
     say(page, "short")
     page.wait_for_selector(".answer .meta button")
     sent = mock.bodies[0]
-    assert {name: sent[name] for name in ("temperature", "max_tokens", "seed", "stop")} == {"temperature": 0.5, "max_tokens": 40, "seed": 7, "stop": "END"}
+    assert {name: sent[name] for name in ("temperature", "max_tokens", "seed", "stop")} == {
+        "temperature": 0.5,
+        "max_tokens": 40,
+        "seed": 7,
+        "stop": "END",
+    }
     assert sent["messages"][0] == {"role": "system", "content": "Be brief."} and "top_p" not in sent
     page.fill("[name=temperature]", "9")
     say(page, "short")
@@ -163,7 +215,11 @@ def test_text_of_a_model_stays_text(page) -> None:
     say(page, "xss")
     page.wait_for_selector(".answer .meta button")
     text = last_answer(page)
-    assert '<img src=x onerror="window.hacked=1">' in text and "<script>" in text and "<b>not bold</b>" in text
+    assert (
+        '<img src=x onerror="window.hacked=1">' in text
+        and "<script>" in text
+        and "<b>not bold</b>" in text
+    )
     assert page.locator("#log img, #log script, #log b:not(.meta b), #log a").count() == 0
     assert page.evaluate("window.hacked") is None
 
@@ -178,7 +234,11 @@ def test_the_engine_is_seen_at_work(page, mock) -> None:
     for i in range(12):
         mock.add(700, 0 if i == 0 else 64, 300)
     page.wait_for_selector(".request")
-    wait_for(page, "document.getElementById('running').textContent === '10' && document.getElementById('waiting').textContent === '2'")
+    wait_for(
+        page,
+        "document.getElementById('running').textContent === '10' && "
+        "document.getElementById('waiting').textContent === '2'",
+    )
     width = "parseFloat(document.querySelector('.request .s-{}').style.width)"
     wait_for(page, f"{width.format('used')} > 20")
     wait_for(page, f"{width.format('output')} > 1")
@@ -187,7 +247,9 @@ def test_the_engine_is_seen_at_work(page, mock) -> None:
     wait_for(page, "Number(document.getElementById('rate').textContent.replace(',', '')) > 50")
     assert page.evaluate("document.getElementById('cache').toDataURL()") != before
     assert re.search(r"KV cache: [1-9]\d* used", page.get_attribute("#cache", "aria-label"))
-    assert re.search(r"schedule .*ms, execute .*ms, process .*ms", page.get_attribute("#steps", "aria-label"))
+    assert re.search(
+        r"schedule .*ms, execute .*ms, process .*ms", page.get_attribute("#steps", "aria-label")
+    )
     assert page.inner_text("#hits").endswith("%") and page.locator("#n-used").inner_text() != "0"
     page.hover("#steps", position={"x": 3, "y": 60})
     assert "prefill and" in page.inner_text("#steps-tip")
@@ -199,10 +261,15 @@ def test_a_finished_request_has_a_time_line_and_a_trace(page, mock) -> None:
     say(page, "short")
     page.click(".answer :text('Time line')")
     page.wait_for_selector("#life-picture svg")
-    assert re.search("128 of them from the cache", page.inner_text("#life-told")) and page.locator("#life-events tr").count() >= 6
+    assert (
+        re.search("128 of them from the cache", page.inner_text("#life-told"))
+        and page.locator("#life-events tr").count() >= 6
+    )
     with page.expect_download() as download:
         page.click("#life-trace")
-    assert "traceEvents" in json.loads(download.value.path().read_text()) and download.value.suggested_filename.endswith(".trace.json")
+    assert "traceEvents" in json.loads(
+        download.value.path().read_text()
+    ) and download.value.suggested_filename.endswith(".trace.json")
     page.keyboard.press("Escape")
     assert not page.is_visible("#life")
 
@@ -218,7 +285,8 @@ def test_a_running_request_tells_where_it_is_and_later_how_it_went(page, mock) -
 def test_a_burst_of_requests_can_be_sent_and_stopped(page, mock) -> None:
     page.click("#burst")
     wait_until(page, lambda: sum(len(body["prompt"]) for body in mock.bodies) == 12)
-    wait_for(page, "document.getElementById('running').textContent === '10'")  # the view is not cut off by the requests it shows
+    # the view is not cut off by the requests it shows
+    wait_for(page, "document.getElementById('running').textContent === '10'")
     page.click("#burst:has-text('Stop them')")
     wait_until(page, lambda: mock.num_aborted == 12 and not mock.jobs)
     page.wait_for_selector("#no-rows :text('Nothing runs.')")
@@ -244,7 +312,9 @@ def test_polling_stops_while_the_tab_is_hidden(page, mock) -> None:
 def test_loading_is_shown_until_it_is_over(open_page, mock) -> None:
     mock.mode = "loading"
     page = open_page()
-    page.wait_for_selector("#notice:has-text('The model is loading: load weights, 42%, about 7 s to go.')")
+    page.wait_for_selector(
+        "#notice:has-text('The model is loading: load weights, 42%, about 7 s to go.')"
+    )
     assert page.evaluate("document.getElementById('notice-bar').value") == 42
     mock.percent = 80.0
     wait_for(page, "document.getElementById('notice-bar').value === 80")
@@ -271,14 +341,24 @@ def test_a_key_is_asked_for_and_kept_in_this_tab(open_page, mock) -> None:
     with page.expect_request("**/v1/engine/state*") as asked:
         page.press("#key", "Enter")
     assert asked.value.headers["authorization"] == "Bearer secret"
-    assert page.evaluate("[sessionStorage.getItem('quire-key'), localStorage.getItem('quire-key')]") == ["secret", None]
+    assert page.evaluate(
+        "[sessionStorage.getItem('quire-key'), localStorage.getItem('quire-key')]"
+    ) == ["secret", None]
 
 
 # ---------------------------------------------------------------- forms
 
 
 def brightness(page) -> float:
-    return sum(int(n) for n in re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[:3]) / 765
+    return (
+        sum(
+            int(n)
+            for n in re.findall(
+                r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor")
+            )[:3]
+        )
+        / 765
+    )
 
 
 @pytest.mark.parametrize(("scheme", "dark"), [("dark", True), ("light", False)])
@@ -328,7 +408,12 @@ def test_the_keyboard_is_enough(page, mock) -> None:
         assert page.evaluate(is_visible), seen
         if seen[-1] == "request":
             break
-    assert ["parameters-open", "clear", "engine", "request"] == [name for name in seen if name in ("parameters-open", "clear", "engine", "request")]
+    assert [name for name in seen if name in ("parameters-open", "clear", "engine", "request")] == [
+        "parameters-open",
+        "clear",
+        "engine",
+        "request",
+    ]
     page.keyboard.press("Enter")
     page.wait_for_selector("#life[open]")
     page.keyboard.press("Escape")

@@ -1,9 +1,10 @@
-"""The bundled model's text: a generator of checkable prompts, and of the training documents made of the same pieces.
-May know: the standard library and the word tables of grammar.json beside it; every result is a function of its `Random`.
-Must not know: torch, tokenizers (a caller may hand in a token counter), the engine, or any path but its own folder.
+"""The bundled model's text: a generator of checkable prompts, and of the training documents made of
+the same pieces.
 
-Public: `recall_prompt addition_prompt subtraction_prompt copy_prompt json_prompt translation_prompt chat_prompt story_prompt`
-return a `Sample`; `chat_text` renders ChatML; `training_document` and `story` feed train.py."""
+Public: `recall_prompt addition_prompt subtraction_prompt copy_prompt json_prompt translation_prompt
+chat_prompt story_prompt` return a `Sample`; `chat_text` renders ChatML; `training_document` and
+`story` feed train.py.
+"""
 
 import json
 import re
@@ -14,9 +15,15 @@ from random import Random
 from types import SimpleNamespace
 from typing import NamedTuple
 
-WORDS = SimpleNamespace(**json.loads(Path(__file__).with_name("grammar.json").read_text(encoding="utf-8")))
+WORDS = SimpleNamespace(
+    **json.loads(Path(__file__).with_name("grammar.json").read_text(encoding="utf-8"))
+)
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-SYSTEM_MESSAGES = ["You are a helpful assistant.", "You are Quire, a small and friendly assistant.", "Answer briefly."]
+SYSTEM_MESSAGES = [
+    "You are a helpful assistant.",
+    "You are Quire, a small and friendly assistant.",
+    "Answer briefly.",
+]
 
 Segment = tuple[str, float]  # text, and the weight of its tokens in the training loss
 CONTEXT, TEXT, ANSWER = 0.15, 1.0, 3.0  # what is given, what is written freely, what can be checked
@@ -24,7 +31,9 @@ CHARS_PER_TOKEN = 4.3  # of the bundled tokenizer on this text, to plan the leng
 
 
 class Sample(NamedTuple):
-    """A prompt for the model, the text that its output must contain, and the whole ideal output without its end token."""
+    """A prompt for the model, the text that its output must contain, and the whole ideal output
+    without its end token.
+    """
 
     prompt: str
     answer: str
@@ -40,13 +49,17 @@ class Exchange(NamedTuple):
 
 
 def estimate_tokens(text: str) -> int:
-    """About what the bundled tokenizer says, without it: words, single digits and punctuation marks."""
+    """About what the bundled tokenizer says, without it: words, single digits and punctuation
+    marks.
+    """
     return len(re.findall(r"\d|[^\W\d]+|[^\w\s]", text))
 
 
 def chat_text(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
     """ChatML, exactly as the model's chat template renders it."""
-    turns = [f"{TURN_START}{message['role']}\n{message['content']}{TURN_END}\n" for message in messages]
+    turns = [
+        f"{TURN_START}{message['role']}\n{message['content']}{TURN_END}\n" for message in messages
+    ]
     return "".join(turns) + (f"{TURN_START}assistant\n" if add_generation_prompt else "")
 
 
@@ -66,13 +79,29 @@ def _slots_of_story(rng: Random, kind: str) -> dict[str, str]:
         kind = ("girl" if is_girl else "boy") if rng.random() < 0.2 else own_kind
     name = rng.choice(WORDS.girls if is_girl else WORDS.boys)
     friend = next(other for other in rng.sample(WORDS.girls + WORDS.boys, 2) if other != name)
-    he, him, his, his_own = ("she", "her", "her", "hers") if is_girl else ("he", "him", "his", "his")
+    he, him, his, his_own = (
+        ("she", "her", "her", "hers") if is_girl else ("he", "him", "his", "his")
+    )
     trait, friend_trait = rng.sample(WORDS.traits, 2)
     return dict(
-        name=name, kind=kind, trait=trait, he=he, him=him, his=his, his_own=his_own, He=he.capitalize(), His=his.capitalize(),
-        friend=friend, friend_kind=spare_kind if friend_kind == kind else friend_kind, friend_trait=friend_trait,
-        place=rng.choice(WORDS.places), spot=rng.choice(WORDS.spots), thing=rng.choice(WORDS.things),
-        food=rng.choice(WORDS.foods), hobby=rng.choice(WORDS.hobbies))
+        name=name,
+        kind=kind,
+        trait=trait,
+        he=he,
+        him=him,
+        his=his,
+        his_own=his_own,
+        He=he.capitalize(),
+        His=his.capitalize(),
+        friend=friend,
+        friend_kind=spare_kind if friend_kind == kind else friend_kind,
+        friend_trait=friend_trait,
+        place=rng.choice(WORDS.places),
+        spot=rng.choice(WORDS.spots),
+        thing=rng.choice(WORDS.things),
+        food=rng.choice(WORDS.foods),
+        hobby=rng.choice(WORDS.hobbies),
+    )
 
 
 def story_sentences(rng: Random, kind: str = "") -> list[str]:
@@ -82,7 +111,10 @@ def story_sentences(rng: Random, kind: str = "") -> list[str]:
     templates += rng.sample(WORDS.middles, rng.randint(1, 2))
     templates += [rng.choice(step) for step in rng.choice(WORDS.plots)]
     templates.append(rng.choice(WORDS.endings))
-    return [re.sub(r"\b([Aa]) (?=[aeiou]|honest)", r"\1n ", template.format(**slots)) for template in templates]
+    return [
+        re.sub(r"\b([Aa]) (?=[aeiou]|honest)", r"\1n ", template.format(**slots))
+        for template in templates
+    ]
 
 
 def story(rng: Random, kind: str = "") -> str:
@@ -91,8 +123,13 @@ def story(rng: Random, kind: str = "") -> str:
 
 def chinese_story(rng: Random) -> str:
     first, second = rng.sample(sorted(WORDS.zh_animals.values()), 2)
-    slots = dict(a=first, b=second, c=rng.choice(sorted(WORDS.zh_colours.values())), p=rng.choice(sorted(WORDS.zh_places.values())),
-                 f=rng.choice(sorted(WORDS.zh_foods.values())))
+    slots = dict(
+        a=first,
+        b=second,
+        c=rng.choice(sorted(WORDS.zh_colours.values())),
+        p=rng.choice(sorted(WORDS.zh_places.values())),
+        f=rng.choice(sorted(WORDS.zh_foods.values())),
+    )
     return "".join(rng.choice(step) for step in WORDS.zh_story).format(**slots)
 
 
@@ -101,10 +138,16 @@ def _translation_exchange(rng: Random) -> Exchange:
     colour, colour_zh = rng.choice(list(WORDS.zh_colours.items()))
     food, food_zh = rng.choice(list(WORDS.zh_foods.items()))
     place, place_zh = rng.choice(list(WORDS.zh_places.items()))
-    english, chinese = rng.choice([
-        (f"The {animal} is {colour}.", f"{animal_zh}是{colour_zh}的。"), (f"The {animal} likes {food}.", f"{animal_zh}喜欢{food_zh}。"),
-        (f"The {animal} is in {place}.", f"{animal_zh}在{place_zh}。"), (f"I see a {colour} {animal}.", f"我看见一只{colour_zh}的{animal_zh}。"),
-        (f"I like {food}.", f"我喜欢{food_zh}。"), (f"This is a {animal}.", f"这是一只{animal_zh}。")])
+    english, chinese = rng.choice(
+        [
+            (f"The {animal} is {colour}.", f"{animal_zh}是{colour_zh}的。"),
+            (f"The {animal} likes {food}.", f"{animal_zh}喜欢{food_zh}。"),
+            (f"The {animal} is in {place}.", f"{animal_zh}在{place_zh}。"),
+            (f"I see a {colour} {animal}.", f"我看见一只{colour_zh}的{animal_zh}。"),
+            (f"I like {food}.", f"我喜欢{food_zh}。"),
+            (f"This is a {animal}.", f"这是一只{animal_zh}。"),
+        ]
+    )
     if rng.random() < 0.7:
         return Exchange(f"Translate to Chinese: {english}", chinese, chinese)
     return Exchange(f"Translate to English: {chinese}", english, english)
@@ -115,10 +158,14 @@ def translation_prompt(rng: Random) -> Sample:
 
 
 def story_prompt(rng: Random, chat: bool = False) -> Sample:
-    """`Tell me a story about a fox.` (the answer is the hero's kind), or the first four words of a story (nothing to check)."""
+    """`Tell me a story about a fox.` (the answer is the hero's kind), or the first four words of a
+    story (nothing to check).
+    """
     if chat:
         kind = rng.choice(WORDS.animals)
-        return _chat_sample(Exchange(f"Tell me a story about {_with_article(kind)}.", story(rng, kind), kind))
+        return _chat_sample(
+            Exchange(f"Tell me a story about {_with_article(kind)}.", story(rng, kind), kind)
+        )
     text = story(rng)
     start = " ".join(text.split(" ")[:4])
     return Sample(start, "", text.removeprefix(start))
@@ -132,7 +179,9 @@ def _with_article(noun: str) -> str:
 
 
 def is_held_out(first: int, operator: str, second: int) -> bool:
-    """A tenth of the sums of two-digit numbers is never trained on; a hash, so that it follows no digit."""
+    """A tenth of the sums of two-digit numbers is never trained on; a hash, so that it follows no
+    digit.
+    """
     return zlib.crc32(f"{first} {operator} {second}".encode()) % 10 == 0
 
 
@@ -147,20 +196,29 @@ def _operands(rng: Random, operator: str, num_digits: int, held_out: bool) -> tu
             return first, second
 
 
-def _sum(rng: Random, operator: str, num_digits: int = 2, held_out: bool = False) -> tuple[str, int]:
+def _sum(
+    rng: Random, operator: str, num_digits: int = 2, held_out: bool = False
+) -> tuple[str, int]:
     first, second = _operands(rng, operator, num_digits, held_out)
     result = {"+": first + second, "-": first - second, "*": first * second}[operator]
     return f"{first} {operator} {second}", result
 
 
 def _arithmetic_exchange(rng: Random, operator: str, held_out: bool = False) -> Exchange:
-    expression, result = _sum(rng, operator, 1 if operator == "*" or (not held_out and rng.random() < 0.15) else 2, held_out)
+    expression, result = _sum(
+        rng,
+        operator,
+        1 if operator == "*" or (not held_out and rng.random() < 0.15) else 2,
+        held_out,
+    )
     form = rng.choice(["What is {}?", "What is {}?", "Calculate {}.", "{} = ?"])
     return Exchange(form.format(expression), f"{expression} = {result}", str(result))
 
 
 def addition_prompt(rng: Random, chat: bool = False, operator: str = "+") -> Sample:
-    """A held-out sum of two two-digit numbers: `12 + 34 =` -> ` 46`, or in a chat turn -> `12 + 34 = 46`."""
+    """A held-out sum of two two-digit numbers: `12 + 34 =` -> ` 46`, or in a chat turn -> `12 + 34
+    = 46`.
+    """
     if chat:
         return _chat_sample(_arithmetic_exchange(rng, operator, held_out=True))
     expression, result = _sum(rng, operator, 2, held_out=True)
@@ -175,10 +233,18 @@ def subtraction_prompt(rng: Random, chat: bool = False) -> Sample:
 
 
 def _copy_text(rng: Random, max_words: int = 24) -> str:
-    """Words in no order, invented words and numbers: nothing that could be guessed instead of copied."""
+    """Words in no order, invented words and numbers: nothing that could be guessed instead of
+    copied.
+    """
     if rng.random() < 0.25:
         return " ".join(story_sentences(rng)[: rng.randint(1, 3)])
-    pool = rng.choice([WORDS.colours + WORDS.objects + WORDS.animals, WORDS.girls + WORDS.boys + WORDS.cities, None])
+    pool = rng.choice(
+        [
+            WORDS.colours + WORDS.objects + WORDS.animals,
+            WORDS.girls + WORDS.boys + WORDS.cities,
+            None,
+        ]
+    )
     words = []
     for _ in range(rng.randint(2, max_words)):
         kind = rng.random()
@@ -193,7 +259,9 @@ def _copy_text(rng: Random, max_words: int = 24) -> str:
 
 def _copy_exchange(rng: Random, max_words: int = 24) -> Exchange:
     text = _copy_text(rng, max_words)
-    return Exchange(rng.choice(["Repeat after me: ", "Repeat this: ", "Copy this text: "]) + text, text, text)
+    return Exchange(
+        rng.choice(["Repeat after me: ", "Repeat this: ", "Copy this text: "]) + text, text, text
+    )
 
 
 def copy_prompt(rng: Random, chat: bool = False, max_words: int = 24) -> Sample:
@@ -206,23 +274,54 @@ def copy_prompt(rng: Random, chat: bool = False, max_words: int = 24) -> Sample:
 
 def _record(rng: Random) -> tuple[str, dict[str, str | int]]:
     """A sentence that describes a record, and the record."""
-    name, age, city, job = rng.choice(WORDS.girls + WORDS.boys), rng.randint(1, 99), rng.choice(WORDS.cities), rng.choice(WORDS.jobs)
-    kind, colour, item = rng.choice(WORDS.animals), rng.choice(WORDS.colours), rng.choice(WORDS.objects)
+    name, age, city, job = (
+        rng.choice(WORDS.girls + WORDS.boys),
+        rng.randint(1, 99),
+        rng.choice(WORDS.cities),
+        rng.choice(WORDS.jobs),
+    )
+    kind, colour, item = (
+        rng.choice(WORDS.animals),
+        rng.choice(WORDS.colours),
+        rng.choice(WORDS.objects),
+    )
     price, count = rng.randint(1, 999), rng.randint(1, 99)
-    return rng.choice([
-        (f"{name} is {age} years old, lives in {city} and works as a {job}.", {"name": name, "age": age, "city": city, "job": job}),
-        (f"The {job} {name} from {city} is {age} years old.", {"name": name, "age": age, "city": city, "job": job}),
-        (f"{name} is {age} years old and lives in {city}.", {"name": name, "age": age, "city": city}),
-        (f"{name} is a {colour} {kind} and {age} years old.", {"name": name, "kind": kind, "colour": colour, "age": age}),
-        (f"A {kind} named {name} is {colour}.", {"name": name, "kind": kind, "colour": colour}),
-        (f"The shop has {count} {colour} items of type {item} for {price} coins each.",
-         {"item": item, "colour": colour, "count": count, "price": price}),
-        (f"A {colour} {item} costs {price} coins.", {"item": item, "colour": colour, "price": price})])
+    return rng.choice(
+        [
+            (
+                f"{name} is {age} years old, lives in {city} and works as a {job}.",
+                {"name": name, "age": age, "city": city, "job": job},
+            ),
+            (
+                f"The {job} {name} from {city} is {age} years old.",
+                {"name": name, "age": age, "city": city, "job": job},
+            ),
+            (
+                f"{name} is {age} years old and lives in {city}.",
+                {"name": name, "age": age, "city": city},
+            ),
+            (
+                f"{name} is a {colour} {kind} and {age} years old.",
+                {"name": name, "kind": kind, "colour": colour, "age": age},
+            ),
+            (f"A {kind} named {name} is {colour}.", {"name": name, "kind": kind, "colour": colour}),
+            (
+                f"The shop has {count} {colour} items of type {item} for {price} coins each.",
+                {"item": item, "colour": colour, "count": count, "price": price},
+            ),
+            (
+                f"A {colour} {item} costs {price} coins.",
+                {"item": item, "colour": colour, "price": price},
+            ),
+        ]
+    )
 
 
 def _json_exchange(rng: Random) -> Exchange:
     description, record = _record(rng)
-    request = rng.choice(["Write this as JSON: ", "Write a JSON object for this record: ", "Describe as JSON: "])
+    request = rng.choice(
+        ["Write this as JSON: ", "Write a JSON object for this record: ", "Describe as JSON: "]
+    )
     return Exchange(request + description, json.dumps(record), json.dumps(record))
 
 
@@ -245,14 +344,25 @@ class Fact(NamedTuple):
     def sentence(self, rng: Random) -> str:
         form = "The {0} of the {1} is {2}."
         if rng.random() < 0.3:
-            form = rng.choice(["The {1} has the {0} {2}.", "Remember: the {0} of the {1} is {2}.", "The {0} of the {1}: {2}."])
+            form = rng.choice(
+                [
+                    "The {1} has the {0} {2}.",
+                    "Remember: the {0} of the {1} is {2}.",
+                    "The {0} of the {1}: {2}.",
+                ]
+            )
         return form.format(*self)
 
     def exchange(self, rng: Random, may_be_short: bool = False) -> Exchange:
-        form = rng.choice(["What is the {0} of the {1}?"] * 3 + ["Tell me the {0} of the {1}.", "Which {0} does the {1} have?"])
+        form = rng.choice(
+            ["What is the {0} of the {1}?"] * 3
+            + ["Tell me the {0} of the {1}.", "Which {0} does the {1} have?"]
+        )
         question = form.format(*self)
         if may_be_short and rng.random() < 0.15:
-            return Exchange(f"{question} Answer with the {self.attribute} only.", self.code, self.code)
+            return Exchange(
+                f"{question} Answer with the {self.attribute} only.", self.code, self.code
+            )
         return Exchange(question, "The {0} of the {1} is {2}.".format(*self), self.code)
 
 
@@ -262,11 +372,17 @@ def _facts(rng: Random) -> Iterator[Fact]:
     while True:
         key = keys.pop(rng.randrange(len(keys)))
         num_digits = 4 if rng.random() < 0.85 else rng.randint(2, 6)
-        yield Fact(rng.choice(["code"] * 4 + ["number", "password"]), key, "".join(rng.choices("0123456789", k=num_digits)))
+        yield Fact(
+            rng.choice(["code"] * 4 + ["number", "password"]),
+            key,
+            "".join(rng.choices("0123456789", k=num_digits)),
+        )
 
 
 def _filler(rng: Random) -> Iterator[str]:
-    """Sentences to stand between a fact and its question: stories, with a few numbers that are no codes."""
+    """Sentences to stand between a fact and its question: stories, with a few numbers that are no
+    codes.
+    """
     while True:
         for sentence in story_sentences(rng):
             yield sentence
@@ -274,9 +390,16 @@ def _filler(rng: Random) -> Iterator[str]:
                 yield f"{rng.choice(WORDS.girls + WORDS.boys)} has {rng.randint(2, 9999)} {rng.choice(WORDS.foods)}."
 
 
-def recall_prompt(rng: Random, num_tokens_between: int = 1500, chat: bool = False, num_distractors: int = 4,
-                  count_tokens: Callable[[str], int] = estimate_tokens) -> Sample:
-    """A fact, filler with other facts in it (`num_tokens_between` in all), and the question; the answer is the four-digit code."""
+def recall_prompt(
+    rng: Random,
+    num_tokens_between: int = 1500,
+    chat: bool = False,
+    num_distractors: int = 4,
+    count_tokens: Callable[[str], int] = estimate_tokens,
+) -> Sample:
+    """A fact, filler with other facts in it (`num_tokens_between` in all), and the question; the
+    answer is the four-digit code.
+    """
     facts = _facts(rng)
     target = Fact("code", next(facts).key, f"{rng.randint(0, 9999):04d}")
     others = [next(facts).sentence(rng) for _ in range(num_distractors)]
@@ -289,7 +412,10 @@ def recall_prompt(rng: Random, num_tokens_between: int = 1500, chat: bool = Fals
     for other in others:
         filler.insert(rng.randint(0, len(filler)), other)
     text = " ".join(["The {0} of the {1} is {2}.".format(*target), *filler])
-    question, reply = "What is the {0} of the {1}?".format(*target), "The {0} of the {1} is {2}.".format(*target)
+    question, reply = (
+        "What is the {0} of the {1}?".format(*target),
+        "The {0} of the {1} is {2}.".format(*target),
+    )
     if chat:
         return _chat_sample(Exchange(f"{text} {question}", reply, target.code))
     return Sample(f"{text}\n\nQuestion: {question}\nAnswer:", target.code, f" {reply}")
@@ -313,9 +439,19 @@ def _short_recall_exchange(rng: Random) -> Exchange:
 def _story_exchange(rng: Random) -> Exchange:
     if rng.random() < 0.4:
         text = story(rng)
-        return Exchange(rng.choice(["Tell me a story.", "Please tell me a story.", "Write a short story."]), text, "")
+        return Exchange(
+            rng.choice(["Tell me a story.", "Please tell me a story.", "Write a short story."]),
+            text,
+            "",
+        )
     kind = rng.choice(WORDS.animals)
-    form = rng.choice(["Tell me a story about {}.", "Write a short story about {}.", "Please tell me a story about {}."])
+    form = rng.choice(
+        [
+            "Tell me a story about {}.",
+            "Write a short story about {}.",
+            "Please tell me a story about {}.",
+        ]
+    )
     return Exchange(form.format(_with_article(kind)), story(rng, kind), "")
 
 
@@ -323,8 +459,15 @@ def _arithmetic_any(rng: Random) -> Exchange:
     return _arithmetic_exchange(rng, rng.choice("+++--*"))
 
 
-CHAT_SKILLS = [(_small_talk_exchange, 4), (_arithmetic_any, 5), (_short_recall_exchange, 3), (_json_exchange, 3), (_copy_exchange, 2),
-               (_translation_exchange, 3), (_story_exchange, 1)]
+CHAT_SKILLS = [
+    (_small_talk_exchange, 4),
+    (_arithmetic_any, 5),
+    (_short_recall_exchange, 3),
+    (_json_exchange, 3),
+    (_copy_exchange, 2),
+    (_translation_exchange, 3),
+    (_story_exchange, 1),
+]
 
 
 def chat_prompt(rng: Random) -> Sample:
@@ -336,7 +479,9 @@ def chat_prompt(rng: Random) -> Sample:
 
 
 def _reply_segments(reply: str, answer: str) -> list[Segment]:
-    """The reply with its checkable part weighted up, cut where the tokenizer cuts anyway (before a space)."""
+    """The reply with its checkable part weighted up, cut where the tokenizer cuts anyway (before a
+    space).
+    """
     if not answer or answer not in reply:
         return [(reply, TEXT)]
     before, _, after = reply.rpartition(answer)
@@ -346,7 +491,9 @@ def _reply_segments(reply: str, answer: str) -> list[Segment]:
 
 
 def _chat_segments(exchanges: list[Exchange], system: str = "") -> list[Segment]:
-    segments: list[Segment] = [(chat_text([{"role": "system", "content": system}], False), CONTEXT)] if system else []
+    segments: list[Segment] = (
+        [(chat_text([{"role": "system", "content": system}], False), CONTEXT)] if system else []
+    )
     for question, reply, answer in exchanges:
         segments.append((chat_text([{"role": "user", "content": question}]), CONTEXT))
         segments += [*_reply_segments(reply, answer), (TURN_END, TEXT), ("\n", CONTEXT)]
@@ -363,7 +510,9 @@ def _chat_document(rng: Random, max_tokens: int) -> list[Segment]:
     return _chat_segments(exchanges, rng.choice(SYSTEM_MESSAGES) if rng.random() < 0.3 else "")
 
 
-def _lines_document(rng: Random, sample: Callable[[Random], Sample], max_lines: int, separator: str) -> list[Segment]:
+def _lines_document(
+    rng: Random, sample: Callable[[Random], Sample], max_lines: int, separator: str
+) -> list[Segment]:
     segments: list[Segment] = []
     for _ in range(rng.randint(1, max_lines)):
         prompt, answer, completion = sample(rng)
@@ -378,7 +527,9 @@ def _sum_line(rng: Random) -> Sample:
 
 
 def _recall_document(rng: Random, max_tokens: int) -> list[Segment]:
-    """Facts, filler and questions in turn; any fact so far may be asked for, so distances reach from none to the whole text."""
+    """Facts, filler and questions in turn; any fact so far may be asked for, so distances reach
+    from none to the whole text.
+    """
     in_chat = rng.random() < 0.4
     facts, filler, known = _facts(rng), _filler(rng), []
     fact_rate, ask_rate = rng.uniform(0.1, 0.5), rng.uniform(0.15, 0.4)
@@ -403,21 +554,29 @@ def _recall_document(rng: Random, max_tokens: int) -> list[Segment]:
     return segments
 
 
-def _question_segments(rng: Random, pending: list[str], fact: Fact, in_chat: bool, is_first: bool) -> list[Segment]:
-    """The text since the last question, then a question about `fact` and its answer; no whitespace at the end."""
+def _question_segments(
+    rng: Random, pending: list[str], fact: Fact, in_chat: bool, is_first: bool
+) -> list[Segment]:
+    """The text since the last question, then a question about `fact` and its answer; no whitespace
+    at the end.
+    """
     exchange = fact.exchange(rng, may_be_short=True)
     if in_chat:
         return _chat_segments([exchange._replace(question=" ".join([*pending, exchange.question]))])
     start = "" if is_first else "\n\n"
     if rng.random() < 0.75:
-        context = "\n\n".join([" ".join(pending)] * bool(pending) + [f"Question: {exchange.question}\nAnswer:"])
+        context = "\n\n".join(
+            [" ".join(pending)] * bool(pending) + [f"Question: {exchange.question}\nAnswer:"]
+        )
     else:
         context = " ".join([*pending, exchange.question])
     return [(start + context, CONTEXT), *_reply_segments(" " + exchange.reply, exchange.answer)]
 
 
 def _drill_document(rng: Random, max_tokens: int) -> list[Segment]:
-    """Recall and copying with nothing between: every second token can be looked up, so looking up is learned first."""
+    """Recall and copying with nothing between: every second token can be looked up, so looking up
+    is learned first.
+    """
     if rng.random() < 0.4:
         if rng.random() < 0.5:
             return _chat_segments([_copy_exchange(rng, 12) for _ in range(rng.randint(1, 4))])
@@ -453,15 +612,26 @@ def _json_document(rng: Random, max_tokens: int) -> list[Segment]:
     return _lines_document(rng, json_prompt, 4, "\n\n")
 
 
-DOCUMENT_KINDS = [(_story_document, 5), (_chinese_document, 1), (_sums_document, 5), (_copies_document, 2), (_json_document, 2),
-                  (_chat_document, 6), (_recall_document, 3)]
+DOCUMENT_KINDS = [
+    (_story_document, 5),
+    (_chinese_document, 1),
+    (_sums_document, 5),
+    (_copies_document, 2),
+    (_json_document, 2),
+    (_chat_document, 6),
+    (_recall_document, 3),
+]
 
 
 def training_document(rng: Random, max_tokens: int, kind: str = "any") -> list[Segment]:
-    """One document as weighted segments, its end marked: a `recall` of about `max_tokens`, a short `drill`, `sums`, or `any`."""
+    """One document as weighted segments, its end marked: a `recall` of about `max_tokens`, a short
+    `drill`, `sums`, or `any`.
+    """
     if kind == "any":
         makers, weights = zip(*DOCUMENT_KINDS)
         segments = rng.choices(makers, weights)[0](rng, rng.randint(40, 250))
     else:
-        segments = {"recall": _recall_document, "drill": _drill_document, "sums": _sums_document}[kind](rng, max_tokens)
+        segments = {"recall": _recall_document, "drill": _drill_document, "sums": _sums_document}[
+            kind
+        ](rng, max_tokens)
     return [*segments, (END_OF_TEXT, TEXT)]

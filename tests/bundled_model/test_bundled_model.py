@@ -1,6 +1,6 @@
-"""Tests of the bundled model's files and of its generator: size, layout, tokenizer, determinism, and a sample of its skills.
-May know: the package data folder, data.py beside it, transformers as the program that runs the model.
-Must not know: the engine; its tests load the same model and prompts on their own."""
+"""Tests of the bundled model's files and of its generator: size, layout, tokenizer, determinism,
+and a sample of its skills.
+"""
 
 import importlib.util
 import json
@@ -22,14 +22,26 @@ def _load_data():
 
 
 data = _load_data()
-PROMPT_MAKERS = [data.recall_prompt, data.addition_prompt, data.subtraction_prompt, data.copy_prompt, data.json_prompt,
-                 data.translation_prompt, data.chat_prompt, data.story_prompt]
+PROMPT_MAKERS = [
+    data.recall_prompt,
+    data.addition_prompt,
+    data.subtraction_prompt,
+    data.copy_prompt,
+    data.json_prompt,
+    data.translation_prompt,
+    data.chat_prompt,
+    data.story_prompt,
+]
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """tokenizer.json as it is; AutoTokenizer puts Qwen2's own normalizer (NFC) into it, which is not lossless."""
-    return pytest.importorskip("transformers").PreTrainedTokenizerFast.from_pretrained(FOLDER, padding_side="left")
+    """tokenizer.json as it is; AutoTokenizer puts Qwen2's own normalizer (NFC) into it, which is
+    not lossless.
+    """
+    return pytest.importorskip("transformers").PreTrainedTokenizerFast.from_pretrained(
+        FOLDER, padding_side="left"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +52,14 @@ def model():
 
 def _greedy(model, tokenizer, prompts: list[str], max_new_tokens: int) -> list[str]:
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
-    token_ids = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, temperature=None, top_p=None, top_k=None)
+    token_ids = model.generate(
+        **inputs,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+    )
     return tokenizer.batch_decode(token_ids[:, inputs["input_ids"].shape[1] :])
 
 
@@ -63,13 +82,27 @@ def test_size_and_layout():
     assert num_parameters <= 4_000_000
     assert (FOLDER / "model.safetensors").stat().st_size <= 8_000_000
     config = json.loads((FOLDER / "config.json").read_text())
-    assert config["model_type"] == "qwen2" and config["tie_word_embeddings"] and config["max_position_embeddings"] >= 2048
+    assert (
+        config["model_type"] == "qwen2"
+        and config["tie_word_embeddings"]
+        and config["max_position_embeddings"] >= 2048
+    )
     assert "lm_head.weight" not in table
 
 
-@pytest.mark.parametrize("text", [
-    "Once upon a time", "12 + 34 = 46\n\n\n  x\t y ", "你好，世界 🙂🏳️‍🌈 e\u0301", "\x00\x01\x7f\r\n\u2028", '{"a": [1, 2.5]}', "", "  ",
-    "don't (stop)... ÆØÅ العربية हिन्दी"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Once upon a time",
+        "12 + 34 = 46\n\n\n  x\t y ",
+        "你好，世界 🙂🏳️‍🌈 e\u0301",
+        "\x00\x01\x7f\r\n\u2028",
+        '{"a": [1, 2.5]}',
+        "",
+        "  ",
+        "don't (stop)... ÆØÅ العربية हिन्दी",
+    ],
+)
 def test_tokenizer_round_trip(tokenizer, text):
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
@@ -77,31 +110,57 @@ def test_tokenizer_round_trip(tokenizer, text):
 def test_tokenizer_has_every_byte_and_single_digits(tokenizer):
     rng = Random(0)
     for _ in range(50):
-        text = "".join(chr(rng.choice([rng.randint(0, 0x7F), rng.randint(0x80, 0xD7FF), rng.randint(0x10000, 0x10FFFF)])) for _ in range(40))
+        text = "".join(
+            chr(
+                rng.choice(
+                    [
+                        rng.randint(0, 0x7F),
+                        rng.randint(0x80, 0xD7FF),
+                        rng.randint(0x10000, 0x10FFFF),
+                    ]
+                )
+            )
+            for _ in range(40)
+        )
         assert tokenizer.decode(tokenizer(text).input_ids) == text
     assert len(tokenizer("4817").input_ids) == 4
-    assert [tokenizer.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")] == [0, 1, 2]
+    assert [
+        tokenizer.convert_tokens_to_ids(token)
+        for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    ] == [0, 1, 2]
 
 
 def test_auto_tokenizer_gives_the_same_ids(tokenizer):
-    """On the generator's text: whatever class AutoTokenizer puts around tokenizer.json, the model sees what it was trained on."""
+    """On the generator's text: whatever class AutoTokenizer puts around tokenizer.json, the model
+    sees what it was trained on.
+    """
     automatic = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(FOLDER)
     for seed in range(30):
-        text = "".join(text for text, _ in data.training_document(Random(seed), 200, "recall" if seed % 2 else "any"))
+        text = "".join(
+            text
+            for text, _ in data.training_document(
+                Random(seed), 200, "recall" if seed % 2 else "any"
+            )
+        )
         assert tokenizer(text).input_ids == automatic(text).input_ids
 
 
 def test_prompt_and_completion_tokenize_as_one_text(tokenizer):
     for seed in range(60):
         prompt, _, completion = PROMPT_MAKERS[seed % len(PROMPT_MAKERS)](Random(seed))
-        whole, parts = tokenizer(prompt + completion).input_ids, tokenizer(prompt).input_ids + tokenizer(completion).input_ids
+        whole, parts = (
+            tokenizer(prompt + completion).input_ids,
+            tokenizer(prompt).input_ids + tokenizer(completion).input_ids,
+        )
         assert whole == parts
 
 
 def test_chat_template_is_the_generators(tokenizer):
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello!"}]
     for add_generation_prompt in (False, True):
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        rendered = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
         assert rendered == data.chat_text(messages, add_generation_prompt)
 
 
@@ -109,14 +168,20 @@ def test_chat_template_is_the_generators(tokenizer):
 def test_generator_is_a_function_of_its_seed(make):
     assert make(Random(5)) == make(Random(5))
     assert len({make(Random(seed)).prompt for seed in range(40)}) > 5
-    assert data.training_document(Random(5), 300, "recall") == data.training_document(Random(5), 300, "recall")
+    assert data.training_document(Random(5), 300, "recall") == data.training_document(
+        Random(5), 300, "recall"
+    )
 
 
 def test_generated_answers_are_true():
     for seed in range(200):
         prompt, answer, completion = data.addition_prompt(Random(seed))
         first, second = map(int, re.findall(r"\d+", prompt))
-        assert int(answer) == first + second and data.is_held_out(first, "+", second) and completion == f" {answer}"
+        assert (
+            int(answer) == first + second
+            and data.is_held_out(first, "+", second)
+            and completion == f" {answer}"
+        )
         prompt, answer, _ = data.recall_prompt(Random(seed), 200)
         key = re.search(r"What is the code of the (.*)\?", prompt)[1]
         assert re.findall(rf"code of the {key} is (\d+)", prompt) == [answer]
@@ -124,10 +189,15 @@ def test_generated_answers_are_true():
 
 
 def test_training_text_holds_no_held_out_sum():
-    text = "\n".join("".join(text for text, _ in data.training_document(Random(seed), 200)) for seed in range(800))
+    text = "\n".join(
+        "".join(text for text, _ in data.training_document(Random(seed), 200))
+        for seed in range(800)
+    )
     sums = re.findall(r"\b(\d\d) ([+-]) (\d\d) =", text)
     assert len(sums) > 500
-    assert not any(data.is_held_out(int(first), operator, int(second)) for first, operator, second in sums)
+    assert not any(
+        data.is_held_out(int(first), operator, int(second)) for first, operator, second in sums
+    )
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -138,9 +208,13 @@ def test_recalls_a_code_over_1500_tokens(model, tokenizer, chat):
 
 
 def test_adds_two_digit_numbers(model, tokenizer):
-    samples = [data.addition_prompt(Random(f"test {seed}"), chat=seed % 2 == 0) for seed in range(20)]
+    samples = [
+        data.addition_prompt(Random(f"test {seed}"), chat=seed % 2 == 0) for seed in range(20)
+    ]
     outputs = _greedy(model, tokenizer, [sample.prompt for sample in samples], 14)
-    assert sum(output.startswith(sample.completion) for sample, output in zip(samples, outputs)) >= 18
+    assert (
+        sum(output.startswith(sample.completion) for sample, output in zip(samples, outputs)) >= 18
+    )
 
 
 def test_tells_a_story_and_ends_it(model, tokenizer):

@@ -1,6 +1,6 @@
-"""Trains the bundled model from nothing but its own generator: tokenizer, weights, export; one command, one seed.
-May know: torch, transformers' Qwen2 as the model's code, data.py and export.py beside it.
-Must not know: the engine; or any text that data.py does not make, unless --extra-text names a file."""
+"""Trains the bundled model from nothing but its own generator: tokenizer, weights, export; one
+command, one seed.
+"""
 
 import argparse
 import json
@@ -17,24 +17,46 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 DEFAULT_FOLDER = HERE.parents[1] / "frontend" / "bundled_model"
-CONTEXT_KEPT = 0.2  # share of the given (unasked) tokens whose loss is computed; the output layer is a third of the work
-SUMS_SHARE = 0.35  # of the short documents, beside those that the mixture holds anyway: sums take the longest to learn
+# share of the given (unasked) tokens whose loss is computed; the output layer is a third of the
+# work
+CONTEXT_KEPT = 0.2
+# of the short documents, beside those that the mixture holds anyway: sums take the longest to learn
+SUMS_SHARE = 0.35
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", default="128x20x500,256x12x300,512x8x400,1024x4x300,2048x2x1100", help="context x rows x steps, ...")
-    parser.add_argument("--drill-steps", type=int, default=500, help="the first steps, which hold drills only")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--stages",
+        default="128x20x500,256x12x300,512x8x400,1024x4x300,2048x2x1100",
+        help="context x rows x steps, ...",
+    )
+    parser.add_argument(
+        "--drill-steps", type=int, default=500, help="the first steps, which hold drills only"
+    )
     parser.add_argument("--drill-share", type=float, default=0.1, help="of the rows after that")
-    parser.add_argument("--decay-steps", type=int, default=700, help="the last steps, in which the learning rate falls to zero")
-    parser.add_argument("--matrix-lr", type=float, default=2e-3, help="Muon, for the hidden matrices")
-    parser.add_argument("--vector-lr", type=float, default=3e-3, help="AdamW, for embedding, biases and norms")
+    parser.add_argument(
+        "--decay-steps",
+        type=int,
+        default=700,
+        help="the last steps, in which the learning rate falls to zero",
+    )
+    parser.add_argument(
+        "--matrix-lr", type=float, default=2e-3, help="Muon, for the hidden matrices"
+    )
+    parser.add_argument(
+        "--vector-lr", type=float, default=3e-3, help="AdamW, for embedding, biases and norms"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=DEFAULT_FOLDER)
     parser.add_argument("--checkpoint", type=Path, default=Path("bundled_model_checkpoint.pt"))
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
     parser.add_argument("--save-every", type=int, default=200)
-    parser.add_argument("--extra-text", type=Path, help="a text file to mix in as documents (one in twenty)")
+    parser.add_argument(
+        "--extra-text", type=Path, help="a text file to mix in as documents (one in twenty)"
+    )
     parser.add_argument("--loss-curve", type=Path, default=HERE / "loss_curve.json")
     return parser.parse_args()
 
@@ -45,9 +67,12 @@ def stage_steps(stages: str) -> list[tuple[int, int]]:
     return [(context, rows) for context, rows, steps in parsed for _ in range(steps)]
 
 
-def pack_row(rng: Random, tokenizer: Tokenizer, context: int, drill: float, extra_text: str) -> tuple[list[int], list[float]]:
-    """Documents end to end, cut at `context` + 1 tokens; every other row opens with one long recall document.
-    `drill` is the share of rows that hold drills only."""
+def pack_row(
+    rng: Random, tokenizer: Tokenizer, context: int, drill: float, extra_text: str
+) -> tuple[list[int], list[float]]:
+    """Documents end to end, cut at `context` + 1 tokens; every other row opens with one long recall
+    document. `drill` is the share of rows that hold drills only.
+    """
     token_ids: list[int] = []
     weights: list[float] = []
     is_drill = rng.random() < drill
@@ -59,13 +84,17 @@ def pack_row(rng: Random, tokenizer: Tokenizer, context: int, drill: float, extr
             is_recall, is_sums = not token_ids and rng.random() < 0.5, rng.random() < SUMS_SHARE
             kind = "drill" if is_drill else "recall" if is_recall else "sums" if is_sums else "any"
             segments = data.training_document(rng, int(context * rng.uniform(0.5, 0.95)), kind)
-        for encoding, (_, weight) in zip(tokenizer.encode_batch([text for text, _ in segments]), segments):
+        for encoding, (_, weight) in zip(
+            tokenizer.encode_batch([text for text, _ in segments]), segments
+        ):
             token_ids += encoding.ids
             weights += [weight] * len(encoding.ids)
     return token_ids[: context + 1], weights[: context + 1]
 
 
-def make_batch(rng: Random, tokenizer: Tokenizer, context: int, num_rows: int, drill: float, extra_text: str) -> tuple[Tensor, Tensor, Tensor]:
+def make_batch(
+    rng: Random, tokenizer: Tokenizer, context: int, num_rows: int, drill: float, extra_text: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs, targets and loss weights, each [num_rows, context]."""
     rows = [pack_row(rng, tokenizer, context, drill, extra_text) for _ in range(num_rows)]
     token_ids = torch.tensor([ids for ids, _ in rows])
@@ -76,11 +105,16 @@ def make_batch(rng: Random, tokenizer: Tokenizer, context: int, num_rows: int, d
     return token_ids[:, :-1], token_ids[:, 1:], weights
 
 
-def weighted_loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, float]:
-    """The loss over the positions that have a weight, and the share of checkable tokens that were guessed right."""
+def weighted_loss(
+    model: torch.nn.Module, inputs: Tensor, targets: Tensor, weights: Tensor
+) -> tuple[Tensor, float]:
+    """The loss over the positions that have a weight, and the share of checkable tokens that were
+    guessed right.
+    """
     selected = weights > 0
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = model.model(inputs, use_cache=False).last_hidden_state[selected]  # [num_selected, hidden_size]
+        # [num_selected, hidden_size]
+        hidden = model.model(inputs, use_cache=False).last_hidden_state[selected]
         logits = model.lm_head(hidden)
     losses = F.cross_entropy(logits.float(), targets[selected], reduction="none")
     weights = weights[selected]
@@ -89,23 +123,41 @@ def weighted_loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor, weigh
     return (losses * weights).sum() / weights.sum(), accuracy
 
 
-def make_optimizers(model: torch.nn.Module, matrix_lr: float, vector_lr: float) -> list[torch.optim.Optimizer]:
-    matrices = [parameter for name, parameter in model.named_parameters() if parameter.ndim == 2 and "embed" not in name]
-    vectors = [parameter for name, parameter in model.named_parameters() if parameter.ndim == 1 or "embed" in name]
-    optimizers = [torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-                  torch.optim.AdamW(vectors, lr=vector_lr, betas=(0.9, 0.98), weight_decay=0.0)]
+def make_optimizers(
+    model: torch.nn.Module, matrix_lr: float, vector_lr: float
+) -> list[torch.optim.Optimizer]:
+    matrices = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2 and "embed" not in name
+    ]
+    vectors = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 1 or "embed" in name
+    ]
+    optimizers = [
+        torch.optim.Muon(
+            matrices, lr=matrix_lr, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(vectors, lr=vector_lr, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
     return optimizers
 
 
-def learning_rate_factor(step: int, num_steps: int, decay_steps: int, warmup_steps: int = 50) -> float:
+def learning_rate_factor(
+    step: int, num_steps: int, decay_steps: int, warmup_steps: int = 50
+) -> float:
     """Up in a moment, flat, then straight down to nothing."""
     return min((step + 1) / warmup_steps, 1.0, (num_steps - step) / decay_steps)
 
 
-def train_step(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], batch: tuple, factor: float) -> tuple[float, float]:
+def train_step(
+    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], batch: tuple, factor: float
+) -> tuple[float, float]:
     loss, accuracy = weighted_loss(model, *batch)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -117,8 +169,12 @@ def train_step(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], 
     return loss.item(), accuracy
 
 
-def restore(path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[int, list, int, float]:
-    """Load a checkpoint; returns the next step, the curve so far, the tokens seen and the seconds spent."""
+def restore(
+    path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
+) -> tuple[int, list, int, float]:
+    """Load a checkpoint; returns the next step, the curve so far, the tokens seen and the seconds
+    spent.
+    """
     state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
     for optimizer, optimizer_state in zip(optimizers, state["optimizers"]):
@@ -126,9 +182,18 @@ def restore(path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Opt
     return state["step"], state["curve"], state["num_tokens"], state["seconds"]
 
 
-def save(arguments: argparse.Namespace, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], tokenizer: Tokenizer,
-         progress: dict) -> None:
-    state = dict(model=model.state_dict(), optimizers=[optimizer.state_dict() for optimizer in optimizers], **progress)
+def save(
+    arguments: argparse.Namespace,
+    model: torch.nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    tokenizer: Tokenizer,
+    progress: dict,
+) -> None:
+    state = dict(
+        model=model.state_dict(),
+        optimizers=[optimizer.state_dict() for optimizer in optimizers],
+        **progress,
+    )
     torch.save(state, arguments.checkpoint)
     export.export_model(model, tokenizer, arguments.output)
     write_curve(arguments, progress)
@@ -137,8 +202,13 @@ def save(arguments: argparse.Namespace, model: torch.nn.Module, optimizers: list
 def report(curve: list, num_tokens: int, seconds: float) -> None:
     recent = curve[-20:]
     step, context, _, _ = curve[-1]
-    print(f"step {step} context {context} loss {sum(row[2] for row in recent) / len(recent):.3f} answers "
-          f"{sum(row[3] for row in recent) / len(recent):.3f} tokens {num_tokens / 1e6:.2f}M {seconds:.0f}s", flush=True)
+    print(
+        f"step {step} context {context} loss {sum(row[2] for row in recent) / len(recent):.3f} "
+        f"answers "
+        f"{sum(row[3] for row in recent) / len(recent):.3f} tokens {num_tokens / 1e6:.2f}M "
+        f"{seconds:.0f}s",
+        flush=True,
+    )
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -146,32 +216,61 @@ def train(arguments: argparse.Namespace) -> None:
     tokenizer = export.train_tokenizer(arguments.seed)
     model = export.build_model().train()
     optimizers = make_optimizers(model, arguments.matrix_lr, arguments.vector_lr)
-    first_step, curve, num_tokens, seconds = restore(arguments.checkpoint, model, optimizers) if arguments.resume else (0, [], 0, 0.0)
+    first_step, curve, num_tokens, seconds = (
+        restore(arguments.checkpoint, model, optimizers) if arguments.resume else (0, [], 0, 0.0)
+    )
     extra_text = arguments.extra_text.read_text(encoding="utf-8") if arguments.extra_text else ""
     steps = stage_steps(arguments.stages)
     start = time.monotonic() - seconds
     for step in range(first_step, len(steps)):
         context, num_rows = steps[step]
         drill = 1.0 if step < arguments.drill_steps else arguments.drill_share
-        batch = make_batch(Random(f"{arguments.seed} {step}"), tokenizer, context, num_rows, drill, extra_text)
-        loss, accuracy = train_step(model, optimizers, batch, learning_rate_factor(step, len(steps), arguments.decay_steps))
+        batch = make_batch(
+            Random(f"{arguments.seed} {step}"), tokenizer, context, num_rows, drill, extra_text
+        )
+        loss, accuracy = train_step(
+            model, optimizers, batch, learning_rate_factor(step, len(steps), arguments.decay_steps)
+        )
         num_tokens += context * num_rows
         curve.append([step, context, round(loss, 4), round(accuracy, 4)])
         if step % 20 == 0:
             report(curve, num_tokens, time.monotonic() - start)
         if (step + 1) % arguments.save_every == 0 or step + 1 == len(steps):
-            progress = dict(step=step + 1, curve=curve, num_tokens=num_tokens, seconds=time.monotonic() - start)
+            progress = dict(
+                step=step + 1, curve=curve, num_tokens=num_tokens, seconds=time.monotonic() - start
+            )
             save(arguments, model, optimizers, tokenizer, progress)
 
 
 def write_curve(arguments: argparse.Namespace, progress: dict) -> None:
     """Means over twenty steps; the settings beside them."""
     rows = [progress["curve"][start : start + 20] for start in range(0, len(progress["curve"]), 20)]
-    means = [[row[0][0], row[0][1], round(sum(c[2] for c in row) / len(row), 4), round(sum(c[3] for c in row) / len(row), 4)] for row in rows]
-    settings = {key: value for key, value in vars(arguments).items() if isinstance(value, (str, int, float)) and key != "resume"}
-    content = dict(settings=settings, num_tokens=progress["num_tokens"], seconds=round(progress["seconds"]),
-                   columns=["first step of twenty", "context", "loss", "answer token accuracy"])
-    text = json.dumps(content, indent=1)[:-2] + ',\n "curve": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in means) + "\n ]\n}\n"
+    means = [
+        [
+            row[0][0],
+            row[0][1],
+            round(sum(c[2] for c in row) / len(row), 4),
+            round(sum(c[3] for c in row) / len(row), 4),
+        ]
+        for row in rows
+    ]
+    settings = {
+        key: value
+        for key, value in vars(arguments).items()
+        if isinstance(value, (str, int, float)) and key != "resume"
+    }
+    content = dict(
+        settings=settings,
+        num_tokens=progress["num_tokens"],
+        seconds=round(progress["seconds"]),
+        columns=["first step of twenty", "context", "loss", "answer token accuracy"],
+    )
+    text = (
+        json.dumps(content, indent=1)[:-2]
+        + ',\n "curve": [\n'
+        + ",\n".join(f"  {json.dumps(row)}" for row in means)
+        + "\n ]\n}\n"
+    )
     arguments.loss_curve.write_text(text, encoding="utf-8")
 
 

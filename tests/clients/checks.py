@@ -1,6 +1,6 @@
-"""Runs the checks of one client file inside that client's environment: every function called check_*, each with the server's address.
-May know: the standard library alone.
-Must not know: any client, quire (it is not installed there)."""
+"""Runs the checks of one client file inside that client's environment: every function called
+check_*, each with the server's address.
+"""
 
 import json
 import sys
@@ -16,7 +16,10 @@ TOOL = {
         "description": "The weather in a city.",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"type": "string", "enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "properties": {
+                "city": {"type": "string", "enum": ["Rome", "Oslo"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
             "required": ["city", "days"],
             "additionalProperties": False,
         },
@@ -27,7 +30,9 @@ ANSWER = "2 + 3 = 5"  # the bundled model's, greedy
 
 
 def run(checks: dict[str, Any], distribution: str) -> None:
-    """`python client_x.py ADDRESS MODEL_DIRECTORY`: prints one line of JSON, {"version", "passed": [...], "failed": {name: traceback}}."""
+    """`python client_x.py ADDRESS MODEL_DIRECTORY`: prints one line of JSON, {"version", "passed":
+    [...], "failed": {name: traceback}}.
+    """
     address, model_directory = sys.argv[1:3]
     found: dict[str, Any] = {"version": version(distribution), "passed": [], "failed": {}}
     for name, check in checks.items():

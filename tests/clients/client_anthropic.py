@@ -1,6 +1,6 @@
-"""anthropic's client against the server: messages, streams and their helpers, tools, counting, and the exceptions that it makes of our errors.
-May know: anthropic.
-Must not know: quire."""
+"""anthropic's client against the server: messages, streams and their helpers, tools, counting, and
+the exceptions that it makes of our errors.
+"""
 
 import asyncio
 import json
@@ -10,10 +10,21 @@ from checks import ANSWER, QUESTION, TOOL, raises, run
 
 REQUIREMENTS = {"anthropic": "anthropic", "anthropic_previous": "anthropic<2"}
 DISTRIBUTION = "anthropic"
-ASKED = {"model": "quire", "messages": QUESTION, "max_tokens": 16, "extra_body": {"temperature": 0}}  # newer versions have no argument for it
+# newer versions have no argument for it
+ASKED = {"model": "quire", "messages": QUESTION, "max_tokens": 16, "extra_body": {"temperature": 0}}
 FUNCTION = TOOL["function"]
-TOOLS = [{"name": FUNCTION["name"], "description": FUNCTION["description"], "input_schema": FUNCTION["parameters"]}]
-FORCED = ASKED | {"max_tokens": 200, "tools": TOOLS, "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}}
+TOOLS = [
+    {
+        "name": FUNCTION["name"],
+        "description": FUNCTION["description"],
+        "input_schema": FUNCTION["parameters"],
+    }
+]
+FORCED = ASKED | {
+    "max_tokens": 200,
+    "tools": TOOLS,
+    "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
+}
 
 
 def client(address: str) -> anthropic.Anthropic:
@@ -23,9 +34,16 @@ def client(address: str) -> anthropic.Anthropic:
 def check_message(address: str, _: str) -> None:
     answer = client(address).messages.create(**ASKED)
     (block,) = answer.content
-    assert (block.type, block.text) == ("text", ANSWER) and (answer.role, answer.type, answer.model) == ("assistant", "message", "quire")
+    assert (block.type, block.text) == ("text", ANSWER) and (
+        answer.role,
+        answer.type,
+        answer.model,
+    ) == ("assistant", "message", "quire")
     assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None) and answer._request_id
-    assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens > 0 and answer.usage.output_tokens > 0
+    assert (
+        answer.usage.input_tokens + answer.usage.cache_read_input_tokens > 0
+        and answer.usage.output_tokens > 0
+    )
 
 
 def check_stream_helper(address: str, _: str) -> None:
@@ -33,17 +51,27 @@ def check_stream_helper(address: str, _: str) -> None:
     with client(address).messages.stream(**ASKED) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
-    assert text == final.content[0].text == ANSWER and final.stop_reason == "end_turn" and final.usage.output_tokens > 0
+    assert (
+        text == final.content[0].text == ANSWER
+        and final.stop_reason == "end_turn"
+        and final.usage.output_tokens > 0
+    )
 
 
 def check_raw_stream(address: str, _: str) -> None:
     kinds = [event.type for event in client(address).messages.create(**ASKED, stream=True)]
-    assert kinds[:2] == ["message_start", "content_block_start"] and kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert kinds[:2] == ["message_start", "content_block_start"] and kinds[-3:] == [
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
 
 
 def check_stop_sequence(address: str, _: str) -> None:
     answer = client(address).messages.create(**ASKED, stop_sequences=["="])
-    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "=") and answer.content[0].text == "2 + 3 "
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "=") and answer.content[
+        0
+    ].text == "2 + 3 "
     assert client(address).messages.create(**ASKED | {"max_tokens": 1}).stop_reason == "max_tokens"
 
 
@@ -51,7 +79,10 @@ def check_system_and_prefill(address: str, _: str) -> None:
     system = [{"type": "text", "text": "Answer.", "cache_control": {"type": "ephemeral"}}]
     assert client(address).messages.create(**ASKED, system=system).content
     messages = [*QUESTION, {"role": "assistant", "content": "2 + 3 ="}]
-    assert client(address).messages.create(**ASKED | {"messages": messages}).content[0].text.strip() == "5"
+    assert (
+        client(address).messages.create(**ASKED | {"messages": messages}).content[0].text.strip()
+        == "5"
+    )
 
 
 def check_tools(address: str, _: str) -> None:
@@ -63,9 +94,19 @@ def check_tools(address: str, _: str) -> None:
         partial = "".join(event.partial_json for event in stream if event.type == "input_json")
         (streamed,) = stream.get_final_message().content
     assert streamed.input == call.input == json.loads(partial)
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sunny"}]}
-    messages = [*QUESTION, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
-    assert client(address).messages.create(**ASKED | {"messages": messages, "tools": TOOLS}).stop_reason in ("end_turn", "max_tokens")
+    result = {
+        "type": "tool_result",
+        "tool_use_id": call.id,
+        "content": [{"type": "text", "text": "sunny"}],
+    }
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [result]},
+    ]
+    assert client(address).messages.create(
+        **ASKED | {"messages": messages, "tools": TOOLS}
+    ).stop_reason in ("end_turn", "max_tokens")
 
 
 def check_counting(address: str, _: str) -> None:
@@ -76,12 +117,30 @@ def check_counting(address: str, _: str) -> None:
 
 def check_errors(address: str, _: str) -> None:
     messages = client(address).messages
-    error = raises(anthropic.BadRequestError, lambda: messages.create(**ASKED | {"extra_body": {"temperature": -1}}))
-    assert error.body["error"]["type"] == "invalid_request_error" and "temperature" in str(error) and error.request_id
+    error = raises(
+        anthropic.BadRequestError,
+        lambda: messages.create(**ASKED | {"extra_body": {"temperature": -1}}),
+    )
+    assert (
+        error.body["error"]["type"] == "invalid_request_error"
+        and "temperature" in str(error)
+        and error.request_id
+    )
     raises(anthropic.NotFoundError, lambda: messages.create(**ASKED | {"model": "claude"}))
-    raises(anthropic.BadRequestError, lambda: messages.create(**ASKED | {"messages": [{"role": "user", "content": "a " * 5000}]}))
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
-    raises(anthropic.BadRequestError, lambda: messages.create(**ASKED | {"messages": [{"role": "user", "content": [image]}]}, stream=True))
+    raises(
+        anthropic.BadRequestError,
+        lambda: messages.create(**ASKED | {"messages": [{"role": "user", "content": "a " * 5000}]}),
+    )
+    image = {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": "aGk="},
+    }
+    raises(
+        anthropic.BadRequestError,
+        lambda: messages.create(
+            **ASKED | {"messages": [{"role": "user", "content": [image]}]}, stream=True
+        ),
+    )
 
 
 def check_async(address: str, _: str) -> None:

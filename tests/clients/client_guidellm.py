@@ -1,6 +1,6 @@
-"""guidellm, a load generator, against the server: its request formats and its ways of sending, every request answered and counted.
-May know: guidellm's command line and its report.
-Must not know: quire."""
+"""guidellm, a load generator, against the server: its request formats and its ways of sending,
+every request answered and counted.
+"""
 
 import json
 import subprocess
@@ -16,19 +16,40 @@ DISTRIBUTION = "guidellm"
 NUM_TOKENS = 12  # of every answer: it asks for so many with ignore_eos or min_tokens
 
 
-def measured(address: str, model_directory: str, backend: str, profile: str, num_requests: int) -> dict[str, Any]:
+def measured(
+    address: str, model_directory: str, backend: str, profile: str, num_requests: int
+) -> dict[str, Any]:
     """The one benchmark of its report."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.json"
         command = [str(Path(sys.executable).parent / "guidellm"), "run", "--disable-console"]
-        command += ["--backend", f"kind=openai_http,target={address},{backend}", "--profile", profile]
-        command += ["--tokenizer", f"kind=hf_auto,model={model_directory}", "--data", f"kind=synthetic_text,prompt_tokens=24,output_tokens={NUM_TOKENS}"]
-        command += ["--constraint", f"kind=max_requests,count={num_requests}", "--output", f"kind=json,path={report}"]
+        command += [
+            "--backend",
+            f"kind=openai_http,target={address},{backend}",
+            "--profile",
+            profile,
+        ]
+        command += [
+            "--tokenizer",
+            f"kind=hf_auto,model={model_directory}",
+            "--data",
+            f"kind=synthetic_text,prompt_tokens=24,output_tokens={NUM_TOKENS}",
+        ]
+        command += [
+            "--constraint",
+            f"kind=max_requests,count={num_requests}",
+            "--output",
+            f"kind=json,path={report}",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         [benchmark] = json.loads(report.read_text())["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
-    assert (totals["successful"], totals["errored"], totals["incomplete"]) == (num_requests, 0, 0), totals
+    assert (totals["successful"], totals["errored"], totals["incomplete"]) == (
+        num_requests,
+        0,
+        0,
+    ), totals
     return benchmark
 
 
@@ -37,23 +58,38 @@ def answers(benchmark: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_chat_streams_side_by_side(address: str, model_directory: str) -> None:
-    benchmark = measured(address, model_directory, "request_format=/v1/chat/completions", "kind=concurrent,streams=8", 24)
+    benchmark = measured(
+        address,
+        model_directory,
+        "request_format=/v1/chat/completions",
+        "kind=concurrent,streams=8",
+        24,
+    )
     assert {answer["output_tokens"] for answer in answers(benchmark)} == {NUM_TOKENS}
-    assert all(answer["prompt_tokens"] >= 24 and answer["time_to_first_token_ms"] > 0 for answer in answers(benchmark))
+    assert all(
+        answer["prompt_tokens"] >= 24 and answer["time_to_first_token_ms"] > 0
+        for answer in answers(benchmark)
+    )
 
 
 def check_completions_with_poisson_arrivals(address: str, model_directory: str) -> None:
-    benchmark = measured(address, model_directory, "request_format=/v1/completions", "kind=poisson,rate=8", 16)
+    benchmark = measured(
+        address, model_directory, "request_format=/v1/completions", "kind=poisson,rate=8", 16
+    )
     assert {answer["output_tokens"] for answer in answers(benchmark)} == {NUM_TOKENS}
 
 
 def check_whole_answers_at_full_throughput(address: str, model_directory: str) -> None:
-    benchmark = measured(address, model_directory, "stream=false", "kind=throughput,max_concurrency=32", 32)
+    benchmark = measured(
+        address, model_directory, "stream=false", "kind=throughput,max_concurrency=32", 32
+    )
     assert {answer["output_tokens"] for answer in answers(benchmark)} == {NUM_TOKENS}
 
 
 def check_responses_one_after_the_other(address: str, model_directory: str) -> None:
-    benchmark = measured(address, model_directory, "request_format=/v1/responses", "kind=synchronous", 4)
+    benchmark = measured(
+        address, model_directory, "request_format=/v1/responses", "kind=synchronous", 4
+    )
     assert all(0 < answer["output_tokens"] <= NUM_TOKENS for answer in answers(benchmark))
 
 

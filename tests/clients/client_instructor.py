@@ -1,6 +1,4 @@
-"""instructor against the server: objects out of tools, JSON schemas and JSON mode.
-May know: instructor, openai.
-Must not know: quire."""
+"""instructor against the server: objects out of tools, JSON schemas and JSON mode."""
 
 from typing import Literal
 
@@ -20,10 +18,18 @@ class Color(BaseModel):
 
 
 def made(address: str, mode: instructor.Mode, **fields: object) -> Color:
-    client = instructor.from_openai(openai.OpenAI(base_url=f"{address}/v1", api_key="none"), mode=mode)
+    client = instructor.from_openai(
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none"), mode=mode
+    )
     return client.chat.completions.create(
-        model="quire", messages=QUESTION, response_model=Color, max_retries=0, max_tokens=300, temperature=0, **fields
-    )  # fmt: skip
+        model="quire",
+        messages=QUESTION,
+        response_model=Color,
+        max_retries=0,
+        max_tokens=300,
+        temperature=0,
+        **fields,
+    )
 
 
 def check_tools(address: str, _: str) -> None:
@@ -39,8 +45,14 @@ def check_json_schema(address: str, _: str) -> None:
 
 
 def check_partial_stream(address: str, _: str) -> None:
-    client = instructor.from_openai(openai.OpenAI(base_url=f"{address}/v1", api_key="none"), mode=instructor.Mode.TOOLS)
-    parts = list(client.chat.completions.create_partial(model="quire", messages=QUESTION, response_model=Color, max_tokens=300, temperature=0))
+    client = instructor.from_openai(
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none"), mode=instructor.Mode.TOOLS
+    )
+    parts = list(
+        client.chat.completions.create_partial(
+            model="quire", messages=QUESTION, response_model=Color, max_tokens=300, temperature=0
+        )
+    )
     assert parts[-1].name in ("red", "green")
 
 

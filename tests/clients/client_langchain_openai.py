@@ -1,6 +1,6 @@
-"""langchain-openai against the server: invoke, stream, batches, bound tools, structured output, log-probabilities.
-May know: langchain-openai.
-Must not know: quire."""
+"""langchain-openai against the server: invoke, stream, batches, bound tools, structured output,
+log-probabilities.
+"""
 
 import asyncio
 from typing import Any, Literal
@@ -15,21 +15,35 @@ QUESTION = "What is 2 + 3?"
 
 
 def chat(address: str, **fields: Any) -> ChatOpenAI:
-    return ChatOpenAI(model="quire", base_url=f"{address}/v1", api_key="none", temperature=0, **{"max_tokens": 16} | fields)
+    return ChatOpenAI(
+        model="quire",
+        base_url=f"{address}/v1",
+        api_key="none",
+        temperature=0,
+        **{"max_tokens": 16} | fields,
+    )
 
 
 def check_invoke(address: str, _: str) -> None:
     answer = chat(address).invoke(QUESTION)
-    assert answer.content == ANSWER and answer.usage_metadata["total_tokens"] > 0 and answer.response_metadata["finish_reason"] == "stop"
+    assert (
+        answer.content == ANSWER
+        and answer.usage_metadata["total_tokens"] > 0
+        and answer.response_metadata["finish_reason"] == "stop"
+    )
 
 
 def check_stream(address: str, _: str) -> None:
     chunks = list(chat(address, stream_usage=True).stream(QUESTION))
-    assert "".join(chunk.text for chunk in chunks) == ANSWER and any(chunk.usage_metadata for chunk in chunks)
+    assert "".join(chunk.text for chunk in chunks) == ANSWER and any(
+        chunk.usage_metadata for chunk in chunks
+    )
 
 
 def check_async_batch(address: str, _: str) -> None:
-    assert [answer.content for answer in asyncio.run(chat(address).abatch([QUESTION] * 5))] == [ANSWER] * 5
+    assert [answer.content for answer in asyncio.run(chat(address).abatch([QUESTION] * 5))] == [
+        ANSWER
+    ] * 5
 
 
 def check_tools(address: str, _: str) -> None:
@@ -49,7 +63,9 @@ def check_structured_output(address: str, _: str) -> None:
         name: Literal["red", "green"]
 
     for method in ("function_calling", "json_schema"):
-        model = chat(address, max_tokens=300, logit_bias=None).with_structured_output(Color, method=method)
+        model = chat(address, max_tokens=300, logit_bias=None).with_structured_output(
+            Color, method=method
+        )
         assert model.invoke("Name a color.").name in ("red", "green")
 
 
@@ -59,7 +75,9 @@ def check_log_probabilities(address: str, _: str) -> None:
 
 
 def check_text_completion(address: str, _: str) -> None:
-    assert OpenAI(model="quire", base_url=f"{address}/v1", api_key="none", max_tokens=8).invoke("Once upon a time")
+    assert OpenAI(model="quire", base_url=f"{address}/v1", api_key="none", max_tokens=8).invoke(
+        "Once upon a time"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""litellm against the server: completion, stream, tools, text completion, its own exceptions.
-May know: litellm.
-Must not know: quire."""
+"""litellm against the server: completion, stream, tools, text completion, its own exceptions."""
 
 import asyncio
 import json
@@ -8,30 +6,48 @@ import os
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch its table of prices
 
-import litellm  # noqa: E402
-from checks import ANSWER, QUESTION, TOOL, raises, run  # noqa: E402
+import litellm
+from checks import ANSWER, QUESTION, TOOL, raises, run
 
 REQUIREMENTS = {"litellm": "litellm mcp"}  # it imports mcp where tools are given
 DISTRIBUTION = "litellm"
 
 
 def asked(address: str, **fields: object) -> dict:
-    base = {"model": "openai/quire", "api_base": f"{address}/v1", "api_key": "none", "messages": QUESTION, "max_tokens": 16, "temperature": 0}
+    base = {
+        "model": "openai/quire",
+        "api_base": f"{address}/v1",
+        "api_key": "none",
+        "messages": QUESTION,
+        "max_tokens": 16,
+        "temperature": 0,
+    }
     return base | fields
 
 
 def check_completion(address: str, _: str) -> None:
     answer = litellm.completion(**asked(address))
-    assert answer.choices[0].message.content == ANSWER and answer.choices[0].finish_reason == "stop" and answer.usage.total_tokens > 0
+    assert (
+        answer.choices[0].message.content == ANSWER
+        and answer.choices[0].finish_reason == "stop"
+        and answer.usage.total_tokens > 0
+    )
 
 
 def check_as_a_vllm_server(address: str, _: str) -> None:
-    assert litellm.completion(**asked(address, model="hosted_vllm/quire")).choices[0].message.content == ANSWER
+    assert (
+        litellm.completion(**asked(address, model="hosted_vllm/quire")).choices[0].message.content
+        == ANSWER
+    )
 
 
 def check_stream(address: str, _: str) -> None:
-    chunks = list(litellm.completion(**asked(address, stream=True, stream_options={"include_usage": True})))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
+    chunks = list(
+        litellm.completion(**asked(address, stream=True, stream_options={"include_usage": True}))
+    )
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
+    )
     assert litellm.stream_chunk_builder(chunks).choices[0].message.content == ANSWER
 
 
@@ -44,9 +60,14 @@ def check_async_stream(address: str, _: str) -> None:
 
 
 def check_tools(address: str, _: str) -> None:
-    answer = litellm.completion(**asked(address, tools=[TOOL], tool_choice="required", max_tokens=200))
+    answer = litellm.completion(
+        **asked(address, tools=[TOOL], tool_choice="required", max_tokens=200)
+    )
     call = answer.choices[0].message.tool_calls[0]
-    assert call.function.name == "weather" and json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    assert call.function.name == "weather" and json.loads(call.function.arguments)["city"] in (
+        "Rome",
+        "Oslo",
+    )
 
 
 def check_text_completion(address: str, _: str) -> None:
@@ -56,9 +77,16 @@ def check_text_completion(address: str, _: str) -> None:
 
 
 def check_errors(address: str, _: str) -> None:
-    raises(litellm.ContextWindowExceededError, lambda: litellm.completion(**asked(address, messages=[{"role": "user", "content": "a " * 5000}])))
+    raises(
+        litellm.ContextWindowExceededError,
+        lambda: litellm.completion(
+            **asked(address, messages=[{"role": "user", "content": "a " * 5000}])
+        ),
+    )
     raises(litellm.BadRequestError, lambda: litellm.completion(**asked(address, temperature=-1)))
-    raises(litellm.NotFoundError, lambda: litellm.completion(**asked(address, model="openai/nothing")))
+    raises(
+        litellm.NotFoundError, lambda: litellm.completion(**asked(address, model="openai/nothing"))
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""lm-eval's local-completions against the server: log-likelihoods and generation over a small task of its own, nothing downloaded.
-May know: lm-eval.
-Must not know: quire."""
+"""lm-eval's local-completions against the server: log-likelihoods and generation over a small task
+of its own, nothing downloaded.
+"""
 
 import json
 import math
@@ -11,10 +11,10 @@ from typing import Any
 
 os.environ["OPENAI_API_KEY"] = "none"
 
-import lm_eval  # noqa: E402
-from checks import run  # noqa: E402
-from lm_eval.models.openai_completions import LocalCompletionsAPI  # noqa: E402
-from lm_eval.tasks import TaskManager  # noqa: E402
+import lm_eval
+from checks import run
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+from lm_eval.tasks import TaskManager
 
 REQUIREMENTS = {"lm_eval": "lm-eval[api]"}
 DISTRIBUTION = "lm-eval"
@@ -23,12 +23,27 @@ SUMS = [(a, b) for a in range(1, 5) for b in range(1, 5)]
 
 def model(address: str, **fields: Any) -> LocalCompletionsAPI:
     """Its tokenizer is the server's: /tokenizer_info, /tokenize and /detokenize."""
-    return LocalCompletionsAPI(base_url=f"{address}/v1/completions", model="quire", max_length=1024, **{"num_concurrent": 1} | fields)
+    return LocalCompletionsAPI(
+        base_url=f"{address}/v1/completions",
+        model="quire",
+        max_length=1024,
+        **{"num_concurrent": 1} | fields,
+    )
 
 
 def tasks(directory: Path) -> TaskManager:
-    """Sums with three answers to choose from, a text whose words are scored, and sums whose answer is generated."""
-    rows = [{"question": f"What is {a} + {b}?", "choices": [str(a + b + i) for i in range(3)], "label": 0, "answer": str(a + b)} for a, b in SUMS]
+    """Sums with three answers to choose from, a text whose words are scored, and sums whose answer
+    is generated.
+    """
+    rows = [
+        {
+            "question": f"What is {a} + {b}?",
+            "choices": [str(a + b + i) for i in range(3)],
+            "label": 0,
+            "answer": str(a + b),
+        }
+        for a, b in SUMS
+    ]
     (directory / "rows.json").write_text("\n".join(json.dumps(row) for row in rows))
     base = {
         "dataset_path": "json",
@@ -37,9 +52,24 @@ def tasks(directory: Path) -> TaskManager:
         "doc_to_text": "{{question}} Answer:",
         "num_fewshot": 0,
     }
-    choice = base | {"task": "sums", "output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "label"}
-    rolling = base | {"task": "words", "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}"}
-    generated = base | {"task": "written", "output_type": "generate_until", "doc_to_target": "answer", "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8}}
+    choice = base | {
+        "task": "sums",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "choices",
+        "doc_to_target": "label",
+    }
+    rolling = base | {
+        "task": "words",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{question}}",
+    }
+    generated = base | {
+        "task": "written",
+        "output_type": "generate_until",
+        "doc_to_target": "answer",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8},
+    }
     choice["metric_list"] = [{"metric": "acc"}]
     rolling["metric_list"] = [{"metric": "word_perplexity"}]
     generated["metric_list"] = [{"metric": "exact_match"}]
@@ -50,27 +80,48 @@ def tasks(directory: Path) -> TaskManager:
 
 def evaluated(address: str, task: str, **fields: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
-        found = lm_eval.simple_evaluate(model(address, **fields), tasks=[task], task_manager=tasks(Path(directory)), bootstrap_iters=0, log_samples=True)
+        found = lm_eval.simple_evaluate(
+            model(address, **fields),
+            tasks=[task],
+            task_manager=tasks(Path(directory)),
+            bootstrap_iters=0,
+            log_samples=True,
+        )
     return found
 
 
 def check_the_servers_tokenizer_is_used(address: str, _: str) -> None:
     found = model(address)
-    assert found.tokenizer_backend == "remote" and found.tok_encode("Once upon a time") and found.eot_token_id is not None
+    assert (
+        found.tokenizer_backend == "remote"
+        and found.tok_encode("Once upon a time")
+        and found.eot_token_id is not None
+    )
 
 
 def check_log_likelihoods(address: str, _: str) -> None:
     found = evaluated(address, "sums")
-    assert 0 <= found["results"]["sums"]["acc,none"] <= 1 and len(found["samples"]["sums"]) == len(SUMS)
-    likelihoods = [response[0] for sample in found["samples"]["sums"] for response in sample["filtered_resps"]]
-    assert all(math.isfinite(value) and value < 0 for value in map(float, likelihoods)) and len(set(likelihoods)) > len(SUMS)
+    assert 0 <= found["results"]["sums"]["acc,none"] <= 1 and len(found["samples"]["sums"]) == len(
+        SUMS
+    )
+    likelihoods = [
+        response[0] for sample in found["samples"]["sums"] for response in sample["filtered_resps"]
+    ]
+    assert all(math.isfinite(value) and value < 0 for value in map(float, likelihoods)) and len(
+        set(likelihoods)
+    ) > len(SUMS)
 
 
 def check_batches_and_concurrency_give_the_same(address: str, _: str) -> None:
-    one, many = evaluated(address, "sums"), evaluated(address, "sums", num_concurrent=4, batch_size=5)
+    one, many = (
+        evaluated(address, "sums"),
+        evaluated(address, "sums", num_concurrent=4, batch_size=5),
+    )
     pairs = zip(one["samples"]["sums"], many["samples"]["sums"], strict=True)
     for first, second in pairs:
-        for (a, _greedy), (b, _same) in zip(first["filtered_resps"], second["filtered_resps"], strict=True):
+        for (a, _greedy), (b, _same) in zip(
+            first["filtered_resps"], second["filtered_resps"], strict=True
+        ):
             assert abs(float(a) - float(b)) < 1e-3
 
 

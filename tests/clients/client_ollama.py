@@ -1,6 +1,6 @@
-"""ollama's client against the server: chat, generate, streams, formats, what it asks of models, and its exceptions.
-May know: ollama.
-Must not know: quire."""
+"""ollama's client against the server: chat, generate, streams, formats, what it asks of models, and
+its exceptions.
+"""
 
 import asyncio
 import json
@@ -16,21 +16,44 @@ ASKED = {"model": "quire", "messages": QUESTION, "options": GREEDY}
 
 def check_chat(address: str, _: str) -> None:
     answer = ollama.Client(address).chat(**ASKED)
-    assert answer.message.content == ANSWER and answer.message.role == "assistant" and answer.done and answer.done_reason == "stop"
-    assert min(answer.total_duration, answer.prompt_eval_duration, answer.eval_duration, answer.prompt_eval_count, answer.eval_count) > 0
-    assert ollama.Client(address).chat(**ASKED | {"model": "quire:latest"}).message.content == ANSWER
+    assert (
+        answer.message.content == ANSWER
+        and answer.message.role == "assistant"
+        and answer.done
+        and answer.done_reason == "stop"
+    )
+    assert (
+        min(
+            answer.total_duration,
+            answer.prompt_eval_duration,
+            answer.eval_duration,
+            answer.prompt_eval_count,
+            answer.eval_count,
+        )
+        > 0
+    )
+    assert (
+        ollama.Client(address).chat(**ASKED | {"model": "quire:latest"}).message.content == ANSWER
+    )
 
 
 def check_chat_stream(address: str, _: str) -> None:
     parts = list(ollama.Client(address).chat(**ASKED, stream=True))
-    assert "".join(part.message.content for part in parts) == ANSWER and [part.done for part in parts].count(True) == 1 and parts[-1].eval_count > 0
+    assert (
+        "".join(part.message.content for part in parts) == ANSWER
+        and [part.done for part in parts].count(True) == 1
+        and parts[-1].eval_count > 0
+    )
 
 
 def check_generate(address: str, _: str) -> None:
     fields = {"model": "quire", "prompt": QUESTION[0]["content"], "options": GREEDY}
     answer = ollama.Client(address).generate(**fields)
     assert answer.response == ANSWER and answer.eval_count > 0
-    assert "".join(part.response for part in ollama.Client(address).generate(**fields, stream=True)) == ANSWER
+    assert (
+        "".join(part.response for part in ollama.Client(address).generate(**fields, stream=True))
+        == ANSWER
+    )
     assert ollama.Client(address).generate(**fields, system="Answer.").done
     assert ollama.Client(address).generate(**fields, raw=True).response
     assert ollama.Client(address).generate("quire").done_reason == "load"
@@ -42,9 +65,15 @@ def check_format(address: str, _: str) -> None:
 
 
 def check_tools(address: str, _: str) -> None:
-    """The model makes no call of itself; a call and its result are read, and the tools are taken."""
+    """The model makes no call of itself; a call and its result are read, and the tools are
+    taken.
+    """
     call = {"function": {"name": "weather", "arguments": {"city": "Rome", "days": 1}}}
-    messages = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "sunny", "tool_name": "weather"}]
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "sunny", "tool_name": "weather"},
+    ]
 
     def weather(city: str, days: int) -> str:
         """The weather in a city."""
@@ -57,24 +86,39 @@ def check_models(address: str, _: str) -> None:
     (model,), (running,) = client.list().models, client.ps().models
     assert model.model == running.model == "quire" and model.size > 0 and running.context_length > 0
     shown = client.show("quire")
-    assert "completion" in shown.capabilities and "tools" in shown.capabilities and shown.modelinfo["general.parameter_count"] > 0
+    assert (
+        "completion" in shown.capabilities
+        and "tools" in shown.capabilities
+        and shown.modelinfo["general.parameter_count"] > 0
+    )
     assert shown.template and shown.details.family
 
 
 def check_errors(address: str, _: str) -> None:
     client = ollama.Client(address)
-    assert raises(ollama.ResponseError, lambda: client.chat(**ASKED | {"model": "llama3"})).status_code == 404
+    assert (
+        raises(ollama.ResponseError, lambda: client.chat(**ASKED | {"model": "llama3"})).status_code
+        == 404
+    )
     error = raises(ollama.ResponseError, lambda: client.chat(**ASKED | {"options": {"top_p": 2}}))
     assert error.status_code == 400 and "top_p" in error.error
     long = ASKED | {"messages": [{"role": "user", "content": "a " * 5000}]}
-    assert "context length" in raises(ollama.ResponseError, lambda: list(client.chat(**long, stream=True))).error
+    assert (
+        "context length"
+        in raises(ollama.ResponseError, lambda: list(client.chat(**long, stream=True))).error
+    )
     assert raises(ollama.ResponseError, lambda: client.pull("llama3")).status_code == 400
     assert raises(ollama.ResponseError, lambda: client.embed("quire", "hi")).status_code == 400
 
 
 def check_async(address: str, _: str) -> None:
     async def one() -> str:
-        return "".join([part.message.content async for part in await ollama.AsyncClient(address).chat(**ASKED, stream=True)])
+        return "".join(
+            [
+                part.message.content
+                async for part in await ollama.AsyncClient(address).chat(**ASKED, stream=True)
+            ]
+        )
 
     async def converse() -> list[str]:
         return await asyncio.gather(*[one() for _ in range(8)])

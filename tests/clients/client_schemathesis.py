@@ -1,9 +1,10 @@
-"""schemathesis against the server's own OpenAPI description: bodies made of the schemas, and bodies that break them, on every route.
-May know: schemathesis' command line.
-Must not know: quire.
+"""schemathesis against the server's own OpenAPI description: bodies made of the schemas, and bodies
+that break them, on every route.
 
-Not asked: that every body which keeps to its schema is accepted. What a schema cannot say is refused too: a grammar that does not compile,
-a prompt beyond the context, two fields that exclude each other."""
+Not asked: that every body which keeps to its schema is accepted. What a schema cannot say is
+refused too: a grammar that does not compile, a prompt beyond the context, two fields that exclude
+each other.
+"""
 
 import re
 import subprocess
@@ -21,14 +22,29 @@ LEAST_CASES = 1000
 
 def check_description(address: str, _: str) -> None:
     command = [
-        str(Path(sys.executable).parent / "schemathesis"), "run", f"{address}/openapi.json", "--phases", "coverage,fuzzing", "--max-examples", "20",
-        "--seed", "1", "--continue-on-failure", "--no-shrink", "--request-timeout", "60", "--exclude-checks", "positive_data_acceptance",
-    ]  # fmt: skip
+        str(Path(sys.executable).parent / "schemathesis"),
+        "run",
+        f"{address}/openapi.json",
+        "--phases",
+        "coverage,fuzzing",
+        "--max-examples",
+        "20",
+        "--seed",
+        "1",
+        "--continue-on-failure",
+        "--no-shrink",
+        "--request-timeout",
+        "60",
+        "--exclude-checks",
+        "positive_data_acceptance",
+    ]
     with tempfile.TemporaryDirectory() as directory:  # it leaves a cache where it runs
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=directory)
     cases = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
     failures = done.stdout.partition("= FAILURES =")[2].partition("= WARNINGS =")[0]
-    assert done.returncode == 0 and cases and cases[1] == cases[2], failures[:8000] + done.stdout[-600:]
+    assert done.returncode == 0 and cases and cases[1] == cases[2], (
+        failures[:8000] + done.stdout[-600:]
+    )
     assert int(cases[1]) >= LEAST_CASES
     print(f"{cases[1]} cases", file=sys.stderr)
 

@@ -1,10 +1,10 @@
-"""Clients that nobody here wrote: one virtual environment each, and the table of what they find against a running server.
-May know: the client files beside it, venv and pip, `quire serve`.
-Must not know: any client.
+"""Clients that nobody here wrote: one virtual environment each, and the table of what they find
+against a running server.
 
     python tests/clients/environments.py install [NAME ...]    makes the environments under $QUIRE_CLIENTS (default: .clients in this directory)
     python tests/clients/environments.py table [NAME ...]      runs the clients that are installed; a table in Markdown
-    pytest -m clients                                          the same as tests"""
+    pytest -m clients                                          the same as tests
+"""
 
 import ast
 import json
@@ -17,13 +17,22 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TEMPLATE = HERE / "tools.jinja"
-SERVER_FLAGS = ("--served-model-name", "quire", "--chat-template", str(TEMPLATE), "--reasoning-parser", "none")
+SERVER_FLAGS = (
+    "--served-model-name",
+    "quire",
+    "--chat-template",
+    str(TEMPLATE),
+    "--reasoning-parser",
+    "none",
+)
 TIMEOUT_S = 600
 
 
 @dataclass(frozen=True)
 class Client:
-    """`script` runs in the environment called `name`, in which `requirement` is installed, against a server with SERVER_FLAGS and `flags`."""
+    """`script` runs in the environment called `name`, in which `requirement` is installed, against
+    a server with SERVER_FLAGS and `flags`.
+    """
 
     name: str
     requirement: str
@@ -36,14 +45,41 @@ class Client:
 
     def install(self) -> None:
         subprocess.run([sys.executable, "-m", "venv", self.python.parent.parent], check=True)
-        subprocess.run([self.python, "-m", "pip", "install", "--quiet", "--upgrade", *self.requirement.split()], check=True)
+        subprocess.run(
+            [
+                self.python,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--upgrade",
+                *self.requirement.split(),
+            ],
+            check=True,
+        )
 
     def run(self, address: str, model_directory: Path) -> dict:
         """{"version", "passed": [...], "failed": {...}}, as the script prints it."""
-        variables = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "OPENAI_API_KEY", "ANTHROPIC_API_KEY")}
-        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "ANONYMIZED_TELEMETRY": "0"}
+        variables = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in ("PYTHONPATH", "OPENAI_API_KEY", "ANTHROPIC_API_KEY")
+        }
+        offline = {
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_OFFLINE": "1",
+            "NO_PROXY": "127.0.0.1",
+            "ANONYMIZED_TELEMETRY": "0",
+        }
         command = [str(self.python), str(self.script), address, str(model_directory)]
-        done = subprocess.run(command, capture_output=True, text=True, env=variables | offline, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env=variables | offline,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
         if done.returncode or not done.stdout.strip():
             return {"version": "?", "passed": [], "failed": {self.script.name: done.stderr[-4000:]}}
         return json.loads(done.stdout.strip().splitlines()[-1])
@@ -54,12 +90,21 @@ def environments() -> Path:
 
 
 def clients() -> list[Client]:
-    """Of every file client_*.py; its REQUIREMENTS say which environments it runs in, its FLAGS, if there are any, what the server must be told."""
+    """Of every file client_*.py; its REQUIREMENTS say which environments it runs in, its FLAGS, if
+    there are any, what the server must be told.
+    """
     found = []
     for script in sorted(HERE.glob("client_*.py")):
-        stated = {ast.unparse(node.targets[0]): node.value for node in ast.parse(script.read_text()).body if isinstance(node, ast.Assign)}
+        stated = {
+            ast.unparse(node.targets[0]): node.value
+            for node in ast.parse(script.read_text()).body
+            if isinstance(node, ast.Assign)
+        }
         flags = tuple(ast.literal_eval(stated["FLAGS"])) if "FLAGS" in stated else ()
-        found += [Client(name, requirement, script, flags) for name, requirement in ast.literal_eval(stated["REQUIREMENTS"]).items()]
+        found += [
+            Client(name, requirement, script, flags)
+            for name, requirement in ast.literal_eval(stated["REQUIREMENTS"]).items()
+        ]
     return sorted(found, key=lambda client: (client.flags, client.name))
 
 
@@ -84,7 +129,10 @@ def print_row(client: Client, address: str, model_directory: Path) -> int:
     found = client.run(address, model_directory)
     failed = found["failed"]
     result = f"failed: {', '.join(failed)}" if failed else "passed"
-    print(f"| {client.name} | {found['version']} | {len(found['passed']) + len(failed)} | {result} |", flush=True)
+    print(
+        f"| {client.name} | {found['version']} | {len(found['passed']) + len(failed)} | {result} |",
+        flush=True,
+    )
     for name, problem in failed.items():
         print(f"{name}:\n{problem}", file=sys.stderr)
     return len(failed)

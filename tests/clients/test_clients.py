@@ -1,8 +1,7 @@
 """Every client that is installed, against one server over the bundled model.
-May know: environments.py.
-Must not know: any client.
 
-Not run by default: `python tests/clients/environments.py install && pytest -m clients`."""
+Not run by default: `python tests/clients/environments.py install && pytest -m clients`.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +24,20 @@ def address(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def case(client: Client) -> ParameterSet:
     why = f"not installed: python tests/clients/environments.py install {client.name}"
-    return pytest.param(client, client.flags, id=client.name, marks=pytest.mark.skipif(not client.python.exists(), reason=why))
+    return pytest.param(
+        client,
+        client.flags,
+        id=client.name,
+        marks=pytest.mark.skipif(not client.python.exists(), reason=why),
+    )
 
 
-@pytest.mark.parametrize(("client", "address"), [case(client) for client in clients()], indirect=["address"])
+@pytest.mark.parametrize(
+    ("client", "address"), [case(client) for client in clients()], indirect=["address"]
+)
 def test_a_client(client: Client, address: str) -> None:
     found = client.run(address, Path(quire.__file__).parent / "frontend" / "bundled_model")
-    assert not found["failed"], "\n".join(f"{name}:\n{problem}" for name, problem in found["failed"].items())
+    assert not found["failed"], "\n".join(
+        f"{name}:\n{problem}" for name, problem in found["failed"].items()
+    )
     assert found["passed"]

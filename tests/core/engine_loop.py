@@ -1,6 +1,6 @@
-"""An engine core over the fake executor, and the loop that drives it and writes down what each client is told.
-May know: the engine core, the messages, the fake executor.
-Must not know: what a test expects."""
+"""An engine core over the fake executor, and the loop that drives it and writes down what each
+client is told.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ class Answer:
 def collect(outputs: EngineCoreOutputs, answers: dict[str, Answer]) -> None:
     """Adds one message to the answers; a gap, a duplicate or a row after the end is an error."""
     cursor = 0
-    for request_id, first_index, num_tokens in zip(outputs.request_ids, outputs.first_indices, outputs.num_tokens, strict=True):
+    for request_id, first_index, num_tokens in zip(
+        outputs.request_ids, outputs.first_indices, outputs.num_tokens, strict=True
+    ):
         answer = answers.setdefault(request_id, Answer())
         assert answer.reason is None, f"{request_id}: a row after its end"
         assert first_index == len(answer.tokens), f"{request_id}: a gap or a duplicate"
@@ -53,10 +55,16 @@ def collect(outputs: EngineCoreOutputs, answers: dict[str, Answer]) -> None:
         answers[outputs.request_ids[row]].num_cached_tokens = num_cached_tokens
     for finished in outputs.finished:
         answer = answers[outputs.request_ids[finished.row]]
-        answer.reason, answer.stop_reason, answer.error = finished.reason, finished.stop_reason, finished.error
+        answer.reason, answer.stop_reason, answer.error = (
+            finished.reason,
+            finished.stop_reason,
+            finished.error,
+        )
 
 
-def run(core: EngineCore, answers: dict[int, dict[str, Answer]] | None = None) -> dict[int, dict[str, Answer]]:
+def run(
+    core: EngineCore, answers: dict[int, dict[str, Answer]] | None = None
+) -> dict[int, dict[str, Answer]]:
     """Steps until there is no work; returns the answers by client, adding to those given."""
     answers = {} if answers is None else answers
     for _ in range(5000):

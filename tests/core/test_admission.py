@@ -1,6 +1,4 @@
-"""Where a request begins and whether it fits, asked of the two functions alone.
-May know: admission, requests, the KV cache manager.
-Must not know: the scheduler."""
+"""Where a request begins and whether it fits, asked of the two functions alone."""
 
 from quire.core.admission import Start, find_start, has_room
 from quire.core.kv_cache_manager import KVCacheManager
@@ -12,7 +10,9 @@ BLOCK = 16
 
 
 def request(name: str, num_tokens: int, first: int = 0, arrival: int = 0) -> Request:
-    message = EngineCoreRequest(name, [(first + i) % 90 for i in range(num_tokens)], SamplingParams(seed=0, max_tokens=5))
+    message = EngineCoreRequest(
+        name, [(first + i) % 90 for i in range(num_tokens)], SamplingParams(seed=0, max_tokens=5)
+    )
     return Request(message, max_model_len=500, key=(0, arrival))
 
 
@@ -27,7 +27,11 @@ def test_a_request_begins_behind_what_is_cached():
     assert find_start(manager, second) == Start(0, [])
     compute(manager, first)
     start = find_start(manager, second)
-    assert (start.num_tokens, [b.block_id for b in start.blocks], start.source) == (32, manager.get_block_ids("a")[:2], None)
+    assert (start.num_tokens, [b.block_id for b in start.blocks], start.source) == (
+        32,
+        manager.get_block_ids("a")[:2],
+        None,
+    )
 
 
 def test_a_swapped_request_begins_where_it_was():
@@ -48,7 +52,11 @@ def test_a_sibling_waits_for_the_prompt_and_then_begins_at_its_last_token():
     compute(manager, family[0])
     start = find_start(manager, family[2])
     table = manager.get_block_ids("0")
-    assert (start.num_tokens, [b.block_id for b in start.blocks], start.source.block_id) == (39, table[:2], table[2])
+    assert (start.num_tokens, [b.block_id for b in start.blocks], start.source.block_id) == (
+        39,
+        table[:2],
+        table[2],
+    )
     manager.free(family.pop(0))
     assert find_start(manager, family[0]) == Start(0, []) and find_start(manager, family[1]) is None
 
@@ -58,6 +66,7 @@ def test_room_is_asked_for_the_whole_prompt_and_for_what_others_still_need():
     running, new = request("a", 80), request("b", 96, first=7)
     manager.allocate_slots(running, 32)  # two of its five
     running.num_computed_tokens = 32
-    assert not has_room(manager, [running], new, Start(0, []))  # 8 are free, 3 of them spoken for, 6 needed
+    # 8 are free, 3 of them spoken for, 6 needed
+    assert not has_room(manager, [running], new, Start(0, []))
     assert has_room(manager, [running], request("c", 80), Start(0, []))
     assert has_room(manager, [], new, Start(0, []))

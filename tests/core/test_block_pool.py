@@ -1,6 +1,6 @@
-"""The block pool: order of the free list, reference counts, lazy eviction, and an integrity check that sees damage.
-May know: the block pool.
-Must not know: requests or the scheduler."""
+"""The block pool: order of the free list, reference counts, lazy eviction, and an integrity check
+that sees damage.
+"""
 
 import random
 
@@ -158,7 +158,17 @@ def _give_the_null_block(pool, held):
 
 
 @pytest.mark.parametrize(
-    "damage", [_leak, _free_while_held, _lose_a_free_block, _miscount, _forget_the_map, _change_a_hash, _go_negative, _give_the_null_block]
+    "damage",
+    [
+        _leak,
+        _free_while_held,
+        _lose_a_free_block,
+        _miscount,
+        _forget_the_map,
+        _change_a_hash,
+        _go_negative,
+        _give_the_null_block,
+    ],
 )
 def test_integrity_check_sees_damage(damage):
     pool = BlockPool(6)
@@ -175,9 +185,17 @@ def test_random_use_keeps_integrity():
     pool, tables = BlockPool(24), []
     for step in range(1500):
         if rng.random() < 0.55 and pool.num_free_blocks >= 4:
-            hits = list(dict.fromkeys(b for b in (pool.get_cached_block(b"%d" % rng.randrange(12)) for _ in range(2)) if b is not None))
+            hits = list(
+                dict.fromkeys(
+                    b
+                    for b in (pool.get_cached_block(b"%d" % rng.randrange(12)) for _ in range(2))
+                    if b is not None
+                )
+            )
             pool.touch(hits)
-            tables.append(hits + pool.get_new_blocks(min(rng.randrange(1, 4), pool.num_free_blocks)))
+            tables.append(
+                hits + pool.get_new_blocks(min(rng.randrange(1, 4), pool.num_free_blocks))
+            )
             for block in tables[-1][len(hits) :]:
                 if rng.random() < 0.6:
                     pool.cache(block, b"%d" % rng.randrange(12))

@@ -1,6 +1,6 @@
-"""How many tokens a step decodes where the scheduler finds that by itself (num_scheduler_steps=0).
-May know: the engine core, the fake executor.
-Must not know: how an executor does several steps in one call."""
+"""How many tokens a step decodes where the scheduler finds that by itself
+(num_scheduler_steps=0).
+"""
 
 import pytest
 from quire.core.scheduler import MAX_BURST, MAX_BURST_BYTES
@@ -11,14 +11,20 @@ from quire.tests.core.engine_loop import assert_nothing_left, make_core, run, st
 SMALL = MAX_BURST_BYTES // 1000  # weights
 
 
-def request(name: str = "r", num_prompt: int = 5, max_tokens: int = 30, structured_outputs=None, **fields) -> EngineCoreRequest:
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, structured_outputs=structured_outputs)
+def request(
+    name: str = "r", num_prompt: int = 5, max_tokens: int = 30, structured_outputs=None, **fields
+) -> EngineCoreRequest:
+    params = SamplingParams(
+        temperature=0.0, seed=0, max_tokens=max_tokens, structured_outputs=structured_outputs
+    )
     return EngineCoreRequest(name, [1 + i % 90 for i in range(num_prompt)], params, **fields)
 
 
 def lengths(core) -> list[list[int]]:
     """Of each step so far: the tokens that each row was to decode."""
-    return [[1 + n for n in s.num_lookahead_tokens] or [1] * len(s.slots) for s in core.executor.steps]
+    return [
+        [1 + n for n in s.num_lookahead_tokens] or [1] * len(s.slots) for s in core.executor.steps
+    ]
 
 
 def test_the_first_token_comes_alone_and_the_last_ones_are_as_many_as_are_left():
@@ -29,7 +35,10 @@ def test_the_first_token_comes_alone_and_the_last_ones_are_as_many_as_are_left()
     assert_nothing_left(core)
 
 
-@pytest.mark.parametrize(("passes", "num_requests", "length"), [(8.5, 1, 8), (8.5, 2, 4), (8.5, 3, 2), (8.5, 5, 1), (2.5, 1, 2), (2.5, 2, 1), (0.5, 1, 1)])
+@pytest.mark.parametrize(
+    ("passes", "num_requests", "length"),
+    [(8.5, 1, 8), (8.5, 2, 4), (8.5, 3, 2), (8.5, 5, 1), (2.5, 1, 2), (2.5, 2, 1), (0.5, 1, 1)],
+)
 def test_a_step_takes_no_longer_than_its_bound(passes, num_requests, length):
     """`passes` of one request fit."""
     core = make_core(int(MAX_BURST_BYTES / passes))
@@ -68,13 +77,22 @@ def test_nobody_looks_ahead_while_a_prompt_is_computed_or_somebody_waits():
 def test_where_a_grammar_leads_there_is_no_looking_ahead():
     core = make_core(SMALL)
     core.add_request(request("free", max_tokens=30))
-    core.add_request(request("led", max_tokens=12, structured_outputs=StructuredOutputsParams(regex="a*"), eos_token_ids=[96]))
+    core.add_request(
+        request(
+            "led",
+            max_tokens=12,
+            structured_outputs=StructuredOutputsParams(regex="a*"),
+            eos_token_ids=[96],
+        )
+    )
     assert len(run(core)[0]["led"].tokens) == 12
     assert max(length for row in lengths(core) if len(row) == 2 for length in row) == 1
     assert [8] in lengths(core)
 
 
-@pytest.mark.parametrize("arguments", [{"num_scheduler_steps": 1}, {"async_scheduling": True}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"num_scheduler_steps": 1}, {"async_scheduling": True}], ids=str
+)
 def test_who_asks_for_something_else_gets_that(arguments):
     core = make_core(SMALL, **arguments)
     core.add_request(request())
@@ -95,12 +113,18 @@ def test_what_is_decoded_behind_a_stop_is_forgotten():
     core.add_request(request(eos_token_ids=[13]))
     core.add_request(request("other", num_prompt=9, max_tokens=40))
     answers = run(core)[0]
-    assert answers["r"].reason is FinishReason.STOP and len(answers["r"].tokens) == 6 and len(answers["other"].tokens) == 40
+    assert (
+        answers["r"].reason is FinishReason.STOP
+        and len(answers["r"].tokens) == 6
+        and len(answers["other"].tokens) == 40
+    )
     assert_nothing_left(core)
 
 
 def test_without_room_for_more_a_step_is_one_of_one_token():
-    """Two requests that together need more than there is: the room that is left goes to what has to be computed."""
+    """Two requests that together need more than there is: the room that is left goes to what has to
+    be computed.
+    """
     core = make_core(SMALL, num_gpu_blocks_override=17)
     for name in "ab":
         core.add_request(request(name, num_prompt=100, max_tokens=60))

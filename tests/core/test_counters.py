@@ -1,6 +1,4 @@
-"""The engine's counters are fields of SchedulerStats, and an end is counted under its reason.
-May know: Counters, the messages.
-Must not know: who counts."""
+"""The engine's counters are fields of SchedulerStats, and an end is counted under its reason."""
 
 from dataclasses import asdict, fields
 
@@ -9,7 +7,15 @@ from msgspec import structs
 from quire.core.counters import Counters
 from quire.ipc.messages import FinishReason, SchedulerStats
 
-GAUGES = ("num_running", "num_waiting", "num_free_blocks", "num_blocks", "prefix_cache_queries", "prefix_cache_hits", "num_swapped")
+GAUGES = (
+    "num_running",
+    "num_waiting",
+    "num_free_blocks",
+    "num_blocks",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_swapped",
+)
 
 
 def test_each_number_is_in_its_field_of_the_statistics():
@@ -24,4 +30,6 @@ def test_each_number_is_in_its_field_of_the_statistics():
 def test_an_end_is_counted_once_under_its_reason(reason):
     counters = Counters()
     counters.count_end(reason)
-    assert {name: value for name, value in asdict(counters).items() if value} == {f"num_finished_{reason}": 1}
+    assert {name: value for name, value in asdict(counters).items() if value} == {
+        f"num_finished_{reason}": 1
+    }

@@ -1,6 +1,6 @@
-"""The engine core: refusals, clients, utilities, failures, start-up (random workloads are in test_random_workloads.py).
-May know: the engine core, the messages, the fake executor and its oracle.
-Must not know: processes, sockets, real models."""
+"""The engine core: refusals, clients, utilities, failures, start-up (random workloads are in
+test_random_workloads.py).
+"""
 
 import pytest
 from quire.core.engine_core import EngineCore
@@ -15,8 +15,12 @@ def greedy(**fields) -> SamplingParams:
     return SamplingParams(**{"temperature": 0.0, "seed": 0, "max_tokens": 5, **fields})
 
 
-def make_request(request_id="r", prompt=None, params: SamplingParams | None = None, **fields) -> EngineCoreRequest:
-    return EngineCoreRequest(request_id, [1, 2, 3] if prompt is None else prompt, params or greedy(), **fields)
+def make_request(
+    request_id="r", prompt=None, params: SamplingParams | None = None, **fields
+) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id, [1, 2, 3] if prompt is None else prompt, params or greedy(), **fields
+    )
 
 
 # ------------------------------------------------------------ requests and refusals
@@ -26,7 +30,9 @@ def test_a_request_is_answered():
     core = make_core()
     core.add_request(make_request("r", params=greedy(max_tokens=6)))
     answer = run(core)[0]["r"]
-    assert (answer.tokens, answer.reason, answer.stop_reason) == expected_output([1, 2, 3], greedy(max_tokens=6), [], core.config)
+    assert (answer.tokens, answer.reason, answer.stop_reason) == expected_output(
+        [1, 2, 3], greedy(max_tokens=6), [], core.config
+    )
     assert answer.num_cached_tokens == 0
     assert_nothing_left(core)
 
@@ -39,7 +45,10 @@ REFUSED = [
     ("prompt_token_ids", make_request(prompt=["a"])),
     ("prompt_token_ids", make_request(prompt=[1.0])),
     ("prompt_token_ids", make_request(prompt="abc")),
-    ("prompt_token_ids", make_request(prompt=[1] * 200, resume_tokens=[1] * 56, params=greedy(max_tokens=100))),
+    (
+        "prompt_token_ids",
+        make_request(prompt=[1] * 200, resume_tokens=[1] * 56, params=greedy(max_tokens=100)),
+    ),
     ("resume_tokens", make_request(resume_tokens=[500])),
     ("resume_tokens", make_request(resume_tokens=[1] * 5)),
     ("eos_token_ids", make_request(eos_token_ids=[None])),
@@ -54,14 +63,19 @@ REFUSED = [
     ("allowed_token_ids", make_request(params=greedy(allowed_token_ids=[97]))),
     ("logit_bias", make_request(params=greedy(logit_bias={97: 2.0}))),
     ("bad_words_token_ids", make_request(params=greedy(bad_words=["no"]))),
-    ("bad_words_token_ids", make_request(params=greedy(bad_words=["no"], bad_words_token_ids=[[1, 97]]))),
+    (
+        "bad_words_token_ids",
+        make_request(params=greedy(bad_words=["no"], bad_words_token_ids=[[1, 97]])),
+    ),
     ("priority", make_request(priority="high")),
     ("cache_salt", make_request(cache_salt=5)),
     ("request_id", make_request(request_id=["r"])),
 ]
 
 
-@pytest.mark.parametrize(("parameter", "bad"), REFUSED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(REFUSED)])
+@pytest.mark.parametrize(
+    ("parameter", "bad"), REFUSED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(REFUSED)]
+)
 def test_a_bad_request_is_refused_by_name_and_its_neighbour_is_not_harmed(parameter, bad):
     core = make_core()
     core.add_request(make_request("good"), client_index=1)
@@ -69,7 +83,9 @@ def test_a_bad_request_is_refused_by_name_and_its_neighbour_is_not_harmed(parame
     answers = run(core)
     ((refused_id, refusal),) = answers[2].items()
     assert refused_id == str(bad.request_id) and refusal.tokens == []
-    assert refusal.reason is FinishReason.ERROR and refusal.error.startswith(f"{parameter}: "), refusal.error
+    assert refusal.reason is FinishReason.ERROR and refusal.error.startswith(f"{parameter}: "), (
+        refusal.error
+    )
     assert answers[1]["good"].tokens == expected_output([1, 2, 3], greedy(), [], core.config)[0]
     assert_nothing_left(core)
 
@@ -84,7 +100,10 @@ def test_the_longest_prompt_gets_its_one_token():
 def test_more_logprobs_than_tokens_are_refused():
     core = make_core(vocab_size=10)
     core.add_request(make_request(params=greedy(logprobs=11)))
-    assert run(core)[0]["r"].error == "logprobs: must be at most 10 (max_logprobs=20, a vocabulary of 10), got 11"
+    assert (
+        run(core)[0]["r"].error
+        == "logprobs: must be at most 10 (max_logprobs=20, a vocabulary of 10), got 11"
+    )
 
 
 def test_a_request_id_in_use_is_refused_and_free_again_afterwards():
@@ -127,7 +146,11 @@ def test_each_client_sees_its_own_rows_only():
     for i in range(6):
         core.add_request(make_request(f"r{i}", prompt=[i + 1] * 10), client_index=i % 3)
     answers = run(core)
-    assert {client: sorted(rows) for client, rows in answers.items()} == {0: ["r0", "r3"], 1: ["r1", "r4"], 2: ["r2", "r5"]}
+    assert {client: sorted(rows) for client, rows in answers.items()} == {
+        0: ["r0", "r3"],
+        1: ["r1", "r4"],
+        2: ["r2", "r5"],
+    }
 
 
 def test_an_abort_is_answered_once_and_only_to_the_owner():
@@ -169,7 +192,9 @@ def test_a_client_that_leaves_takes_its_requests_and_rows_along():
 
 
 def paced_core(**arguments) -> tuple[EngineCore, dict]:
-    """Two requests that run for long, whose client has been told their first tokens and is owed the second ones; what it was told."""
+    """Two requests that run for long, whose client has been told their first tokens and is owed the
+    second ones; what it was told.
+    """
     core, told = make_core(**arguments), {}
     core.pace_outputs(20)
     for name in ("a", "b"):
@@ -187,7 +212,9 @@ def test_rows_of_several_steps_are_the_same_tokens(overlapped):
     assert core.owes_rows() and core.has_work()
     run(core, {0: told})
     for answer in told.values():
-        assert (answer.tokens, answer.reason, None) == expected_output([1, 2, 3], greedy(max_tokens=50), [], core.config)
+        assert (answer.tokens, answer.reason, None) == expected_output(
+            [1, 2, 3], greedy(max_tokens=50), [], core.config
+        )
     assert_nothing_left(core)
 
 
@@ -212,7 +239,11 @@ def test_what_is_held_does_not_wait_for_the_end_of_a_pause():
     done = core.call_utility("pause", ["keep"])
     assert not done.done()
     collect(step(core)[0], told)
-    assert done.done() and not core.owes_rows() and [len(answer.tokens) for answer in told.values()] == [2, 2]
+    assert (
+        done.done()
+        and not core.owes_rows()
+        and [len(answer.tokens) for answer in told.values()] == [2, 2]
+    )
     core.call_utility("resume", [])
     run(core, {0: told})
     assert {len(answer.tokens) for answer in told.values()} == {50}
@@ -228,7 +259,11 @@ def test_a_row_that_fails_ends_alone():
     core.executor.errors["b", 1] = "scripted"
     answers = run(core)
     failed = answers[ord("b")]["b"]
-    assert failed.reason is FinishReason.ERROR and failed.error == "scripted" and len(failed.tokens) == 1
+    assert (
+        failed.reason is FinishReason.ERROR
+        and failed.error == "scripted"
+        and len(failed.tokens) == 1
+    )
     assert [len(answers[ord(name)][name].tokens) for name in ("a", "c")] == [5, 5]
     assert_nothing_left(core)
 
@@ -260,7 +295,12 @@ def test_start_up_reports_and_says_what_it_runs():
     config, reports = make_config(num_gpu_blocks_override=20), []
     core = EngineCore(config, FakeExecutor(config), lambda *report: reports.append(report), epoch=4)
     assert reports == [("load weights", 1.0), ("kv cache", 0.0), ("kv cache", 1.0)]
-    assert (core.ready.config, core.ready.num_blocks, core.ready.kv_cache_bytes, core.ready.epoch) == (config, 20, 20 * 16 * 8, 4)
+    assert (
+        core.ready.config,
+        core.ready.num_blocks,
+        core.ready.kv_cache_bytes,
+        core.ready.epoch,
+    ) == (config, 20, 20 * 16 * 8, 4)
     core.add_request(make_request())
     assert step(core)[0].epoch == 4
 
@@ -271,7 +311,10 @@ def test_start_up_reports_and_says_what_it_runs():
         ("max_model_len", {"num_gpu_blocks_override": 16}),  # 15 blocks of 16 for 256 tokens
         ("max_model_len", {"max_model_len": None, "num_gpu_blocks_override": 16}),
         ("max_num_batched_tokens", {"max_num_batched_tokens": None}),
-        ("max_num_batched_tokens", {"max_num_batched_tokens": 255, "enable_chunked_prefill": False}),
+        (
+            "max_num_batched_tokens",
+            {"max_num_batched_tokens": 255, "enable_chunked_prefill": False},
+        ),
     ],
 )
 def test_what_could_wait_for_ever_does_not_start(parameter, arguments):
@@ -284,7 +327,10 @@ def test_what_could_wait_for_ever_does_not_start(parameter, arguments):
 def test_a_start_that_fails_lets_the_model_go():
     config = make_config(num_gpu_blocks_override=2)
     executor = FakeExecutor(config)
-    with pytest.raises(InvalidParameterError, match="max_model_len: must be at most 16, the tokens that fit a KV cache of 2 blocks"):
+    with pytest.raises(
+        InvalidParameterError,
+        match="max_model_len: must be at most 16, the tokens that fit a KV cache of 2 blocks",
+    ):
         EngineCore(config, executor)
     assert executor.is_shut_down
 
@@ -324,9 +370,14 @@ def test_utilities():
     assert core.executor.num_dummy_batches == 1
 
 
-@pytest.mark.parametrize("method", ["shutdown", "step_fn", "__init__", "_schedule", "drop_client", "no_such_thing", "", 5])
+@pytest.mark.parametrize(
+    "method",
+    ["shutdown", "step_fn", "__init__", "_schedule", "drop_client", "no_such_thing", "", 5],
+)
 def test_only_the_listed_utilities_can_be_called(method):
-    with pytest.raises(InvalidParameterError, match="method: must be one of check_integrity, .* got"):
+    with pytest.raises(
+        InvalidParameterError, match="method: must be one of check_integrity, .* got"
+    ):
         make_core().call_utility(method, [])
 
 
@@ -337,7 +388,10 @@ def test_a_utility_with_wrong_arguments_is_refused():
 
 def test_every_utility_exists():
     core = make_core()
-    assert all(callable(getattr(core, name, None) or getattr(core.pausing, name)) for name in EngineCore.UTILITIES)
+    assert all(
+        callable(getattr(core, name, None) or getattr(core.pausing, name))
+        for name in EngineCore.UTILITIES
+    )
 
 
 def test_shutdown_reaches_the_executor():

@@ -1,6 +1,6 @@
-"""EngineCoreProc as a program: signals, drain, idleness, bad frames, several programs on one daemon; and its loop against a slow reader.
-May know: engine_proc, MPClient, the fake executor.
-Must not know: the scheduler, how MPClient waits."""
+"""EngineCoreProc as a program: signals, drain, idleness, bad frames, several programs on one
+daemon; and its loop against a slow reader.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ from quire.ipc.codec import Decoder, Encoder
 from quire.ipc.engine_input import EngineInput
 from quire.ipc.engine_output import EngineOutput
 from quire.ipc.errors import EngineDeadError, EngineStartError
-from quire.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineMessage, FinishReason, Ready, Shutdown
+from quire.ipc.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineMessage,
+    FinishReason,
+    Ready,
+    Shutdown,
+)
 from quire.ipc.params import SamplingParams
 from quire.ipc.process import SignalPipe
 from quire.ipc.sockets import (
@@ -48,11 +55,15 @@ FRAMES_PER_CHUNK = 500
 
 
 def make_request(request_id: str, max_tokens: int = 5, prompt=(1, 2, 3)) -> EngineCoreRequest:
-    return EngineCoreRequest(request_id, list(prompt), SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens))
+    return EngineCoreRequest(
+        request_id, list(prompt), SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)
+    )
 
 
 def expected(request: EngineCoreRequest, config) -> list[int]:
-    return expected_output(request.prompt_token_ids, request.sampling_params, request.eos_token_ids, config)[0]
+    return expected_output(
+        request.prompt_token_ids, request.sampling_params, request.eos_token_ids, config
+    )[0]
 
 
 def collect(client: MPClient, *request_ids: str) -> dict[str, tuple[list[int], object]]:
@@ -65,7 +76,11 @@ def collect(client: MPClient, *request_ids: str) -> dict[str, tuple[list[int], o
             if request_id in tokens:
                 tokens[request_id] += outputs.token_ids[start : start + count]
             start += count
-        finished |= {outputs.request_ids[end.row]: end for end in outputs.finished if outputs.request_ids[end.row] in tokens}
+        finished |= {
+            outputs.request_ids[end.row]: end
+            for end in outputs.finished
+            if outputs.request_ids[end.row] in tokens
+        }
     return {request_id: (tokens[request_id], end) for request_id, end in finished.items()}
 
 
@@ -74,7 +89,9 @@ def open_client():
     clients = []
 
     def open_(engine: str = "process", **arguments) -> MPClient:
-        clients.append(MPClient(make_config(startup_timeout_s=30.0, **arguments), engine, command=COMMAND))
+        clients.append(
+            MPClient(make_config(startup_timeout_s=30.0, **arguments), engine, command=COMMAND)
+        )
         return clients[-1]
 
     yield open_
@@ -104,7 +121,9 @@ def test_sigterm_drains(open_client):
         client.get_output()
 
 
-@pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)], ids=["two SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)], ids=["two SIGTERM", "SIGINT"]
+)
 def test_at_once_even_in_the_middle_of_a_step(open_client, signals):
     client = open_client(hf_overrides={"delay_s": 30.0})
     client.add_request(make_request("slow"))
@@ -143,7 +162,8 @@ def test_an_idle_engine_uses_no_cpu(open_client):
     time.sleep(0.2)
     engine, own = cpu_seconds(engine_pid(client)), time.process_time()
     time.sleep(3)
-    assert cpu_seconds(engine_pid(client)) - engine <= 0.03  # of 3 s; the kernel counts in ticks of 0.01
+    # of 3 s; the kernel counts in ticks of 0.01
+    assert cpu_seconds(engine_pid(client)) - engine <= 0.03
     assert time.process_time() - own <= 0.03
 
 
@@ -192,11 +212,17 @@ def test_fuzz_towards_the_client(open_client, num_frames):
 def test_a_reader_that_pauses_stops_the_steps_not_the_engine(monkeypatch):
     """EngineCoreProc in a thread of this process, with a backlog that is soon full."""
     monkeypatch.setattr("quire.ipc.sockets.OUTPUT_HIGH_WATER_MARK", 10)
-    # A step takes a moment, so that the output thread, which says when it is full, is not starved by the stepping one.
-    config = make_config(max_model_len=2048, num_gpu_blocks_override=1000, hf_overrides={"delay_s": 0.002})
+    # A step takes a moment, so that the output thread, which says when it is full, is not starved
+    # by the stepping one.
+    config = make_config(
+        max_model_len=2048, num_gpu_blocks_override=1000, hf_overrides={"delay_s": 0.002}
+    )
     directory, context, signals = SocketDirectory(), make_context(), SignalPipe()
     limit = config.service_config.max_message_bytes
-    router, pull = bind_router(context, directory.address(INPUT_SOCKET), limit), bind_pull(context, directory.address(OUTPUT_SOCKET), limit)
+    router, pull = (
+        bind_router(context, directory.address(INPUT_SOCKET), limit),
+        bind_pull(context, directory.address(OUTPUT_SOCKET), limit),
+    )
     parent_fd, write_fd = os.pipe()
     input_ = EngineInput(context, limit, signals)
     input_.serve_parent(directory.path, os.getppid(), parent_fd)
@@ -206,7 +232,9 @@ def test_a_reader_that_pauses_stops_the_steps_not_the_engine(monkeypatch):
         executors.append(TroubledExecutor(config))
         return executors[0]
 
-    proc = EngineCoreProc(input_, EngineOutput(context, limit, max_backlog_bytes=2000), make_executor)
+    proc = EngineCoreProc(
+        input_, EngineOutput(context, limit, max_backlog_bytes=2000), make_executor
+    )
     exit_codes = []
     thread = threading.Thread(target=lambda: exit_codes.append(proc.run(config)))
     thread.start()
@@ -229,7 +257,9 @@ def test_a_reader_that_pauses_stops_the_steps_not_the_engine(monkeypatch):
             for request_id, token_id in zip(message.request_ids, message.token_ids, strict=True):
                 tokens[request_id].append(token_id)
             num_finished += len(message.finished)
-    assert [tokens[request.request_id] for request in requests] == [expected(request, config) for request in requests]
+    assert [tokens[request.request_id] for request in requests] == [
+        expected(request, config) for request in requests
+    ]
     router.send_multipart([ENGINE_IDENTITY, *encoder.encode(Shutdown())])
     thread.join(5)
     assert exit_codes == [0]
@@ -244,9 +274,13 @@ def test_a_reader_that_pauses_stops_the_steps_not_the_engine(monkeypatch):
 
 def test_what_its_threads_count_is_in_the_metrics():
     """With stand-ins for the threads: only their counters and the queue of events are asked for."""
-    input_ = types.SimpleNamespace(events=queue.SimpleQueue(), aborts=collections.deque(), num_bad_frames=3)
+    input_ = types.SimpleNamespace(
+        events=queue.SimpleQueue(), aborts=collections.deque(), num_bad_frames=3
+    )
     ignore = lambda *args: None  # noqa: E731
-    output = types.SimpleNamespace(num_lost_outputs=4, connect=ignore, disconnect=ignore, send=ignore)
+    output = types.SimpleNamespace(
+        num_lost_outputs=4, connect=ignore, disconnect=ignore, send=ignore
+    )
     proc = EngineCoreProc(input_, output, TroubledExecutor)
     proc.config = make_config()
     proc._start()
@@ -257,14 +291,24 @@ def test_what_its_threads_count_is_in_the_metrics():
     proc._on_event(events.ClientLeft(1))
     proc._on_event(events.ClientLeft(2))
     metrics = proc.core.get_metrics()
-    counted = {name: value for name, value in metrics.items() if value and name not in ("num_blocks", "num_free_blocks")}
+    counted = {
+        name: value
+        for name, value in metrics.items()
+        if value and name not in ("num_blocks", "num_free_blocks")
+    }
     assert counted == {
-        "num_bad_frames": 3, "num_lost_outputs": 4, "num_overflowed_clients": 1, "num_requests_orphaned": 1, "num_finished_abort": 1,
-    }  # fmt: skip
+        "num_bad_frames": 3,
+        "num_lost_outputs": 4,
+        "num_overflowed_clients": 1,
+        "num_requests_orphaned": 1,
+        "num_finished_abort": 1,
+    }
 
 
 def test_no_garbage_is_looked_for_while_an_engine_starts_nor_later_in_what_it_made():
-    """`main` switches the collector off; where nobody has, as for an engine of a program's own, it is left alone."""
+    """`main` switches the collector off; where nobody has, as for an engine of a program's own, it
+    is left alone.
+    """
     counts = []
     for is_enabled in (True, False):
         input_ = types.SimpleNamespace(events=queue.SimpleQueue(), aborts=collections.deque())
@@ -303,11 +347,14 @@ client.shutdown()
 
 
 def start_program(name: str, address: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, name, address], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, name, address], stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_two_programs_one_killed(tmp_path, open_client):
-    config = make_config(hf_overrides={"delay_s": 0.03}, max_num_seqs=32)  # three seconds, in which both programs must have come up
+    # three seconds, in which both programs must have come up
+    config = make_config(hf_overrides={"delay_s": 0.03}, max_num_seqs=32)
     with daemon(tmp_path, config) as (address, _):
         observer = open_client(address)
         one, two = start_program("one", address), start_program("two", address)
@@ -353,7 +400,11 @@ def test_one_daemon_per_address(tmp_path, open_client):
     with daemon(tmp_path, make_config()) as (address, first):
         with daemon(tmp_path, make_config()) as (_, second):
             assert second.wait(10) == 2
-            assert second.stderr.read().decode().startswith(f"quire engine: listen: another engine (pid {first.pid}) listens")
+            assert (
+                second.stderr.read()
+                .decode()
+                .startswith(f"quire engine: listen: another engine (pid {first.pid}) listens")
+            )
         assert open_client(address).call_utility("ping") == "pong"
         first.kill()
         first.wait()
@@ -377,11 +428,19 @@ def test_a_daemon_that_cannot_load_says_why(tmp_path):
 
 
 def test_a_daemon_wants_a_configuration(tmp_path):
-    done = subprocess.run([*COMMAND, "--listen", f"ipc://{tmp_path}/x"], input=b'{"model_confg": 1}', capture_output=True)
+    done = subprocess.run(
+        [*COMMAND, "--listen", f"ipc://{tmp_path}/x"],
+        input=b'{"model_confg": 1}',
+        capture_output=True,
+    )
     assert done.returncode == 2 and b"model_confg" in done.stderr
     assert subprocess.run(COMMAND, capture_output=True).returncode == 2
 
 
 def test_ready_is_the_engines_word(open_client):
     ready = open_client(max_model_len=64).ready
-    assert isinstance(ready, Ready) and ready.num_blocks == 257 and ready.kv_cache_bytes == 257 * 16 * 8
+    assert (
+        isinstance(ready, Ready)
+        and ready.num_blocks == 257
+        and ready.kv_cache_bytes == 257 * 16 * 8
+    )

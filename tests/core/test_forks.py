@@ -1,6 +1,6 @@
-"""n > 1: one message, one prefill; children share the prompt's blocks, copy the last one before they write, and live their own lives.
-May know: the scheduler's test loop, the fake executor and its oracle.
-Must not know: what the frontend makes of the children."""
+"""n > 1: one message, one prefill; children share the prompt's blocks, copy the last one before
+they write, and live their own lives.
+"""
 
 import pytest
 from quire.core.request import split
@@ -15,19 +15,47 @@ BLOCK = 16
 def family(loop: Loop, num_prompt: int, n: int, **fields) -> dict[str, tuple]:
     """Adds one request "r"; gives what each child must answer."""
     loop.add("r", distinct(0, num_prompt), n=n, temperature=1.0, seed=7, **fields)
-    message = EngineCoreRequest("r", distinct(0, num_prompt), SamplingParams(n=n, temperature=1.0, seed=7, max_tokens=fields.get("max_tokens", 8)))
-    return {m.request_id: expected_output(m.prompt_token_ids, m.sampling_params, [], loop.config) for m in split(message)}
+    message = EngineCoreRequest(
+        "r",
+        distinct(0, num_prompt),
+        SamplingParams(n=n, temperature=1.0, seed=7, max_tokens=fields.get("max_tokens", 8)),
+    )
+    return {
+        m.request_id: expected_output(m.prompt_token_ids, m.sampling_params, [], loop.config)
+        for m in split(message)
+    }
 
 
 def assert_answers(loop: Loop, expected: dict[str, tuple]) -> None:
-    assert {request_id: (loop.tokens[request_id], *loop.ends[request_id]) for request_id in expected} == expected
+    assert {
+        request_id: (loop.tokens[request_id], *loop.ends[request_id]) for request_id in expected
+    } == expected
 
 
 def test_children_have_ids_and_seeds_of_their_own():
-    children = split(EngineCoreRequest("r", [1, 2], SamplingParams(n=3, seed=2**63 - 2, max_tokens=4), priority=5, cache_salt="s"))
-    assert [child.request_id for child in children] == ["0_r", "1_r", "2_r"] == [child_request_id("r", i) for i in range(3)]
-    assert [child.sampling_params.seed for child in children] == [2**63 - 2, 2**63 - 1, 0] == [child_seed(2**63 - 2, i) for i in range(3)]
-    assert all((child.sampling_params.n, child.priority, child.cache_salt) == (1, 5, "s") for child in children)
+    children = split(
+        EngineCoreRequest(
+            "r",
+            [1, 2],
+            SamplingParams(n=3, seed=2**63 - 2, max_tokens=4),
+            priority=5,
+            cache_salt="s",
+        )
+    )
+    assert (
+        [child.request_id for child in children]
+        == ["0_r", "1_r", "2_r"]
+        == [child_request_id("r", i) for i in range(3)]
+    )
+    assert (
+        [child.sampling_params.seed for child in children]
+        == [2**63 - 2, 2**63 - 1, 0]
+        == [child_seed(2**63 - 2, i) for i in range(3)]
+    )
+    assert all(
+        (child.sampling_params.n, child.priority, child.cache_salt) == (1, 5, "s")
+        for child in children
+    )
     message = EngineCoreRequest("r", [1, 2], SamplingParams(seed=1, max_tokens=4))
     assert split(message) == [message] and split(message)[0] is message
 
@@ -44,11 +72,15 @@ def test_one_prefill_and_the_last_block_is_copied(num_prompt, caching):
     assert all(table[:num_shared] == tables[0][:num_shared] for table in tables)
     assert len({table[num_shared] for table in tables}) == 5
     copies = loop.executor.steps[-1].blocks_to_copy
-    assert sorted(copies) == ([(tables[0][num_shared], table[num_shared]) for table in tables[1:]] if is_partial else [])
+    assert sorted(copies) == (
+        [(tables[0][num_shared], table[num_shared]) for table in tables[1:]] if is_partial else []
+    )
     loop.run()
     assert_answers(loop, expected)
-    assert loop.scheduler.stats().num_prompt_tokens == num_prompt + 4  # the last token once more for each: its logits are drawn from again
-    assert loop.scheduler.stats().prefix_cache_hits == 0  # what siblings share says nothing about the cache
+    # the last token once more for each: its logits are drawn from again
+    assert loop.scheduler.stats().num_prompt_tokens == num_prompt + 4
+    # what siblings share says nothing about the cache
+    assert loop.scheduler.stats().prefix_cache_hits == 0
     assert loop.scheduler.stats().num_blocks_copied == (4 if is_partial else 0)
     assert loop.scheduler.kv_cache_manager.num_free_blocks == 256
 
@@ -59,7 +91,8 @@ def test_a_prompt_in_chunks_is_waited_for_and_others_pass_by():
     loop.add("late", distinct(1, 5))
     assert loop.step() == {"0_r": 32}
     assert loop.step() == {"0_r": 32}
-    assert loop.step() == {"0_r": 16, "late": 5}  # the children stand aside: nobody computes the prompt twice
+    # the children stand aside: nobody computes the prompt twice
+    assert loop.step() == {"0_r": 16, "late": 5}
     assert loop.step() == {"0_r": 1, "1_r": 1, "2_r": 1, "late": 1}
     loop.run()
     assert_answers(loop, expected)

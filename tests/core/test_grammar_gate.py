@@ -1,6 +1,6 @@
-"""Requests whose grammar is being checked: their order, what ends them meanwhile, who is woken, and that nobody is forgotten.
-May know: the gate, EngineCore with the fake executor, whose checks end when the test says so.
-Must not know: grammars, llguidance, torch."""
+"""Requests whose grammar is being checked: their order, what ends them meanwhile, who is woken, and
+that nobody is forgotten.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from quire.tests.fakes import FakeExecutor, make_config
 
 def request(name: str, regex: str | None = None, **arguments) -> EngineCoreRequest:
     grammar = None if regex is None else StructuredOutputsParams(regex=regex)
-    params = SamplingParams(temperature=0.0, seed=0, structured_outputs=grammar, **{"max_tokens": 2, **arguments})
+    params = SamplingParams(
+        temperature=0.0, seed=0, structured_outputs=grammar, **{"max_tokens": 2, **arguments}
+    )
     return EngineCoreRequest(name, [1, 2, 3], params, eos_token_ids=[96])
 
 
@@ -42,7 +44,9 @@ def checks(core: EngineCore) -> dict[str, Future]:
 
 
 def run(core: EngineCore) -> dict[str, tuple[int, FinishReason, str | None, str | None]]:
-    """Steps while there is work: request id -> tokens, finish reason, error, parameter, in the order of their ends."""
+    """Steps while there is work: request id -> tokens, finish reason, error, parameter, in the
+    order of their ends.
+    """
     tokens, ends = {}, {}
     while core.has_work():
         outputs, _ = core.step_fn()
@@ -89,7 +93,12 @@ def test_a_refused_grammar_is_an_error_row_with_its_parameter():
     core = make_core("bad")
     core.add_request(request("a", "bad"))
     checks(core)["bad"].set_exception(InvalidParameterError("structured_outputs", "is bad"))
-    assert run(core)["a"] == (0, FinishReason.ERROR, "structured_outputs: is bad", "structured_outputs")
+    assert run(core)["a"] == (
+        0,
+        FinishReason.ERROR,
+        "structured_outputs: is bad",
+        "structured_outputs",
+    )
     metrics = core.get_metrics()
     assert metrics["num_grammar_refusals"] == metrics["num_requests_refused"] == 1
 
@@ -101,7 +110,11 @@ def test_a_check_that_fails_by_itself_refuses_too():
     checks(core)["bad"].set_exception(RuntimeError("no process"))
     checks(core)["cancelled"].cancel()
     ends = run(core)
-    assert ends["a"][1:] == (FinishReason.ERROR, "structured_outputs: could not be checked: RuntimeError: no process", "structured_outputs")
+    assert ends["a"][1:] == (
+        FinishReason.ERROR,
+        "structured_outputs: could not be checked: RuntimeError: no process",
+        "structured_outputs",
+    )
     assert ends["b"][1] is FinishReason.ERROR
 
 
@@ -123,7 +136,8 @@ def test_the_id_is_in_use_while_the_check_runs_and_free_after_an_abort():
     assert "already in use" in run(core)["a"][2]
     core.abort_requests(["a"])
     run(core)
-    core.add_request(request("a", "slow"))  # the old check's end must not be taken for this one's: they share it here
+    # the old check's end must not be taken for this one's: they share it here
+    core.add_request(request("a", "slow"))
     checks(core)["slow"].set_result(None)
     assert run(core)["a"][:2] == (2, FinishReason.LENGTH) and core.is_idle()
 
@@ -133,7 +147,9 @@ def test_a_client_that_leaves_takes_its_waiting_requests_along():
     core.add_request(request("a", "slow"), 0)
     core.add_request(request("b", "slow"), 1)
     core.drop_client(0)
-    assert [gated.request.request_id for gated in core.gate] == ["b"] and core.get_metrics()["num_requests_orphaned"] == 1
+    assert [gated.request.request_id for gated in core.gate] == ["b"] and core.get_metrics()[
+        "num_requests_orphaned"
+    ] == 1
     checks(core)["slow"].set_result(None)
     assert set(run(core)) == {"b"}
 

@@ -1,6 +1,6 @@
-"""Blocks of requests: the numbers of the field's reference, hits, eviction, failure, and an integrity check that sees damage.
-May know: the KV cache manager, requests.
-Must not know: the scheduler (these tests move num_computed_tokens as it would)."""
+"""Blocks of requests: the numbers of the field's reference, hits, eviction, failure, and an
+integrity check that sees damage.
+"""
 
 import pytest
 from quire.core.kv_cache_manager import KVCacheManager
@@ -10,12 +10,21 @@ from quire.ipc.params import SamplingParams
 
 
 def make_request(request_id: str, prompt: list[int], cache_salt: str | None = None) -> Request:
-    message = EngineCoreRequest(request_id, prompt, SamplingParams(temperature=0.0, seed=0, max_tokens=64), cache_salt=cache_salt)
+    message = EngineCoreRequest(
+        request_id,
+        prompt,
+        SamplingParams(temperature=0.0, seed=0, max_tokens=64),
+        cache_salt=cache_salt,
+    )
     return Request(message, max_model_len=4096)
 
 
-def admit(manager: KVCacheManager, request: Request, num_tokens: int | None = None) -> tuple[int, list[int] | None]:
-    """Looks for hits, allocates and computes up to num_tokens (default: all); returns (tokens hit, block ids)."""
+def admit(
+    manager: KVCacheManager, request: Request, num_tokens: int | None = None
+) -> tuple[int, list[int] | None]:
+    """Looks for hits, allocates and computes up to num_tokens (default: all); returns (tokens hit,
+    block ids).
+    """
     blocks = manager.get_computed_blocks(request)
     num_hit = len(blocks) * manager.block_size
     num_new = (num_tokens or request.num_tokens) - num_hit
@@ -50,14 +59,19 @@ def test_seventeen_tokens_twice_hit_sixteen():
     assert admit(manager, make_request("1", list(range(17))))[0] == 16
 
 
-@pytest.mark.parametrize(("num_tokens", "num_hit"), [(1, 0), (16, 0), (17, 16), (32, 16), (33, 32), (48, 32)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_hit"), [(1, 0), (16, 0), (17, 16), (32, 16), (33, 32), (48, 32)]
+)
 def test_a_fully_cached_prompt_recomputes_its_last_block(num_tokens, num_hit):
     manager = KVCacheManager(32, 16)
     admit(manager, make_request("0", list(range(num_tokens))))
     request = make_request("1", list(range(num_tokens)))
     assert admit(manager, request)[0] == num_hit
-    assert manager.get_block_ids("1")[: num_hit // 16] == manager.get_block_ids("0")[: num_hit // 16]
-    assert not set(manager.get_block_ids("1")[num_hit // 16 :]) & set(manager.get_block_ids("0"))  # append-only: no swap for the twin
+    assert (
+        manager.get_block_ids("1")[: num_hit // 16] == manager.get_block_ids("0")[: num_hit // 16]
+    )
+    # append-only: no swap for the twin
+    assert not set(manager.get_block_ids("1")[num_hit // 16 :]) & set(manager.get_block_ids("0"))
 
 
 def test_the_table_grows_by_whole_blocks_and_only_when_needed():
@@ -75,7 +89,8 @@ def test_a_refusal_changes_nothing():
     manager = KVCacheManager(5, 16)
     first = make_request("0", list(range(33)))
     assert admit(manager, first) == (0, [1, 2, 3])
-    second = make_request("1", list(range(32)) + [99] * 17)  # hits 32 tokens, needs two more blocks; one is free
+    # hits 32 tokens, needs two more blocks; one is free
+    second = make_request("1", list(range(32)) + [99] * 17)
     before = free_order(manager)
     assert admit(manager, second) == (32, None)
     assert free_order(manager) == before and manager.get_block_ids("1") == []
@@ -90,7 +105,8 @@ def test_a_hit_on_a_free_block_uses_up_a_free_block():
     assert manager.num_free_blocks == 4
     held = make_request("held", [7] * 16)
     admit(manager, held)  # three blocks are left, all of them cached ones
-    again = make_request("1", list(range(48)) + [5] * 32)  # 3 hits, 2 new: five blocks where three are
+    # 3 hits, 2 new: five blocks where three are
+    again = make_request("1", list(range(48)) + [5] * 32)
     assert admit(manager, again) == (48, None)
     manager.check_integrity([held])
 
@@ -188,5 +204,8 @@ def test_integrity_check_sees_tables_and_counts_that_disagree():
         manager.check_integrity([request])
     request.num_computed_tokens = 33
     manager.block_pool.blocks[1].ref_cnt = 2
-    with pytest.raises(AssertionError, match=r"number of tables they are in: \{KVCacheBlock\(1, ref_cnt=2, cached as \w+\): 1\}"):
+    with pytest.raises(
+        AssertionError,
+        match=r"number of tables they are in: \{KVCacheBlock\(1, ref_cnt=2, cached as \w+\): 1\}",
+    ):
         manager.check_integrity([request])

@@ -1,6 +1,6 @@
-"""The engine at work as it is told: steps, requests and blocks agree with what the engine itself knows, after any workload.
-May know: the engine core, the fake executor.
-Must not know: clients, who shows it."""
+"""The engine at work as it is told: steps, requests and blocks agree with what the engine itself
+knows, after any workload.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +18,64 @@ from quire.ipc.params import SamplingParams, StructuredOutputsParams
 from quire.tests.core.engine_loop import make_core, run, step
 from quire.tests.core.test_random_workloads import random_jobs
 
-FORMS = [{}, {"async_scheduling": True}, {"num_scheduler_steps": 4}, {"num_scheduler_steps": 4, "async_scheduling": True}]
+FORMS = [
+    {},
+    {"async_scheduling": True},
+    {"num_scheduler_steps": 4},
+    {"num_scheduler_steps": 4, "async_scheduling": True},
+]
 
 
 def make_request(request_id="r", max_tokens=4, prompt=range(40), **fields) -> EngineCoreRequest:
-    return EngineCoreRequest(request_id, list(prompt), SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens), **fields)
+    return EngineCoreRequest(
+        request_id,
+        list(prompt),
+        SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens),
+        **fields,
+    )
 
 
 def check(core: EngineCore) -> None:
     """What holds of every observation, between any two steps."""
-    seen, state, pool = core.observe(-1, 4096), core.scheduler_state(), core.scheduler.kv_cache_manager.block_pool
+    seen, state, pool = (
+        core.observe(-1, 4096),
+        core.scheduler_state(),
+        core.scheduler.kv_cache_manager.block_pool,
+    )
     letters = Counter(seen["blocks"])
-    assert seen["blocks"][0] == "-" and letters["-"] == 1 and letters.total() == seen["num_blocks"] == core.ready.num_blocks
-    assert letters["."] + letters["c"] == state["num_free_blocks"] and letters["u"] + letters["s"] == pool.num_used_blocks
-    assert letters["c"] == sum(block.ref_cnt == 0 for block in pool.blocks if block.block_hash is not None)
-    tables = Counter(i for request_id in state["running"] for i in core.scheduler.kv_cache_manager.get_block_ids(request_id))
-    assert {i for i, letter in enumerate(seen["blocks"]) if letter == "s"} == {i for i, count in tables.items() if count > 1}
+    assert (
+        seen["blocks"][0] == "-"
+        and letters["-"] == 1
+        and letters.total() == seen["num_blocks"] == core.ready.num_blocks
+    )
+    assert (
+        letters["."] + letters["c"] == state["num_free_blocks"]
+        and letters["u"] + letters["s"] == pool.num_used_blocks
+    )
+    assert letters["c"] == sum(
+        block.ref_cnt == 0 for block in pool.blocks if block.block_hash is not None
+    )
+    tables = Counter(
+        i
+        for request_id in state["running"]
+        for i in core.scheduler.kv_cache_manager.get_block_ids(request_id)
+    )
+    assert {i for i, letter in enumerate(seen["blocks"]) if letter == "s"} == {
+        i for i, count in tables.items() if count > 1
+    }
     assert sum(row["num_blocks"] for row in seen["requests"]) == tables.total()
-    by_state = {name: [row["request_id"] for row in seen["requests"] if row["state"] == name] for name in ("running", "waiting", "swapped", "held", "grammar")}
-    assert by_state["running"] == state["running"] if core.config.scheduler_config.scheduling_policy == "fcfs" else True
+    by_state = {
+        name: [row["request_id"] for row in seen["requests"] if row["state"] == name]
+        for name in ("running", "waiting", "swapped", "held", "grammar")
+    }
+    assert (
+        by_state["running"] == state["running"]
+        if core.config.scheduler_config.scheduling_policy == "fcfs"
+        else True
+    )
     assert {name: sorted(ids) for name, ids in by_state.items()} == {
-        name: sorted(state[name if name != "grammar" else "waiting_for_grammar"]) for name in by_state
+        name: sorted(state[name if name != "grammar" else "waiting_for_grammar"])
+        for name in by_state
     }
     assert seen["counters"] == core.get_metrics()
 
@@ -47,7 +84,12 @@ def check(core: EngineCore) -> None:
     "arguments",
     [
         {"num_gpu_blocks_override": 17, "max_num_seqs": 16},
-        {"num_gpu_blocks_override": 17, "max_num_seqs": 16, "preemption_mode": "swap", "async_scheduling": True},
+        {
+            "num_gpu_blocks_override": 17,
+            "max_num_seqs": 16,
+            "preemption_mode": "swap",
+            "async_scheduling": True,
+        },
         {"max_num_batched_tokens": 16, "num_scheduler_steps": 4, "scheduling_policy": "priority"},
         {"num_gpu_blocks_override": 1000, "max_num_seqs": 64},
     ],
@@ -85,13 +127,21 @@ def test_steps_in_order_and_only_the_new_ones(arguments):
     run(core)
     seen = core.observe()
     steps = seen["steps"]
-    assert [record[0] for record in steps] == list(range(len(steps))) and seen["step"] == len(steps) - 1
-    # Three chunks of the prompt, the last of which samples; then a token in each step, or as many as it looks ahead.
+    assert [record[0] for record in steps] == list(range(len(steps))) and seen["step"] == len(
+        steps
+    ) - 1
+    # Three chunks of the prompt, the last of which samples; then a token in each step, or as many
+    # as it looks ahead.
     assert [record[5] for record in steps] == [16, 16, 8] + [0] * (len(steps) - 3)
     assert [record[6] for record in steps][:2] == [0, 0] and sum(record[6] for record in steps) == 9
     assert all(record[7] == 1 and record[8] == 0 for record in steps)
-    assert [record[1] for record in steps] == sorted(record[1] for record in steps) and seen["time"] >= steps[-1][1]
-    assert core.observe(len(steps) - 3)["steps"] == steps[-2:] and core.observe(len(steps) - 1)["steps"] == []
+    assert [record[1] for record in steps] == sorted(record[1] for record in steps) and seen[
+        "time"
+    ] >= steps[-1][1]
+    assert (
+        core.observe(len(steps) - 3)["steps"] == steps[-2:]
+        and core.observe(len(steps) - 1)["steps"] == []
+    )
 
 
 def test_how_long_the_next_step_may_take():
@@ -131,11 +181,17 @@ def test_where_the_time_of_a_step_went(monkeypatch):
     core.scheduler.update_from_output = taking(100, core.scheduler.update_from_output)
     core.add_request(make_request(max_tokens=2))
     run(core)
-    assert [record[1:5] for record in core.observe()["steps"]] == [[0.0, 1.0, 10.0, 100.0], [111.0, 1.0, 10.0, 100.0]]
+    assert [record[1:5] for record in core.observe()["steps"]] == [
+        [0.0, 1.0, 10.0, 100.0],
+        [111.0, 1.0, 10.0, 100.0],
+    ]
 
 
 def test_overlapped_steps_execute_one_after_the_other(monkeypatch):
-    """Step n + 1 is handed over while step n runs: its execution counts from the end of n. The model takes 10, and all else 1."""
+    """Step n + 1 is handed over while step n runs: its execution counts from the end of n.
+
+    The model takes 10, and all else 1.
+    """
     core, clock = make_core(async_scheduling=True), Clock()
     for module in (observation, engine_core, output_rows):
         monkeypatch.setattr(module, "time", clock)
@@ -161,7 +217,11 @@ def test_overlapped_steps_execute_one_after_the_other(monkeypatch):
         update(*arguments)
         clock.now += 1
 
-    core.executor.submit_model, core.scheduler.schedule, core.scheduler.update_from_output = submit_model, slow_schedule, slow_update
+    core.executor.submit_model, core.scheduler.schedule, core.scheduler.update_from_output = (
+        submit_model,
+        slow_schedule,
+        slow_update,
+    )
     core.add_request(make_request(max_tokens=4))
     run(core)
     steps = core.observe()["steps"]
@@ -182,7 +242,12 @@ def test_requests_wherever_they_are():
     check_ = core.executor.grammar_checks["slow"] = Future()
     core.add_request(make_request("first", max_tokens=50, priority=3))
     core.add_request(make_request("second"))
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=7, structured_outputs=StructuredOutputsParams(regex="slow"))
+    params = SamplingParams(
+        temperature=0.0,
+        seed=0,
+        max_tokens=7,
+        structured_outputs=StructuredOutputsParams(regex="slow"),
+    )
     core.add_request(EngineCoreRequest("third", [1, 2], params, eos_token_ids=[96]))
     step(core)
     step(core)
@@ -190,13 +255,23 @@ def test_requests_wherever_they_are():
     core.add_request(make_request("fourth"))
     rows = {row.pop("request_id"): row for row in core.observe()["requests"]}
     assert {request_id: row["state"] for request_id, row in rows.items()} == {
-        "first": "running", "second": "waiting", "third": "grammar", "fourth": "held",
-    }  # fmt: skip
+        "first": "running",
+        "second": "waiting",
+        "third": "grammar",
+        "fourth": "held",
+    }
     assert rows["first"].pop("queued_time") > 0 and rows["third"].pop("queued_time") > 0
     assert rows["first"] == {
-        "state": "running", "num_prompt_tokens": 40, "num_computed_tokens": 41, "num_output_tokens": 2, "max_tokens": 50, "num_blocks": 3,
-        "num_cached_tokens": 0, "num_preemptions": 0, "priority": 0,
-    }  # fmt: skip
+        "state": "running",
+        "num_prompt_tokens": 40,
+        "num_computed_tokens": 41,
+        "num_output_tokens": 2,
+        "max_tokens": 50,
+        "num_blocks": 3,
+        "num_cached_tokens": 0,
+        "num_preemptions": 0,
+        "priority": 0,
+    }
     assert rows["first"].keys() == rows["third"].keys() and rows["third"]["max_tokens"] == 7
     check_.set_result(None)
     core.pausing.resume()
@@ -215,17 +290,31 @@ def test_a_map_with_several_blocks_to_a_cell():
     pool.free_blocks(reversed(blocks[4:]))
     told = {max_cells: map_blocks(pool, max_cells) for max_cells in (11, 10, 6, 5, 3, 2, 1)}
     assert told == {
-        11: ("-usuccccc..", 1), 10: ("usccc.", 2), 6: ("usccc.", 2), 5: ("suc.", 3), 3: ("scc", 4), 2: ("sc", 6), 1: ("s", 11),
-    }  # fmt: skip
+        11: ("-usuccccc..", 1),
+        10: ("usccc.", 2),
+        6: ("usccc.", 2),
+        5: ("suc.", 3),
+        3: ("scc", 4),
+        2: ("sc", 6),
+        1: ("s", 11),
+    }
 
 
 @pytest.mark.parametrize(
     ("args", "parameter"),
     [
-        (["1"], "since_step"), ([-2], "since_step"), ([1.5], "since_step"), ([True], "since_step"), ([None], "since_step"),
-        ([0, 0], "max_blocks"), ([0, -1], "max_blocks"), ([0, 2**16 + 1], "max_blocks"), ([0, "all"], "max_blocks"), ([0, 1, 2], "args"),
+        (["1"], "since_step"),
+        ([-2], "since_step"),
+        ([1.5], "since_step"),
+        ([True], "since_step"),
+        ([None], "since_step"),
+        ([0, 0], "max_blocks"),
+        ([0, -1], "max_blocks"),
+        ([0, 2**16 + 1], "max_blocks"),
+        ([0, "all"], "max_blocks"),
+        ([0, 1, 2], "args"),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments_are_refused(args, parameter):
     with pytest.raises(InvalidParameterError) as caught:
         make_core().call_utility("observe", args)

@@ -1,12 +1,18 @@
-"""Rows by client become one message each, once.
-May know: OutputRows and the messages.
-Must not know: the scheduler."""
+"""Rows by client become one message each, once."""
 
 import struct
 
 import pytest
 from quire.core.output_rows import OutputRows
-from quire.ipc.messages import Array, Finished, FinishReason, PromptLogprobs, SchedulerStats, SlotLogprobs, SlotPromptLogprobs
+from quire.ipc.messages import (
+    Array,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    SchedulerStats,
+    SlotLogprobs,
+    SlotPromptLogprobs,
+)
 
 
 def test_rows_become_columns_of_their_client():
@@ -22,7 +28,9 @@ def test_rows_become_columns_of_their_client():
     first = outputs[1]
     assert (first.epoch, first.request_ids, first.first_indices) == (3, ["a", "c"], [0, 9])
     assert (first.num_tokens, first.token_ids) == ([2, 0], [5, 6])
-    assert first.num_cached_tokens == [(0, 16)] and first.finished == [Finished(1, FinishReason.ERROR, None, "seed: bad")]
+    assert first.num_cached_tokens == [(0, 16)] and first.finished == [
+        Finished(1, FinishReason.ERROR, None, "seed: bad")
+    ]
     assert first.stats is stats and first.timestamp > 0
     assert (outputs[0].request_ids, outputs[0].token_ids, outputs[0].finished) == (["b"], [7], [])
 
@@ -58,7 +66,10 @@ def test_logprobs_belong_to_the_last_row():
 
 def test_logprobs_of_tokens_after_the_end_are_cut_off():
     ids = Array("i4", (3, 2), struct.pack("<6i", *range(6)))
-    values, ranks = Array("f4", (3, 2), struct.pack("<6f", *range(6))), Array("i4", (3,), struct.pack("<3i", 7, 8, 9))
+    values, ranks = (
+        Array("f4", (3, 2), struct.pack("<6f", *range(6))),
+        Array("i4", (3,), struct.pack("<3i", 7, 8, 9)),
+    )
     rows = OutputRows()
     rows.of(0).add("a", 0, [1, 2])
     rows.of(0).add_logprobs(SlotLogprobs(0, ids, values, ranks), 2)
@@ -80,8 +91,9 @@ def test_prompt_logprobs_belong_to_the_last_row():
 
 
 def paced(num_rows: int, rows_per_s: int = 1000, step_s: float = 0.009):
-    """(the rows of client 0, which has a pace, and a function): a step in which `num_rows` requests get a token each. What it gave as
-    {request id: (first index, tokens)}, or None."""
+    """(the rows of client 0, which has a pace, and a function): a step in which `num_rows` requests
+    get a token each. What it gave as {request id: (first index, tokens)}, or None.
+    """
     rows = OutputRows()
     rows.pace(0, rows_per_s)
     num_steps = 0
@@ -103,7 +115,9 @@ def by_request(taken) -> dict[str, tuple[int, list[int]]] | None:
     if taken is None:
         return None
     message, told, end = taken[0], {}, 0
-    for request_id, first_index, num_tokens in zip(message.request_ids, message.first_indices, message.num_tokens, strict=True):
+    for request_id, first_index, num_tokens in zip(
+        message.request_ids, message.first_indices, message.num_tokens, strict=True
+    ):
         start, end = end, end + num_tokens
         told[request_id] = (first_index, message.token_ids[start:end])
     return told
@@ -145,7 +159,11 @@ def test_a_first_token_and_its_account_leave_at_once():
     rows.of(0).add_num_cached_tokens(16)
     rows.now = 0.010
     message = rows.take(None, everything=False)[0]
-    assert message.request_ids == ["new"] and message.num_cached_tokens == [(0, 16)] and message.token_ids == [6]
+    assert (
+        message.request_ids == ["new"]
+        and message.num_cached_tokens == [(0, 16)]
+        and message.token_ids == [6]
+    )
 
 
 def test_log_probabilities_of_several_steps_become_one_array():
@@ -153,15 +171,21 @@ def test_log_probabilities_of_several_steps_become_one_array():
     rows.pace(0, 1)
     for index, array in enumerate(arrays):
         rows.of(0).add("a", index, [index])
-        rows.of(0).add_logprobs(SlotLogprobs(0, array, array, Array("i4", (1,), struct.pack("<i", index))), 1)
+        rows.of(0).add_logprobs(
+            SlotLogprobs(0, array, array, Array("i4", (1,), struct.pack("<i", index))), 1
+        )
         rows.now = 1.0 + index / 1000
         taken = rows.take(None, everything=index == 2)
     (logprobs,) = taken[0].logprobs
     assert taken[0].token_ids == [1, 2] and logprobs.row == 0
-    assert logprobs.token_ids == Array("i4", (2, 2), struct.pack("<4i", 1, 9, 2, 9)) and logprobs.ranks == Array("i4", (2,), struct.pack("<2i", 1, 2))
+    assert logprobs.token_ids == Array(
+        "i4", (2, 2), struct.pack("<4i", 1, 9, 2, 9)
+    ) and logprobs.ranks == Array("i4", (2,), struct.pack("<2i", 1, 2))
 
 
-@pytest.mark.parametrize("num_rows, rows_per_s", [(20, 0), (4, 1000)], ids=["by default", "few rows"])
+@pytest.mark.parametrize(
+    "num_rows, rows_per_s", [(20, 0), (4, 1000)], ids=["by default", "few rows"]
+)
 def test_each_step_at_once(num_rows, rows_per_s):
     rows, step = paced(num_rows, rows_per_s)
     assert all(len(step()) == num_rows for _ in range(5)) and not rows
@@ -169,7 +193,13 @@ def test_each_step_at_once(num_rows, rows_per_s):
 
 def test_nobody_waits_longer_than_50_ms():
     rows, step = paced(500, rows_per_s=1, step_s=0.026)
-    assert [told is not None for told in (step() for _ in range(5))] == [True, False, True, False, True]
+    assert [told is not None for told in (step() for _ in range(5))] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_others_keep_their_own_pace_and_the_dead_have_none():

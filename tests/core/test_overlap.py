@@ -1,6 +1,6 @@
-"""Overlapped stepping: the next step is handed over before the one that runs is waited for, and nothing but time tells the difference.
-May know: the engine core, the fake executor.
-Must not know: processes, sockets, real models."""
+"""Overlapped stepping: the next step is handed over before the one that runs is waited for, and
+nothing but time tells the difference.
+"""
 
 from concurrent.futures import Future
 
@@ -13,7 +13,10 @@ from quire.tests.fakes import FakeExecutor, expected_output, make_config
 
 
 class LateExecutor(FakeExecutor):
-    """Runs a step when its result is asked for: whoever schedules without it cannot have peeked. Writes down what happens when."""
+    """Runs a step when its result is asked for: whoever schedules without it cannot have peeked.
+
+    Writes down what happens when.
+    """
 
     def __init__(self, config):
         super().__init__(config)
@@ -41,7 +44,9 @@ def make_late_core(**arguments) -> EngineCore:
     return core
 
 
-def request(request_id: str = "r", num_prompt: int = 5, max_tokens: int = 4, **fields) -> EngineCoreRequest:
+def request(
+    request_id: str = "r", num_prompt: int = 5, max_tokens: int = 4, **fields
+) -> EngineCoreRequest:
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)
     return EngineCoreRequest(request_id, list(range(1, num_prompt + 1)), params, **fields)
 
@@ -50,8 +55,22 @@ def test_the_next_step_is_handed_over_before_the_last_is_waited_for():
     core = make_late_core()
     core.add_request(request(max_tokens=4))
     answers = run(core)[0]
-    assert core.executor.events == ["submit 0", "submit 1", "wait 0", "submit 2", "wait 1", "submit 3", "wait 2", "wait 3"]
-    assert answers["r"].tokens == expected_output([1, 2, 3, 4, 5], request(max_tokens=4).sampling_params, [], core.config)[0]
+    assert core.executor.events == [
+        "submit 0",
+        "submit 1",
+        "wait 0",
+        "submit 2",
+        "wait 1",
+        "submit 3",
+        "wait 2",
+        "wait 3",
+    ]
+    assert (
+        answers["r"].tokens
+        == expected_output([1, 2, 3, 4, 5], request(max_tokens=4).sampling_params, [], core.config)[
+            0
+        ]
+    )
     assert_nothing_left(core)
 
 
@@ -72,7 +91,12 @@ def test_a_row_that_fails_fails_alone_and_its_next_row_is_ignored():
     core.add_request(request("good", max_tokens=8))
     answers = run(core)[0]
     assert answers["bad"].reason is FinishReason.ERROR and len(answers["bad"].tokens) == 2
-    assert answers["good"].tokens == expected_output([1, 2, 3, 4, 5], request(max_tokens=8).sampling_params, [], core.config)[0]
+    assert (
+        answers["good"].tokens
+        == expected_output([1, 2, 3, 4, 5], request(max_tokens=8).sampling_params, [], core.config)[
+            0
+        ]
+    )
     assert_nothing_left(core)
 
 
@@ -125,7 +149,8 @@ def test_lookahead_takes_as_many_steps_fewer():
     core.add_request(request(max_tokens=13))
     answers = run(core)[0]
     assert len(answers["r"].tokens) == 13
-    assert [sum(s.num_lookahead_tokens) for s in core.executor.steps] == [0, 4, 4, 1]  # the first token comes with the prompt
+    # the first token comes with the prompt
+    assert [sum(s.num_lookahead_tokens) for s in core.executor.steps] == [0, 4, 4, 1]
 
 
 def test_a_step_that_fails_ends_the_engine_in_either_form():

@@ -1,6 +1,6 @@
-"""Pause, sleep, new weights: who goes on, who is held, what a call returns and when; the outputs are those of an engine left alone.
-May know: the engine core, its PauseControl, the fake executor and its oracle.
-Must not know: processes, clients' forms, real models."""
+"""Pause, sleep, new weights: who goes on, who is held, what a call returns and when; the outputs
+are those of an engine left alone.
+"""
 
 import random
 from concurrent.futures import Future
@@ -8,14 +8,24 @@ from concurrent.futures import Future
 import pytest
 from quire.core.pause import PauseControl
 from quire.ipc.errors import EnginePausedError, InvalidParameterError, ModelLoadError
-from quire.ipc.messages import EngineCoreRequest, FinishReason, UtilityCall, UtilityResult, child_request_id
+from quire.ipc.messages import (
+    EngineCoreRequest,
+    FinishReason,
+    UtilityCall,
+    UtilityResult,
+    child_request_id,
+)
 from quire.ipc.params import SamplingParams
 from quire.tests.core.engine_loop import assert_nothing_left, collect, make_core, run, step
 from quire.tests.fakes import expected_output, weights_digest
 
 
 def make_request(request_id="r", max_tokens=8, prompt=(1, 2, 3), n=1) -> EngineCoreRequest:
-    return EngineCoreRequest(request_id, list(prompt), SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, n=n))
+    return EngineCoreRequest(
+        request_id,
+        list(prompt),
+        SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, n=n),
+    )
 
 
 def long_request(i: int, **fields) -> EngineCoreRequest:
@@ -23,11 +33,15 @@ def long_request(i: int, **fields) -> EngineCoreRequest:
 
 
 def expected(core, request, weights: int = 0) -> list[int]:
-    return expected_output(request.prompt_token_ids, request.sampling_params, [], core.config, weights)[0]
+    return expected_output(
+        request.prompt_token_ids, request.sampling_params, [], core.config, weights
+    )[0]
 
 
 def call(core, method: str, *args, client_index: int = 0, told: dict | None = None):
-    """The result of a utility that is due at once, or with the next step, which may only deliver rows to client 0."""
+    """The result of a utility that is due at once, or with the next step, which may only deliver
+    rows to client 0.
+    """
     result = core.call_utility(method, list(args), client_index)
     deliver(core, told)
     return result.result(0) if isinstance(result, Future) else result
@@ -43,7 +57,10 @@ def deliver(core, told: dict | None) -> None:
 def started(num_requests: int = 3, num_steps: int = 3, **arguments):
     """A core in the middle of its work: (core, requests, what client 0 was told)."""
     core, told = make_core(**arguments), {}
-    requests = [long_request(i, max_tokens=arguments.get("num_scheduler_steps", 1) * 8) for i in range(num_requests)]
+    requests = [
+        long_request(i, max_tokens=arguments.get("num_scheduler_steps", 1) * 8)
+        for i in range(num_requests)
+    ]
     for request in requests:
         core.add_request(request)
     for _ in range(num_steps):
@@ -67,7 +84,10 @@ every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def assert_finished(core, requests, told) -> None:
     answers = run(core, {0: told})[0]
     for request in requests:
-        assert answers[request.request_id].tokens == expected(core, request) and answers[request.request_id].reason is FinishReason.LENGTH
+        assert (
+            answers[request.request_id].tokens == expected(core, request)
+            and answers[request.request_id].reason is FinishReason.LENGTH
+        )
     assert_nothing_left(core)
 
 
@@ -83,13 +103,19 @@ def test_keep_freezes_and_resume_goes_on(form):
     core.add_request(late)
     assert not core.has_work() and core.step_fn() == (None, False)
     state = core.scheduler_state()
-    assert sorted(state["running"] + state["waiting"] + state.get("swapped", [])) == ["r0", "r1", "r2"]
+    assert sorted(state["running"] + state["waiting"] + state.get("swapped", [])) == [
+        "r0",
+        "r1",
+        "r2",
+    ]
     assert (state["held"], state["pause_mode"]) == (["r9"], "keep")
     num_steps, num_preemptions = len(core.executor.steps), core.get_metrics()["num_preemptions"]
     call(core, "resume")
     assert call(core, "is_paused") is False
     assert_finished(core, [*requests, late], told)
-    assert len(core.executor.steps) > num_steps and (form or core.get_metrics()["num_preemptions"] == num_preemptions == 0)
+    assert len(core.executor.steps) > num_steps and (
+        form or core.get_metrics()["num_preemptions"] == num_preemptions == 0
+    )
 
 
 def test_abort_ends_everybodys_requests_and_holds_the_next():
@@ -106,7 +132,9 @@ def test_abort_ends_everybodys_requests_and_holds_the_next():
         collect(outputs, answers.setdefault(client, {}))
     assert paused.result(0) is None
     ended = answers[0] | answers[1]
-    assert sorted(ended) == ["r0", "r1", "r2", "r3"] and {answer.reason for answer in ended.values()} == {FinishReason.ABORT}
+    assert sorted(ended) == ["r0", "r1", "r2", "r3"] and {
+        answer.reason for answer in ended.values()
+    } == {FinishReason.ABORT}
     assert not core.has_work() and core.scheduler_state()["held"] == ["r7"]
     call(core, "resume")
     assert run(core)[0]["r7"].tokens == expected(core, long_request(7))
@@ -182,7 +210,14 @@ def test_held_requests_keep_the_order_of_priority_and_arrival():
     core = make_core(scheduling_policy="priority", max_num_seqs=1)
     call(core, "pause", "keep")
     for i, priority in enumerate([1, 0, 1, -1]):
-        core.add_request(EngineCoreRequest(f"r{i}", [1, 2], SamplingParams(temperature=0.0, seed=0, max_tokens=1), priority=priority))
+        core.add_request(
+            EngineCoreRequest(
+                f"r{i}",
+                [1, 2],
+                SamplingParams(temperature=0.0, seed=0, max_tokens=1),
+                priority=priority,
+            )
+        )
     call(core, "resume")
     order = []
     while core.has_work():
@@ -205,7 +240,9 @@ def test_a_pause_ends_with_the_last_client_that_asked_for_it():
 @pytest.mark.parametrize("mode", ["stop", "", None, 1, ["abort"]])
 def test_unknown_modes_are_refused(mode):
     core = make_core()
-    with pytest.raises(InvalidParameterError, match="mode: must be one of abort, wait, keep") as caught:
+    with pytest.raises(
+        InvalidParameterError, match="mode: must be one of abort, wait, keep"
+    ) as caught:
         call(core, "pause", mode)
     assert caught.value.parameter == "mode" and not core.pausing.is_paused()
 
@@ -232,11 +269,18 @@ def test_why_nothing_comes():
 def test_sleep_frees_everything_and_outputs_do_not_change(level, form):
     core, requests, told = started(**form)
     call(core, "sleep", level, told=told)
-    assert core.executor.kv_cache == [] and core.executor.asleep == {1: {"kv_cache"}, 2: {"kv_cache", "weights"}}[level]
+    assert (
+        core.executor.kv_cache == []
+        and core.executor.asleep == {1: {"kv_cache"}, 2: {"kv_cache", "weights"}}[level]
+    )
     late = long_request(9, max_tokens=requests[0].sampling_params.max_tokens)
     core.add_request(late)
     state = core.scheduler_state()
-    assert state["running"] == [] and state["num_cached_blocks"] == 0 and state["kv_cache_usage"] == 0.0
+    assert (
+        state["running"] == []
+        and state["num_cached_blocks"] == 0
+        and state["kv_cache_usage"] == 0.0
+    )
     assert call(core, "is_sleeping") and not call(core, "is_paused") and not core.has_work()
     call(core, "sleep", level)  # again: nothing happens
     call(core, "wake_up")
@@ -253,7 +297,11 @@ def test_sleep_deeper_and_wake_in_two_parts(form):
     with pytest.raises(InvalidParameterError, match="tags: the weights are asleep"):
         call(core, "wake_up", ["kv_cache"])
     call(core, "wake_up", ["weights"])
-    assert call(core, "is_sleeping") and core.scheduler_state()["asleep"] == ["kv_cache"] and not core.has_work()
+    assert (
+        call(core, "is_sleeping")
+        and core.scheduler_state()["asleep"] == ["kv_cache"]
+        and not core.has_work()
+    )
     call(core, "wake_up", ["kv_cache"])
     call(core, "wake_up", ["kv_cache"])
     assert_finished(core, requests, told)
@@ -263,7 +311,11 @@ def test_a_wake_up_that_fails_can_be_tried_again(monkeypatch):
     core, requests, told = started()
     call(core, "sleep", 2)
     with monkeypatch.context() as patch:
-        patch.setattr(core.executor, "wake_up", lambda tags: (_ for _ in ()).throw(ModelLoadError("no such file")))
+        patch.setattr(
+            core.executor,
+            "wake_up",
+            lambda tags: (_ for _ in ()).throw(ModelLoadError("no such file")),
+        )
         with pytest.raises(ModelLoadError):
             call(core, "wake_up")
         assert core.scheduler_state()["asleep"] == ["kv_cache", "weights"] and not core.has_work()
@@ -308,7 +360,10 @@ def test_the_prefix_cache_can_be_reset_under_running_requests(form):
     core, requests, told = started(**form)
     assert call(core, "reset_prefix_cache") is False
     assert call(core, "reset_prefix_cache", True) is True
-    assert core.scheduler_state()["num_cached_blocks"] == 0 and core.get_metrics()["num_preemptions"] > 0
+    assert (
+        core.scheduler_state()["num_cached_blocks"] == 0
+        and core.get_metrics()["num_preemptions"] > 0
+    )
     assert_finished(core, requests, told)
     with pytest.raises(InvalidParameterError, match="reset_running: must be True or False"):
         call(core, "reset_prefix_cache", 1)
@@ -358,7 +413,9 @@ def test_workers_are_called_by_name():
         with pytest.raises(InvalidParameterError, match="method"):
             call(core, "collective_rpc", method)
     for method in ("sleep", "wake_up", "load_weights"):
-        with pytest.raises(InvalidParameterError, match=f"method: {method} is not for the workers alone"):
+        with pytest.raises(
+            InvalidParameterError, match=f"method: {method} is not for the workers alone"
+        ):
             call(core, "collective_rpc", method, [["kv_cache"]])
     with pytest.raises(InvalidParameterError, match="args: must be"):
         call(core, "collective_rpc", "check_health", "abc")
@@ -366,11 +423,17 @@ def test_workers_are_called_by_name():
 
 def test_whatever_uses_the_executor_drains_the_step_in_flight_first(monkeypatch):
     for method, *args in (
-        ("pause", "keep"), ("sleep", 1), ("load_weights", "/new"), ("collective_rpc", "check_health"), ("reset_prefix_cache", True),
-    ):  # fmt: skip
+        ("pause", "keep"),
+        ("sleep", 1),
+        ("load_weights", "/new"),
+        ("collective_rpc", "check_health"),
+        ("reset_prefix_cache", True),
+    ):
         core, order = make_core(), []
         monkeypatch.setattr(core, "_drain", lambda order=order: order.append("drain"))
-        monkeypatch.setattr(core.executor, "collective_rpc", lambda name, *args, order=order: order.append(name))
+        monkeypatch.setattr(
+            core.executor, "collective_rpc", lambda name, *args, order=order: order.append(name)
+        )
         call(core, method, *args)
         assert order[0] == "drain", method
 
@@ -384,7 +447,9 @@ def test_answers_come_once_now_or_later():
     core.answer_utility(UtilityCall(1, "ping"), 0, answers.append)
     core.answer_utility(UtilityCall(2, "pause", ["wait"]), 0, answers.append)
     core.answer_utility(UtilityCall(3, "no such thing"), 0, answers.append)
-    assert [answer.call_id for answer in answers] == [1, 3] and answers[1].failure.parameter == "method"
+    assert [answer.call_id for answer in answers] == [1, 3] and answers[
+        1
+    ].failure.parameter == "method"
     run(core, {0: told})
     assert [answer.call_id for answer in answers] == [1, 3, 2] and answers[2] == UtilityResult(2)
     core.answer_utility(UtilityCall(4, "resume"), 0, answers.append)
@@ -396,7 +461,9 @@ def test_a_failure_that_comes_later_is_answered_and_counted():
     answers: list[UtilityResult] = []
     core.answer_utility(UtilityCall(1, "pause", ["wait"]), 0, answers.append)
     core.answer_utility(UtilityCall(2, "resume"), 0, answers.append)
-    assert [answer.call_id for answer in answers] == [1, 2] and answers[0].failure.error_type == "EnginePausedError"
+    assert [answer.call_id for answer in answers] == [1, 2] and answers[
+        0
+    ].failure.error_type == "EnginePausedError"
     assert core.get_metrics()["num_failed_utilities"] == 1
 
 
@@ -412,14 +479,26 @@ def test_every_utility_of_the_pause_exists():
 def test_no_pause_and_no_sleep_changes_an_output(form, seed):
     rng, core = random.Random(seed), make_core(**form)
     requests = [
-        make_request(f"r{i}", rng.randint(1, 30), [rng.randrange(97) for _ in range(rng.randint(1, 60))], n=rng.choice([1, 1, 3])) for i in range(20)
+        make_request(
+            f"r{i}",
+            rng.randint(1, 30),
+            [rng.randrange(97) for _ in range(rng.randint(1, 60))],
+            n=rng.choice([1, 1, 3]),
+        )
+        for i in range(20)
     ]
     told: dict = {}
     arriving, paused, asleep, num_steps = list(requests), False, False, 0
     while arriving or core.has_work() or paused or asleep:
         if arriving and rng.random() < 0.5:
             core.add_request(arriving.pop(0))
-        for method, argument in (("pause", "keep"), ("pause", "wait"), ("sleep", 1), ("sleep", 2), ("reset_prefix_cache", True)):
+        for method, argument in (
+            ("pause", "keep"),
+            ("pause", "wait"),
+            ("sleep", 1),
+            ("sleep", 2),
+            ("reset_prefix_cache", True),
+        ):
             if rng.random() < 0.03 and not (method == "pause" and asleep):
                 core.call_utility(method, [argument])
         if rng.random() < 0.3:
@@ -433,16 +512,30 @@ def test_no_pause_and_no_sleep_changes_an_output(form, seed):
         assert num_steps < 5000, core.scheduler_state()
     for request in requests:
         n = request.sampling_params.n  # greedy, so the completions of one request are alike
-        for name in [request.request_id] if n == 1 else [child_request_id(request.request_id, i) for i in range(n)]:
+        for name in (
+            [request.request_id]
+            if n == 1
+            else [child_request_id(request.request_id, i) for i in range(n)]
+        ):
             assert told[name].tokens == expected(core, request)
     assert_nothing_left(core)
 
 
 @pytest.mark.parametrize(
-    "call_for", [["pause", "keep"], ["sleep", 1], ["load_weights", "/new"], ["collective_rpc", "check_health"], ["execute_dummy_batch"]]
+    "call_for",
+    [
+        ["pause", "keep"],
+        ["sleep", 1],
+        ["load_weights", "/new"],
+        ["collective_rpc", "check_health"],
+        ["execute_dummy_batch"],
+    ],
 )
 def test_a_step_that_fails_while_a_utility_waits_for_it_is_the_engines_end(call_for):
-    """Overlapped: the step is in flight when the call comes. Taken for the call's own failure, its requests would wait for ever."""
+    """Overlapped: the step is in flight when the call comes.
+
+    Taken for the call's own failure, its requests would wait for ever.
+    """
     core, _, _ = started(async_scheduling=True)
     core.executor.raise_at_step = 0
     step(core)  # hands the failing step over

@@ -1,6 +1,4 @@
-"""Who gives way and how: the policy alone, and the scheduler under pressure.
-May know: the policy, the scheduler's test loop, the fake executor.
-Must not know: how blocks are kept."""
+"""Who gives way and how: the policy alone, and the scheduler under pressure."""
 
 import pytest
 from quire.core.preemption import PreemptionPolicy
@@ -9,7 +7,8 @@ from quire.ipc.messages import EngineCoreRequest, PreemptionCosts
 from quire.ipc.params import SamplingParams
 from quire.tests.core.test_scheduler import Loop, distinct
 
-COSTS = PreemptionCosts(recompute_s_per_token=1.0, swap_s=20.0, swap_s_per_token=0.5)  # swapping wins from 40 tokens on
+# swapping wins from 40 tokens on
+COSTS = PreemptionCosts(recompute_s_per_token=1.0, swap_s=20.0, swap_s_per_token=0.5)
 
 
 def request(name: str, num_computed_tokens: int, priority: int = 0, arrival: int = 0) -> Request:
@@ -19,7 +18,10 @@ def request(name: str, num_computed_tokens: int, priority: int = 0, arrival: int
     return made
 
 
-@pytest.mark.parametrize(("mode", "short", "long"), [("auto", False, True), ("swap", True, True), ("recompute", False, False)])
+@pytest.mark.parametrize(
+    ("mode", "short", "long"),
+    [("auto", False, True), ("swap", True, True), ("recompute", False, False)],
+)
 def test_each_request_goes_the_way_that_costs_less(mode, short, long):
     policy = PreemptionPolicy(mode, COSTS)
     assert policy.prefers_swap(request("short", 39)) is short
@@ -29,7 +31,8 @@ def test_each_request_goes_the_way_that_costs_less(mode, short, long):
 def test_the_victim_is_the_one_that_costs_least_to_bring_back():
     policy = PreemptionPolicy("auto", COSTS)
     running = [request(str(i), n, arrival=i) for i, n in enumerate((5, 80, 30, 60, 30))]
-    assert policy.choose_victim(running, 1) == 4  # of the two shortest the last to come; never the head, short as it is
+    # of the two shortest the last to come; never the head, short as it is
+    assert policy.choose_victim(running, 1) == 4
     assert policy.choose_victim(running[:4], 1) == 2
     assert policy.choose_victim(running[:4], 3) == 3  # those before have a row in this step
     assert policy.choose_victim(running[:2], 1) == 1
@@ -37,7 +40,12 @@ def test_the_victim_is_the_one_that_costs_least_to_bring_back():
 
 
 def test_the_worst_priority_gives_way_first():
-    running = [request("a", 90, 0, 2), request("b", 5, 0, 3), request("c", 90, 1, 0), request("d", 70, 1, 1)]
+    running = [
+        request("a", 90, 0, 2),
+        request("b", 5, 0, 3),
+        request("c", 90, 1, 0),
+        request("d", 70, 1, 1),
+    ]
     assert PreemptionPolicy("recompute", COSTS).choose_victim(running, 0) == 3
 
 
@@ -69,7 +77,10 @@ def test_swapped_blocks_come_back_and_nothing_is_computed_twice():
     assert stats.num_blocks_swapped_out == stats.num_blocks_swapped_in > 0
     computed = sum(step.total_num_scheduled_tokens for step in loop.executor.steps)
     assert computed == 32 + 31 + 30 + 3 * 23
-    assert swapped in loop.ends and loop.scheduler.kv_cache_manager.num_free_host_blocks == loop.executor.num_host_blocks
+    assert (
+        swapped in loop.ends
+        and loop.scheduler.kv_cache_manager.num_free_host_blocks == loop.executor.num_host_blocks
+    )
 
 
 def test_where_the_host_is_full_it_is_recomputed():
@@ -117,12 +128,17 @@ def test_the_preempted_keeps_its_place():
             break
         loop.step()
         order += [new.request_id for new in loop.executor.steps[-1].new_requests]
-    assert order == ["0", "1", "2", "late", "2", "late"]  # both gave way, and came back as they had come
+    # both gave way, and came back as they had come
+    assert order == ["0", "1", "2", "late", "2", "late"]
 
 
 def test_a_batch_of_long_prompts_does_not_thrash():
-    """Twelve prompts of half the cache each, in chunks: two run at a time, and next to nothing is computed twice."""
-    cache = dict(num_gpu_blocks_override=33, enable_prefix_caching=False, preemption_mode="recompute")
+    """Twelve prompts of half the cache each, in chunks: two run at a time, and next to nothing is
+    computed twice.
+    """
+    cache = dict(
+        num_gpu_blocks_override=33, enable_prefix_caching=False, preemption_mode="recompute"
+    )
     loop = Loop(max_model_len=512, max_num_batched_tokens=32, max_num_seqs=12, **cache)
     for i in range(12):
         loop.add(str(i), distinct(i, 230), max_tokens=10)

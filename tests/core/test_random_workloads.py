@@ -1,6 +1,6 @@
-"""Random workloads through the engine core: no setting changes an output, integrity holds after every step, nothing is left.
-May know: the engine core, the fake executor and its oracle.
-Must not know: processes, sockets, real models."""
+"""Random workloads through the engine core: no setting changes an output, integrity holds after
+every step, nothing is left.
+"""
 
 import random
 from dataclasses import dataclass
@@ -24,8 +24,12 @@ class Job:
     abort_at_step: int | None
 
 
-def random_jobs(seed: int, num_jobs: int, max_prompt: int = 200, max_output: int = 40, families: bool = True) -> list[Job]:
-    """Lengths, priorities, seeds, stops, n and aborts at random; half of the prompts begin as an earlier one does."""
+def random_jobs(
+    seed: int, num_jobs: int, max_prompt: int = 200, max_output: int = 40, families: bool = True
+) -> list[Job]:
+    """Lengths, priorities, seeds, stops, n and aborts at random; half of the prompts begin as an
+    earlier one does.
+    """
     rng, jobs = random.Random(seed), []
     for i in range(num_jobs):
         prompt = [rng.randrange(97) for _ in range(int(max_prompt ** rng.random()))]
@@ -42,18 +46,26 @@ def random_jobs(seed: int, num_jobs: int, max_prompt: int = 200, max_output: int
             stop_token_ids=rng.sample(range(97), 3) if rng.random() < 0.4 else None,
         )
         request = EngineCoreRequest(
-            f"job-{i}", prompt, params, eos_token_ids=rng.choice([[], [13], [13, 14]]), priority=rng.randint(-2, 2),
+            f"job-{i}",
+            prompt,
+            params,
+            eos_token_ids=rng.choice([[], [13], [13, 14]]),
+            priority=rng.randint(-2, 2),
             cache_salt=rng.choice([None, None, None, "salt"]),
-        )  # fmt: skip
+        )
         abort_at_step = rng.randrange(60) if rng.random() < 0.15 else None
         jobs.append(Job(request, rng.randrange(3), rng.randrange(30), abort_at_step))
     return jobs
 
 
 def drive(core: EngineCore, jobs: list[Job], aborts: bool = True) -> dict[str, Answer]:
-    """Feeds the jobs in by their steps until all are answered; integrity is checked after every step."""
+    """Feeds the jobs in by their steps until all are answered; integrity is checked after every
+    step.
+    """
     answers: dict[int, dict[str, Answer]] = {}
-    owners = {request.request_id: job.client_index for job in jobs for request in split(job.request)}
+    owners = {
+        request.request_id: job.client_index for job in jobs for request in split(job.request)
+    }
     last_arrival = max(job.arrives_at_step for job in jobs)
     step_index = 0
     while core.has_work() or step_index <= last_arrival:
@@ -66,7 +78,9 @@ def drive(core: EngineCore, jobs: list[Job], aborts: bool = True) -> dict[str, A
             collect(outputs, answers.setdefault(client_index, {}))
         step_index += 1
         assert step_index < 5000, core.scheduler_state()
-    assert all(owners[request_id] == client for client, rows in answers.items() for request_id in rows)
+    assert all(
+        owners[request_id] == client for client, rows in answers.items() for request_id in rows
+    )
     return {request_id: answer for rows in answers.values() for request_id, answer in rows.items()}
 
 
@@ -82,9 +96,13 @@ def assert_as_expected(core: EngineCore, jobs: list[Job], answers: dict[str, Ans
     assert answers.keys() == {request.request_id for _, request in children}
     for job, request in children:
         answer = answers[request.request_id]
-        expected = expected_output(request.prompt_token_ids, request.sampling_params, request.eos_token_ids, core.config)
+        expected = expected_output(
+            request.prompt_token_ids, request.sampling_params, request.eos_token_ids, core.config
+        )
         if answer.reason is FinishReason.ABORT:
-            assert job.abort_at_step is not None and answer.tokens == expected[0][: len(answer.tokens)]
+            assert (
+                job.abort_at_step is not None and answer.tokens == expected[0][: len(answer.tokens)]
+            )
         else:
             assert (answer.tokens, answer.reason, answer.stop_reason) == expected, request
 
@@ -98,7 +116,8 @@ SETTINGS = st.fixed_dictionaries(
         "enable_prefix_caching": st.booleans(),
         "long_prefill_token_threshold": st.sampled_from([0, 0, 5, 37]),
         "preemption_mode": st.sampled_from(["auto", "recompute", "swap"]),
-        "swap_space": st.sampled_from([4.0, 0.02]),  # of the fake executor: room for everybody, or for 20 blocks
+        # of the fake executor: room for everybody, or for 20 blocks
+        "swap_space": st.sampled_from([4.0, 0.02]),
         "num_scheduler_steps": st.sampled_from([0, 0, 1, 2, 7]),
         "burst_weights_bytes": st.sampled_from([0, 10**5, 2 * 10**7]),
         "async_scheduling": st.booleans(),
@@ -107,7 +126,12 @@ SETTINGS = st.fixed_dictionaries(
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**32), num_jobs=st.integers(1, 30), arguments=SETTINGS, rows_per_s=st.sampled_from([0, 100]))
+@given(
+    seed=st.integers(0, 2**32),
+    num_jobs=st.integers(1, 30),
+    arguments=SETTINGS,
+    rows_per_s=st.sampled_from([0, 100]),
+)
 def test_no_setting_changes_an_output_and_nothing_is_left(seed, num_jobs, arguments, rows_per_s):
     core, jobs = make_core(**arguments), random_jobs(seed, num_jobs)
     core.pace_outputs(rows_per_s)
@@ -116,9 +140,18 @@ def test_no_setting_changes_an_output_and_nothing_is_left(seed, num_jobs, argume
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**32), num_blocks=st.sampled_from([17, 30, 1000]), policy=st.sampled_from(["fcfs", "priority"]))
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.sampled_from([17, 30, 1000]),
+    policy=st.sampled_from(["fcfs", "priority"]),
+)
 def test_whole_prompts_give_the_same(seed, num_blocks, policy):
-    core = make_core(enable_chunked_prefill=False, max_num_batched_tokens=256, num_gpu_blocks_override=num_blocks, scheduling_policy=policy)
+    core = make_core(
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=256,
+        num_gpu_blocks_override=num_blocks,
+        scheduling_policy=policy,
+    )
     jobs = random_jobs(seed, 15)
     assert_as_expected(core, jobs, drive(core, jobs))
     assert_nothing_left(core)
@@ -131,9 +164,24 @@ def test_whole_prompts_give_the_same(seed, num_blocks, policy):
         {"max_num_batched_tokens": 64, "enable_prefix_caching": False},
         {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "num_gpu_blocks_override": 2000},
         {"num_gpu_blocks_override": 17, "max_num_seqs": 16},
-        {"num_gpu_blocks_override": 20, "enable_prefix_caching": False, "scheduling_policy": "priority", "max_num_batched_tokens": 64},
-        {"num_gpu_blocks_override": 17, "max_num_seqs": 16, "async_scheduling": True, "num_scheduler_steps": 4},
-        {"num_gpu_blocks_override": 17, "max_num_seqs": 16, "async_scheduling": True, "preemption_mode": "swap"},
+        {
+            "num_gpu_blocks_override": 20,
+            "enable_prefix_caching": False,
+            "scheduling_policy": "priority",
+            "max_num_batched_tokens": 64,
+        },
+        {
+            "num_gpu_blocks_override": 17,
+            "max_num_seqs": 16,
+            "async_scheduling": True,
+            "num_scheduler_steps": 4,
+        },
+        {
+            "num_gpu_blocks_override": 17,
+            "max_num_seqs": 16,
+            "async_scheduling": True,
+            "preemption_mode": "swap",
+        },
     ],
     ids=str,
 )
@@ -151,7 +199,9 @@ def test_a_warm_cache_gives_the_same():
     warm = drive(core, jobs, aborts=False)
     assert_as_expected(core, jobs, cold)
     assert_as_expected(core, jobs, warm)
-    assert sum(a.num_cached_tokens for a in warm.values()) > 1.5 * sum(a.num_cached_tokens for a in cold.values())
+    assert sum(a.num_cached_tokens for a in warm.values()) > 1.5 * sum(
+        a.num_cached_tokens for a in cold.values()
+    )
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -172,8 +222,11 @@ def test_a_second_engine_continues_where_the_first_one_died(seed, cut):
             old = job.request
             second.add_request(
                 EngineCoreRequest(
-                    old.request_id, old.prompt_token_ids, old.sampling_params,
-                    eos_token_ids=old.eos_token_ids, resume_tokens=list(answer.tokens),
+                    old.request_id,
+                    old.prompt_token_ids,
+                    old.sampling_params,
+                    eos_token_ids=old.eos_token_ids,
+                    resume_tokens=list(answer.tokens),
                 )
             )
     while second.has_work():

@@ -1,6 +1,4 @@
-"""A request's tokens, its end, and the chain of block hashes.
-May know: Request and the messages.
-Must not know: blocks or the scheduler."""
+"""A request's tokens, its end, and the chain of block hashes."""
 
 import subprocess
 import sys
@@ -13,8 +11,18 @@ from quire.ipc.params import SamplingParams
 
 def make_request(prompt=(1, 2, 3), max_model_len=100, **fields) -> Request:
     names = set(EngineCoreRequest.__struct_fields__)
-    params = {"temperature": 0.0, "seed": 0, "max_tokens": 10, **{k: v for k, v in fields.items() if k not in names}}
-    message = EngineCoreRequest("r", list(prompt), SamplingParams(**params), **{k: v for k, v in fields.items() if k in names})
+    params = {
+        "temperature": 0.0,
+        "seed": 0,
+        "max_tokens": 10,
+        **{k: v for k, v in fields.items() if k not in names},
+    }
+    message = EngineCoreRequest(
+        "r",
+        list(prompt),
+        SamplingParams(**params),
+        **{k: v for k, v in fields.items() if k in names},
+    )
     return Request(message, max_model_len=max_model_len)
 
 
@@ -22,7 +30,11 @@ def test_a_request_owns_its_tokens():
     message = EngineCoreRequest("r", [1, 2], SamplingParams(seed=0, max_tokens=5))
     request = Request(message, max_model_len=100)
     request.append_output_token(9)
-    assert request.token_ids == [1, 2, 9] and request.output_token_ids == [9] and request.num_output_tokens == 1
+    assert (
+        request.token_ids == [1, 2, 9]
+        and request.output_token_ids == [9]
+        and request.num_output_tokens == 1
+    )
     assert message.prompt_token_ids == [1, 2]  # the message is not changed
 
 
@@ -59,7 +71,11 @@ def test_a_stop_token_at_the_limit_is_a_stop():
 
 def test_resumed_tokens_count_as_output():
     request = make_request(resume_tokens=[4, 5], max_tokens=3)
-    assert request.num_prompt_tokens == 3 and request.num_output_tokens == 2 and request.num_tokens == 5
+    assert (
+        request.num_prompt_tokens == 3
+        and request.num_output_tokens == 2
+        and request.num_tokens == 5
+    )
     assert request.append_output_token(6) is FinishReason.LENGTH
 
 
@@ -100,8 +116,15 @@ def test_a_hash_covers_everything_before_it_and_the_salt():
 
 
 def test_hashes_are_the_same_in_every_process():
-    code = "from quire.core.request import *; print(hash_block(hash_root('s'), [1, 2, 2**31]).hex())"
+    code = (
+        "from quire.core.request import *; print(hash_block(hash_root('s'), [1, 2, 2**31]).hex())"
+    )
     command = [sys.executable, "-c", code]
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}) for seed in "12"]
+    runs = [
+        subprocess.run(
+            command, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
+        )
+        for seed in "12"
+    ]
     expected = hash_block(hash_root("s"), [1, 2, 2**31]).hex()
     assert [run.stdout.strip() for run in runs] == [expected, expected]

@@ -1,6 +1,6 @@
-"""When a request was queued, begun and given its tokens, how often it was preempted: what its client hears, whatever ends it.
-May know: the engine core, the messages, the fake executor.
-Must not know: what a frontend makes of it."""
+"""When a request was queued, begun and given its tokens, how often it was preempted: what its
+client hears, whatever ends it.
+"""
 
 from concurrent.futures import Future
 
@@ -30,23 +30,34 @@ def clock(monkeypatch):
 
 
 def make_request(request_id="r", max_tokens=3, prompt=(1, 2, 3), **fields) -> EngineCoreRequest:
-    return EngineCoreRequest(request_id, list(prompt), SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens), **fields)
+    return EngineCoreRequest(
+        request_id,
+        list(prompt),
+        SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens),
+        **fields,
+    )
 
 
 def tick(core, clock) -> dict[str, RequestTiming]:
     """One step, a second after the last; the timings it gave, by request."""
     clock.now += 1.0
     outputs = step(core).get(0)
-    return {outputs.request_ids[timing.row]: timing for timing in outputs.timings} if outputs else {}
+    return (
+        {outputs.request_ids[timing.row]: timing for timing in outputs.timings} if outputs else {}
+    )
 
 
 def test_the_first_token_and_the_last_row_tell_the_times(clock):
     core = make_core()
     core.add_request(make_request())
     chunks = [(0, 101.0, 101.0, 3)]
-    assert tick(core, clock) == {"r": RequestTiming(0, 100.0, 101.0, 101.0, 101.0, prefill_chunks=chunks)}
+    assert tick(core, clock) == {
+        "r": RequestTiming(0, 100.0, 101.0, 101.0, 101.0, prefill_chunks=chunks)
+    }
     assert tick(core, clock) == {}
-    assert tick(core, clock) == {"r": RequestTiming(0, 100.0, 101.0, 101.0, 103.0, prefill_chunks=chunks)}
+    assert tick(core, clock) == {
+        "r": RequestTiming(0, 100.0, 101.0, 101.0, 103.0, prefill_chunks=chunks)
+    }
 
 
 def test_one_token_is_told_once(clock):
@@ -54,7 +65,11 @@ def test_one_token_is_told_once(clock):
     core.add_request(make_request(max_tokens=1))
     clock.now += 5.0
     outputs = step(core)[0]
-    assert outputs.timings == [RequestTiming(0, 100.0, 105.0, 105.0, 105.0, prefill_chunks=[(0, 105.0, 105.0, 3)])] and outputs.timestamp == 105.0
+    assert (
+        outputs.timings
+        == [RequestTiming(0, 100.0, 105.0, 105.0, 105.0, prefill_chunks=[(0, 105.0, 105.0, 3)])]
+        and outputs.timestamp == 105.0
+    )
 
 
 def test_a_request_that_never_ran_has_no_later_times(clock):
@@ -74,11 +89,15 @@ def test_an_aborted_and_a_failed_request_end_where_they_end(clock):
     core.add_request(make_request("gone", max_tokens=50))
     tick(core, clock)
     chunks = [(0, 101.0, 101.0, 3)]
-    assert tick(core, clock)["bad"] == RequestTiming(0, 100.0, 101.0, 101.0, 102.0, prefill_chunks=chunks)
+    assert tick(core, clock)["bad"] == RequestTiming(
+        0, 100.0, 101.0, 101.0, 102.0, prefill_chunks=chunks
+    )
     clock.now += 7.0
     core.abort_requests(["gone"])
     clock.now += 1.0
-    assert tick(core, clock)["gone"] == RequestTiming(0, 100.0, 101.0, 101.0, 109.0, prefill_chunks=chunks)
+    assert tick(core, clock)["gone"] == RequestTiming(
+        0, 100.0, 101.0, 101.0, 109.0, prefill_chunks=chunks
+    )
 
 
 def test_preemptions_are_told_when_the_request_is_back(clock):
@@ -89,8 +108,13 @@ def test_preemptions_are_told_when_the_request_is_back(clock):
     core.scheduler.preempt_all()
     core.scheduler.preempt_all()  # nobody runs
     first = tick(core, clock)["r"]
-    # 40 prompt tokens and one output token were computed; the first two blocks are found in the cache again.
-    assert (first.num_preemptions, first.num_recomputed_tokens, first.preemption_times) == (1, 9, [102.0])
+    # 40 prompt tokens and one output token were computed; the first two blocks are found in the
+    # cache again.
+    assert (first.num_preemptions, first.num_recomputed_tokens, first.preemption_times) == (
+        1,
+        9,
+        [102.0],
+    )
     assert first.first_token_time == 101.0 and first.last_token_time == 103.0
     core.scheduler.preempt_all()
     tick(core, clock)
@@ -106,7 +130,10 @@ def test_the_moments_of_many_preemptions_are_bounded(clock):
     for _ in range(100):
         timings = tick(core, clock)
         core.scheduler.preempt_all()
-    assert timings["r"].num_preemptions == 99 and len(timings["r"].preemption_times) == request_module.MAX_PREEMPTION_TIMES
+    assert (
+        timings["r"].num_preemptions == 99
+        and len(timings["r"].preemption_times) == request_module.MAX_PREEMPTION_TIMES
+    )
 
 
 def test_resumed_tokens_are_not_its_first(clock):
@@ -115,17 +142,25 @@ def test_resumed_tokens_are_not_its_first(clock):
     assert tick(core, clock)["r"].first_token_time == 101.0
 
 
-@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR])
+@pytest.mark.parametrize(
+    "reason", [FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR]
+)
 def test_ends_are_counted_by_reason(reason):
     core = make_core()
     core.executor.tokens["r", 0] = 7
     if reason is FinishReason.ERROR:
         core.executor.nan_rows.add(("r", 0))
-    core.add_request(make_request(max_tokens=1, eos_token_ids=[7] if reason is FinishReason.STOP else []))
+    core.add_request(
+        make_request(max_tokens=1, eos_token_ids=[7] if reason is FinishReason.STOP else [])
+    )
     if reason is FinishReason.ABORT:
         core.abort_requests(["r"])
     step(core)
-    ends = {name: value for name, value in core.get_metrics().items() if name.startswith("num_finished_") and value}
+    ends = {
+        name: value
+        for name, value in core.get_metrics().items()
+        if name.startswith("num_finished_") and value
+    }
     assert ends == {f"num_finished_{reason}": 1}
 
 
@@ -137,17 +172,28 @@ def test_refused_and_orphaned_requests_are_counted():
     step(core)
     core.drop_client(5)
     metrics = core.get_metrics()
-    assert (metrics["num_requests_refused"], metrics["num_requests_orphaned"], metrics["num_finished_abort"]) == (1, 2, 2)
+    assert (
+        metrics["num_requests_refused"],
+        metrics["num_requests_orphaned"],
+        metrics["num_finished_abort"],
+    ) == (1, 2, 2)
 
 
 def test_the_check_of_its_grammar_is_part_of_a_requests_queue(clock):
     core = make_core()
     check = core.executor.grammar_checks["slow"] = Future()
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=3, structured_outputs=StructuredOutputsParams(regex="slow"))
+    params = SamplingParams(
+        temperature=0.0,
+        seed=0,
+        max_tokens=3,
+        structured_outputs=StructuredOutputsParams(regex="slow"),
+    )
     core.add_request(EngineCoreRequest("r", [1, 2, 3], params, eos_token_ids=[96]))
     clock.now += 4.0
     check.set_result(None)
-    assert tick(core, clock)["r"] == RequestTiming(0, 100.0, 105.0, 105.0, 105.0, prefill_chunks=[(0, 105.0, 105.0, 3)])
+    assert tick(core, clock)["r"] == RequestTiming(
+        0, 100.0, 105.0, 105.0, 105.0, prefill_chunks=[(0, 105.0, 105.0, 3)]
+    )
 
 
 # ---------------------------------------------------------------- prefill chunks
@@ -160,7 +206,9 @@ def last_timing(core, clock, request_id: str = "r") -> RequestTiming:
     return timing
 
 
-@pytest.mark.parametrize("arguments", [{}, {"async_scheduling": True}, {"num_scheduler_steps": 3}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{}, {"async_scheduling": True}, {"num_scheduler_steps": 3}], ids=str
+)
 def test_each_chunk_of_a_prompt_is_told(clock, arguments):
     core = make_core(max_num_batched_tokens=16, **arguments)
     core.add_request(make_request(prompt=range(40)))
@@ -197,20 +245,32 @@ def test_output_alone_that_is_computed_anew_is_a_chunk(clock):
 
 
 def test_what_comes_back_from_host_memory_is_no_chunk(clock):
-    core = make_core(num_gpu_blocks_override=17, preemption_mode="swap", enable_prefix_caching=False)
+    core = make_core(
+        num_gpu_blocks_override=17, preemption_mode="swap", enable_prefix_caching=False
+    )
     core.add_request(make_request("first", max_tokens=100, prompt=[5] * 100))
     core.add_request(make_request(max_tokens=100, prompt=range(20)))
     timing = last_timing(core, clock)
-    assert timing.num_preemptions > 0 and [num_tokens for *_, num_tokens in timing.prefill_chunks] == [20]
+    assert timing.num_preemptions > 0 and [
+        num_tokens for *_, num_tokens in timing.prefill_chunks
+    ] == [20]
 
 
 def test_siblings_tell_their_own_chunks(clock):
     core = make_core()
-    core.add_request(EngineCoreRequest("r", list(range(40)), SamplingParams(n=2, temperature=1.0, seed=0, max_tokens=3)))
+    core.add_request(
+        EngineCoreRequest(
+            "r", list(range(40)), SamplingParams(n=2, temperature=1.0, seed=0, max_tokens=3)
+        )
+    )
     chunks = {}
     while core.has_work():
-        chunks |= {request_id: timing.prefill_chunks for request_id, timing in tick(core, clock).items()}
-    assert {request_id: [num_tokens for *_, num_tokens in told] for request_id, told in chunks.items()} == {"0_r": [40], "1_r": [1]}
+        chunks |= {
+            request_id: timing.prefill_chunks for request_id, timing in tick(core, clock).items()
+        }
+    assert {
+        request_id: [num_tokens for *_, num_tokens in told] for request_id, told in chunks.items()
+    } == {"0_r": [40], "1_r": [1]}
 
 
 def test_chunks_are_bounded(clock, monkeypatch):

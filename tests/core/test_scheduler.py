@@ -1,18 +1,27 @@
-"""The scheduler: what each step computes, who waits, who is preempted, how requests end; with the fake executor's mirror checking.
-May know: the scheduler, its rows and the fake executor.
-Must not know: how the engine core drives it."""
+"""The scheduler: what each step computes, who waits, who is preempted, how requests end; with the
+fake executor's mirror checking.
+"""
 
 import msgspec
 import pytest
 from quire.core.output_rows import OutputRows
 from quire.core.scheduler import Scheduler
-from quire.ipc.messages import Array, EngineCoreRequest, FinishReason, ModelRunnerOutput, SlotPromptLogprobs
+from quire.ipc.messages import (
+    Array,
+    EngineCoreRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    SlotPromptLogprobs,
+)
 from quire.ipc.params import SamplingParams
 from quire.tests.fakes import FakeExecutor, expected_output, make_config
 
 
 class Loop:
-    """A scheduler and a fake executor, stepped by hand. Collects each request's tokens and end, and checks after every step."""
+    """A scheduler and a fake executor, stepped by hand.
+
+    Collects each request's tokens and end, and checks after every step.
+    """
 
     def __init__(self, **arguments):
         self.config = make_config(**{"preemption_mode": "recompute", **arguments})
@@ -25,11 +34,20 @@ class Loop:
         self.ends: dict[str, tuple[FinishReason, int | None]] = {}
         self.cached: dict[str, int] = {}
 
-    def add(self, request_id: str, prompt: list[int], max_tokens=8, priority=0, client_index=0, **fields) -> None:
+    def add(
+        self, request_id: str, prompt: list[int], max_tokens=8, priority=0, client_index=0, **fields
+    ) -> None:
         names = set(EngineCoreRequest.__struct_fields__)
-        params = {"temperature": 0.0, "seed": 0, "max_tokens": max_tokens, **{k: v for k, v in fields.items() if k not in names}}
+        params = {
+            "temperature": 0.0,
+            "seed": 0,
+            "max_tokens": max_tokens,
+            **{k: v for k, v in fields.items() if k not in names},
+        }
         extra = {k: v for k, v in fields.items() if k in names}
-        message = EngineCoreRequest(request_id, prompt, SamplingParams(**params), priority=priority, **extra)
+        message = EngineCoreRequest(
+            request_id, prompt, SamplingParams(**params), priority=priority, **extra
+        )
         self.scheduler.add_request(message, client_index)
 
     def step(self) -> dict[str, int]:
@@ -44,11 +62,19 @@ class Loop:
         self.scheduler.check_integrity()
         for outputs in (self.rows.take(None) or {}).values():
             self._collect(outputs)
-        return dict(zip([request.request_id for request in step.requests], step.output.num_scheduled_tokens, strict=True))
+        return dict(
+            zip(
+                [request.request_id for request in step.requests],
+                step.output.num_scheduled_tokens,
+                strict=True,
+            )
+        )
 
     def _collect(self, outputs) -> None:
         cursor = 0
-        for request_id, first_index, num_tokens in zip(outputs.request_ids, outputs.first_indices, outputs.num_tokens, strict=True):
+        for request_id, first_index, num_tokens in zip(
+            outputs.request_ids, outputs.first_indices, outputs.num_tokens, strict=True
+        ):
             tokens = self.tokens.setdefault(request_id, [])
             assert first_index == len(tokens), f"{request_id}: a gap or a duplicate"
             tokens += outputs.token_ids[cursor : cursor + num_tokens]
@@ -92,7 +118,11 @@ def test_chunks_of_the_budget_alone():
     loop = Loop(max_model_len=1024, max_num_batched_tokens=1024)
     for i in range(3):
         loop.add(str(i), distinct(i, 800))
-    assert [loop.step() for _ in range(3)] == [{"0": 800, "1": 224}, {"0": 1, "1": 576, "2": 447}, {"0": 1, "1": 1, "2": 353}]
+    assert [loop.step() for _ in range(3)] == [
+        {"0": 800, "1": 224},
+        {"0": 1, "1": 576, "2": 447},
+        {"0": 1, "1": 1, "2": 353},
+    ]
 
 
 def test_running_requests_come_before_waiting_ones():
@@ -104,10 +134,13 @@ def test_running_requests_come_before_waiting_ones():
 
 
 def test_without_chunked_prefill_a_prompt_that_does_not_fit_waits():
-    loop = Loop(enable_chunked_prefill=False, max_num_batched_tokens=256, long_prefill_token_threshold=10)
+    loop = Loop(
+        enable_chunked_prefill=False, max_num_batched_tokens=256, long_prefill_token_threshold=10
+    )
     for i, num_tokens in enumerate((100, 100, 100, 5)):
         loop.add(str(i), distinct(i, num_tokens))
-    assert loop.step() == {"0": 100, "1": 100}  # nobody overtakes the third, though the fourth would fit
+    # nobody overtakes the third, though the fourth would fit
+    assert loop.step() == {"0": 100, "1": 100}
     assert loop.step() == {"0": 1, "1": 1, "2": 100, "3": 5}
 
 
@@ -158,7 +191,11 @@ def test_a_prompt_sent_twice_reports_its_hit():
     assert loop.cached == {"first": 0, "second": 16}
     assert loop.tokens["first"] == loop.tokens["second"]
     stats = loop.scheduler.stats()
-    assert (stats.prefix_cache_queries, stats.prefix_cache_hits, stats.num_prompt_tokens) == (34, 16, 18)
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits, stats.num_prompt_tokens) == (
+        34,
+        16,
+        18,
+    )
 
 
 def test_a_fully_cached_prompt_recomputes_its_last_block():
@@ -187,7 +224,8 @@ def test_a_request_for_prompt_logprobs_computes_its_whole_prompt_and_offers_its_
     loop.run()
     loop.add("scored", prompt, max_tokens=1, prompt_logprobs=0)
     assert loop.step() == {"scored": 40}
-    assert loop.cached["scored"] == 0 and loop.scheduler.kv_cache_manager.prefix_cache_queries == 40  # the filler's alone
+    # the filler's alone
+    assert loop.cached["scored"] == 0 and loop.scheduler.kv_cache_manager.prefix_cache_queries == 40
     assert loop.scheduler.reset_prefix_cache()
     loop.add("scored too", prompt, max_tokens=1, prompt_logprobs=0)
     loop.run()
@@ -203,20 +241,28 @@ def test_prompt_logprobs_reach_the_row_with_and_without_a_token():
         step = loop.scheduler.schedule()
         result = loop.executor.execute_model(step.output)
         scored = SlotPromptLogprobs(step.output.slots[0], first_index, array, array, array)
-        loop.scheduler.update_from_output(step, msgspec.structs.replace(result, prompt_logprobs=[scored]), loop.rows)
+        loop.scheduler.update_from_output(
+            step, msgspec.structs.replace(result, prompt_logprobs=[scored]), loop.rows
+        )
         outputs = loop.rows.take(None)[0]
         assert [row.first_index for row in outputs.prompt_logprobs] == [first_index]
-        assert set(outputs.request_ids) == {"r"} and [n for n in outputs.num_tokens if n] == num_tokens
+        assert (
+            set(outputs.request_ids) == {"r"} and [n for n in outputs.num_tokens if n] == num_tokens
+        )
         assert len(outputs.num_cached_tokens) == len(num_tokens)
 
 
 @pytest.mark.parametrize("num_scheduler_steps", [1, 4])
 def test_what_fails_behind_the_end_of_a_request_does_not_spoil_it(num_scheduler_steps):
-    """With lookahead as without: tokens before an error are delivered, and one that ends the request makes the error void."""
+    """With lookahead as without: tokens before an error are delivered, and one that ends the
+    request makes the error void.
+    """
     loop = Loop(num_scheduler_steps=num_scheduler_steps)
     for name in ("ends", "fails"):
         loop.add(name, distinct(0, 20), eos_token_ids=[13])
-        loop.executor.tokens |= {(name, i): token_id for i, token_id in enumerate([5, 6, 13 if name == "ends" else 7])}
+        loop.executor.tokens |= {
+            (name, i): token_id for i, token_id in enumerate([5, 6, 13 if name == "ends" else 7])
+        }
         loop.executor.errors[name, 3] = "no more"
     loop.run()
     assert loop.tokens == {"ends": [5, 6, 13], "fails": [5, 6, 7]}
@@ -237,14 +283,20 @@ def test_caching_off_computes_everything():
         loop.run()
     stats = loop.scheduler.stats()
     assert loop.cached == {"first": 0, "second": 0}
-    assert (stats.prefix_cache_queries, stats.prefix_cache_hits, stats.num_prompt_tokens) == (0, 0, 80)
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits, stats.num_prompt_tokens) == (
+        0,
+        0,
+        80,
+    )
 
 
 # ------------------------------------------------------------ preemption and order
 
 
 def test_the_latest_is_preempted_and_goes_to_the_front_of_the_queue():
-    loop = Loop(num_gpu_blocks_override=5, max_model_len=64, max_num_seqs=2, enable_prefix_caching=False)
+    loop = Loop(
+        num_gpu_blocks_override=5, max_model_len=64, max_num_seqs=2, enable_prefix_caching=False
+    )
     loop.add("old", distinct(0, 31), max_tokens=20)
     loop.add("new", distinct(1, 31), max_tokens=20)
     loop.add("last", distinct(2, 5), max_tokens=20)
@@ -256,7 +308,8 @@ def test_the_latest_is_preempted_and_goes_to_the_front_of_the_queue():
     assert loop.scheduler.stats().num_preemptions == 1
     loop.run()
     assert [len(loop.tokens[name]) for name in ("old", "new", "last")] == [20, 20, 20]
-    stats = loop.scheduler.stats()  # later "last", having computed 16 tokens, gives way to "new" in the same way
+    # later "last", having computed 16 tokens, gives way to "new" in the same way
+    stats = loop.scheduler.stats()
     assert (stats.num_preemptions, stats.num_recomputed_tokens) == (2, 32 + 16)
 
 
@@ -286,12 +339,19 @@ def test_a_preempted_request_finds_its_own_blocks_in_the_cache():
     stats = loop.scheduler.stats()
     assert stats.num_preemptions == 1
     assert stats.num_recomputed_tokens == 16  # 48 were computed; "old" took one of its three blocks
-    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (94, 0)  # its own blocks are not counted as hits
+    # its own blocks are not counted as hits
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (94, 0)
     assert loop.cached == {"old": 0, "new": 0}
 
 
 def test_priority_admits_and_preempts_by_priority_then_arrival():
-    loop = Loop(scheduling_policy="priority", num_gpu_blocks_override=5, max_model_len=64, max_num_seqs=2, enable_prefix_caching=False)
+    loop = Loop(
+        scheduling_policy="priority",
+        num_gpu_blocks_override=5,
+        max_model_len=64,
+        max_num_seqs=2,
+        enable_prefix_caching=False,
+    )
     loop.add("late but urgent", distinct(0, 31), priority=-1, max_tokens=4)
     loop.add("early", distinct(1, 31), priority=5, max_tokens=4)
     loop.add("middle", distinct(2, 31), priority=2, max_tokens=4)
@@ -304,7 +364,13 @@ def test_priority_admits_and_preempts_by_priority_then_arrival():
 
 
 def test_a_better_waiting_request_takes_no_slot_but_wins_the_memory():
-    loop = Loop(scheduling_policy="priority", num_gpu_blocks_override=5, max_model_len=64, max_num_seqs=2, enable_prefix_caching=False)
+    loop = Loop(
+        scheduling_policy="priority",
+        num_gpu_blocks_override=5,
+        max_model_len=64,
+        max_num_seqs=2,
+        enable_prefix_caching=False,
+    )
     loop.add("a", distinct(0, 31), priority=3, max_tokens=30)
     loop.add("b", distinct(1, 15), priority=3, max_tokens=30)
     loop.step()
@@ -331,7 +397,12 @@ def test_fcfs_ignores_priority():
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("budget", [16, 2048])
 def test_a_crowd_that_does_not_fit_still_finishes(policy, budget):
-    loop = Loop(scheduling_policy=policy, num_gpu_blocks_override=9, max_model_len=128, max_num_batched_tokens=budget)
+    loop = Loop(
+        scheduling_policy=policy,
+        num_gpu_blocks_override=9,
+        max_model_len=128,
+        max_num_batched_tokens=budget,
+    )
     for i in range(12):
         loop.add(str(i), distinct(i, 40 + 5 * i), max_tokens=30, priority=-i % 3)
     loop.run()
@@ -347,7 +418,10 @@ def test_stops_and_lengths():
     for name in ("eos", "stop", "both", "short", "full", "held"):
         loop.executor.tokens[name, 3] = 90
         held = {"min_tokens": 6} if name == "held" else {}
-        eos, stop = ([90] if name in ("eos", "both", "held") else []), ([90] if name in ("stop", "both") else [])
+        eos, stop = (
+            ([90] if name in ("eos", "both", "held") else []),
+            ([90] if name in ("stop", "both") else []),
+        )
         prompt = distinct(len(name), 60 if name == "full" else 5)
         loop.add(name, prompt, max_tokens=7, eos_token_ids=eos, stop_token_ids=stop, **held)
     loop.run()
@@ -359,22 +433,35 @@ def test_stops_and_lengths():
         "full": (FinishReason.LENGTH, None),
         "held": (FinishReason.LENGTH, None),
     }
-    assert {name: len(tokens) for name, tokens in loop.tokens.items()} == {"eos": 4, "stop": 4, "both": 4, "short": 7, "full": 4, "held": 7}
+    assert {name: len(tokens) for name, tokens in loop.tokens.items()} == {
+        "eos": 4,
+        "stop": 4,
+        "both": 4,
+        "short": 7,
+        "full": 4,
+        "held": 7,
+    }
     assert loop.tokens["eos"][-1] == 90  # the token that ends it is part of the output
 
 
 def test_an_abort_ends_a_request_wherever_it_is():
-    loop = Loop(max_num_seqs=2, num_gpu_blocks_override=9, max_model_len=128, max_num_batched_tokens=32)
+    loop = Loop(
+        max_num_seqs=2, num_gpu_blocks_override=9, max_model_len=128, max_num_batched_tokens=32
+    )
     for i in range(4):
         loop.add(str(i), distinct(i, 50), client_index=i % 2)
     loop.step()
     aborted = loop.scheduler.abort_requests(["0", "3", "1", "nobody", "0"], client_index=0)
     assert [request.request_id for request in aborted] == ["0"]  # 1 and 3 are another client's
     loop.scheduler.check_integrity()
-    assert [r.request_id for r in loop.scheduler.abort_requests(["3"], client_index=1)] == ["3"]  # it was waiting
+    # it was waiting
+    assert [r.request_id for r in loop.scheduler.abort_requests(["3"], client_index=1)] == ["3"]
     loop.run()
     assert set(loop.ends) == {"1", "2"}
-    assert loop.scheduler.stats().num_free_blocks == 8 and loop.scheduler.state()["num_free_slots"] == 2
+    assert (
+        loop.scheduler.stats().num_free_blocks == 8
+        and loop.scheduler.state()["num_free_slots"] == 2
+    )
 
 
 def test_a_failed_row_ends_that_request_alone():
@@ -382,14 +469,17 @@ def test_a_failed_row_ends_that_request_alone():
     alone = {}
     for i in range(3):
         loop.add(str(i), distinct(i, 20))
-        alone[str(i)] = expected_output(distinct(i, 20), SamplingParams(temperature=0.0, seed=0, max_tokens=8), [], loop.config)[0]
+        alone[str(i)] = expected_output(
+            distinct(i, 20), SamplingParams(temperature=0.0, seed=0, max_tokens=8), [], loop.config
+        )[0]
     loop.executor.nan_rows.add(("1", 2))
     loop.run()
     assert loop.ends["1"] == (FinishReason.ERROR, None) and loop.tokens["1"] == alone["1"][:2]
     assert loop.tokens["0"] == alone["0"] and loop.tokens["2"] == alone["2"]
     loop.add("again", distinct(1, 20))
     loop.run()
-    assert loop.cached["again"] == 0 and loop.tokens["again"] == alone["1"]  # the failed request left nothing in the cache
+    # the failed request left nothing in the cache
+    assert loop.cached["again"] == 0 and loop.tokens["again"] == alone["1"]
 
 
 def test_resumed_output_is_computed_but_not_told_again():
@@ -398,10 +488,20 @@ def test_resumed_output_is_computed_but_not_told_again():
     loop.run()
     resumed = Loop()
     resumed.tokens["rest"] = loop.tokens["whole"][:6]  # Loop checks that the first index is 6
-    resumed.add("rest", distinct(0, 20), max_tokens=10, temperature=1.0, seed=4, resume_tokens=loop.tokens["whole"][:6])
+    resumed.add(
+        "rest",
+        distinct(0, 20),
+        max_tokens=10,
+        temperature=1.0,
+        seed=4,
+        resume_tokens=loop.tokens["whole"][:6],
+    )
     assert resumed.step() == {"rest": 26}
     resumed.run()
-    assert resumed.tokens["rest"] == loop.tokens["whole"] and resumed.ends["rest"] == loop.ends["whole"]
+    assert (
+        resumed.tokens["rest"] == loop.tokens["whole"]
+        and resumed.ends["rest"] == loop.ends["whole"]
+    )
     assert resumed.cached == {"rest": 0}
 
 
@@ -415,7 +515,13 @@ def test_hits_beyond_the_prompt_are_not_reported_as_prompt_tokens():
 
 
 def test_recomputed_tokens_are_counted_once_per_time_they_are_computed():
-    loop = Loop(num_gpu_blocks_override=7, max_model_len=96, max_num_seqs=2, max_num_batched_tokens=16, enable_prefix_caching=False)
+    loop = Loop(
+        num_gpu_blocks_override=7,
+        max_model_len=96,
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+        enable_prefix_caching=False,
+    )
     loop.add("old", distinct(0, 44), max_tokens=40)
     loop.add("new", distinct(1, 47), max_tokens=20)
     loop.run()
@@ -429,7 +535,9 @@ def test_recomputed_tokens_are_counted_once_per_time_they_are_computed():
 def test_several_tokens_in_one_row_end_at_the_first_stop():
     config = make_config()
     scheduler, rows = Scheduler(config, 257), OutputRows()
-    scheduler.add_request(EngineCoreRequest("r", [1, 2], SamplingParams(seed=0, max_tokens=9), eos_token_ids=[7]))
+    scheduler.add_request(
+        EngineCoreRequest("r", [1, 2], SamplingParams(seed=0, max_tokens=9), eos_token_ids=[7])
+    )
     step = scheduler.schedule()
     scheduler.update_from_output(step, ModelRunnerOutput([3], [5, 7, 6]), rows)
     (outputs,) = rows.take(None).values()
@@ -439,7 +547,9 @@ def test_several_tokens_in_one_row_end_at_the_first_stop():
 
 def test_equal_arrivals_give_equal_schedules():
     def schedules() -> list:
-        loop = Loop(num_gpu_blocks_override=17, max_num_batched_tokens=64, scheduling_policy="priority")
+        loop = Loop(
+            num_gpu_blocks_override=17, max_num_batched_tokens=64, scheduling_policy="priority"
+        )
         for i in range(20):
             loop.add(str(i), distinct(i % 5, 30 + i), max_tokens=25, priority=i % 3)
         loop.run()
@@ -454,10 +564,20 @@ def test_counters():
     loop.add("b", distinct(1, 10), max_tokens=3)
     loop.step()
     stats = loop.scheduler.stats()
-    assert (stats.num_running, stats.num_waiting, stats.num_blocks, stats.num_free_blocks) == (2, 0, 257, 253)
+    assert (stats.num_running, stats.num_waiting, stats.num_blocks, stats.num_free_blocks) == (
+        2,
+        0,
+        257,
+        253,
+    )
     loop.run()
     stats = loop.scheduler.stats()
-    assert (stats.num_prompt_tokens, stats.num_generation_tokens, stats.num_preemptions, stats.num_recomputed_tokens) == (30, 8, 0, 0)
+    assert (
+        stats.num_prompt_tokens,
+        stats.num_generation_tokens,
+        stats.num_preemptions,
+        stats.num_recomputed_tokens,
+    ) == (30, 8, 0, 0)
 
 
 # ------------------------------------------------------------ the integrity check sees damage
@@ -483,7 +603,9 @@ def _list_twice(scheduler):
     scheduler.waiting.append(scheduler.running[0])
 
 
-@pytest.mark.parametrize("damage", [_lose_a_slot, _forget_a_request, _unsort, _compute_too_much, _list_twice])
+@pytest.mark.parametrize(
+    "damage", [_lose_a_slot, _forget_a_request, _unsort, _compute_too_much, _list_twice]
+)
 def test_integrity_check_sees_damage(damage):
     loop = Loop()
     loop.add("0", distinct(0, 20))

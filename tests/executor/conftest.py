@@ -1,6 +1,6 @@
-"""Fixtures of the executor's tests: tiny checkpoints and transformers' own model of each, made once per session.
-May know: tests/tiny_models.py, transformers.
-Must not know: what a test compares."""
+"""Fixtures of the executor's tests: tiny checkpoints and transformers' own model of each, made once
+per session.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Callable[..., Path]:
-    """tiny(kind, **arguments of save_tiny_model) -> the checkpoint's directory, the same one for the same arguments."""
+    """tiny(kind, **arguments of save_tiny_model) -> the checkpoint's directory, the same one for
+    the same arguments.
+    """
     made: dict[str, Path] = {}
 
     def make(kind: str = "qwen2", **arguments) -> Path:
@@ -42,7 +44,9 @@ def oracle() -> Callable[..., torch.nn.Module]:
 
     def load(directory: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
         if (directory, dtype) not in loaded:
-            loaded[directory, dtype] = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+            loaded[directory, dtype] = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=dtype
+            ).eval()
         return loaded[directory, dtype]
 
     return load

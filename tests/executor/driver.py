@@ -1,6 +1,6 @@
-"""Plays the scheduler for an Executor: whole or chunked prompts, batches of requests, their tokens and log-probabilities.
-May know: the executor's interface, the messages, the configuration.
-Must not know: how the executor computes, transformers."""
+"""Plays the scheduler for an Executor: whole or chunked prompts, batches of requests, their tokens
+and log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +13,32 @@ import msgspec
 import numpy as np
 from quire.executor.executor import Executor
 from quire.ipc.config import EngineConfig, config_fields
-from quire.ipc.messages import Array, ModelRunnerOutput, NewRequestData, SchedulerOutput, SlotLogprobs, SlotPromptLogprobs
+from quire.ipc.messages import (
+    Array,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+    SlotLogprobs,
+    SlotPromptLogprobs,
+)
 from quire.ipc.params import SamplingParams
 
 
 def make_config(model: str | Path, hf_overrides: dict | None = None, **arguments) -> EngineConfig:
-    """A resolved configuration for the model in a directory. `arguments` are the flat names of EngineArgs."""
+    """A resolved configuration for the model in a directory.
+
+    `arguments` are the flat names of EngineArgs.
+    """
     hf_config = json.loads((Path(model) / "config.json").read_text()) | (hf_overrides or {})
     defaults = {
-        "max_model_len": 256, "dtype": "float32", "device": "cpu", "num_threads": 1, "max_num_seqs": 8, "max_num_batched_tokens": 2048,
+        "max_model_len": 256,
+        "dtype": "float32",
+        "device": "cpu",
+        "num_threads": 1,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 2048,
         "kv_cache_memory_bytes": 2**24,
-    }  # fmt: skip
+    }
     sections: dict[str, dict] = {"model_config": {"hf_config": hf_config}}
     fields = config_fields()
     for name, value in {**defaults, "model": str(model), **arguments}.items():
@@ -43,9 +58,18 @@ def to_numpy(array: Array) -> np.ndarray:
     return np.frombuffer(array.data, array.dtype).reshape(array.shape)
 
 
-def read_logprobs(entry: SlotLogprobs | SlotPromptLogprobs) -> list[tuple[np.ndarray, np.ndarray, int]]:
+def read_logprobs(
+    entry: SlotLogprobs | SlotPromptLogprobs,
+) -> list[tuple[np.ndarray, np.ndarray, int]]:
     """Per token: ids [k + 1], log-probabilities [k + 1], rank."""
-    return list(zip(to_numpy(entry.token_ids), to_numpy(entry.logprobs), to_numpy(entry.ranks).tolist(), strict=True))
+    return list(
+        zip(
+            to_numpy(entry.token_ids),
+            to_numpy(entry.logprobs),
+            to_numpy(entry.ranks).tolist(),
+            strict=True,
+        )
+    )
 
 
 def greedy(**arguments) -> SamplingParams:
@@ -61,8 +85,10 @@ class Row:
     params: SamplingParams
     slot: int
     output: list[int] = field(default_factory=list)
-    logprobs: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)  # per token: ids [k + 1], logprobs [k + 1], rank
-    prompt_logprobs: dict[int, tuple[np.ndarray, np.ndarray, int]] = field(default_factory=dict)  # by index of the prompt's token
+    # per token: ids [k + 1], logprobs [k + 1], rank
+    logprobs: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)
+    # by index of the prompt's token
+    prompt_logprobs: dict[int, tuple[np.ndarray, np.ndarray, int]] = field(default_factory=dict)
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     error: str | None = None
@@ -73,7 +99,10 @@ class Row:
 
 
 class Driver:
-    """A scheduler without a policy: the test says what is scheduled. Blocks are handed out from the top down, never reordered."""
+    """A scheduler without a policy: the test says what is scheduled.
+
+    Blocks are handed out from the top down, never reordered.
+    """
 
     def __init__(self, executor: Executor, num_blocks: int | None = None):
         self.executor = executor
@@ -86,9 +115,20 @@ class Driver:
         self.freed: list[int] = []
         self.num_steps = 0
 
-    def add(self, request_id: str, prompt: list[int], params: SamplingParams | None = None, cached_blocks: Sequence[int] = ()) -> Row:
-        """A request that enters with its first step. `cached_blocks` hold the keys and values of its first tokens already."""
-        row = self.rows[request_id] = Row(request_id, list(prompt), params or greedy(), self.free_slots.pop())
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams | None = None,
+        cached_blocks: Sequence[int] = (),
+    ) -> Row:
+        """A request that enters with its first step.
+
+        `cached_blocks` hold the keys and values of its first tokens already.
+        """
+        row = self.rows[request_id] = Row(
+            request_id, list(prompt), params or greedy(), self.free_slots.pop()
+        )
         row.block_ids, row.num_computed = list(cached_blocks), len(cached_blocks) * self.block_size
         self.entering.append(row)
         return row
@@ -101,7 +141,9 @@ class Driver:
         self.free_blocks += row.block_ids
 
     def preempt(self, row: Row) -> Row:
-        """The request leaves and enters again in another slot, its output so far as part of its tokens."""
+        """The request leaves and enters again in another slot, its output so far as part of its
+        tokens.
+        """
         other = self.free_slots.pop(0)
         self.free(row)
         row.slot, row.block_ids, row.num_computed = other, [], 0
@@ -109,8 +151,12 @@ class Driver:
         self.entering.append(row)
         return row
 
-    def step(self, scheduled: dict[str, int], lookahead: dict[str, int] | None = None) -> ModelRunnerOutput:
-        """Computes so many tokens of each named request, decodes so many more behind them, and books what comes back."""
+    def step(
+        self, scheduled: dict[str, int], lookahead: dict[str, int] | None = None
+    ) -> ModelRunnerOutput:
+        """Computes so many tokens of each named request, decodes so many more behind them, and
+        books what comes back.
+        """
         ahead = [(lookahead or {}).get(name, 0) for name in scheduled]
         rows = [self.rows[name] for name in scheduled]
         counts = [count + more for count, more in zip(scheduled.values(), ahead, strict=True)]
@@ -124,7 +170,10 @@ class Driver:
             num_computed_tokens=[row.num_computed for row in rows],
             new_block_ids=new_block_ids,
             new_requests=[
-                NewRequestData(row.slot, row.request_id, row.prompt + row.output, len(row.prompt), row.params) for row in entering
+                NewRequestData(
+                    row.slot, row.request_id, row.prompt + row.output, len(row.prompt), row.params
+                )
+                for row in entering
             ],
             freed_slots=self.freed,
             num_lookahead_tokens=ahead if lookahead else [],
@@ -149,7 +198,9 @@ class Driver:
             row.num_computed += count
             row.error = result.errors.get(row.slot, row.error)
             is_whole = row.num_computed == row.num_tokens + num_sampled - 1
-            assert num_sampled == 0 or is_whole or row.error, "sampled before the prompt was complete"
+            assert num_sampled == 0 or is_whole or row.error, (
+                "sampled before the prompt was complete"
+            )
             for _ in range(num_sampled):
                 row.output.append(next(tokens))
             if num_sampled and row.params.logprobs is not None:
@@ -160,7 +211,9 @@ class Driver:
             row.prompt_logprobs |= dict(enumerate(read_logprobs(entry), start=entry.first_index))
 
     def run(self, max_tokens: int, chunk: Callable[[Row], int] | None = None) -> None:
-        """Steps all requests together, `chunk(row)` prompt tokens at a time (default: the whole prompt), until each has max_tokens."""
+        """Steps all requests together, `chunk(row)` prompt tokens at a time (default: the whole
+        prompt), until each has max_tokens.
+        """
         while True:
             scheduled = {}
             for row in self.rows.values():
@@ -183,5 +236,7 @@ def generate(
     driver = Driver(executor)
     rows = [driver.add(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
     driver.run(max_tokens, chunk)
-    executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows]))
+    executor.execute_model(
+        SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows])
+    )
     return rows

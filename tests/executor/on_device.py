@@ -1,6 +1,6 @@
-"""State kept on the device without one: the path that a GPU's steps take, on tensors in host memory, with tokens that come as late as they can.
-May know: the worker, how a runner is told to keep its state on the device, graphs that are captured by calling a function again.
-Must not know: what a test compares."""
+"""State kept on the device without one: the path that a GPU's steps take, on tensors in host
+memory, with tokens that come as late as they can.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from quire.executor.worker import Worker
 
 
 class LateCopies:
-    """A CopyToHost whose copies are made when somebody waits for them: memory that was given away too early shows, and who waits when."""
+    """A CopyToHost whose copies are made when somebody waits for them: memory that was given away
+    too early shows, and who waits when.
+    """
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -37,13 +39,17 @@ class LateCopies:
 
 
 class FakeCapture:
-    """Replays by calling the function again, on whatever its tensors hold then: lists on the host stay as they were, as in a graph."""
+    """Replays by calling the function again, on whatever its tensors hold then: lists on the host
+    stay as they were, as in a graph.
+    """
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.num_replays = 0
 
-    def __call__(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[Callable[[], None], tuple[torch.Tensor, ...]]:
+    def __call__(
+        self, function: Callable[[], tuple[torch.Tensor, ...]]
+    ) -> tuple[Callable[[], None], tuple[torch.Tensor, ...]]:
         results = function()
         self.sizes.append(len(results[0]))
 
@@ -58,9 +64,16 @@ class FakeCapture:
 def give_graphs(worker: Worker) -> FakeCapture:
     """Decodes come from graphs from now on."""
     if worker.runner.ops.chosen["paged_attention"] == "cpu":
-        pytest.skip("torch's attention takes lengths from the lists on the host, which stay as they were in a graph; there are no native kernels")
+        pytest.skip(
+            "torch's attention takes lengths from the lists on the host, which stay as they were "
+            "in a graph; there are no native kernels"
+        )
     capture, config = FakeCapture(), worker.config
-    sizes = config.scheduler_config.max_num_seqs, config.model_config.max_model_len, config.cache_config.block_size
+    sizes = (
+        config.scheduler_config.max_num_seqs,
+        config.model_config.max_model_len,
+        config.cache_config.block_size,
+    )
     worker.runner.program = GraphedStep(worker.model, worker._ops, *sizes, worker.device, capture)
     return capture
 
@@ -75,4 +88,8 @@ def keep_on_device(patch: pytest.MonkeyPatch, copies: Any, with_graphs: bool = F
         copies.forget()
 
     patch.setattr(Worker, "load_model", load)
-    patch.setattr(Worker, "_make_program", lambda self: give_graphs(self) if with_graphs else make_program(self))
+    patch.setattr(
+        Worker,
+        "_make_program",
+        lambda self: give_graphs(self) if with_graphs else make_program(self),
+    )

@@ -1,6 +1,6 @@
-"""Requests in slots, for tests of the stages: what each has said so far, and one row of logits each.
-May know: the slots' tables, the stages, the table of operations.
-Must not know: what a test expects."""
+"""Requests in slots, for tests of the stages: what each has said so far, and one row of logits
+each.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +33,30 @@ class Asked:
 
     def entering(self, slot: int) -> NewRequestData:
         params = SamplingParams(**{"seed": 0, "temperature": 0.0, **self.params})
-        return NewRequestData(slot, f"r{slot}", [*self.prompt, *self.output], len(self.prompt), params, eos_token_ids=list(self.eos))
+        return NewRequestData(
+            slot,
+            f"r{slot}",
+            [*self.prompt, *self.output],
+            len(self.prompt),
+            params,
+            eos_token_ids=list(self.eos),
+        )
 
 
-def make_batch(*requests: Asked, processors: Sequence = (), first: Sequence[LogitsStage] = (), max_model_len: int = 64) -> InputBatch:
+def make_batch(
+    *requests: Asked,
+    processors: Sequence = (),
+    first: Sequence[LogitsStage] = (),
+    max_model_len: int = 64,
+) -> InputBatch:
     """Slot i holds the i-th request."""
     num_slots = max(4, len(requests))
-    batch = InputBatch(num_slots, max_model_len, 16, make_stages(OPS, VOCAB_SIZE, num_slots, max_model_len, processors, *first))
+    batch = InputBatch(
+        num_slots,
+        max_model_len,
+        16,
+        make_stages(OPS, VOCAB_SIZE, num_slots, max_model_len, processors, *first),
+    )
     for slot, request in enumerate(requests):
         batch.add(request.entering(slot))
     return batch
@@ -49,10 +66,16 @@ def make_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
 
 
-def run_stages(batch: InputBatch, logits: torch.Tensor, slots: Sequence[int] | None = None) -> tuple[np.ndarray, dict[int, str]]:
-    """(the changed copy [R, VOCAB_SIZE], errors by row); row i belongs to slots[i], by default to slot i."""
+def run_stages(
+    batch: InputBatch, logits: torch.Tensor, slots: Sequence[int] | None = None
+) -> tuple[np.ndarray, dict[int, str]]:
+    """(the changed copy [R, VOCAB_SIZE], errors by row); row i belongs to slots[i], by default to
+    slot i.
+    """
     changed = logits.clone()
-    errors = batch.stages(changed, np.arange(len(logits)) if slots is None else np.array(slots), batch)
+    errors = batch.stages(
+        changed, np.arange(len(logits)) if slots is None else np.array(slots), batch
+    )
     return changed.numpy(), errors
 
 

@@ -1,6 +1,6 @@
-"""Blocks that leave for host memory come back as they were, whatever took their place; copies are copies; the costs are measured.
-May know: the block mover, the driver, tiny checkpoints.
-Must not know: why blocks are moved."""
+"""Blocks that leave for host memory come back as they were, whatever took their place; copies are
+copies; the costs are measured.
+"""
 
 import math
 
@@ -25,7 +25,11 @@ def executor(tiny):
 
 
 def caches(executor) -> list[torch.Tensor]:
-    return [cache for layer in executor.worker.model.attention_layers() for cache in (layer.key_cache, layer.value_cache)]
+    return [
+        cache
+        for layer in executor.worker.model.attention_layers()
+        for cache in (layer.key_cache, layer.value_cache)
+    ]
 
 
 def move(executor, **columns) -> None:
@@ -47,9 +51,18 @@ def test_out_and_in_again(executor):
 def test_out_comes_before_in_and_copies_come_last(executor):
     before = [cache.clone() for cache in caches(executor)]
     move(executor, blocks_to_swap_out=[(4, 1)])
-    move(executor, blocks_to_swap_out=[(9, 2)], blocks_to_swap_in=[(1, 9)], blocks_to_copy=[(9, 10), (11, 13)])
+    move(
+        executor,
+        blocks_to_swap_out=[(9, 2)],
+        blocks_to_swap_in=[(1, 9)],
+        blocks_to_copy=[(9, 10), (11, 13)],
+    )
     for cache, old in zip(caches(executor), before):
-        assert torch.equal(cache[9], old[4]) and torch.equal(cache[10], old[4]) and torch.equal(cache[13], old[11])
+        assert (
+            torch.equal(cache[9], old[4])
+            and torch.equal(cache[10], old[4])
+            and torch.equal(cache[13], old[11])
+        )
     move(executor, blocks_to_swap_in=[(2, 1)])
     for cache, old in zip(caches(executor), before):
         assert torch.equal(cache[1], old[9])
@@ -57,7 +70,12 @@ def test_out_comes_before_in_and_copies_come_last(executor):
 
 def test_costs_are_measured(executor):
     costs = executor.costs
-    assert executor.num_host_blocks > 0 and costs.recompute_s_per_token > 0 and costs.swap_s >= 0 and costs.swap_s_per_token >= 0
+    assert (
+        executor.num_host_blocks > 0
+        and costs.recompute_s_per_token > 0
+        and costs.swap_s >= 0
+        and costs.swap_s_per_token >= 0
+    )
     assert costs.swap_s + costs.swap_s_per_token > 0
 
 

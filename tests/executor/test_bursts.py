@@ -1,6 +1,6 @@
-"""Several decoding steps in one native call: the tokens of as many steps, whatever the rows ask for and wherever their blocks end.
-May know: the executor's worker and driver, tiny models.
-Must not know: who decides how far a step looks ahead (tests/core/test_bursts.py), the calls."""
+"""Several decoding steps in one native call: the tokens of as many steps, whatever the rows ask for
+and wherever their blocks end.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ if not any(found.name == "native" for found in registry.implementations("argmax"
     pytest.skip("the native library is not built", allow_module_level=True)
 
 MODELS = {"qwen2": ("qwen2", {}), "qwen3-tied": ("qwen3", {"tie_word_embeddings": True})}
-DRAWN = [SamplingParams(temperature=0.9, seed=5), SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, seed=6)]
+DRAWN = [
+    SamplingParams(temperature=0.9, seed=5),
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, seed=6),
+]
 
 
 @pytest.fixture
@@ -38,18 +41,35 @@ def counted(monkeypatch) -> list[int]:
 
 
 def random_prompts(chance: random.Random, count: int) -> list[list[int]]:
-    return [[chance.randrange(300) for _ in range(chance.choice((1, 7, 15, 16, 17, 31, 40)))] for _ in range(count)]
+    return [
+        [chance.randrange(300) for _ in range(chance.choice((1, 7, 15, 16, 17, 31, 40)))]
+        for _ in range(count)
+    ]
 
 
-def look_ahead(executor: Executor, prompts: list[list[int]], params: list[SamplingParams], max_tokens: int, chance: random.Random) -> list[Row]:
+def look_ahead(
+    executor: Executor,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    max_tokens: int,
+    chance: random.Random,
+) -> list[Row]:
     """As driver.generate, but each step decodes a random number of tokens, as many of each row."""
     driver = Driver(executor)
-    rows = [driver.add(str(i), prompt, p) for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
+    rows = [
+        driver.add(str(i), prompt, p)
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+    ]
     driver.step({row.request_id: len(row.prompt) for row in rows})
     while (left := max_tokens - len(rows[0].output)) > 0:
         count = min(left, chance.choice((1, 2, 5, 8, 20)))
-        driver.step({row.request_id: 1 for row in rows}, lookahead={row.request_id: count - 1 for row in rows})
-    executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows]))
+        driver.step(
+            {row.request_id: 1 for row in rows},
+            lookahead={row.request_id: count - 1 for row in rows},
+        )
+    executor.execute_model(
+        SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows])
+    )
     return rows
 
 
@@ -63,7 +83,9 @@ def test_bursts_give_the_tokens_of_single_steps(model, dtype, num_threads, tiny,
         chance = random.Random(seed)
         prompts = random_prompts(chance, chance.choice((1, 1, 2, 3, 8)))
         params = [chance.choice([greedy(), greedy(), *DRAWN]) for _ in prompts]
-        expected = [generate(executor, [prompt], 45, p)[0].output for prompt, p in zip(prompts, params)]
+        expected = [
+            generate(executor, [prompt], 45, p)[0].output for prompt, p in zip(prompts, params)
+        ]
         del counted[:]
         assert [row.output for row in look_ahead(executor, prompts, params, 45, chance)] == expected
         assert counted and set(counted) == {len(prompts)}
@@ -71,13 +93,21 @@ def test_bursts_give_the_tokens_of_single_steps(model, dtype, num_threads, tiny,
 
 @pytest.mark.parametrize(
     "params",
-    [greedy(logprobs=2), greedy(repetition_penalty=1.3), greedy(logit_bias={7: 3.0}), SamplingParams(temperature=0.8, seed=3, min_tokens=30, max_tokens=40, stop_token_ids=[4])],
+    [
+        greedy(logprobs=2),
+        greedy(repetition_penalty=1.3),
+        greedy(logit_bias={7: 3.0}),
+        SamplingParams(temperature=0.8, seed=3, min_tokens=30, max_tokens=40, stop_token_ids=[4]),
+    ],
     ids=["logprobs", "penalty", "bias", "min_tokens"],
 )
 def test_where_the_host_has_to_look_at_a_row_it_goes_step_by_step(params, tiny, counted):
     executor, chance = start_executor(tiny("qwen2")), random.Random(1)
     prompts = random_prompts(chance, 2)
-    expected = [generate(executor, [prompt], 30, p)[0].output for prompt, p in zip(prompts, (greedy(), params))]
+    expected = [
+        generate(executor, [prompt], 30, p)[0].output
+        for prompt, p in zip(prompts, (greedy(), params))
+    ]
     rows = look_ahead(executor, prompts, [greedy(), params], 30, chance)
     assert [row.output for row in rows] == expected and not counted
     assert len(rows[1].logprobs) == (30 if params.logprobs else 0)
@@ -96,9 +126,13 @@ def test_rows_that_look_ahead_unequally_or_compute_a_prompt_go_step_by_step(tiny
     driver.step({"1": 1, "0": 1}, lookahead={"0": 4, "1": 4})
     driver.step({"2": len(prompts[2]), "0": 1})
     driver.step({"0": 1, "2": 1}, lookahead={"0": 1, "2": 1})
-    executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows]))
+    executor.execute_model(
+        SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows])
+    )
     assert counted == [2, 2] and [len(row.output) for row in rows] == [15, 8, 3]
-    assert [row.output[:12] for row in rows] == [output[: len(row.output)] for row, output in zip(rows, expected)]
+    assert [row.output[:12] for row in rows] == [
+        output[: len(row.output)] for row, output in zip(rows, expected)
+    ]
 
 
 @pytest.mark.parametrize("params", [greedy(), *DRAWN], ids=["greedy", "drawn", "filtered"])
@@ -107,13 +141,21 @@ def test_a_row_that_fails_keeps_what_came_before_and_harms_nobody(params, tiny, 
     executor, chance = start_executor(tiny("qwen2")), random.Random(3)
     prompts = random_prompts(chance, 3)
     expected = [generate(executor, [prompt], 9, params)[0].output for prompt in prompts]
-    bad = next(i for i in range(2, 8) if expected[1][i] not in {*sum(prompts, []), *expected[0], *expected[2], *expected[1][:i]})
+    bad = next(
+        i
+        for i in range(2, 8)
+        if expected[1][i] not in {*sum(prompts, []), *expected[0], *expected[2], *expected[1][:i]}
+    )
     executor.worker.model.embed_tokens.weight[expected[1][bad]] = float("nan")
     driver = Driver(executor)
     rows = [driver.add(str(i), prompt, params) for i, prompt in enumerate(prompts)]
     driver.step({row.request_id: len(row.prompt) for row in rows})
     result = driver.step(dict.fromkeys("012", 1), lookahead=dict.fromkeys("012", 7))
-    assert counted == [3] and result.errors == {rows[1].slot: NOT_FINITE} and result.num_sampled == [8, bad, 8]
+    assert (
+        counted == [3]
+        and result.errors == {rows[1].slot: NOT_FINITE}
+        and result.num_sampled == [8, bad, 8]
+    )
     assert [row.output for row in rows] == [expected[0], expected[1][: bad + 1], expected[2]]
     held = executor.worker.runner.batch
     assert held.num_tokens[rows[1].slot] == len(prompts[1]) + bad + 1
@@ -130,7 +172,9 @@ def test_bursts_go_with_the_program(tiny, counted):
     assert look_ahead(executor, prompt, params, 30, random.Random(5))[0].output == expected
     worker.load_weights(str(tiny("qwen2", seed=1)))
     other = look_ahead(executor, prompt, params, 30, random.Random(6))[0].output
-    assert other == generate(start_executor(tiny("qwen2", seed=1)), prompt, 30)[0].output != expected
+    assert (
+        other == generate(start_executor(tiny("qwen2", seed=1)), prompt, 30)[0].output != expected
+    )
 
 
 def test_who_has_none_says_so(tiny):
@@ -151,5 +195,13 @@ def test_the_cache_is_as_single_steps_leave_it(tiny):
             look_ahead(executor, prompts, [greedy()] * 3, 33, chance)
         # Blocks are handed out in another order: compared by what is in them.
         layer = executor.worker.model.attention_layers()[-1]
-        caches.append(sorted(torch.stack([layer.key_cache, layer.value_cache], 1)[1:].view(torch.int16).flatten(1).tolist(), key=str))
+        caches.append(
+            sorted(
+                torch.stack([layer.key_cache, layer.value_cache], 1)[1:]
+                .view(torch.int16)
+                .flatten(1)
+                .tolist(),
+                key=str,
+            )
+        )
     assert caches[0] == caches[1]

@@ -1,6 +1,6 @@
-"""Graphs of decode steps, without a GPU: what is captured, what the rows between compute, and the same tokens as operation by operation.
-May know: the executor's worker and driver, tiny models. A capture here is a function that is called again.
-Must not know: CUDA (tests/gpu/ runs the real thing)."""
+"""Graphs of decode steps, without a GPU: what is captured, what the rows between compute, and the
+same tokens as operation by operation.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ MAX_NUM_SEQS = 13
 
 
 def started(tiny, dtype: str = "float32", **arguments) -> Executor:
-    return start_executor(tiny("qwen3"), dtype=dtype, max_num_seqs=MAX_NUM_SEQS, max_model_len=128, **arguments)
+    return start_executor(
+        tiny("qwen3"), dtype=dtype, max_num_seqs=MAX_NUM_SEQS, max_model_len=128, **arguments
+    )
 
 
 def with_graphs(executor: Executor) -> FakeCapture:
@@ -30,7 +32,10 @@ def with_graphs(executor: Executor) -> FakeCapture:
 
 def run_randomly(executor: Executor, seed: int) -> list[Row]:
     chance = random.Random(seed)
-    prompts = [[chance.randrange(300) for _ in range(chance.choice((1, 3, 16, 40, 70)))] for _ in range(chance.randrange(1, MAX_NUM_SEQS + 1))]
+    prompts = [
+        [chance.randrange(300) for _ in range(chance.choice((1, 3, 16, 40, 70)))]
+        for _ in range(chance.randrange(1, MAX_NUM_SEQS + 1))
+    ]
     params = SamplingParams(temperature=chance.choice((0.0, 0.8)), seed=seed, logprobs=3)
     return generate(executor, prompts, 9, params, chunk=lambda row: chance.choice((1, 5, 70)))
 
@@ -56,11 +61,15 @@ def test_replayed_steps_give_the_same_tokens_and_caches(dtype, tiny):
             assert row.error is None
             for mine, theirs in zip(row.logprobs, other.logprobs, strict=True):
                 np.testing.assert_allclose(mine[1], theirs[1], rtol=0, atol=1e-4)
-    for mine, theirs in zip(graphed.worker.model.attention_layers(), plain.worker.model.attention_layers(), strict=True):
+    for mine, theirs in zip(
+        graphed.worker.model.attention_layers(), plain.worker.model.attention_layers(), strict=True
+    ):
         torch.testing.assert_close(mine.key_cache, theirs.key_cache)
         torch.testing.assert_close(mine.value_cache, theirs.value_cache)
     assert capture.num_replays > 40
-    assert set(capture.sizes) <= set(graph_sizes(MAX_NUM_SEQS)) and len(capture.sizes) == len(set(capture.sizes))
+    assert set(capture.sizes) <= set(graph_sizes(MAX_NUM_SEQS)) and len(capture.sizes) == len(
+        set(capture.sizes)
+    )
 
 
 def test_rows_between_store_nothing_wherever_earlier_steps_did(tiny):
@@ -70,8 +79,13 @@ def test_rows_between_store_nothing_wherever_earlier_steps_did(tiny):
     driver = Driver(executor)
     rows = [driver.add(f"r{i}", list(range(i + 1, i + 20))) for i in range(8)]
     driver.run(3)
-    before = [cache.clone() for layer in executor.worker.model.attention_layers() for cache in (layer.key_cache, layer.value_cache)]
-    driver.step(dict.fromkeys(("r0", "r1", "r2"), 1))  # 3 of a graph of 4; r3's last place is still in the buffers
+    before = [
+        cache.clone()
+        for layer in executor.worker.model.attention_layers()
+        for cache in (layer.key_cache, layer.value_cache)
+    ]
+    # 3 of a graph of 4; r3's last place is still in the buffers
+    driver.step(dict.fromkeys(("r0", "r1", "r2"), 1))
     mine = [block for row in rows[:3] for block in row.block_ids]
     for layer, *_ in zip(executor.worker.model.attention_layers()):
         for cache in (layer.key_cache, layer.value_cache):
@@ -122,7 +136,12 @@ def test_nothing_derived_before_a_capture_is_used_in_it():
     for count in (2, 2, 4):
         rows = torch.arange(count)
         metadata = AttentionMetadata(
-            torch.arange(count + 1, dtype=torch.int32), torch.ones(count, dtype=torch.int32), torch.zeros(count, 1, dtype=torch.int32), rows, count,
-            [1] * count, [1] * count,
-        )  # fmt: skip
+            torch.arange(count + 1, dtype=torch.int32),
+            torch.ones(count, dtype=torch.int32),
+            torch.zeros(count, 1, dtype=torch.int32),
+            rows,
+            count,
+            [1] * count,
+            [1] * count,
+        )
         assert step(rows.int(), rows, metadata, rows)[0].flatten().tolist() == rows.tolist()

@@ -1,6 +1,4 @@
-"""The shared stack: its weight-name table is the checkpoint's, its layers own distinct caches.
-May know: decoder.py, tiny checkpoints' configs.
-Must not know: what a model computes (test_models.py)."""
+"""The shared stack: its weight-name table is the checkpoint's, its layers own distinct caches."""
 
 from __future__ import annotations
 
@@ -29,4 +27,8 @@ def test_table_is_what_transformers_saves(kind, overrides, tiny):
     assert len(table) == len(stored)
     tied = list(model.tied_weights())
     assert tied == (["lm_head.weight"] if overrides else [])
-    assert len(model.attention_layers()) == hf_config["num_hidden_layers"] == len(set(map(id, model.attention_layers())))
+    assert (
+        len(model.attention_layers())
+        == hf_config["num_hidden_layers"]
+        == len(set(map(id, model.attention_layers())))
+    )

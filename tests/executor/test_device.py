@@ -1,6 +1,4 @@
-"""Device, dtypes and threads as the executor sees them.
-May know: device.py.
-Must not know: models."""
+"""Device, dtypes and threads as the executor sees them."""
 
 from __future__ import annotations
 
@@ -24,7 +22,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("built_for", "lacking"), [(None, f"PyTorch {torch.__version__} is built without CUDA"), ("13.0", "PyTorch finds no NVIDIA GPU")]
+    ("built_for", "lacking"),
+    [
+        (None, f"PyTorch {torch.__version__} is built without CUDA"),
+        ("13.0", "PyTorch finds no NVIDIA GPU"),
+    ],
 )
 def test_cuda_without_a_gpu_is_refused_in_one_sentence(built_for, lacking, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -40,16 +42,28 @@ def test_memory_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70, 100))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     gpu = torch.device("cuda", 0)
-    assert devices.free_bytes(gpu) == 70 and devices.free_share_bytes(gpu, 0.9) == 60 and devices.free_share_bytes(gpu, 0.2) == -10
+    assert (
+        devices.free_bytes(gpu) == 70
+        and devices.free_share_bytes(gpu, 0.9) == 60
+        and devices.free_share_bytes(gpu, 0.2) == -10
+    )
     assert devices.free_bytes(CPU) > 0
 
 
-@pytest.mark.parametrize(("own", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+@pytest.mark.parametrize(
+    ("own", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")]
+)
 def test_threads_sleep_when_idle_unless_the_user_says_otherwise(own, policy):
     """OpenMP reads the policy when torch is imported, so the package must set it before."""
     program = "import os, sys; import quire.executor; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    result = subprocess.run([sys.executable, "-c", program], env=environment | own, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment | own,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert result.stdout.split() == [policy, "False"]
 
 
@@ -82,7 +96,9 @@ def test_an_instruction_set_that_the_processor_lacks_is_refused_by_name(monkeypa
         assert devices.select_cpu_isa("avx2") == library.isa == "avx2"
         assert devices.select_cpu_isa("auto") == library.isa == library.isas[0]
         monkeypatch.setattr(library, "isas", ("avx2",))
-        with pytest.raises(InvalidParameterError, match="cpu_isa: this processor has no amx; it has avx2"):
+        with pytest.raises(
+            InvalidParameterError, match="cpu_isa: this processor has no amx; it has avx2"
+        ):
             devices.select_cpu_isa("amx")
     monkeypatch.setattr(devices, "library", None)
     assert devices.select_cpu_isa("auto") == "none"
@@ -149,30 +165,51 @@ def test_memory_given_back_includes_cycles_that_were_frozen():
 
 def test_fp8_needs_a_gpu_that_converts_it(monkeypatch):
     gpu = torch.device("cuda", 0)
-    for capability, is_enough in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+    for capability, is_enough in (
+        ((8, 0), False),
+        ((8, 6), False),
+        ((8, 9), True),
+        ((9, 0), True),
+        ((10, 0), True),
+    ):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, capability=capability: capability
+        )
         assert devices.select_kv_cache_dtype("auto", torch.bfloat16, gpu) == torch.bfloat16
         if is_enough:
             assert devices.select_kv_cache_dtype("fp8", torch.bfloat16, gpu) == torch.float8_e4m3fn
         else:
-            with pytest.raises(InvalidParameterError, match=rf"kv_cache_dtype: fp8 needs .* 8\.9 or newer .* this one has {capability[0]}\.{capability[1]}; use auto"):
+            with pytest.raises(
+                InvalidParameterError,
+                match=rf"kv_cache_dtype: fp8 needs .* 8\.9 or newer .* this one has "
+                rf"{capability[0]}\.{capability[1]}; use auto",
+            ):
                 devices.select_kv_cache_dtype("fp8", torch.bfloat16, gpu)
 
 
 def test_int8_is_for_cpus():
     assert devices.select_kv_cache_dtype("int8", torch.bfloat16, torch.device("cpu")) == torch.int8
-    with pytest.raises(InvalidParameterError, match="kv_cache_dtype: int8 is served by the native kernels for CPUs; on a GPU use fp8 or auto"):
+    with pytest.raises(
+        InvalidParameterError,
+        match="kv_cache_dtype: int8 is served by the native kernels for CPUs; on a GPU use fp8 or "
+        "auto",
+    ):
         devices.select_kv_cache_dtype("int8", torch.bfloat16, torch.device("cuda", 0))
 
 
 def test_arrays_packed_for_one_copy():
     chance = np.random.default_rng(0)
     for lengths in ([3, 5, 7], [0, 1, 4], [257, 0, 2, 129, 0]):
-        arrays = {str(i): chance.integers(-9, 9, n).astype((np.int64, np.int32)[i % 2]) for i, n in enumerate(lengths)}
+        arrays = {
+            str(i): chance.integers(-9, 9, n).astype((np.int64, np.int32)[i % 2])
+            for i, n in enumerate(lengths)
+        }
         arrays["strided"] = chance.integers(0, 9, 12).astype(np.int32)[::3]
         tensors = devices.packed(arrays, CPU)
         assert tensors.keys() == arrays.keys()
         for name, array in arrays.items():
             np.testing.assert_array_equal(tensors[name].numpy(), array, strict=True)
-            assert (tensors[name].data_ptr() - tensors["0"].data_ptr()) % devices.ALIGNMENT == 0 or not array.size
+            assert (
+                tensors[name].data_ptr() - tensors["0"].data_ptr()
+            ) % devices.ALIGNMENT == 0 or not array.size
         assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1

@@ -1,6 +1,6 @@
-"""Memory that is asked for before torch is imported: how much, that weights then lie in it, that the rest goes back.
-May know: early_memory.py, native/weights.py, subprocesses.
-Must not know: how weights are packed."""
+"""Memory that is asked for before torch is imported: how much, that weights then lie in it, that
+the rest goes back.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +22,19 @@ MIB = 2**20
 def test_the_matrices_of_a_model_and_what_they_take_packed(tiny):
     shapes = early_memory.matrices(tiny("qwen2"))
     assert sorted(shapes) == sorted(early_memory.matrices(tiny("qwen2", num_shards=4)))
-    assert all(num_bytes == 4 * rows * columns for rows, columns, num_bytes in shapes)  # stored in fp32
-    numbers, largest = sum(rows * columns for rows, columns, _ in shapes), max(shapes, key=lambda shape: shape[2])
+    # stored in fp32
+    assert all(num_bytes == 4 * rows * columns for rows, columns, num_bytes in shapes)
+    numbers, largest = (
+        sum(rows * columns for rows, columns, _ in shapes),
+        max(shapes, key=lambda shape: shape[2]),
+    )
     assert early_memory.packed_bytes(shapes, "bfloat16", None) == (2 * numbers, largest[2])
     assert early_memory.packed_bytes(shapes, "float32", None) == (4 * numbers, largest[2])
     head = quantized_bytes(*largest[:2], 8) - quantized_bytes(*largest[:2], 4)
-    assert early_memory.packed_bytes(shapes, "bfloat16", "int4")[0] == sum(quantized_bytes(*shape[:2], 4) for shape in shapes) + head
+    assert (
+        early_memory.packed_bytes(shapes, "bfloat16", "int4")[0]
+        == sum(quantized_bytes(*shape[:2], 4) for shape in shapes) + head
+    )
 
 
 BEGIN = """
@@ -43,23 +50,39 @@ print("torch" in sys.modules, memory is not None, early_memory.take() is None, m
 
 @pytest.mark.parametrize(
     ("damage", "head", "cpu_isa", "is_there"),
-    [(None, "tied", "auto", True), (None, "tied", "none", False), (b"", "tied", "auto", False), (b"\x08\0\0\0\0\0\0\0[1, 2, 3", "tied", "auto", False)],
+    [
+        (None, "tied", "auto", True),
+        (None, "tied", "none", False),
+        (b"", "tied", "auto", False),
+        (b"\x08\0\0\0\0\0\0\0[1, 2, 3", "tied", "auto", False),
+    ],
 )
 def test_it_is_a_wish_that_never_fails(damage, head, cpu_isa, is_there, tiny, tmp_path):
     directory = tiny("qwen2")
     for path in directory.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes() if damage is None or path.suffix != ".safetensors" else damage)
-    done = subprocess.run([sys.executable, "-c", BEGIN, str(tmp_path), head, cpu_isa], capture_output=True, text=True, check=True)
+        (tmp_path / path.name).write_bytes(
+            path.read_bytes() if damage is None or path.suffix != ".safetensors" else damage
+        )
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN, str(tmp_path), head, cpu_isa],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split()[:3] == ["False", str(is_there), "True"]
 
 
 def test_nothing_is_done_when_torch_is_there_already(tiny):
-    config = EngineArgs(str(tiny("qwen2")), hf_overrides={"tie_word_embeddings": True}).create_engine_config()
+    config = EngineArgs(
+        str(tiny("qwen2")), hf_overrides={"tie_word_embeddings": True}
+    ).create_engine_config()
     assert early_memory.begin(config) is None and early_memory.take() is None
 
 
 def make(num_bytes: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, num_bytes + early_memory.HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(
+        -1, num_bytes + early_memory.HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
     early_memory._populate(memory, num_bytes)
     return memory
 
@@ -70,7 +93,10 @@ def test_weights_lie_in_it_and_the_rest_is_given_back():
     with weights.early_memory(make(64 * MIB)):
         first = weights.empty_weight(8 * MIB, dtype=torch.uint8)
         second = weights.empty_weight(40 * MIB, dtype=torch.uint8)  # a large one too
-        assert second.data_ptr() - first.data_ptr() == 8 * MIB and first.data_ptr() % early_memory.HUGE_PAGE_BYTES == 0
+        assert (
+            second.data_ptr() - first.data_ptr() == 8 * MIB
+            and first.data_ptr() % early_memory.HUGE_PAGE_BYTES == 0
+        )
         too_large = weights.empty_weight(17 * MIB, dtype=torch.uint8)
         assert not 0 <= too_large.data_ptr() - first.data_ptr() < 64 * MIB
     first.fill_(1)

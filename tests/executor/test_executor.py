@@ -1,6 +1,4 @@
-"""The executor's interface as the engine core uses it.
-May know: executor.py, the driver, tiny checkpoints.
-Must not know: workers' insides."""
+"""The executor's interface as the engine core uses it."""
 
 from __future__ import annotations
 
@@ -12,7 +10,10 @@ from quire.tests.executor.driver import generate, make_config, start_executor
 
 @pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_more_ranks_than_one_are_refused(tiny, name):
-    with pytest.raises(InvalidParameterError, match=f"{name}: must be 1: more ranks than one are not supported yet, got 2"):
+    with pytest.raises(
+        InvalidParameterError,
+        match=f"{name}: must be 1: more ranks than one are not supported yet, got 2",
+    ):
         Executor(make_config(tiny(), **{name: 2}))
 
 
@@ -38,13 +39,21 @@ def test_life_of_an_executor(tiny):
 def test_collective_rpc_asks_every_rank(tiny):
     executor = start_executor(tiny())
     [usage] = executor.collective_rpc("memory_usage")
-    assert usage["kv_cache_bytes"] > 0 and usage["weights_bytes"] > 0 and usage["resident_bytes"] > usage["weights_bytes"]
+    assert (
+        usage["kv_cache_bytes"] > 0
+        and usage["weights_bytes"] > 0
+        and usage["resident_bytes"] > usage["weights_bytes"]
+    )
     assert executor.collective_rpc("execute_dummy_batch") == [None]
 
 
-@pytest.mark.parametrize("method", ["no_such_method", "shutdown", "execute_model", "__init__", "model"])
+@pytest.mark.parametrize(
+    "method", ["no_such_method", "shutdown", "execute_model", "__init__", "model"]
+)
 def test_only_what_the_worker_offers_can_be_called(tiny, method):
-    with pytest.raises(InvalidParameterError, match="method: must be one of check_health, .*, wake_up, got"):
+    with pytest.raises(
+        InvalidParameterError, match="method: must be one of check_health, .*, wake_up, got"
+    ):
         start_executor(tiny()).collective_rpc(method)
 
 

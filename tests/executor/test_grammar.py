@@ -1,6 +1,6 @@
-"""Masks of requests in slots: what they let through after which tokens, whatever happened between two steps; checks and their cache.
-May know: Grammars, the slots' tables, a tiny tokenizer, the fake configuration.
-Must not know: the scheduler, the model, llguidance's insides."""
+"""Masks of requests in slots: what they let through after which tokens, whatever happened between
+two steps; checks and their cache.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +49,23 @@ class Bench:
         self.batch = InputBatch(8, 64, 16, make_stages(OPS, VOCAB_SIZE, 8, 64, (), self.grammars))
 
     def enter(self, slot: int, output: str = "", eos: list[int] | None = None, **params) -> None:
-        kinds = {name: params.pop(name) for name in ("regex", "choice", "grammar") if name in params}
+        kinds = {
+            name: params.pop(name) for name in ("regex", "choice", "grammar") if name in params
+        }
         if kinds:
             params["structured_outputs"] = StructuredOutputsParams(**kinds)
         sampling = SamplingParams(seed=0, temperature=0.0, **params)
         token_ids = [5, *self.tokenizer.encode(output).ids]
-        self.batch.add(NewRequestData(slot, f"r{slot}", token_ids, 1, sampling, eos_token_ids=[EOS_TOKEN_ID] if eos is None else eos))
+        self.batch.add(
+            NewRequestData(
+                slot,
+                f"r{slot}",
+                token_ids,
+                1,
+                sampling,
+                eos_token_ids=[EOS_TOKEN_ID] if eos is None else eos,
+            )
+        )
 
     def append(self, slot: int, text: str) -> None:
         for token_id in self.tokenizer.encode(text).ids:
@@ -70,7 +81,11 @@ class Bench:
 
     def _texts(self, row: np.ndarray) -> set[str]:
         allowed = np.flatnonzero(row != MASKED).tolist()
-        return {self.tokenizer.id_to_token(i) or f"<{i}>" for i in allowed} if len(allowed) < VOCAB_SIZE else {"everything"}
+        return (
+            {self.tokenizer.id_to_token(i) or f"<{i}>" for i in allowed}
+            if len(allowed) < VOCAB_SIZE
+            else {"everything"}
+        )
 
 
 @pytest.fixture
@@ -130,7 +145,9 @@ def test_the_prompt_is_not_part_of_the_output(bench):
     bench.tokenizer.encode("a")
     params = SamplingParams(seed=0, structured_outputs=StructuredOutputsParams(choice=["abc"]))
     prompt = bench.tokenizer.encode("abab").ids
-    bench.batch.add(NewRequestData(0, "r", prompt, len(prompt), params, eos_token_ids=[EOS_TOKEN_ID]))
+    bench.batch.add(
+        NewRequestData(0, "r", prompt, len(prompt), params, eos_token_ids=[EOS_TOKEN_ID])
+    )
     assert bench.step(0)[0] == [{"a"}]
 
 
@@ -162,7 +179,9 @@ def test_a_token_the_grammar_does_not_allow_is_that_requests_error(bench):
     bench.enter(1, choice=["cd"])
     bench.append(0, "x")
     texts, errors = bench.step(0, 1)
-    assert list(errors) == [0] and errors[0].startswith("structured_outputs: ") and texts[1] == {"c"}
+    assert (
+        list(errors) == [0] and errors[0].startswith("structured_outputs: ") and texts[1] == {"c"}
+    )
     assert list(bench.step(0, 1)[1]) == [0]
 
 
@@ -190,7 +209,11 @@ def test_an_unsound_grammar_that_nobody_checked_is_that_requests_error(bench):
 def test_equal_grammars_are_compiled_once_and_do_not_share_their_state(bench, monkeypatch):
     compiled = []
     compile_ = bench.grammars.compiler.compile
-    monkeypatch.setattr(bench.grammars.compiler, "compile", lambda params: compiled.append(params) or compile_(params))
+    monkeypatch.setattr(
+        bench.grammars.compiler,
+        "compile",
+        lambda params: compiled.append(params) or compile_(params),
+    )
     bench.enter(0, choice=["abc"])
     bench.enter(1, choice=["abc"])
     bench.append(0, "a")
@@ -224,7 +247,9 @@ def test_masks_are_found_beside_the_step(bench, monkeypatch):
     """`start` returns while they are being found; `apply` waits for them."""
     may_go_on = threading.Event()
     find = bench.grammars._find_masks
-    monkeypatch.setattr(bench.grammars, "_find_masks", lambda work: may_go_on.wait(30) and find(work))
+    monkeypatch.setattr(
+        bench.grammars, "_find_masks", lambda work: may_go_on.wait(30) and find(work)
+    )
     bench.enter(0, choice=["ab"])
     bench.grammars.start(np.array([0]), bench.batch)
     assert not bench.grammars._masks.done()
@@ -240,7 +265,10 @@ def jump(bench: Bench, *slots: int) -> dict[int, str]:
     for slot, token_ids in forced.items():
         end = bench.batch.num_tokens[slot]
         assert bench.batch.token_ids[slot, end - len(token_ids) : end].tolist() == token_ids
-    return {slot: bench.tokenizer.decode(token_ids, skip_special_tokens=False) for slot, token_ids in forced.items()}
+    return {
+        slot: bench.tokenizer.decode(token_ids, skip_special_tokens=False)
+        for slot, token_ids in forced.items()
+    }
 
 
 def test_what_is_forced_is_appended_and_the_masks_go_on_behind_it(bench):
@@ -273,7 +301,16 @@ def test_nothing_is_forced_beyond_the_context(bench):
     assert bench.batch.num_tokens[0] == 64
 
 
-@pytest.mark.parametrize("params", [dict(min_tokens=2), dict(logprobs=0), dict(allowed_token_ids=[1, 2]), dict(bad_words_token_ids=[[1]])], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [
+        dict(min_tokens=2),
+        dict(logprobs=0),
+        dict(allowed_token_ids=[1, 2]),
+        dict(bad_words_token_ids=[[1]]),
+    ],
+    ids=str,
+)
 def test_who_asks_for_what_only_a_step_can_tell_does_not_jump(bench, params):
     bench.enter(0, choice=["ab", "cd"], **params)
     bench.step(0)
@@ -282,7 +319,11 @@ def test_who_asks_for_what_only_a_step_can_tell_does_not_jump(bench, params):
     assert "b" in bench.step(0)[0][0] or bench.step(0)[1]
 
 
-@pytest.mark.parametrize("settings", [dict(enable_jump_forward=False), dict(async_scheduling=True), dict(num_scheduler_steps=2)], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [dict(enable_jump_forward=False), dict(async_scheduling=True), dict(num_scheduler_steps=2)],
+    ids=str,
+)
 def test_settings_under_which_nobody_jumps(directory, tokenizer, settings):
     bench = Bench(directory, tokenizer, **settings)
     bench.enter(0, choice=["ab", "cd"])
@@ -305,7 +346,11 @@ def allowed_ids(bench: Bench, slot: int) -> list[int]:
     logits = torch.zeros(1, VOCAB_SIZE)
     errors = bench.batch.stages(logits, np.array([slot]), bench.batch)
     allowed = np.flatnonzero(logits[0].numpy() != MASKED).tolist()
-    return [] if errors or len(allowed) == VOCAB_SIZE else [token_id for token_id in allowed if token_id != EOS_TOKEN_ID]
+    return (
+        []
+        if errors or len(allowed) == VOCAB_SIZE
+        else [token_id for token_id in allowed if token_id != EOS_TOKEN_ID]
+    )
 
 
 def test_forced_tokens_are_those_that_masks_leave_one_by_one(bench):
@@ -319,7 +364,9 @@ def test_forced_tokens_are_those_that_masks_leave_one_by_one(bench):
             for slot in (0, 1):
                 batch.append_tokens(np.array([slot]), np.array([token_id]))
             jump(bench, 0)
-            end = batch.num_tokens[0] - (batch.token_ids[0, batch.num_tokens[0] - 1] == EOS_TOKEN_ID)
+            end = batch.num_tokens[0] - (
+                batch.token_ids[0, batch.num_tokens[0] - 1] == EOS_TOKEN_ID
+            )
             while batch.num_tokens[1] < end:
                 (token_id,) = allowed_ids(bench, 1)
                 batch.append_tokens(np.array([1]), np.array([token_id]))
@@ -357,7 +404,9 @@ def test_a_check_that_failed_by_itself_is_tried_again(bench, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(grammar.GrammarCheck, "check", fail)
-        assert isinstance(bench.grammars.check(StructuredOutputsParams(choice=["a"])).exception(60), RuntimeError)
+        assert isinstance(
+            bench.grammars.check(StructuredOutputsParams(choice=["a"])).exception(60), RuntimeError
+        )
     assert bench.grammars.check(StructuredOutputsParams(choice=["a"])).exception(60) is None
 
 

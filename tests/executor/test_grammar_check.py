@@ -1,6 +1,6 @@
-"""The process that tries grammars: what it lets through, what kills it, and that its death costs one grammar alone.
-May know: GrammarCheck, a tiny tokenizer, psutil.
-Must not know: slots, steps, requests."""
+"""The process that tries grammars: what it lets through, what kills it, and that its death costs
+one grammar alone.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +22,16 @@ from quire.ipc.params import StructuredOutputsParams
 from quire.tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, save_tiny_tokenizer
 
 FINE = StructuredOutputsParams(choice=["yes", "no"])
-ENDLESS = StructuredOutputsParams(grammar="start: T\nT: " + " & ".join(f"/.*a{i}.*/" for i in range(200)))
-CHAIN = {f"a{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/a{i + 1}"}], "minItems": 1} for i in range(5000)}
-DEEP = StructuredOutputsParams(json=json.dumps({"$ref": "#/$defs/a0", "$defs": CHAIN | {"a5000": {"type": "null"}}}))
+ENDLESS = StructuredOutputsParams(
+    grammar="start: T\nT: " + " & ".join(f"/.*a{i}.*/" for i in range(200))
+)
+CHAIN = {
+    f"a{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/a{i + 1}"}], "minItems": 1}
+    for i in range(5000)
+}
+DEEP = StructuredOutputsParams(
+    json=json.dumps({"$ref": "#/$defs/a0", "$defs": CHAIN | {"a5000": {"type": "null"}}})
+)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +85,10 @@ def test_a_grammar_that_compiles_for_ever_is_refused_and_the_next_is_checked(che
 
 
 def test_a_grammar_that_overflows_the_stack_ends_the_process_alone(check):
-    with pytest.raises(InvalidParameterError, match="ended the process that tried to compile it .exit code -11.: .* nests too deeply"):
+    with pytest.raises(
+        InvalidParameterError,
+        match="ended the process that tried to compile it .exit code -11.: .* nests too deeply",
+    ):
         check.check(DEEP)
     check.check(FINE)
 
@@ -109,7 +119,13 @@ def test_memory_is_limited(settings, monkeypatch):
         "try: bytearray(2**28)\n"
         "except MemoryError: print('limited')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], input=msgspec.msgpack.encode(settings), capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=msgspec.msgpack.encode(settings),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
     assert done.stdout == b"limited\n", done.stderr.decode()
 
 
@@ -139,11 +155,18 @@ def test_a_process_that_does_not_start_is_no_refusal(settings, monkeypatch):
 def test_it_dies_with_its_parent(settings):
     code = (
         "import sys, os, msgspec; from quire.executor.grammar_check import *\n"
-        "check = GrammarCheck(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=CompilerSettings))\n"
+        "check = GrammarCheck(msgspec.msgpack.decode(sys.stdin.buffer.read(), "
+        "type=CompilerSettings))\n"
         "check.check(StructuredOutputsParams(choice=['a']))\n"
         "print(check._child.pid, flush=True); os.kill(os.getpid(), 9)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], input=msgspec.msgpack.encode(settings), capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=msgspec.msgpack.encode(settings),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
     pid = int(done.stdout)
     deadline = time.monotonic() + 10
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -152,7 +175,8 @@ def test_it_dies_with_its_parent(settings):
 
 
 def test_the_child_answers_each_grammar_and_leaves_when_nobody_asks(settings, monkeypatch):
-    monkeypatch.setattr(grammar_check.resource, "setrlimit", lambda *_: None)  # this process shall keep its own
+    # this process shall keep its own
+    monkeypatch.setattr(grammar_check.resource, "setrlimit", lambda *_: None)
     requests, answers = io.BytesIO(), io.BytesIO()
     for message in (settings, FINE, StructuredOutputsParams(regex="a(")):
         grammar_check._write(requests, msgspec.msgpack.encode(message))
@@ -163,5 +187,3 @@ def test_the_child_answers_each_grammar_and_leaves_when_nobody_asks(settings, mo
     ready, fine, bad = (grammar_check._read(answers) for _ in range(3))
     assert (ready, fine) == (b"", b"")
     assert "unclosed group" in msgspec.msgpack.decode(bad, type=Problem).problem
-
-

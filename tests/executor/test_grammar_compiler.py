@@ -1,6 +1,4 @@
-"""What a grammar of each kind accepts, what is refused and in which words, what costs too much.
-May know: the compiler, a tiny tokenizer, llguidance's matcher.
-Must not know: slots, steps, processes."""
+"""What a grammar of each kind accepts, what is refused and in which words, what costs too much."""
 
 from __future__ import annotations
 
@@ -12,7 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire.executor.grammar_compiler import MAX_GRAMMAR_BYTES, GrammarCompiler, escape, normalize, to_llguidance
+from quire.executor.grammar_compiler import (
+    MAX_GRAMMAR_BYTES,
+    GrammarCompiler,
+    escape,
+    normalize,
+    to_llguidance,
+)
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.params import StructuredOutputsParams
 from quire.tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, save_tiny_tokenizer
@@ -31,13 +35,22 @@ def accepts(compiler: GrammarCompiler, text: str, **params) -> bool:
     return matcher.consume_tokens(compiler.tokenizer.tokenize_str(text)) and matcher.is_accepting()
 
 
-PERSON = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+PERSON = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 
 
 @pytest.mark.parametrize(
     ("params", "good", "bad"),
     [
-        (dict(json=PERSON), ['{"a": 1}', '{"a":1}', '{\n "a" : 1\n}'], ['{"a": "1"}', "{}", '{"a": 1', '{"a": 1} ', "[]"]),
+        (
+            dict(json=PERSON),
+            ['{"a": 1}', '{"a":1}', '{\n "a" : 1\n}'],
+            ['{"a": "1"}', "{}", '{"a": 1', '{"a": 1} ', "[]"],
+        ),
         (dict(json=json.dumps(PERSON)), ['{"a": 1}'], ['{"a": "1"}']),
         (dict(json=PERSON, disable_any_whitespace=True), ['{"a":1}'], ['{"a": 1}']),
         (dict(json=PERSON, whitespace_pattern=" ?"), ['{"a":1}', '{"a": 1}'], ['{"a":  1}']),
@@ -48,10 +61,15 @@ PERSON = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         (dict(regex="a|bc"), ["a", "bc"], ["ac", "c"]),  # the alternatives are whole outputs
         (dict(regex="^ab+$"), ["ab", "abb"], ["a", "b", "xab"]),
         (dict(regex="\\w+é?/\n"), ["xé/\n"], ["xé/"]),
-        (dict(choice=["yes", "no", "a|b", ".*"]), ["yes", "no", "a|b", ".*"], ["y", "a", "b", "xx", "yes "]),
+        (
+            dict(choice=["yes", "no", "a|b", ".*"]),
+            ["yes", "no", "a|b", ".*"],
+            ["y", "a", "b", "xx", "yes "],
+        ),
         (dict(grammar='start: "x" digits\ndigits: /[0-9]+/'), ["x1", "x123"], ["x", "1"]),  # Lark
         (dict(grammar='root ::= "x" [0-9]+'), ["x1", "x123"], ["x", "1"]),  # GBNF
-        (dict(grammar='{"grammars": [{"json_schema": {"type": "integer"}}]}'), ["12"], ["x"]),  # llguidance's own
+        # llguidance's own
+        (dict(grammar='{"grammars": [{"json_schema": {"type": "integer"}}]}'), ["12"], ["x"]),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -77,7 +95,8 @@ def test_a_choice_is_exactly_its_texts(compiler, text, other):
         (dict(regex="(a)\\1"), "backreferences are not supported"),
         (dict(json="{"), "EOF"),
         (dict(json={"type": "objekt"}), "Invalid type: objekt"),
-        (dict(json={"type": "array", "uniqueItems": True}), "uniqueItems"),  # not implemented is not ignored
+        # not implemented is not ignored
+        (dict(json={"type": "array", "uniqueItems": True}), "uniqueItems"),
         (dict(json={"$ref": "file:///etc/passwd"}), "does not fetch"),
         (dict(json={"a": {1, 2}}), "must be a JSON schema"),
         (dict(regex="\ud800"), "half characters"),
@@ -96,7 +115,9 @@ def test_refusals_say_what_is_wrong(compiler, params, words):
     assert caught.value.parameter.startswith("structured_outputs") and len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("params", [dict(json={"$ref": "#"}), dict(grammar="start: a\na: b\nb: a")], ids=str)
+@pytest.mark.parametrize(
+    "params", [dict(json={"$ref": "#"}), dict(grammar="start: a\na: b\nb: a")], ids=str
+)
 def test_a_grammar_that_accepts_nothing_is_refused(compiler, params):
     matcher = compiler.compile(normalize(StructuredOutputsParams(**params)))
     with pytest.raises(InvalidParameterError, match="accepts no output at all"):
@@ -106,7 +127,9 @@ def test_a_grammar_that_accepts_nothing_is_refused(compiler, params):
 def test_a_grammar_that_soon_exceeds_a_limit_is_refused(compiler, monkeypatch):
     matcher = compiler.compile(StructuredOutputsParams(regex="((a{1,100}){1,100}){1,100}"))
     monkeypatch.setattr("quire.executor.grammar_compiler.WALK_TOKENS", 1000)
-    with pytest.raises(InvalidParameterError, match="too complex: lexer error: too many expressions"):
+    with pytest.raises(
+        InvalidParameterError, match="too complex: lexer error: too many expressions"
+    ):
         compiler.try_out(matcher)
 
 
@@ -129,7 +152,9 @@ def test_sizes_are_limited(name):
     text = "x" * (MAX_GRAMMAR_BYTES + 1)
     value = {"choice": [text[:9], text[9:]], "json": {"title": text}}.get(name, text)
     others = {"json_object": True} if name == "whitespace_pattern" else {}
-    with pytest.raises(InvalidParameterError, match=f"structured_outputs.{name}: must have at most"):
+    with pytest.raises(
+        InvalidParameterError, match=f"structured_outputs.{name}: must have at most"
+    ):
         normalize(StructuredOutputsParams(**{name: value}, **others))
     normalize(StructuredOutputsParams(regex=text[1:]))
 
@@ -153,8 +178,12 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path):
 
 def test_users_options_come_before_those_in_the_schema():
     schema = {"x-guidance": {"whitespace_flexible": True}}
-    text = to_llguidance(normalize(StructuredOutputsParams(json=schema, disable_any_whitespace=True)))
-    assert json.loads(text)["grammars"][0]["json_schema"]["x-guidance"]["whitespace_flexible"] is False
+    text = to_llguidance(
+        normalize(StructuredOutputsParams(json=schema, disable_any_whitespace=True))
+    )
+    assert (
+        json.loads(text)["grammars"][0]["json_schema"]["x-guidance"]["whitespace_flexible"] is False
+    )
 
 
 @pytest.mark.parametrize(

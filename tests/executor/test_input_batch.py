@@ -1,6 +1,4 @@
-"""The slots' tables: entry, growth, reuse, and which parameters are refused.
-May know: input_batch.py, the messages.
-Must not know: the model, torch."""
+"""The slots' tables: entry, growth, reuse, and which parameters are refused."""
 
 from __future__ import annotations
 
@@ -17,14 +15,39 @@ def make_batch() -> InputBatch:
 
 
 def request(slot: int, token_ids: list[int], **params) -> NewRequestData:
-    return NewRequestData(slot, f"r{slot}", token_ids, len(token_ids), SamplingParams(**{"seed": 7, **params}))
+    return NewRequestData(
+        slot, f"r{slot}", token_ids, len(token_ids), SamplingParams(**{"seed": 7, **params})
+    )
 
 
 def test_a_request_fills_its_row():
     batch = make_batch()
-    batch.add(request(2, [5, 6, 7], temperature=0.5, top_k=9, top_p=0.25, min_p=0.125, seed=2**63 - 1, logprobs=3))
-    assert batch.token_ids[2, :3].tolist() == [5, 6, 7] and batch.num_tokens.tolist() == [0, 0, 3, 0]
-    columns = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds, batch.num_logprobs)
+    batch.add(
+        request(
+            2,
+            [5, 6, 7],
+            temperature=0.5,
+            top_k=9,
+            top_p=0.25,
+            min_p=0.125,
+            seed=2**63 - 1,
+            logprobs=3,
+        )
+    )
+    assert batch.token_ids[2, :3].tolist() == [5, 6, 7] and batch.num_tokens.tolist() == [
+        0,
+        0,
+        3,
+        0,
+    ]
+    columns = (
+        batch.temperature,
+        batch.top_k,
+        batch.top_p,
+        batch.min_p,
+        batch.seeds,
+        batch.num_logprobs,
+    )
     assert [column[2] for column in columns] == [0.5, 9, 0.25, 0.125, 2**63 - 1, 3]
     batch.add(request(1, [1], top_k=-1))
     assert batch.top_k[1] == 0 and batch.num_logprobs[1] == NO_LOGPROBS
@@ -32,7 +55,14 @@ def test_a_request_fills_its_row():
 
 def test_which_slots_draw_and_which_of_them_are_filtered():
     batch = make_batch()
-    for slot, params in enumerate(({"temperature": 0.0, "top_k": 5}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"min_p": 0.1})):
+    for slot, params in enumerate(
+        (
+            {"temperature": 0.0, "top_k": 5},
+            {"temperature": 1.0},
+            {"temperature": 1.0, "top_p": 0.9},
+            {"min_p": 0.1},
+        )
+    ):
         batch.add(request(slot, [1], **params))
     assert (batch.random_slots, batch.filtered_slots) == ({1, 2, 3}, {2, 3})
     batch.add(request(2, [1], temperature=1.0))
@@ -61,7 +91,10 @@ def test_blocks_and_tokens_are_appended():
     assert batch.block_tables[3, : batch.num_blocks[3]].tolist() == [9, 4, 7]
     batch.add(request(0, [8]))
     batch.append_tokens(np.array([3, 0]), np.array([11, 12]))
-    assert batch.token_ids[3, :3].tolist() == [1, 2, 11] and batch.token_ids[0, :2].tolist() == [8, 12]
+    assert batch.token_ids[3, :3].tolist() == [1, 2, 11] and batch.token_ids[0, :2].tolist() == [
+        8,
+        12,
+    ]
     assert batch.num_tokens[[3, 0]].tolist() == [3, 2]
 
 

@@ -1,6 +1,4 @@
-"""The factory and its layers: merged projections, names of weights, packing.
-May know: layers.py, a table of operations.
-Must not know: architectures, files."""
+"""The factory and its layers: merged projections, names of weights, packing."""
 
 from __future__ import annotations
 
@@ -16,7 +14,10 @@ def make_factory(dtype: torch.dtype = torch.float32) -> LayerFactory:
 
 
 def fill(make: LayerFactory, layer) -> dict[str, torch.Tensor]:
-    """Random values for the tensors that the loader would fill, as it does; returns copies of them. The values' own pages are given up."""
+    """Random values for the tensors that the loader would fill, as it does; returns copies of them.
+
+    The values' own pages are given up.
+    """
     generator = torch.Generator().manual_seed(0)
     copies = {}
     for name, tensor in layer.weights("p."):
@@ -29,9 +30,17 @@ def test_merged_linear_is_its_shards_side_by_side():
     make = make_factory()
     layer = make.linear(32, {"q_proj": 16, "k_proj": 8, "v_proj": 8}, bias=True)
     weights = fill(make, layer)
-    assert list(weights) == [f"p.{name}_proj.{kind}" for name in "qkv" for kind in ("weight", "bias")]
+    assert list(weights) == [
+        f"p.{name}_proj.{kind}" for name in "qkv" for kind in ("weight", "bias")
+    ]
     x = torch.randn(5, 32)
-    expected = torch.cat([F.linear(x, weights[f"p.{name}_proj.weight"], weights[f"p.{name}_proj.bias"]) for name in "qkv"], dim=-1)
+    expected = torch.cat(
+        [
+            F.linear(x, weights[f"p.{name}_proj.weight"], weights[f"p.{name}_proj.bias"])
+            for name in "qkv"
+        ],
+        dim=-1,
+    )
     torch.testing.assert_close(layer(x), expected)
 
 
@@ -45,24 +54,47 @@ def test_a_linear_is_packed_and_its_weight_freed_with_its_last_tensor():
     assert layer.weight is None and (layer(torch.ones(1, 32)) == 0).all()
 
 
-@pytest.mark.parametrize("rows", [{"q_proj": 48, "k_proj": 16, "v_proj": 24}, {"q_proj": 40, "k_proj": 8, "v_proj": 8}], ids=str)
+@pytest.mark.parametrize(
+    "rows",
+    [{"q_proj": 48, "k_proj": 16, "v_proj": 24}, {"q_proj": 40, "k_proj": 8, "v_proj": 8}],
+    ids=str,
+)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_a_layer_packed_out_of_its_shards_is_the_layer_packed_whole(quantization, rows):
-    """Out of where they are stored (in the model's dtype), by way of the layer's own memory (in another), or some so, some so."""
+    """Out of where they are stored (in the model's dtype), by way of the layer's own memory (in
+    another), or some so, some so.
+    """
     results = []
-    for stored in ([torch.bfloat16] * 3, [torch.float32] * 3, [torch.bfloat16, torch.float32, torch.bfloat16]):
-        make = LayerFactory(registry.select("cpu", torch.bfloat16), torch.bfloat16, torch.device("cpu"), quantization)
+    for stored in (
+        [torch.bfloat16] * 3,
+        [torch.float32] * 3,
+        [torch.bfloat16, torch.float32, torch.bfloat16],
+    ):
+        make = LayerFactory(
+            registry.select("cpu", torch.bfloat16),
+            torch.bfloat16,
+            torch.device("cpu"),
+            quantization,
+        )
         layer, generator = make.linear(70, rows, bias=True), torch.Generator().manual_seed(1)
         for i, (_, tensor) in enumerate(layer.weights("")):
-            make.fill(tensor, torch.randn(tensor.shape, generator=generator).bfloat16().to(stored[i // 2]))
+            make.fill(
+                tensor, torch.randn(tensor.shape, generator=generator).bfloat16().to(stored[i // 2])
+            )
         results.append(layer(torch.randn(5, 70, generator=generator).bfloat16()))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 def test_row_linear_and_bias():
     make = make_factory()
-    plain, biased = make.row_linear("o_proj", 16, 32), make.row_linear("down_proj", 16, 32, bias=True)
-    assert list(fill(make, plain)) == ["p.o_proj.weight"] and list(fill(make, biased)) == ["p.down_proj.weight", "p.down_proj.bias"]
+    plain, biased = (
+        make.row_linear("o_proj", 16, 32),
+        make.row_linear("down_proj", 16, 32, bias=True),
+    )
+    assert list(fill(make, plain)) == ["p.o_proj.weight"] and list(fill(make, biased)) == [
+        "p.down_proj.weight",
+        "p.down_proj.bias",
+    ]
     assert plain(torch.randn(3, 16)).shape == biased(torch.randn(3, 16)).shape == (3, 32)
 
 
@@ -79,12 +111,20 @@ def test_tied_head_is_the_embedding():
 def test_a_tied_table_lies_in_memory_once_where_the_packed_head_gives_its_rows():
     weights = {}
     on_cpu = registry.Facts("cpu", torch.bfloat16)
-    for implementation in (i for i in registry.implementations("pack_linear") if i.predicate(on_cpu)):
-        make = LayerFactory(registry.select("cpu", torch.bfloat16, {"pack_linear": implementation.name}), torch.bfloat16, torch.device("cpu"))
+    for implementation in (
+        i for i in registry.implementations("pack_linear") if i.predicate(on_cpu)
+    ):
+        make = LayerFactory(
+            registry.select("cpu", torch.bfloat16, {"pack_linear": implementation.name}),
+            torch.bfloat16,
+            torch.device("cpu"),
+        )
         embedding = make.embedding("embed_tokens", 50, 31)
         make.tied_head("lm_head", embedding)
         table = fill(make, embedding)["p.embed_tokens.weight"]
-        assert torch.equal(embedding(torch.tensor([49, 0, 17], dtype=torch.int32)), table[[49, 0, 17]]), implementation.name
+        assert torch.equal(
+            embedding(torch.tensor([49, 0, 17], dtype=torch.int32)), table[[49, 0, 17]]
+        ), implementation.name
         weights[implementation.name] = embedding.weight
     assert weights["reference"] is not None and weights.get("native") is None
 

@@ -1,6 +1,6 @@
-"""Torch imported into an engine's own process: what is put off comes when it is asked for, what is unmapped comes back as it was.
-May know: lean_import.py, subprocesses, the pages of a process.
-Must not know: what torch is used for."""
+"""Torch imported into an engine's own process: what is put off comes when it is asked for, what is
+unmapped comes back as it was.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +28,20 @@ print(json.dumps([before, runs(), function.__module__, any(type(finder).__name__
 """
 
 
-@pytest.mark.parametrize("processors, is_deferred", [("[]", "true"), ('["some.package:factory"]', "false")])
+@pytest.mark.parametrize(
+    "processors, is_deferred", [("[]", "true"), ('["some.package:factory"]', "false")]
+)
 def test_kernels_of_tensors_without_data_wait_until_somebody_asks_for_them(processors, is_deferred):
     """With foreign code in the process nothing is put off."""
-    done = subprocess.run([sys.executable, "-c", IMPORT, processors], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT, processors], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     is_run = "false" if is_deferred == "true" else "true"
-    assert done.stdout.strip() == f'[[{is_deferred}, {is_run}], [false, true], "torch._meta_registrations", false]'
+    assert (
+        done.stdout.strip()
+        == f'[[{is_deferred}, {is_run}], [false, true], "torch._meta_registrations", false]'
+    )
 
 
 def test_nothing_is_done_when_torch_is_there_already(monkeypatch):
@@ -47,11 +54,17 @@ def test_pages_of_libraries_go_and_come_back_and_changed_ones_stay(tmp_path):
     path.write_bytes(b"A" * 2**20)
     with path.open("rb") as file:
         unchanged = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE)
-        changed = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE)
+        changed = mmap.mmap(
+            file.fileno(), 0, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE
+        )
     assert unchanged[:] == changed[:] == b"A" * 2**20
     changed[5] = ord("B")
     address = ctypes.addressof(ctypes.c_char.from_buffer(changed))
-    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(2**20), mmap.PROT_READ) == 0  # as the loader does with relocations
+    # as the loader does with relocations
+    assert (
+        ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(2**20), mmap.PROT_READ)
+        == 0
+    )
     before = resident(path)
     assert lean_import.unmap_unchanged() >= 2**20
     assert before == 2**21 and resident(path) == 2**20
@@ -59,4 +72,8 @@ def test_pages_of_libraries_go_and_come_back_and_changed_ones_stay(tmp_path):
 
 
 def resident(path) -> int:
-    return sum(region.rss for region in psutil.Process().memory_maps(grouped=False) if region.path == str(path))
+    return sum(
+        region.rss
+        for region in psutil.Process().memory_maps(grouped=False)
+        if region.path == str(path)
+    )

@@ -1,6 +1,4 @@
-"""Arrays in the wire's form, and several steps' log-probabilities as one entry per slot.
-May know: logprob_arrays.py, the messages.
-Must not know: samplers."""
+"""Arrays in the wire's form, and several steps' log-probabilities as one entry per slot."""
 
 import numpy as np
 from quire.executor.logprob_arrays import join_logprobs, to_array
@@ -10,7 +8,9 @@ from quire.tests.executor.driver import to_numpy
 
 def entry(slot: int, token_ids: list[list[int]]) -> SlotLogprobs:
     ids = np.array(token_ids, np.int32)
-    return SlotLogprobs(slot, to_array(ids), to_array(-ids.astype(np.float32)), to_array(ids[:, 0] + 1))
+    return SlotLogprobs(
+        slot, to_array(ids), to_array(-ids.astype(np.float32)), to_array(ids[:, 0] + 1)
+    )
 
 
 def test_an_array_is_contiguous_and_says_its_type():
@@ -21,7 +21,12 @@ def test_an_array_is_contiguous_and_says_its_type():
 
 
 def test_steps_are_joined_by_slot():
-    steps = [[entry(4, [[1, 2]]), entry(2, [[3]])], [], [entry(4, [[5, 6], [7, 8]])], [entry(4, [[9, 9]])]]
+    steps = [
+        [entry(4, [[1, 2]]), entry(2, [[3]])],
+        [],
+        [entry(4, [[5, 6], [7, 8]])],
+        [entry(4, [[9, 9]])],
+    ]
     joined = join_logprobs(steps)
     assert joined == [entry(4, [[1, 2], [5, 6], [7, 8], [9, 9]]), entry(2, [[3]])]
     assert joined[0].token_ids.shape == (4, 2) and joined[0].ranks.shape == (4,)

@@ -1,6 +1,6 @@
-"""One step and many: chunked equals whole, batches equal single requests, slots and blocks are reused, a bad row is alone.
-May know: the driver, the executor's interface, tiny checkpoints.
-Must not know: transformers (test_models.py compares with it)."""
+"""One step and many: chunked equals whole, batches equal single requests, slots and blocks are
+reused, a bad row is alone.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +45,21 @@ def test_chunked_prefill_equals_whole(executor, chunk):
 
 
 def test_several_tokens_in_one_step_are_those_of_several_steps(executor):
-    """Rows with different numbers of them, a prompt that is still being computed and one that asks for nothing among them."""
+    """Rows with different numbers of them, a prompt that is still being computed and one that asks
+    for nothing among them.
+    """
     params = [
         greedy(logprobs=2),
         SamplingParams(temperature=0.9, top_p=0.9, seed=5, logprobs=0),
-        SamplingParams(temperature=0.8, seed=6, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, min_tokens=6, stop_token_ids=[7]),
+        SamplingParams(
+            temperature=0.8,
+            seed=6,
+            repetition_penalty=1.3,
+            presence_penalty=0.5,
+            frequency_penalty=0.2,
+            min_tokens=6,
+            stop_token_ids=[7],
+        ),
         greedy(),
     ]
     prompts = random_prompts(20, 3, 33, 60, seed=3)
@@ -59,12 +69,20 @@ def test_several_tokens_in_one_step_are_those_of_several_steps(executor):
     driver.step({"0": 20, "1": 3, "2": 33, "3": 40})
     driver.step({"0": 1, "1": 1, "2": 1, "3": 20}, lookahead={"0": 4, "2": 1, "3": 3})
     driver.step({"0": 1, "1": 1, "2": 1, "3": 1}, lookahead={"1": 6, "0": 2})
-    executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows]))
+    executor.execute_model(
+        SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows])
+    )
     assert [len(row.output) for row in rows] == [9, 9, 4, 5]
     for row, expected in zip(rows, one_by_one):
         assert row.output == expected.output[: len(row.output)]
-        for (ids, logprobs, rank), (other_ids, other_logprobs, other_rank) in zip(row.logprobs, expected.logprobs):
-            assert ids.tolist() == other_ids.tolist() and rank == other_rank and abs(logprobs - other_logprobs).max() < 1e-4
+        for (ids, logprobs, rank), (other_ids, other_logprobs, other_rank) in zip(
+            row.logprobs, expected.logprobs
+        ):
+            assert (
+                ids.tolist() == other_ids.tolist()
+                and rank == other_rank
+                and abs(logprobs - other_logprobs).max() < 1e-4
+            )
     assert len(rows[0].logprobs) == len(rows[1].logprobs) == 9
 
 
@@ -80,16 +98,25 @@ def test_a_row_that_fails_while_it_looks_ahead_keeps_what_came_before(executor, 
         return values.index_fill(0, torch.tensor([1]), float("nan")) if len(passes) == 2 else values
 
     monkeypatch.setattr(executor.worker.model, "compute_logits", poisoned)
-    monkeypatch.setattr(executor.worker.runner, "program", None)  # a recorded step would not hear of it,
+    # a recorded step would not hear of it,
+    monkeypatch.setattr(executor.worker.runner, "program", None)
     monkeypatch.setattr(executor.worker.runner, "bursts", None)  # nor would several
     result = driver.step({"0": 1, "1": 1}, lookahead={"0": 3, "1": 3})
-    executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows]))
-    assert passes == [2, 2, 1, 1] and result.num_sampled == [4, 1] and list(result.errors) == [rows[1].slot]
+    executor.execute_model(
+        SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows])
+    )
+    assert (
+        passes == [2, 2, 1, 1]
+        and result.num_sampled == [4, 1]
+        and list(result.errors) == [rows[1].slot]
+    )
 
 
 def test_odd_boundaries_drawn_at_random(executor):
     prompts, rng = random_prompts(310, 97, 18, 2, seed=1), random.Random(4)
-    assert outputs(generate(executor, prompts, 6, chunk=lambda row: rng.randint(1, 60))) == outputs(generate(executor, prompts, 6))
+    assert outputs(generate(executor, prompts, 6, chunk=lambda row: rng.randint(1, 60))) == outputs(
+        generate(executor, prompts, 6)
+    )
 
 
 def test_batch_equals_single_requests(executor):
@@ -104,11 +131,15 @@ def test_batch_equals_single_requests(executor):
 
 
 def test_decodes_between_prefills_come_back_in_the_schedulers_order(executor):
-    """A step in the order prefill, decode, unfinished chunk, decode: the runner puts decodes first, the caller must not notice."""
+    """A step in the order prefill, decode, unfinished chunk, decode: the runner puts decodes first,
+    the caller must not notice.
+    """
     prompts = random_prompts(30, 10, 60, 20, seed=3)
     expected = outputs(generate(executor, prompts, 3))
     driver = Driver(executor)
-    late, early_a, chunk, early_b = (driver.add(name, prompt) for name, prompt in zip("abcd", prompts))
+    late, early_a, chunk, early_b = (
+        driver.add(name, prompt) for name, prompt in zip("abcd", prompts)
+    )
     result = driver.step({"d": 20, "b": 10})
     assert result.num_sampled == [1, 1] and result.token_ids == [expected[3][0], expected[1][0]]
     result = driver.step({"a": 30, "b": 1, "c": 59, "d": 1})
@@ -125,10 +156,14 @@ def test_a_failure_in_the_lookahead_leaves_what_came_before(tiny):
     """The third token could only be one that would complete a bad word."""
     executor = start_executor(tiny("qwen2"))
     driver = Driver(executor)
-    bad = driver.add("bad", [1, 2, 3], greedy(allowed_token_ids=[5], bad_words_token_ids=[[5, 5, 5]], logprobs=1))
+    bad = driver.add(
+        "bad", [1, 2, 3], greedy(allowed_token_ids=[5], bad_words_token_ids=[[5, 5, 5]], logprobs=1)
+    )
     good = driver.add("good", [4, 5, 6], greedy(logprobs=1))
     result = driver.step({"bad": 3, "good": 3}, {"bad": 4, "good": 4})
-    assert result.num_sampled == [2, 5] and list(result.errors) == [bad.slot] and bad.output == [5, 5]
+    assert (
+        result.num_sampled == [2, 5] and list(result.errors) == [bad.slot] and bad.output == [5, 5]
+    )
     assert [entry.token_ids.shape[0] for entry in result.logprobs] == [2, 5]
     assert [good.output] == outputs(generate(start_executor(tiny("qwen2")), [[4, 5, 6]], 5))
 
@@ -139,11 +174,16 @@ def test_step_without_requests_only_frees(executor):
 
 
 def test_slots_and_blocks_are_reused_at_once(executor):
-    """A request leaves and another enters its slot and blocks in the same step; a third goes on beside them."""
+    """A request leaves and another enters its slot and blocks in the same step; a third goes on
+    beside them.
+    """
     prompts = random_prompts(50, 20, 35, seed=5)
     expected = outputs(generate(executor, prompts, 8))
     driver = Driver(executor)
-    staying, leaving = driver.add("stay", prompts[0]), driver.add("leave", prompts[1], SamplingParams(seed=3, logprobs=1))
+    staying, leaving = (
+        driver.add("stay", prompts[0]),
+        driver.add("leave", prompts[1], SamplingParams(seed=3, logprobs=1)),
+    )
     driver.step({"stay": 50, "leave": 20})
     driver.free(leaving)
     entering = driver.add("enter", prompts[2])
@@ -173,7 +213,9 @@ def test_preempted_and_recomputed_in_another_slot(executor):
 
 
 def test_shared_prefix_blocks_are_read_not_recomputed(executor):
-    """A second request whose table begins with the first one's blocks and whose computed count says so: as a prefix-cache hit."""
+    """A second request whose table begins with the first one's blocks and whose computed count says
+    so: as a prefix-cache hit.
+    """
     prefix, tail = random_prompts(32, 9, seed=7)
     expected = outputs(generate(executor, [prefix + tail], 6))
     driver = Driver(executor)
@@ -183,7 +225,9 @@ def test_shared_prefix_blocks_are_read_not_recomputed(executor):
     assert driver.step({"second": 9}).num_sampled == [1]
     driver.run(6)
     assert [second.output] == expected
-    executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=[first.slot, second.slot]))
+    executor.execute_model(
+        SchedulerOutput(0, [], [], [], [], freed_slots=[first.slot, second.slot])
+    )
 
 
 def test_a_full_context(executor):
@@ -197,13 +241,17 @@ def test_dummy_batch_changes_nothing(executor):
     expected = outputs(generate(executor, prompts, 6))
     driver = Driver(executor)
     rows = [driver.add(name, prompt) for name, prompt in zip("ab", prompts)]
-    cache = [(layer.key_cache, layer.value_cache) for layer in executor.worker.model.attention_layers()]
+    cache = [
+        (layer.key_cache, layer.value_cache) for layer in executor.worker.model.attention_layers()
+    ]
     while len(rows[0].output) < 6:
         driver.step({row.request_id: row.num_tokens - row.num_computed for row in rows})
         before = [tensor.clone() for pair in cache for tensor in pair]
         executor.execute_dummy_batch()
         executor.worker.runner.execute_dummy_batch(5, 3, is_sampled=True)
-        assert all(torch.equal(a, b) for a, b in zip(before, (tensor for pair in cache for tensor in pair)))
+        assert all(
+            torch.equal(a, b) for a, b in zip(before, (tensor for pair in cache for tensor in pair))
+        )
     assert outputs(rows) == expected
     for row in rows:
         driver.free(row)
@@ -212,23 +260,38 @@ def test_dummy_batch_changes_nothing(executor):
 
 @pytest.fixture(scope="module")
 def poisoned(tiny) -> Executor:
-    """A model whose embedding of NAN_TOKEN is NaN: whoever has that token has NaN in hidden states, keys, values and logits."""
-    executor = start_executor(tiny("qwen2"), max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=2**21)
+    """A model whose embedding of NAN_TOKEN is NaN: whoever has that token has NaN in hidden states,
+    keys, values and logits.
+    """
+    executor = start_executor(
+        tiny("qwen2"), max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=2**21
+    )
     executor.worker.model.embed_tokens.weight[NAN_TOKEN] = float("nan")
     return executor
 
 
 @pytest.mark.parametrize(
-    "params", [greedy(), greedy(logprobs=2), SamplingParams(temperature=0.8, seed=4, logprobs=1)], ids=["greedy", "logprobs", "sampled"]
+    "params",
+    [greedy(), greedy(logprobs=2), SamplingParams(temperature=0.8, seed=4, logprobs=1)],
+    ids=["greedy", "logprobs", "sampled"],
 )
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_nan_is_the_error_of_its_own_request(executor, poisoned, params, chunk):
     prompts = random_prompts(40, 25, 3, seed=12)
     expected = outputs(generate(executor, prompts, 6, params))
     bad = prompts[1][:12] + [NAN_TOKEN] + prompts[1][12:]
-    rows = generate(poisoned, [prompts[0], bad, prompts[1], [NAN_TOKEN], prompts[2]], 6, params, chunk and (lambda row: chunk))
+    rows = generate(
+        poisoned,
+        [prompts[0], bad, prompts[1], [NAN_TOKEN], prompts[2]],
+        6,
+        params,
+        chunk and (lambda row: chunk),
+    )
     assert [row.output for row in rows] == [expected[0], [], expected[1], [], expected[2]]
-    assert all(rows[i].error == "the model's logits for this request are not finite (NaN or infinity)" for i in (1, 3))
+    assert all(
+        rows[i].error == "the model's logits for this request are not finite (NaN or infinity)"
+        for i in (1, 3)
+    )
 
 
 def test_blocks_that_held_nan_serve_the_next_request(executor, poisoned):
@@ -262,11 +325,16 @@ def test_refused_parameters_are_the_error_of_their_own_request(executor):
     prompts = random_prompts(12, 40, seed=15)
     expected = outputs(generate(executor, prompts[:1], 5))
     driver = Driver(executor)
-    good, bad = driver.add("good", prompts[0]), driver.add("bad", prompts[1], greedy(logit_bias={320: 5.0}, logprobs=1))
+    good, bad = (
+        driver.add("good", prompts[0]),
+        driver.add("bad", prompts[1], greedy(logit_bias={320: 5.0}, logprobs=1)),
+    )
     error = driver.step({"good": 12, "bad": 10}).errors[bad.slot]
     assert error == "logit_bias: must hold token ids from 0 to 319, got 320"
     result = driver.step({"good": 1, "bad": 30})
-    assert list(result.errors) == [bad.slot] and result.num_sampled == [1, 0] and not result.logprobs
+    assert (
+        list(result.errors) == [bad.slot] and result.num_sampled == [1, 0] and not result.logprobs
+    )
     driver.run(5)
     assert [good.output] == expected
     driver.free(good)
@@ -275,5 +343,7 @@ def test_refused_parameters_are_the_error_of_their_own_request(executor):
 
 
 def test_forced_tokens_follow_their_rows_own():
-    columns = insert_forced([5, 2, 7, 1], [1, 0, 1, 1], [10, 30, 40], {7: [31, 32], 1: [41], 3: [9]})
+    columns = insert_forced(
+        [5, 2, 7, 1], [1, 0, 1, 1], [10, 30, 40], {7: [31, 32], 1: [41], 3: [9]}
+    )
     assert columns == ([1, 0, 3, 2], [10, 30, 31, 32, 40, 41])

@@ -1,6 +1,6 @@
-"""Every architecture against transformers: same weights, greedy, fp32, token for token; bf16 within transformers' own error.
-May know: the driver, tiny checkpoints, transformers.
-Must not know: how the executor computes."""
+"""Every architecture against transformers: same weights, greedy, fp32, token for token; bf16 within
+transformers' own error.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +20,19 @@ BLOCK_SIZE = 16
 BUNDLED = Path(bundled_model.__file__).parent
 LENGTHS = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1)
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 VARIANTS = {
     "qwen2": ("qwen2", {}),
@@ -31,12 +40,25 @@ VARIANTS = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-no-gqa": ("qwen2", {"num_key_value_heads": 4}),
     "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
-    "qwen2-dynamic": ("qwen2", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
+    "qwen2-dynamic": (
+        "qwen2",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
     "qwen3": ("qwen3", {}),
     "qwen3-tied-mqa": ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
-    "qwen3-linear": ("qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}),
-    "qwen3-window": ("qwen3", {**WINDOW, "sliding_window": 17, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "qwen3-linear": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
+    ),
+    "qwen3-window": (
+        "qwen3",
+        {
+            **WINDOW,
+            "sliding_window": 17,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "mistral": ("mistral", {}),
     "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "llama": ("llama", {}),
@@ -45,8 +67,14 @@ VARIANTS = {
     "llama-head-dim": ("llama", {"head_dim": 32}),
     "llama-odd-vocab": ("llama", {"vocab_size": 307}),
     "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
-    "llama-old-rope": ("llama", {"rope_theta": 2000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}),
-    "llama-yarn": ("llama", {"rope_parameters": {**YARN, "beta_fast": 16, "mscale": 1.2, "mscale_all_dim": 0.7}}),
+    "llama-old-rope": (
+        "llama",
+        {"rope_theta": 2000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    ),
+    "llama-yarn": (
+        "llama",
+        {"rope_parameters": {**YARN, "beta_fast": 16, "mscale": 1.2, "mscale_all_dim": 0.7}},
+    ),
 }
 
 
@@ -56,19 +84,25 @@ def random_prompt(length: int, seed: int) -> list[int]:
 
 @torch.inference_mode()
 def oracle_logprobs(model: torch.nn.Module, row: Row) -> torch.Tensor:
-    """[output tokens, vocab] f32: transformers' distribution before each token that the row generated."""
+    """[output tokens, vocab] f32: transformers' distribution before each token that the row
+    generated.
+    """
     logits = model(torch.tensor([row.prompt + row.output])).logits[0].float()
     return logits.log_softmax(-1)[len(row.prompt) - 1 : -1]
 
 
 def assert_same_as_oracle(row: Row, expected: torch.Tensor) -> None:
-    """Greedy in one forward pass: every token is the argmax after its predecessors, hence the whole is transformers' greedy output."""
+    """Greedy in one forward pass: every token is the argmax after its predecessors, hence the whole
+    is transformers' greedy output.
+    """
     assert row.error is None
     assert row.output == expected.argmax(-1).tolist()
     for (ids, logprobs, rank), reference in zip(row.logprobs, expected.numpy(), strict=True):
         assert rank == 1
         np.testing.assert_allclose(logprobs, reference[ids], atol=1e-4)
-        np.testing.assert_allclose(logprobs[1:], np.sort(reference)[::-1][: len(ids) - 1], atol=1e-4)
+        np.testing.assert_allclose(
+            logprobs[1:], np.sort(reference)[::-1][: len(ids) - 1], atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -81,7 +115,11 @@ def test_token_exact_with_transformers(variant, tiny, oracle):
         assert_same_as_oracle(row, oracle_logprobs(oracle(directory), row))
 
 
-@pytest.mark.parametrize(("kind", "overrides"), [("qwen2", {}), ("qwen3", {}), ("llama", {}), ("mistral", {"sliding_window": 600})], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [("qwen2", {}), ("qwen3", {}), ("llama", {}), ("mistral", {"sliding_window": 600})],
+    ids=str,
+)
 def test_long_prompt_is_token_exact(kind, overrides, tiny, oracle):
     directory = tiny(kind, **overrides)
     executor = start_executor(directory, block_size=BLOCK_SIZE, max_model_len=2048)
@@ -91,7 +129,9 @@ def test_long_prompt_is_token_exact(kind, overrides, tiny, oracle):
 
 @pytest.mark.parametrize("isa", ["auto", "none"])
 @pytest.mark.parametrize("variant", ["qwen2-window", "mistral"])
-def test_windows_are_token_exact_in_chunks_beside_decodes_and_after_preemption(variant, isa, tiny, oracle):
+def test_windows_are_token_exact_in_chunks_beside_decodes_and_after_preemption(
+    variant, isa, tiny, oracle
+):
     kind, overrides = VARIANTS[variant]
     directory = tiny(kind, **overrides)
     driver = Driver(start_executor(directory, block_size=BLOCK_SIZE, cpu_isa=isa))
@@ -104,9 +144,13 @@ def test_windows_are_token_exact_in_chunks_beside_decodes_and_after_preemption(v
 
 
 def test_bundled_model_is_token_exact(oracle):
-    """The same on the model that ships, whose weights are trained, in the dtype that gives an exact comparison."""
+    """The same on the model that ships, whose weights are trained, in the dtype that gives an exact
+    comparison.
+    """
     executor = start_executor(BUNDLED, block_size=BLOCK_SIZE, max_model_len=2048)
-    rows = generate(executor, [random_prompt(n, seed=n) for n in (*LENGTHS, 1500)], 16, greedy(logprobs=4))
+    rows = generate(
+        executor, [random_prompt(n, seed=n) for n in (*LENGTHS, 1500)], 16, greedy(logprobs=4)
+    )
     for row in rows:
         assert_same_as_oracle(row, oracle_logprobs(oracle(BUNDLED), row))
 
@@ -127,18 +171,29 @@ def test_greedy_equals_generate_of_transformers(tiny, oracle):
 
 
 def test_stages_equal_those_of_transformers(tiny, oracle):
-    """Where the two mean the same: repetition penalty, bad words, biases, fewest tokens; each by itself, then together."""
+    """Where the two mean the same: repetition penalty, bad words, biases, fewest tokens; each by
+    itself, then together.
+    """
     directory, prompt = tiny("llama"), random_prompt(30, seed=8)
     executor = start_executor(directory)
     (plain,) = generate(executor, [prompt], 16)
     first, second, third = plain.output[:3]  # what would be said: so forbidding it matters
     asked = [
         ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
-        ({"bad_words_token_ids": [[first], [second, third]]}, {"bad_words_ids": [[first], [second, third]]}),
+        (
+            {"bad_words_token_ids": [[first], [second, third]]},
+            {"bad_words_ids": [[first], [second, third]]},
+        ),
         ({"logit_bias": {7: 4.0, first: -3.0}}, {"sequence_bias": {(7,): 4.0, (first,): -3.0}}),
-        ({"min_tokens": 9, "stop_token_ids": [first, third]}, {"min_new_tokens": 9, "eos_token_id": [first, third]}),
+        (
+            {"min_tokens": 9, "stop_token_ids": [first, third]},
+            {"min_new_tokens": 9, "eos_token_id": [first, third]},
+        ),
     ]
-    everything = {k: v for ours, _ in asked for k, v in ours.items()}, {k: v for _, theirs in asked for k, v in theirs.items()}
+    everything = (
+        {k: v for ours, _ in asked for k, v in ours.items()},
+        {k: v for _, theirs in asked for k, v in theirs.items()},
+    )
     for ours, theirs in [*asked, everything]:
         (row,) = generate(executor, [prompt], 16, greedy(**ours))
         generated = oracle(directory).generate(
@@ -154,12 +209,19 @@ def test_stages_equal_those_of_transformers(tiny, oracle):
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "bundled"])
 def test_bfloat16_is_within_transformers_own_error(kind, tiny, oracle):
-    """Both in bf16 against transformers in fp32, on the same tokens: our error is not larger than theirs by more than chance."""
+    """Both in bf16 against transformers in fp32, on the same tokens: our error is not larger than
+    theirs by more than chance.
+    """
     directory = BUNDLED if kind == "bundled" else tiny(kind, dtype="bfloat16")
     executor = start_executor(directory, dtype="bfloat16")
     ours, theirs = [], []
-    for row in generate(executor, [random_prompt(n, seed=n) for n in (1, 17, 60, 120)], 24, greedy(logprobs=8)):
-        exact, rounded = (oracle_logprobs(oracle(directory, dtype), row).numpy() for dtype in (torch.float32, torch.bfloat16))
+    for row in generate(
+        executor, [random_prompt(n, seed=n) for n in (1, 17, 60, 120)], 24, greedy(logprobs=8)
+    ):
+        exact, rounded = (
+            oracle_logprobs(oracle(directory, dtype), row).numpy()
+            for dtype in (torch.float32, torch.bfloat16)
+        )
         for i, (ids, logprobs, _) in enumerate(row.logprobs):
             ours.append(logprobs - exact[i][ids])
             theirs.append(rounded[i][ids] - exact[i][ids])
@@ -168,7 +230,11 @@ def test_bfloat16_is_within_transformers_own_error(kind, tiny, oracle):
 
 
 def test_unknown_architecture_lists_the_known_ones():
-    with pytest.raises(ModelLoadError, match="MambaForCausalLM.*supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"):
+    with pytest.raises(
+        ModelLoadError,
+        match="MambaForCausalLM.*supported: LlamaForCausalLM, MistralForCausalLM, "
+        "Qwen2ForCausalLM, Qwen3ForCausalLM",
+    ):
         find_model_class({"architectures": ["MambaForCausalLM"]})
     with pytest.raises(ModelLoadError, match="names no architecture"):
         find_model_class({})
@@ -177,5 +243,7 @@ def test_unknown_architecture_lists_the_known_ones():
 def test_a_model_can_be_registered_from_outside(tiny, monkeypatch):
     monkeypatch.setattr("quire.executor.models._MODELS", {})
     register_model("MyLlama", LlamaForCausalLM)
-    (row,) = generate(start_executor(tiny("llama"), {"architectures": ["Unknown", "MyLlama"]}), [[1, 2, 3]], 4)
+    (row,) = generate(
+        start_executor(tiny("llama"), {"architectures": ["Unknown", "MyLlama"]}), [[1, 2, 3]], 4
+    )
     assert len(row.output) == 4

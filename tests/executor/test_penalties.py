@@ -1,6 +1,6 @@
-"""Penalties against the plain reading of their definition, over random lives of requests in slots.
-May know: penalties.py through the list of stages, the cases.
-Must not know: how counts are kept, the other stages."""
+"""Penalties against the plain reading of their definition, over random lives of requests in
+slots.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from collections import Counter
 import numpy as np
 import pytest
 from quire.executor.penalties import NO_TOKEN, TokenCounts
-from quire.tests.executor.stage_cases import VOCAB_SIZE, Asked, append, make_batch, make_logits, run_stages
+from quire.tests.executor.stage_cases import (
+    VOCAB_SIZE,
+    Asked,
+    append,
+    make_batch,
+    make_logits,
+    run_stages,
+)
 
 
 def penalized(logits: np.ndarray, prompt: list[int], output: list[int], params: dict) -> np.ndarray:
@@ -18,9 +25,13 @@ def penalized(logits: np.ndarray, prompt: list[int], output: list[int], params: 
     row, counts = logits.astype(np.float64), Counter(output)
     for token_id in {*prompt, *output}:
         repetition = params.get("repetition_penalty", 1.0)
-        row[token_id] = row[token_id] / repetition if row[token_id] > 0 else row[token_id] * repetition
+        row[token_id] = (
+            row[token_id] / repetition if row[token_id] > 0 else row[token_id] * repetition
+        )
     for token_id, count in counts.items():
-        row[token_id] -= params.get("frequency_penalty", 0.0) * count + params.get("presence_penalty", 0.0)
+        row[token_id] -= params.get("frequency_penalty", 0.0) * count + params.get(
+            "presence_penalty", 0.0
+        )
     return row
 
 
@@ -38,7 +49,9 @@ def random_request(rng: random.Random) -> Asked:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_random_lives(seed):
-    """Requests enter with and without output, grow by one token or several, are looked at or not, leave, and others take their slots."""
+    """Requests enter with and without output, grow by one token or several, are looked at or not,
+    leave, and others take their slots.
+    """
     rng = random.Random(seed)
     batch, held = make_batch(max_model_len=128), {}
     for step in range(40):
@@ -91,7 +104,9 @@ def test_a_sequence_of_all_different_tokens_fills_its_table():
     for token_id in range(1, VOCAB_SIZE):
         run_stages(batch, logits)
         append(batch, 0, token_id)
-    expected = penalized(logits[0].numpy(), [0], list(range(1, VOCAB_SIZE)), {"repetition_penalty": 2.0})
+    expected = penalized(
+        logits[0].numpy(), [0], list(range(1, VOCAB_SIZE)), {"repetition_penalty": 2.0}
+    )
     np.testing.assert_allclose(run_stages(batch, logits)[0][0], expected, rtol=1e-5)
 
 
@@ -109,5 +124,10 @@ def test_counts_hold_each_token_once():
 @pytest.mark.parametrize("penalty", [1e-6, 1e6])
 def test_the_hardest_penalties_leave_finite_numbers(penalty):
     logits = make_logits(2)
-    rows, errors = run_stages(make_batch(*[Asked({"repetition_penalty": penalty, "frequency_penalty": -2.0}, output=[7])] * 2), logits)
+    rows, errors = run_stages(
+        make_batch(
+            *[Asked({"repetition_penalty": penalty, "frequency_penalty": -2.0}, output=[7])] * 2
+        ),
+        logits,
+    )
     assert not errors and np.isfinite(rows).all()

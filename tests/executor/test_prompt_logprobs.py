@@ -1,6 +1,6 @@
-"""Log-probabilities of prompts against transformers, whatever the chunks and the pieces; and how much memory a piece may take.
-May know: prompt_logprobs.py, the driver, tiny checkpoints, transformers.
-Must not know: the scheduler."""
+"""Log-probabilities of prompts against transformers, whatever the chunks and the pieces; and how
+much memory a piece may take.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ def assert_scored(row: Row, expected: np.ndarray, k: int) -> None:
         assert ids[0] == row.prompt[index] and len(ids) == k + 1
         np.testing.assert_allclose(logprobs, reference[ids], atol=1e-4)
         np.testing.assert_allclose(logprobs[1:], np.sort(reference)[::-1][:k], atol=1e-4)
-        assert abs(rank - 1 - int((reference > reference[ids[0]]).sum())) <= 1  # two logits may be closer than two summations agree
+        # two logits may be closer than two summations agree
+        assert abs(rank - 1 - int((reference > reference[ids[0]]).sum())) <= 1
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7, 16, 59])
 @pytest.mark.parametrize("k", [0, 5])
 def test_equal_to_transformers_in_any_chunks(chunk, k, executor, tiny, oracle):
-    rows = generate(executor, PROMPTS, 3, greedy(prompt_logprobs=k), chunk=chunk and (lambda row: chunk))
+    rows = generate(
+        executor, PROMPTS, 3, greedy(prompt_logprobs=k), chunk=chunk and (lambda row: chunk)
+    )
     for row in rows:
         assert_scored(row, expected_logprobs(oracle(tiny("qwen2")), row.prompt), k)
     assert [row.output for row in rows] == [row.output for row in generate(executor, PROMPTS, 3)]
@@ -86,9 +89,14 @@ def test_a_piece_holds_no_more_than_its_bytes(executor):
 
 def test_only_those_who_ask_are_scored(executor):
     driver = Driver(executor)
-    asking, other = driver.add("a", PROMPTS[2], greedy(prompt_logprobs=1)), driver.add("b", PROMPTS[3])
+    asking, other = (
+        driver.add("a", PROMPTS[2], greedy(prompt_logprobs=1)),
+        driver.add("b", PROMPTS[3]),
+    )
     result = driver.step({"b": 30, "a": 16})
-    assert [(entry.slot, entry.first_index, entry.token_ids.shape) for entry in result.prompt_logprobs] == [(asking.slot, 1, (16, 2))]
+    assert [
+        (entry.slot, entry.first_index, entry.token_ids.shape) for entry in result.prompt_logprobs
+    ] == [(asking.slot, 1, (16, 2))]
     assert executor.worker.runner.batch.prompt_logprobs_slots == set()  # all is scored
     result = driver.step({"b": 30, "a": 1})  # the prompt's last token predicts what is sampled
     assert result.prompt_logprobs == [] and result.num_sampled == [1, 1]
@@ -104,7 +112,8 @@ def test_after_a_preemption_the_prompt_is_scored_again_and_equally(executor):
     before, row.prompt_logprobs = row.prompt_logprobs, {}
     driver.preempt(row)
     driver.run(6, chunk=lambda row: 25)
-    assert sorted(row.prompt_logprobs) == list(range(1, 60))  # not the output, though it is computed with the prompt
+    # not the output, though it is computed with the prompt
+    assert sorted(row.prompt_logprobs) == list(range(1, 60))
     for index, (ids, logprobs, rank) in row.prompt_logprobs.items():
         assert ids.tolist() == before[index][0].tolist() and rank == before[index][2]
         np.testing.assert_allclose(logprobs, before[index][1], atol=1e-5)
@@ -119,6 +128,8 @@ def test_nan_in_a_prompt_is_its_own_requests_error_at_once(tiny, oracle):
     bad = driver.add("bad", [1, 2, 3, 311, *PROMPTS[2]], greedy(prompt_logprobs=1))
     good = driver.add("good", PROMPTS[2], greedy(prompt_logprobs=1))
     result = driver.step({"bad": 10, "good": 17})
-    assert list(result.errors) == [bad.slot] and result.errors[bad.slot].startswith("the model's logits for this request's prompt")
+    assert list(result.errors) == [bad.slot] and result.errors[bad.slot].startswith(
+        "the model's logits for this request's prompt"
+    )
     assert result.num_sampled == [0, 1]
     assert_scored(good, expected_logprobs(oracle(tiny("qwen2")), good.prompt), 1)

@@ -1,9 +1,10 @@
-"""How often each token is drawn, against exact probabilities: every filter alone, and all pairs of them.
-May know: the sampler with all its stages, the cases; SamplingParams' meanings.
-Must not know: how anything is computed: the exact probabilities are taken here from the definitions, in numpy's doubles.
+"""How often each token is drawn, against exact probabilities: every filter alone, and all pairs of
+them.
 
-One row of logits is drawn from under many seeds, and the counts are compared by chi-square. Seeds are fixed, so a verdict never changes;
-the limit is one that right code would exceed once in 30,000 tests, and every test also shows that it would notice a missing filter."""
+One row of logits is drawn from under many seeds, and the counts are compared by chi-square. Seeds
+are fixed, so a verdict never changes; the limit is one that right code would exceed once in 30,000
+tests, and every test also shows that it would notice a missing filter.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ FILTERS = {
     "processor": {"extra_args": {"ramp": True}},
 }
 PAIRS = list(combinations(FILTERS, 2))
-NESTED = ("top_k", "min_p")  # both keep a beginning of the same order, so one of them always does the other's work too
+# both keep a beginning of the same order, so one of them always does the other's work too
+NESTED = ("top_k", "min_p")
 
 
 class GrammarMask:
@@ -55,7 +57,11 @@ class GrammarMask:
 
 def make_ramp(params):
     ramp = torch.from_numpy(RAMP).float()
-    return (lambda prompt, output, logits: logits + ramp) if "ramp" in (params.extra_args or {}) else None
+    return (
+        (lambda prompt, output, logits: logits + ramp)
+        if "ramp" in (params.extra_args or {})
+        else None
+    )
 
 
 def params_of(*names: str) -> dict:
@@ -79,7 +85,13 @@ def exact_probabilities(params: dict) -> np.ndarray:
     if "grammar" in params.get("extra_args", {}):
         x[[token_id for token_id in range(VOCAB_SIZE) if token_id not in GRAMMAR]] = MASKED
     if "allowed_token_ids" in params:
-        x[[token_id for token_id in range(VOCAB_SIZE) if token_id not in params["allowed_token_ids"]]] = MASKED
+        x[
+            [
+                token_id
+                for token_id in range(VOCAB_SIZE)
+                if token_id not in params["allowed_token_ids"]
+            ]
+        ] = MASKED
     for word in params.get("bad_words_token_ids", []):
         if [*OUTPUT, word[-1]][-len(word) :] == word and len(word) <= len(OUTPUT) + 1:
             x[word[-1]] = MASKED
@@ -100,32 +112,46 @@ def exact_probabilities(params: dict) -> np.ndarray:
     kept = [i for i in order.tolist() if weights[i] > 0 and weights[i] >= params.get("min_p", 0.0)]
     kept = kept[: params.get("top_k", 0) or None]
     mass_before = np.cumsum(weights[kept]) - weights[kept]
-    kept = [i for i, before in zip(kept, mass_before) if before < params.get("top_p", 1.0) * weights[kept].sum()]
+    kept = [
+        i
+        for i, before in zip(kept, mass_before)
+        if before < params.get("top_p", 1.0) * weights[kept].sum()
+    ]
     probabilities = np.zeros(VOCAB_SIZE)
     probabilities[kept] = weights[kept] / weights[kept].sum()
     return probabilities
 
 
 def draw_counts(params: dict) -> np.ndarray:
-    """[VOCAB_SIZE]: how often each token is drawn from the one row, under NUM_SLOTS * NUM_ROUNDS seeds."""
+    """[VOCAB_SIZE]: how often each token is drawn from the one row, under NUM_SLOTS * NUM_ROUNDS
+    seeds.
+    """
     request = Asked(params, PROMPT, OUTPUT, EOS)
     batch = make_batch(
-        *[request] * NUM_SLOTS, processors=[LoadedProcessor("tests:ramp", make_ramp)], first=[GrammarMask()], max_model_len=16
+        *[request] * NUM_SLOTS,
+        processors=[LoadedProcessor("tests:ramp", make_ramp)],
+        first=[GrammarMask()],
+        max_model_len=16,
     )
     slots, sampler, counts = np.arange(NUM_SLOTS), Sampler(OPS), np.zeros(VOCAB_SIZE, np.int64)
     for round_index in range(NUM_ROUNDS):
         batch.seeds[:] = slots + round_index * NUM_SLOTS
-        # An array of slots of its own for every round: while it is the same one, the requests' parameters are taken to be.
-        output = sampler(torch.from_numpy(make_logits()).expand(NUM_SLOTS, -1).clone(), batch, slots.copy())
+        # An array of slots of its own for every round: while it is the same one, the requests'
+        # parameters are taken to be.
+        output = sampler(
+            torch.from_numpy(make_logits()).expand(NUM_SLOTS, -1).clone(), batch, slots.copy()
+        )
         assert not output.errors
         counts += np.bincount(output.token_ids, minlength=VOCAB_SIZE)
     return counts
 
 
 def chi_square_excess(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """The chi-square statistic in standard deviations of the normal that Wilson and Hilferty (1931) compare it with; above 4: refuted.
+    """The chi-square statistic in standard deviations of the normal that Wilson and Hilferty (1931)
+    compare it with; above 4: refuted.
 
-    Cells that expect fewer than five are taken together; a token that cannot be drawn and was is infinitely refuted.
+    Cells that expect fewer than five are taken together; a token that cannot be drawn and was is
+    infinitely refuted.
     """
     if counts[probabilities == 0].any():
         return float("inf")
@@ -143,12 +169,16 @@ def chi_square_excess(counts: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 def test_the_measure_knows_published_quantiles():
-    """Chi-square's 0.999 quantiles, as tables give them, are 3.09 of its normal's deviations (two equal cells: one degree of freedom)."""
+    """Chi-square's 0.999 quantiles, as tables give them, are 3.09 of its normal's deviations (two
+    equal cells: one degree of freedom).
+    """
     for freedom, quantile in ((1, 10.828), (5, 20.515), (20, 45.315)):
         expected = np.full(freedom + 1, 1000.0)
         observed = expected.copy()
         observed[:2] += np.array([1, -1]) * (quantile * 1000 / 2) ** 0.5
-        assert chi_square_excess(observed, expected / expected.sum()) == pytest.approx(3.09, abs=0.12)
+        assert chi_square_excess(observed, expected / expected.sum()) == pytest.approx(
+            3.09, abs=0.12
+        )
     assert chi_square_excess(np.array([5, 1, 0]), np.array([0.5, 0.0, 0.5])) == float("inf")
 
 
@@ -161,7 +191,9 @@ def test_without_filters():
 def test_each_alone(name):
     counts = draw_counts(params_of(name))
     assert chi_square_excess(counts, exact_probabilities(params_of(name))) < 4
-    assert chi_square_excess(counts, exact_probabilities({"temperature": 1.0})) > 8, "the filter's absence would not be noticed"
+    assert chi_square_excess(counts, exact_probabilities({"temperature": 1.0})) > 8, (
+        "the filter's absence would not be noticed"
+    )
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
@@ -169,11 +201,14 @@ def test_pairs(pair):
     counts = draw_counts(params_of(*pair))
     assert chi_square_excess(counts, exact_probabilities(params_of(*pair))) < 4
     for name in pair if pair != NESTED else ():
-        assert chi_square_excess(counts, exact_probabilities(params_of(name))) > 4, f"{pair}: the other's absence would not be noticed"
+        assert chi_square_excess(counts, exact_probabilities(params_of(name))) > 4, (
+            f"{pair}: the other's absence would not be noticed"
+        )
 
 
 def test_all_at_once():
-    params = params_of(*FILTERS) | {"temperature": 1.5, "top_p": 0.95, "min_p": 0.05}  # milder, so that something is left to compare
+    # milder, so that something is left to compare
+    params = params_of(*FILTERS) | {"temperature": 1.5, "top_p": 0.95, "min_p": 0.05}
     counts = draw_counts(params)
     assert chi_square_excess(counts, exact_probabilities(params)) < 4
     assert np.count_nonzero(counts) >= 3

@@ -1,6 +1,6 @@
-"""A worker sleeps, wakes and takes other weights: the memory is really given back, and what it computes afterwards is right.
-May know: worker.py, the driver, tiny checkpoints.
-Must not know: the scheduler, who asks."""
+"""A worker sleeps, wakes and takes other weights: the memory is really given back, and what it
+computes afterwards is right.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_the_same_model_wakes_up(tiny, kind, tags):
     executor.check_health()
     assert outputs(executor) == before
     after = executor.worker.memory_usage()
-    assert [after[name] for name in ("kv_cache_bytes", "weights_bytes")] == [usage[name] for name in ("kv_cache_bytes", "weights_bytes")]
+    assert [after[name] for name in ("kv_cache_bytes", "weights_bytes")] == [
+        usage[name] for name in ("kv_cache_bytes", "weights_bytes")
+    ]
 
 
 def test_random_weights_wake_up_as_they_were(tiny, tmp_path):
@@ -52,8 +54,15 @@ def test_random_weights_wake_up_as_they_were(tiny, tmp_path):
 
 
 def test_memory_is_given_back(tiny, tmp_path):
-    """A cache of 128 MiB, written everywhere, and 80 MiB of weights: the process really shrinks by that much, and grows again."""
-    config = json.loads((tiny() / "config.json").read_text()) | {"vocab_size": 20_000, "hidden_size": 512, "num_hidden_layers": 1, "layer_types": None}
+    """A cache of 128 MiB, written everywhere, and 80 MiB of weights: the process really shrinks by
+    that much, and grows again.
+    """
+    config = json.loads((tiny() / "config.json").read_text()) | {
+        "vocab_size": 20_000,
+        "hidden_size": 512,
+        "num_hidden_layers": 1,
+        "layer_types": None,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     executor = start_executor(tmp_path, load_format="dummy", kv_cache_memory_bytes=128 * MIB)
     worker = executor.worker
@@ -70,7 +79,10 @@ def test_memory_is_given_back(tiny, tmp_path):
     light_sleep = devices.resident_bytes()
     executor.collective_rpc("sleep", ["weights"])
     deep_sleep = devices.resident_bytes()
-    print(f"resident: awake {awake / MIB:.0f}, level 1 {light_sleep / MIB:.0f}, level 2 {deep_sleep / MIB:.0f} MiB")
+    print(
+        f"resident: awake {awake / MIB:.0f}, level 1 {light_sleep / MIB:.0f}, level 2 "
+        f"{deep_sleep / MIB:.0f} MiB"
+    )
     assert awake - light_sleep > 0.9 * 128 * MIB
     assert light_sleep - deep_sleep > 0.8 * 75 * MIB
     executor.collective_rpc("wake_up", ["weights", "kv_cache"])
@@ -96,7 +108,10 @@ def damaged(directory, source, problem: str):
     """A copy of a checkpoint in which one thing is wrong; returns what the error must say."""
     for path in source.iterdir():
         shutil.copy(path, directory)
-    weights, config = directory / "model.safetensors", json.loads((source / "config.json").read_text())
+    weights, config = (
+        directory / "model.safetensors",
+        json.loads((source / "config.json").read_text()),
+    )
     if problem == "no weights":
         weights.unlink()
         return "neither model.safetensors"
@@ -119,10 +134,17 @@ def damaged(directory, source, problem: str):
         (directory / "config.json").write_text("{")
         return "cannot be read"
     (directory / "config.json").write_text(json.dumps(config))
-    return {"other architecture": "the architecture is LlamaForCausalLM, the engine runs Qwen2ForCausalLM", "other rope": "rope is "}[problem]
+    return {
+        "other architecture": "the architecture is LlamaForCausalLM, the engine runs "
+        "Qwen2ForCausalLM",
+        "other rope": "rope is ",
+    }[problem]
 
 
-@pytest.mark.parametrize("problem", ["no weights", "cut short", "tensor missing", "other architecture", "other rope", "no config"])
+@pytest.mark.parametrize(
+    "problem",
+    ["no weights", "cut short", "tensor missing", "other architecture", "other rope", "no config"],
+)
 def test_weights_that_are_not_complete_or_not_its_own_leave_the_old_ones(tiny, tmp_path, problem):
     executor = start_executor(tiny(seed=0))
     before = outputs(executor)
@@ -154,4 +176,8 @@ def test_the_cache_survives_new_weights(tiny):
     layer.key_cache.fill_(2.0)
     executor.collective_rpc("load_weights", str(tiny(seed=1)))
     [other, *_] = executor.worker.model.attention_layers()
-    assert other is not layer and torch.equal(other.key_cache, layer.key_cache) and other.key_cache.data_ptr() == layer.key_cache.data_ptr()
+    assert (
+        other is not layer
+        and torch.equal(other.key_cache, layer.key_cache)
+        and other.key_cache.data_ptr() == layer.key_cache.data_ptr()
+    )

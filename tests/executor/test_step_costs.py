@@ -1,6 +1,6 @@
-"""The program that measures steps: what it asks of the executor is what a scheduler would, and its answer is JSON.
-May know: step_costs.py, tiny checkpoints, the driver's configuration.
-Must not know: how long anything takes."""
+"""The program that measures steps: what it asks of the executor is what a scheduler would, and its
+answer is JSON.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +18,21 @@ from quire.tests.executor.driver import make_config, start_executor
 def test_decode_steps_go_on_from_their_context(tiny, monkeypatch):
     arguments = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
     executor, seen = start_executor(tiny(), **arguments), []
-    monkeypatch.setattr(executor, "execute_model", lambda step, run=executor.execute_model: seen.append(step) or run(step))
+    monkeypatch.setattr(
+        executor,
+        "execute_model",
+        lambda step, run=executor.execute_model: seen.append(step) or run(step),
+    )
     timer = StepTimer(executor, make_config(tiny(), **arguments), 100)
     times = timer.decode(3, 40, seconds=0.0)
-    assert (times.batch, times.context, len(times.seconds)) == (3, 40, step_costs.STEPS_OF_TURN) and min(times.seconds) > 0
-    assert [step.num_computed_tokens for step in seen[:-1]] == [[40 + i] * 3 for i in range(1 + step_costs.STEPS_OF_TURN)]
+    assert (times.batch, times.context, len(times.seconds)) == (
+        3,
+        40,
+        step_costs.STEPS_OF_TURN,
+    ) and min(times.seconds) > 0
+    assert [step.num_computed_tokens for step in seen[:-1]] == [
+        [40 + i] * 3 for i in range(1 + step_costs.STEPS_OF_TURN)
+    ]
     blocks = [block for row in seen[0].new_block_ids for block in row]
     assert len(set(blocks)) == len(blocks) and 0 not in blocks and seen[-1].freed_slots == [0, 1, 2]
 
@@ -33,15 +43,30 @@ def test_decode_steps_go_on_from_their_context(tiny, monkeypatch):
     seen.clear()
     times = timer.prefill(40, seconds=0.0)
     assert (times.context, len(times.seconds)) == (40, 1)
-    assert [(step.num_computed_tokens, step.num_scheduled_tokens) for step in seen[:-1]] == [([0], [16]), ([16], [16]), ([32], [8])]
+    assert [(step.num_computed_tokens, step.num_scheduled_tokens) for step in seen[:-1]] == [
+        ([0], [16]),
+        ([16], [16]),
+        ([32], [8]),
+    ]
     executor.shutdown()
 
 
 def test_a_job_from_limits_to_phases(tiny, monkeypatch):
     monkeypatch.setattr(limits, "GEMM_SHAPES", ((4, 32, 48),))
-    job = Job(make_config(tiny(), max_num_seqs=2), [(1, 8), (2, 8)], [20], seconds=0.001, weights_bytes=2**16, measure_limits=True)
+    job = Job(
+        make_config(tiny(), max_num_seqs=2),
+        [(1, 8), (2, 8)],
+        [20],
+        seconds=0.001,
+        weights_bytes=2**16,
+        measure_limits=True,
+    )
     result = step_costs.run(msgspec.json.decode(msgspec.json.encode(job), type=Job))
-    assert [(times.batch, times.context) for times in result.decode + result.prefill] == [(1, 8), (2, 8), (1, 20)]
+    assert [(times.batch, times.context) for times in result.decode + result.prefill] == [
+        (1, 8),
+        (2, 8),
+        (1, 20),
+    ]
     assert list(result.read_bandwidth) == [result.num_threads] == [1]
     for turn in (turn for times in result.decode for turn in times.turns):
         assert len(turn.seconds) == step_costs.STEPS_OF_TURN
@@ -53,9 +78,13 @@ def test_a_job_from_limits_to_phases(tiny, monkeypatch):
 def test_the_program(tiny):
     job = Job(make_config(tiny()), [(1, 4)], seconds=0.001)
     command = [sys.executable, "-m", "quire.executor.step_costs"]
-    done = subprocess.run(command, input=msgspec.json.encode(job), stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(
+        command, input=msgspec.json.encode(job), stdout=subprocess.PIPE, check=True
+    )
     result = msgspec.json.decode(done.stdout, type=Result)
-    assert result.read_bandwidth == {} and [(times.batch, times.context) for times in result.decode] == [(1, 4)]
+    assert result.read_bandwidth == {} and [
+        (times.batch, times.context) for times in result.decode
+    ] == [(1, 4)]
     assert all(turn.read_bandwidth == turn.gemm_flops == [] for turn in result.decode[0].turns)
 
 

@@ -1,6 +1,6 @@
-"""A step's inputs: made of the step before's where that is possible, they are those that would be made anew.
-May know: step_inputs.py, the slots' tables, the messages.
-Must not know: the model."""
+"""A step's inputs: made of the step before's where that is possible, they are those that would be
+made anew.
+"""
 
 from __future__ import annotations
 
@@ -26,39 +26,67 @@ class Tables:
         self.num_computed: dict[int, int] = {}
 
     def add(self, slot: int, num_tokens: int, rng: random.Random) -> NewRequestData:
-        request = NewRequestData(slot, f"r{rng.random()}", rng.choices(range(300), k=num_tokens), num_tokens, SamplingParams(seed=0))
+        request = NewRequestData(
+            slot,
+            f"r{rng.random()}",
+            rng.choices(range(300), k=num_tokens),
+            num_tokens,
+            SamplingParams(seed=0),
+        )
         self.batch.add(request)
         self.batch.append_blocks(slot, rng.sample(range(1, 1000), MAX_LEN // BLOCK_SIZE))
         self.num_computed[slot] = 0
         return request
 
-    def step(self, lengths: dict[int, int], new: list[NewRequestData] | None = None) -> tuple[StepInputs, StepInputs]:
-        """By slot: its tokens of this step. (The inputs, those of a maker that knows nothing of the steps before)."""
+    def step(
+        self, lengths: dict[int, int], new: list[NewRequestData] | None = None
+    ) -> tuple[StepInputs, StepInputs]:
+        """By slot: its tokens of this step.
+
+        (The inputs, those of a maker that knows nothing of the steps before).
+        """
         slots = list(lengths)
-        output = SchedulerOutput(0, slots, list(lengths.values()), [self.num_computed[slot] for slot in slots], [[] for _ in slots], new or [])
+        output = SchedulerOutput(
+            0,
+            slots,
+            list(lengths.values()),
+            [self.num_computed[slot] for slot in slots],
+            [[] for _ in slots],
+            new or [],
+        )
         for slot, length in lengths.items():
             self.num_computed[slot] += length
         return self.make(output), StepInputMaker(self.batch, BLOCK_SIZE)(output)
 
     def sample(self, inputs: StepInputs) -> None:
-        self.batch.append_tokens(inputs.sampled_slots, np.arange(100, 100 + len(inputs.sampled_slots)))
+        self.batch.append_tokens(
+            inputs.sampled_slots, np.arange(100, 100 + len(inputs.sampled_slots))
+        )
 
 
 def assert_equal(one: StepInputs, other: StepInputs) -> None:
     for name in ("order", "slots", "sampled_rows", "sampled_slots"):
         assert getattr(one, name).tolist() == getattr(other, name).tolist(), name
     for name in ("token_ids", "positions", "logits_indices"):
-        assert torch.equal(getattr(one, name), getattr(other, name)) and getattr(one, name).dtype == getattr(other, name).dtype, name
+        assert (
+            torch.equal(getattr(one, name), getattr(other, name))
+            and getattr(one, name).dtype == getattr(other, name).dtype
+        ), name
     mine, theirs = one.metadata, other.metadata
     for name in ("query_start_loc", "seq_lens", "block_tables", "slot_mapping"):
-        assert torch.equal(getattr(mine, name), getattr(theirs, name)) and getattr(mine, name).dtype == getattr(theirs, name).dtype, name
+        assert (
+            torch.equal(getattr(mine, name), getattr(theirs, name))
+            and getattr(mine, name).dtype == getattr(theirs, name).dtype
+        ), name
     for name in ("num_decodes", "query_lens", "seq_lens_list"):
         assert getattr(mine, name) == getattr(theirs, name), name
     assert mine.scratch == {}
 
 
 def test_over_random_lives_of_slots():
-    """Requests come and go, prompts are cut, rows pause, fail to sample, or gain several tokens at once."""
+    """Requests come and go, prompts are cut, rows pause, fail to sample, or gain several tokens at
+    once.
+    """
     num_reused = 0
     for seed in range(40):
         rng, tables = random.Random(seed), Tables()
@@ -79,15 +107,19 @@ def test_over_random_lives_of_slots():
                     lengths[slot] = left if rng.random() < 0.9 else rng.randint(1, left)
             if not lengths:
                 continue
-            inputs, anew = tables.step(lengths, [request for request in new if request.slot in lengths])
+            inputs, anew = tables.step(
+                lengths, [request for request in new if request.slot in lengths]
+            )
             assert_equal(inputs, anew)
             num_reused += last is not None and inputs.positions is last.positions
             last = inputs
             if rng.random() < 0.97:
                 tables.sample(inputs)
-            if rng.random() < 0.03 and len(inputs.sampled_slots):  # as where a grammar forces tokens
+            # as where a grammar forces tokens
+            if rng.random() < 0.03 and len(inputs.sampled_slots):
                 tables.batch.append_tokens(inputs.sampled_slots[:1], np.array([7]))
-            for slot in list(tables.num_computed):  # who was not sampled has nothing to compute: its request fails
+            # who was not sampled has nothing to compute: its request fails
+            for slot in list(tables.num_computed):
                 if tables.num_computed[slot] >= tables.batch.num_tokens[slot]:
                     tables.batch.remove(slot)
                     del tables.num_computed[slot]
@@ -95,7 +127,9 @@ def test_over_random_lives_of_slots():
 
 
 def test_a_new_request_in_the_same_slot_is_not_the_old_one():
-    """At the very position where the old one would have gone on: as with a preempted one's blocks found in the cache."""
+    """At the very position where the old one would have gone on: as with a preempted one's blocks
+    found in the cache.
+    """
     rng, tables = random.Random(1), Tables()
     request = tables.add(2, 9, rng)
     inputs, _ = tables.step({2: 9}, [request])

@@ -1,6 +1,6 @@
-"""A model's step as one call: where it is made and made again, what is said where it cannot be, and the same bits as operation by operation.
-May know: the executor's worker and driver, tiny models, the registry.
-Must not know: how a program is made (tests/kernels/native/test_program.py)."""
+"""A model's step as one call: where it is made and made again, what is said where it cannot be, and
+the same bits as operation by operation.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from quire.ipc.params import SamplingParams
 from quire.kernels import registry
 from quire.tests.executor.driver import Row, generate, greedy, start_executor
 
-is_native = all("native" in {found.name for found in registry.implementations(op)} for op in OPERATIONS)
+is_native = all(
+    "native" in {found.name for found in registry.implementations(op)} for op in OPERATIONS
+)
 needs_native = pytest.mark.skipif(not is_native, reason="the native library is not built")
 PROMPTS = [[5], list(range(40)), [7, 8, 9] * 5, list(range(200, 217))]
 MODELS = {
@@ -34,14 +36,24 @@ MODELS = {
 def said(caplog):
     """said() -> the worker's sentences about recording."""
     caplog.set_level(logging.INFO, logger="quire.executor.step_program")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "quire.executor.step_program"]
+    return lambda: [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "quire.executor.step_program"
+    ]
 
 
 def run_randomly(executor: Executor, seed: int) -> list[Row]:
-    """Greedy and drawn requests with log-probabilities of prompt and output, their prompts cut at random places."""
+    """Greedy and drawn requests with log-probabilities of prompt and output, their prompts cut at
+    random places.
+    """
     chance = random.Random(seed)
-    prompts = [[chance.randrange(300) for _ in range(chance.choice((1, 3, 16, 40, 70)))] for _ in range(7)]
-    params = SamplingParams(temperature=chance.choice((0.0, 0.8)), seed=seed, logprobs=3, prompt_logprobs=2)
+    prompts = [
+        [chance.randrange(300) for _ in range(chance.choice((1, 3, 16, 40, 70)))] for _ in range(7)
+    ]
+    params = SamplingParams(
+        temperature=chance.choice((0.0, 0.8)), seed=seed, logprobs=3, prompt_logprobs=2
+    )
     return generate(executor, prompts, 9, params, chunk=lambda row: chance.choice((1, 5, 70)))
 
 
@@ -49,8 +61,16 @@ def assert_same_bits(rows: list[Row], others: list[Row]) -> None:
     for row, other in zip(rows, others, strict=True):
         assert row.error is None and row.output == other.output and len(row.output) == 9
         assert row.prompt_logprobs.keys() == other.prompt_logprobs.keys()
-        for mine, theirs in zip([*row.logprobs, *row.prompt_logprobs.values()], [*other.logprobs, *other.prompt_logprobs.values()], strict=True):
-            assert mine[0].tolist() == theirs[0].tolist() and mine[1].tobytes() == theirs[1].tobytes() and mine[2] == theirs[2]
+        for mine, theirs in zip(
+            [*row.logprobs, *row.prompt_logprobs.values()],
+            [*other.logprobs, *other.prompt_logprobs.values()],
+            strict=True,
+        ):
+            assert (
+                mine[0].tolist() == theirs[0].tolist()
+                and mine[1].tobytes() == theirs[1].tobytes()
+                and mine[2] == theirs[2]
+            )
 
 
 @needs_native
@@ -69,7 +89,10 @@ def test_one_call_gives_the_bits_of_single_operations(model, dtype, tiny, said):
 @needs_native
 def test_engines_keep_to_their_own_buffers(tiny):
     """Two of different shapes, step by step in turn."""
-    first, second = start_executor(tiny("qwen2")), start_executor(tiny("qwen3", tie_word_embeddings=True), dtype="bfloat16")
+    first, second = (
+        start_executor(tiny("qwen2")),
+        start_executor(tiny("qwen3", tie_word_embeddings=True), dtype="bfloat16"),
+    )
     alone = [run_randomly(executor, 1) for executor in (first, second)]
     turns = [run_randomly(executor, seed) for seed in (1, 2) for executor in (first, second)]
     for rows, others in zip(alone, turns[:2], strict=True):
@@ -102,7 +125,8 @@ def test_a_program_is_made_anew_when_weights_or_cache_move(tiny):
     assert_same_bits(others, run_randomly(start_executor(tiny("qwen2", seed=1)), 0))
     assert [row.output for row in others] != [row.output for row in expected]
     worker.sleep(["kv_cache"])
-    worker.load_weights(str(tiny("qwen2")))  # while there is no cache: recorded when it is there again
+    # while there is no cache: recorded when it is there again
+    worker.load_weights(str(tiny("qwen2")))
     assert worker.runner.program is None
     worker.wake_up(["kv_cache"])
     program_is_new()
@@ -112,7 +136,10 @@ def test_a_program_is_made_anew_when_weights_or_cache_move(tiny):
 @needs_native
 def test_a_step_beyond_the_limits_is_refused(tiny):
     executor = start_executor(tiny("qwen2"), max_num_batched_tokens=32)
-    with pytest.raises(ValueError, match="larger than the one that was recorded: num_tokens is 40, but must be at most 32"):
+    with pytest.raises(
+        ValueError,
+        match="larger than the one that was recorded: num_tokens is 40, but must be at most 32",
+    ):
         generate(executor, [list(range(40))], 1)
 
 
@@ -133,7 +160,9 @@ def test_a_mixed_table_runs_op_by_op_and_says_so(op, tiny, said):
     assert outputs(executor) == expected
 
 
-@pytest.mark.parametrize("arguments", [{"cpu_isa": "none"}, {"kernels": dict.fromkeys(OPERATIONS, "reference")}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"cpu_isa": "none"}, {"kernels": dict.fromkeys(OPERATIONS, "reference")}], ids=str
+)
 def test_without_native_kernels_it_runs_op_by_op(arguments, tiny, said):
     executor = start_executor(tiny("qwen2"), **arguments)
     assert executor.worker.runner.program is None
@@ -182,12 +211,20 @@ class Failing(Qwen2ForCausalLM):
     ("model_class", "reason"),
     [
         (Doubled, "cannot be recorded: aten.mul.Tensor is none of the native kernels"),
-        (Numpy, "cannot be recorded: the record gives other hidden states than the model's own code"),
-        (Branching, "cannot be recorded: the record gives other hidden states than the model's own code"),
+        (
+            Numpy,
+            "cannot be recorded: the record gives other hidden states than the model's own code",
+        ),
+        (
+            Branching,
+            "cannot be recorded: the record gives other hidden states than the model's own code",
+        ),
         (Failing, "cannot be recorded: IndexError: so many tokens"),
     ],
 )
-def test_a_model_that_cannot_be_recorded_runs_op_by_op(model_class, reason, tiny, said, monkeypatch):
+def test_a_model_that_cannot_be_recorded_runs_op_by_op(
+    model_class, reason, tiny, said, monkeypatch
+):
     monkeypatch.setattr("quire.executor.worker.find_model_class", lambda hf_config: model_class)
     executor = start_executor(tiny("qwen2"))
     assert executor.worker.runner.program is None
@@ -206,5 +243,8 @@ def test_a_users_layer_keeps_working(tiny, said, monkeypatch):
     expected = outputs(start_executor(tiny("qwen3")))
     monkeypatch.setattr("quire.executor.layers.RMSNorm", Norm)
     executor = start_executor(tiny("qwen3"))
-    assert executor.worker.runner.program is None and "aten.square.default is none of the native kernels" in said()[-1]
+    assert (
+        executor.worker.runner.program is None
+        and "aten.square.default is none of the native kernels" in said()[-1]
+    )
     assert outputs(executor) == expected

@@ -1,19 +1,27 @@
-"""Each stage of single tokens by itself: which logits change, when, and what is refused.
-May know: token_stages.py through the list of stages, the cases.
-Must not know: the other stages, the draw."""
+"""Each stage of single tokens by itself: which logits change, when, and what is refused."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from quire.tests.executor.stage_cases import VOCAB_SIZE, Asked, append, make_batch, make_logits, masked_tokens, run_stages
+from quire.tests.executor.stage_cases import (
+    VOCAB_SIZE,
+    Asked,
+    append,
+    make_batch,
+    make_logits,
+    masked_tokens,
+    run_stages,
+)
 
 EVERYTHING = set(range(VOCAB_SIZE))
 
 
 def test_only_allowed_tokens_are_left_and_they_are_untouched():
     logits = make_logits(3)
-    batch = make_batch(Asked({"allowed_token_ids": [4, 9, 4]}), Asked(), Asked({"allowed_token_ids": [0]}))
+    batch = make_batch(
+        Asked({"allowed_token_ids": [4, 9, 4]}), Asked(), Asked({"allowed_token_ids": [0]})
+    )
     rows, errors = run_stages(batch, logits)
     assert not errors
     assert [masked_tokens(row) for row in rows] == [EVERYTHING - {4, 9}, set(), EVERYTHING - {0}]
@@ -58,7 +66,9 @@ def test_bad_words_follow_the_output_token_by_token_and_several_at_once():
 
 def test_min_tokens_masks_every_end_until_there_are_enough():
     params = {"min_tokens": 2, "max_tokens": 9, "stop_token_ids": [7, 8, 2**31 - 1]}
-    batch = make_batch(Asked(params, eos=[3, 500]), Asked(params), Asked({"min_tokens": 2}), Asked(eos=[3]))
+    batch = make_batch(
+        Asked(params, eos=[3, 500]), Asked(params), Asked({"min_tokens": 2}), Asked(eos=[3])
+    )
     seen = []
     for _ in range(4):
         rows, errors = run_stages(batch, make_logits(4))
@@ -71,13 +81,19 @@ def test_min_tokens_masks_every_end_until_there_are_enough():
 
 
 def test_min_tokens_counts_the_output_that_a_preempted_request_brings():
-    batch = make_batch(Asked({"min_tokens": 3}, output=[1, 1], eos=[3]), Asked({"min_tokens": 3}, output=[1, 1, 1], eos=[3]))
+    batch = make_batch(
+        Asked({"min_tokens": 3}, output=[1, 1], eos=[3]),
+        Asked({"min_tokens": 3}, output=[1, 1, 1], eos=[3]),
+    )
     assert [masked_tokens(row) for row in run_stages(batch, make_logits(2))[0]] == [{3}, set()]
 
 
 def test_biases_are_added():
     logits = make_logits(2)
-    rows, _ = run_stages(make_batch(Asked({"logit_bias": {3: 2.5, 20: -100.0}}), Asked({"logit_bias": {3: 1}})), logits)
+    rows, _ = run_stages(
+        make_batch(Asked({"logit_bias": {3: 2.5, 20: -100.0}}), Asked({"logit_bias": {3: 1}})),
+        logits,
+    )
     expected = logits.numpy().copy()
     expected[0, 3] += 2.5
     expected[0, 20] -= 100.0
@@ -88,11 +104,23 @@ def test_biases_are_added():
 @pytest.mark.parametrize(
     ("params", "problem"),
     [
-        ({"allowed_token_ids": [1, VOCAB_SIZE]}, "allowed_token_ids: must hold token ids from 0 to 23, got 24"),
-        ({"bad_words_token_ids": [[1, 2**31 - 1]]}, f"bad_words: must hold token ids from 0 to 23, got {2**31 - 1}"),
-        ({"bad_words": ["x"]}, "bad_words: must be turned into token ids before the engine sees the request"),
+        (
+            {"allowed_token_ids": [1, VOCAB_SIZE]},
+            "allowed_token_ids: must hold token ids from 0 to 23, got 24",
+        ),
+        (
+            {"bad_words_token_ids": [[1, 2**31 - 1]]},
+            f"bad_words: must hold token ids from 0 to 23, got {2**31 - 1}",
+        ),
+        (
+            {"bad_words": ["x"]},
+            "bad_words: must be turned into token ids before the engine sees the request",
+        ),
         ({"logit_bias": {5: 1.0, 24: 1.0}}, "logit_bias: must hold token ids from 0 to 23, got 24"),
-        ({"logit_bias": {3: 1e300}}, "logit_bias: must hold numbers between -1e+30 and 1e+30, got 1e+300"),
+        (
+            {"logit_bias": {3: 1e300}},
+            "logit_bias: must hold numbers between -1e+30 and 1e+30, got 1e+300",
+        ),
     ],
 )
 def test_what_no_row_has_is_the_requests_own_error(params, problem):
@@ -103,7 +131,17 @@ def test_what_no_row_has_is_the_requests_own_error(params, problem):
 
 
 def test_a_freed_slot_forgets():
-    batch = make_batch(Asked({"allowed_token_ids": [1], "bad_words_token_ids": [[2]], "min_tokens": 2, "logit_bias": {1: 4.0}}, eos=[3]))
+    batch = make_batch(
+        Asked(
+            {
+                "allowed_token_ids": [1],
+                "bad_words_token_ids": [[2]],
+                "min_tokens": 2,
+                "logit_bias": {1: 4.0},
+            },
+            eos=[3],
+        )
+    )
     batch.remove(0)
     batch.add(Asked().entering(0))
     logits = make_logits(1)

@@ -1,6 +1,4 @@
-"""The cache that the worker makes, and what it refuses.
-May know: worker.py, the driver, tiny checkpoints.
-Must not know: what the model computes."""
+"""The cache that the worker makes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -21,44 +19,75 @@ BUNDLED = Path(bundled_model.__file__).parent
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "per_token"), [("qwen2", "float32", 3 * 2 * 2 * 16 * 4), ("qwen3", "bfloat16", 3 * 2 * 2 * 24 * 2)]
+    ("kind", "dtype", "per_token"),
+    [("qwen2", "float32", 3 * 2 * 2 * 16 * 4), ("qwen3", "bfloat16", 3 * 2 * 2 * 24 * 2)],
 )
 def test_cache_has_the_size_it_says(tiny, kind, dtype, per_token):
     worker = Worker(make_config(tiny(kind), dtype=dtype, block_size=32))
     worker.load_model(lambda stage, fraction: None)
     assert worker.block_bytes == 32 * per_token
     assert worker.initialize_kv_cache(21) == 21 * 32 * per_token
-    tensors = [tensor for layer in worker.model.attention_layers() for tensor in (layer.key_cache, layer.value_cache)]
+    tensors = [
+        tensor
+        for layer in worker.model.attention_layers()
+        for tensor in (layer.key_cache, layer.value_cache)
+    ]
     assert sum(tensor.nbytes for tensor in tensors) == 21 * 32 * per_token
     assert len({tensor.data_ptr() for tensor in tensors}) == 6
     for tensor in tensors:
         assert (
-            tensor.shape == (21, 32, 2, 16 if kind == "qwen2" else 24) and tensor.is_contiguous() and tensor.dtype == getattr(torch, dtype)
+            tensor.shape == (21, 32, 2, 16 if kind == "qwen2" else 24)
+            and tensor.is_contiguous()
+            and tensor.dtype == getattr(torch, dtype)
         )
-        assert not tensor[NULL_BLOCK + 1 :].any()  # that one, which nobody is given, may have been used for trying the kernels
+        # that one, which nobody is given, may have been used for trying the kernels
+        assert not tensor[NULL_BLOCK + 1 :].any()
 
 
 SLOW = {"reshape_and_cache": "reference", "paged_attention": "reference"}
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "head_bytes", "dtype"), [("fp8", 16, torch.float8_e4m3fn), ("int8", 16 + 4, torch.int8)])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "head_bytes", "dtype"),
+    [("fp8", 16, torch.float8_e4m3fn), ("int8", 16 + 4, torch.int8)],
+)
 def test_a_small_cache_has_a_byte_for_a_number(tiny, kv_cache_dtype, head_bytes, dtype):
-    executor = start_executor(tiny(), dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, kernels=SLOW, kv_cache_memory_bytes=2**20)
+    executor = start_executor(
+        tiny(),
+        dtype="bfloat16",
+        kv_cache_dtype=kv_cache_dtype,
+        kernels=SLOW,
+        kv_cache_memory_bytes=2**20,
+    )
     worker = executor.worker
     assert worker.block_bytes == 16 * 3 * 2 * 2 * head_bytes
-    assert worker.memory_usage()["kv_cache_bytes"] == worker.determine_num_blocks() * worker.block_bytes == 2**20 // worker.block_bytes * worker.block_bytes
+    assert (
+        worker.memory_usage()["kv_cache_bytes"]
+        == worker.determine_num_blocks() * worker.block_bytes
+        == 2**20 // worker.block_bytes * worker.block_bytes
+    )
     worker.initialize_swap_space()
     host = worker.runner.block_mover._host_caches
-    caches = [cache for layer in worker.model.attention_layers() for cache in (layer.key_cache, layer.value_cache)]
+    caches = [
+        cache
+        for layer in worker.model.attention_layers()
+        for cache in (layer.key_cache, layer.value_cache)
+    ]
     assert {cache.dtype for cache in (*caches, *host)} == {dtype} and host
 
 
 def test_fp8_without_fast_kernels_is_refused_before_the_weights_are_read(tiny, tmp_path):
     shutil.copy(tiny() / "config.json", tmp_path)
     for kernels in ({}, {"paged_attention": "reference"}):
-        with pytest.raises(InvalidParameterError, match="kv_cache_dtype: fp8 is served by the kernels for NVIDIA GPUs; use auto, or set kernels="):
+        with pytest.raises(
+            InvalidParameterError,
+            match="kv_cache_dtype: fp8 is served by the kernels for NVIDIA GPUs; use auto, or set "
+            "kernels=",
+        ):
             start_executor(tmp_path, kv_cache_dtype="fp8", kernels=kernels)
-    with pytest.raises(InvalidParameterError, match="kernels: implementation 'cpu' of paged_attention does not run"):
+    with pytest.raises(
+        InvalidParameterError, match="kernels: implementation 'cpu' of paged_attention does not run"
+    ):
         start_executor(tmp_path, kv_cache_dtype="fp8", kernels={"paged_attention": "cpu"})
 
 
@@ -73,14 +102,20 @@ def test_int8_is_refused_where_no_native_kernels_serve(tiny, tmp_path):
         start_executor(tmp_path, kv_cache_dtype="int8", cpu_isa="none")
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "most", "bias"), [("fp8", 0.4, 0.1), ("int8", 0.1, 0.02)])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "most", "bias"), [("fp8", 0.4, 0.1), ("int8", 0.1, 0.02)]
+)
 def test_a_small_cache_moves_no_likely_token_far(tiny, kv_cache_dtype, most, bias):
-    """On the bundled model, whose weights are trained: logits of a prompt of its own kind, with a cache of 4 or 8 significant bits."""
+    """On the bundled model, whose weights are trained: logits of a prompt of its own kind, with a
+    cache of 4 or 8 significant bits.
+    """
     prompt, scores = list(range(300, 360)), []
     for name in ("auto", kv_cache_dtype):
         executor = start_executor(BUNDLED, kv_cache_dtype=name, kernels=SLOW)
         (row,) = generate(executor, [prompt], 8, greedy(prompt_logprobs=0))
-        scores.append(torch.tensor([float(logprobs[0]) for _, logprobs, _ in row.prompt_logprobs.values()]))
+        scores.append(
+            torch.tensor([float(logprobs[0]) for _, logprobs, _ in row.prompt_logprobs.values()])
+        )
     difference = scores[1] - scores[0]
     assert 0 < difference.abs().mean() < most and difference.mean().abs() < bias
 
@@ -88,7 +123,9 @@ def test_a_small_cache_moves_no_likely_token_far(tiny, kv_cache_dtype, most, bia
 def test_dummy_weights_need_no_files(tiny, tmp_path):
     shutil.copy(tiny() / "config.json", tmp_path)
     executors = [start_executor(tmp_path, load_format="dummy", seed=seed) for seed in (3, 3, 4)]
-    first, again, other = (generate(executor, [[1, 2, 3]], 8, greedy(logprobs=0))[0] for executor in executors)
+    first, again, other = (
+        generate(executor, [[1, 2, 3]], 8, greedy(logprobs=0))[0] for executor in executors
+    )
     assert first.output == again.output and first.error is None
     assert first.logprobs[0][1] != other.logprobs[0][1]
 
@@ -112,7 +149,11 @@ def test_threads_are_set(tiny):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        pytest.param({"device": "cuda"}, "device: cuda: PyTorch", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
+        pytest.param(
+            {"device": "cuda"},
+            "device: cuda: PyTorch",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         ({"dtype": "float16"}, "dtype: float16 is not supported on a CPU"),
     ],
 )
@@ -123,7 +164,9 @@ def test_what_the_device_cannot_do_is_refused_before_loading(tiny, arguments, me
 
 def test_unknown_kernel_and_architecture(tiny):
     def load(hf_overrides=None, **arguments):
-        Worker(make_config(tiny(), hf_overrides, **arguments)).load_model(lambda stage, fraction: None)
+        Worker(make_config(tiny(), hf_overrides, **arguments)).load_model(
+            lambda stage, fraction: None
+        )
 
     with pytest.raises(InvalidParameterError, match="kernels: .*no_such_kernel"):
         load(kernels={"rms_norm": "no_such_kernel"})
@@ -151,19 +194,27 @@ def silu_and_mul(x):
 
 
 def test_kernels_of_an_installed_package_reach_a_child_engine(tmp_path, monkeypatch):
-    """It runs in the child: nothing is imported here, and naming it as an override would be refused if it were not registered there."""
+    """It runs in the child: nothing is imported here, and naming it as an override would be refused
+    if it were not registered there.
+    """
     install_plugin(tmp_path, PLUGIN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with LLM(engine="process", kernels={"silu_and_mul": "mine"}, dtype="float32") as llm:
         params = SamplingParams(temperature=0.0, max_tokens=20)
         mine = llm.generate("12 + 30 =", params, use_tqdm=False)[0].outputs[0].token_ids
-    assert "mine" not in {implementation.name for implementation in registry.implementations("silu_and_mul")}
-    with LLM(engine="process", dtype="float32") as llm:  # installed, so it is also the default; the answer is the same
+    assert "mine" not in {
+        implementation.name for implementation in registry.implementations("silu_and_mul")
+    }
+    # installed, so it is also the default; the answer is the same
+    with LLM(engine="process", dtype="float32") as llm:
         assert llm.generate("12 + 30 =", params, use_tqdm=False)[0].outputs[0].token_ids == mine
 
 
 def test_a_broken_plugin_is_named(tmp_path, monkeypatch):
     install_plugin(tmp_path, "raise ValueError('no such device')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ModelLoadError, match=r"the plugin mine = my_kernels cannot be loaded: ValueError: no such device"):
+    with pytest.raises(
+        ModelLoadError,
+        match=r"the plugin mine = my_kernels cannot be loaded: ValueError: no such device",
+    ):
         load_plugins()

@@ -1,6 +1,6 @@
-"""An engine client whose answers a test writes down: no scheduler, no model, one token per request and step.
-May know: the client interface and the messages.
-Must not know: text, the engine."""
+"""An engine client whose answers a test writes down: no scheduler, no model, one token per request
+and step.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +31,13 @@ Answer = list[int] | str  # the output's tokens, or the message of a failure aft
 
 
 class ScriptedClient(EngineClient):
-    """`answer(request)` says what each request gets. It ends with its last token, with a stop token, or at max_tokens. A request with n > 1
+    """`answer(request)` says what each request gets.
+
+    It ends with its last token, with a stop token, or at max_tokens. A request with n > 1
     is n requests here, as in the engine.
 
-    `tokens_per_step`: how many of them come at a time. `dies_after`: outputs given before the engine is gone. Everything asked is recorded.
+    `tokens_per_step`: how many of them come at a time. `dies_after`: outputs given before the
+    engine is gone. Everything asked is recorded.
     """
 
     def __init__(
@@ -67,7 +70,10 @@ class ScriptedClient(EngineClient):
         self._check_alive()
         self.aborted += request_ids
         for running in list(self._running):
-            if any(running == request_id or running.endswith(f"_{request_id}") for request_id in request_ids):
+            if any(
+                running == request_id or running.endswith(f"_{request_id}")
+                for request_id in request_ids
+            ):
                 del self._running[running]
                 self._rows.append(row(running, 0, [], FinishReason.ABORT))
 
@@ -105,8 +111,18 @@ class ScriptedClient(EngineClient):
         if start == 0:
             at_first["num_cached_tokens"] = 5
             if params.prompt_logprobs is not None:
-                at_first["prompt_logprobs"] = prompt_logprobs(1, request.prompt_token_ids[1:], params.prompt_logprobs)
-        return row(request.request_id, start, new, reason, stop_reason=stop_reason, num_logprobs=params.logprobs, **at_first)
+                at_first["prompt_logprobs"] = prompt_logprobs(
+                    1, request.prompt_token_ids[1:], params.prompt_logprobs
+                )
+        return row(
+            request.request_id,
+            start,
+            new,
+            reason,
+            stop_reason=stop_reason,
+            num_logprobs=params.logprobs,
+            **at_first,
+        )
 
     async def get_output_async(self) -> EngineCoreOutputs:
         while not (self._rows or self._running):
@@ -168,7 +184,9 @@ def row(
         num_tokens=[len(token_ids)],
         token_ids=token_ids,
         finished=[] if reason is None else [Finished(0, reason, stop_reason, error, parameter)],
-        logprobs=[TokenLogprobs(0, *arrays(token_ids, num_logprobs))] if num_logprobs is not None and token_ids else [],
+        logprobs=[TokenLogprobs(0, *arrays(token_ids, num_logprobs))]
+        if num_logprobs is not None and token_ids
+        else [],
         num_cached_tokens=[] if num_cached_tokens is None else [(0, num_cached_tokens)],
         prompt_logprobs=[] if prompt_logprobs is None else [prompt_logprobs],
     )
@@ -179,12 +197,18 @@ def prompt_logprobs(first_index: int, token_ids: list[int], k: int) -> PromptLog
 
 
 def arrays(token_ids: list[int], k: int) -> tuple[Array, Array, Array]:
-    """The log-probability of token t is -t / 8 and its rank 7; of the k candidates -1, -2, …, which are the tokens t+1, t+2, …"""
+    """The log-probability of token t is -t / 8 and its rank 7; of the k candidates -1, -2, …, which
+    are the tokens t+1, t+2, …
+    """
     shape = (len(token_ids), k + 1)
     ids = array("i", [t + i for t in token_ids for i in range(k + 1)])
     values = array("f", [-t / 8 if i == 0 else float(-i) for t in token_ids for i in range(k + 1)])
     ranks = array("i", [7] * len(token_ids))
-    return Array("i4", shape, ids.tobytes()), Array("f4", shape, values.tobytes()), Array("i4", shape[:1], ranks.tobytes())
+    return (
+        Array("i4", shape, ids.tobytes()),
+        Array("f4", shape, values.tobytes()),
+        Array("i4", shape[:1], ranks.tobytes()),
+    )
 
 
 def joined(rows: list[EngineCoreOutputs]) -> EngineCoreOutputs:
@@ -195,9 +219,15 @@ def joined(rows: list[EngineCoreOutputs]) -> EngineCoreOutputs:
         first_indices=[i for r in rows for i in r.first_indices],
         num_tokens=[n for r in rows for n in r.num_tokens],
         token_ids=[t for r in rows for t in r.token_ids],
-        finished=[msgspec.structs.replace(f, row=i) for i, r in enumerate(rows) for f in r.finished],
-        logprobs=[msgspec.structs.replace(p, row=i) for i, r in enumerate(rows) for p in r.logprobs],
+        finished=[
+            msgspec.structs.replace(f, row=i) for i, r in enumerate(rows) for f in r.finished
+        ],
+        logprobs=[
+            msgspec.structs.replace(p, row=i) for i, r in enumerate(rows) for p in r.logprobs
+        ],
         num_cached_tokens=[(i, n) for i, r in enumerate(rows) for _, n in r.num_cached_tokens],
-        prompt_logprobs=[msgspec.structs.replace(p, row=i) for i, r in enumerate(rows) for p in r.prompt_logprobs],
+        prompt_logprobs=[
+            msgspec.structs.replace(p, row=i) for i, r in enumerate(rows) for p in r.prompt_logprobs
+        ],
         stats=SchedulerStats(num_running=len(rows)),
     )

@@ -1,6 +1,4 @@
-"""AsyncLLM over a scripted client: streams, cancellation, slow readers, death.
-May know: AsyncLLM, the scripted client, tiny tokenizers.
-Must not know: engines inside."""
+"""AsyncLLM over a scripted client: streams, cancellation, slow readers, death."""
 
 from __future__ import annotations
 
@@ -8,7 +6,14 @@ import asyncio
 import gc
 
 import pytest
-from quire import AsyncLLM, EngineArgs, EngineDeadError, InvalidParameterError, RequestOutputKind, SamplingParams
+from quire import (
+    AsyncLLM,
+    EngineArgs,
+    EngineDeadError,
+    InvalidParameterError,
+    RequestOutputKind,
+    SamplingParams,
+)
 from quire.frontend import llm_engine
 from quire.frontend.inproc_client import InprocClient
 from quire.tests.fakes import FakeExecutor, expected_output
@@ -36,7 +41,9 @@ def with_llm(test, answer=lambda request: TEXT, **options):
     asyncio.run(run())
 
 
-async def collect(llm: AsyncLLM, request_id: str, params: SamplingParams = DELTA, prompt="prompt", **options) -> list:
+async def collect(
+    llm: AsyncLLM, request_id: str, params: SamplingParams = DELTA, prompt="prompt", **options
+) -> list:
     return [output async for output in llm.generate(prompt, params, request_id, **options)]
 
 
@@ -49,17 +56,23 @@ def test_many_requests_at_once() -> None:
             assert len(outputs) == len(TEXT)
         assert [r.priority for r in llm.client.requests] == list(range(20))
         assert not llm.has_unfinished_requests() and llm.stats is not None
-        [final] = await collect(llm, "final", SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY))
+        [final] = await collect(
+            llm, "final", SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
+        )
         assert final.outputs[0].text == "the end of it all"
         cumulative = await collect(llm, "all", SamplingParams())
-        assert cumulative[-1].outputs[0].text == "the end of it all" and cumulative[0].outputs[0].text == tiny_tokenizer().decode(TEXT[:1])
+        assert cumulative[-1].outputs[0].text == "the end of it all" and cumulative[0].outputs[
+            0
+        ].text == tiny_tokenizer().decode(TEXT[:1])
 
     with_llm(test)
 
 
 def test_stop_strings_end_the_stream_and_abort_the_engine() -> None:
     async def test(llm: AsyncLLM) -> None:
-        outputs = await collect(llm, "a", SamplingParams(stop="end", output_kind=RequestOutputKind.DELTA))
+        outputs = await collect(
+            llm, "a", SamplingParams(stop="end", output_kind=RequestOutputKind.DELTA)
+        )
         assert "".join(output.outputs[0].text for output in outputs) == "the "
         assert outputs[-1].outputs[0].stop_reason == "end"
         assert llm.client.aborted == [llm.client.requests[0].request_id]
@@ -132,9 +145,16 @@ def test_abort_ends_the_stream_with_a_last_output() -> None:
 def test_the_metrics_of_a_request_are_at_hand_before_its_first_output() -> None:
     async def test(llm: AsyncLLM) -> None:
         metrics = []
-        outputs = [output async for output in llm.generate("x", SamplingParams(max_tokens=3), "a", on_submitted=metrics.append)]
+        outputs = [
+            output
+            async for output in llm.generate(
+                "x", SamplingParams(max_tokens=3), "a", on_submitted=metrics.append
+            )
+        ]
         assert [output.metrics is metrics[0] for output in outputs] == [True] * len(outputs)
-        left = asyncio.ensure_future(anext(llm.generate("x", ENDLESS, "silent", on_submitted=metrics.append)))
+        left = asyncio.ensure_future(
+            anext(llm.generate("x", ENDLESS, "silent", on_submitted=metrics.append))
+        )
         await asyncio.sleep(0)
         left.cancel()
         await asyncio.gather(left, return_exceptions=True)
@@ -175,15 +195,27 @@ def test_readers_run_between_steps() -> None:
     """Even over a client that always has outputs ready, nobody is starved."""
 
     async def test(llm: AsyncLLM) -> None:
-        assert len(await collect(llm, "a", SamplingParams(max_tokens=50, output_kind=RequestOutputKind.DELTA))) == 50
+        assert (
+            len(
+                await collect(
+                    llm, "a", SamplingParams(max_tokens=50, output_kind=RequestOutputKind.DELTA)
+                )
+            )
+            == 50
+        )
 
     with_llm(test, lambda request: [5] * 5000)
 
 
 def test_engine_death_reaches_every_reader_and_every_later_call() -> None:
     async def test(llm: AsyncLLM) -> None:
-        results = await asyncio.gather(*(collect(llm, str(n), ENDLESS) for n in range(5)), return_exceptions=True)
-        assert all(isinstance(result, EngineDeadError) and "scripted engine" in str(result) for result in results)
+        results = await asyncio.gather(
+            *(collect(llm, str(n), ENDLESS) for n in range(5)), return_exceptions=True
+        )
+        assert all(
+            isinstance(result, EngineDeadError) and "scripted engine" in str(result)
+            for result in results
+        )
         assert len({id(result) for result in results}) == 5
         assert llm.errored and isinstance(llm.dead_error, EngineDeadError)
         for call in (collect(llm, "later"), llm.get_metrics()):
@@ -251,7 +283,10 @@ def test_utilities_and_tokenizer() -> None:
     async def test(llm: AsyncLLM) -> None:
         assert (await llm.get_metrics())["called"] == "get_metrics"
         assert await llm.reset_prefix_cache() == {"called": "reset_prefix_cache"}
-        assert await llm.call_utility("ping", 1) == {"called": "ping"} and llm.client.calls[-1] == ("ping", 1)
+        assert await llm.call_utility("ping", 1) == {"called": "ping"} and llm.client.calls[-1] == (
+            "ping",
+            1,
+        )
         assert await llm.get_tokenizer() is llm.tokenizer is not None
         assert llm.get_default_sampling_params() == SamplingParams()
 
@@ -276,10 +311,14 @@ def test_over_a_real_engine_core(round_trip) -> None:
 
     async def test() -> None:
         config = text_config()
-        llm = AsyncLLM(config, InprocClient(config, executor=FakeExecutor(config), round_trip=round_trip))
+        llm = AsyncLLM(
+            config, InprocClient(config, executor=FakeExecutor(config), round_trip=round_trip)
+        )
 
         async def left(request_id: str) -> None:
-            stream = llm.generate([5, 6, 7], SamplingParams(max_tokens=None, ignore_eos=True), request_id)
+            stream = llm.generate(
+                [5, 6, 7], SamplingParams(max_tokens=None, ignore_eos=True), request_id
+            )
             await anext(stream)
             await stream.aclose()
 
@@ -332,6 +371,8 @@ def test_a_fault_of_the_taker_is_its_readers_alone():
         neighbour = asyncio.ensure_future(collect(llm, "neighbour"))
         with pytest.raises(ValueError, match="mine"):
             await collect(llm, "faulty", take_at_once=take)
-        assert (await neighbour)[-1].finished and not llm.has_unfinished_requests() and not llm.errored
+        assert (
+            (await neighbour)[-1].finished and not llm.has_unfinished_requests() and not llm.errored
+        )
 
     with_llm(test)

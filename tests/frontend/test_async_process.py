@@ -1,6 +1,6 @@
-"""AsyncLLM over an engine in a process of its own, with steps that take a while: aborts, drains, silence, what can be observed.
-May know: AsyncLLM, MPClient, the fake engine.
-Must not know: sockets, how the engine schedules."""
+"""AsyncLLM over an engine in a process of its own, with steps that take a while: aborts, drains,
+silence, what can be observed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from quire.tests.fake_engine import COMMAND
 from quire.tests.frontend.tiny_tokenizers import text_config
 
 STEP_S = 0.02
-ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+ENDLESS = SamplingParams(
+    temperature=0, max_tokens=None, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+)
 
 
 def with_llm(test, step_s: float = STEP_S, **settings) -> None:
@@ -32,14 +34,21 @@ def with_llm(test, step_s: float = STEP_S, **settings) -> None:
     asyncio.run(run())
 
 
-async def read(llm: AsyncLLM, request_id: str, params: SamplingParams = ENDLESS, prompt=(5, 6, 7)) -> list:
+async def read(
+    llm: AsyncLLM, request_id: str, params: SamplingParams = ENDLESS, prompt=(5, 6, 7)
+) -> list:
     return [output async for output in llm.generate(list(prompt), params, request_id)]
 
 
 @pytest.mark.parametrize("how", ["aclose", "cancel", "abort"])
-@pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}, {"num_scheduler_steps": 4}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"async_scheduling": True}, {"num_scheduler_steps": 4}], ids=str
+)
 def test_a_request_that_is_left_is_gone_within_two_steps(how, settings):
-    """One step runs when it is left, and at most one more is scheduled with it. Both processes read the same clock."""
+    """One step runs when it is left, and at most one more is scheduled with it.
+
+    Both processes read the same clock.
+    """
 
     async def test(llm: AsyncLLM) -> None:
         stream = llm.generate([5, 6, 7], ENDLESS, "left")
@@ -83,7 +92,10 @@ def test_waiting_until_every_stream_has_ended():
         await asyncio.sleep(0)
         assert await llm.wait_until_idle(2 * STEP_S) is False
         await llm.abort("endless")
-        assert await llm.wait_until_idle(20) and (await endless)[-1].outputs[0].finish_reason == "abort"
+        assert (
+            await llm.wait_until_idle(20)
+            and (await endless)[-1].outputs[0].finish_reason == "abort"
+        )
         unread = llm.generate([5], SamplingParams(max_tokens=2, ignore_eos=True), "unread")
         await anext(unread)
         assert await llm.wait_until_idle(5 * STEP_S) is False and not llm.has_unfinished_requests()
@@ -135,19 +147,40 @@ def test_the_life_of_a_request():
     async def test(llm: AsyncLLM) -> None:
         llm.record_token_times = True
         params = SamplingParams(n=2, seed=1, max_tokens=120, ignore_eos=True)
-        [first, second] = await asyncio.gather(read(llm, "a", params, [5] * 60), read(llm, "b", params, [6] * 60))
+        [first, second] = await asyncio.gather(
+            read(llm, "a", params, [5] * 60), read(llm, "b", params, [6] * 60)
+        )
         for metrics in (first[-1].metrics, second[-1].metrics):
             assert len(metrics.token_ts) == metrics.num_generation_tokens == 240
-            assert metrics.token_ts == sorted(metrics.token_ts) and metrics.token_ts[0] == metrics.first_token_ts
+            assert (
+                metrics.token_ts == sorted(metrics.token_ts)
+                and metrics.token_ts[0] == metrics.first_token_ts
+            )
             starts = [start for _, start, _, _ in metrics.prefill_chunks]
             assert starts == sorted(starts) and metrics.prefill_chunks[0][1] >= metrics.scheduled_ts
-            # The second completion computes the last token of the prompt; whoever comes back also computes the token sampled last.
+            # The second completion computes the last token of the prompt; whoever comes back also
+            # computes the token sampled last.
             least = 60 + 1 + metrics.num_recomputed_tokens
-            assert least <= sum(num_tokens for *_, num_tokens in metrics.prefill_chunks) <= least + metrics.num_preemptions
+            assert (
+                least
+                <= sum(num_tokens for *_, num_tokens in metrics.prefill_chunks)
+                <= least + metrics.num_preemptions
+            )
         assert first[-1].metrics.num_preemptions + second[-1].metrics.num_preemptions > 0
         observed = await llm.observe()
         known = {record[0] for record in observed["steps"]}
         assert {chunk[0] for chunk in first[-1].metrics.prefill_chunks} <= known
-        assert observed["counters"]["num_inputs_refused"] == 0 and observed["counters"]["num_preemptions"] > 0
+        assert (
+            observed["counters"]["num_inputs_refused"] == 0
+            and observed["counters"]["num_preemptions"] > 0
+        )
 
-    with_llm(test, 0.0, max_model_len=256, max_num_batched_tokens=16, num_gpu_blocks_override=20, enable_prefix_caching=False, preemption_mode="recompute")
+    with_llm(
+        test,
+        0.0,
+        max_model_len=256,
+        max_num_batched_tokens=16,
+        num_gpu_blocks_override=20,
+        enable_prefix_caching=False,
+        preemption_mode="recompute",
+    )

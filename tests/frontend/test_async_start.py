@@ -1,6 +1,6 @@
-"""AsyncLLM.start and shutdown_async in every form: the loop goes on, progress is told, a cancelled or failed start leaves nothing behind.
-May know: AsyncLLM, the clients, the fake engine, the bundled model.
-Must not know: sockets, what an engine computes."""
+"""AsyncLLM.start and shutdown_async in every form: the loop goes on, progress is told, a cancelled
+or failed start leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from quire.tests.fakes import make_config
 from quire.tests.frontend.test_mp_client import state
 from quire.tests.frontend.tiny_tokenizers import text_config
 
-SMALL = EngineArgs(dtype="float32", max_model_len=128, max_num_seqs=2, num_gpu_blocks_override=64, num_threads=1)
+SMALL = EngineArgs(
+    dtype="float32", max_model_len=128, max_num_seqs=2, num_gpu_blocks_override=64, num_threads=1
+)
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +55,16 @@ async def use(args: EngineArgs, engine: str) -> Watcher:
     watcher = Watcher()
     counter = asyncio.create_task(watcher.count())
     llm = await asyncio.wait_for(AsyncLLM.start(args, engine, watcher), 60)
-    outputs = [output async for output in llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), "a")]
+    outputs = [
+        output
+        async for output in llm.generate(
+            [5, 6, 7], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), "a"
+        )
+    ]
     assert outputs[-1].finished and len(outputs[-1].outputs[0].token_ids) == 3
-    late = asyncio.create_task(anext(llm.generate([5], SamplingParams(max_tokens=None, ignore_eos=True), "b")))
+    late = asyncio.create_task(
+        anext(llm.generate([5], SamplingParams(max_tokens=None, ignore_eos=True), "b"))
+    )
     await asyncio.sleep(0)
     await llm.shutdown_async()
     await llm.shutdown_async()
@@ -70,7 +79,14 @@ def test_the_bundled_model(engine):
     threads = set(threading.enumerate())
     watcher = asyncio.run(use(SMALL, engine))
     start = ["start"] if engine == "process" else []
-    assert watcher.stages == ["model files", *start, "import", "load weights", "kv cache", "tokenizer"]
+    assert watcher.stages == [
+        "model files",
+        *start,
+        "import",
+        "load weights",
+        "kv cache",
+        "tokenizer",
+    ]
     fractions = [fraction for stage, fraction in watcher.reports if stage == "load weights"]
     assert fractions == sorted(fractions) and fractions[-1] == 1.0 and len(set(fractions)) > 5
     assert watcher.num_turns > 3
@@ -159,7 +175,17 @@ async def cancelled_at(start, watcher: Watcher, stage: str) -> float:
 def test_a_cancelled_start_of_a_child_leaves_nothing(stage):
     def run() -> float:
         watcher = Watcher()
-        return asyncio.run(cancelled_at(MPClient.start(make_config(hf_overrides={"at_load": "hang"}), on_progress=watcher, command=COMMAND), watcher, stage))
+        return asyncio.run(
+            cancelled_at(
+                MPClient.start(
+                    make_config(hf_overrides={"at_load": "hang"}),
+                    on_progress=watcher,
+                    command=COMMAND,
+                ),
+                watcher,
+                stage,
+            )
+        )
 
     run()
     before = state()
@@ -188,7 +214,14 @@ def test_a_cancelled_start_in_this_process_gives_up_at_the_next_report():
 
     async def main() -> None:
         watcher, executor, threads = Watcher(), Slow(make_config()), set(threading.enumerate())
-        assert await cancelled_at(InprocClient.start(make_config(), watcher, executor=executor), watcher, "load weights") < 5
+        assert (
+            await cancelled_at(
+                InprocClient.start(make_config(), watcher, executor=executor),
+                watcher,
+                "load weights",
+            )
+            < 5
+        )
         assert executor.is_shut_down_early and set(threading.enumerate()) <= threads
 
     asyncio.run(main())

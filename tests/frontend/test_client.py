@@ -1,6 +1,6 @@
-"""The contract of EngineClient, held against every form of it: in this process (with and without the codec), a child, a daemon; blocking and asyncio.
-May know: EngineClient, the fake executor and its oracle.
-Must not know: how any form does it."""
+"""The contract of EngineClient, held against every form of it: in this process (with and without
+the codec), a child, a daemon; blocking and asyncio.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from quire.frontend.client import EngineClient
 from quire.frontend.inproc_client import InprocClient
 from quire.frontend.llm_engine import make_client
 from quire.frontend.mp_client import MPClient
-from quire.ipc.errors import EngineDeadError, EnginePausedError, InvalidParameterError, ModelLoadError, RemoteTraceback
+from quire.ipc.errors import (
+    EngineDeadError,
+    EnginePausedError,
+    InvalidParameterError,
+    ModelLoadError,
+    RemoteTraceback,
+)
 from quire.ipc.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -22,12 +28,21 @@ from quire.ipc.messages import (
     RequestTiming,
     SchedulerStats,
     TransportStats,
-)  # fmt: skip
+)
 from quire.ipc.params import SamplingParams
 from quire.tests.fake_engine import COMMAND, TroubledExecutor, daemon
 from quire.tests.fakes import expected_output, make_config, weights_digest
 
-FORMS = ["inproc", "inproc async", "inproc codec", "inproc codec async", "process", "process async", "daemon", "daemon async"]
+FORMS = [
+    "inproc",
+    "inproc async",
+    "inproc codec",
+    "inproc codec async",
+    "process",
+    "process async",
+    "daemon",
+    "daemon async",
+]
 
 
 class Driver:
@@ -38,13 +53,19 @@ class Driver:
         self.runner = asyncio.Runner() if form.endswith("async") else None
         self.daemon = None
         if form.startswith("inproc"):
-            self.client: EngineClient = InprocClient(self.config, executor=TroubledExecutor(self.config), round_trip="codec" in form)
+            self.client: EngineClient = InprocClient(
+                self.config, executor=TroubledExecutor(self.config), round_trip="codec" in form
+            )
         elif form.startswith("process"):
-            self.client = MPClient(self.config, asyncio_mode=self.runner is not None, command=COMMAND)
+            self.client = MPClient(
+                self.config, asyncio_mode=self.runner is not None, command=COMMAND
+            )
         else:
             self.daemon = daemon(directory, self.config)
             address, self.process = self.daemon.__enter__()
-            self.client = MPClient(make_config(startup_timeout_s=30.0), address, asyncio_mode=self.runner is not None)
+            self.client = MPClient(
+                make_config(startup_timeout_s=30.0), address, asyncio_mode=self.runner is not None
+            )
 
     def get_output(self) -> EngineCoreOutputs:
         if self.runner is None:
@@ -64,14 +85,19 @@ class Driver:
             self.daemon.__exit__(None, None, None)
 
     def collect(self, num_requests: int) -> dict[str, tuple[list[int], object]]:
-        """Outputs until that many have finished: id -> (tokens, Finished). Checks epochs, and that every row begins where its last one ended."""
+        """Outputs until that many have finished: id -> (tokens, Finished).
+
+        Checks epochs, and that every row begins where its last one ended.
+        """
         tokens: dict[str, list[int]] = {}
         finished = {}
         while len(finished) < num_requests:
             outputs = self.get_output()
             assert outputs.epoch == self.client.ready.epoch
             start = 0
-            for request_id, first_index, count in zip(outputs.request_ids, outputs.first_indices, outputs.num_tokens, strict=True):
+            for request_id, first_index, count in zip(
+                outputs.request_ids, outputs.first_indices, outputs.num_tokens, strict=True
+            ):
                 have = tokens.setdefault(request_id, [])
                 assert first_index == len(have) and request_id not in finished
                 have += outputs.token_ids[start : start + count]
@@ -104,7 +130,12 @@ def make_requests(num_requests: int, seed: int = 0) -> list[EngineCoreRequest]:
         EngineCoreRequest(
             f"r{i}",
             [rng.randrange(97) for _ in range(rng.randint(1, 60))],
-            SamplingParams(temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(2**40), max_tokens=rng.randint(1, 20), logprobs=rng.choice([None, 3])),
+            SamplingParams(
+                temperature=rng.choice([0.0, 1.0]),
+                seed=rng.randrange(2**40),
+                max_tokens=rng.randint(1, 20),
+                logprobs=rng.choice([None, 3]),
+            ),
             eos_token_ids=[rng.randrange(97)],
         )
         for i in range(num_requests)
@@ -113,7 +144,9 @@ def make_requests(num_requests: int, seed: int = 0) -> list[EngineCoreRequest]:
 
 def assert_expected(requests: list[EngineCoreRequest], results: dict, config) -> None:
     for request in requests:
-        tokens, reason, stop_reason = expected_output(request.prompt_token_ids, request.sampling_params, request.eos_token_ids, config)
+        tokens, reason, stop_reason = expected_output(
+            request.prompt_token_ids, request.sampling_params, request.eos_token_ids, config
+        )
         got, end = results[request.request_id]
         assert (got, end.reason, end.stop_reason) == (tokens, reason, stop_reason)
 
@@ -135,7 +168,8 @@ def test_outputs(open_driver):
 
 def test_rows_of_several_steps_may_come_together(open_driver):
     driver, requests = open_driver(hf_overrides={"delay_s": 0.002}), make_requests(40)
-    driver.client.pace_outputs(20)  # rows in a second: even two of them wait the longest time there is
+    # rows in a second: even two of them wait the longest time there is
+    driver.client.pace_outputs(20)
     for request in requests:
         driver.client.add_request(request)
     num_messages, get_output = 0, driver.get_output
@@ -144,7 +178,9 @@ def test_rows_of_several_steps_may_come_together(open_driver):
         nonlocal num_messages
         num_messages += 1
         outputs = get_output()
-        assert sum(row.token_ids.shape[0] for row in outputs.logprobs) <= len(outputs.token_ids) and len(outputs.token_steps) in (0, len(outputs.token_ids))
+        assert sum(row.token_ids.shape[0] for row in outputs.logprobs) <= len(
+            outputs.token_ids
+        ) and len(outputs.token_steps) in (0, len(outputs.token_ids))
         return outputs
 
     driver.get_output = counted
@@ -156,7 +192,9 @@ def test_rows_of_several_steps_may_come_together(open_driver):
 def test_what_is_held_comes_before_the_engines_failure(open_driver):
     driver, told = open_driver(hf_overrides={"raise_at_step": 4}), []
     driver.client.pace_outputs(1)
-    driver.client.add_request(EngineCoreRequest("a", [1, 2], SamplingParams(seed=0, max_tokens=200)))
+    driver.client.add_request(
+        EngineCoreRequest("a", [1, 2], SamplingParams(seed=0, max_tokens=200))
+    )
     with pytest.raises(EngineDeadError, match="scripted failure"):
         while True:
             told += driver.get_output().token_ids
@@ -165,7 +203,11 @@ def test_what_is_held_comes_before_the_engines_failure(open_driver):
 
 def test_logprobs_are_arrays(open_driver):
     driver = open_driver()
-    driver.client.add_request(EngineCoreRequest("a", [1, 2, 3], SamplingParams(temperature=0.0, seed=0, max_tokens=1, logprobs=2)))
+    driver.client.add_request(
+        EngineCoreRequest(
+            "a", [1, 2, 3], SamplingParams(temperature=0.0, seed=0, max_tokens=1, logprobs=2)
+        )
+    )
     outputs = driver.get_output()
     [row] = outputs.logprobs
     assert (row.token_ids.dtype, tuple(row.token_ids.shape)) == ("i4", (1, 3))
@@ -181,8 +223,12 @@ def test_bad_requests_cost_nobody_else(open_driver):
         "long": (EngineCoreRequest("long", [1] * 300, params), "max_model_len"),
         "empty": (EngineCoreRequest("empty", [], params), "prompt_token_ids"),
         "unresolved": (EngineCoreRequest("unresolved", [1], SamplingParams()), "seed"),
-        "words": (EngineCoreRequest("words", [1, "two"], params), ""),  # no message at all: a codec refuses it before the core sees it
-        "no token": (EngineCoreRequest("no token", [1], SamplingParams(seed=0, allowed_token_ids=[97])), "allowed_token_ids"),
+        # no message at all: a codec refuses it before the core sees it
+        "words": (EngineCoreRequest("words", [1, "two"], params), ""),
+        "no token": (
+            EngineCoreRequest("no token", [1], SamplingParams(seed=0, allowed_token_ids=[97])),
+            "allowed_token_ids",
+        ),
     }
     for pair in zip([*good, None, None], bad.values(), strict=True):
         for request in (pair[0], pair[1][0]):
@@ -197,8 +243,12 @@ def test_bad_requests_cost_nobody_else(open_driver):
 
 def test_abort(open_driver):
     driver = open_driver(hf_overrides={"delay_s": 0.02})
-    driver.client.add_request(EngineCoreRequest("long", [1, 2], SamplingParams(seed=0, max_tokens=250)))
-    driver.client.add_request(EngineCoreRequest("short", [1, 2], SamplingParams(seed=0, max_tokens=3)))
+    driver.client.add_request(
+        EngineCoreRequest("long", [1, 2], SamplingParams(seed=0, max_tokens=250))
+    )
+    driver.client.add_request(
+        EngineCoreRequest("short", [1, 2], SamplingParams(seed=0, max_tokens=3))
+    )
     driver.client.abort_requests(["nobody"])
     driver.client.abort_requests(["long", "nobody"])
     driver.client.abort_requests(["long"])
@@ -210,7 +260,9 @@ def test_abort(open_driver):
 def test_an_abort_right_behind_its_request(open_driver):
     driver = open_driver(hf_overrides={"delay_s": 0.02})
     for i in range(20):
-        driver.client.add_request(EngineCoreRequest(f"r{i}", [1, 2], SamplingParams(seed=0, max_tokens=200)))
+        driver.client.add_request(
+            EngineCoreRequest(f"r{i}", [1, 2], SamplingParams(seed=0, max_tokens=200))
+        )
         driver.client.abort_requests([f"r{i}"])
     assert {end.reason for _, end in driver.collect(20).values()} == {FinishReason.ABORT}
 
@@ -233,9 +285,15 @@ def test_observe(open_driver):
         driver.client.add_request(request)
     driver.collect(10)
     seen = driver.call("observe", -1, 100)
-    assert seen["requests"] == [] and [record[0] for record in seen["steps"]] == list(range(seen["step"] + 1))
+    assert seen["requests"] == [] and [record[0] for record in seen["steps"]] == list(
+        range(seen["step"] + 1)
+    )
     assert all(type(record) is list and len(record) == 9 for record in seen["steps"])
-    assert (seen["num_blocks"], seen["blocks_per_cell"], len(seen["blocks"])) == (257, 3, 86) and set(seen["blocks"]) <= set("-.c")
+    assert (seen["num_blocks"], seen["blocks_per_cell"], len(seen["blocks"])) == (
+        257,
+        3,
+        86,
+    ) and set(seen["blocks"]) <= set("-.c")
     assert seen["counters"] == driver.call("get_metrics")
     assert driver.call("observe", seen["step"])["steps"] == []
     with pytest.raises(InvalidParameterError, match="max_blocks: must be between") as caught:
@@ -247,7 +305,9 @@ def test_utility_errors(open_driver):
     driver = open_driver()
     with pytest.raises(InvalidParameterError, match="must be one of") as caught:
         driver.call("shutdown")
-    assert caught.value.parameter == "method" and isinstance(caught.value.__cause__, RemoteTraceback)
+    assert caught.value.parameter == "method" and isinstance(
+        caught.value.__cause__, RemoteTraceback
+    )
     with pytest.raises(InvalidParameterError, match="does not take"):
         driver.call("ping", 1)
     assert driver.call("ping") == "pong"
@@ -258,17 +318,27 @@ def test_a_failed_step_kills_the_engine(open_driver):
     driver.client.add_request(make_requests(1)[0])
     with pytest.raises(EngineDeadError, match="scripted failure"):
         driver.collect(1)
-    for use in (driver.get_output, lambda: driver.call("ping"), lambda: driver.client.add_request(make_requests(1)[0])):
+    for use in (
+        driver.get_output,
+        lambda: driver.call("ping"),
+        lambda: driver.client.add_request(make_requests(1)[0]),
+    ):
         with pytest.raises(EngineDeadError, match="scripted failure"):
             use()
 
 
 def test_shutdown_twice(open_driver):
     driver = open_driver()
-    driver.client.add_request(EngineCoreRequest("long", [1, 2], SamplingParams(seed=0, max_tokens=200)))
+    driver.client.add_request(
+        EngineCoreRequest("long", [1, 2], SamplingParams(seed=0, max_tokens=200))
+    )
     driver.client.shutdown()
     driver.client.shutdown()
-    for use in (driver.get_output, lambda: driver.call("ping"), lambda: driver.client.abort_requests(["long"])):
+    for use in (
+        driver.get_output,
+        lambda: driver.call("ping"),
+        lambda: driver.client.abort_requests(["long"]),
+    ):
         with pytest.raises(EngineDeadError, match="shut down"):
             use()
 
@@ -286,7 +356,11 @@ def test_messages_are_not_changed(open_driver):
 
 def long_requests(num_requests: int = 4, max_tokens: int = 60) -> list[EngineCoreRequest]:
     return [
-        EngineCoreRequest(f"r{i}", [(i * 31 + j * 7) % 97 for j in range(40)], SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens))
+        EngineCoreRequest(
+            f"r{i}",
+            [(i * 31 + j * 7) % 97 for j in range(40)],
+            SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens),
+        )
         for i in range(num_requests)
     ]
 
@@ -303,7 +377,9 @@ class Collector:
     def take(self) -> None:
         outputs = self.driver.get_output()
         start = 0
-        for request_id, first_index, count in zip(outputs.request_ids, outputs.first_indices, outputs.num_tokens, strict=True):
+        for request_id, first_index, count in zip(
+            outputs.request_ids, outputs.first_indices, outputs.num_tokens, strict=True
+        ):
             have = self.tokens.setdefault(request_id, [])
             assert first_index == len(have) and request_id not in self.finished
             have += outputs.token_ids[start : start + count]
@@ -314,7 +390,9 @@ class Collector:
     def until_finished(self, requests: list[EngineCoreRequest]) -> dict:
         while len(self.finished) < len(requests):
             self.take()
-        return {request_id: (self.tokens[request_id], end) for request_id, end in self.finished.items()}
+        return {
+            request_id: (self.tokens[request_id], end) for request_id, end in self.finished.items()
+        }
 
 
 def begin(open_driver, **arguments) -> tuple[Driver, list[EngineCoreRequest], Collector]:
@@ -335,10 +413,17 @@ def test_pause_keep_and_resume(open_driver):
     late = msgspec.structs.replace(requests[0], request_id="late")
     driver.client.add_request(late)
     state = driver.call("scheduler_state")
-    assert (state["running"], state["held"], state["is_paused"], state["pause_mode"]) == (["r0", "r1", "r2", "r3"], ["late"], True, "keep")
+    assert (state["running"], state["held"], state["is_paused"], state["pause_mode"]) == (
+        ["r0", "r1", "r2", "r3"],
+        ["late"],
+        True,
+        "keep",
+    )
     computed = [request["num_computed_tokens"] for request in state["requests"]]
     assert driver.call("ping") == "pong"
-    assert [request["num_computed_tokens"] for request in driver.call("scheduler_state")["requests"]] == computed
+    assert [
+        request["num_computed_tokens"] for request in driver.call("scheduler_state")["requests"]
+    ] == computed
     driver.call("resume")
     assert driver.call("is_paused") is False
     assert_expected([*requests, late], collector.until_finished([*requests, late]), driver.config)
@@ -351,7 +436,9 @@ def test_pause_abort(open_driver):
     late = msgspec.structs.replace(requests[0], request_id="late")
     driver.client.add_request(late)
     results = collector.until_finished(requests)
-    assert {end.reason for _, end in results.values()} == {FinishReason.ABORT} and "late" not in results
+    assert {end.reason for _, end in results.values()} == {
+        FinishReason.ABORT
+    } and "late" not in results
     driver.call("resume")
     assert_expected([late], collector.until_finished([*requests, late]), driver.config)
 
@@ -372,8 +459,9 @@ def test_pause_wait_returns_when_everything_has_finished(open_driver, overlapped
 
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_waiting_for_oneself(open_driver, overlapped):
-    """Blocking code that waits for outputs while its own pause or sleep keeps them from coming is told so. In asyncio another task may
-    resume, so there one waits."""
+    """Blocking code that waits for outputs while its own pause or sleep keeps them from coming is
+    told so. In asyncio another task may resume, so there one waits.
+    """
     driver, requests, collector = begin(open_driver, async_scheduling=overlapped)
     for stop, go_on, reason in (("pause", "resume", "paused"), ("sleep", "wake_up", "asleep")):
         driver.call(stop, *(["keep"] if stop == "pause" else []))
@@ -405,7 +493,11 @@ def test_sleep_and_wake_up(open_driver, level):
     assert driver.call("is_sleeping") is True
     assert driver.call("collective_rpc", "memory_usage") == [{"kv_cache_bytes": 0}]
     state = driver.call("scheduler_state")
-    assert state["running"] == [] and state["asleep"] == ["kv_cache", "weights"][:level] and state["kv_cache_usage"] == 0.0
+    assert (
+        state["running"] == []
+        and state["asleep"] == ["kv_cache", "weights"][:level]
+        and state["kv_cache_usage"] == 0.0
+    )
     driver.call("wake_up")
     assert driver.call("is_sleeping") is False
     assert_expected(requests, collector.until_finished(requests), driver.config)
@@ -419,12 +511,21 @@ def test_new_weights(open_driver):
         driver.call("load_weights", "/models/missing")
     assert_expected(requests, collector.until_finished(requests), driver.config)
     driver.call("load_weights", "/models/new")
-    again = [msgspec.structs.replace(request, request_id=f"again-{request.request_id}") for request in requests]
+    again = [
+        msgspec.structs.replace(request, request_id=f"again-{request.request_id}")
+        for request in requests
+    ]
     for request in again:
         driver.client.add_request(request)
     results = driver.collect(len(again))
     for request in again:
-        tokens = expected_output(request.prompt_token_ids, request.sampling_params, [], driver.config, weights_digest("/models/new"))[0]
+        tokens = expected_output(
+            request.prompt_token_ids,
+            request.sampling_params,
+            [],
+            driver.config,
+            weights_digest("/models/new"),
+        )[0]
         assert results[request.request_id][0] == tokens
 
 
@@ -446,9 +547,14 @@ def test_a_wait_that_is_cancelled_leaves_the_pause_and_the_engine(open_driver):
 def test_errors_of_the_utilities_that_change_the_engine(open_driver):
     driver = open_driver()
     for method, arguments, parameter in (
-        ("pause", ["now"], "mode"), ("sleep", [3], "level"), ("wake_up", [["everything"]], "tags"), ("load_weights", [5], "path"),
-        ("collective_rpc", ["shutdown"], "method"), ("collective_rpc", ["sleep", [["weights"]]], "method"), ("resume", [1], "args"),
-    ):  # fmt: skip
+        ("pause", ["now"], "mode"),
+        ("sleep", [3], "level"),
+        ("wake_up", [["everything"]], "tags"),
+        ("load_weights", [5], "path"),
+        ("collective_rpc", ["shutdown"], "method"),
+        ("collective_rpc", ["sleep", [["weights"]]], "method"),
+        ("resume", [1], "args"),
+    ):
         with pytest.raises(InvalidParameterError) as caught:
             driver.call(method, *arguments)
         assert caught.value.parameter == parameter
@@ -466,13 +572,27 @@ def test_metrics_have_the_same_names_everywhere(open_driver):
     driver, requests, collector = begin(open_driver)
     collector.until_finished(requests)
     metrics = driver.call("get_metrics")
-    names = {field.name for struct in (SchedulerStats, TransportStats) for field in msgspec.structs.fields(struct)}
+    names = {
+        field.name
+        for struct in (SchedulerStats, TransportStats)
+        for field in msgspec.structs.fields(struct)
+    }
     assert metrics.keys() == names and all(type(value) is int for value in metrics.values())
-    assert (metrics["num_finished_length"], metrics["num_generation_tokens"], metrics["num_prompt_tokens"]) == (4, 240, 160)
-    assert all(0 < t.queued_time <= t.scheduled_time <= t.first_token_time < t.last_token_time for t in collector.timings.values())
+    assert (
+        metrics["num_finished_length"],
+        metrics["num_generation_tokens"],
+        metrics["num_prompt_tokens"],
+    ) == (4, 240, 160)
+    assert all(
+        0 < t.queued_time <= t.scheduled_time <= t.first_token_time < t.last_token_time
+        for t in collector.timings.values()
+    )
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:5555", "proces", "ipc://", "ipc://@abstract", "ipc:///" + "x" * 120])
+@pytest.mark.parametrize(
+    "address",
+    ["tcp://127.0.0.1:5555", "proces", "ipc://", "ipc://@abstract", "ipc:///" + "x" * 120],
+)
 def test_make_client_refuses_other_addresses(address):
     with pytest.raises(InvalidParameterError) as caught:
         make_client(make_config(), address)

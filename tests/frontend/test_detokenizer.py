@@ -1,6 +1,6 @@
-"""Incremental decoding against decoding everything at once, and stop strings against a plain oracle, over random tokens.
-May know: the detokenizer, tiny tokenizers.
-Must not know: requests, engines."""
+"""Incremental decoding against decoding everything at once, and stop strings against a plain
+oracle, over random tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire import SamplingParams
-from quire.frontend.detokenizer import IncrementalDetokenizer, PieceDecoder, WindowDecoder, find_stop, length_of_possible_stop, make_decoder
+from quire.frontend.detokenizer import (
+    IncrementalDetokenizer,
+    PieceDecoder,
+    WindowDecoder,
+    find_stop,
+    length_of_possible_stop,
+    make_decoder,
+)
 from quire.ipc.messages import FinishReason
 from quire.tests.frontend.tiny_tokenizers import TEXTS, tiny_tokenizer
 
@@ -26,11 +33,18 @@ def streamed(kind: str, prompt: list[int], token_ids: list[int], **params) -> st
 @given(st.lists(st.integers(0, 302), max_size=24), st.booleans())
 def test_byte_level_deltas_are_the_decoded_text_for_any_tokens(token_ids, skip) -> None:
     expected = tiny_tokenizer().decode(token_ids, skip_special_tokens=skip)
-    assert streamed("byte_level", tiny_tokenizer().encode("a prompt"), token_ids, skip_special_tokens=skip) == expected
+    assert (
+        streamed(
+            "byte_level", tiny_tokenizer().encode("a prompt"), token_ids, skip_special_tokens=skip
+        )
+        == expected
+    )
 
 
 def _runs_are_whole_or_broken(token_ids: list[int]) -> bool:
-    """No run of byte tokens that holds complete characters and an invalid byte too: the one case where streaming must differ."""
+    """No run of byte tokens that holds complete characters and an invalid byte too: the one case
+    where streaming must differ.
+    """
     run = b""
     for token_id in [*token_ids, 0]:
         if 3 <= token_id < 259:
@@ -46,12 +60,20 @@ def _runs_are_whole_or_broken(token_ids: list[int]) -> bool:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.one_of(st.integers(0, 269), st.sampled_from([3 + b for b in "é好🤖".encode()])), max_size=12), st.booleans())
+@given(
+    st.lists(
+        st.one_of(st.integers(0, 269), st.sampled_from([3 + b for b in "é好🤖".encode()])),
+        max_size=12,
+    ),
+    st.booleans(),
+)
 def test_byte_fallback_deltas_are_the_decoded_text(token_ids, skip) -> None:
     if not _runs_are_whole_or_broken([i for i in token_ids if not (skip and i < 3)]):
         return
     tokenizer, prompt = tiny_tokenizer("byte_fallback"), [260]
-    expected = tokenizer.decode([*prompt, *token_ids], skip_special_tokens=skip)[len(tokenizer.decode(prompt)) :]
+    expected = tokenizer.decode([*prompt, *token_ids], skip_special_tokens=skip)[
+        len(tokenizer.decode(prompt)) :
+    ]
     assert streamed("byte_fallback", prompt, token_ids, skip_special_tokens=skip) == expected
 
 
@@ -67,7 +89,8 @@ def test_no_replacement_character_within_a_text(kind, text) -> None:
     assert not any("\ufffd" in delta for delta in deltas)
     assert decoder.flush() == ""
     if kind == "byte_level":
-        assert any(delta == "" for delta in deltas) == any(ord(c) > 0x7F for c in text)  # incomplete characters wait
+        # incomplete characters wait
+        assert any(delta == "" for delta in deltas) == any(ord(c) > 0x7F for c in text)
 
 
 def test_incomplete_and_invalid_bytes_appear_as_decode_gives_them() -> None:
@@ -92,7 +115,8 @@ def test_a_character_begun_in_the_prompt_is_completed() -> None:
     robot = tiny_tokenizer().encode("🤖")
     assert streamed("byte_level", [5, *robot[:2]], robot[2:]) == "🤖"
     a = tiny_tokenizer().encode("a")
-    assert streamed("byte_level", [5, *robot[:2]], a) == "a"  # broken: the replacement character is the prompt's
+    # broken: the replacement character is the prompt's
+    assert streamed("byte_level", [5, *robot[:2]], a) == "a"
     assert streamed("byte_level", [5, *robot[:2]], robot[:1]) == "\ufffd"
     assert streamed("byte_level", [5, *robot[:2]], []) == ""
     robot = tiny_tokenizer("byte_fallback").encode("🤖", add_special_tokens=False)[1:]
@@ -103,7 +127,11 @@ def test_a_character_begun_in_the_prompt_is_completed() -> None:
 def test_the_leading_space_is_stripped_only_where_a_text_begins() -> None:
     the, space = 260, 259
     assert streamed("byte_fallback_strip", [1], [the]) == "the"  # the prompt shows nothing
-    assert streamed("byte_fallback_strip", [1], [space, the]) == tiny_tokenizer("byte_fallback_strip").decode([space, the]) == " the"
+    assert (
+        streamed("byte_fallback_strip", [1], [space, the])
+        == tiny_tokenizer("byte_fallback_strip").decode([space, the])
+        == " the"
+    )
     assert streamed("byte_fallback_strip", [the], [the]) == " the"
     assert streamed("byte_fallback_strip", [1], [1, the], skip_special_tokens=False) == "<s> the"
 
@@ -115,14 +143,21 @@ def test_other_decoders_go_through_the_window(token_ids, skip) -> None:
     prompt = [2, 3]
     assert isinstance(make_decoder(tokenizer, prompt, SamplingParams()), WindowDecoder)
     whole = tokenizer.decode([*prompt, *token_ids], skip_special_tokens=skip)
-    assert streamed("word_piece", prompt, token_ids, skip_special_tokens=skip) == whole[len(tokenizer.decode(prompt)) :]
+    assert (
+        streamed("word_piece", prompt, token_ids, skip_special_tokens=skip)
+        == whole[len(tokenizer.decode(prompt)) :]
+    )
 
 
 def test_spaces_between_special_tokens() -> None:
     shown = {"skip_special_tokens": False}
     assert streamed("word_piece", [2], [1, 9, 3], **shown) == " [SEP] [CLS] cat"
-    assert streamed("word_piece", [2], [1, 9, 3], spaces_between_special_tokens=False, **shown) == " [SEP][CLS] cat"
-    assert streamed("byte_level", [2], [300, 301], **shown) == "<|endoftext|><|im_start|>"  # this kind has no spaces to leave out
+    assert (
+        streamed("word_piece", [2], [1, 9, 3], spaces_between_special_tokens=False, **shown)
+        == " [SEP][CLS] cat"
+    )
+    # this kind has no spaces to leave out
+    assert streamed("byte_level", [2], [300, 301], **shown) == "<|endoftext|><|im_start|>"
 
 
 def test_each_token_is_decoded_once() -> None:
@@ -143,8 +178,12 @@ def test_each_token_is_decoded_once() -> None:
 # ---------------------------------------------------------------- stop strings
 
 
-def oracle(texts: list[str], stops: list[str], *, include: bool, min_tokens: int) -> tuple[str, str | None]:
-    """Decode everything; the first place where a stop string ends behind the text of min_tokens tokens; the first in the list that ends there."""
+def oracle(
+    texts: list[str], stops: list[str], *, include: bool, min_tokens: int
+) -> tuple[str, str | None]:
+    """Decode everything; the first place where a stop string ends behind the text of min_tokens
+    tokens; the first in the list that ends there.
+    """
     whole = "".join(texts)
     for end in range(len("".join(texts[:min_tokens])) + 1, len(whole) + 1):
         ending = [stop for stop in stops if whole[:end].endswith(stop)]
@@ -156,7 +195,9 @@ def oracle(texts: list[str], stops: list[str], *, include: bool, min_tokens: int
 
 def undecided(text: str, stops: list[str]) -> int:
     """Length of the longest end of the text that may become a stop string."""
-    return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+    return max(
+        (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
+    )
 
 
 PIECES = ("t", "h", "e", "i", "n", "he", "Ġthe", "Ġt", "in", "en", "er", "Ġin", "Ġ")
@@ -170,33 +211,44 @@ PIECES = ("t", "h", "e", "i", "n", "he", "Ġthe", "Ġt", "in", "en", "er", "Ġin
     st.integers(0, 4),
     st.integers(1, 3),
 )
-def test_stop_strings_are_found_as_in_the_whole_text(pieces, stops, include, min_tokens, tokens_per_update) -> None:
+def test_stop_strings_are_found_as_in_the_whole_text(
+    pieces, stops, include, min_tokens, tokens_per_update
+) -> None:
     tokenizer = tiny_tokenizer()
     token_ids = [tokenizer.token_to_id(piece) for piece in pieces]
     texts = [tokenizer.decode(i) for i in token_ids]
-    params = SamplingParams(stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens, max_tokens=None)
+    params = SamplingParams(
+        stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens, max_tokens=None
+    )
     detokenizer = IncrementalDetokenizer(tokenizer, [1], params)
     expected, expected_stop = oracle(texts, stops, include=include, min_tokens=min_tokens)
     shown, stop, num_used = "", None, 0
     for start in range(0, len(token_ids), tokens_per_update):
         end = start + tokens_per_update
-        used, stop = detokenizer.update(token_ids[start:end], FinishReason.LENGTH if end >= len(token_ids) else None)
+        used, stop = detokenizer.update(
+            token_ids[start:end], FinishReason.LENGTH if end >= len(token_ids) else None
+        )
         num_used += used
         shown += detokenizer.take_delta()
         if stop is not None or end >= len(token_ids):
             break
         decoded = "".join(texts[:end])
-        assert shown == decoded[: len(decoded) - undecided(decoded, stops)]  # all that is decided, and nothing else
+        # all that is decided, and nothing else
+        assert shown == decoded[: len(decoded) - undecided(decoded, stops)]
     assert (shown, stop) == (expected, expected_stop)
     if stop is not None:  # the output ends with the very token that completed the stop string
         assert num_used > min_tokens
         assert oracle(texts[:num_used], stops, include=include, min_tokens=min_tokens)[1] == stop
-        assert oracle(texts[: num_used - 1], stops, include=include, min_tokens=min_tokens)[1] is None
+        assert (
+            oracle(texts[: num_used - 1], stops, include=include, min_tokens=min_tokens)[1] is None
+        )
 
 
 def test_a_stop_string_across_multi_byte_tokens() -> None:
     tokenizer = tiny_tokenizer()
-    detokenizer = IncrementalDetokenizer(tokenizer, [1], SamplingParams(stop=["世界"], output_kind=1))
+    detokenizer = IncrementalDetokenizer(
+        tokenizer, [1], SamplingParams(stop=["世界"], output_kind=1)
+    )
     token_ids = tokenizer.encode("你好，世界！")
     shown = []
     for num_tokens, token_id in enumerate(token_ids, 1):
@@ -211,7 +263,10 @@ def test_a_stop_string_across_multi_byte_tokens() -> None:
 def test_a_stop_string_of_what_only_the_end_gives() -> None:
     robot = tiny_tokenizer().encode("🤖")
     detokenizer = IncrementalDetokenizer(tiny_tokenizer(), [1], SamplingParams(stop=["x\ufffd"]))
-    assert detokenizer.update([*tiny_tokenizer().encode("ax"), robot[0]], FinishReason.LENGTH) == (3, "x\ufffd")
+    assert detokenizer.update([*tiny_tokenizer().encode("ax"), robot[0]], FinishReason.LENGTH) == (
+        3,
+        "x\ufffd",
+    )
     assert detokenizer.text == "a"
 
 
@@ -220,7 +275,10 @@ def test_the_token_that_ends_a_request_has_no_text() -> None:
     for include, expected in ((False, "the"), (True, "the<|im_end|>")):
         params = SamplingParams(skip_special_tokens=False, include_stop_str_in_output=include)
         detokenizer = IncrementalDetokenizer(tokenizer, [1], params)
-        assert detokenizer.update([*tokenizer.encode("the"), eos], FinishReason.STOP) == (len(tokenizer.encode("the")) + 1, None)
+        assert detokenizer.update([*tokenizer.encode("the"), eos], FinishReason.STOP) == (
+            len(tokenizer.encode("the")) + 1,
+            None,
+        )
         assert detokenizer.text == expected
 
 
@@ -234,7 +292,10 @@ def test_held_back_text_appears_when_the_request_ends_otherwise() -> None:
 
 
 def test_without_detokenize_there_is_no_text() -> None:
-    for tokenizer, params in ((tiny_tokenizer(), SamplingParams(detokenize=False)), (None, SamplingParams())):
+    for tokenizer, params in (
+        (tiny_tokenizer(), SamplingParams(detokenize=False)),
+        (None, SamplingParams()),
+    ):
         detokenizer = IncrementalDetokenizer(tokenizer, [1], params)
         assert detokenizer.update([5, 6], FinishReason.LENGTH) == (2, None)
         assert detokenizer.text == ""

@@ -1,6 +1,4 @@
-"""EngineArgs: every argument's check, and how defaults, "auto" and conflicts are resolved.
-May know: engine_args.py, the configuration tree.
-Must not know: engines."""
+"""EngineArgs: every argument's check, and how defaults, "auto" and conflicts are resolved."""
 
 from __future__ import annotations
 
@@ -19,7 +17,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 @pytest.fixture
 def model(tmp_path) -> str:
-    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 2048, "vocab_size": 100}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"max_position_embeddings": 2048, "vocab_size": 100})
+    )
     return str(tmp_path)
 
 
@@ -38,17 +38,32 @@ def test_every_field_is_an_argument_with_its_default() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_model_length": 5}, "max_model_length: there is no such argument; did you mean max_model_len?"),
+        (
+            {"max_model_length": 5},
+            "max_model_length: there is no such argument; did you mean max_model_len?",
+        ),
         ({"zzz": 5}, "zzz: there is no such argument"),
         ({"hf_config": {}}, "hf_config: there is no such argument"),
         ({"max_model_len": 0}, "max_model_len: must be an integer, at least 1, or None, got 0"),
         ({"max_num_seqs": True}, "max_num_seqs: must be an integer, at least 1, got True"),
         ({"max_num_seqs": "4"}, "max_num_seqs: must be an integer, at least 1, got '4'"),
-        ({"seed": 2**63}, f"seed: must be an integer, at least 0, at most {2**63 - 1}, got {2**63}"),
-        ({"dtype": "int4"}, "dtype: must be one of 'auto', 'bfloat16', 'float16', 'float32', got 'int4'"),
+        (
+            {"seed": 2**63},
+            f"seed: must be an integer, at least 0, at most {2**63 - 1}, got {2**63}",
+        ),
+        (
+            {"dtype": "int4"},
+            "dtype: must be one of 'auto', 'bfloat16', 'float16', 'float32', got 'int4'",
+        ),
         ({"block_size": 7}, "block_size: must be one of 8, 16, 32, 64, 128, got 7"),
-        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: must be a number, more than 0.0, at most 1.0, got 1.5"),
-        ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization: must be a number, more than 0.0, at most 1.0, got nan"),
+        (
+            {"gpu_memory_utilization": 1.5},
+            "gpu_memory_utilization: must be a number, more than 0.0, at most 1.0, got 1.5",
+        ),
+        (
+            {"gpu_memory_utilization": float("nan")},
+            "gpu_memory_utilization: must be a number, more than 0.0, at most 1.0, got nan",
+        ),
         ({"startup_timeout_s": -1}, "startup_timeout_s: must be a number, more than 0, got -1"),
         ({"enforce_eager": 1}, "enforce_eager: must be True or False, got 1"),
         ({"kernels": {1: "a"}}, "kernels: must be a dict with string keys, got {1: 'a'}"),
@@ -67,7 +82,8 @@ def test_every_type_has_words() -> None:
         assert "different type" not in describe_type(field.type), name
 
 
-DECIDED_LATER = ("preemption_mode", "cpu_isa", "kv_cache_dtype")  # for each request anew; by the engine, which sees what is built; as dtype
+# for each request anew; by the engine, which sees what is built; as dtype
+DECIDED_LATER = ("preemption_mode", "cpu_isa", "kv_cache_dtype")
 
 
 def test_resolution_leaves_no_auto(model) -> None:
@@ -81,7 +97,11 @@ def test_resolution_leaves_no_auto(model) -> None:
     assert config.device_config.device == "cpu"
     assert config.device_config.num_threads is None  # the engine counts the cores it may use
     assert config.scheduler_config.max_num_batched_tokens == 2048
-    values = [getattr(getattr(config, section), name) for name, (section, _) in config_fields().items() if name not in DECIDED_LATER]
+    values = [
+        getattr(getattr(config, section), name)
+        for name, (section, _) in config_fields().items()
+        if name not in DECIDED_LATER
+    ]
     assert "auto" not in values
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
 
@@ -97,17 +117,30 @@ def test_the_bundled_model_is_the_default() -> None:
 @pytest.mark.parametrize(("is_faster", "dtype"), [(True, "bfloat16"), (False, "float32")])
 def test_dtype_follows_the_processor_and_its_kernels(model, monkeypatch, is_faster, dtype) -> None:
     asked = []
-    monkeypatch.setattr(engine_args, "prefers_bfloat16", lambda cpu_isa: asked.append(cpu_isa) or is_faster)
-    assert EngineArgs(model, cpu_isa="none").create_engine_config().model_config.dtype == dtype and asked == ["none"]
+    monkeypatch.setattr(
+        engine_args, "prefers_bfloat16", lambda cpu_isa: asked.append(cpu_isa) or is_faster
+    )
+    assert EngineArgs(
+        model, cpu_isa="none"
+    ).create_engine_config().model_config.dtype == dtype and asked == ["none"]
     assert EngineArgs(model, dtype="float16").create_engine_config().model_config.dtype == "float16"
 
 
 def test_context_length(model) -> None:
-    assert EngineArgs(model, max_model_len=2048).create_engine_config().model_config.max_model_len == 2048
-    with pytest.raises(InvalidParameterError, match="max_model_len: must be at most 2048, the context of the model, got 2049"):
+    assert (
+        EngineArgs(model, max_model_len=2048).create_engine_config().model_config.max_model_len
+        == 2048
+    )
+    with pytest.raises(
+        InvalidParameterError,
+        match="max_model_len: must be at most 2048, the context of the model, got 2049",
+    ):
         EngineArgs(model, max_model_len=2049).create_engine_config()
     scaled = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-    assert EngineArgs(model, hf_overrides=scaled).create_engine_config().model_config.max_model_len == 4096
+    assert (
+        EngineArgs(model, hf_overrides=scaled).create_engine_config().model_config.max_model_len
+        == 4096
+    )
     unknown = EngineArgs(model, hf_overrides={"max_position_embeddings": None})
     with pytest.raises(InvalidParameterError, match="max_model_len: .* must be given"):
         unknown.create_engine_config()
@@ -121,8 +154,20 @@ def test_context_length(model) -> None:
         ({}, None),
         ({"max_position_embeddings": 100, "max_seq_len": 50}, 50),
         ({"max_position_embeddings": 100, "rope_scaling": None}, 100),
-        ({"max_position_embeddings": 100, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 100),
-        ({"max_position_embeddings": 100, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 100),
+        (
+            {
+                "max_position_embeddings": 100,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            100,
+        ),
+        (
+            {
+                "max_position_embeddings": 100,
+                "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+            },
+            100,
+        ),
         ({"max_position_embeddings": 100, "rope_scaling": {"type": "dynamic", "factor": 4}}, 400),
         ({"max_position_embeddings": 100, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 400),
         ({"max_position_embeddings": 400, "rope_parameters": YARN}, 400),
@@ -140,9 +185,14 @@ def test_scheduler_budget(model) -> None:
     assert scheduler(enable_chunked_prefill=False, max_model_len=100).max_num_batched_tokens == 2048
     long = {"hf_overrides": {"max_position_embeddings": 5000}, "enable_chunked_prefill": False}
     assert scheduler(**long).max_num_batched_tokens == 5000
-    with pytest.raises(InvalidParameterError, match="max_num_batched_tokens: must be at least max_model_len=5000 .* got 4999"):
+    with pytest.raises(
+        InvalidParameterError,
+        match="max_num_batched_tokens: must be at least max_model_len=5000 .* got 4999",
+    ):
         scheduler(**long, max_num_batched_tokens=4999)
-    with pytest.raises(InvalidParameterError, match="long_prefill_token_threshold: .*enable_chunked_prefill"):
+    with pytest.raises(
+        InvalidParameterError, match="long_prefill_token_threshold: .*enable_chunked_prefill"
+    ):
         scheduler(enable_chunked_prefill=False, long_prefill_token_threshold=5)
 
 
@@ -164,7 +214,11 @@ def test_a_tokenizer_of_its_own(model, tmp_path_factory) -> None:
 def test_attaching_to_a_daemon(model, tmp_path_factory) -> None:
     theirs = EngineArgs(model, max_num_seqs=7, served_model_name="tiny").create_engine_config()
     assert EngineArgs().attach_to(theirs) == theirs
-    assert EngineArgs(model).attach_to(theirs) == EngineArgs("tiny", max_num_seqs=7).attach_to(theirs) == theirs
+    assert (
+        EngineArgs(model).attach_to(theirs)
+        == EngineArgs("tiny", max_num_seqs=7).attach_to(theirs)
+        == theirs
+    )
     for arguments, words in (
         ({"max_num_seqs": 8}, "max_num_seqs: .* runs with 7, not 8"),
         ({"model": "other"}, "model: .*not 'other'"),
@@ -174,19 +228,36 @@ def test_attaching_to_a_daemon(model, tmp_path_factory) -> None:
             EngineArgs(**arguments).attach_to(theirs)
     tokenizer = str(tmp_path_factory.mktemp("tokenizer"))
     own = EngineArgs(seed=5, tokenizer=tokenizer, shutdown_timeout_s=1.0).attach_to(theirs)
-    assert (own.model_config.seed, own.model_config.tokenizer, own.service_config.shutdown_timeout_s) == (5, tokenizer, 1.0)
+    assert (
+        own.model_config.seed,
+        own.model_config.tokenizer,
+        own.service_config.shutdown_timeout_s,
+    ) == (5, tokenizer, 1.0)
     assert own.scheduler_config == theirs.scheduler_config and own.model_config.model == model
 
 
 def test_generation_config_is_a_directory_or_none(model, tmp_path) -> None:
     assert EngineArgs(model).create_engine_config().model_config.generation_config == model
-    assert EngineArgs(model, generation_config="none").create_engine_config().model_config.generation_config == "none"
+    assert (
+        EngineArgs(model, generation_config="none")
+        .create_engine_config()
+        .model_config.generation_config
+        == "none"
+    )
     mine = tmp_path / "mine"
     mine.mkdir()
-    with pytest.raises(InvalidParameterError, match="generation_config: .*or a directory that holds generation_config.json"):
+    with pytest.raises(
+        InvalidParameterError,
+        match="generation_config: .*or a directory that holds generation_config.json",
+    ):
         EngineArgs(model, generation_config=str(mine)).create_engine_config()
     (mine / "generation_config.json").write_text("{}")
     theirs = EngineArgs(model, override_generation_config={"top_k": 3}).create_engine_config()
     attached = EngineArgs(generation_config=str(mine)).attach_to(theirs).model_config
-    assert (attached.generation_config, attached.override_generation_config) == (str(mine), {"top_k": 3})
-    assert EngineArgs(override_generation_config={"top_k": 5}).attach_to(theirs).model_config.override_generation_config == {"top_k": 5}
+    assert (attached.generation_config, attached.override_generation_config) == (
+        str(mine),
+        {"top_k": 3},
+    )
+    assert EngineArgs(override_generation_config={"top_k": 5}).attach_to(
+        theirs
+    ).model_config.override_generation_config == {"top_k": 5}

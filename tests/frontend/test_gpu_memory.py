@@ -1,6 +1,4 @@
-"""The GPU's memory, asked of a driver that is not there, that fails, and that answers.
-May know: gpu_memory.py, ctypes.
-Must not know: plans."""
+"""The GPU's memory, asked of a driver that is not there, that fails, and that answers."""
 
 from __future__ import annotations
 
@@ -12,7 +10,10 @@ from quire.ipc.errors import InvalidParameterError
 
 
 class Driver:
-    """Stands in for libcuda: 79 of 80 bytes are free. `failing`: the function that answers with error 100."""
+    """Stands in for libcuda: 79 of 80 bytes are free.
+
+    `failing`: the function that answers with error 100.
+    """
 
     def __init__(self, failing: str = ""):
         self.failing, self.calls = failing, []
@@ -38,16 +39,25 @@ def test_free_and_all(monkeypatch):
     assert driver.calls[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
 
 
-@pytest.mark.parametrize("failing", ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuMemGetInfo_v2"])
+@pytest.mark.parametrize(
+    "failing",
+    ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuMemGetInfo_v2"],
+)
 def test_what_the_driver_refuses_is_one_sentence(failing, monkeypatch):
     driver = Driver(failing)
     use(driver, monkeypatch)
-    with pytest.raises(InvalidParameterError, match=r"device: cuda: no NVIDIA GPU .* error 100\); name an amount"):
+    with pytest.raises(
+        InvalidParameterError, match=r"device: cuda: no NVIDIA GPU .* error 100\); name an amount"
+    ):
         gpu_memory.gpu_memory_bytes()
-    assert ("cuDevicePrimaryCtxRetain" in driver.calls[:-1]) == ("cuDevicePrimaryCtxRelease_v2" in driver.calls)
+    assert ("cuDevicePrimaryCtxRetain" in driver.calls[:-1]) == (
+        "cuDevicePrimaryCtxRelease_v2" in driver.calls
+    )
 
 
 def test_no_driver(monkeypatch):
     monkeypatch.setattr(gpu_memory, "CUDA_LIBRARY", "libnothing.so.1")
-    with pytest.raises(InvalidParameterError, match=r"device: cuda: no NVIDIA GPU .*libnothing.so.1 is not here"):
+    with pytest.raises(
+        InvalidParameterError, match=r"device: cuda: no NVIDIA GPU .*libnothing.so.1 is not here"
+    ):
         gpu_memory.gpu_memory_bytes()

@@ -1,6 +1,6 @@
-"""InprocClient's own matters: its thread in asyncio, what it leaves, and the codec round trip (test_client.py has the contract).
-May know: InprocClient, the fake executor.
-Must not know: the scheduler."""
+"""InprocClient's own matters: its thread in asyncio, what it leaves, and the codec round trip
+(test_client.py has the contract).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def open_client(round_trip: bool = False, **arguments) -> InprocClient:
 
 
 def request(request_id: str = "a", max_tokens: int = 200) -> EngineCoreRequest:
-    return EngineCoreRequest(request_id, [1, 2], SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens))
+    return EngineCoreRequest(
+        request_id, [1, 2], SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)
+    )
 
 
 def test_start_up_errors_are_the_engines_own():
@@ -105,7 +107,8 @@ def test_the_thread_does_not_run_far_ahead_and_goes_on():
         num_tokens = len((await client.get_output_async()).token_ids)
         await asyncio.sleep(0.5)
         assert MAX_QUEUED_OUTPUTS - 1 <= len(client._engine.outputs) <= MAX_QUEUED_OUTPUTS
-        assert await asyncio.wait_for(client.call_utility_async("ping"), 5) == "pong"  # waiting, but not deaf
+        # waiting, but not deaf
+        assert await asyncio.wait_for(client.call_utility_async("ping"), 5) == "pong"
         while num_tokens < 1000:
             outputs = await asyncio.wait_for(client.get_output_async(), 5)
             assert outputs.first_indices == [num_tokens]

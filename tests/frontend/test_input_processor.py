@@ -1,6 +1,4 @@
-"""Every form of prompt, every refusal, and what is filled in.
-May know: InputProcessor, tiny tokenizers.
-Must not know: engines."""
+"""Every form of prompt, every refusal, and what is filled in."""
 
 from __future__ import annotations
 
@@ -19,14 +17,28 @@ def make_processor(**model_arguments) -> InputProcessor:
 
 
 def core_request(prompt="hello", params: SamplingParams | None = None, **options):
-    return make_processor().process_inputs("r", prompt, params or SamplingParams(), **options).core_request
+    return (
+        make_processor()
+        .process_inputs("r", prompt, params or SamplingParams(), **options)
+        .core_request
+    )
 
 
 def test_forms_of_a_prompt() -> None:
     ids = tiny_tokenizer().encode("hello")
-    for prompt in ("hello", ids, {"prompt": "hello"}, {"prompt_token_ids": ids}, {"prompt": "other", "prompt_token_ids": ids}):
+    for prompt in (
+        "hello",
+        ids,
+        {"prompt": "hello"},
+        {"prompt_token_ids": ids},
+        {"prompt": "other", "prompt_token_ids": ids},
+    ):
         assert core_request(prompt).prompt_token_ids == ids
-    for prompt, text in (("hello", "hello"), (ids, None), ({"prompt": "x", "prompt_token_ids": ids}, "x")):
+    for prompt, text in (
+        ("hello", "hello"),
+        (ids, None),
+        ({"prompt": "x", "prompt_token_ids": ids}, "x"),
+    ):
         assert make_processor().process_inputs("r", prompt, SamplingParams()).prompt == text
     assert core_request({"prompt": "hello", "cache_salt": "me"}).cache_salt == "me"
     request = core_request(ids)
@@ -81,8 +93,12 @@ def test_request_id_must_be_a_string() -> None:
 
 def test_without_a_tokenizer() -> None:
     processor = InputProcessor(text_config(skip_tokenizer_init=True), None, EOS)
-    assert processor.process_inputs("r", [1, 2], SamplingParams()).core_request.prompt_token_ids == [1, 2]
-    with pytest.raises(InvalidParameterError, match="prompt: must be token ids.*skip_tokenizer_init"):
+    assert processor.process_inputs(
+        "r", [1, 2], SamplingParams()
+    ).core_request.prompt_token_ids == [1, 2]
+    with pytest.raises(
+        InvalidParameterError, match="prompt: must be token ids.*skip_tokenizer_init"
+    ):
         processor.process_inputs("r", "text", SamplingParams())
     with pytest.raises(InvalidParameterError, match="stop: needs a tokenizer"):
         processor.process_inputs("r", [1], SamplingParams(stop="x"))
@@ -105,12 +121,17 @@ def test_end_of_sequence_ids() -> None:
 def test_seeds_are_the_scripts_and_each_requests_own() -> None:
     def seeds(base: int) -> list[int]:
         processor = make_processor(seed=base)
-        return [processor.process_inputs("r", "a", SamplingParams()).core_request.sampling_params.seed for _ in range(20)]
+        return [
+            processor.process_inputs("r", "a", SamplingParams()).core_request.sampling_params.seed
+            for _ in range(20)
+        ]
 
     assert seeds(0) == seeds(0) and len(set(seeds(0) + seeds(1))) == 40
     assert all(0 <= seed < 2**63 for seed in seeds(2**63 - 1))
     processor = make_processor()
-    given = processor.process_inputs("r", "a", SamplingParams(seed=5)).core_request.sampling_params.seed
+    given = processor.process_inputs(
+        "r", "a", SamplingParams(seed=5)
+    ).core_request.sampling_params.seed
     drawn = processor.process_inputs("r", "a", SamplingParams()).core_request.sampling_params.seed
     assert (given, drawn) == (5, seeds(0)[1])  # a seed depends on the request's place alone
     assert derive_seed(0, 0) == 0xE220A8397B1DCDAF >> 1  # the published sequence of SplitMix64
@@ -120,7 +141,10 @@ def test_ids_are_unique_and_times_are_kept() -> None:
     processor = make_processor()
     requests = [processor.process_inputs("same", "a", SamplingParams()) for _ in range(100)]
     assert len({request.core_request.request_id for request in requests}) == 100
-    assert all(request.request_id == "same" and request.core_request.request_id.startswith("same-") for request in requests)
+    assert all(
+        request.request_id == "same" and request.core_request.request_id.startswith("same-")
+        for request in requests
+    )
     assert abs(core_request().arrival_time - time.time()) < 60
     request = core_request(arrival_time=12.5, priority=-3)
     assert (request.arrival_time, request.priority) == (12.5, -3)
@@ -130,4 +154,6 @@ def test_a_refused_request_draws_no_seed() -> None:
     processor = make_processor()
     with pytest.raises(InvalidParameterError):
         processor.process_inputs("r", "", SamplingParams())
-    assert processor.process_inputs("r", "a", SamplingParams()).core_request.sampling_params.seed == derive_seed(0, 0)
+    assert processor.process_inputs(
+        "r", "a", SamplingParams()
+    ).core_request.sampling_params.seed == derive_seed(0, 0)

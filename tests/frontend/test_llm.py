@@ -1,18 +1,25 @@
-"""LLM over a scripted client: order, refusals, aborts, progress, chat.
-May know: LLM, the scripted client, tiny tokenizers.
-Must not know: engines inside."""
+"""LLM over a scripted client: order, refusals, aborts, progress, chat."""
 
 from __future__ import annotations
 
 import pytest
-from quire import LLM, EngineDeadError, InvalidParameterError, LLMEngine, RequestOutputKind, SamplingParams
+from quire import (
+    LLM,
+    EngineDeadError,
+    InvalidParameterError,
+    LLMEngine,
+    RequestOutputKind,
+    SamplingParams,
+)
 from quire.frontend import llm as llm_module
 from quire.tests.frontend.scripted_client import ScriptedClient
 from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
 
 
 def echo(request) -> list[int]:
-    """The prompt, backwards; long prompts take longer, so that requests end in another order than they came."""
+    """The prompt, backwards; long prompts take longer, so that requests end in another order than
+    they came.
+    """
     return request.prompt_token_ids[::-1]
 
 
@@ -32,11 +39,19 @@ def test_outputs_come_in_the_order_of_the_prompts(monkeypatch) -> None:
     llm = make_llm(monkeypatch)
     prompts = [[10, 11, 12], "ab", {"prompt_token_ids": [5]}, {"prompt": "abcd"}]
     outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
-    assert [o.prompt_token_ids for o in outputs] == [[10, 11, 12], tiny_tokenizer().encode("ab"), [5], tiny_tokenizer().encode("abcd")]
+    assert [o.prompt_token_ids for o in outputs] == [
+        [10, 11, 12],
+        tiny_tokenizer().encode("ab"),
+        [5],
+        tiny_tokenizer().encode("abcd"),
+    ]
     assert [o.outputs[0].token_ids for o in outputs] == [o.prompt_token_ids[::-1] for o in outputs]
     assert [o.prompt for o in outputs] == [None, "ab", None, "abcd"]
     assert len({o.request_id for o in [*outputs, *llm.generate("x", PARAMS, use_tqdm=False)]}) == 5
-    assert all(r.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY for r in llm.llm_engine.client.requests)
+    assert all(
+        r.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
+        for r in llm.llm_engine.client.requests
+    )
     assert llm.generate([], PARAMS) == []
 
 
@@ -53,15 +68,22 @@ def test_parameters_and_priorities_for_all_or_each(monkeypatch) -> None:
     outputs = llm.generate(["abc", "abc"], each, use_tqdm=False, priority=[4, 5])
     assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 2]
     assert [r.priority for r in llm.llm_engine.client.requests] == [4, 5]
-    assert len(llm.generate(["a" * 20], use_tqdm=False)[0].outputs[0].token_ids) == 16  # SamplingParams' own default
-    for arguments, name in (({"sampling_params": each}, "sampling_params"), ({"priority": [1]}, "priority")):
+    # SamplingParams' own default
+    assert len(llm.generate(["a" * 20], use_tqdm=False)[0].outputs[0].token_ids) == 16
+    for arguments, name in (
+        ({"sampling_params": each}, "sampling_params"),
+        ({"priority": [1]}, "priority"),
+    ):
         with pytest.raises(InvalidParameterError, match=f"{name}: .* for 3 prompts"):
             llm.generate(["a", "b", "c"], **arguments)
 
 
 def test_one_bad_prompt_refuses_the_list_before_anything_is_sent(monkeypatch) -> None:
     llm = make_llm(monkeypatch)
-    with pytest.raises(InvalidParameterError, match=r"prompt: must not be empty \(in request 1 of 3, counted from 0\)"):
+    with pytest.raises(
+        InvalidParameterError,
+        match=r"prompt: must not be empty \(in request 1 of 3, counted from 0\)",
+    ):
         llm.generate(["a", "", "c"], PARAMS)
     with pytest.raises(InvalidParameterError, match=r"n: .*\(in request 2 of 3"):
         llm.generate(["a", "b", "c"], [PARAMS, PARAMS, SamplingParams(n=2, temperature=0)])
@@ -134,8 +156,17 @@ def test_progress_counts_requests_and_tokens(monkeypatch, capsys) -> None:
     llm = make_llm(monkeypatch)
     llm.generate(["abc", "ab"], PARAMS, use_tqdm=Bar)
     [bar] = bars
-    assert (bar.options["total"], bar.options["desc"], bar.updates, bar.closed) == (2, "Processed prompts", 2, True)
-    assert bar.postfix.startswith("est. speed input: ") and ", output: " in bar.postfix and bar.postfix.endswith(" toks/s")
+    assert (bar.options["total"], bar.options["desc"], bar.updates, bar.closed) == (
+        2,
+        "Processed prompts",
+        2,
+        True,
+    )
+    assert (
+        bar.postfix.startswith("est. speed input: ")
+        and ", output: " in bar.postfix
+        and bar.postfix.endswith(" toks/s")
+    )
     assert capsys.readouterr().err == ""
     llm.generate("abc", PARAMS)
     assert "Processed prompts" in capsys.readouterr().err
@@ -148,13 +179,27 @@ def test_chat_renders_and_generates(monkeypatch) -> None:
     hi, bye = ([{"role": "user", "content": text}] for text in ("hi", "bye"))
     [output] = llm.chat(hi, PARAMS, use_tqdm=False)
     assert output.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert output.prompt_token_ids == tiny_tokenizer().apply_chat_template(hi, add_generation_prompt=True)
-    outputs = llm.chat([hi, bye], [PARAMS, SamplingParams(max_tokens=1)], use_tqdm=False, add_generation_prompt=False)
-    assert [o.prompt for o in outputs] == [f"<|im_start|>user\n{text}<|im_end|>\n" for text in ("hi", "bye")]
-    kwargs = {"chat_template": "{{ word }}{{ messages[0].content }}", "chat_template_kwargs": {"word": "say "}}
+    assert output.prompt_token_ids == tiny_tokenizer().apply_chat_template(
+        hi, add_generation_prompt=True
+    )
+    outputs = llm.chat(
+        [hi, bye],
+        [PARAMS, SamplingParams(max_tokens=1)],
+        use_tqdm=False,
+        add_generation_prompt=False,
+    )
+    assert [o.prompt for o in outputs] == [
+        f"<|im_start|>user\n{text}<|im_end|>\n" for text in ("hi", "bye")
+    ]
+    kwargs = {
+        "chat_template": "{{ word }}{{ messages[0].content }}",
+        "chat_template_kwargs": {"word": "say "},
+    }
     assert llm.chat(hi, PARAMS, use_tqdm=False, **kwargs)[0].prompt == "say hi"
     continued = [*hi, {"role": "assistant", "content": "well"}]
-    [output] = llm.chat(continued, PARAMS, use_tqdm=False, add_generation_prompt=False, continue_final_message=True)
+    [output] = llm.chat(
+        continued, PARAMS, use_tqdm=False, add_generation_prompt=False, continue_final_message=True
+    )
     assert output.prompt.endswith("assistant\nwell")
     assert llm.chat([], PARAMS) == []
     with pytest.raises(InvalidParameterError, match="messages"):

@@ -1,6 +1,4 @@
-"""LLMEngine over a scripted client, and over a real engine core with a fake executor.
-May know: LLMEngine, clients, the fake executor.
-Must not know: models."""
+"""LLMEngine over a scripted client, and over a real engine core with a fake executor."""
 
 from __future__ import annotations
 
@@ -11,13 +9,24 @@ import threading
 from pathlib import Path
 
 import pytest
-from quire import EngineArgs, EngineDeadError, InvalidParameterError, LLMEngine, ModelLoadError, SamplingParams
+from quire import (
+    EngineArgs,
+    EngineDeadError,
+    InvalidParameterError,
+    LLMEngine,
+    ModelLoadError,
+    SamplingParams,
+)
 from quire.frontend import llm_engine
 from quire.frontend.inproc_client import InprocClient
 from quire.frontend.tokenizer import Tokenizer
 from quire.tests.fakes import FakeExecutor, expected_output
 from quire.tests.frontend.scripted_client import ScriptedClient
-from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer, tiny_tokenizer_directory
+from quire.tests.frontend.tiny_tokenizers import (
+    text_config,
+    tiny_tokenizer,
+    tiny_tokenizer_directory,
+)
 
 TEXT = tiny_tokenizer().encode("the end of it")
 
@@ -41,7 +50,10 @@ def test_add_step_until_finished() -> None:
     engine.add_request("b", [1, 2], SamplingParams(), priority=3)
     assert engine.get_num_unfinished_requests() == 2
     last = run(engine)
-    assert last["a"].outputs[0].token_ids == TEXT[:4] and last["a"].outputs[0].finish_reason == "length"
+    assert (
+        last["a"].outputs[0].token_ids == TEXT[:4]
+        and last["a"].outputs[0].finish_reason == "length"
+    )
     assert last["b"].outputs[0].text == "the end of it"
     assert engine.client.requests[1].priority == 3
     assert engine.step() == [] and engine.stats is not None
@@ -52,13 +64,19 @@ def test_stop_strings_abort_in_the_engine(tokens_per_step) -> None:
     engine = make_engine(tokens_per_step=tokens_per_step)
     engine.add_request("a", "prompt", SamplingParams(stop="end", max_tokens=None))
     assert run(engine)["a"].outputs[0].text == "the "
-    assert engine.client.aborted == ([engine.client.requests[0].request_id] if tokens_per_step < 100 else [])
+    assert engine.client.aborted == (
+        [engine.client.requests[0].request_id] if tokens_per_step < 100 else []
+    )
 
 
 def test_a_refused_request_is_never_sent() -> None:
     engine = make_engine()
     engine.add_request("a", "prompt", SamplingParams())
-    for prompt, params in (("", SamplingParams()), ("x", SamplingParams(n=2, temperature=0)), ("y" * 100, SamplingParams())):
+    for prompt, params in (
+        ("", SamplingParams()),
+        ("x", SamplingParams(n=2, temperature=0)),
+        ("y" * 100, SamplingParams()),
+    ):
         with pytest.raises(InvalidParameterError):
             engine.add_request("b", prompt, params)
     with pytest.raises(InvalidParameterError, match="request_id"):
@@ -114,7 +132,9 @@ def test_utilities_reach_the_client() -> None:
 def model(tmp_path) -> str:
     for path in tiny_tokenizer_directory().iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 64, "vocab_size": 320, "eos_token_id": 300}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"max_position_embeddings": 64, "vocab_size": 320, "eos_token_id": 300})
+    )
     return str(tmp_path)
 
 
@@ -130,7 +150,8 @@ def test_from_engine_args_makes_the_client(model, monkeypatch) -> None:
     [(config, name, asyncio_mode)] = made
     assert (config.model_config.max_model_len, name, asyncio_mode) == (64, "inproc", False)
     engine.add_request("a", "prompt", SamplingParams())
-    assert engine.client.requests[0].eos_token_ids == [302, 300]  # the tokenizer's and config.json's
+    # the tokenizer's and config.json's
+    assert engine.client.requests[0].eos_token_ids == [302, 300]
     assert engine.tokenizer is engine.get_tokenizer()
 
 
@@ -143,7 +164,13 @@ def test_the_tokenizer_is_read_while_the_engine_loads(model, monkeypatch) -> Non
         return Tokenizer(model_config.model)
 
     def make_client(config, engine, *, asyncio_mode=False, on_progress):
-        for stage, fraction in (("start", 0.0), ("start", 1.0), ("import", 0.0), ("load weights", 0.5), ("load weights", 1.0)):
+        for stage, fraction in (
+            ("start", 0.0),
+            ("start", 1.0),
+            ("import", 0.0),
+            ("load weights", 0.5),
+            ("load weights", 1.0),
+        ):
             on_progress(stage, fraction)
             when[stage] = len(read)
         return ScriptedClient(config, lambda request: TEXT)
@@ -183,7 +210,9 @@ def test_attaching_takes_the_engines_configuration(model, monkeypatch) -> None:
 
 
 def test_a_model_without_tokenizer_ends_the_engine_it_started(tmp_path, monkeypatch) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 64, "vocab_size": 320}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"max_position_embeddings": 64, "vocab_size": 320})
+    )
     started = []
 
     def make_client(config, engine, **_):
@@ -199,31 +228,61 @@ def test_a_model_without_tokenizer_ends_the_engine_it_started(tmp_path, monkeypa
 
 
 def test_default_sampling_params_are_the_models(model, tmp_path, caplog) -> None:
-    recommended = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1, "max_new_tokens": 7, "eos_token_id": [5]}
+    recommended = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "repetition_penalty": 1.1,
+        "max_new_tokens": 7,
+        "eos_token_id": [5],
+    }
     (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
 
     def defaults(**arguments) -> SamplingParams:
         config = EngineArgs(model, **arguments).create_engine_config()
         engine = LLMEngine(config, ScriptedClient(config, lambda request: TEXT))
         engine.add_request("a", "prompt", SamplingParams())
-        assert engine.client.requests[0].eos_token_ids == [302, *arguments.get("override_generation_config", {}).get("eos_token_id", [5])]
+        assert engine.client.requests[0].eos_token_ids == [
+            302,
+            *arguments.get("override_generation_config", {}).get("eos_token_id", [5]),
+        ]
         return engine.get_default_sampling_params()
 
     with caplog.at_level(logging.INFO):
-        assert defaults() == SamplingParams(temperature=0.6, top_k=20, repetition_penalty=1.1, max_tokens=7)
-    assert "default sampling parameters: temperature=0.6, top_k=20, repetition_penalty=1.1, max_tokens=7" in caplog.text
-    assert defaults(override_generation_config={"temperature": 0.5, "min_p": 0.1, "eos_token_id": [6]}) == SamplingParams(
-        temperature=0.5, top_k=20, repetition_penalty=1.1, max_tokens=7, min_p=0.1
+        assert defaults() == SamplingParams(
+            temperature=0.6, top_k=20, repetition_penalty=1.1, max_tokens=7
+        )
+    assert (
+        "default sampling parameters: temperature=0.6, top_k=20, repetition_penalty=1.1, "
+        "max_tokens=7" in caplog.text
     )
-    assert defaults(generation_config="none") == make_engine().get_default_sampling_params() == SamplingParams()  # its EOS ids count all the same
-    assert defaults(generation_config="none", override_generation_config={"top_p": 0.5}) == SamplingParams(top_p=0.5)
-    for overrides, words in (({"temprature": 1}, "unknown key 'temprature'; the keys are temperature, "), ({"top_p": 2.0}, "top_p: must be")):
+    assert defaults(
+        override_generation_config={"temperature": 0.5, "min_p": 0.1, "eos_token_id": [6]}
+    ) == SamplingParams(temperature=0.5, top_k=20, repetition_penalty=1.1, max_tokens=7, min_p=0.1)
+    # its EOS ids count all the same
+    assert (
+        defaults(generation_config="none")
+        == make_engine().get_default_sampling_params()
+        == SamplingParams()
+    )
+    assert defaults(
+        generation_config="none", override_generation_config={"top_p": 0.5}
+    ) == SamplingParams(top_p=0.5)
+    for overrides, words in (
+        ({"temprature": 1}, "unknown key 'temprature'; the keys are temperature, "),
+        ({"top_p": 2.0}, "top_p: must be"),
+    ):
         with pytest.raises(InvalidParameterError, match=f"override_generation_config: .*{words}"):
             defaults(override_generation_config=overrides)
     (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
-    with pytest.raises(ModelLoadError, match=r'generation_config.json in .*: temperature: must be .*generation_config="none"'):
+    with pytest.raises(
+        ModelLoadError,
+        match=r'generation_config.json in .*: temperature: must be .*generation_config="none"',
+    ):
         defaults()
-    assert defaults(override_generation_config={"temperature": 0.5, "eos_token_id": [5]}).temperature == 0.5
+    assert (
+        defaults(override_generation_config={"temperature": 0.5, "eos_token_id": [5]}).temperature
+        == 0.5
+    )
 
 
 # ---------------------------------------------------------------- over a real engine core
@@ -231,7 +290,9 @@ def test_default_sampling_params_are_the_models(model, tmp_path, caplog) -> None
 
 def inproc_engine(*, round_trip: bool, **arguments) -> LLMEngine:
     config = text_config(**arguments)
-    return LLMEngine(config, InprocClient(config, executor=FakeExecutor(config), round_trip=round_trip))
+    return LLMEngine(
+        config, InprocClient(config, executor=FakeExecutor(config), round_trip=round_trip)
+    )
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -249,8 +310,13 @@ def random_params(rng: random.Random) -> SamplingParams:
 @pytest.mark.parametrize("round_trip", [False, True])
 def test_a_random_workload_gives_what_the_oracle_says(round_trip) -> None:
     rng = random.Random(0)
-    engine = inproc_engine(round_trip=round_trip, max_num_batched_tokens=48, num_gpu_blocks_override=17)
-    waiting = [(str(n), [rng.randrange(320) for _ in range(rng.randint(0, 59))] + [64], random_params(rng)) for n in range(60)]
+    engine = inproc_engine(
+        round_trip=round_trip, max_num_batched_tokens=48, num_gpu_blocks_override=17
+    )
+    waiting = [
+        (str(n), [rng.randrange(320) for _ in range(rng.randint(0, 59))] + [64], random_params(rng))
+        for n in range(60)
+    ]
     sent, texts, last = {}, {}, {}
     while waiting or engine.has_unfinished_requests():
         for request_id, prompt, params in waiting[: rng.randint(0, 4)]:
@@ -261,7 +327,9 @@ def test_a_random_workload_gives_what_the_oracle_says(round_trip) -> None:
         for output in engine.step():
             new, old = output.outputs[0], texts.setdefault(output.request_id, ["", []])
             delta = sent[output.request_id].sampling_params.output_kind == 1
-            texts[output.request_id] = [old[0] + new.text, old[1] + new.token_ids] if delta else [new.text, new.token_ids]
+            texts[output.request_id] = (
+                [old[0] + new.text, old[1] + new.token_ids] if delta else [new.text, new.token_ids]
+            )
             last[output.request_id] = output
         engine.call_utility("check_integrity")
     assert last.keys() == sent.keys()
@@ -272,14 +340,25 @@ def test_a_random_workload_gives_what_the_oracle_says(round_trip) -> None:
 
 def check_against_oracle(request, text, token_ids, output, engine: LLMEngine) -> None:
     params, completion = request.sampling_params, output.outputs[0]
-    expected, reason, stop_reason = expected_output(request.prompt_token_ids, params, request.eos_token_ids, engine.config)
+    expected, reason, stop_reason = expected_output(
+        request.prompt_token_ids, params, request.eos_token_ids, engine.config
+    )
     assert output.finished and output.error is None and output.num_cached_tokens is not None
     assert token_ids == expected[: len(token_ids)]
-    whole = engine.tokenizer.decode(expected[:-1] if str(reason) == "stop" else expected, skip_special_tokens=True)
+    whole = engine.tokenizer.decode(
+        expected[:-1] if str(reason) == "stop" else expected, skip_special_tokens=True
+    )
     if isinstance(completion.stop_reason, str):
-        assert (completion.finish_reason, text) == ("stop", whole[: whole.index(completion.stop_reason)])
+        assert (completion.finish_reason, text) == (
+            "stop",
+            whole[: whole.index(completion.stop_reason)],
+        )
     else:
-        assert (token_ids, completion.finish_reason, completion.stop_reason) == (expected, str(reason), stop_reason)
+        assert (token_ids, completion.finish_reason, completion.stop_reason) == (
+            expected,
+            str(reason),
+            stop_reason,
+        )
         assert text == whole
         if not params.min_tokens:
             assert not any(stop in whole for stop in params.stop_list)
@@ -289,12 +368,18 @@ def check_against_oracle(request, text, token_ids, output, engine: LLMEngine) ->
 @pytest.mark.parametrize("round_trip", [False, True])
 def test_an_error_in_the_executor_is_one_requests(round_trip) -> None:
     engine = inproc_engine(round_trip=round_trip)
-    requests = [engine.process_inputs(name, [1, 2, 3], SamplingParams(temperature=0, ignore_eos=True)) for name in ("bad", "good")]
+    requests = [
+        engine.process_inputs(name, [1, 2, 3], SamplingParams(temperature=0, ignore_eos=True))
+        for name in ("bad", "good")
+    ]
     engine.client._engine.core.executor.nan_rows.add((requests[0].core_request.request_id, 2))
     for request in requests:
         engine.submit(request)
     last = run(engine)
-    assert (last["bad"].outputs[0].finish_reason, last["bad"].error) == ("error", FakeExecutor.NAN_ERROR)
+    assert (last["bad"].outputs[0].finish_reason, last["bad"].error) == (
+        "error",
+        FakeExecutor.NAN_ERROR,
+    )
     assert len(last["bad"].outputs[0].token_ids) == 2
     assert last["good"].outputs[0].finish_reason == "length" and last["good"].error is None
     engine.shutdown()

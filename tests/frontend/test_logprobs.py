@@ -1,6 +1,6 @@
-"""Log-probabilities as users read them: dicts by token, ranks, texts that repair characters of several tokens, a prompt's chunks.
-May know: logprobs.py, OutputProcessor, tiny tokenizers, hand-written arrays.
-Must not know: engines."""
+"""Log-probabilities as users read them: dicts by token, ranks, texts that repair characters of
+several tokens, a prompt's chunks.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def pieces(kind: str, token_ids: list[int], context: list[int] = [0], k: int = 0
     half = len(token_ids) // 2
     positions = reader.read(columns, 0, half) + reader.read(columns, half, len(token_ids))
     assert [next(iter(position)) for position in positions] == token_ids
-    return [position[token_id].decoded_token for position, token_id in zip(positions, token_ids, strict=True)]
+    return [
+        position[token_id].decoded_token
+        for position, token_id in zip(positions, token_ids, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -42,9 +45,11 @@ def test_the_pieces_add_up_to_the_text(kind, text) -> None:
 def test_an_incomplete_character_shows_with_the_token_that_completes_it() -> None:
     assert pieces("byte_level", [*tiny_tokenizer().encode("a"), *ROBOT]) == ["a", "", "", "", "🤖"]
     assert "".join(pieces("byte_level", tiny_tokenizer().encode("你好"))) == "你好"
-    assert pieces("byte_level", ROBOT[2:], context=[5, *ROBOT[:2]]) == ["", "🤖"]  # begun in the prompt
+    # begun in the prompt
+    assert pieces("byte_level", ROBOT[2:], context=[5, *ROBOT[:2]]) == ["", "🤖"]
     a = tiny_tokenizer().encode("a")
-    assert pieces("byte_level", [*ROBOT[:2], *a, *ROBOT]) == ["", "", "\ufffda", "", "", "", "🤖"]  # broken: as in the text
+    # broken: as in the text
+    assert pieces("byte_level", [*ROBOT[:2], *a, *ROBOT]) == ["", "", "\ufffda", "", "", "", "🤖"]
     fallback = tiny_tokenizer("byte_fallback").encode("🤖", add_special_tokens=False)[1:]
     assert pieces("byte_fallback", fallback) == ["", "", "", "🤖"]
 
@@ -52,28 +57,37 @@ def test_an_incomplete_character_shows_with_the_token_that_completes_it() -> Non
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_tokens_give_the_text_of_the_whole(kind) -> None:
     tokenizer, rng = tiny_tokenizer(kind), random.Random(0)
-    if kind == "byte_fallback":  # a broken run of bytes is all U+FFFD there, which no stream can know (see PieceDecoder)
+    # a broken run of bytes is all U+FFFD there, which no stream can know (see PieceDecoder)
+    if kind == "byte_fallback":
         alphabet = [260, 261, 262, *range(3 + 32, 3 + 127)]
     else:
         alphabet = list(range(min(tokenizer.vocab_size, 300)))
     for _ in range(200):
         token_ids = rng.choices(alphabet, k=rng.randrange(1, 12))
         decoded = pieces(kind, token_ids, context=[alphabet[2]])
-        if kind == "word_piece":  # its spaces depend on the neighbours; each piece is the token's own text
+        # its spaces depend on the neighbours; each piece is the token's own text
+        if kind == "word_piece":
             assert decoded == [tokenizer.decode(i) for i in token_ids]
         else:
-            incomplete = "\ufffd" * (len(tokenizer.decode(token_ids)) - len("".join(decoded)))  # what nothing completed
-            assert "".join(decoded) + incomplete == tokenizer.decode(token_ids) and len(incomplete) <= 1
+            # what nothing completed
+            incomplete = "\ufffd" * (len(tokenizer.decode(token_ids)) - len("".join(decoded)))
+            assert (
+                "".join(decoded) + incomplete == tokenizer.decode(token_ids)
+                and len(incomplete) <= 1
+            )
 
 
 def test_candidates_show_what_they_would_have_added() -> None:
     tokenizer = tiny_tokenizer()
     reader = LogprobsReader(TokenTexts(tokenizer), [0])
     last = ROBOT[3]
-    columns = TokenLogprobs(0, *arrays([*ROBOT[:3], last], 1))  # the candidate beside token t is t + 1
+    # the candidate beside token t is t + 1
+    columns = TokenLogprobs(0, *arrays([*ROBOT[:3], last], 1))
     position = reader.read(columns, 0, 4)[3]
     other = "🤖".encode()[:3] + tokenizer.piece_tables[False][last + 1]
-    assert position[last].decoded_token == "🤖" and position[last + 1].decoded_token == other.decode(errors="replace")
+    assert position[last].decoded_token == "🤖" and position[
+        last + 1
+    ].decoded_token == other.decode(errors="replace")
     assert (position[last].rank, position[last + 1].rank) == (7, 1)
 
 
@@ -102,16 +116,25 @@ def run(processor: OutputProcessor, *rows):
 def test_a_prompts_log_probabilities_come_in_chunks_perhaps_twice() -> None:
     processor = started(prompt_logprobs=2)
     assert run(processor, row("e", 0, [], prompt_logprobs=prompt_logprobs(1, PROMPT[1:3], 2))) == []
-    assert run(processor, row("e", 0, [], prompt_logprobs=prompt_logprobs(1, PROMPT[1:2], 2))) == []  # preempted, and again
+    # preempted, and again
+    assert run(processor, row("e", 0, [], prompt_logprobs=prompt_logprobs(1, PROMPT[1:2], 2))) == []
     assert run(processor, row("e", 0, [], prompt_logprobs=prompt_logprobs(2, PROMPT[2:5], 2))) == []
     [output] = run(processor, row("e", 0, [40], prompt_logprobs=prompt_logprobs(5, PROMPT[5:], 2)))
     positions = output.prompt_logprobs
     assert positions[0] is None and [next(iter(p)) for p in positions[1:]] == PROMPT[1:]
     assert all(len(p) == 3 for p in positions[1:])
-    assert [p[t].decoded_token for p, t in zip(positions[1:5], ROBOT, strict=True)] == ["", "", "", "🤖"]
+    assert [p[t].decoded_token for p, t in zip(positions[1:5], ROBOT, strict=True)] == [
+        "",
+        "",
+        "",
+        "🤖",
+    ]
     first = positions[1]
     assert (first[PROMPT[1]].logprob, first[PROMPT[1]].rank) == (-PROMPT[1] / 8, 7)
-    [last] = run(processor, row("e", 1, [41], FinishReason.LENGTH, prompt_logprobs=prompt_logprobs(1, PROMPT[1:], 2)))
+    [last] = run(
+        processor,
+        row("e", 1, [41], FinishReason.LENGTH, prompt_logprobs=prompt_logprobs(1, PROMPT[1:], 2)),
+    )
     assert last.prompt_logprobs == positions and output.outputs[0].logprobs is None
 
 
@@ -119,7 +142,9 @@ def test_deltas_carry_them_once() -> None:
     processor = started(prompt_logprobs=0, output_kind=RequestOutputKind.DELTA)
     [first] = run(processor, row("e", 0, [40], prompt_logprobs=prompt_logprobs(1, PROMPT[1:], 0)))
     [second] = run(processor, row("e", 1, [41], FinishReason.LENGTH))
-    assert len(first.prompt_logprobs) == len(PROMPT) and all(len(p) == 1 for p in first.prompt_logprobs[1:])
+    assert len(first.prompt_logprobs) == len(PROMPT) and all(
+        len(p) == 1 for p in first.prompt_logprobs[1:]
+    )
     assert second.prompt_logprobs is None
     first.merge(second)
     assert len(first.prompt_logprobs) == len(PROMPT)
@@ -129,7 +154,9 @@ def test_a_hole_is_an_error() -> None:
     processor = started(prompt_logprobs=0)
     run(processor, row("e", 0, [], prompt_logprobs=prompt_logprobs(1, PROMPT[1:3], 0)))
     [output] = run(processor, row("e", 0, [40], prompt_logprobs=prompt_logprobs(4, PROMPT[4:], 0)))
-    assert output.outputs[0].finish_reason == "error" and output.error.startswith("log-probabilities of the prompt's tokens from 3 on")
+    assert output.outputs[0].finish_reason == "error" and output.error.startswith(
+        "log-probabilities of the prompt's tokens from 3 on"
+    )
 
 
 def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
@@ -141,7 +168,12 @@ def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
 
 def test_who_did_not_ask_gets_none() -> None:
     processor = started()
-    assert run(processor, row("e", 0, [40], prompt_logprobs=prompt_logprobs(1, PROMPT[1:], 0)))[0].prompt_logprobs is None
+    assert (
+        run(processor, row("e", 0, [40], prompt_logprobs=prompt_logprobs(1, PROMPT[1:], 0)))[
+            0
+        ].prompt_logprobs
+        is None
+    )
 
 
 def test_the_whole_vocabulary_at_each_token() -> None:

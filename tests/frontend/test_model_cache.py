@@ -1,6 +1,6 @@
-"""The list of models: the bundled one and a made-up cache of the hub, with snapshots that lack something.
-May know: model_cache.py, how the hub lays out its cache.
-Must not know: how a list is shown."""
+"""The list of models: the bundled one and a made-up cache of the hub, with snapshots that lack
+something.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ import pytest
 from quire.frontend.model_cache import CachedModel, list_models
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "max_position_embeddings": 64, "torch_dtype": "float16",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "torch_dtype": "float16",
+}
 WHOLE = {"config.json": json.dumps(CONFIG), "model.safetensors": "x" * 1000, "tokenizer.json": "{}"}
 
 
@@ -27,7 +33,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
-def add(cache: Path, name: str, files: dict[str, str], commit: str = "a" * 40, ref: str | None = "main", kind: str = "models") -> Path:
+def add(
+    cache: Path,
+    name: str,
+    files: dict[str, str],
+    commit: str = "a" * 40,
+    ref: str | None = "main",
+    kind: str = "models",
+) -> Path:
     repository = cache / f"{kind}--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / commit
     for folder in (repository / "blobs", repository / "refs", snapshot):
@@ -62,7 +75,9 @@ def test_what_is_whole_is_ready(cache: Path) -> None:
     model = models["somebody/small@main"]
     assert (model.dtype, model.architecture, model.problems) == ("float16", "LlamaForCausalLM", [])
     assert model.num_parameters == 2 * 100 * 8 + (8 * 8 * 4 + 3 * 8 * 16 + 16) + 8
-    assert model.size_bytes == sum(map(len, WHOLE.values())) and Path(model.directory).name == "a" * 40
+    assert (
+        model.size_bytes == sum(map(len, WHOLE.values())) and Path(model.directory).name == "a" * 40
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,26 +87,63 @@ def test_what_is_whole_is_ready(cache: Path) -> None:
         ({"tokenizer.json": None}, "no tokenizer.json"),
         ({"config.json": None}, "no config.json"),
         ({"config.json": "{"}, "config.json cannot be read"),
-        ({"config.json": json.dumps({**CONFIG, "architectures": ["GPT2LMHeadModel"]})}, "architecture GPT2LMHeadModel is not supported"),
-        ({"config.json": json.dumps({**CONFIG, "architectures": 3})}, "config.json cannot be understood"),
-        ({"config.json": json.dumps({**CONFIG, "quantization_config": {}})}, "quantization_config={} is not supported"),
         (
-            {"model.safetensors": None, "model.safetensors.index.json": json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}})},
+            {"config.json": json.dumps({**CONFIG, "architectures": ["GPT2LMHeadModel"]})},
+            "architecture GPT2LMHeadModel is not supported",
+        ),
+        (
+            {"config.json": json.dumps({**CONFIG, "architectures": 3})},
+            "config.json cannot be understood",
+        ),
+        (
+            {"config.json": json.dumps({**CONFIG, "quantization_config": {}})},
+            "quantization_config={} is not supported",
+        ),
+        (
+            {
+                "model.safetensors": None,
+                "model.safetensors.index.json": json.dumps(
+                    {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
+                ),
+            },
             "no 1.safetensors and 1 more",
         ),
-        ({"model.safetensors": None, "model.safetensors.index.json": json.dumps({"weight_map": {"a": 1}})}, "has no weight_map of names"),
+        (
+            {
+                "model.safetensors": None,
+                "model.safetensors.index.json": json.dumps({"weight_map": {"a": 1}}),
+            },
+            "has no weight_map of names",
+        ),
     ],
 )
-def test_what_is_missing_or_not_supported_is_said(changes: dict[str, Any], problem: str, cache: Path) -> None:
-    add(cache, "somebody/spoilt", {name: text for name, text in (WHOLE | changes).items() if text is not None})
+def test_what_is_missing_or_not_supported_is_said(
+    changes: dict[str, Any], problem: str, cache: Path
+) -> None:
+    add(
+        cache,
+        "somebody/spoilt",
+        {name: text for name, text in (WHOLE | changes).items() if text is not None},
+    )
     [model] = listed().values()
-    assert len(model.problems) == 1 and problem in model.problems[0] and str(cache) not in model.problems[0]
+    assert (
+        len(model.problems) == 1
+        and problem in model.problems[0]
+        and str(cache) not in model.problems[0]
+    )
 
 
 def test_interrupted_downloads(cache: Path) -> None:
-    repository = add(cache, "somebody/half", {name: text for name, text in WHOLE.items() if name != "model.safetensors"})
+    repository = add(
+        cache,
+        "somebody/half",
+        {name: text for name, text in WHOLE.items() if name != "model.safetensors"},
+    )
     (repository / "blobs" / "abc.incomplete").write_text("x")
-    assert listed()["somebody/half@main"].problems == ["1 interrupted download", "no model.safetensors"]
+    assert listed()["somebody/half@main"].problems == [
+        "1 interrupted download",
+        "no model.safetensors",
+    ]
 
 
 def test_unknown_keys_are_no_noise_in_a_list(cache: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,6 @@
-"""MPClient when something dies, does not start, is forgotten or read late: every waiter is told, nothing is left behind.
-May know: MPClient, the fake engine.
-Must not know: what an engine computes (tests/frontend/test_client.py has the contract)."""
+"""MPClient when something dies, does not start, is forgotten or read late: every waiter is told,
+nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 from quire.frontend.mp_client import MAX_QUEUED_OUTPUTS, MPClient
-from quire.ipc.errors import EngineDeadError, EngineStartError, InvalidParameterError, RemoteTraceback
+from quire.ipc.errors import (
+    EngineDeadError,
+    EngineStartError,
+    InvalidParameterError,
+    RemoteTraceback,
+)
 from quire.ipc.messages import EngineCoreRequest
 from quire.ipc.params import SamplingParams
 from quire.ipc.sockets import DIRECTORY_PREFIX, runtime_directory
@@ -28,8 +33,15 @@ LONG = EngineCoreRequest("long", [1, 2], SamplingParams(temperature=0.0, seed=0,
 CAUSE = "was killed by SIGKILL"
 
 
-def open_client(engine: str = "process", *, asyncio_mode: bool = False, command=COMMAND, **arguments) -> MPClient:
-    return MPClient(make_config(**{"startup_timeout_s": 30.0, **arguments}), engine, asyncio_mode=asyncio_mode, command=command)
+def open_client(
+    engine: str = "process", *, asyncio_mode: bool = False, command=COMMAND, **arguments
+) -> MPClient:
+    return MPClient(
+        make_config(**{"startup_timeout_s": 30.0, **arguments}),
+        engine,
+        asyncio_mode=asyncio_mode,
+        command=command,
+    )
 
 
 def engine_pid(client: MPClient) -> int:
@@ -84,13 +96,18 @@ def test_death_while_blocked(wait):
 def test_death_with_tasks_waiting():
     async def main() -> None:
         client = open_client(asyncio_mode=True)
-        os.kill(engine_pid(client), signal.SIGSTOP)  # it must answer none of them, however the machine's load deals out the time
+        # it must answer none of them, however the machine's load deals out the time
+        os.kill(engine_pid(client), signal.SIGSTOP)
         client.add_request(LONG)
-        tasks = [asyncio.create_task(client.get_output_async())] + [asyncio.create_task(client.call_utility_async("ping")) for _ in range(3)]
+        tasks = [asyncio.create_task(client.get_output_async())] + [
+            asyncio.create_task(client.call_utility_async("ping")) for _ in range(3)
+        ]
         killed_at = kill_later(engine_pid(client))
         results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
         assert time.monotonic() - killed_at[0] < 2
-        assert [type(result) for result in results] == [EngineDeadError] * 4 and all(CAUSE in str(result) for result in results)
+        assert [type(result) for result in results] == [EngineDeadError] * 4 and all(
+            CAUSE in str(result) for result in results
+        )
         with pytest.raises(EngineDeadError, match=CAUSE):
             await client.get_output_async()
         client.shutdown()
@@ -135,7 +152,9 @@ def test_start_up_failures(trouble, expected, text):
     with pytest.raises(expected, match=text) as caught:
         open_client(hf_overrides={"at_load": trouble})
     if trouble == "fail":
-        assert type(caught.value) is ValueError and isinstance(caught.value.__cause__, RemoteTraceback)
+        assert type(caught.value) is ValueError and isinstance(
+            caught.value.__cause__, RemoteTraceback
+        )
         assert "in load_model" in str(caught.value.__cause__)
     assert psutil.Process().children() == children
 
@@ -171,7 +190,11 @@ time.sleep(float(sys.argv[2]))
 
 
 def run_program(delay_s: float, life_s: float) -> tuple[subprocess.Popen, int, Path]:
-    program = subprocess.Popen([sys.executable, "-c", PROGRAM, str(delay_s), str(life_s)], stdout=subprocess.PIPE, text=True)
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(delay_s), str(life_s)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     pid, path = program.stdout.readline().split()
     return program, int(pid), Path(path)
 
@@ -181,7 +204,14 @@ def test_a_killed_frontend_takes_its_engine_with_it(delay_s):
     program, pid, path = run_program(delay_s, 100)
     assert psutil.pid_exists(pid) and path.exists()
     program.kill()
-    took = wait_until(lambda: not path.exists() and not (psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE))
+    took = wait_until(
+        lambda: (
+            not path.exists()
+            and not (
+                psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+            )
+        )
+    )
     assert took < 2
     program.communicate()
 
@@ -202,15 +232,28 @@ def test_a_forgotten_client_is_collected():
 
 
 def state() -> tuple:
-    """Threads (of Python and of ZMQ), descriptors, children and socket directories of this process."""
-    directories = [path.name for path in runtime_directory().glob(DIRECTORY_PREFIX + "*") if path.lstat().st_uid == os.getuid()]
-    return threading.active_count(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), len(psutil.Process().children()), len(directories)
+    """Threads (of Python and of ZMQ), descriptors, children and socket directories of this
+    process.
+    """
+    directories = [
+        path.name
+        for path in runtime_directory().glob(DIRECTORY_PREFIX + "*")
+        if path.lstat().st_uid == os.getuid()
+    ]
+    return (
+        threading.active_count(),
+        len(os.listdir("/proc/self/task")),
+        len(os.listdir("/proc/self/fd")),
+        len(psutil.Process().children()),
+        len(directories),
+    )
 
 
 def test_nothing_is_left(tmp_path, monkeypatch):
     private = tmp_path / "run"
     private.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(private))  # other programs' directories come and go in the common one
+    # other programs' directories come and go in the common one
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(private))
 
     async def use_async() -> None:
         client = open_client(asyncio_mode=True)
@@ -250,7 +293,9 @@ def test_nothing_is_left(tmp_path, monkeypatch):
 
 def test_a_late_reader_gets_everything():
     client = open_client(max_model_len=2048, num_gpu_blocks_override=300)
-    client.add_request(EngineCoreRequest("a", [1], SamplingParams(temperature=0.0, seed=0, max_tokens=1500)))
+    client.add_request(
+        EngineCoreRequest("a", [1], SamplingParams(temperature=0.0, seed=0, max_tokens=1500))
+    )
     wait_until(lambda: client._connection.pull.poll(0))
     time.sleep(0.5)
     first = client.get_output()
@@ -268,7 +313,9 @@ def test_a_late_task_gets_everything_and_others_are_served():
     async def main() -> None:
         client = open_client(asyncio_mode=True, max_model_len=2048, num_gpu_blocks_override=300)
         await client.call_utility_async("ping")
-        client.add_request(EngineCoreRequest("a", [1], SamplingParams(temperature=0.0, seed=0, max_tokens=1500)))
+        client.add_request(
+            EngineCoreRequest("a", [1], SamplingParams(temperature=0.0, seed=0, max_tokens=1500))
+        )
         cpu = time.process_time()
         await asyncio.sleep(1.5)  # nobody reads; the loop must neither read on without end nor spin
         assert len(client._outputs) <= MAX_QUEUED_OUTPUTS and time.process_time() - cpu < 0.5
@@ -285,7 +332,9 @@ def test_a_late_task_gets_everything_and_others_are_served():
 
 
 def test_no_wake_up_is_lost():
-    """ZMQ's descriptor is edge-triggered: a message that comes between the last look and the reset must not wait for the next one."""
+    """ZMQ's descriptor is edge-triggered: a message that comes between the last look and the reset
+    must not wait for the next one.
+    """
 
     async def main() -> None:
         client = open_client(asyncio_mode=True)
@@ -375,4 +424,9 @@ def test_the_epoch_comes_back():
 def test_no_torch_here():
     modules = "quire.frontend.mp_client, quire.frontend.inproc_client, quire.core.engine_proc"
     script = f"import sys, {modules}; print([m for m in ('torch', 'numpy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True
+        ).stdout.strip()
+        == "[]"
+    )

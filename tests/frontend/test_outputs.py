@@ -1,6 +1,4 @@
-"""RequestOutput: fields under vLLM's names, and merging for slow readers.
-May know: outputs.py.
-Must not know: where outputs come from."""
+"""RequestOutput: fields under vLLM's names, and merging for slow readers."""
 
 from __future__ import annotations
 
@@ -10,10 +8,27 @@ import dataclasses
 from quire.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 
-def output(text: str, token_ids: list[int], *, finish: str | None = None, delta: bool, logprobs: bool = False) -> RequestOutput:
+def output(
+    text: str,
+    token_ids: list[int],
+    *,
+    finish: str | None = None,
+    delta: bool,
+    logprobs: bool = False,
+) -> RequestOutput:
     positions = [{i: Logprob(-0.5, 1, "x")} for i in token_ids] if logprobs else None
-    completion = CompletionOutput(0, text, token_ids, -float(len(text)) if logprobs else None, positions, finish)
-    return RequestOutput("r", "p", [1], [completion], finish is not None, num_cached_tokens=len(text), kind_is_delta=delta)
+    completion = CompletionOutput(
+        0, text, token_ids, -float(len(text)) if logprobs else None, positions, finish
+    )
+    return RequestOutput(
+        "r",
+        "p",
+        [1],
+        [completion],
+        finish is not None,
+        num_cached_tokens=len(text),
+        kind_is_delta=delta,
+    )
 
 
 def test_fields_are_vllms() -> None:
@@ -21,8 +36,20 @@ def test_fields_are_vllms() -> None:
     expected = "request_id prompt prompt_token_ids prompt_logprobs outputs finished metrics num_cached_tokens"
     assert set(expected.split()) <= set(names)
     names = [field.name for field in dataclasses.fields(CompletionOutput)]
-    assert names == ["index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason", "stop_reason"]
-    assert [field.name for field in dataclasses.fields(Logprob)] == ["logprob", "rank", "decoded_token"]
+    assert names == [
+        "index",
+        "text",
+        "token_ids",
+        "cumulative_logprob",
+        "logprobs",
+        "finish_reason",
+        "stop_reason",
+    ]
+    assert [field.name for field in dataclasses.fields(Logprob)] == [
+        "logprob",
+        "rank",
+        "decoded_token",
+    ]
     assert not output("a", [1], delta=True).outputs[0].finished()
     assert output("a", [1], finish="stop", delta=True).outputs[0].finished()
 
@@ -39,15 +66,27 @@ def test_merged_deltas_are_the_sum_of_what_was_not_read() -> None:
 
 def test_merged_deltas_of_several_completions_go_by_their_index() -> None:
     def news(*indices: int, **fields) -> RequestOutput:
-        completions = [CompletionOutput(i, f"{i}", [i], finish_reason=fields.get("finish")) for i in indices]
-        return RequestOutput("r", "p", [1], completions, False, kind_is_delta=True, prompt_logprobs=fields.get("prompt_logprobs"))
+        completions = [
+            CompletionOutput(i, f"{i}", [i], finish_reason=fields.get("finish")) for i in indices
+        ]
+        return RequestOutput(
+            "r",
+            "p",
+            [1],
+            completions,
+            False,
+            kind_is_delta=True,
+            prompt_logprobs=fields.get("prompt_logprobs"),
+        )
 
     unread = news(2, prompt_logprobs=[None])
     unread.merge(news(0, 2))
     unread.merge(news(1, 2, finish="stop"))
     assert [(c.index, c.text, c.token_ids, c.finish_reason) for c in unread.outputs] == [
-        (0, "0", [0], None), (1, "1", [1], "stop"), (2, "222", [2, 2, 2], "stop"),
-    ]  # fmt: skip
+        (0, "0", [0], None),
+        (1, "1", [1], "stop"),
+        (2, "222", [2, 2, 2], "stop"),
+    ]
     assert unread.prompt_logprobs == [None]
 
 

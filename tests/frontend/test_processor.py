@@ -1,6 +1,4 @@
-"""Which type a CPU multiplies fast: by what it has, what was built, and what the user wants.
-May know: the frontend's view of the processor.
-Must not know: the engine."""
+"""Which type a CPU multiplies fast: by what it has, what was built, and what the user wants."""
 
 from __future__ import annotations
 
@@ -28,7 +26,9 @@ AVX512 = " ".join(sorted(processor.AVX512))
         (None, True, None, "auto", False),
     ],
 )
-def test_bfloat16(flags, is_built, native, cpu_isa, is_faster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16(
+    flags, is_built, native, cpu_isa, is_faster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if flags is not None:
         (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
     if is_built:
@@ -50,5 +50,7 @@ def test_instruction_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_frontend_sees_what_the_engine_finds() -> None:
     from quire.kernels.cpu.native.library import library
 
-    assert (processor.are_kernels_built() and bool(processor.native_isas())) == (library is not None)
+    assert (processor.are_kernels_built() and bool(processor.native_isas())) == (
+        library is not None
+    )
     assert library is None or processor.native_isas() == list(library.isas)

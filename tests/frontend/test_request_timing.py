@@ -1,6 +1,4 @@
-"""The times of a request's completions laid together, and what RequestMetrics makes of them.
-May know: merge_timings, RequestMetrics, OutputProcessor, hand-written rows.
-Must not know: engines."""
+"""The times of a request's completions laid together, and what RequestMetrics makes of them."""
 
 from __future__ import annotations
 
@@ -22,8 +20,12 @@ HELLO = tiny_tokenizer().encode("hello")
 
 
 def started(n: int = 1, **params) -> tuple[OutputProcessor, str]:
-    request = InputProcessor(text_config(), tiny_tokenizer(), []).process_inputs("r", "a prompt", SamplingParams(**params), arrival_time=500.0)
-    core_request = replace(request.core_request, sampling_params=replace(request.core_request.sampling_params, n=n))
+    request = InputProcessor(text_config(), tiny_tokenizer(), []).process_inputs(
+        "r", "a prompt", SamplingParams(**params), arrival_time=500.0
+    )
+    core_request = replace(
+        request.core_request, sampling_params=replace(request.core_request.sampling_params, n=n)
+    )
     request = dataclasses.replace(request, core_request=core_request)
     processor = OutputProcessor(tiny_tokenizer())
     processor.add_request(request)
@@ -35,48 +37,110 @@ def timed(outputs, timing: RequestTiming, timestamp: float):
 
 
 def test_first_of_any_last_of_all_and_sums():
-    merged = merge_timings([
-        RequestTiming(0, 1.0, 5.0, 6.0, 9.0, num_preemptions=1, num_recomputed_tokens=4, preemption_times=[8.0]),
-        RequestTiming(1, 2.0, 4.0, 7.0, 8.0, num_preemptions=2, num_recomputed_tokens=8, preemption_times=[4.5, 7.5]),
-        RequestTiming(2, 3.0),  # never ran
-    ])  # fmt: skip
+    merged = merge_timings(
+        [
+            RequestTiming(
+                0,
+                1.0,
+                5.0,
+                6.0,
+                9.0,
+                num_preemptions=1,
+                num_recomputed_tokens=4,
+                preemption_times=[8.0],
+            ),
+            RequestTiming(
+                1,
+                2.0,
+                4.0,
+                7.0,
+                8.0,
+                num_preemptions=2,
+                num_recomputed_tokens=8,
+                preemption_times=[4.5, 7.5],
+            ),
+            RequestTiming(2, 3.0),  # never ran
+        ]
+    )
     metrics = RequestMetrics(0.0, **merged)
-    assert (metrics.queued_time, metrics.prefill_time, metrics.decode_time, metrics.inference_time) == (3.0, 2.0, 3.0, 5.0)
-    assert (metrics.num_preemptions, metrics.num_recomputed_tokens, metrics.preemption_ts) == (3, 12, [4.5, 7.5, 8.0])
+    assert (
+        metrics.queued_time,
+        metrics.prefill_time,
+        metrics.decode_time,
+        metrics.inference_time,
+    ) == (3.0, 2.0, 3.0, 5.0)
+    assert (metrics.num_preemptions, metrics.num_recomputed_tokens, metrics.preemption_ts) == (
+        3,
+        12,
+        [4.5, 7.5, 8.0],
+    )
 
 
 def test_what_did_not_happen_took_no_time_but_none():
     metrics = RequestMetrics(0.0, **merge_timings([RequestTiming(0, 1.0)]))
-    assert metrics.queued_time is metrics.prefill_time is metrics.decode_time is metrics.inference_time is None
+    assert (
+        metrics.queued_time
+        is metrics.prefill_time
+        is metrics.decode_time
+        is metrics.inference_time
+        is None
+    )
     assert metrics.e2e_latency is metrics.time_to_first_token is None
 
 
 def test_metrics_of_a_request_that_ends_in_the_engine():
     processor, i = started()
-    first = processor.process_outputs(timed(row(i, 0, HELLO[:1], num_cached_tokens=2), RequestTiming(0, 10.0, 11.0, 13.0, 13.0), 13.0))
+    first = processor.process_outputs(
+        timed(
+            row(i, 0, HELLO[:1], num_cached_tokens=2),
+            RequestTiming(0, 10.0, 11.0, 13.0, 13.0),
+            13.0,
+        )
+    )
     metrics = first.request_outputs[0].metrics
     assert (metrics.queued_time, metrics.prefill_time, metrics.decode_time) == (1.0, 2.0, 0.0)
     last = processor.process_outputs(
-        timed(row(i, 1, HELLO[1:], FinishReason.LENGTH), RequestTiming(0, 10.0, 11.0, 13.0, 17.0, 1, 9, [14.0]), 17.5)
+        timed(
+            row(i, 1, HELLO[1:], FinishReason.LENGTH),
+            RequestTiming(0, 10.0, 11.0, 13.0, 17.0, 1, 9, [14.0]),
+            17.5,
+        )
     )
     assert last.request_outputs[0].metrics is metrics
-    assert (metrics.decode_time, metrics.inference_time, metrics.num_preemptions, metrics.preemption_ts) == (4.5, 6.5, 1, [14.0])
-    assert (metrics.num_prompt_tokens, metrics.num_generation_tokens, metrics.num_cached_tokens) == (
-        len(tiny_tokenizer().encode("a prompt")), len(HELLO), 2,
-    )  # fmt: skip
+    assert (
+        metrics.decode_time,
+        metrics.inference_time,
+        metrics.num_preemptions,
+        metrics.preemption_ts,
+    ) == (4.5, 6.5, 1, [14.0])
+    assert (
+        metrics.num_prompt_tokens,
+        metrics.num_generation_tokens,
+        metrics.num_cached_tokens,
+    ) == (
+        len(tiny_tokenizer().encode("a prompt")),
+        len(HELLO),
+        2,
+    )
     assert metrics.e2e_latency == metrics.finished_time - 500.0 >= metrics.time_to_first_token > 0
 
 
 def test_a_stop_string_ends_the_decode_when_its_token_came():
     processor, i = started(stop="lo")
-    processor.process_outputs(timed(row(i, 0, HELLO[:1]), RequestTiming(0, 10.0, 11.0, 13.0, 13.0), 13.0))
-    [output] = processor.process_outputs(replace(row(i, 1, HELLO[1:]), timestamp=16.0)).request_outputs
+    processor.process_outputs(
+        timed(row(i, 0, HELLO[:1]), RequestTiming(0, 10.0, 11.0, 13.0, 13.0), 13.0)
+    )
+    [output] = processor.process_outputs(
+        replace(row(i, 1, HELLO[1:]), timestamp=16.0)
+    ).request_outputs
     assert output.finished and output.metrics.decode_time == 3.0
 
 
 def test_an_abort_ends_it_at_the_latest_word():
     processor, i = started()
-    processor.process_outputs(timed(row(i, 0, HELLO[:1]), RequestTiming(0, 10.0, 11.0, 13.0, 13.0), 13.0))
+    processor.process_outputs(
+        timed(row(i, 0, HELLO[:1]), RequestTiming(0, 10.0, 11.0, 13.0, 13.0), 13.0)
+    )
     processor.process_outputs(replace(row(i, 1, HELLO[1:2]), timestamp=15.0))
     [output] = processor.abort_requests(["r"]).request_outputs
     assert output.metrics.decode_time == 2.0 and output.metrics.num_generation_tokens == 2
@@ -84,22 +148,50 @@ def test_an_abort_ends_it_at_the_latest_word():
 
 def test_completions_of_one_request_share_their_metrics():
     processor, i = started(n=2)
-    processor.process_outputs(timed(row(f"0_{i}", 0, HELLO[:1]), RequestTiming(0, 10.0, 11.0, 13.0, 13.0), 13.0))
-    processor.process_outputs(timed(row(f"1_{i}", 0, HELLO[:1]), RequestTiming(0, 10.0, 12.0, 14.0, 14.0), 14.0))
-    processor.process_outputs(timed(row(f"0_{i}", 1, [], FinishReason.ABORT), RequestTiming(0, 10.0, 11.0, 13.0, 15.0), 15.0))
+    processor.process_outputs(
+        timed(row(f"0_{i}", 0, HELLO[:1]), RequestTiming(0, 10.0, 11.0, 13.0, 13.0), 13.0)
+    )
+    processor.process_outputs(
+        timed(row(f"1_{i}", 0, HELLO[:1]), RequestTiming(0, 10.0, 12.0, 14.0, 14.0), 14.0)
+    )
+    processor.process_outputs(
+        timed(
+            row(f"0_{i}", 1, [], FinishReason.ABORT), RequestTiming(0, 10.0, 11.0, 13.0, 15.0), 15.0
+        )
+    )
     [output] = processor.process_outputs(
-        timed(row(f"1_{i}", 1, HELLO[1:2], FinishReason.LENGTH), RequestTiming(0, 10.0, 12.0, 14.0, 19.0), 19.0)
+        timed(
+            row(f"1_{i}", 1, HELLO[1:2], FinishReason.LENGTH),
+            RequestTiming(0, 10.0, 12.0, 14.0, 19.0),
+            19.0,
+        )
     ).request_outputs
     metrics = output.metrics
-    assert output.finished and (metrics.queued_time, metrics.prefill_time, metrics.decode_time) == (1.0, 2.0, 6.0)
+    assert output.finished and (metrics.queued_time, metrics.prefill_time, metrics.decode_time) == (
+        1.0,
+        2.0,
+        6.0,
+    )
     assert metrics.num_generation_tokens == 3
 
 
 def test_chunks_of_all_completions_in_order():
     processor, i = started(n=2)
     first, second = (3, 11.0, 12.0, 40), (5, 12.5, 13.0, 1)
-    processor.process_outputs(timed(row(f"1_{i}", 0, HELLO[:1]), RequestTiming(0, 10.0, 12.0, 14.0, 14.0, prefill_chunks=[second]), 14.0))
-    processor.process_outputs(timed(row(f"0_{i}", 0, HELLO[:1]), RequestTiming(0, 10.0, 11.0, 13.0, 13.0, prefill_chunks=[first]), 15.0))
+    processor.process_outputs(
+        timed(
+            row(f"1_{i}", 0, HELLO[:1]),
+            RequestTiming(0, 10.0, 12.0, 14.0, 14.0, prefill_chunks=[second]),
+            14.0,
+        )
+    )
+    processor.process_outputs(
+        timed(
+            row(f"0_{i}", 0, HELLO[:1]),
+            RequestTiming(0, 10.0, 11.0, 13.0, 13.0, prefill_chunks=[first]),
+            15.0,
+        )
+    )
     [output] = processor.abort_requests(["r"]).request_outputs
     assert output.metrics.prefill_chunks == [first, second]
 
@@ -109,7 +201,9 @@ def test_the_moments_of_tokens_if_wanted_and_bounded(is_wanted, monkeypatch):
     monkeypatch.setattr(output_processor, "MAX_TOKEN_TS", 4)
     processor, i = started()
     processor.record_token_times = is_wanted
-    processor.process_outputs(timed(row(i, 0, HELLO[:1]), RequestTiming(0, 10.0, 11.0, 13.0, 13.0), 13.0))
+    processor.process_outputs(
+        timed(row(i, 0, HELLO[:1]), RequestTiming(0, 10.0, 11.0, 13.0, 13.0), 13.0)
+    )
     processor.process_outputs(replace(row(i, 1, [HELLO[1]] * 2), timestamp=14.0))
     processor.process_outputs(replace(row(i, 3, [HELLO[1]] * 3), timestamp=15.0))
     [output] = processor.abort_requests(["r"]).request_outputs
@@ -120,4 +214,9 @@ def test_the_moments_of_tokens_if_wanted_and_bounded(is_wanted, monkeypatch):
 def test_times_of_requests_that_have_ended_here_are_ignored():
     processor, i = started()
     processor.abort_requests(["r"])
-    assert processor.process_outputs(timed(row(i, 0, [], FinishReason.ABORT), RequestTiming(0, 1.0), 2.0)).request_outputs == []
+    assert (
+        processor.process_outputs(
+            timed(row(i, 0, [], FinishReason.ABORT), RequestTiming(0, 1.0), 2.0)
+        ).request_outputs
+        == []
+    )

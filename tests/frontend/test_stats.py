@@ -1,6 +1,6 @@
-"""The log line, when it comes and what it says; the counters' table, and each counter of a failure provoked.
-May know: stats.py, LLMEngine and AsyncLLM over a real engine core with the fake executor, Python's logging.
-Must not know: real models, seconds of the clock."""
+"""The log line, when it comes and what it says; the counters' table, and each counter of a failure
+provoked.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ def lines(caplog):
 
 
 def busy(prompt: int, generated: int, **fields) -> SchedulerStats:
-    return SchedulerStats(**{"num_running": 1, "num_free_blocks": 75, "num_blocks": 101, **fields}, num_prompt_tokens=prompt, num_generation_tokens=generated)
+    return SchedulerStats(
+        **{"num_running": 1, "num_free_blocks": 75, "num_blocks": 101, **fields},
+        num_prompt_tokens=prompt,
+        num_generation_tokens=generated,
+    )
 
 
 def idle(prompt: int, generated: int) -> SchedulerStats:
@@ -51,9 +55,18 @@ def idle(prompt: int, generated: int) -> SchedulerStats:
 
 def test_what_the_line_says():
     base = busy(100, 10, prefix_cache_queries=50, prefix_cache_hits=50)
-    now = busy(600, 260, num_running=3, num_waiting=4, num_swapped=5, prefix_cache_queries=250, prefix_cache_hits=100)
+    now = busy(
+        600,
+        260,
+        num_running=3,
+        num_waiting=4,
+        num_swapped=5,
+        prefix_cache_queries=250,
+        prefix_cache_hits=100,
+    )
     assert format_line(base, now, 10.0) == (
-        "prompt throughput: 50.0 tokens/s, generation throughput: 25.0 tokens/s, running: 3, waiting: 4, swapped: 5, "
+        "prompt throughput: 50.0 tokens/s, generation throughput: 25.0 tokens/s, running: 3, "
+        "waiting: 4, swapped: 5, "
         "KV cache usage: 25.0%, prefix cache hit rate: 25.0%"
     )
     assert format_line(now, now, 10.0).endswith("prefix cache hit rate: 0.0%")
@@ -65,7 +78,9 @@ def test_one_line_per_interval_while_outputs_come(clock, lines):
     for second in range(1, 36):
         clock.now += 1.0
         log.record(busy(0, second * 7))
-    assert len(lines()) == 3 and all("generation throughput: 7.0 tokens/s" in line for line in lines())
+    assert len(lines()) == 3 and all(
+        "generation throughput: 7.0 tokens/s" in line for line in lines()
+    )
 
 
 def test_silent_when_idle_but_for_one_last_line(clock, lines):
@@ -73,7 +88,9 @@ def test_silent_when_idle_but_for_one_last_line(clock, lines):
     log.begin()
     clock.now += 2.0
     log.record(idle(0, 20))  # the first work ends before an interval is over: it is not lost
-    assert [re.search(r"generation throughput: (\S+)", line).group(1) for line in lines()] == ["10.0"]
+    assert [re.search(r"generation throughput: (\S+)", line).group(1) for line in lines()] == [
+        "10.0"
+    ]
     clock.now += 3600.0
     log.begin()
     log.begin()
@@ -82,7 +99,11 @@ def test_silent_when_idle_but_for_one_last_line(clock, lines):
     assert len(lines()) == 1
     clock.now += 1.0
     log.record(idle(0, 70))
-    assert [re.search(r"generation throughput: (\S+)", line).group(1) for line in lines()] == ["10.0", "10.0"]  # 50 tokens in 5 s, not in an hour
+    # 50 tokens in 5 s, not in an hour
+    assert [re.search(r"generation throughput: (\S+)", line).group(1) for line in lines()] == [
+        "10.0",
+        "10.0",
+    ]
 
 
 def test_short_requests_in_a_row_do_not_flood(clock, lines):
@@ -123,7 +144,11 @@ def test_the_line_of_a_running_engine(lines):
     engine = make_engine(log_stats_interval_s=1e-9)
     engine.add_request("a", [1, 2, 3], GREEDY)
     run(engine)
-    assert len(lines()) == 8 and "running: 1, waiting: 0, swapped: 0" in lines()[0] and "running: 0" in lines()[-1]
+    assert (
+        len(lines()) == 8
+        and "running: 1, waiting: 0, swapped: 0" in lines()[0]
+        and "running: 0" in lines()[-1]
+    )
     assert engine.step() == [] and len(lines()) == 8
     engine.shutdown()
 
@@ -156,15 +181,30 @@ def test_the_table_lists_every_metric():
     table = re.findall(r"^ {4}(\w+) +(gauge|counter) ", stats_module.__doc__, re.MULTILINE)
     metrics = engine.get_metrics()
     assert sorted(name for name, _ in table) == sorted(metrics) and len(table) == len(metrics)
-    assert {name for name, kind in table if kind == "gauge"} == {"num_running", "num_waiting", "num_swapped", "num_free_blocks", "num_blocks"}
+    assert {name for name, kind in table if kind == "gauge"} == {
+        "num_running",
+        "num_waiting",
+        "num_swapped",
+        "num_free_blocks",
+        "num_blocks",
+    }
     assert all(value == 0 for name, value in metrics.items() if dict(table)[name] == "counter")
     engine.shutdown()
 
 
 def nonzero(engine: LLMEngine) -> dict[str, int]:
     """The counters of things that go wrong, where they are not 0."""
-    well = {"num_prompt_tokens", "num_generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_free_blocks", "num_blocks"}
-    return {name: value for name, value in engine.get_metrics().items() if value and name not in well}
+    well = {
+        "num_prompt_tokens",
+        "num_generation_tokens",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "num_free_blocks",
+        "num_blocks",
+    }
+    return {
+        name: value for name, value in engine.get_metrics().items() if value and name not in well
+    }
 
 
 def refused_here(engine: LLMEngine) -> None:
@@ -199,7 +239,8 @@ def preempted(engine: LLMEngine) -> None:
 
 
 def bad_frames(engine: LLMEngine) -> None:
-    engine.client.num_bad_frames += 2  # as MPClient counts them: test_engine_proc.test_fuzz_towards_the_client
+    # as MPClient counts them: test_engine_proc.test_fuzz_towards_the_client
+    engine.client.num_bad_frames += 2
 
 
 def of_an_old_engine(engine: LLMEngine) -> None:
@@ -225,8 +266,10 @@ def of_an_old_engine(engine: LLMEngine) -> None:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_goes_wrong_is_counted(provoke, counted):
-    """The rest: refused, orphaned, ends by reason in tests/core/test_request_timing.py, bad frames in test_mp_client.py and
-    test_engine_proc.py, lost outputs and overflows in tests/ipc/test_engine_output.py and tests/core/test_engine_proc.py."""
+    """The rest: refused, orphaned, ends by reason in tests/core/test_request_timing.py, bad frames
+    in test_mp_client.py and test_engine_proc.py, lost outputs and overflows in
+    tests/ipc/test_engine_output.py and tests/core/test_engine_proc.py.
+    """
     engine = make_engine()
     provoke(engine)
     assert nonzero(engine) == counted

@@ -1,8 +1,10 @@
-"""The matrix of stop strings, as a reader sees it: where the text and the tokens end, what a stream shows meanwhile, what min_tokens forbids.
-May know: OutputProcessor, hand-written rows, the tiny byte-level tokenizer.
-Must not know: engines."""
+"""The matrix of stop strings, as a reader sees it: where the text and the tokens end, what a stream
+shows meanwhile, what min_tokens forbids.
+"""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 from quire import RequestOutputKind, SamplingParams
@@ -23,9 +25,17 @@ def ids(*pieces: str) -> list[int]:
     return found
 
 
-def stream(token_ids: list[int], *, tokens_per_row: int, kind: RequestOutputKind, end: FinishReason = FinishReason.LENGTH, **params):
-    """Every output of a request with these output tokens, `tokens_per_row` at a time (as several decoding steps give them), and what was
-    to be aborted in the engine."""
+def stream(
+    token_ids: list[int],
+    *,
+    tokens_per_row: int,
+    kind: RequestOutputKind,
+    end: FinishReason = FinishReason.LENGTH,
+    **params,
+):
+    """Every output of a request with these output tokens, `tokens_per_row` at a time (as several
+    decoding steps give them), and what was to be aborted in the engine.
+    """
     processor = OutputProcessor(TOKENIZER)
     sampling_params = SamplingParams(seed=0, max_tokens=None, output_kind=kind, **params)
     processor.add_request(ProcessedRequest("r", "p", EngineCoreRequest("e", [1], sampling_params)))
@@ -41,7 +51,8 @@ def stream(token_ids: list[int], *, tokens_per_row: int, kind: RequestOutputKind
     return outputs, aborted
 
 
-# Name: the tokens, the stops; then text without and with the stop, stop_reason, how many tokens belong to the output.
+# Name: the tokens, the stops; then text without and with the stop, stop_reason, how many tokens
+# belong to the output.
 MATRIX = {
     "within one token": (["Ġthe", "Ġand", "Ġof"], ["an"], " the ", " the an", "an", 2),
     "across two tokens": (["h", "e", "l", "o", "Ġthe"], ["el"], "h", "hel", "el", 3),
@@ -49,14 +60,56 @@ MATRIX = {
     "begins in one that is shown in part": (["Ġand", "e", "n"], ["de"], " an", " ande", "de", 2),
     "the whole of a token": (["a", "Ġthe", "b"], [" the"], "a", "a the", " the", 2),
     "two in one token: the earliest end wins": (["Ġand", "a"], ["nd", "an"], " ", " an", "an", 1),
-    "two in one token: the earliest end wins, in any order": (["Ġand", "a"], ["an", "nd"], " ", " an", "an", 1),
+    "two in one token: the earliest end wins, in any order": (
+        ["Ġand", "a"],
+        ["an", "nd"],
+        " ",
+        " an",
+        "an",
+        1,
+    ),
     "two with one end: the first of the list": (["Ġand", "a"], ["d", "and"], " an", " and", "d", 1),
-    "two with one end: the first of the list, turned round": (["Ġand", "a"], ["and", "d"], " ", " and", "and", 1),
-    "one that begins earlier and ends later loses": (["x", "a", "b", "c"], ["xabc", "b"], "xa", "xab", "b", 3),
-    "one inside another's beginning": (["a", "b", "a", "b", "c"], ["ababd", "abc"], "ab", "ababc", "abc", 5),
-    "a beginning that comes to nothing": (["a", "b", "x", "a", "b", "c"], ["abc"], "abx", "abxabc", "abc", 6),
+    "two with one end: the first of the list, turned round": (
+        ["Ġand", "a"],
+        ["and", "d"],
+        " ",
+        " and",
+        "and",
+        1,
+    ),
+    "one that begins earlier and ends later loses": (
+        ["x", "a", "b", "c"],
+        ["xabc", "b"],
+        "xa",
+        "xab",
+        "b",
+        3,
+    ),
+    "one inside another's beginning": (
+        ["a", "b", "a", "b", "c"],
+        ["ababd", "abc"],
+        "ab",
+        "ababc",
+        "abc",
+        5,
+    ),
+    "a beginning that comes to nothing": (
+        ["a", "b", "x", "a", "b", "c"],
+        ["abc"],
+        "abx",
+        "abxabc",
+        "abc",
+        6,
+    ),
     "never": (["a", "b", "Ġthe"], ["abc", "the end"], "ab the", "ab the", None, 3),
-    "of several characters in many bytes": (TOKENIZER.encode("a你好🤖b"), ["好🤖"], "a你", "a你好🤖", "好🤖", None),
+    "of several characters in many bytes": (
+        TOKENIZER.encode("a你好🤖b"),
+        ["好🤖"],
+        "a你",
+        "a你好🤖",
+        "好🤖",
+        None,
+    ),
 }
 
 
@@ -69,16 +122,30 @@ def test_the_matrix(case, include, kind, tokens_per_row) -> None:
     token_ids = tokens if isinstance(tokens[0], int) else ids(*tokens)
     if num_tokens is None:
         num_tokens = len(TOKENIZER.encode("a你好🤖"))
-    outputs, aborted = stream(token_ids, tokens_per_row=tokens_per_row, kind=kind, stop=stops, include_stop_str_in_output=include)
+    outputs, aborted = stream(
+        token_ids,
+        tokens_per_row=tokens_per_row,
+        kind=kind,
+        stop=stops,
+        include_stop_str_in_output=include,
+    )
     last, expected = outputs[-1].outputs[0], with_stop if include else without
     texts = [output.outputs[0].text for output in outputs]
     if kind == DELTA:
-        assert "".join(texts) == expected and sum(len(output.outputs[0].token_ids) for output in outputs) == num_tokens
+        assert (
+            "".join(texts) == expected
+            and sum(len(output.outputs[0].token_ids) for output in outputs) == num_tokens
+        )
     else:
         assert last.text == expected and last.token_ids == token_ids[:num_tokens]
-        assert all(longer.startswith(shorter) for shorter, longer in zip(texts, texts[1:], strict=False))  # nothing is taken back
-    assert (last.stop_reason, last.finish_reason) == (stop_reason, "stop" if stop_reason else "length")
-    is_over_there = num_tokens > (len(token_ids) - 1) // tokens_per_row * tokens_per_row  # the engine's own last row
+        # nothing is taken back
+        assert all(longer.startswith(shorter) for shorter, longer in itertools.pairwise(texts))
+    assert (last.stop_reason, last.finish_reason) == (
+        stop_reason,
+        "stop" if stop_reason else "length",
+    )
+    # the engine's own last row
+    is_over_there = num_tokens > (len(token_ids) - 1) // tokens_per_row * tokens_per_row
     assert aborted == ([] if stop_reason is None or is_over_there else ["e"])
 
 
@@ -86,15 +153,21 @@ def test_the_matrix(case, include, kind, tokens_per_row) -> None:
 def test_a_stream_holds_back_what_may_become_a_stop(kind) -> None:
     token_ids = ids("a", "b", "c", "a", "b", "d")
     outputs, _ = stream(token_ids, tokens_per_row=1, kind=kind, stop=["abd", "cabe"])
-    deltas = ["", "", "ab", "", "", "c"]  # "ab", then "c", "ca", "cab"; with the d, "c" is text and "abd" the stop
+    # "ab", then "c", "ca", "cab"; with the d, "c" is text and "abd" the stop
+    deltas = ["", "", "ab", "", "", "c"]
     shown = deltas if kind == DELTA else ["".join(deltas[: i + 1]) for i in range(len(deltas))]
     assert [output.outputs[0].text for output in outputs] == shown
 
 
-@pytest.mark.parametrize(("end", "finish_reason"), [(FinishReason.LENGTH, "length"), (FinishReason.ABORT, "abort"), (FinishReason.ERROR, "error")])
+@pytest.mark.parametrize(
+    ("end", "finish_reason"),
+    [(FinishReason.LENGTH, "length"), (FinishReason.ABORT, "abort"), (FinishReason.ERROR, "error")],
+)
 def test_what_was_held_back_comes_with_any_other_end(end, finish_reason) -> None:
     outputs, _ = stream(ids("x", "a", "b"), tokens_per_row=1, kind=DELTA, end=end, stop=["abc"])
-    assert [o.outputs[0].text for o in outputs] == ["x", "", "ab"] and outputs[-1].outputs[0].finish_reason == finish_reason
+    assert [o.outputs[0].text for o in outputs] == ["x", "", "ab"] and outputs[-1].outputs[
+        0
+    ].finish_reason == finish_reason
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -103,7 +176,9 @@ def test_what_was_held_back_comes_with_any_other_end(end, finish_reason) -> None
     ("min_tokens", "num_tokens"),
     [(0, 1), (1, 3), (2, 3), (3, 5), (4, 5), (5, None), (6, None)],
 )  # the stop "a" is complete with tokens 1, 3 and 5 of six
-def test_min_tokens_lets_a_stop_string_pass(min_tokens, num_tokens, tokens_per_row, include) -> None:
+def test_min_tokens_lets_a_stop_string_pass(
+    min_tokens, num_tokens, tokens_per_row, include
+) -> None:
     token_ids = ids("a", "b", "a", "b", "a", "b")
     params = {"stop": ["a"], "min_tokens": min_tokens, "include_stop_str_in_output": include}
     outputs, _ = stream(token_ids, tokens_per_row=tokens_per_row, kind=CUMULATIVE, **params)
@@ -116,7 +191,9 @@ def test_min_tokens_lets_a_stop_string_pass(min_tokens, num_tokens, tokens_per_r
 
 
 def test_a_stop_that_begins_within_min_tokens_and_ends_behind_them_counts() -> None:
-    outputs, _ = stream(ids("a", "b", "c", "d"), tokens_per_row=1, kind=CUMULATIVE, stop=["bc"], min_tokens=2)
+    outputs, _ = stream(
+        ids("a", "b", "c", "d"), tokens_per_row=1, kind=CUMULATIVE, stop=["bc"], min_tokens=2
+    )
     assert outputs[-1].outputs[0].text == "a" and len(outputs[-1].outputs[0].token_ids) == 3
 
 
@@ -124,7 +201,9 @@ def test_a_stop_that_begins_within_min_tokens_and_ends_behind_them_counts() -> N
 @pytest.mark.parametrize("kind", [CUMULATIVE, DELTA])
 def test_stream_interval_delays_outputs_and_not_the_end(kind, interval) -> None:
     token_ids = ids("a", "b", "c", "d", "e", "f", "g", "h")
-    outputs, aborted = stream(token_ids, tokens_per_row=1, kind=kind, stop=["gh"], stream_interval=interval)
+    outputs, aborted = stream(
+        token_ids, tokens_per_row=1, kind=kind, stop=["gh"], stream_interval=interval
+    )
     texts = [o.outputs[0].text for o in outputs]
     assert ("".join(texts) if kind == DELTA else texts[-1]) == "abcdef"
     counts = [len(o.outputs[0].token_ids) for o in outputs]

@@ -1,6 +1,6 @@
-"""What templates of different kinds can do, and that conversations with calls are written as each wants them.
-May know: template_traits.py, chat_template.py.
-Must not know: engines, models."""
+"""What templates of different kinds can do, and that conversations with calls are written as each
+wants them.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +14,24 @@ CONTENT = "{% if m.content %}{{ m.content }}{% endif %}"
 CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }} ARGUMENTS{% endfor %}"
 
 
-def template(calls: str = CALLS, arguments: str = "{{ c.function.arguments | tojson }}", content: str = CONTENT, tools: str = TOOLS) -> str:
+def template(
+    calls: str = CALLS,
+    arguments: str = "{{ c.function.arguments | tojson }}",
+    content: str = CONTENT,
+    tools: str = TOOLS,
+) -> str:
     return tools + LOOP.replace("BODY", content + calls.replace("ARGUMENTS", arguments))
 
 
 CONVERSATION = [
     {"role": "user", "content": "What?"},
-    {"role": "assistant", "content": None, "tool_calls": [{"id": "call_0123456789", "function": {"name": "f", "arguments": '{"a": "é"}'}}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "call_0123456789", "function": {"name": "f", "arguments": '{"a": "é"}'}}
+        ],
+    },
     {"role": "tool", "tool_call_id": "call_0123456789", "content": "42"},
 ]
 
@@ -29,15 +40,39 @@ CONVERSATION = [
     ("source", "traits", "written"),
     [
         (template(), {}, '[user] What?[assistant] f {"a": "é"}[tool] 42'),
-        (template(arguments="{{ c.function.arguments.items() | list }}"), {"writes_calls": False}, "[user] What?[assistant] f [('a', 'é')][tool] 42"),
-        (template(arguments="{{ c.function.arguments }}"), {"arguments_as_text": True}, '[user] What?[assistant] f {"a": "é"}[tool] 42'),
-        (template(arguments="{{ '=' + c.function.arguments }}"), {"arguments_as_text": True}, '[user] What?[assistant] f ={"a": "é"}[tool] 42'),
-        (template(content="{{ m.content }}"), {"empty_content": True}, '[user] What?[assistant] f {"a": "é"}[tool] 42'),
-        (template(content="{{ m.content + '.' }}"), {"empty_content": True}, '[user] What?.[assistant] .f {"a": "é"}[tool] 42.'),
         (
-            template(calls="{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ raise_exception('ids!') }}{% endif %}{{ c.id }} {{ c | tojson }}{% endfor %}"),
+            template(arguments="{{ c.function.arguments.items() | list }}"),
+            {"writes_calls": False},
+            "[user] What?[assistant] f [('a', 'é')][tool] 42",
+        ),
+        (
+            template(arguments="{{ c.function.arguments }}"),
+            {"arguments_as_text": True},
+            '[user] What?[assistant] f {"a": "é"}[tool] 42',
+        ),
+        (
+            template(arguments="{{ '=' + c.function.arguments }}"),
+            {"arguments_as_text": True},
+            '[user] What?[assistant] f ={"a": "é"}[tool] 42',
+        ),
+        (
+            template(content="{{ m.content }}"),
+            {"empty_content": True},
+            '[user] What?[assistant] f {"a": "é"}[tool] 42',
+        ),
+        (
+            template(content="{{ m.content + '.' }}"),
+            {"empty_content": True},
+            '[user] What?.[assistant] .f {"a": "é"}[tool] 42.',
+        ),
+        (
+            template(
+                calls="{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ "
+                "raise_exception('ids!') }}{% endif %}{{ c.id }} {{ c | tojson }}{% endfor %}"
+            ),
             {"short_ids": True},
-            '[user] What?[assistant] 123456789 {"id": "123456789", "function": {"name": "f", "arguments": {"a": "é"}}, "type": "function"}[tool] 42',
+            '[user] What?[assistant] 123456789 {"id": "123456789", "function": {"name": "f", '
+            '"arguments": {"a": "é"}}, "type": "function"}[tool] 42',
         ),
         (template(calls=""), {"writes_calls": False}, "[user] What?[assistant] [tool] 42"),
     ],
@@ -49,9 +84,15 @@ def test_calls_are_written_as_the_template_wants_them(source, traits, written) -
 
 
 def test_a_template_that_takes_one_call_in_a_turn() -> None:
-    refusing = template(calls="{% if m.tool_calls | default([]) | length > 1 %}{{ raise_exception('one!') }}{% endif %}" + CALLS)
+    refusing = template(
+        calls="{% if m.tool_calls | default([]) | length > 1 %}{{ raise_exception('one!') }}{% "
+        "endif %}" + CALLS
+    )
     first_alone = template(calls=CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"))
-    assert [template_traits(source).takes_several_calls for source in (template(), refusing, first_alone)] == [True, False, False]
+    assert [
+        template_traits(source).takes_several_calls
+        for source in (template(), refusing, first_alone)
+    ] == [True, False, False]
 
 
 @pytest.mark.parametrize(

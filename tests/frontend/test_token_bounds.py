@@ -1,6 +1,6 @@
-"""The bound on a token's length, over tokenizers of several kinds and random texts; and the kinds that have none.
-May know: token_bounds.py, the tokenizers library, small tokenizers.
-Must not know: requests."""
+"""The bound on a token's length, over tokenizers of several kinds and random texts; and the kinds
+that have none.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +21,15 @@ def backend(kind: str = "byte_level") -> Backend:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=200), st.sampled_from(["byte_level", "byte_fallback"]))
+@given(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=200),
+    st.sampled_from(["byte_level", "byte_fallback"]),
+)
 def test_no_text_has_fewer_tokens(text: str, kind: str) -> None:
     tokenizer = Tokenizer(tiny_tokenizer_directory(kind))
-    assert tokenizer.max_token_length and len(tokenizer.encode(text, add_special_tokens=False)) * tokenizer.max_token_length >= len(text)
+    assert tokenizer.max_token_length and len(
+        tokenizer.encode(text, add_special_tokens=False)
+    ) * tokenizer.max_token_length >= len(text)
 
 
 def test_composed_text() -> None:
@@ -42,7 +47,9 @@ def change_normalizer(tokenizer: Backend) -> None:
 
 
 def change_split(tokenizer: Backend) -> None:
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()]
+    )
 
 
 def change_unknown_part(tokenizer: Backend) -> None:
@@ -57,7 +64,10 @@ def replace_by_less(tokenizer: Backend) -> None:
     tokenizer.normalizer = normalizers.Replace("aaaa", "a")
 
 
-@pytest.mark.parametrize("change", [change_normalizer, change_split, change_unknown_part, add_greedy_token, replace_by_less])
+@pytest.mark.parametrize(
+    "change",
+    [change_normalizer, change_split, change_unknown_part, add_greedy_token, replace_by_less],
+)
 def test_what_takes_text_away_has_no_bound(change) -> None:
     tokenizer = backend()
     assert max_token_length(tokenizer) is not None

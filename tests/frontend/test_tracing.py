@@ -1,6 +1,6 @@
-"""One span tree per request: names, parents, times, attributes, events, errors; and what tracing costs when it is off.
-May know: tracing.py, opentelemetry's SDK, LLMEngine and AsyncLLM over a real engine core with the fake executor.
-Must not know: exporters' wire formats, real models."""
+"""One span tree per request: names, parents, times, attributes, events, errors; and what tracing
+costs when it is off.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import StatusCode
-from quire import AsyncLLM, EngineArgs, EngineDeadError, InvalidParameterError, LLMEngine, SamplingParams
+from quire import (
+    AsyncLLM,
+    EngineArgs,
+    EngineDeadError,
+    InvalidParameterError,
+    LLMEngine,
+    SamplingParams,
+)
 from quire.frontend import tracing
 from quire.frontend.inproc_client import InprocClient
 from quire.tests.fake_engine import TroubledExecutor
@@ -37,11 +44,20 @@ class Spans:
         self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
 
     def trees(self) -> list[dict]:
-        """Each finished request's spans by name; checks that the children lie under their root and inside its time."""
+        """Each finished request's spans by name; checks that the children lie under their root and
+        inside its time.
+        """
         spans, trees = self.exporter.get_finished_spans(), []
         for root in (span for span in spans if span.name == "llm_request"):
-            children = [span for span in spans if span.parent is not None and span.parent.span_id == root.context.span_id]
-            assert all(root.start_time <= child.start_time <= child.end_time <= root.end_time for child in children)
+            children = [
+                span
+                for span in spans
+                if span.parent is not None and span.parent.span_id == root.context.span_id
+            ]
+            assert all(
+                root.start_time <= child.start_time <= child.end_time <= root.end_time
+                for child in children
+            )
             assert all(child.context.trace_id == root.context.trace_id for child in children)
             trees.append({"root": root} | {child.name: child for child in children})
         assert sum(map(len, trees)) == len(spans)
@@ -75,22 +91,42 @@ def test_one_tree_per_request(spans):
     engine.add_request("b", [4, 5], SamplingParams(max_tokens=3, top_k=7, seed=5))
     outputs = run(engine)
     trees = {tree["root"].attributes["gen_ai.response.id"]: tree for tree in spans.trees()}
-    assert sorted(trees) == ["a", "b"] and trees["a"]["root"].context.trace_id != trees["b"]["root"].context.trace_id
+    assert (
+        sorted(trees) == ["a", "b"]
+        and trees["a"]["root"].context.trace_id != trees["b"]["root"].context.trace_id
+    )
     for name, tree in trees.items():
         metrics = outputs[name].metrics
         assert list(tree) == ["root", "queue", "prefill", "decode"] and tree["root"].parent is None
         assert begin - 1e6 < tree["root"].start_time and tree["root"].end_time < time.time_ns()
-        assert tree["queue"].end_time == tree["prefill"].start_time and tree["prefill"].end_time == tree["decode"].start_time
-        for child, seconds in (("queue", metrics.queued_time), ("prefill", metrics.prefill_time), ("decode", metrics.decode_time)):
+        assert (
+            tree["queue"].end_time == tree["prefill"].start_time
+            and tree["prefill"].end_time == tree["decode"].start_time
+        )
+        for child, seconds in (
+            ("queue", metrics.queued_time),
+            ("prefill", metrics.prefill_time),
+            ("decode", metrics.decode_time),
+        ):
             assert abs((tree[child].end_time - tree[child].start_time) / 1e9 - seconds) < 0.002
         assert tree["root"].status.status_code is StatusCode.UNSET and not tree["root"].events
     assert dict(trees["b"]["root"].attributes) == {
-        "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "quire", "gen_ai.request.model": "tiny",
-        "gen_ai.response.model": "tiny", "gen_ai.response.id": "b", "gen_ai.usage.input_tokens": 2, "gen_ai.request.max_tokens": 3,
-        "gen_ai.request.temperature": 1.0, "gen_ai.request.top_p": 1.0, "gen_ai.request.top_k": 7, "gen_ai.request.seed": 5,
-        "gen_ai.usage.output_tokens": 3, "gen_ai.usage.cache_read.input_tokens": 0, "gen_ai.response.finish_reasons": ("length",),
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "quire",
+        "gen_ai.request.model": "tiny",
+        "gen_ai.response.model": "tiny",
+        "gen_ai.response.id": "b",
+        "gen_ai.usage.input_tokens": 2,
+        "gen_ai.request.max_tokens": 3,
+        "gen_ai.request.temperature": 1.0,
+        "gen_ai.request.top_p": 1.0,
+        "gen_ai.request.top_k": 7,
+        "gen_ai.request.seed": 5,
+        "gen_ai.usage.output_tokens": 3,
+        "gen_ai.usage.cache_read.input_tokens": 0,
+        "gen_ai.response.finish_reasons": ("length",),
         "gen_ai.response.time_to_first_chunk": outputs["b"].metrics.time_to_first_token,
-    }  # fmt: skip
+    }
     engine.shutdown()
 
 
@@ -100,20 +136,27 @@ def test_names_are_those_of_the_conventions(spans):
     run(engine)
     known = {value for value in vars(gen_ai_attributes).values() if isinstance(value, str)}
     [tree] = spans.trees()
-    assert [name for name in tree["root"].attributes if name not in known] == ["quire.request.priority"]
+    assert [name for name in tree["root"].attributes if name not in known] == [
+        "quire.request.priority"
+    ]
     engine.shutdown()
 
 
 def test_the_callers_trace_goes_on(spans):
     engine = make_engine(spans)
-    engine.add_request("a", [1, 2, 3], GREEDY, trace_headers={"Traceparent": TRACEPARENT, "host": "x"})
+    engine.add_request(
+        "a", [1, 2, 3], GREEDY, trace_headers={"Traceparent": TRACEPARENT, "host": "x"}
+    )
     with spans.provider.get_tracer("caller").start_as_current_span("caller") as caller:
         engine.add_request("b", [1, 2, 3], GREEDY)
         engine.add_request("c", [1, 2, 3], GREEDY, trace_headers={"traceparent": "nonsense"})
     spans.exporter.clear()
     run(engine)
     roots = {tree["root"].attributes["gen_ai.response.id"]: tree["root"] for tree in spans.trees()}
-    assert (f"{roots['a'].context.trace_id:032x}", f"{roots['a'].parent.span_id:016x}") == (TRACE_ID, PARENT_ID)
+    assert (f"{roots['a'].context.trace_id:032x}", f"{roots['a'].parent.span_id:016x}") == (
+        TRACE_ID,
+        PARENT_ID,
+    )
     assert roots["b"].parent.span_id == caller.get_span_context().span_id
     assert roots["c"].parent is None
     engine.shutdown()
@@ -130,7 +173,10 @@ def test_preemptions_are_events(spans):
     run(engine)
     [tree] = spans.trees()
     assert [event.name for event in tree["root"].events] == ["preemption", "preemption"]
-    assert all(tree["decode"].start_time <= event.timestamp <= tree["decode"].end_time for event in tree["root"].events)
+    assert all(
+        tree["decode"].start_time <= event.timestamp <= tree["decode"].end_time
+        for event in tree["root"].events
+    )
     assert tree["root"].attributes["quire.num_preemptions"] == 2
     engine.shutdown()
 
@@ -149,9 +195,15 @@ def test_failures_aborts_and_refusals(spans):
     roots = {tree["root"].attributes["gen_ai.response.id"]: tree["root"] for tree in spans.trees()}
     assert sorted(roots) == ["failed", "gone"]
     failed, gone = roots["failed"], roots["gone"]
-    assert failed.status.status_code is StatusCode.ERROR and "not finite" in failed.status.description
-    assert failed.attributes["error.type"] == "engine" and failed.attributes["gen_ai.response.finish_reasons"] == ("error",)
-    assert gone.status.status_code is StatusCode.UNSET and gone.attributes["gen_ai.response.finish_reasons"] == ("abort",)
+    assert (
+        failed.status.status_code is StatusCode.ERROR and "not finite" in failed.status.description
+    )
+    assert failed.attributes["error.type"] == "engine" and failed.attributes[
+        "gen_ai.response.finish_reasons"
+    ] == ("error",)
+    assert gone.status.status_code is StatusCode.UNSET and gone.attributes[
+        "gen_ai.response.finish_reasons"
+    ] == ("abort",)
     engine.shutdown()
 
 
@@ -163,7 +215,12 @@ def test_a_request_that_never_ran_has_only_a_queue(spans):
     engine.pause("abort")
     run(engine)
     trees = {tree["root"].attributes["gen_ai.response.id"]: tree for tree in spans.trees()}
-    assert list(trees["waits"]) == ["root", "queue"] and list(trees["runs"]) == ["root", "queue", "prefill", "decode"]
+    assert list(trees["waits"]) == ["root", "queue"] and list(trees["runs"]) == [
+        "root",
+        "queue",
+        "prefill",
+        "decode",
+    ]
     engine.shutdown()
 
 
@@ -175,7 +232,10 @@ def test_a_dead_engine_ends_its_requests_spans(spans):
         engine.step()
     engine.abort_all_requests()
     [tree] = spans.trees()
-    assert tree["root"].status.status_code is StatusCode.ERROR and "scripted failure" in tree["root"].status.description
+    assert (
+        tree["root"].status.status_code is StatusCode.ERROR
+        and "scripted failure" in tree["root"].status.description
+    )
     assert tree["root"].attributes["error.type"] == "EngineDeadError"
     engine.shutdown()
 
@@ -185,7 +245,12 @@ def test_asyncio(spans):
         config = text_config(served_model_name="tiny")
         llm = AsyncLLM(config, InprocClient(config, executor=TroubledExecutor(config)))
         llm.set_tracer_provider(spans.provider)
-        [_ async for _ in llm.generate([1, 2, 3], GREEDY, "a", trace_headers={"traceparent": TRACEPARENT})]
+        [
+            _
+            async for _ in llm.generate(
+                [1, 2, 3], GREEDY, "a", trace_headers={"traceparent": TRACEPARENT}
+            )
+        ]
         endless = llm.generate([1, 2, 3], SamplingParams(max_tokens=None), "b")
         await anext(endless)
         llm.shutdown()
@@ -210,18 +275,27 @@ def test_tracing_can_be_switched_off_and_on_under_way(spans):
     run(engine)
     assert spans.trees() == []
     for wrong in (5, "provider", object()):
-        with pytest.raises(InvalidParameterError, match="tracer_provider: must be an OpenTelemetry TracerProvider"):
+        with pytest.raises(
+            InvalidParameterError, match="tracer_provider: must be an OpenTelemetry TracerProvider"
+        ):
             engine.set_tracer_provider(wrong)
     engine.shutdown()
 
 
-# ------------------------------------------------------------ what must be installed, and what it costs
+# ------------------------------------------------------------ what must be installed, and what it
+# costs
 
 
 def test_a_missing_exporter_is_said_before_an_engine_is_started(monkeypatch):
     monkeypatch.setitem(tracing.EXPORTERS, "grpc", "opentelemetry.exporter.no_such_thing")
-    with pytest.raises(InvalidParameterError, match=r"otlp_traces_endpoint: needs opentelemetry.exporter.no_such_thing.*pip install 'quire\[tracing\]'"):
-        LLMEngine.from_engine_args(EngineArgs("no such model", otlp_traces_endpoint="http://localhost:4317"))
+    with pytest.raises(
+        InvalidParameterError,
+        match=r"otlp_traces_endpoint: needs opentelemetry.exporter.no_such_thing.*pip install "
+        r"'quire\[tracing\]'",
+    ):
+        LLMEngine.from_engine_args(
+            EngineArgs("no such model", otlp_traces_endpoint="http://localhost:4317")
+        )
     monkeypatch.setenv(tracing.PROTOCOL_VARIABLE, "smoke signals")
     with pytest.raises(InvalidParameterError, match="must be one of grpc, http/protobuf"):
         tracing.check_endpoint("http://localhost:4317")
@@ -230,24 +304,35 @@ def test_a_missing_exporter_is_said_before_an_engine_is_started(monkeypatch):
 def test_a_missing_sdk_is_said(monkeypatch, spans):
     monkeypatch.setattr(tracing.importlib.util, "find_spec", lambda name: None)
     engine = make_engine(None)
-    with pytest.raises(InvalidParameterError, match="tracer_provider: needs opentelemetry.sdk, which is not installed"):
+    with pytest.raises(
+        InvalidParameterError,
+        match="tracer_provider: needs opentelemetry.sdk, which is not installed",
+    ):
         engine.set_tracer_provider(spans.provider)
     engine.shutdown()
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
 def test_an_endpoint_that_does_not_answer_costs_its_spans_alone(monkeypatch, protocol):
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="opentelemetry-exporter-otlp is not installed")
+    pytest.importorskip(
+        "opentelemetry.exporter.otlp.proto.grpc",
+        reason="opentelemetry-exporter-otlp is not installed",
+    )
     monkeypatch.setenv(tracing.PROTOCOL_VARIABLE, protocol)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        engine = make_engine(None, otlp_traces_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        engine = make_engine(
+            None, otlp_traces_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}"
+        )
         engine.add_request("a", [1, 2, 3], GREEDY)
         assert len(run(engine)["a"].outputs[0].token_ids) == 8
         engine.shutdown()
 
 
 def test_spans_arrive_at_the_endpoint(monkeypatch):
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="opentelemetry-exporter-otlp is not installed")
+    pytest.importorskip(
+        "opentelemetry.exporter.otlp.proto.http",
+        reason="opentelemetry-exporter-otlp is not installed",
+    )
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     received = []
@@ -255,7 +340,9 @@ def test_spans_arrive_at_the_endpoint(monkeypatch):
     class Collector(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            received.append(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body)
+            received.append(
+                gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+            )
             self.send_response(200)
             self.end_headers()
 
@@ -265,14 +352,27 @@ def test_spans_arrive_at_the_endpoint(monkeypatch):
     monkeypatch.setenv(tracing.PROTOCOL_VARIABLE, "http/protobuf")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        engine = make_engine(None, otlp_traces_endpoint=f"http://127.0.0.1:{server.server_address[1]}/v1/traces")
+        engine = make_engine(
+            None, otlp_traces_endpoint=f"http://127.0.0.1:{server.server_address[1]}/v1/traces"
+        )
         engine.add_request("a", [1, 2, 3], GREEDY)
         run(engine)
         engine.shutdown()  # sends what is left
         server.shutdown()
-    [resource] = [resource for body in received for resource in ExportTraceServiceRequest.FromString(body).resource_spans]
-    assert sorted(span.name for scope in resource.scope_spans for span in scope.spans) == ["decode", "llm_request", "prefill", "queue"]
-    assert {a.key: a.value.string_value for a in resource.resource.attributes}["service.name"] == "quire"
+    [resource] = [
+        resource
+        for body in received
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans
+    ]
+    assert sorted(span.name for scope in resource.scope_spans for span in scope.spans) == [
+        "decode",
+        "llm_request",
+        "prefill",
+        "queue",
+    ]
+    assert {a.key: a.value.string_value for a in resource.resource.attributes}[
+        "service.name"
+    ] == "quire"
 
 
 def test_nothing_is_imported_when_it_is_off():
@@ -283,5 +383,7 @@ def test_nothing_is_imported_when_it_is_off():
         "    llm.generate([1, 2, 3], SamplingParams(max_tokens=2), use_tqdm=False)\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stdout.strip() == "[]", done.stderr

@@ -1,6 +1,6 @@
-"""Small tokenizers of the kinds that models have, and the configurations that go with them; written to disk, no download.
-May know: the `tokenizers` library, the files of a model directory.
-Must not know: how Quire reads them."""
+"""Small tokenizers of the kinds that models have, and the configurations that go with them; written
+to disk, no download.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +27,37 @@ TEXTS = (
 
 
 def write_byte_fallback_tokenizer(directory: Path, *, strip: bool = True) -> None:
-    """Llama 2's kind: "▁" for a space, bytes as <0xNN>, a BOS, one leading space taken off when `strip`."""
+    """Llama 2's kind: "▁" for a space, bytes as <0xNN>, a BOS, one leading space taken off when
+    `strip`.
+    """
     words = ["▁", "▁the", "▁cat", "a", "b", "c", "t", "▁▁", "好", "é", "."]
-    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words])}
+    vocab = {
+        token: i
+        for i, token in enumerate(
+            ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+        )
+    }
     backend = Backend(models.BPE(vocab, [], byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
-    backend.add_special_tokens([AddedToken(token, normalized=False) for token in ("<unk>", "<s>", "</s>")])
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False) for token in ("<unk>", "<s>", "</s>")]
+    )
     backend.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
     _write(directory, backend, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
 
 
 def write_word_piece_tokenizer(directory: Path) -> None:
-    """A kind whose decoder does more than put pieces together: "##" continues a word, anything else begins one."""
-    vocab = {token: i for i, token in enumerate(["[UNK]", "[SEP]", "the", "cat", "##s", "##ness", "sat", ".", "好", "[CLS]"])}
+    """A kind whose decoder does more than put pieces together: "##" continues a word, anything else
+    begins one.
+    """
+    vocab = {
+        token: i
+        for i, token in enumerate(
+            ["[UNK]", "[SEP]", "the", "cat", "##s", "##ness", "sat", ".", "好", "[CLS]"]
+        )
+    }
     backend = Backend(models.WordPiece(vocab, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(cleanup=False)
@@ -52,7 +68,9 @@ def write_word_piece_tokenizer(directory: Path) -> None:
 def _write(directory: Path, backend: Backend, config: dict[str, Any]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}), encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}), encoding="utf-8"
+    )
 
 
 @cache
@@ -77,7 +95,14 @@ def tiny_tokenizer(kind: str = "byte_level") -> Tokenizer:
 
 
 def text_config(**arguments: Any) -> EngineConfig:
-    """A resolved configuration over the byte-level tokenizer: vocabulary 320, context 64 unless `arguments` say otherwise."""
+    """A resolved configuration over the byte-level tokenizer: vocabulary 320, context 64 unless
+    `arguments` say otherwise.
+    """
     directory = str(tiny_tokenizer_directory())
-    defaults = {"model": directory, "tokenizer": directory, "max_model_len": 64, "skip_tokenizer_init": False}
+    defaults = {
+        "model": directory,
+        "tokenizer": directory,
+        "max_model_len": 64,
+        "skip_tokenizer_init": False,
+    }
     return make_config(vocab_size=320, **{**defaults, **arguments})

@@ -1,6 +1,5 @@
-"""All that Quire has to show on a GPU, in one command: the tests that need one, then the measurement, each with its own deadline.
-May know: pytest, the benchmark's command, compute-sanitizer's, the operating system. The standard library alone: it says what a bare machine lacks.
-Must not know: what a test checks, what is measured.
+"""All that Quire has to show on a GPU, in one command: the tests that need one, then the
+measurement, each with its own deadline.
 
     python3 tests/gpu/run.py --out DIR                       # from the repository; nothing has to be installed but Quire's dependencies
     python3 tests/gpu/run.py --out DIR --only tests          # or in two calls, each of less than ten minutes
@@ -8,8 +7,10 @@ Must not know: what a test checks, what is measured.
     python3 tests/gpu/run.py --out DIR --only racecheck      # the decode of one launch under compute-sanitizer, where that is installed
     python3 tests/gpu/run.py --out DIR --device cpu          # a dry run, without a GPU
 
-What a part prints goes to a file of DIR as it comes, so that a part that fails, hangs or is cut off leaves what it had; the next one runs all the same.
-DIR gets at most: machine.txt, tests.txt, tests.xml, measure.txt, gpu.json, racecheck.txt, summary.json."""
+What a part prints goes to a file of DIR as it comes, so that a part that fails, hangs or is cut off
+leaves what it had; the next one runs all the same. DIR gets at most: machine.txt, tests.txt,
+tests.xml, measure.txt, gpu.json, racecheck.txt, summary.json.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +45,47 @@ def make_parts(out: Path, device: str, wanted: list[str]) -> list[Part]:
     pytest = [*python, "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
     ignored = [word for path in NEEDS_NO_GPU for word in ("--ignore", path)]
     tests = ["tests/gpu", "tests/kernels/test_parity.py"] if device == "cuda" else ["tests/gpu"]
-    dry = [] if device == "cuda" else ["--device", "cpu", "--models", "tiny", "--seconds", "0.01", "--skip", "workload", "peers"]
-    sanitizer = [shutil.which(SANITIZER) or "/usr/local/cuda/bin/" + SANITIZER, "--tool", "racecheck", "--error-exitcode", "9"]
+    dry = (
+        []
+        if device == "cuda"
+        else [
+            "--device",
+            "cpu",
+            "--models",
+            "tiny",
+            "--seconds",
+            "0.01",
+            "--skip",
+            "workload",
+            "peers",
+        ]
+    )
+    sanitizer = [
+        shutil.which(SANITIZER) or "/usr/local/cuda/bin/" + SANITIZER,
+        "--tool",
+        "racecheck",
+        "--error-exitcode",
+        "9",
+    ]
     commands = {
-        "machine": ["nvidia-smi", "-q"] if device == "cuda" else [sys.executable, "-c", "import platform; print(platform.platform())"],
+        "machine": ["nvidia-smi", "-q"]
+        if device == "cuda"
+        else [sys.executable, "-c", "import platform; print(platform.platform())"],
         "tests": [*pytest, f"--junitxml={out / 'tests.xml'}", *ignored, *tests],
-        "measure": [*python, "quire.tests.bench.bench_gpu", "--out", str(out), *(["--write"] if device == "cuda" else dry)],
-        "racecheck": [*sanitizer, *pytest, "tests/gpu/test_attention.py", "-k", "is_handed_over_once"],
+        "measure": [
+            *python,
+            "quire.tests.bench.bench_gpu",
+            "--out",
+            str(out),
+            *(["--write"] if device == "cuda" else dry),
+        ],
+        "racecheck": [
+            *sanitizer,
+            *pytest,
+            "tests/gpu/test_attention.py",
+            "-k",
+            "is_handed_over_once",
+        ],
     }
     return [Part(name, commands[name]) for name in ("machine", *wanted)]
 
@@ -60,18 +95,39 @@ def run_part(part: Part, out: Path, environment: dict[str, str], limit_s: float)
     begin, path = time.monotonic(), out / f"{part.name}.txt"
     with path.open("w", encoding="utf-8") as file:
         try:
-            process = subprocess.Popen(part.command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                part.command,
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         except OSError as error:
             file.write(f"{part.command[0]} cannot be run: {error}\n")
-            return {"part": part.name, "exit_code": None, "seconds": 0.0, "last": f"cannot be run: {error}"}
+            return {
+                "part": part.name,
+                "exit_code": None,
+                "seconds": 0.0,
+                "last": f"cannot be run: {error}",
+            }
         try:
             process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
             file.write(f"\ncut off after {limit_s:.0f} s\n")
         finally:
             _end(process)
-    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return {"part": part.name, "exit_code": process.returncode, "seconds": round(time.monotonic() - begin, 1), "last": lines[-1][:200] if lines else ""}
+    lines = [
+        line
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]
+    return {
+        "part": part.name,
+        "exit_code": process.returncode,
+        "seconds": round(time.monotonic() - begin, 1),
+        "last": lines[-1][:200] if lines else "",
+    }
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -89,11 +145,18 @@ def run(parts: list[Part], out: Path, limit_s: float = LIMIT_S) -> bool:
     out.mkdir(parents=True, exist_ok=True)
     found = []
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "quire").symlink_to(ROOT)  # the repository is the package, installed or not
-        environment = os.environ | {"PYTHONPATH": directory, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+        # the repository is the package, installed or not
+        (Path(directory) / "quire").symlink_to(ROOT)
+        environment = os.environ | {
+            "PYTHONPATH": directory,
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",
+        }
         for part in parts:
             found.append(run_part(part, out, environment, limit_s))
-            print("{part}: exit code {exit_code}, {seconds} s: {last}".format(**found[-1]), flush=True)
+            print(
+                "{part}: exit code {exit_code}, {seconds} s: {last}".format(**found[-1]), flush=True
+            )
             (out / "summary.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     return all(one["exit_code"] == 0 for one in found)
 
@@ -101,9 +164,13 @@ def run(parts: list[Part], out: Path, limit_s: float = LIMIT_S) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path, help="directory for all that is found")
-    parser.add_argument("--only", nargs="+", choices=["tests", "measure", "racecheck"], default=["tests", "measure"])
+    parser.add_argument(
+        "--only", nargs="+", choices=["tests", "measure", "racecheck"], default=["tests", "measure"]
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that each part may take")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, help="seconds that each part may take"
+    )
     args = parser.parse_args()
     out = args.out.resolve()
     return 0 if run(make_parts(out, args.device, args.only), out, args.limit) else 1

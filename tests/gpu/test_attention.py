@@ -1,9 +1,8 @@
-"""Paged attention on a GPU: what the interpreter cannot show, the hand-over between a decode's programs and replays of a graph. Skips itself without one.
-May know: the wrapper, the cases of the parity test, which runs on a GPU too.
-Must not know: how programs share out the work.
+"""Paged attention on a GPU: what the interpreter cannot show, the hand-over between a decode's
+programs and replays of a graph. Skips itself without one.
 
-To be run under compute-sanitizer too (run.py --only racecheck). Racecheck watches shared memory; the hand-over goes through global memory,
-where only repetition can show that it holds.
+To be run under compute-sanitizer too (run.py --only racecheck). Racecheck watches shared memory;
+the hand-over goes through global memory, where only repetition can show that it holds.
 """
 
 from __future__ import annotations
@@ -19,21 +18,37 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
-from quire.kernels.triton.attention import attend  # noqa: E402
+from quire.kernels.triton.attention import attend
 
 
 def on_gpu(case: cases.Case) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata, float]:
     query, keys, values, metadata, scale = case.args
     names = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping")
-    metadata = replace(metadata, **{name: getattr(metadata, name).cuda() for name in names}, scratch={})
+    metadata = replace(
+        metadata, **{name: getattr(metadata, name).cuda() for name in names}, scratch={}
+    )
     return query.cuda(), keys.cuda(), values.cuda(), metadata, scale
 
 
-@pytest.mark.parametrize(("num_requests", "length", "heads"), [(1, 8000, (28, 4, 128)), (7, 1500, (14, 2, 64)), (60, 700, (16, 8, 128))], ids=str)
+@pytest.mark.parametrize(
+    ("num_requests", "length", "heads"),
+    [(1, 8000, (28, 4, 128)), (7, 1500, (14, 2, 64)), (60, 700, (16, 8, 128))],
+    ids=str,
+)
 def test_a_state_that_is_handed_over_is_whole(num_requests, length, heads):
-    """10,000 launches by one counter each, beside another stream that keeps the caches busy, against the merge in a second launch."""
+    """10,000 launches by one counter each, beside another stream that keeps the caches busy,
+    against the merge in a second launch.
+    """
     torch.manual_seed(0)
-    args = on_gpu(cases.attention_case([1] * num_requests, [length - 11 * i for i in range(num_requests)], heads, 16, torch.bfloat16))
+    args = on_gpu(
+        cases.attention_case(
+            [1] * num_requests,
+            [length - 11 * i for i in range(num_requests)],
+            heads,
+            16,
+            torch.bfloat16,
+        )
+    )
     expected = attend(*args, one_launch=False)
     assert not expected.isnan().any()
     noise, other = torch.zeros(2**26, device="cuda"), torch.cuda.Stream()
@@ -57,7 +72,11 @@ def test_a_state_is_handed_over_once():
 def test_a_graph_serves_other_lengths():
     """Captured with lengths of its own; replayed with others, with padding among them."""
     torch.manual_seed(1)
-    query, keys, values, metadata, scale = on_gpu(cases.attention_case([1] * 8, [30 + 150 * i for i in range(8)], (14, 2, 64), 16, torch.bfloat16))
+    query, keys, values, metadata, scale = on_gpu(
+        cases.attention_case(
+            [1] * 8, [30 + 150 * i for i in range(8)], (14, 2, 64), 16, torch.bfloat16
+        )
+    )
     expected = attend(query, keys, values, metadata, scale)
     lengths = metadata.seq_lens.clone()
     metadata = replace(metadata, scratch={}, seq_lens_list=[])
@@ -72,16 +91,30 @@ def test_a_graph_serves_other_lengths():
         metadata.seq_lens[8 - padding :] = 0
         for _ in range(3):
             graph.replay()
-        assert torch.equal(out[: 8 - padding], expected[: 8 - padding]) and not out[8 - padding :].any()
+        assert (
+            torch.equal(out[: 8 - padding], expected[: 8 - padding])
+            and not out[8 - padding :].any()
+        )
 
 
 def test_a_chunk_has_the_bits_of_the_whole():
     """A row's matrix products and sums go in one order on a GPU, wherever in a block it is."""
     torch.manual_seed(2)
-    query, keys, values, whole, scale = on_gpu(cases.attention_case([700], [700], (14, 2, 64), 16, torch.bfloat16))
+    query, keys, values, whole, scale = on_gpu(
+        cases.attention_case([700], [700], (14, 2, 64), 16, torch.bfloat16)
+    )
     expected, start = attend(query, keys, values, whole, scale), 0
     for size in (1, 30, 33, 2, 300, 334):
         chunk = cases.make_metadata([size], [start + size], 16, 64)
-        chunk = replace(chunk, query_start_loc=chunk.query_start_loc.cuda(), seq_lens=chunk.seq_lens.cuda(), block_tables=whole.block_tables, num_decodes=0)
-        assert torch.equal(attend(query[start : start + size], keys, values, chunk, scale), expected[start : start + size])
+        chunk = replace(
+            chunk,
+            query_start_loc=chunk.query_start_loc.cuda(),
+            seq_lens=chunk.seq_lens.cuda(),
+            block_tables=whole.block_tables,
+            num_decodes=0,
+        )
+        assert torch.equal(
+            attend(query[start : start + size], keys, values, chunk, scale),
+            expected[start : start + size],
+        )
         start += size

@@ -1,6 +1,6 @@
-"""The benchmark that a GPU is measured with: its floors against figures worked out by hand, and what becomes of a part that fails.
-May know: bench_gpu.py. Its dry run is in test_run.py.
-Must not know: engines."""
+"""The benchmark that a GPU is measured with: its floors against figures worked out by hand, and
+what becomes of a part that fails.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +12,33 @@ from quire.tests.bench.bench_gpu import Bench
 
 
 def bench(**arguments) -> Bench:
-    return Bench(argparse.Namespace(**{"device": "cpu", "models": ["tiny"], "skip": [], "seconds": 0.01, "out": None, **arguments}))
+    return Bench(
+        argparse.Namespace(
+            **{
+                "device": "cpu",
+                "models": ["tiny"],
+                "skip": [],
+                "seconds": 0.01,
+                "out": None,
+                **arguments,
+            }
+        )
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "tokens", "context", "is_prefill", "ms"),
     [
-        ("0.5B", 1, 1024, False, 0.233), ("0.5B", 256, 1024, False, 1.069), ("0.6B", 64, 1024, False, 2.025), ("1.5B", 64, 1024, False, 1.155),
-        ("7B", 1, 1024, False, 3.302), ("7B", 64, 1024, False, 4.162), ("7B", 8192, 0, True, 152), ("0.5B", 8192, 0, True, 11.1),
+        ("0.5B", 1, 1024, False, 0.233),
+        ("0.5B", 256, 1024, False, 1.069),
+        ("0.6B", 64, 1024, False, 2.025),
+        ("1.5B", 64, 1024, False, 1.155),
+        ("7B", 1, 1024, False, 3.302),
+        ("7B", 64, 1024, False, 4.162),
+        ("7B", 8192, 0, True, 152),
+        ("0.5B", 8192, 0, True, 11.1),
     ],
-)  # fmt: skip
+)
 def test_floors_at_4_3_terabytes_and_790_teraflops(model, tokens, context, is_prefill, ms) -> None:
     counted = bench()
     counted.limits = {"bytes": 4.3e12, "flops": 790e12}
@@ -30,10 +47,13 @@ def test_floors_at_4_3_terabytes_and_790_teraflops(model, tokens, context, is_pr
 
 NOT_TIMED = {
     "paged_attention",  # Bench.attention
-    "pack_linear", "pack_quantized_linear",  # when weights are loaded; what pack_linear returns is timed
+    # when weights are loaded; what pack_linear returns is timed
+    "pack_linear",
+    "pack_quantized_linear",
     "random_gumbel",  # within sample_tokens
-    "write_runs", "gather_sampling_parameters",  # when requests enter
-}  # fmt: skip
+    "write_runs",
+    "gather_sampling_parameters",  # when requests enter
+}
 
 
 def test_every_kernel_is_timed() -> None:
@@ -51,4 +71,6 @@ def test_a_part_that_fails_does_not_end_the_others(capsys) -> None:
     dry = bench(skip=["workload"])
     dry.steps, dry.peers = broken, lambda model: dry.tell("peers")
     dry.run()
-    assert '"failed": "ZeroDivisionError: a bug"' in capsys.readouterr().out and "peers" in dry.found
+    assert (
+        '"failed": "ZeroDivisionError: a bug"' in capsys.readouterr().out and "peers" in dry.found
+    )

@@ -1,6 +1,6 @@
-"""Steps launched without waiting, on a GPU: nothing synchronises, the launches of later steps go out while an earlier one runs, tokens stay the same.
-May know: the public API, the executor's interface, torch's own alarm for what synchronises.
-Must not know: kernels, how inputs are made."""
+"""Steps launched without waiting, on a GPU: nothing synchronises, the launches of later steps go
+out while an earlier one runs, tokens stay the same.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from quire.tests.executor.test_launched_steps import DRAWN, PROMPTS, Steps
 from quire.tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-ARGUMENTS = {"device": "cuda", "dtype": "float32", "max_model_len": 512, "max_num_seqs": 24, "max_num_batched_tokens": 256}
+ARGUMENTS = {
+    "device": "cuda",
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 24,
+    "max_num_batched_tokens": 256,
+}
 MANY_PROMPTS = [[5, 6, 7], [40], list(range(60, 300)), *([n, n + 1, 2 * n] for n in range(3, 36))]
 SLEEP_CYCLES = 2 * 10**9  # about a second
 
@@ -30,31 +36,55 @@ def model(tmp_path_factory) -> Path:
 def params(**wishes) -> list[SamplingParams]:
     """Greedy and drawn, of several lengths."""
     return [
-        SamplingParams(temperature=0.8 * (i % 2), top_p=0.9, top_k=40, seed=i, max_tokens=20 + i % 7, ignore_eos=True, **wishes)
+        SamplingParams(
+            temperature=0.8 * (i % 2),
+            top_p=0.9,
+            top_k=40,
+            seed=i,
+            max_tokens=20 + i % 7,
+            ignore_eos=True,
+            **wishes,
+        )
         for i in range(len(MANY_PROMPTS))
     ]
 
 
 def run(llm: LLM, **wishes) -> list[list[int]]:
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in MANY_PROMPTS], params(**wishes), use_tqdm=False)
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in MANY_PROMPTS], params(**wishes), use_tqdm=False
+    )
     return [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
 def test_overlapped_and_multi_step_give_the_plain_steps_tokens(model, enforce_eager) -> None:
-    """A thousand tokens and more each; with few blocks requests are swapped and recomputed in between."""
+    """A thousand tokens and more each; with few blocks requests are swapped and recomputed in
+    between.
+    """
     found = []
     for settings in (
-        {}, {"async_scheduling": True}, {"num_scheduler_steps": 4}, {"async_scheduling": True, "num_scheduler_steps": 3},
+        {},
+        {"async_scheduling": True},
+        {"num_scheduler_steps": 4},
+        {"async_scheduling": True, "num_scheduler_steps": 3},
         {"async_scheduling": True, "num_gpu_blocks_override": 40, "preemption_mode": "swap"},
-        {"async_scheduling": True, "num_gpu_blocks_override": 40, "preemption_mode": "recompute", "num_scheduler_steps": 2},
-    ):  # fmt: skip
-        with LLM(str(model), engine="inproc", enforce_eager=enforce_eager, **ARGUMENTS, **settings) as llm:
+        {
+            "async_scheduling": True,
+            "num_gpu_blocks_override": 40,
+            "preemption_mode": "recompute",
+            "num_scheduler_steps": 2,
+        },
+    ):
+        with LLM(
+            str(model), engine="inproc", enforce_eager=enforce_eager, **ARGUMENTS, **settings
+        ) as llm:
             found += [run(llm), run(llm, logprobs=0)]  # as launched, and in the plain order
     assert all(tokens == found[0] for tokens in found)
 
 
-@pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}, {"num_scheduler_steps": 4}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"async_scheduling": True}, {"num_scheduler_steps": 4}], ids=str
+)
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
 def test_nothing_synchronises_in_a_launch(model, settings, enforce_eager, monkeypatch) -> None:
     """Once all graphs are captured and all kernels compiled."""
@@ -69,14 +99,18 @@ def test_nothing_synchronises_in_a_launch(model, settings, enforce_eager, monkey
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    with LLM(str(model), engine="inproc", enforce_eager=enforce_eager, **ARGUMENTS, **settings) as llm:
+    with LLM(
+        str(model), engine="inproc", enforce_eager=enforce_eager, **ARGUMENTS, **settings
+    ) as llm:
         expected = run(llm)
         monkeypatch.setattr(StepLauncher, "launch", launch)
         assert run(llm) == expected
     assert num_launches > 10
 
 
-@pytest.mark.parametrize("wishes", [Params(temperature=0.0, seed=0), DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "wishes", [Params(temperature=0.0, seed=0), DRAWN], ids=["greedy", "drawn"]
+)
 def test_later_steps_are_launched_while_an_earlier_one_runs(model, wishes) -> None:
     executor = start_executor(model, device="cuda", max_num_seqs=5)
     told = []
@@ -85,10 +119,15 @@ def test_later_steps_are_launched_while_an_earlier_one_runs(model, wishes) -> No
         torch.cuda.synchronize()
         torch.cuda._sleep(num_cycles)
         started.record()
-        rows, new = {slot: (0, len(prompt)) for slot, prompt in enumerate(PROMPTS)}, {slot: (prompt, wishes) for slot, prompt in enumerate(PROMPTS)}
+        rows, new = (
+            {slot: (0, len(prompt)) for slot, prompt in enumerate(PROMPTS)},
+            {slot: (prompt, wishes) for slot, prompt in enumerate(PROMPTS)},
+        )
         steps.submit(rows, new, freed=tuple(range(len(PROMPTS))) if told else ())
         for step in range(5):
-            steps.submit({slot: (len(prompt) + step, 1) for slot, prompt in enumerate(PROMPTS)}, lookahead=0)
+            steps.submit(
+                {slot: (len(prompt) + step, 1) for slot, prompt in enumerate(PROMPTS)}, lookahead=0
+            )
         assert num_cycles == 1 or not started.query(), "a launch waited"
         told.append(steps.tokens())
         assert started.query()

@@ -1,6 +1,6 @@
-"""The engine on a GPU: the tokens of the CPU's engine with and without graphs, and no more memory than it was given. Skips itself without one.
-May know: the public API, tiny models, torch's count of a GPU's memory.
-Must not know: kernels, graphs."""
+"""The engine on a GPU: the tokens of the CPU's engine with and without graphs, and no more memory
+than it was given. Skips itself without one.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +13,50 @@ from quire import LLM, SamplingParams
 from quire.tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-ARGUMENTS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 40, "max_num_batched_tokens": 256}
+ARGUMENTS = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 40,
+    "max_num_batched_tokens": 256,
+}
 PROMPTS = [[5, 6, 7], [40], list(range(60, 300)), *([n, n + 1, 2 * n] for n in range(3, 36))]
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama", "mistral"])  # the last with a sliding window
+# the last with a sliding window
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama", "mistral"])
 def model(request, tmp_path_factory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("gpu") / request.param, request.param, seed=3)
 
 
 def run(model: Path, **arguments) -> list[tuple[list[int], list[float]]]:
     """Token ids and their log-probabilities, greedy and drawn ones in one batch."""
-    params = [SamplingParams(temperature=0.8 * (i % 2), top_p=0.9, top_k=40, seed=i, max_tokens=20 + i % 7, logprobs=1, ignore_eos=True) for i in range(len(PROMPTS))]
+    params = [
+        SamplingParams(
+            temperature=0.8 * (i % 2),
+            top_p=0.9,
+            top_k=40,
+            seed=i,
+            max_tokens=20 + i % 7,
+            logprobs=1,
+            ignore_eos=True,
+        )
+        for i in range(len(PROMPTS))
+    ]
     with LLM(str(model), engine="inproc", **{**ARGUMENTS, **arguments}) as llm:
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False
+        )
     told = [output.outputs[0] for output in outputs]
-    return [(one.token_ids, [position[token].logprob for token, position in zip(one.token_ids, one.logprobs, strict=True)]) for one in told]
+    return [
+        (
+            one.token_ids,
+            [
+                position[token].logprob
+                for token, position in zip(one.token_ids, one.logprobs, strict=True)
+            ],
+        )
+        for one in told
+    ]
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
@@ -45,8 +73,18 @@ def test_no_more_memory_than_given_and_none_kept(model) -> None:
     torch.cuda.empty_cache()
     before, total = torch.cuda.mem_get_info()
     share = (total - before) / total + 0.3
-    with LLM(str(model), engine="inproc", device="cuda", gpu_memory_utilization=share, **{**ARGUMENTS, "max_num_seqs": 4096}) as llm:
-        llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], SamplingParams(max_tokens=20), use_tqdm=False)
+    with LLM(
+        str(model),
+        engine="inproc",
+        device="cuda",
+        gpu_memory_utilization=share,
+        **{**ARGUMENTS, "max_num_seqs": 4096},
+    ) as llm:
+        llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in PROMPTS],
+            SamplingParams(max_tokens=20),
+            use_tqdm=False,
+        )
         assert total - torch.cuda.mem_get_info()[0] <= (share + 0.02) * total
     del llm
     gc.collect()
@@ -54,12 +92,19 @@ def test_no_more_memory_than_given_and_none_kept(model) -> None:
     assert before - torch.cuda.mem_get_info()[0] < 0.02 * total
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no fp8")
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="this GPU has no fp8",
+)
 def test_a_cache_in_fp8(model) -> None:
-    """The same tokens from graphs and without, in whole prompts and in chunks beside decodes; and of those of the CPU's reference nearly all,
-    since the rounding of a key to fp8 may hang on its last bit."""
+    """The same tokens from graphs and without, in whole prompts and in chunks beside decodes; and
+    of those of the CPU's reference nearly all, since the rounding of a key to fp8 may hang on its
+    last bit.
+    """
     eager = run(model, device="cuda", kv_cache_dtype="fp8", enforce_eager=True)
-    assert [tokens for tokens, _ in run(model, device="cuda", kv_cache_dtype="fp8")] == [tokens for tokens, _ in eager]
+    assert [tokens for tokens, _ in run(model, device="cuda", kv_cache_dtype="fp8")] == [
+        tokens for tokens, _ in eager
+    ]
     slow = {"reshape_and_cache": "reference", "paged_attention": "reference"}
     expected = run(model, device="cpu", kv_cache_dtype="fp8", kernels=slow)
     same = [mine == theirs for (mine, _), (theirs, _) in zip(eager, expected, strict=True)]

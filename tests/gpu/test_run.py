@@ -1,6 +1,6 @@
-"""The one command for a GPU: a part that fails, hangs or cannot be run leaves what it had and stops no other; and its dry run.
-May know: run.py.
-Must not know: what the tests of this folder check."""
+"""The one command for a GPU: a part that fails, hangs or cannot be run leaves what it had and stops
+no other; and its dry run.
+"""
 
 from __future__ import annotations
 
@@ -21,37 +21,89 @@ def test_no_part_stops_another_and_each_leaves_what_it_had(tmp_path, monkeypatch
     monkeypatch.setattr(runner, "GRACE_S", 0.2)
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('begun', flush=True); time.sleep(600)"
     parts = [
-        python("good", "import quire; print(quire.__name__)"), python("bad", "print('half'); 1 / 0"), python("hung", stubborn),
-        Part("absent", ["no-such-program"]), python("last", "print('done')"),
-    ]  # fmt: skip
+        python("good", "import quire; print(quire.__name__)"),
+        python("bad", "print('half'); 1 / 0"),
+        python("hung", stubborn),
+        Part("absent", ["no-such-program"]),
+        python("last", "print('done')"),
+    ]
     assert not runner.run(parts, tmp_path, limit_s=3)
     found = {one["part"]: one for one in json.loads((tmp_path / "summary.json").read_text())}
-    assert {name: one["exit_code"] for name, one in found.items()} == {"good": 0, "bad": 1, "hung": -9, "absent": None, "last": 0}
-    assert [found[name]["last"] for name in ("good", "bad", "last")] == ["quire", "ZeroDivisionError: division by zero", "done"]
-    assert (tmp_path / "hung.txt").read_text() == "begun\n\ncut off after 3 s\n" and "no-such-program" in (tmp_path / "absent.txt").read_text()
+    assert {name: one["exit_code"] for name, one in found.items()} == {
+        "good": 0,
+        "bad": 1,
+        "hung": -9,
+        "absent": None,
+        "last": 0,
+    }
+    assert [found[name]["last"] for name in ("good", "bad", "last")] == [
+        "quire",
+        "ZeroDivisionError: division by zero",
+        "done",
+    ]
+    assert (
+        tmp_path / "hung.txt"
+    ).read_text() == "begun\n\ncut off after 3 s\n" and "no-such-program" in (
+        tmp_path / "absent.txt"
+    ).read_text()
     assert runner.run(parts[:1], tmp_path)
 
 
 def test_a_dry_run(tmp_path):
     """As a stranger runs it, with Python alone; the parts that a CPU has."""
-    command = [sys.executable, str(Path(runner.__file__)), "--out", str(tmp_path), "--device", "cpu"]
+    command = [
+        sys.executable,
+        str(Path(runner.__file__)),
+        "--out",
+        str(tmp_path),
+        "--device",
+        "cpu",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split(",")[0] for line in done.stdout.splitlines()] == [f"{name}: exit code 0" for name in ("machine", "tests", "measure")]
-    assert {path.name for path in tmp_path.iterdir()} == {"machine.txt", "tests.txt", "tests.xml", "measure.txt", "gpu.json", "summary.json"}
-    steps = {"decode tiny b=1 ctx=64", "decode tiny b=4 ctx=64", "prefill tiny 32", "prefill tiny 128"}
-    names = {"machine", "ceilings", *steps, "attention tiny decode b=4 ctx=64", "attention tiny prefill 64"}
+    assert [line.split(",")[0] for line in done.stdout.splitlines()] == [
+        f"{name}: exit code 0" for name in ("machine", "tests", "measure")
+    ]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "machine.txt",
+        "tests.txt",
+        "tests.xml",
+        "measure.txt",
+        "gpu.json",
+        "summary.json",
+    }
+    steps = {
+        "decode tiny b=1 ctx=64",
+        "decode tiny b=4 ctx=64",
+        "prefill tiny 32",
+        "prefill tiny 128",
+    }
+    names = {
+        "machine",
+        "ceilings",
+        *steps,
+        "attention tiny decode b=4 ctx=64",
+        "attention tiny prefill 64",
+    }
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert {name for name in found if not name.startswith("kernel tiny")} == names and "kernel tiny rms_norm" in found
+    assert {
+        name for name in found if not name.startswith("kernel tiny")
+    } == names and "kernel tiny rms_norm" in found
     assert '"failed"' not in (tmp_path / "measure.txt").read_text()
 
 
 def test_on_a_gpu(tmp_path):
     """What a dry run leaves out."""
-    parts = {part.name: part.command for part in runner.make_parts(tmp_path, "cuda", ["tests", "measure", "racecheck"])}
+    parts = {
+        part.name: part.command
+        for part in runner.make_parts(tmp_path, "cuda", ["tests", "measure", "racecheck"])
+    }
     assert list(parts) == ["machine", "tests", "measure", "racecheck"]
     assert parts["measure"][-3:] == ["--out", str(tmp_path), "--write"]
     (chosen,) = parts["racecheck"][-1:]
-    assert parts["racecheck"][0].endswith("compute-sanitizer") and chosen in (Path(runner.__file__).parent / "test_attention.py").read_text()
+    assert (
+        parts["racecheck"][0].endswith("compute-sanitizer")
+        and chosen in (Path(runner.__file__).parent / "test_attention.py").read_text()
+    )
     for path in [word for word in parts["tests"] if word.startswith("tests/")]:
         assert (runner.ROOT / path).exists(), path

@@ -1,6 +1,6 @@
-"""Sampling on a GPU: the CPU reference's tokens at the size of real vocabularies, whatever the batch, eager and from a CUDA graph.
-May know: the Triton kernels of sampling through their operations, the reference.
-Must not know: how rows are divided."""
+"""Sampling on a GPU: the CPU reference's tokens at the size of real vocabularies, whatever the
+batch, eager and from a CUDA graph.
+"""
 
 import pytest
 import torch
@@ -10,9 +10,20 @@ from quire.kernels.reference import sampling as reference
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICE, NEUTRAL = "cuda", {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 FILTERS = [
-    {}, {"temperature": 0.0}, {"top_k": 1}, {"top_k": 50}, {"top_k": 20_000}, {"top_p": 0.1}, {"top_p": 0.95}, {"top_p": 0.999}, {"min_p": 0.1},
-    {"top_k": 50, "top_p": 0.9}, {"top_k": 3000, "top_p": 0.9, "min_p": 0.02}, {"top_p": 0.8, "min_p": 0.05}, {"temperature": 5.0, "top_p": 0.5},
-]  # fmt: skip
+    {},
+    {"temperature": 0.0},
+    {"top_k": 1},
+    {"top_k": 50},
+    {"top_k": 20_000},
+    {"top_p": 0.1},
+    {"top_p": 0.95},
+    {"top_p": 0.999},
+    {"min_p": 0.1},
+    {"top_k": 50, "top_p": 0.9},
+    {"top_k": 3000, "top_p": 0.9, "min_p": 0.02},
+    {"top_p": 0.8, "min_p": 0.05},
+    {"temperature": 5.0, "top_p": 0.5},
+]
 
 
 def inputs(rows: int, vocab_size: int, scale: float) -> list[torch.Tensor]:
@@ -20,8 +31,16 @@ def inputs(rows: int, vocab_size: int, scale: float) -> list[torch.Tensor]:
     torch.manual_seed(vocab_size)
     logits = scale * torch.randn(rows, vocab_size)
     logits[::2] = logits[::2].bfloat16().float()
-    columns = [torch.tensor([(NEUTRAL | FILTERS[row % len(FILTERS)])[name] for row in range(rows)]) for name in NEUTRAL]
-    return [logits, *columns, torch.randint(-(2**63), 2**63 - 1, (rows,)), torch.randint(0, 2**40, (rows,))]
+    columns = [
+        torch.tensor([(NEUTRAL | FILTERS[row % len(FILTERS)])[name] for row in range(rows)])
+        for name in NEUTRAL
+    ]
+    return [
+        logits,
+        *columns,
+        torch.randint(-(2**63), 2**63 - 1, (rows,)),
+        torch.randint(0, 2**40, (rows,)),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -29,27 +48,38 @@ def ops():
     return registry.select(DEVICE, torch.float32)
 
 
-@pytest.mark.parametrize(("rows", "vocab_size"), [(2000, 90), (65, 32_000), (39, 151_936), (26, 50_257)])
+@pytest.mark.parametrize(
+    ("rows", "vocab_size"), [(2000, 90), (65, 32_000), (39, 151_936), (26, 50_257)]
+)
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
 def test_the_reference_draws_the_same(ops, rows, vocab_size, scale):
-    """A draw differs only where two scores lie as close as the roundings of a logarithm: one in a million."""
+    """A draw differs only where two scores lie as close as the roundings of a logarithm: one in a
+    million.
+    """
     host = inputs(rows, vocab_size, scale)
     device = [column.to(DEVICE) for column in host]
     drawn = ops.sample_tokens(*device).cpu()
     assert torch.equal(drawn, reference.sample_tokens(*host))
     for row in range(min(rows, 13)):
-        assert torch.equal(ops.sample_tokens(*(column[row : row + 1] for column in device)).cpu(), drawn[row : row + 1])
+        assert torch.equal(
+            ops.sample_tokens(*(column[row : row + 1] for column in device)).cpu(),
+            drawn[row : row + 1],
+        )
 
 
 def test_without_filters_the_same_tokens(ops):
-    logits, temperature, *_, seeds, positions = (column.to(DEVICE) for column in inputs(64, 151_936, 2.0))
+    logits, temperature, *_, seeds, positions = (
+        column.to(DEVICE) for column in inputs(64, 151_936, 2.0)
+    )
     neutral = [torch.full((64,), value, device=DEVICE) for value in (0, 1.0, 0.0)]
     drawn = ops.sample_tokens(logits, temperature, None, None, None, seeds, positions)
     assert torch.equal(drawn, ops.sample_tokens(logits, temperature, *neutral, seeds, positions))
 
 
 def test_a_graph_draws_what_is_in_its_memory(ops):
-    first, second = ([column.to(DEVICE) for column in inputs(16, 32_000, scale)] for scale in (1.0, 3.0))
+    first, second = (
+        [column.to(DEVICE) for column in inputs(16, 32_000, scale)] for scale in (1.0, 3.0)
+    )
     memory = [column.clone() for column in first]
     ops.sample_tokens(*memory)  # compiles
     torch.cuda.synchronize()
@@ -60,7 +90,11 @@ def test_a_graph_draws_what_is_in_its_memory(ops):
         for place, column in zip(memory, columns, strict=True):
             place.copy_(column)
         graph.replay()
-        assert torch.equal(drawn, ops.sample_tokens(*columns)) and torch.equal(largest[0], columns[0].argmax(-1)) and largest[1].all()
+        assert (
+            torch.equal(drawn, ops.sample_tokens(*columns))
+            and torch.equal(largest[0], columns[0].argmax(-1))
+            and largest[1].all()
+        )
 
 
 @pytest.mark.parametrize("k", [0, 1, 20, 100])
@@ -70,10 +104,14 @@ def test_log_probabilities(ops, k):
     token_ids = torch.randint(0, 151_936, (9,))
     given = ops.gather_logprobs(logits.to(DEVICE), token_ids.to(DEVICE), k)
     for mine, theirs in zip(given, reference.gather_logprobs(logits, token_ids, k), strict=True):
-        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-6, atol=1e-5 if theirs.is_floating_point() else 0)
+        torch.testing.assert_close(
+            mine.cpu(), theirs, rtol=1e-6, atol=1e-5 if theirs.is_floating_point() else 0
+        )
 
 
 def test_noise(ops):
     seeds, positions = inputs(64, 1000, 1.0)[-2:]
     noise = ops.random_gumbel(seeds.to(DEVICE), positions.to(DEVICE), 151_936).cpu()
-    torch.testing.assert_close(noise, reference.random_gumbel(seeds, positions, 151_936), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        noise, reference.random_gumbel(seeds, positions, 151_936), rtol=1e-6, atol=1e-6
+    )

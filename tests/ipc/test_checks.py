@@ -1,6 +1,6 @@
-"""The checks of values by themselves: what they take, what they say (tests/test_parameter_bounds.py has them behind the parameters).
-May know: checks.py.
-Must not know: parameters, messages."""
+"""The checks of values by themselves: what they take, what they say (tests/test_parameter_bounds.py
+has them behind the parameters).
+"""
 
 import math
 
@@ -21,7 +21,10 @@ def problem(check, *args) -> str | None:
 def test_integers_and_their_ranges_in_words() -> None:
     assert problem(checks.require_int, 5, 0, 5) is None
     assert problem(checks.require_int, 6, 0, 5) == "must be an integer between 0 and 5, got 6"
-    assert problem(checks.require_int, True, 0, checks.INT64_MAX, "0: off") == "must be an integer between 0 and 2**63 - 1 (0: off), got True"
+    assert (
+        problem(checks.require_int, True, 0, checks.INT64_MAX, "0: off")
+        == "must be an integer between 0 and 2**63 - 1 (0: off), got True"
+    )
 
 
 def test_finite_numbers() -> None:
@@ -51,14 +54,19 @@ def test_what_is_not_plain() -> None:
     too_deep = 5
     for _ in range(checks.MAX_DEPTH):
         too_deep = [too_deep]
-    assert problem(checks.require_plain, too_deep) == f"must be at most {checks.MAX_DEPTH} levels deep"
+    assert (
+        problem(checks.require_plain, too_deep) == f"must be at most {checks.MAX_DEPTH} levels deep"
+    )
     assert problem(checks.require_plain, {"a": {1: 2}}) == "must be a string, got 1"
     assert "got bytes" in problem(checks.require_plain, [b"x"])
     assert "lone surrogate" in problem(checks.require_plain, ["\ud800"])
 
 
 def test_lists() -> None:
-    assert problem(checks.require_texts, ["a", "b"], 2) is None and problem(checks.require_token_ids, [0, 2**31 - 1]) is None
+    assert (
+        problem(checks.require_texts, ["a", "b"], 2) is None
+        and problem(checks.require_token_ids, [0, 2**31 - 1]) is None
+    )
     assert problem(checks.require_texts, ["a", "b", "c"], 2) == "must hold at most 2 strings, got 3"
-    assert "must not hold an empty string" == problem(checks.require_texts, [""], 2)
+    assert problem(checks.require_texts, [""], 2) == "must not hold an empty string"
     assert "between 0 and 2**31 - 1, got -1" in problem(checks.require_token_ids, [5, -1])

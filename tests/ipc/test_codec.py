@@ -1,6 +1,6 @@
-"""The codec: what goes in comes out, large arrays without a copy, and whatever bytes come, one exception.
-May know: codec, messages.
-Must not know: sockets."""
+"""The codec: what goes in comes out, large arrays without a copy, and whatever bytes come, one
+exception.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import random
 
 import msgspec
 import pytest
-from quire.ipc.codec import INLINE_BYTES, BadFrameError, Decoder, Encoder, MessageTooLargeError, whose
+from quire.ipc.codec import (
+    INLINE_BYTES,
+    BadFrameError,
+    Decoder,
+    Encoder,
+    MessageTooLargeError,
+    whose,
+)
 from quire.ipc.messages import (
     AbortRequests,
     Array,
@@ -34,7 +41,15 @@ LIMIT = 2**24
 def outputs_with(data) -> EngineCoreOutputs:
     num_items = memoryview(data).nbytes // 4
     large, small = Array("f4", (num_items,), data), Array("i4", (2, 1), b"12345678")
-    return EngineCoreOutputs(3, ["a"], [0], [1], [7], [Finished(0, FinishReason.STOP, stop_reason=5)], [TokenLogprobs(0, small, large, small)])
+    return EngineCoreOutputs(
+        3,
+        ["a"],
+        [0],
+        [1],
+        [7],
+        [Finished(0, FinishReason.STOP, stop_reason=5)],
+        [TokenLogprobs(0, small, large, small)],
+    )
 
 
 @pytest.mark.parametrize("message", CLIENT_MESSAGES, ids=lambda m: type(m).__name__)
@@ -66,7 +81,9 @@ def test_a_large_array_is_a_frame_and_not_copied():
 def test_a_small_array_is_in_the_message():
     frames = Encoder(LIMIT).encode(outputs_with(bytes(INLINE_BYTES - 4)))
     assert len(frames) == 1
-    assert Decoder(EngineMessage, LIMIT).decode(frames).logprobs[0].logprobs.data == bytes(INLINE_BYTES - 4)
+    assert Decoder(EngineMessage, LIMIT).decode(frames).logprobs[0].logprobs.data == bytes(
+        INLINE_BYTES - 4
+    )
 
 
 def test_an_empty_array():
@@ -75,13 +92,25 @@ def test_an_empty_array():
 
 
 def test_several_large_arrays_keep_their_order():
-    one, two = Array("u1", (INLINE_BYTES,), bytes([1]) * INLINE_BYTES), Array("u1", (INLINE_BYTES,), bytes([2]) * INLINE_BYTES)
+    one, two = (
+        Array("u1", (INLINE_BYTES,), bytes([1]) * INLINE_BYTES),
+        Array("u1", (INLINE_BYTES,), bytes([2]) * INLINE_BYTES),
+    )
     message = EngineCoreOutputs(0, ["a"], [0], [0], [], logprobs=[TokenLogprobs(0, one, two, one)])
     frames = Encoder(LIMIT).encode(message)
     assert len(frames) == 4 and Decoder(EngineMessage, LIMIT).decode(frames) == message
 
 
-@pytest.mark.parametrize("damage", [lambda f: f[:1], lambda f: [*f, b"more"], lambda f: [f[0], f[1][4:]], lambda f: [], lambda f: f[::-1]])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda f: f[:1],
+        lambda f: [*f, b"more"],
+        lambda f: [f[0], f[1][4:]],
+        lambda f: [],
+        lambda f: f[::-1],
+    ],
+)
 def test_wrong_frames(damage):
     frames = Encoder(LIMIT).encode(outputs_with(bytes(INLINE_BYTES)))
     decoder = Decoder(EngineMessage, LIMIT)
@@ -93,14 +122,23 @@ def test_wrong_frames(damage):
 @pytest.mark.parametrize("index", [0, 2, -1, 2**40])
 def test_an_array_may_not_name_another_frame(index):
     array = ["f4", [1], index]
-    head = msgspec.msgpack.encode(["outputs", 0, ["a"], [0], [0], [], [], [[0, array, array, array]]])
+    head = msgspec.msgpack.encode(
+        ["outputs", 0, ["a"], [0], [0], [], [], [[0, array, array, array]]]
+    )
     with pytest.raises(BadFrameError):
         Decoder(EngineMessage, LIMIT).decode([head, b"1234"])
 
 
 @pytest.mark.parametrize(
     "head",
-    [b"", b"\xc1", b"\x91" * 100_000, b"\x92\xa3add\xa2\xff\xfe", b"\xdd\xff\xff\xff\xff", msgspec.msgpack.encode(["add", "a", [1], [99] * 3])],
+    [
+        b"",
+        b"\xc1",
+        b"\x91" * 100_000,
+        b"\x92\xa3add\xa2\xff\xfe",
+        b"\xdd\xff\xff\xff\xff",
+        msgspec.msgpack.encode(["add", "a", [1], [99] * 3]),
+    ],
     ids=["empty", "no msgpack", "deep", "no utf-8", "cut off", "bad params"],
 )
 def test_every_kind_of_failure_is_one_exception(head):
@@ -111,16 +149,23 @@ def test_every_kind_of_failure_is_one_exception(head):
 def test_an_array_must_fit_its_shape():
     for bad in (Array("f4", (3,), b"1234"), Array("f4", (1,), memoryview(b"12345678")[::2])):
         with pytest.raises(ValueError):
-            Encoder(LIMIT).encode(EngineCoreOutputs(0, [], [], [], [], logprobs=[TokenLogprobs(0, bad, bad, bad)]))
+            Encoder(LIMIT).encode(
+                EngineCoreOutputs(0, [], [], [], [], logprobs=[TokenLogprobs(0, bad, bad, bad)])
+            )
 
 
-@pytest.mark.parametrize("step_times, token_steps", [([1.0, 2.0], [0]), ([1.0, 2.0], [0, 2]), ([1.0, 2.0], [-1, 0]), ([], [0, 0])])
+@pytest.mark.parametrize(
+    "step_times, token_steps",
+    [([1.0, 2.0], [0]), ([1.0, 2.0], [0, 2]), ([1.0, 2.0], [-1, 0]), ([], [0, 0])],
+)
 def test_tokens_must_be_of_steps_that_are_told(step_times, token_steps):
     good = EngineCoreOutputs(0, ["a"], [0], [2], [7, 8], step_times=[1.0, 2.0], token_steps=[0, 1])
     assert Decoder(EngineMessage, LIMIT).decode(Encoder(LIMIT).encode(good)) == good
     fields = msgspec.to_builtins(good)
     with pytest.raises(BadFrameError, match="tokens' steps"):
-        Decoder(EngineMessage, LIMIT).decode([msgspec.msgpack.encode([*fields[:-2], step_times, token_steps])])
+        Decoder(EngineMessage, LIMIT).decode(
+            [msgspec.msgpack.encode([*fields[:-2], step_times, token_steps])]
+        )
 
 
 def test_sizes_are_bounded_at_both_ends():
@@ -139,12 +184,23 @@ def test_what_cannot_travel_is_named():
 def test_whose_a_bad_frame_was():
     assert whose(Encoder(LIMIT).encode(EngineCoreRequest("mine", [1, "two"]))) == "mine"
     assert whose([msgspec.msgpack.encode(["call", 17, {}])]) == 17
-    for frames in ([], [b""], [b"\xc1"], [msgspec.msgpack.encode(["add"])], [msgspec.msgpack.encode(["add", 5])], Encoder(LIMIT).encode(AbortRequests(["x"]))):
+    for frames in (
+        [],
+        [b""],
+        [b"\xc1"],
+        [msgspec.msgpack.encode(["add"])],
+        [msgspec.msgpack.encode(["add", 5])],
+        Encoder(LIMIT).encode(AbortRequests(["x"])),
+    ):
         assert whose(frames) is None
 
 
 @NUM_FRAMES
-@pytest.mark.parametrize(("type_", "corpus"), [(ClientMessage, CLIENT_MESSAGES), (EngineMessage, ENGINE_MESSAGES)], ids=["to engine", "to client"])
+@pytest.mark.parametrize(
+    ("type_", "corpus"),
+    [(ClientMessage, CLIENT_MESSAGES), (EngineMessage, ENGINE_MESSAGES)],
+    ids=["to engine", "to client"],
+)
 def test_fuzz_raises_nothing_else(type_, corpus, num_frames):
     decoder, num_bad = Decoder(type_, LIMIT), 0
     for frames in mutations(corpus, random.Random(1), num_frames):

@@ -1,6 +1,6 @@
-"""The configuration tree: one flat name per field, ranges that hold, unknown keys refused, the same tree after the wire.
-May know: ipc/config.py, msgspec.
-Must not know: how "auto" is decided (frontend/engine_args.py), or what a value does."""
+"""The configuration tree: one flat name per field, ranges that hold, unknown keys refused, the same
+tree after the wire.
+"""
 
 import msgspec
 import pytest
@@ -14,7 +14,9 @@ def sections() -> dict[str, type]:
 
 
 def test_flat_names_are_unique_and_complete() -> None:
-    names = [field.name for section in sections().values() for field in msgspec.structs.fields(section)]
+    names = [
+        field.name for section in sections().values() for field in msgspec.structs.fields(section)
+    ]
     assert len(names) == len(set(names))
     assert set(config_fields()) == set(names) - INTERNAL_FIELDS
     assert {section for section, _ in config_fields().values()} == set(sections())
@@ -31,8 +33,20 @@ def test_every_argument_is_described_and_its_default_is_in_range(name: str) -> N
 
 def test_vllms_names_and_defaults() -> None:
     fields = config_fields()
-    expected = {"block_size": 16, "gpu_memory_utilization": 0.9, "enable_prefix_caching": True, "enable_chunked_prefill": True, "seed": 0}
-    expected |= {"max_num_seqs": 256, "tensor_parallel_size": 1, "dtype": "auto", "load_format": "auto", "max_model_len": None}
+    expected = {
+        "block_size": 16,
+        "gpu_memory_utilization": 0.9,
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+        "seed": 0,
+    }
+    expected |= {
+        "max_num_seqs": 256,
+        "tensor_parallel_size": 1,
+        "dtype": "auto",
+        "load_format": "auto",
+        "max_model_len": None,
+    }
     assert {name: fields[name][1].default for name in expected} == expected
 
 
@@ -57,7 +71,9 @@ def test_bad_values_and_unknown_keys_are_refused(section: str, values: dict) -> 
 
 def test_the_tree_survives_json_and_msgpack() -> None:
     model_config = msgspec.structs.replace(
-        EngineConfig().model_config, hf_config={"vocab_size": 5, "rope_scaling": {"factor": 2.0}}, max_model_len=7
+        EngineConfig().model_config,
+        hf_config={"vocab_size": 5, "rope_scaling": {"factor": 2.0}},
+        max_model_len=7,
     )
     config = EngineConfig(model_config=model_config)
     for codec in (msgspec.json, msgspec.msgpack):

@@ -1,6 +1,4 @@
-"""A client's end of the wire: what it opens it gives back, whoever is at the other end.
-May know: connection, sockets.
-Must not know: MPClient, engines."""
+"""A client's end of the wire: what it opens it gives back, whoever is at the other end."""
 
 import os
 import socket

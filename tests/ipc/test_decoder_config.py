@@ -1,6 +1,4 @@
-"""config.json: what is read, what is refused, what is warned about.
-May know: the keys of transformers' configs.
-Must not know: layers, weights."""
+"""config.json: what is read, what is refused, what is warned about."""
 
 from __future__ import annotations
 
@@ -12,9 +10,13 @@ from quire.ipc.errors import ModelLoadError
 from quire.tests.tiny_models import KINDS, make_tiny_config
 
 MINIMAL = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
     "max_position_embeddings": 2048,
-}  # fmt: skip
+}
 
 
 def test_defaults_are_transformers_own():
@@ -29,7 +31,10 @@ def test_defaults_are_transformers_own():
 @pytest.mark.parametrize("kind", KINDS)
 def test_configs_that_transformers_writes_need_no_warning(kind, caplog):
     with caplog.at_level(logging.WARNING):
-        parse_decoder_config(make_tiny_config(kind).to_dict(), honours=("sliding_window",) if kind == "mistral" else ())
+        parse_decoder_config(
+            make_tiny_config(kind).to_dict(),
+            honours=("sliding_window",) if kind == "mistral" else (),
+        )
     assert not caplog.records
 
 
@@ -44,8 +49,14 @@ def test_a_missing_key_is_named(key):
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
         ({"use_sliding_window": True, "sliding_window": 512}, "use_sliding_window=True"),
-        ({"sliding_window": 512}, "sliding_window=512 is not supported unless use_sliding_window is false"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types of sliding_attention are not supported; supported: full_attention"),
+        (
+            {"sliding_window": 512},
+            "sliding_window=512 is not supported unless use_sliding_window is false",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types of sliding_attention are not supported; supported: full_attention",
+        ),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"mlp_bias": True}, "mlp_bias=True"),
@@ -53,7 +64,10 @@ def test_a_missing_key_is_named(key):
         ({"residual_multiplier": 0.2}, "residual_multiplier=0.2 is not supported; supported: 1.0"),
         ({"num_experts": 8}, "num_experts=8"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads=4 is not a multiple of num_key_value_heads=3",
+        ),
         ({"head_dim": 15}, "head_dim must be even"),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer, got '64'"),
         ({"vocab_size": -1}, "vocab_size must be a positive integer"),
@@ -72,7 +86,9 @@ def test_neutral_values_and_honoured_keys_pass():
         "quantization_config": None,
         "hidden_act": "silu",
     }
-    assert parse_decoder_config({**MINIMAL, **neutral, "mlp_bias": True}, honours=("mlp_bias",)).mlp_bias
+    assert parse_decoder_config(
+        {**MINIMAL, **neutral, "mlp_bias": True}, honours=("mlp_bias",)
+    ).mlp_bias
 
 
 def test_unknown_keys_are_warned_about(caplog):
@@ -97,7 +113,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
         (QWEN, {**ON, "layer_types": [SLIDING, FULL]}, (9, 0)),
         (QWEN, {"use_sliding_window": True, "sliding_window": None}, (0, 0)),
         (QWEN, {"sliding_window": 9, "layer_types": [FULL, FULL]}, (0, 0)),
-        (QWEN, {"layer_types": [FULL] * 3}, (0, 0)),  # fewer layers than the file's, through hf_overrides
+        # fewer layers than the file's, through hf_overrides
+        (QWEN, {"layer_types": [FULL] * 3}, (0, 0)),
         (MISTRAL, {"sliding_window": 9}, (9, 9)),
         (MISTRAL, {"sliding_window": None}, (0, 0)),
         ((), {**ON, "use_sliding_window": False}, (0, 0)),
@@ -112,12 +129,33 @@ def test_windows_of_the_layers(honours, override, windows):
     [
         (QWEN, {**ON, "sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
         (MISTRAL, {"sliding_window": "9"}, "sliding_window must be a positive integer, got '9'"),
-        (QWEN, {**ON, "max_window_layers": -1}, "max_window_layers must be an integer, at least 0, got -1"),
+        (
+            QWEN,
+            {**ON, "max_window_layers": -1},
+            "max_window_layers must be an integer, at least 0, got -1",
+        ),
         (QWEN, {**ON, "layer_types": [FULL]}, "layer_types has 1 entries for num_hidden_layers=2"),
-        (QWEN, {**ON, "layer_types": [FULL, "chunked_attention"]}, "layer_types of chunked_attention are not supported; supported: full_attention, sliding"),
-        (QWEN, {"layer_types": [FULL, SLIDING]}, "layer_types of sliding_attention are not supported; supported: full_attention"),
-        (MISTRAL, {"sliding_window": 9, "layer_types": [FULL, FULL]}, "layer_types beside sliding_window are not supported"),
-        ((), {"sliding_window": 9}, "sliding_window=9 is not supported unless use_sliding_window is false"),
+        (
+            QWEN,
+            {**ON, "layer_types": [FULL, "chunked_attention"]},
+            "layer_types of chunked_attention are not supported; supported: full_attention, "
+            "sliding",
+        ),
+        (
+            QWEN,
+            {"layer_types": [FULL, SLIDING]},
+            "layer_types of sliding_attention are not supported; supported: full_attention",
+        ),
+        (
+            MISTRAL,
+            {"sliding_window": 9, "layer_types": [FULL, FULL]},
+            "layer_types beside sliding_window are not supported",
+        ),
+        (
+            (),
+            {"sliding_window": 9},
+            "sliding_window=9 is not supported unless use_sliding_window is false",
+        ),
     ],
 )
 def test_windows_that_nobody_can_mean_are_refused(honours, override, message):

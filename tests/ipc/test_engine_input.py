@@ -1,6 +1,4 @@
-"""The input thread: messages, bad frames, programs that attach and leave or die.
-May know: engine_input, sockets, codec.
-Must not know: engines."""
+"""The input thread: messages, bad frames, programs that attach and leave or die."""
 
 import os
 import signal
@@ -26,7 +24,14 @@ from quire.ipc.messages import (
 )
 from quire.ipc.params import SamplingParams
 from quire.ipc.process import SignalPipe
-from quire.ipc.sockets import ENGINE_IDENTITY, bind_listener, bind_router, connect_push, make_context, receive
+from quire.ipc.sockets import (
+    ENGINE_IDENTITY,
+    bind_listener,
+    bind_router,
+    connect_push,
+    make_context,
+    receive,
+)
 from quire.tests.fake_engine import wait_until
 from quire.tests.fakes import make_config
 
@@ -65,7 +70,9 @@ def context():
 
 @pytest.fixture
 def daemon(context, tmp_path):
-    """An EngineInput with a listener; yields (it, the socket that attaches, a function that makes clients)."""
+    """An EngineInput with a listener; yields (it, the socket that attaches, a function that makes
+    clients).
+    """
     address = f"ipc://{tmp_path}/door"
     signals = SignalPipe()
     input_ = EngineInput(context, LIMIT, signals)
@@ -77,7 +84,11 @@ def daemon(context, tmp_path):
     def attach(pid: int | None = None) -> Client:
         client = Client(context, tmp_path / str(len(clients)))
         clients.append(client)
-        door.send_multipart(client.encoder.encode(Attach(PROTOCOL, pid or os.getpid(), client.input_address, client.output_address)))
+        door.send_multipart(
+            client.encoder.encode(
+                Attach(PROTOCOL, pid or os.getpid(), client.input_address, client.output_address)
+            )
+        )
         assert client.hello() == Hello(PROTOCOL, os.getpid())
         assert next_event(input_) == events.ClientJoined(len(clients) - 1, client.output_address)
         return client
@@ -99,7 +110,11 @@ def test_messages_arrive_in_order_and_aborts_also_overtake(daemon):
     input_, _, attach = daemon
     client = attach()
     client.send(REQUEST, UtilityCall(1, "ping"), AbortRequests(["r"]))
-    assert [next_event(input_).message for _ in range(3)] == [REQUEST, UtilityCall(1, "ping"), AbortRequests(["r"])]
+    assert [next_event(input_).message for _ in range(3)] == [
+        REQUEST,
+        UtilityCall(1, "ping"),
+        AbortRequests(["r"]),
+    ]
     assert list(input_.aborts) == [(0, ["r"])]
 
 
@@ -116,7 +131,11 @@ def test_a_bad_frame_costs_itself_and_says_whose_it_was(daemon):
     assert input_.num_bad_frames == 3
 
 
-@pytest.mark.parametrize("message", [Shutdown(), Config(make_config()), Attach(PROTOCOL, 1, "ipc:///x", "ipc:///y")], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "message",
+    [Shutdown(), Config(make_config()), Attach(PROTOCOL, 1, "ipc:///x", "ipc:///y")],
+    ids=lambda m: type(m).__name__,
+)
 def test_a_daemons_client_is_not_its_parent(daemon, message):
     input_, _, attach = daemon
     client = attach()
@@ -171,7 +190,9 @@ def test_sigterm_closes_the_door_and_is_told(context, tmp_path):
     signals = SignalPipe(signal.SIGTERM)
     try:
         input_ = EngineInput(context, LIMIT, signals)
-        input_.serve_listener(bind_listener(context, f"ipc://{tmp_path}/door"), f"ipc://{tmp_path}/door")
+        input_.serve_listener(
+            bind_listener(context, f"ipc://{tmp_path}/door"), f"ipc://{tmp_path}/door"
+        )
         input_.start()
         os.kill(os.getpid(), signal.SIGTERM)
         assert next_event(input_) == events.LeaveSignal()

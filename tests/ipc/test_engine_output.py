@@ -1,6 +1,6 @@
-"""The output thread: order, readers that do not read, messages that cannot be encoded, a close that does not wait for ever.
-May know: engine_output, sockets, codec.
-Must not know: engines."""
+"""The output thread: order, readers that do not read, messages that cannot be encoded, a close that
+does not wait for ever.
+"""
 
 import array
 import os
@@ -10,7 +10,15 @@ import time
 import pytest
 from quire.ipc.codec import INLINE_BYTES, Decoder
 from quire.ipc.engine_output import EngineOutput
-from quire.ipc.messages import Array, EngineCoreOutputs, EngineDead, EngineMessage, FinishReason, TokenLogprobs, UtilityResult
+from quire.ipc.messages import (
+    Array,
+    EngineCoreOutputs,
+    EngineDead,
+    EngineMessage,
+    FinishReason,
+    TokenLogprobs,
+    UtilityResult,
+)
 from quire.ipc.sockets import OUTPUT_HIGH_WATER_MARK, bind_pull, make_context, receive
 from quire.tests.fake_engine import wait_until
 
@@ -65,7 +73,10 @@ def test_each_reader_gets_its_messages_in_order(output, readers):
 def test_large_arrays_arrive(output, readers):
     data = array.array("i", range(INLINE_BYTES))
     large = Array("i4", (INLINE_BYTES,), data)
-    output.send(0, EngineCoreOutputs(0, ["a"], [0], [0], [], logprobs=[TokenLogprobs(0, large, large, large)]))
+    output.send(
+        0,
+        EngineCoreOutputs(0, ["a"], [0], [0], [], logprobs=[TokenLogprobs(0, large, large, large)]),
+    )
     assert readers[0].read().logprobs[0].ranks == large
 
 
@@ -118,14 +129,28 @@ def test_what_cannot_be_encoded_is_answered(output, readers):
     output.send(0, UtilityResult(5, object()))
     assert readers[0].read().failure.error_type == "TypeError"
     bad = Array("f4", (3,), b"1234")
-    output.send(0, EngineCoreOutputs(7, ["a", "b"], [3, 4], [1, 1], [8, 9], logprobs=[TokenLogprobs(0, bad, bad, bad)]))
+    output.send(
+        0,
+        EngineCoreOutputs(
+            7, ["a", "b"], [3, 4], [1, 1], [8, 9], logprobs=[TokenLogprobs(0, bad, bad, bad)]
+        ),
+    )
     message = readers[0].read()
-    assert (message.epoch, message.request_ids, message.first_indices, message.token_ids) == (7, ["a", "b"], [3, 4], [])
-    assert [(end.row, end.reason) for end in message.finished] == [(0, FinishReason.ERROR), (1, FinishReason.ERROR)]
+    assert (message.epoch, message.request_ids, message.first_indices, message.token_ids) == (
+        7,
+        ["a", "b"],
+        [3, 4],
+        [],
+    )
+    assert [(end.row, end.reason) for end in message.finished] == [
+        (0, FinishReason.ERROR),
+        (1, FinishReason.ERROR),
+    ]
     assert lost.get() == (0, ["a", "b"]) and output.num_lost_outputs == 2
     errors: queue.SimpleQueue = queue.SimpleQueue()
     output.on_fatal = errors.put
-    output.send(0, EngineCoreOutputs(0, ["x" * LIMIT], [0], [0], []))  # even the error is too large: this must not pass in silence
+    # even the error is too large: this must not pass in silence
+    output.send(0, EngineCoreOutputs(0, ["x" * LIMIT], [0], [0], []))
     assert "max_message_bytes" in str(errors.get(timeout=5))
 
 
@@ -149,4 +174,5 @@ def test_close_does_not_wait_for_a_reader_for_ever(context, readers):
     begin = time.monotonic()
     output.close(0.2)
     assert time.monotonic() - begin < 2
-    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= fds + 1)  # the reader's end of the connection goes when it next looks
+    # the reader's end of the connection goes when it next looks
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= fds + 1)

@@ -1,10 +1,13 @@
-"""Exceptions that cross the wire: the same type where it is safe, a named stand-in where not.
-May know: failures, errors, the codec.
-Must not know: which exceptions an engine has."""
+"""Exceptions that cross the wire: the same type where it is safe, a named stand-in where not."""
 
 import pytest
 from quire.ipc.codec import Decoder, Encoder
-from quire.ipc.errors import EngineStartError, InvalidParameterError, ModelLoadError, RemoteTraceback
+from quire.ipc.errors import (
+    EngineStartError,
+    InvalidParameterError,
+    ModelLoadError,
+    RemoteTraceback,
+)
 from quire.ipc.failures import pack_exception, unpack_exception
 from quire.ipc.messages import EngineMessage, Failed
 
@@ -14,22 +17,37 @@ def there_and_back(error: Exception) -> Exception:
         raise error
     except Exception as caught:
         failed = pack_exception(caught)
-    return unpack_exception(Decoder(EngineMessage, 2**20).decode(Encoder(2**20).encode(failed)), EngineStartError)
+    return unpack_exception(
+        Decoder(EngineMessage, 2**20).decode(Encoder(2**20).encode(failed)), EngineStartError
+    )
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("no"), FileNotFoundError("no file"), MemoryError("full"), KeyError("key"), ModelLoadError("bad shard"), NotImplementedError("later")]
+    "error",
+    [
+        ValueError("no"),
+        FileNotFoundError("no file"),
+        MemoryError("full"),
+        KeyError("key"),
+        ModelLoadError("bad shard"),
+        NotImplementedError("later"),
+    ],
 )
 def test_known_types_come_back(error):
     received = there_and_back(error)
     assert type(received) is type(error) and str(received) == str(error)
-    assert isinstance(received.__cause__, RemoteTraceback) and "test_failures.py" in str(received.__cause__)
+    assert isinstance(received.__cause__, RemoteTraceback) and "test_failures.py" in str(
+        received.__cause__
+    )
 
 
 def test_an_invalid_parameter_keeps_its_name():
     received = there_and_back(InvalidParameterError("max_model_len", "must be at most 9"))
     assert isinstance(received, InvalidParameterError)
-    assert (received.parameter, str(received)) == ("max_model_len", "max_model_len: must be at most 9")
+    assert (received.parameter, str(received)) == (
+        "max_model_len",
+        "max_model_len: must be at most 9",
+    )
 
 
 class OnlyHere(Exception):
@@ -43,7 +61,9 @@ def test_other_types_are_named(error):
     assert str(received).startswith(f"{type(error).__name__}: ") and "why" in str(received)
 
 
-@pytest.mark.parametrize("name", ["SystemExit", "KeyboardInterrupt", "StopIteration", "eval", "__name__", ""])
+@pytest.mark.parametrize(
+    "name", ["SystemExit", "KeyboardInterrupt", "StopIteration", "eval", "__name__", ""]
+)
 def test_a_peer_cannot_choose_what_is_raised(name):
     assert type(unpack_exception(Failed(name, "x", ""), EngineStartError)) is EngineStartError
 

@@ -1,6 +1,6 @@
-"""The start of an engine, blocking and in a loop: same progress, same errors, and nothing left when it fails or is cancelled.
-May know: handshake, the fake engine.
-Must not know: MPClient."""
+"""The start of an engine, blocking and in a loop: same progress, same errors, and nothing left when
+it fails or is cancelled.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from quire.tests.fakes import make_config
 
 
 def opened_blocking(engine: str, command, reports, **arguments):
-    return open_connection(make_config(**arguments), engine, lambda stage, fraction: reports.append((stage, fraction)), epoch=3, command=command)
+    return open_connection(
+        make_config(**arguments),
+        engine,
+        lambda stage, fraction: reports.append((stage, fraction)),
+        epoch=3,
+        command=command,
+    )
 
 
 def opened_in_a_loop(engine: str, command, reports, **arguments):
@@ -29,7 +35,9 @@ def opened_in_a_loop(engine: str, command, reports, **arguments):
     async def main():
         ticks: list[float] = []
         ticker = asyncio.create_task(tick(ticks))
-        made = await open_connection_async(make_config(**arguments), engine, report, epoch=3, command=command)
+        made = await open_connection_async(
+            make_config(**arguments), engine, report, epoch=3, command=command
+        )
         ticker.cancel()
         assert len(ticks) > 1 or engine != "process"  # attaching takes no time
         return made
@@ -51,7 +59,9 @@ def open_(request):
 
     def open_one(engine: str = "process", command=COMMAND, **arguments):
         reports: list[tuple[str, float]] = []
-        connection, ready = request.param(engine, command, reports, **{"startup_timeout_s": 30.0, **arguments})
+        connection, ready = request.param(
+            engine, command, reports, **{"startup_timeout_s": 30.0, **arguments}
+        )
         connections.append(connection)
         return connection, ready, reports
 
@@ -64,9 +74,18 @@ def open_(request):
 
 def test_a_child(open_):
     connection, ready, reports = open_()
-    assert ready.epoch == 3 and ready.config == make_config(startup_timeout_s=30.0) and connection.process is not None
+    assert (
+        ready.epoch == 3
+        and ready.config == make_config(startup_timeout_s=30.0)
+        and connection.process is not None
+    )
     if open_.is_async:
-        loading = [("load weights", 0.5), ("load weights", 1.0), ("kv cache", 0.0), ("kv cache", 1.0)]
+        loading = [
+            ("load weights", 0.5),
+            ("load weights", 1.0),
+            ("kv cache", 0.0),
+            ("kv cache", 1.0),
+        ]
         assert reports == [("start", 0.0), ("start", 1.0), *loading]
 
 

@@ -1,6 +1,4 @@
-"""Cores and memory of this process, limits of its cgroups included.
-May know: machine.py, a made-up file tree in place of /proc and /sys.
-Must not know: what they are for."""
+"""Cores and memory of this process, limits of its cgroups included."""
 
 from __future__ import annotations
 
@@ -26,7 +24,14 @@ def write(root: Path, files: dict[str, str]) -> Path:
         ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}, None),
         ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "150000 100000"}, 1.5),
         # the limit of an ancestor binds as well
-        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/cpu.max": "200000 100000", "sys/fs/cgroup/a/b/cpu.max": "300000 100000"}, 2.0),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b",
+                "sys/fs/cgroup/a/cpu.max": "200000 100000",
+                "sys/fs/cgroup/a/b/cpu.max": "300000 100000",
+            },
+            2.0,
+        ),
         (
             {
                 "proc/self/cgroup": "5:memory:/m\n4:cpu,cpuacct:/job\n0::/",

@@ -1,6 +1,6 @@
-"""How memory is divided: number of blocks, the longest sequence, and refusals that give the figures.
-May know: memory_plan.py, the configuration.
-Must not know: models. Whether an engine allocates just that, tests/frontend/test_plan.py shows."""
+"""How memory is divided: number of blocks, the longest sequence, and refusals that give the
+figures.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +15,19 @@ BLOCK_BYTES = 1000
 PLENTY = 10**12
 
 
-def plan(free_bytes: int = PLENTY, max_model_len: int = 100, max_num_seqs: int = 4, device: str = "cpu", **cache_arguments) -> int:
+def plan(
+    free_bytes: int = PLENTY,
+    max_model_len: int = 100,
+    max_num_seqs: int = 4,
+    device: str = "cpu",
+    **cache_arguments,
+) -> int:
     sections = {
-        "model_config": {"max_model_len": max_model_len}, "scheduler_config": {"max_num_seqs": max_num_seqs}, "cache_config": cache_arguments,
+        "model_config": {"max_model_len": max_model_len},
+        "scheduler_config": {"max_num_seqs": max_num_seqs},
+        "cache_config": cache_arguments,
         "device_config": {"device": device},
-    }  # fmt: skip
+    }
     return plan_num_blocks(msgspec.convert(sections, EngineConfig), BLOCK_BYTES, free_bytes)
 
 
@@ -42,7 +50,8 @@ def test_on_a_gpu_all_that_the_engine_may_take():
 
 def test_given_bytes_and_given_blocks_override():
     assert plan(free_bytes=0, kv_cache_memory_bytes=12_999) == 12
-    assert plan(kv_cache_memory_bytes=10**6) == 1000  # more than all sequences need: room for the prefix cache
+    # more than all sequences need: room for the prefix cache
+    assert plan(kv_cache_memory_bytes=10**6) == 1000
     assert plan(free_bytes=0, num_gpu_blocks_override=9) == 9
     assert plan(kv_cache_memory_bytes=12_999, num_gpu_blocks_override=11) == 11
 
@@ -61,15 +70,24 @@ def test_one_sequence_must_fit(arguments, parameter, blocks, fitting):
         plan(**arguments)
     assert caught.value.parameter == parameter
     for figure in (
-        "max_model_len=100 tokens needs 8 KV-cache blocks (8000 bytes)", f"room for {blocks} ({blocks * 1000} bytes)", f"{fitting} tokens",
+        "max_model_len=100 tokens needs 8 KV-cache blocks (8000 bytes)",
+        f"room for {blocks} ({blocks * 1000} bytes)",
+        f"{fitting} tokens",
         "kv_cache_memory_bytes",
-    ):  # fmt: skip
+    ):
         assert figure in str(caught.value)
 
 
 def test_weights_must_fit():
     check_weights_fit(1000, "float32", 1000)
-    with pytest.raises(NotEnoughMemoryError, match="^model: its weights take 1001 bytes as bfloat16, and 1000 are free") as caught:
+    with pytest.raises(
+        NotEnoughMemoryError,
+        match="^model: its weights take 1001 bytes as bfloat16, and 1000 are free",
+    ) as caught:
         check_weights_fit(1001, "bfloat16", 1000)
     again = unpack_exception(pack_exception(caught.value), RuntimeError)
-    assert type(again) is NotEnoughMemoryError and str(again) == str(caught.value) and isinstance(again, InvalidParameterError)
+    assert (
+        type(again) is NotEnoughMemoryError
+        and str(again) == str(caught.value)
+        and isinstance(again, InvalidParameterError)
+    )

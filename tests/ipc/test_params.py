@@ -1,6 +1,6 @@
-"""SamplingParams: vLLM's defaults, the same checks after a trip over the wire (tests/test_parameter_bounds.py has every bound).
-May know: SamplingParams, PoolingParams, msgspec.
-Must not know: what the engine makes of them."""
+"""SamplingParams: vLLM's defaults, the same checks after a trip over the wire
+(tests/test_parameter_bounds.py has every bound).
+"""
 
 import copy
 
@@ -11,13 +11,31 @@ from quire import InvalidParameterError, PoolingParams, RequestOutputKind, Sampl
 
 def test_defaults_are_vllms() -> None:
     params = SamplingParams()
-    assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
-    assert (params.max_tokens, params.min_tokens, params.stop_list, params.ignore_eos) == (16, 0, [], False)
-    assert (params.detokenize, params.skip_special_tokens, params.output_kind) == (True, True, RequestOutputKind.CUMULATIVE)
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (
+        1,
+        1.0,
+        1.0,
+        0,
+        0.0,
+    )
+    assert (params.max_tokens, params.min_tokens, params.stop_list, params.ignore_eos) == (
+        16,
+        0,
+        [],
+        False,
+    )
+    assert (params.detokenize, params.skip_special_tokens, params.output_kind) == (
+        True,
+        True,
+        RequestOutputKind.CUMULATIVE,
+    )
     assert not params.is_greedy and SamplingParams(temperature=0).is_greedy
 
 
-@pytest.mark.parametrize(("name", "value"), [("temperature", -1.0), ("top_p", 2.0), ("max_tokens", 0), ("logprobs", -99), ("stop", "")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", -1.0), ("top_p", 2.0), ("max_tokens", 0), ("logprobs", -99), ("stop", "")],
+)
 def test_a_bad_value_is_refused_when_it_comes_over_the_wire_too(name: str, value: object) -> None:
     fields = SamplingParams.__struct_fields__
     row = [getattr(SamplingParams(), field) if field != name else value for field in fields]
@@ -26,7 +44,16 @@ def test_a_bad_value_is_refused_when_it_comes_over_the_wire_too(name: str, value
 
 
 def test_borders_are_allowed() -> None:
-    SamplingParams(temperature=0, top_p=1.0, top_k=-1, min_p=1.0, seed=2**63 - 1, max_tokens=None, min_tokens=10**6, logprobs=20)
+    SamplingParams(
+        temperature=0,
+        top_p=1.0,
+        top_k=-1,
+        min_p=1.0,
+        seed=2**63 - 1,
+        max_tokens=None,
+        min_tokens=10**6,
+        logprobs=20,
+    )
     assert SamplingParams(stop="a").stop_list == SamplingParams(stop=["a"]).stop_list == ["a"]
 
 
@@ -36,7 +63,13 @@ def test_stop_strings_need_text() -> None:
 
 
 def test_the_wire_keeps_everything() -> None:
-    params = SamplingParams(temperature=0.5, stop=["a"], seed=3, output_kind=RequestOutputKind.DELTA, logit_bias={5: 1.5})
+    params = SamplingParams(
+        temperature=0.5,
+        stop=["a"],
+        seed=3,
+        output_kind=RequestOutputKind.DELTA,
+        logit_bias={5: 1.5},
+    )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
     pooling = PoolingParams(task="classify", dimensions=3)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(pooling), type=PoolingParams) == pooling
@@ -46,12 +79,17 @@ def test_a_request_cannot_change_its_parameters() -> None:
     params = SamplingParams()
     with pytest.raises(AttributeError):
         params.temperature = 2.0
-    assert msgspec.structs.replace(params, temperature=0.5).temperature == 0.5 and params.temperature == 1.0
+    assert (
+        msgspec.structs.replace(params, temperature=0.5).temperature == 0.5
+        and params.temperature == 1.0
+    )
     with pytest.raises(InvalidParameterError):
         msgspec.structs.replace(params, temperature=-1.0)
 
 
 def test_the_error_survives_copying() -> None:
-    """A pool of workers of the user copies errors between its processes: the parameter must come along."""
+    """A pool of workers of the user copies errors between its processes: the parameter must come
+    along.
+    """
     error = copy.copy(InvalidParameterError("top_p", "must be at most 1"))
     assert (error.parameter, str(error)) == ("top_p", "top_p: must be at most 1")

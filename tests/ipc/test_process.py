@@ -1,6 +1,6 @@
-"""A child process as the engine's parent holds it: its death, its last words, its end; and what the child sees of its parent.
-May know: process.
-Must not know: messages, sockets, engines."""
+"""A child process as the engine's parent holds it: its death, its last words, its end; and what the
+child sees of its parent.
+"""
 
 import os
 import signal
@@ -26,7 +26,10 @@ def test_the_command():
 
 
 def test_last_words_and_exit_code(capfd):
-    process = start("import sys; print('out'); print('b' * 9000, file=sys.stderr); print('the end', file=sys.stderr); sys.exit(3)")
+    process = start(
+        "import sys; print('out'); print('b' * 9000, file=sys.stderr); print('the end', "
+        "file=sys.stderr); sys.exit(3)"
+    )
     assert process.wait(10)
     text = process.describe_death()
     assert "exited with code 3" in text and text.endswith("the end") and len(text) < 5000
@@ -39,7 +42,9 @@ def test_a_signal_is_named():
     process = start("import time; time.sleep(100)")
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait(10)
-    assert process.describe_death() == f"the engine process (pid {process.pid}) was killed by SIGKILL"
+    assert (
+        process.describe_death() == f"the engine process (pid {process.pid}) was killed by SIGKILL"
+    )
     process.close(0)
 
 
@@ -47,7 +52,10 @@ def test_a_signal_is_named():
 def test_close_ends_and_reaps(stubborn, monkeypatch):
     monkeypatch.setattr("quire.ipc.process.TERMINATE_TIMEOUT_S", 0.2)
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if stubborn else ""
-    process = start(f"import signal, time, sys; {ignore} print('ready', file=sys.stderr, flush=True); time.sleep(100)")
+    process = start(
+        f"import signal, time, sys; {ignore} print('ready', file=sys.stderr, flush=True); "
+        f"time.sleep(100)"
+    )
     while b"ready" not in process._tail:
         time.sleep(0.005)
     begin = time.monotonic()
@@ -57,7 +65,10 @@ def test_close_ends_and_reaps(stubborn, monkeypatch):
 
 
 def test_a_grandchild_that_holds_stderr_does_not_hold_us_up():
-    process = start("import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3)']); print(p.pid, file=sys.stderr)")
+    process = start(
+        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(3)']); print(p.pid, file=sys.stderr)"
+    )
     assert process.wait(10)
     begin = time.monotonic()
     process.describe_death()
@@ -97,7 +108,8 @@ def test_the_parents_death_is_a_signal(tmp_path):
     )
     parent = (
         "import subprocess, sys, os, time\n"
-        f"p = subprocess.Popen([sys.executable, {str(child)!r}, str(os.getpid()), {str(tmp_path / 'saw')!r}], stdout=subprocess.PIPE)\n"
+        f"p = subprocess.Popen([sys.executable, {str(child)!r}, str(os.getpid()), "
+        f"{str(tmp_path / 'saw')!r}], stdout=subprocess.PIPE)\n"
         "p.stdout.readline()\n"
         "os.kill(os.getpid(), 9)\n"
     )

@@ -1,6 +1,4 @@
-"""Addresses, private directories, stale ones, and the listener's place.
-May know: sockets, files.
-Must not know: messages, engines."""
+"""Addresses, private directories, stale ones, and the listener's place."""
 
 import os
 import subprocess
@@ -45,7 +43,19 @@ def test_addresses():
     assert ipc_path("ipc://b.sock") == Path.cwd() / "b.sock"
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "/a/b", "", "ipc://", "ipc://@name", "ipc://*", "ipc:///a/", "inproc://x"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://127.0.0.1:1",
+        "/a/b",
+        "",
+        "ipc://",
+        "ipc://@name",
+        "ipc://*",
+        "ipc:///a/",
+        "inproc://x",
+    ],
+)
 def test_refused_addresses(address):
     with pytest.raises(InvalidParameterError) as caught:
         ipc_path(address, "listen")
@@ -84,14 +94,23 @@ def test_stale_directories_go_and_others_stay(base, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
     held = SocketDirectory()
     script = "from quire.ipc.sockets import *; import os; d = SocketDirectory(); make_context(); print(d.path); os._exit(0)"
-    orphan = Path(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip())
+    orphan = Path(
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    )
     strangers = base / "quire-client-strangers"
     strangers.mkdir()
     (strangers / "file").write_text("not ours")
     (base / "quire-mine").mkdir()  # a name that only resembles ours
     assert orphan.exists()
     assert remove_stale_directories(base) == 1
-    assert not orphan.exists() and held.path.exists() and (strangers / "file").exists() and (base / "quire-mine").exists()
+    assert (
+        not orphan.exists()
+        and held.path.exists()
+        and (strangers / "file").exists()
+        and (base / "quire-mine").exists()
+    )
     held.remove()
 
 
@@ -105,7 +124,9 @@ def test_one_listener_per_place(base, context):
         path = ipc_path(address)
         assert path.stat().st_mode & 0o177 == 0
         assert listener_pid(path) == os.getpid()
-        with pytest.raises(InvalidParameterError, match=f"another engine .pid {os.getpid()}. listens"):
+        with pytest.raises(
+            InvalidParameterError, match=f"another engine .pid {os.getpid()}. listens"
+        ):
             bind_listener(context, address)
 
 

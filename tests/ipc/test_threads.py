@@ -1,6 +1,6 @@
-"""in_thread and begin: results, exceptions and cancellations of blocking calls beside a loop or other work.
-May know: in_thread, begin, asyncio.
-Must not know: who uses it."""
+"""in_thread and begin: results, exceptions and cancellations of blocking calls beside a loop or
+other work.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def test_results_and_exceptions():
     before = set(threading.enumerate())
 
     async def main() -> None:
-        assert await in_thread(lambda: threading.current_thread() is threading.main_thread()) is False
+        assert (
+            await in_thread(lambda: threading.current_thread() is threading.main_thread()) is False
+        )
         with pytest.raises(ZeroDivisionError):
             await in_thread(lambda: 1 / 0)
         assert not new_threads(before)

@@ -1,6 +1,6 @@
-"""Inputs for every operation, and the same operation in torch's own words, in any dtype: in fp64 the truth, in bf16 the yardstick.
-May know: the contracts in kernels/ops.py, torch, transformers' formulas.
-Must not know: any implementation that is registered."""
+"""Inputs for every operation, and the same operation in torch's own words, in any dtype: in fp64
+the truth, in bf16 the yardstick.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from quire.tests.kernels.triton.waiting import NothingWaits
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# Triton's interpreter runs the kernels for GPUs on tensors in host memory; then they alone are tested (tests/kernels/triton/).
+# Triton's interpreter runs the kernels for GPUs on tensors in host memory; then they alone are
+# tested (tests/kernels/triton/).
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if INTERPRETED:
@@ -38,7 +39,8 @@ class Case:
     name: str
     args: tuple[Any, ...]
     torch_own: Callable[..., tuple[Tensor, ...]]
-    in_place: tuple[int, ...] = ()  # indices of the arguments that the operation writes; its results are then those
+    # indices of the arguments that the operation writes; its results are then those
+    in_place: tuple[int, ...] = ()
 
     def run(self, function: Callable) -> tuple[Tensor, ...]:
         """Calls on copies; gives the results as a tuple."""
@@ -53,41 +55,65 @@ class Case:
         return function(*args)
 
     def truth(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return self.torch_own(*(arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in self.args))
+        return self.torch_own(
+            *(
+                arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg
+                for arg in self.args
+            )
+        )
 
 
 def copies(args: tuple[Any, ...]) -> list[Any]:
-    """Tensors with the same strides, views of one projection again views of one; metadata without its scratch; anything else as it is."""
+    """Tensors with the same strides, views of one projection again views of one; metadata without
+    its scratch; anything else as it is.
+    """
     storages: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def copy(arg: Any) -> Any:
         if isinstance(arg, AttentionMetadata):
-            return AttentionMetadata(**{name: getattr(arg, name) for name in arg.__dataclass_fields__ if name != "scratch"})
+            return AttentionMetadata(
+                **{
+                    name: getattr(arg, name)
+                    for name in arg.__dataclass_fields__
+                    if name != "scratch"
+                }
+            )
         if not isinstance(arg, Tensor):
             return arg
         storage = arg.untyped_storage()
         key = storage.data_ptr(), arg.dtype  # empty ones are all at 0
         if key not in storages:
-            storages[key] = arg.as_strided((storage.nbytes() // arg.element_size(),), (1,), 0).clone()
+            storages[key] = arg.as_strided(
+                (storage.nbytes() // arg.element_size(),), (1,), 0
+            ).clone()
         return storages[key].as_strided(arg.shape, arg.stride(), arg.storage_offset())
 
     return [copy(arg) for arg in args]
 
 
 def on_gpu(function: Callable) -> Callable:
-    """An implementation for GPUs as a function of tensors in host memory: they go there, and what was written comes back. Fails if
-    it reads a tensor: it would wait for the GPU."""
+    """An implementation for GPUs as a function of tensors in host memory: they go there, and what
+    was written comes back. Fails if it reads a tensor: it would wait for the GPU.
+    """
     names = list(inspect.signature(function).parameters)
 
     def call(*args: Any) -> Any:
-        moved: dict[tuple[int, torch.dtype], Tensor] = {}  # storages, so that views of one stay views of one
+        # storages, so that views of one stay views of one
+        moved: dict[tuple[int, torch.dtype], Tensor] = {}
         back: list[tuple[Tensor, Tensor]] = []
 
         def move(value: Any) -> Any:
             if isinstance(value, list):
                 return [move(item) for item in value]
             if isinstance(value, AttentionMetadata):
-                return replace(value, **{name: move(item) for name, item in vars(value).items() if isinstance(item, Tensor)})
+                return replace(
+                    value,
+                    **{
+                        name: move(item)
+                        for name, item in vars(value).items()
+                        if isinstance(item, Tensor)
+                    },
+                )
             if not isinstance(value, Tensor):
                 return value
             storage = value.untyped_storage()
@@ -98,14 +124,21 @@ def on_gpu(function: Callable) -> Callable:
                 back.append((whole, moved[key]))
             return moved[key].as_strided(value.shape, value.stride(), value.storage_offset())
 
-        there = [arg if name == "pairs" else move(arg) for name, arg in zip(names, args)]  # copy_blocks has them on the host
+        # copy_blocks has them on the host
+        there = [arg if name == "pairs" else move(arg) for name, arg in zip(names, args)]
         with reachable([written for _, written in back]), NothingWaits():
             result = function(*there)
         for here, written in back:
             here.copy_(written)
         if callable(result):
             return on_gpu(result)
-        return tuple(r.cpu() for r in result) if isinstance(result, tuple) else result.cpu() if isinstance(result, Tensor) else result
+        return (
+            tuple(r.cpu() for r in result)
+            if isinstance(result, tuple)
+            else result.cpu()
+            if isinstance(result, Tensor)
+            else result
+        )
 
     return call
 
@@ -120,9 +153,17 @@ def embedding(dtype: torch.dtype) -> list[Case]:
 
     def case(num_tokens: int, size: int, index_dtype: torch.dtype) -> Case:
         token_ids = torch.randint(0, 50, (num_tokens,), dtype=index_dtype)
-        return Case(f"{num_tokens} x {size}, {index_dtype}", (token_ids, rand(50, size, dtype=dtype)), own)
+        return Case(
+            f"{num_tokens} x {size}, {index_dtype}", (token_ids, rand(50, size, dtype=dtype)), own
+        )
 
-    return [case(1, 64, torch.int32), case(70, 100, torch.int32), case(9, 896, torch.int64), case(3, 1, torch.int64), case(0, 8, torch.int32)]
+    return [
+        case(1, 64, torch.int32),
+        case(70, 100, torch.int32),
+        case(9, 896, torch.int64),
+        case(3, 1, torch.int64),
+        case(0, 8, torch.int32),
+    ]
 
 
 def gather_rows(dtype: torch.dtype) -> list[Case]:
@@ -150,7 +191,11 @@ def pack_linear(dtype: torch.dtype) -> list[Case]:
 
     def case(num_tokens: int, in_features: int, out_features: int, bias: bool) -> Case:
         weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype)
-        args = rand(num_tokens, in_features, dtype=dtype), weight, rand(out_features, dtype=dtype) if bias else None
+        args = (
+            rand(num_tokens, in_features, dtype=dtype),
+            weight,
+            rand(out_features, dtype=dtype) if bias else None,
+        )
         return Packed(f"{num_tokens} x {in_features} x {out_features}{' + bias' * bias}", args, own)
 
     shapes = [(1, 64, 96), (5, 64, 96), (70, 64, 96), (1, 896, 1152), (3, 200, 33), (33, 384, 17)]
@@ -158,7 +203,9 @@ def pack_linear(dtype: torch.dtype) -> list[Case]:
 
 
 def pack_quantized_linear(dtype: torch.dtype) -> list[Case]:
-    """Against the same whole numbers, multiplied in another precision: how far these are from the weights is tested elsewhere."""
+    """Against the same whole numbers, multiplied in another precision: how far these are from the
+    weights is tested elsewhere.
+    """
 
     class Packed(Case):
         def call(self, function: Callable, args: list[Any]) -> Tensor:
@@ -168,17 +215,42 @@ def pack_quantized_linear(dtype: torch.dtype) -> list[Case]:
     def own(x: Tensor, weight: Tensor, bias: Tensor | None, bits: int) -> tuple[Tensor, ...]:
         quantize = quantized.quantize_int8 if bits == 8 else quantized.quantize_int4
         group = quantized.GROUP[bits]
-        pairs = quantized.quantize_activations(quantized.in_groups(x.float(), group)), quantize(quantized.in_groups(weight.float(), group))
-        values, weights = ((numbers.double() * scales.double().unsqueeze(-1)).flatten(1) for numbers, scales in pairs)
+        pairs = (
+            quantized.quantize_activations(quantized.in_groups(x.float(), group)),
+            quantize(quantized.in_groups(weight.float(), group)),
+        )
+        values, weights = (
+            (numbers.double() * scales.double().unsqueeze(-1)).flatten(1)
+            for numbers, scales in pairs
+        )
         return ((values @ weights.T + (0 if bias is None else bias.double())).to(x.dtype),)
 
     def case(num_tokens: int, in_features: int, out_features: int, bits: int, bias: bool) -> Case:
         weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype)
-        args = rand(num_tokens, in_features, dtype=dtype), weight, rand(out_features, dtype=dtype) if bias else None, bits
-        return Packed(f"{bits} bits, {num_tokens} x {in_features} x {out_features}{' + bias' * bias}", args, own)
+        args = (
+            rand(num_tokens, in_features, dtype=dtype),
+            weight,
+            rand(out_features, dtype=dtype) if bias else None,
+            bits,
+        )
+        return Packed(
+            f"{bits} bits, {num_tokens} x {in_features} x {out_features}{' + bias' * bias}",
+            args,
+            own,
+        )
 
-    shapes = [(1, 64, 96), (5, 64, 96), (70, 64, 96), (1, 896, 80), (3, 200, 33), (19, 320, 17), (0, 64, 32)]
-    return [case(*shape, bits, bias) for shape in shapes for bits in (8, 4) for bias in (False, True)]
+    shapes = [
+        (1, 64, 96),
+        (5, 64, 96),
+        (70, 64, 96),
+        (1, 896, 80),
+        (3, 200, 33),
+        (19, 320, 17),
+        (0, 64, 32),
+    ]
+    return [
+        case(*shape, bits, bias) for shape in shapes for bits in (8, 4) for bias in (False, True)
+    ]
 
 
 def rms_norm(dtype: torch.dtype) -> list[Case]:
@@ -186,7 +258,10 @@ def rms_norm(dtype: torch.dtype) -> list[Case]:
         return (F.rms_norm(x, weight.shape, weight, eps),)
 
     shapes = [(1, 128), (3, 896), (33, 100), (2, 1), (5, 2, 64)]
-    cases = [Case(f"{shape}", (rand(*shape, dtype=dtype), rand(shape[-1], dtype=dtype), 1e-6), own) for shape in shapes]
+    cases = [
+        Case(f"{shape}", (rand(*shape, dtype=dtype), rand(shape[-1], dtype=dtype), 1e-6), own)
+        for shape in shapes
+    ]
     strided = rand(7, 6, 64, dtype=dtype)[:, 2:4]  # the key heads of one projection
     cases.append(Case("strided heads", (strided, rand(64, dtype=dtype), 1e-5), own))
     return [*cases, Case("empty", (rand(0, 8, dtype=dtype), rand(8, dtype=dtype), 1e-6), own)]
@@ -199,7 +274,17 @@ def fused_add_rms_norm(dtype: torch.dtype) -> list[Case]:
 
     shapes = [(1, 128), (3, 896), (33, 100)]
     return [
-        Case(f"{shape}", (rand(*shape, dtype=dtype), rand(*shape, dtype=dtype), rand(shape[-1], dtype=dtype), 1e-6), own, in_place=(0, 1))
+        Case(
+            f"{shape}",
+            (
+                rand(*shape, dtype=dtype),
+                rand(*shape, dtype=dtype),
+                rand(shape[-1], dtype=dtype),
+                1e-6,
+            ),
+            own,
+            in_place=(0, 1),
+        )
         for shape in shapes
     ]
 
@@ -209,13 +294,18 @@ def silu_and_mul(dtype: torch.dtype) -> list[Case]:
         gate, up = x.chunk(2, -1)
         return (F.silu(gate) * up,)
 
-    return [Case(f"{shape}", (rand(*shape, dtype=dtype) * 3,), own) for shape in [(1, 2), (1, 352), (37, 96), (4, 9728)]]
+    return [
+        Case(f"{shape}", (rand(*shape, dtype=dtype) * 3,), own)
+        for shape in [(1, 2), (1, 352), (37, 96), (4, 9728)]
+    ]
 
 
 def rotary_embedding(dtype: torch.dtype) -> list[Case]:
     def own(positions: Tensor, query: Tensor, key: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
         """transformers' apply_rotary_pos_emb"""
-        cos, sin = (half.to(query.dtype).repeat(1, 2)[:, None] for half in cache[positions].chunk(2, -1))
+        cos, sin = (
+            half.to(query.dtype).repeat(1, 2)[:, None] for half in cache[positions].chunk(2, -1)
+        )
 
         def rotate(x: Tensor) -> Tensor:
             x, rest = x[..., : cache.shape[1]], x[..., cache.shape[1] :]
@@ -224,9 +314,12 @@ def rotary_embedding(dtype: torch.dtype) -> list[Case]:
 
         return rotate(query), rotate(key)
 
-    def case(tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, layout: str) -> Case:
+    def case(
+        tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, layout: str
+    ) -> Case:
         angles = torch.arange(512)[:, None] * 0.01 ** torch.linspace(0, 1, rotary_dim // 2)
-        cache = torch.cat((angles.cos(), angles.sin()), -1).to(dtype).float()  # rounded beforehand: truth in fp64 has the same rotations
+        # rounded beforehand: truth in fp64 has the same rotations
+        cache = torch.cat((angles.cos(), angles.sin()), -1).to(dtype).float()
         positions = torch.randint(0, 512, (tokens,))
         qkv = rand(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
         query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
@@ -234,16 +327,28 @@ def rotary_embedding(dtype: torch.dtype) -> list[Case]:
             query, key = query.clone(), key.clone()
         elif layout == "key later":
             key = value
-        return Case(f"{tokens} tokens {heads}/{kv_heads} x {head_dim} {layout}", (positions, query, key, cache), own, in_place=(1, 2))
+        return Case(
+            f"{tokens} tokens {heads}/{kv_heads} x {head_dim} {layout}",
+            (positions, query, key, cache),
+            own,
+            in_place=(1, 2),
+        )
 
     return [
-        case(1, 4, 2, 64, 64, "joined"), case(9, 14, 2, 64, 64, "joined"), case(1, 2, 2, 8, 8, "apart"), case(1, 1, 1, 2, 2, "apart"),
-        case(5, 4, 1, 16, 8, "joined"), case(6, 4, 2, 16, 16, "key later"), case(3, 3, 3, 32, 16, "apart"),
-    ]  # fmt: skip
+        case(1, 4, 2, 64, 64, "joined"),
+        case(9, 14, 2, 64, 64, "joined"),
+        case(1, 2, 2, 8, 8, "apart"),
+        case(1, 1, 1, 2, 2, "apart"),
+        case(5, 4, 1, 16, 8, "joined"),
+        case(6, 4, 2, 16, 16, "key later"),
+        case(3, 3, 3, 32, 16, "apart"),
+    ]
 
 
 def reshape_and_cache(dtype: torch.dtype) -> list[Case]:
-    def own(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+    def own(
+        key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, ...]:
         kept = slots >= 0
         caches = key_cache.clone(), value_cache.clone()
         for cache, new in zip(caches, (key, value)):
@@ -258,16 +363,23 @@ def reshape_and_cache(dtype: torch.dtype) -> list[Case]:
     holes = torch.randperm(80)[:30]
     holes[::4] = -1
     return [
-        case("one", torch.tensor([37])), case("scattered", torch.randperm(80)[:50]), case("holes", holes),
-        case("none stored", torch.tensor([-1, -1])), case("empty", torch.zeros(0, dtype=torch.int64)),
-    ]  # fmt: skip
+        case("one", torch.tensor([37])),
+        case("scattered", torch.randperm(80)[:50]),
+        case("holes", holes),
+        case("none stored", torch.tensor([-1, -1])),
+        case("empty", torch.zeros(0, dtype=torch.int64)),
+    ]
 
 
 def fused_qk_rope_reshape_and_cache(dtype: torch.dtype) -> list[Case]:
-    def own(positions: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    def own(
+        positions: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
         """transformers' Qwen3Attention, as far as its rotation, and index_put_"""
         angles, key_cache, value_cache, slots, query_norm, key_norm, eps = rest
-        cos, sin = (half.to(query.dtype).repeat(1, 2)[:, None] for half in angles[positions].chunk(2, -1))
+        cos, sin = (
+            half.to(query.dtype).repeat(1, 2)[:, None] for half in angles[positions].chunk(2, -1)
+        )
 
         def turn(x: Tensor, weight: Tensor | None) -> Tensor:
             if weight is not None:
@@ -282,24 +394,48 @@ def fused_qk_rope_reshape_and_cache(dtype: torch.dtype) -> list[Case]:
             cache.flatten(0, 1)[slots[kept]] = new[kept]
         return turn(query, query_norm), *caches
 
-    def case(tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norm: bool, joined: bool = True) -> Case:
+    def case(
+        tokens: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        rotary_dim: int,
+        norm: bool,
+        joined: bool = True,
+    ) -> Case:
         angles = torch.arange(512)[:, None] * 0.01 ** torch.linspace(0, 1, rotary_dim // 2)
-        angles = torch.cat((angles.cos(), angles.sin()), -1).to(dtype).float()  # rounded beforehand, as for rotary_embedding
-        query, key, value = rand(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype).split((heads, kv_heads, kv_heads), dim=1)
+        # rounded beforehand, as for rotary_embedding
+        angles = torch.cat((angles.cos(), angles.sin()), -1).to(dtype).float()
+        query, key, value = rand(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype).split(
+            (heads, kv_heads, kv_heads), dim=1
+        )
         if not joined:
             query, key, value = query.clone(), key.clone(), value.clone()
-        caches = rand(6, 8, kv_heads, head_dim, dtype=dtype), rand(6, 8, kv_heads, head_dim, dtype=dtype)
+        caches = (
+            rand(6, 8, kv_heads, head_dim, dtype=dtype),
+            rand(6, 8, kv_heads, head_dim, dtype=dtype),
+        )
         slots = torch.randperm(48)[:tokens]
         slots[1::3] = -1
-        norms = (rand(head_dim, dtype=dtype), rand(head_dim, dtype=dtype), 1e-6) if norm else (None, None, 0.0)
+        norms = (
+            (rand(head_dim, dtype=dtype), rand(head_dim, dtype=dtype), 1e-6)
+            if norm
+            else (None, None, 0.0)
+        )
         args = torch.randint(0, 512, (tokens,)), query, key, value, angles, *caches, slots, *norms
         name = f"{tokens} tokens {heads}/{kv_heads} x {head_dim}, {rotary_dim} rotated{', norms' * norm}"
         return Case(name, args, own, in_place=(1, 5, 6))
 
     return [
-        case(1, 4, 2, 64, 64, False), case(9, 14, 2, 64, 64, False), case(4, 16, 8, 128, 128, True), case(3, 3, 1, 24, 24, True, False),
-        case(7, 4, 2, 32, 16, True), case(5, 2, 2, 40, 10, False, False), case(2, 40, 20, 8, 8, True), case(0, 4, 2, 16, 16, True),
-    ]  # fmt: skip
+        case(1, 4, 2, 64, 64, False),
+        case(9, 14, 2, 64, 64, False),
+        case(4, 16, 8, 128, 128, True),
+        case(3, 3, 1, 24, 24, True, False),
+        case(7, 4, 2, 32, 16, True),
+        case(5, 2, 2, 40, 10, False, False),
+        case(2, 40, 20, 8, 8, True),
+        case(0, 4, 2, 16, 16, True),
+    ]
 
 
 def copy_blocks(dtype: torch.dtype) -> list[Case]:
@@ -328,8 +464,16 @@ def copy_blocks(dtype: torch.dtype) -> list[Case]:
     caches, hosts, odd, large = blocks(10), blocks(6), blocks(4, 3, 1, 5), blocks(3, 16, 4, 128)
     joined = torch.stack(caches)
     return [
-        case("within the caches", [(3, 4), (3, 0), (9, 2)], *(cache for cache in caches for _ in range(2))),
-        case("out", [(9, 0), (1, 5), (1, 2)], *(cache for pair in zip(caches, hosts) for cache in pair)),
+        case(
+            "within the caches",
+            [(3, 4), (3, 0), (9, 2)],
+            *(cache for cache in caches for _ in range(2)),
+        ),
+        case(
+            "out",
+            [(9, 0), (1, 5), (1, 2)],
+            *(cache for pair in zip(caches, hosts) for cache in pair),
+        ),
         case("in", [(5, 7)], *(cache for pair in zip(hosts, caches) for cache in pair)),
         case("nothing", [], hosts[0], caches[0]),
         case("odd sizes", [(1, 0), (3, 2)], odd[0], odd[1]),
@@ -338,11 +482,15 @@ def copy_blocks(dtype: torch.dtype) -> list[Case]:
     ]
 
 
-def make_metadata(query_lens: list[int], seq_lens: list[int], block_size: int, num_blocks: int) -> AttentionMetadata:
+def make_metadata(
+    query_lens: list[int], seq_lens: list[int], block_size: int, num_blocks: int
+) -> AttentionMetadata:
     """Pages handed out in random order; rows with one query token must come first."""
     counts = [-(-seq_len // block_size) for seq_len in seq_lens]
     pages = torch.randperm(num_blocks, dtype=torch.int32).split([*counts, num_blocks - sum(counts)])
-    block_tables = torch.full((len(seq_lens), max(counts, default=0) + 1), FOREIGN_BLOCK, dtype=torch.int32)
+    block_tables = torch.full(
+        (len(seq_lens), max(counts, default=0) + 1), FOREIGN_BLOCK, dtype=torch.int32
+    )
     slots = [torch.zeros(0, dtype=torch.int64)]
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens)):
         block_tables[row, : counts[row]] = pages[row]
@@ -351,7 +499,9 @@ def make_metadata(query_lens: list[int], seq_lens: list[int], block_size: int, n
     num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
     starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
     lengths = torch.tensor(seq_lens, dtype=torch.int32)
-    return AttentionMetadata(starts, lengths, block_tables, torch.cat(slots), num_decodes, query_lens, seq_lens)
+    return AttentionMetadata(
+        starts, lengths, block_tables, torch.cat(slots), num_decodes, query_lens, seq_lens
+    )
 
 
 def context_slots(metadata: AttentionMetadata, row: int, block_size: int) -> tuple[Tensor, Tensor]:
@@ -361,32 +511,59 @@ def context_slots(metadata: AttentionMetadata, row: int, block_size: int) -> tup
 
 
 def attention_case(
-    query_lens: list[int], seq_lens: list[int], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, *options: Any
+    query_lens: list[int],
+    seq_lens: list[int],
+    heads: tuple[int, int, int],
+    block_size: int,
+    dtype: torch.dtype,
+    *options: Any,
 ) -> Case:
-    """heads: (NQ, NKV, D); options: sliding_window and softcap, where there are any. Every slot that no request owns holds NaN."""
+    """heads: (NQ, NKV, D); options: sliding_window and softcap, where there are any.
+
+    Every slot that no request owns holds NaN.
+    """
     num_heads, num_kv_heads, head_dim = heads
     num_blocks = sum(-(-n // block_size) for n in seq_lens) + 3
     metadata = make_metadata(query_lens, seq_lens, block_size, num_blocks)
-    key_cache, value_cache = torch.full((2, num_blocks, block_size, num_kv_heads, head_dim), math.nan).to(dtype).unbind(0)
+    key_cache, value_cache = (
+        torch.full((2, num_blocks, block_size, num_kv_heads, head_dim), math.nan)
+        .to(dtype)
+        .unbind(0)
+    )
     for row in range(len(seq_lens)):
         where = context_slots(metadata, row, block_size)
         for cache in (key_cache, value_cache):
             cache[where] = rand(seq_lens[row], num_kv_heads, head_dim, dtype=dtype)
-    query = rand(sum(query_lens), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)[:, :num_heads]
-    batch = f"queries {query_lens} of {seq_lens}" if len(seq_lens) < 6 else f"{len(seq_lens)} requests"
+    query = rand(sum(query_lens), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)[
+        :, :num_heads
+    ]
+    batch = (
+        f"queries {query_lens} of {seq_lens}" if len(seq_lens) < 6 else f"{len(seq_lens)} requests"
+    )
     name = f"{batch}, {heads}, blocks of {block_size}, {options}"
-    return Case(name, (query, key_cache, value_cache, metadata, head_dim**-0.5, *options), attention_own)
+    return Case(
+        name, (query, key_cache, value_cache, metadata, head_dim**-0.5, *options), attention_own
+    )
 
 
 def attention_own(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0, softcap: float = 0.0,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
     backend: SDPBackend = SDPBackend.MATH,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     out = torch.empty_like(query)
     start, group = 0, query.shape[1] // key_cache.shape[2]
     for row, (query_len, seq_len) in enumerate(zip(metadata.query_lens, metadata.seq_lens_list)):
         blocks, offsets = context_slots(metadata, row, key_cache.shape[1])
-        keys, values = (cache[blocks, offsets].transpose(0, 1).repeat_interleave(group, 0) for cache in (key_cache, value_cache))
+        keys, values = (
+            cache[blocks, offsets].transpose(0, 1).repeat_interleave(group, 0)
+            for cache in (key_cache, value_cache)
+        )
         mask = torch.ones(query_len, seq_len, dtype=torch.bool).tril(seq_len - query_len)
         if sliding_window:
             mask = mask.triu(seq_len - query_len + 1 - sliding_window)
@@ -396,7 +573,9 @@ def attention_own(
             attended = logits.masked_fill(~mask, -math.inf).softmax(-1) @ values
         else:
             with sdpa_kernel(backend):
-                (attended,) = F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask, scale=scale)
+                (attended,) = F.scaled_dot_product_attention(
+                    q[None], keys[None], values[None], attn_mask=mask, scale=scale
+                )
         out[start : start + query_len] = attended.transpose(0, 1)
         start += query_len
     return (out,)
@@ -432,8 +611,25 @@ def paged_attention(dtype: torch.dtype) -> list[Case]:
 MODEL_OPS = {
     f.__name__: f
     for f in (
-        embedding, gather_rows, pack_linear, pack_quantized_linear, rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding, reshape_and_cache,
-        fused_qk_rope_reshape_and_cache, copy_blocks, paged_attention,
+        embedding,
+        gather_rows,
+        pack_linear,
+        pack_quantized_linear,
+        rms_norm,
+        fused_add_rms_norm,
+        silu_and_mul,
+        rotary_embedding,
+        reshape_and_cache,
+        fused_qk_rope_reshape_and_cache,
+        copy_blocks,
+        paged_attention,
     )
 }
-SAMPLING_OPS = ("apply_grammar_bitmask", "apply_penalties", "argmax", "sample_tokens", "random_gumbel", "gather_logprobs")
+SAMPLING_OPS = (
+    "apply_grammar_bitmask",
+    "apply_penalties",
+    "argmax",
+    "sample_tokens",
+    "random_gumbel",
+    "gather_logprobs",
+)

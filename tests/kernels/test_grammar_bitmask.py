@@ -1,6 +1,4 @@
-"""apply_grammar_bitmask, in every implementation: against bits counted one by one in Python.
-May know: the contract in kernels/ops.py, the registry.
-Must not know: which implementations there are, where masks come from."""
+"""apply_grammar_bitmask, in every implementation: against bits counted one by one in Python."""
 
 import pytest
 import torch
@@ -9,8 +7,14 @@ from hypothesis import strategies as st
 from quire.kernels import registry
 from quire.kernels.registry import Facts
 
-IMPLEMENTATIONS = [i for i in registry.implementations("apply_grammar_bitmask") if i.predicate(Facts("cpu", torch.float32))]
-each = pytest.mark.parametrize("apply", [i.function for i in IMPLEMENTATIONS], ids=[i.name for i in IMPLEMENTATIONS])
+IMPLEMENTATIONS = [
+    i
+    for i in registry.implementations("apply_grammar_bitmask")
+    if i.predicate(Facts("cpu", torch.float32))
+]
+each = pytest.mark.parametrize(
+    "apply", [i.function for i in IMPLEMENTATIONS], ids=[i.name for i in IMPLEMENTATIONS]
+)
 
 
 @each
@@ -19,9 +23,16 @@ each = pytest.mark.parametrize("apply", [i.function for i in IMPLEMENTATIONS], i
 def test_clears_exactly_the_tokens_without_a_bit(apply, data):
     vocab_size = data.draw(st.sampled_from([1, 31, 32, 33, 64, 100, 2048]))
     num_rows = data.draw(st.integers(1, 5))
-    rows = data.draw(st.permutations(range(num_rows)).map(lambda order: order[: data.draw(st.integers(0, num_rows))]))
+    rows = data.draw(
+        st.permutations(range(num_rows)).map(
+            lambda order: order[: data.draw(st.integers(0, num_rows))]
+        )
+    )
     words = st.sampled_from([0, -1, 1, -(2**31), 2**31 - 1]) | st.integers(-(2**31), 2**31 - 1)
-    masks = [data.draw(st.lists(words, min_size=-(-vocab_size // 32), max_size=-(-vocab_size // 32))) for _ in rows]
+    masks = [
+        data.draw(st.lists(words, min_size=-(-vocab_size // 32), max_size=-(-vocab_size // 32)))
+        for _ in rows
+    ]
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0))
     expected = logits.clone()
     for row, mask in zip(rows, masks):

@@ -1,6 +1,4 @@
-"""The machine's limits: positive, the fastest of several runs, threads left as they were.
-May know: limits.py.
-Must not know: how fast any machine is."""
+"""The machine's limits: positive, the fastest of several runs, threads left as they were."""
 
 import time
 
@@ -13,11 +11,15 @@ def test_limits_are_positive_and_threads_stay(monkeypatch):
     monkeypatch.setattr(limits, "GEMM_SHAPES", ((4, 32, 48),))
     before = torch.get_num_threads()
     assert limits.read_bandwidth(2**16, 1, 0.001) > 0
-    assert all(limits.gemm_flops(dtype, 0.001) > 0 for dtype in (torch.float32, torch.bfloat16, torch.int8))
+    assert all(
+        limits.gemm_flops(dtype, 0.001) > 0 for dtype in (torch.float32, torch.bfloat16, torch.int8)
+    )
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize(("durations", "seconds", "best"), [([9, 2, 1, 5], 7, 1), ([9, 4, 1], 3, 4)])
+@pytest.mark.parametrize(
+    ("durations", "seconds", "best"), [([9, 2, 1, 5], 7, 1), ([9, 4, 1], 3, 4)]
+)
 def test_the_first_run_is_not_timed_and_one_is(monkeypatch, durations, seconds, best):
     now, runs = 0.0, iter(durations)
 
@@ -37,6 +39,9 @@ def test_meters_take_turns(monkeypatch):
 
 
 def test_a_multiplier_has_the_fastest_product(monkeypatch):
-    products = {"slow": (torch.ones(2, 3), 5, lambda x: time.sleep(0.02)), "fast": (torch.ones(2, 3), 5, lambda x: None)}
+    products = {
+        "slow": (torch.ones(2, 3), 5, lambda x: time.sleep(0.02)),
+        "fast": (torch.ones(2, 3), 5, lambda x: None),
+    }
     monkeypatch.setattr(limits, "_products", lambda name: [products[name]])
     assert limits.Multiplier(["slow", "fast"], 0.001)._multiply is products["fast"][2]

@@ -1,6 +1,6 @@
-"""The public functions: contracts are written down, dispatch by device and dtype, write what they say and nothing else.
-May know: kernels/ops.py.
-Must not know: which implementation runs."""
+"""The public functions: contracts are written down, dispatch by device and dtype, write what they
+say and nothing else.
+"""
 
 import dataclasses
 import inspect
@@ -17,7 +17,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def test_every_contract_is_public_and_says_shapes(op):
     function = getattr(ops, op)
     assert inspect.signature(function) == inspect.signature(registry.CONTRACTS[op])
-    assert "[" in function.__doc__ and all(p.annotation is not p.empty for p in inspect.signature(function).parameters.values())
+    assert "[" in function.__doc__ and all(
+        p.annotation is not p.empty for p in inspect.signature(function).parameters.values()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -29,17 +31,26 @@ def test_dispatches_and_writes_only_what_it_says(op, dtype):
         case.call(getattr(ops, op), args)
         for i, (before, after) in enumerate(zip(case.args, args)):
             if isinstance(before, torch.Tensor) and i not in case.in_place:
-                assert torch.equal(before.nan_to_num(), after.nan_to_num()), f"{case.name}: argument {i} was written"
+                assert torch.equal(before.nan_to_num(), after.nan_to_num()), (
+                    f"{case.name}: argument {i} was written"
+                )
 
 
 def test_rotary_leaves_the_rest_of_the_projection_alone():
     qkv = torch.randn(5, 8, 16)
     before = qkv.clone()
     query, key, value = qkv.split((4, 2, 2), dim=1)
-    cache = torch.cat((torch.arange(10.0)[:, None].cos().expand(10, 8), torch.arange(10.0)[:, None].sin().expand(10, 8)), -1)
+    cache = torch.cat(
+        (
+            torch.arange(10.0)[:, None].cos().expand(10, 8),
+            torch.arange(10.0)[:, None].sin().expand(10, 8),
+        ),
+        -1,
+    )
     ops.rotary_embedding(torch.tensor([0, 3, 1, 9, 0]), query, key, cache)
     assert torch.equal(value, before[:, 6:])
-    assert torch.equal(qkv[0], before[0]) and torch.equal(qkv[4], before[4])  # position 0: no rotation
+    # position 0: no rotation
+    assert torch.equal(qkv[0], before[0]) and torch.equal(qkv[4], before[4])
     assert not torch.equal(qkv[1, :6], before[1, :6])
 
 
@@ -55,9 +66,11 @@ def test_empty_batches():
         ("sample_tokens", [torch.zeros(0, 9), reals, integers, reals, reals, integers, integers]),
         ("random_gumbel", [integers, integers, 9]),
         ("gather_logprobs", [torch.zeros(0, 9), integers, 3]),
-    ):  # fmt: skip
+    ):
         result = getattr(ops, op)(*args)
-        assert all(len(tensor) == 0 for tensor in (result if isinstance(result, tuple) else (result,))), op
+        assert all(
+            len(tensor) == 0 for tensor in (result if isinstance(result, tuple) else (result,))
+        ), op
 
 
 def test_metadata_is_frozen_and_keeps_its_scratch_to_itself():

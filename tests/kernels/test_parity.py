@@ -1,6 +1,6 @@
-"""Every registered implementation of every operation against torch in fp64, and against the reference.
-May know: the registry, the cases.
-Must not know: which implementations there are: it enumerates them, a user's too."""
+"""Every registered implementation of every operation against torch in fp64, and against the
+reference.
+"""
 
 import dataclasses
 import inspect
@@ -19,16 +19,25 @@ DTYPES = (torch.float32, torch.bfloat16)
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
 
-def all_implementations(op: str, dtype: torch.dtype, kv_cache_dtype: torch.dtype | None = None) -> list[Implementation]:
-    """Those for CPUs, and where there is a GPU those for it. In Triton's interpreter (tests/kernels/triton/), which is slow, the one that a
-    GPU would run."""
+def all_implementations(
+    op: str, dtype: torch.dtype, kv_cache_dtype: torch.dtype | None = None
+) -> list[Implementation]:
+    """Those for CPUs, and where there is a GPU those for it.
+
+    In Triton's interpreter (tests/kernels/triton/), which is slow, the one that a
+    GPU would run.
+    """
     found, facts = [], {"dtype": dtype, "head_dim": 64, "kv_cache_dtype": kv_cache_dtype}
     if not cases.INTERPRETED:
         found += [i for i in registry.implementations(op) if i.predicate(Facts("cpu", **facts))]
     has_fp8 = cases.GPU.type == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
     if cases.INTERPRETED or (has_fp8 if kv_cache_dtype == FP8 else cases.GPU.type == "cuda"):
         registry.import_implementations("cuda")
-        on_gpu = [i for i in registry.implementations(op) if i.predicate(Facts("cuda", **facts)) and i.name != "reference"]
+        on_gpu = [
+            i
+            for i in registry.implementations(op)
+            if i.predicate(Facts("cuda", **facts)) and i.name != "reference"
+        ]
         on_gpu = sorted(on_gpu, key=lambda i: i.priority)[-1:] if cases.INTERPRETED else on_gpu
         found += [dataclasses.replace(i, function=cases.on_gpu(i.function)) for i in on_gpu]
     return found
@@ -38,19 +47,41 @@ def label(value: object) -> str:
     return value.name if isinstance(value, Implementation) else str(value).removeprefix("torch.")
 
 
-MODEL_OPS = [(op, dtype, i) for op in cases.MODEL_OPS for dtype in DTYPES for i in all_implementations(op, dtype)]
+MODEL_OPS = [
+    (op, dtype, i)
+    for op in cases.MODEL_OPS
+    for dtype in DTYPES
+    for i in all_implementations(op, dtype)
+]
 STATE = [(op, i) for op in STATE_OPS for i in all_implementations(op, torch.float32)]
 ATTENTION = [(dtype, i) for dtype in DTYPES for i in all_implementations("paged_attention", dtype)]
 
 
 def error(results: tuple[torch.Tensor, ...], truth: tuple[torch.Tensor, ...]) -> float:
-    """Root mean square of the difference, over the elements that the truth defines. A NaN where the truth has none is an infinite error."""
-    difference = torch.cat([torch.where(t.isnan(), 0.0, r.double() - t).flatten() for r, t in zip(results, truth, strict=True)])
-    return 0.0 if not len(difference) else difference.square().mean().sqrt().nan_to_num(nan=float("inf")).item()
+    """Root mean square of the difference, over the elements that the truth defines.
+
+    A NaN where the truth has none is an infinite error.
+    """
+    difference = torch.cat(
+        [
+            torch.where(t.isnan(), 0.0, r.double() - t).flatten()
+            for r, t in zip(results, truth, strict=True)
+        ]
+    )
+    return (
+        0.0
+        if not len(difference)
+        else difference.square().mean().sqrt().nan_to_num(nan=float("inf")).item()
+    )
 
 
-def check_close(case: cases.Case, implementation: Implementation, dtype: torch.dtype, rounding: float = 0.0) -> None:
-    """`rounding`: the least relative error that torch is taken to have. On a few numbers its own may be small by luck."""
+def check_close(
+    case: cases.Case, implementation: Implementation, dtype: torch.dtype, rounding: float = 0.0
+) -> None:
+    """`rounding`: the least relative error that torch is taken to have.
+
+    On a few numbers its own may be small by luck.
+    """
     results, truth = case.run(implementation.function), case.truth(torch.float64)
     for result, expected in zip(results, truth, strict=True):
         assert result.shape == expected.shape and result.dtype == dtype, case.name
@@ -58,7 +89,9 @@ def check_close(case: cases.Case, implementation: Implementation, dtype: torch.d
         assert error(results, truth) < 1e-6, case.name
     else:
         size = error(truth, tuple(torch.zeros_like(t) for t in truth))
-        assert error(results, truth) <= 1.5 * max(error(case.truth(dtype), truth), rounding * size), case.name
+        assert error(results, truth) <= 1.5 * max(
+            error(case.truth(dtype), truth), rounding * size
+        ), case.name
 
 
 def test_every_operation_has_cases():
@@ -72,26 +105,43 @@ def test_agrees_with_torch_in_fp64(op, dtype, implementation):
         check_close(case, implementation, dtype)
 
 
-@pytest.mark.parametrize(("op", "dtype", "implementation"), [m for m in MODEL_OPS if m[2].name != "reference"], ids=label)
+@pytest.mark.parametrize(
+    ("op", "dtype", "implementation"), [m for m in MODEL_OPS if m[2].name != "reference"], ids=label
+)
 def test_agrees_with_the_reference(op, dtype, implementation):
-    """In fp32 to rounding; in bf16 to two of its steps, since sums may be taken in another order."""
+    """In fp32 to rounding; in bf16 to two of its steps, since sums may be taken in another
+    order.
+    """
     torch.manual_seed(1)
     reference = next(i for i in registry.implementations(op) if i.name == "reference")
     rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2**-7, 2**-7)
     for case in cases.MODEL_OPS[op](dtype):
-        for result, expected in zip(case.run(implementation.function), case.run(reference.function), strict=True):
-            torch.testing.assert_close(result, expected, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, case=case: f"{case.name}: {m}")
+        for result, expected in zip(
+            case.run(implementation.function), case.run(reference.function), strict=True
+        ):
+            torch.testing.assert_close(
+                result,
+                expected,
+                rtol=rtol,
+                atol=atol,
+                equal_nan=True,
+                msg=lambda m, case=case: f"{case.name}: {m}",
+            )
 
 
 @pytest.mark.parametrize(("op", "implementation"), STATE, ids=label)
 def test_tables_of_slots_to_the_bit(op, implementation):
     """What is not to be written stays as it is, too."""
     for case in STATE_OPS[op]():
-        for result, expected in zip(case.run(implementation.function), case.torch_own(*case.args), strict=True):
+        for result, expected in zip(
+            case.run(implementation.function), case.torch_own(*case.args), strict=True
+        ):
             assert result.dtype == expected.dtype and torch.equal(result, expected), case.name
 
 
-@pytest.mark.parametrize("implementation", all_implementations("rms_norm", torch.bfloat16), ids=label)
+@pytest.mark.parametrize(
+    "implementation", all_implementations("rms_norm", torch.bfloat16), ids=label
+)
 def test_bf16_norm_rounds_before_the_weight_as_transformers_does(implementation):
     torch.manual_seed(2)
     x, weight = cases.rand(40, 896, dtype=torch.bfloat16), cases.rand(896, dtype=torch.bfloat16)
@@ -102,11 +152,22 @@ def test_bf16_norm_rounds_before_the_weight_as_transformers_does(implementation)
 @st.composite
 def batches(draw) -> tuple[list[int], list[int], tuple[int, int, int], int]:
     """Rows of (query tokens, context before them), decodes first; heads; block size."""
-    rows = draw(st.lists(st.tuples(st.sampled_from([1, 1, 1, 2, 3, 17, 40]), st.integers(0, 90)), min_size=1, max_size=8))
+    rows = draw(
+        st.lists(
+            st.tuples(st.sampled_from([1, 1, 1, 2, 3, 17, 40]), st.integers(0, 90)),
+            min_size=1,
+            max_size=8,
+        )
+    )
     rows.sort(key=lambda row: row[0] != 1)
     num_kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     heads = (num_kv_heads * group, num_kv_heads, draw(st.sampled_from([8, 16, 64])))
-    return [q for q, _ in rows], [q + context for q, context in rows], heads, draw(st.sampled_from([8, 16, 32]))
+    return (
+        [q for q, _ in rows],
+        [q + context for q, context in rows],
+        heads,
+        draw(st.sampled_from([8, 16, 32])),
+    )
 
 
 @pytest.mark.parametrize(("dtype", "implementation"), ATTENTION, ids=label)
@@ -129,7 +190,9 @@ def test_a_request_with_nan_spoils_only_itself(dtype, implementation):
     starts = metadata.query_start_loc.tolist()
     for row in range(5):
         rows = slice(starts[row], starts[row + 1])
-        assert after[rows].isnan().all() if row in (1, 3) else torch.equal(after[rows], before[rows])
+        assert (
+            after[rows].isnan().all() if row in (1, 3) else torch.equal(after[rows], before[rows])
+        )
 
 
 @pytest.mark.parametrize(("dtype", "implementation"), ATTENTION, ids=label)
@@ -137,14 +200,18 @@ def test_chunked_prefill_equals_whole(dtype, implementation):
     torch.manual_seed(4)
     sizes = (1, 15, 16, 17, 1, 40, 20) if cases.INTERPRETED else (1, 15, 16, 17, 1, 300, 180)
     total, heads, block_size = sum(sizes), (4, 2, 32), 16
-    query, key_cache, value_cache, whole, scale = cases.attention_case([total], [total], heads, block_size, dtype).args
+    query, key_cache, value_cache, whole, scale = cases.attention_case(
+        [total], [total], heads, block_size, dtype
+    ).args
     expected = implementation.function(query, key_cache, value_cache, whole, scale)
     pieces, start = [], 0
     for size in sizes:
         end = start + size
         metadata = cases.make_metadata([size], [end], block_size, 64)
         metadata.block_tables[:] = whole.block_tables[:, : metadata.block_tables.shape[1]]
-        pieces.append(implementation.function(query[start:end], key_cache, value_cache, metadata, scale))
+        pieces.append(
+            implementation.function(query[start:end], key_cache, value_cache, metadata, scale)
+        )
         start = end
     tolerance = 1e-5 if dtype == torch.float32 else 2**-6
     torch.testing.assert_close(torch.cat(pieces), expected, rtol=tolerance, atol=tolerance)
@@ -152,11 +219,16 @@ def test_chunked_prefill_equals_whole(dtype, implementation):
 
 @pytest.mark.parametrize(("dtype", "implementation"), ATTENTION, ids=label)
 def test_layers_share_metadata(dtype, implementation):
-    """What is kept in metadata.scratch for the next layer must hold for it: other cache contents, the same pages."""
+    """What is kept in metadata.scratch for the next layer must hold for it: other cache contents,
+    the same pages.
+    """
     torch.manual_seed(5)
     case = cases.attention_case([1, 1, 9], [200, 20, 30], (4, 2, 16), 16, dtype)
     query, key_cache, value_cache, metadata, scale = case.args
-    other = [torch.randn_like(query), *(torch.where(cache.isnan(), cache, cache.flip(-1)) for cache in (key_cache, value_cache))]
+    other = [
+        torch.randn_like(query),
+        *(torch.where(cache.isnan(), cache, cache.flip(-1)) for cache in (key_cache, value_cache)),
+    ]
     expected = implementation.function(*other, *cases.copies((metadata, scale)))
     implementation.function(query, key_cache, value_cache, metadata, scale)
     assert torch.equal(implementation.function(*other, metadata, scale), expected)
@@ -170,7 +242,9 @@ def with_cache(op: str, cache_dtype: torch.dtype) -> list:
 
 
 def nearest_fp8(x: torch.Tensor) -> torch.Tensor:
-    """x [...] -> fp8: of all its numbers the nearest, ties to the one whose last bit is 0; what is beyond the largest becomes that."""
+    """x [...] -> fp8: of all its numbers the nearest, ties to the one whose last bit is 0; what is
+    beyond the largest becomes that.
+    """
     numbers = torch.arange(127, dtype=torch.uint8).view(FP8).double()  # ascending from 0
     distance = (x.double().abs().clamp(max=448)[..., None] - numbers).abs()
     distance[..., 1::2] *= 1 + 1e-12
@@ -180,7 +254,25 @@ def nearest_fp8(x: torch.Tensor) -> torch.Tensor:
 
 def fp8_cases(op: str, dtype: torch.dtype) -> list[cases.Case]:
     """Those of the operation, with numbers of all sizes and caches in fp8."""
-    special = torch.tensor([0, 2**-9, 2**-10, 3 * 2**-10, 2**-11, 448, 449, 463, 464, 1e9, torch.inf, torch.nan, 17, 18, 19])
+    special = torch.tensor(
+        [
+            0,
+            2**-9,
+            2**-10,
+            3 * 2**-10,
+            2**-11,
+            448,
+            449,
+            463,
+            464,
+            1e9,
+            torch.inf,
+            torch.nan,
+            17,
+            18,
+            19,
+        ]
+    )
     special = torch.cat((special, -special)).to(dtype)
     changed, kept = [], cases.MODEL_OPS[op](dtype)
     for case in kept[2:5] if cases.INTERPRETED else kept:
@@ -201,22 +293,38 @@ def same_fp8(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(torch.where(x.isnan(), 1000.0, x.float()) for x in (a, b)))
 
 
-@pytest.mark.parametrize(("dtype", "implementation"), with_cache("reshape_and_cache", FP8), ids=label)
+@pytest.mark.parametrize(
+    ("dtype", "implementation"), with_cache("reshape_and_cache", FP8), ids=label
+)
 def test_numbers_are_rounded_to_the_nearest_of_fp8(dtype, implementation):
     torch.manual_seed(6)
     for case in fp8_cases("reshape_and_cache", dtype):
         key, value, *caches, slots = case.args
-        expected = case.torch_own(nearest_fp8(key).float(), nearest_fp8(value).float(), *(cache.float() for cache in caches), slots)
+        expected = case.torch_own(
+            nearest_fp8(key).float(),
+            nearest_fp8(value).float(),
+            *(cache.float() for cache in caches),
+            slots,
+        )
         for result, cache in zip(case.run(implementation.function), expected, strict=True):
             assert result.dtype == FP8 and same_fp8(result, cache), case.name
 
 
-@pytest.mark.parametrize(("dtype", "implementation"), with_cache("fused_qk_rope_reshape_and_cache", FP8), ids=label)
+@pytest.mark.parametrize(
+    ("dtype", "implementation"), with_cache("fused_qk_rope_reshape_and_cache", FP8), ids=label
+)
 def test_rotated_keys_are_rounded_once_more(dtype, implementation):
     """What is stored is what the operation stores in a plain cache, rounded."""
     torch.manual_seed(7)
     for case in fp8_cases("fused_qk_rope_reshape_and_cache", dtype):
-        plain = cases.Case(case.name, tuple(arg.to(dtype) if getattr(arg, "dtype", None) == FP8 else arg for arg in case.args), case.torch_own, case.in_place)
+        plain = cases.Case(
+            case.name,
+            tuple(
+                arg.to(dtype) if getattr(arg, "dtype", None) == FP8 else arg for arg in case.args
+            ),
+            case.torch_own,
+            case.in_place,
+        )
         query, *caches = case.run(implementation.function)
         expected_query, *expected = plain.run(implementation.function)
         assert torch.equal(query, expected_query)
@@ -226,26 +334,41 @@ def test_rotated_keys_are_rounded_once_more(dtype, implementation):
 
 @pytest.mark.parametrize(("dtype", "implementation"), with_cache("paged_attention", FP8), ids=label)
 def test_attention_over_fp8_is_that_over_its_numbers(dtype, implementation):
-    """And its error against the cache that was not rounded is that of 4 bits: some percent of what is summed up."""
+    """And its error against the cache that was not rounded is that of 4 bits: some percent of what
+    is summed up.
+    """
     torch.manual_seed(8)
     case = cases.attention_case([1, 1, 12], [200, 3, 70], (4, 2, 64), 16, dtype, 50)
     query, *caches = case.args[:3]
     rounded = [nearest_fp8(cache) for cache in caches]
-    (result,) = cases.Case(case.name, (query, *rounded, *case.args[3:]), case.torch_own).run(implementation.function)
-    same = cases.Case(case.name, (query, *(cache.to(dtype) for cache in rounded), *case.args[3:]), case.torch_own)
+    (result,) = cases.Case(case.name, (query, *rounded, *case.args[3:]), case.torch_own).run(
+        implementation.function
+    )
+    same = cases.Case(
+        case.name, (query, *(cache.to(dtype) for cache in rounded), *case.args[3:]), case.torch_own
+    )
     (truth,), (unrounded,) = same.truth(torch.float64), case.truth(torch.float64)
     allowed = 1e-6 if dtype == torch.float32 else 1.5 * error(same.truth(dtype), (truth,))
     assert result.dtype == dtype and error((result,), (truth,)) <= allowed
     assert 2**-7 < error((result,), (unrounded,)) / unrounded.square().mean().sqrt() < 2**-4
 
 
-@pytest.mark.parametrize(("cache_dtype", "implementation"), [(d, i) for d in (FP8, INT8) for _, i in with_cache("copy_blocks", d)[:2]], ids=label)
+@pytest.mark.parametrize(
+    ("cache_dtype", "implementation"),
+    [(d, i) for d in (FP8, INT8) for _, i in with_cache("copy_blocks", d)[:2]],
+    ids=label,
+)
 def test_blocks_of_bytes_are_copied_byte_by_byte(cache_dtype, implementation):
     torch.manual_seed(9)
-    source, destination = (torch.randint(256, (5, 8, 2, kv_cache_row(16, cache_dtype)), dtype=torch.uint8) for _ in range(2))
+    source, destination = (
+        torch.randint(256, (5, 8, 2, kv_cache_row(16, cache_dtype)), dtype=torch.uint8)
+        for _ in range(2)
+    )
     expected = destination.clone()
     expected[[0, 3]] = source[[4, 1]]
-    implementation.function([source.view(cache_dtype)], [destination.view(cache_dtype)], torch.tensor([[4, 0], [1, 3]]))
+    implementation.function(
+        [source.view(cache_dtype)], [destination.view(cache_dtype)], torch.tensor([[4, 0], [1, 3]])
+    )
     assert torch.equal(destination, expected)
 
 
@@ -253,26 +376,47 @@ def test_blocks_of_bytes_are_copied_byte_by_byte(cache_dtype, implementation):
 
 
 def turning(head_dim: int) -> torch.Tensor:
-    """[head_dim, head_dim] fp64: Sylvester's Hadamard matrix in blocks, of the largest power of two that divides head_dim."""
-    block, base = torch.ones(1, 1, dtype=torch.float64), torch.tensor([[1, 1], [1, -1]], dtype=torch.float64)
+    """[head_dim, head_dim] fp64: Sylvester's Hadamard matrix in blocks, of the largest power of two
+    that divides head_dim.
+    """
+    block, base = (
+        torch.ones(1, 1, dtype=torch.float64),
+        torch.tensor([[1, 1], [1, -1]], dtype=torch.float64),
+    )
     while head_dim % (2 * len(block)) == 0:
         block = torch.kron(block, base)
     return torch.block_diag(*[block] * (head_dim // len(block)))
 
 
 def take_apart(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache in int8: whole numbers [num_blocks, block_size, NKV, D] and scales [num_blocks, block_size, NKV, 1], fp64."""
+    """A cache in int8: whole numbers [num_blocks, block_size, NKV, D] and scales [num_blocks,
+    block_size, NKV, 1], fp64.
+    """
     (num_blocks, block_size, heads, row), blocks = cache.shape, cache.flatten(1)
     count = block_size * heads * (row - 4)
-    scales = blocks[:, count:].contiguous().view(torch.float32).view(num_blocks, heads, block_size, 1).transpose(1, 2)
-    return blocks[:, :count].reshape(num_blocks, block_size, heads, row - 4).double(), scales.double()
+    scales = (
+        blocks[:, count:]
+        .contiguous()
+        .view(torch.float32)
+        .view(num_blocks, heads, block_size, 1)
+        .transpose(1, 2)
+    )
+    return blocks[:, :count].reshape(
+        num_blocks, block_size, heads, row - 4
+    ).double(), scales.double()
 
 
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 128, 256])
-@pytest.mark.parametrize(("dtype", "implementation"), with_cache("reshape_and_cache", INT8), ids=label)
-def test_heads_in_int8_are_the_nearest_whole_numbers_of_their_scale(dtype, implementation, head_dim):
+@pytest.mark.parametrize(
+    ("dtype", "implementation"), with_cache("reshape_and_cache", INT8), ids=label
+)
+def test_heads_in_int8_are_the_nearest_whole_numbers_of_their_scale(
+    dtype, implementation, head_dim
+):
     torch.manual_seed(10)
-    heads = torch.randn(2, 30, 3, head_dim) * torch.exp2(torch.randint(-40, 40, (2, 30, 3, 1)).float())
+    heads = torch.randn(2, 30, 3, head_dim) * torch.exp2(
+        torch.randint(-40, 40, (2, 30, 3, 1)).float()
+    )
     heads[0, :, :, 5] *= 100  # a channel as keys have them
     heads[:, 7], heads[:, 8, 1], heads[:, 9] = 0, 1e-38, torch.eye(3, head_dim)
     key, value = heads = heads.to(dtype)
@@ -288,34 +432,57 @@ def test_heads_in_int8_are_the_nearest_whole_numbers_of_their_scale(dtype, imple
         assert (numbers[others] == 77).all() and (scales[others] == untouched).all()
         x, numbers, scales = x[kept], numbers[slots[kept]], scales[slots[kept]]
         largest = x.abs().amax(-1, keepdim=True)
-        torch.testing.assert_close(scales, torch.where(largest > 1e-30, largest / 127, 0.0), rtol=1e-6, atol=0)
-        assert ((numbers * scales - x).abs() <= 0.5001 * scales + 1e-30).all() and numbers.abs().max() == 127
+        torch.testing.assert_close(
+            scales, torch.where(largest > 1e-30, largest / 127, 0.0), rtol=1e-6, atol=0
+        )
+        assert (
+            (numbers * scales - x).abs() <= 0.5001 * scales + 1e-30
+        ).all() and numbers.abs().max() == 127
     bad = torch.tensor([torch.nan, torch.inf, -torch.inf]).to(dtype)
     key[:3, 1, 2] = value[:3, 1, 2] = bad
     implementation.function(key, value, *caches, slots)
     for cache in caches:
         scales = take_apart(cache)[1].flatten(0, 1)[slots[:4]]
-        assert scales[:3, 1].isnan().all() and scales[3].isfinite().all() and scales[:3, [0, 2]].isfinite().all()
+        assert (
+            scales[:3, 1].isnan().all()
+            and scales[3].isfinite().all()
+            and scales[:3, [0, 2]].isfinite().all()
+        )
 
 
 @pytest.mark.parametrize("head_dim", [32, 80])
-@pytest.mark.parametrize(("dtype", "implementation"), with_cache("paged_attention", INT8), ids=label)
+@pytest.mark.parametrize(
+    ("dtype", "implementation"), with_cache("paged_attention", INT8), ids=label
+)
 def test_attention_over_int8_is_that_over_its_numbers(dtype, implementation, head_dim):
-    """And its error against the cache that was not rounded is that of 8 bits, even where a channel of all keys is thirty times the others."""
+    """And its error against the cache that was not rounded is that of 8 bits, even where a channel
+    of all keys is thirty times the others.
+    """
     torch.manual_seed(11)
     case = cases.attention_case([1, 1, 12], [200, 3, 70], (4, 2, head_dim), 16, dtype, 50, 3.0)
     query, *plain = case.args[:3]
     plain[0][..., 5] *= 30
     query[..., 5] /= 30
-    store = next(i.function for i in registry.implementations("reshape_and_cache") if i.name == "reference")
+    store = next(
+        i.function for i in registry.implementations("reshape_and_cache") if i.name == "reference"
+    )
     caches = torch.empty(2, *plain[0].shape[:3], kv_cache_row(head_dim, INT8), dtype=INT8)
-    store(*(cache.flatten(0, 1) for cache in plain), *caches, torch.arange(plain[0].shape[0] * plain[0].shape[1]))
-    (result,) = cases.Case(case.name, (query, *caches, *case.args[3:]), case.torch_own).run(implementation.function)
+    store(
+        *(cache.flatten(0, 1) for cache in plain),
+        *caches,
+        torch.arange(plain[0].shape[0] * plain[0].shape[1]),
+    )
+    (result,) = cases.Case(case.name, (query, *caches, *case.args[3:]), case.torch_own).run(
+        implementation.function
+    )
     (keys, key_scales), (values, value_scales) = map(take_apart, caches)
     matrix = turning(head_dim)
     keys = keys * key_scales @ matrix / (matrix[0] != 0).sum()
     (truth,) = case.torch_own(query.double(), keys, values * value_scales, *case.args[3:])
     (unrounded,) = case.truth(torch.float64)
     size = truth.square().mean().sqrt()
-    assert result.dtype == dtype and error((result,), (truth,)) < (1e-6 if dtype == torch.float32 else 2**-7) * size
+    assert (
+        result.dtype == dtype
+        and error((result,), (truth,)) < (1e-6 if dtype == torch.float32 else 2**-7) * size
+    )
     assert 2**-9 < error((result,), (unrounded,)) / size < 2**-5

@@ -1,6 +1,4 @@
-"""The registry: who is chosen, what an override may say, and what is refused.
-May know: the registry's public functions.
-Must not know: what any operation computes."""
+"""The registry: who is chosen, what an override may say, and what is refused."""
 
 import logging
 
@@ -16,7 +14,10 @@ OURS = "native" if library else "cpu"  # what silu_and_mul is by default
 
 @pytest.fixture
 def add():
-    """Registers silu_and_mul implementations that go again with the test. They return the number they are made with."""
+    """Registers silu_and_mul implementations that go again with the test.
+
+    They return the number they are made with.
+    """
     before = {i.name for i in registry.implementations("silu_and_mul")}
 
     def add(name: str, answer: int, **options) -> None:
@@ -33,7 +34,9 @@ def add():
 def test_every_operation_has_a_reference_that_runs_everywhere():
     for op in registry.CONTRACTS:
         reference = next(i for i in registry.implementations(op) if i.name == "reference")
-        assert reference.priority == 0 and reference.predicate(registry.Facts("anything", torch.float16))
+        assert reference.priority == 0 and reference.predicate(
+            registry.Facts("anything", torch.float16)
+        )
 
 
 def test_the_table_has_one_attribute_per_operation():
@@ -69,7 +72,9 @@ def test_predicates_see_the_facts(add):
         return facts.dtype == torch.bfloat16 and facts.head_dim == 64
 
     add("picky", 1, predicate=predicate)
-    assert select("cpu", torch.bfloat16, head_dim=64, num_heads=14).chosen["silu_and_mul"] == "picky"
+    assert (
+        select("cpu", torch.bfloat16, head_dim=64, num_heads=14).chosen["silu_and_mul"] == "picky"
+    )
     assert seen[-1] == registry.Facts("cpu", torch.bfloat16, head_dim=64, num_heads=14)
     assert select("cpu", torch.bfloat16).chosen["silu_and_mul"] == OURS
     assert select("cpu", torch.float32, head_dim=64).chosen["silu_and_mul"] == OURS
@@ -103,12 +108,19 @@ def test_overrides_that_cannot_be_met_are_refused_by_name(add):
 def test_registrations_that_cannot_work_are_refused(add):
     with pytest.raises(InvalidParameterError, match="op: unknown operation 'silu'.*silu_and_mul"):
         register("silu", name="mine")
-    with pytest.raises(InvalidParameterError, match=r"function: silu_and_mul takes \(x\), but implementation 'mine' takes \(x, y\)"):
+    with pytest.raises(
+        InvalidParameterError,
+        match=r"function: silu_and_mul takes \(x\), but implementation 'mine' takes \(x, y\)",
+    ):
         register("silu_and_mul", name="mine")(lambda x, y: x)
     add("mine", 1)
-    with pytest.raises(InvalidParameterError, match="name: silu_and_mul already has an implementation 'mine'"):
+    with pytest.raises(
+        InvalidParameterError, match="name: silu_and_mul already has an implementation 'mine'"
+    ):
         register("silu_and_mul", name="mine")(lambda x: x)
-    with pytest.raises(InvalidParameterError, match="name: silu_and_mul has no implementation 'yours'"):
+    with pytest.raises(
+        InvalidParameterError, match="name: silu_and_mul has no implementation 'yours'"
+    ):
         unregister("silu_and_mul", "yours")
     with pytest.raises(TypeError):
         select("cpu", torch.float32, num_layers=3)  # not a fact

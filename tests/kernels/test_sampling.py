@@ -1,6 +1,6 @@
-"""The sampler draws from exactly the distribution it was asked for, and from nothing else but the row.
-May know: the contracts of the sampling operations; published Philox vectors.
-Must not know: which implementations there are: all that are registered are tried."""
+"""The sampler draws from exactly the distribution it was asked for, and from nothing else but the
+row.
+"""
 
 import math
 
@@ -23,13 +23,22 @@ def each(op: str):
 
 
 def params(rows: list[dict]) -> list[Tensor]:
-    """[{"temperature": …, …}] -> the columns that sample_tokens takes before seeds and positions."""
+    """[{"temperature": …, …}] -> the columns that sample_tokens takes before seeds and
+    positions.
+    """
     columns = {name: torch.tensor([(NEUTRAL | row)[name] for row in rows]) for name in NEUTRAL}
-    return [columns["temperature"].float(), columns["top_k"].int(), columns["top_p"].float(), columns["min_p"].float()]
+    return [
+        columns["temperature"].float(),
+        columns["top_k"].int(),
+        columns["top_p"].float(),
+        columns["min_p"].float(),
+    ]
 
 
 def draw(sample_tokens, logits: Tensor, num_draws: int, **filters) -> Tensor:
-    """[num_draws] tokens of one row of logits [V], half over the seeds and half over the positions."""
+    """[num_draws] tokens of one row of logits [V], half over the seeds and half over the
+    positions.
+    """
     seeds = torch.arange(num_draws).where(torch.arange(num_draws) % 2 == 0, torch.tensor(12345))
     positions = torch.arange(num_draws).where(torch.arange(num_draws) % 2 == 1, torch.tensor(67))
     columns = [column.expand(num_draws) for column in params([filters])]
@@ -42,28 +51,48 @@ def draw(sample_tokens, logits: Tensor, num_draws: int, **filters) -> Tensor:
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
     [  # Random123's kat_vectors, the lines "philox4x32 10"
-        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+        (
+            "00000000 00000000 00000000 00000000",
+            "00000000 00000000",
+            "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+        ),
+        (
+            "ffffffff ffffffff ffffffff ffffffff",
+            "ffffffff ffffffff",
+            "408f276d 41c83b0e a20bc7c6 6d5451fd",
+        ),
+        (
+            "243f6a88 85a308d3 13198a2e 03707344",
+            "a4093822 299f31d0",
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
     ],
 )
 def test_philox_gives_the_published_numbers(counter, key, expected):
     def words(text: str) -> tuple[Tensor, ...]:
         return tuple(torch.tensor([int(word, 16)]) for word in text.split())
 
-    assert [int(word) for word in philox4x32(words(counter), words(key))] == [int(word, 16) for word in expected.split()]
+    assert [int(word) for word in philox4x32(words(counter), words(key))] == [
+        int(word, 16) for word in expected.split()
+    ]
 
 
 @each("random_gumbel")
 def test_gumbel_noise_is_the_documented_function_of_its_words(random_gumbel):
-    """Every element against Python's integers and doubles; seeds and positions use their high words too."""
+    """Every element against Python's integers and doubles; seeds and positions use their high words
+    too.
+    """
     seeds, positions = torch.tensor([0, 2**63 - 1, 5 + 2**40]), torch.tensor([0, 2**33 + 7, 9])
     noise = random_gumbel(seeds, positions, 11)
     for row, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist())):
         for token in range(11):
-            word = python_philox([token // 4, position % 2**32, position >> 32, 0], [seed % 2**32, seed >> 32])[token % 4]
+            word = python_philox(
+                [token // 4, position % 2**32, position >> 32, 0], [seed % 2**32, seed >> 32]
+            )[token % 4]
             u = min((word + 0.5) * 2**-32, 1 - 2**-24)
-            assert noise[row, token].item() == pytest.approx(-math.log(-math.log1p(-u)), rel=1e-5, abs=1e-6)
+            assert noise[row, token].item() == pytest.approx(
+                -math.log(-math.log1p(-u)), rel=1e-5, abs=1e-6
+            )
 
 
 def python_philox(counter: list[int], key: list[int]) -> list[int]:
@@ -80,22 +109,29 @@ def python_philox(counter: list[int], key: list[int]) -> list[int]:
 def test_gumbel_noise_has_its_moments_and_no_infinities(random_gumbel):
     noise = random_gumbel(torch.arange(64), torch.arange(64) * 31, 4096).double()
     assert noise.isfinite().all()
-    assert noise.mean().item() == pytest.approx(0.5772157, abs=0.01)  # Euler's constant; the mean's own deviation is 0.0025
+    # Euler's constant; the mean's own deviation is 0.0025
+    assert noise.mean().item() == pytest.approx(0.5772157, abs=0.01)
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.03)
-    neighbours = torch.corrcoef(torch.stack((noise[:, :-1].flatten(), noise[:, 1:].flatten())))[0, 1]
+    neighbours = torch.corrcoef(torch.stack((noise[:, :-1].flatten(), noise[:, 1:].flatten())))[
+        0, 1
+    ]
     assert abs(neighbours) < 0.01
 
 
 @each("random_gumbel")
 def test_more_tokens_do_not_change_the_first_ones(random_gumbel):
     seeds, positions = torch.tensor([3, 4]), torch.tensor([8, 9])
-    torch.testing.assert_close(random_gumbel(seeds, positions, 6), random_gumbel(seeds, positions, 99)[:, :6])
+    torch.testing.assert_close(
+        random_gumbel(seeds, positions, 6), random_gumbel(seeds, positions, 99)[:, :6]
+    )
 
 
 # ---------------------------------------------------------------- which tokens, how often
 
 
-def exact_distribution(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+def exact_distribution(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> Tensor:
     """In Python, token by token, from the contract's words."""
     weights = (logits.double() / temperature).softmax(-1).tolist()
     order = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
@@ -127,7 +163,9 @@ FILTERS = [
 @each("sample_tokens")
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_draws_follow_the_exact_distribution(sample_tokens, filters):
-    """Chi-square at 12 tokens, 2000 draws: below the 0.9999 quantile of 11 degrees of freedom, fixed draws, so it never flickers."""
+    """Chi-square at 12 tokens, 2000 draws: below the 0.9999 quantile of 11 degrees of freedom,
+    fixed draws, so it never flickers.
+    """
     torch.manual_seed(1)
     logits, num_draws = torch.randn(12) * 1.5, 2000
     probs = exact_distribution(logits, **(NEUTRAL | filters))
@@ -141,19 +179,34 @@ def test_draws_follow_the_exact_distribution(sample_tokens, filters):
 @each("sample_tokens")
 def test_no_filters_are_filters_that_keep_all(sample_tokens):
     torch.manual_seed(9)
-    logits, seeds, positions = torch.randn(9, 3000) * 3, torch.randint(0, 2**62, (9,)), torch.randint(0, 2**20, (9,))
+    logits, seeds, positions = (
+        torch.randn(9, 3000) * 3,
+        torch.randint(0, 2**62, (9,)),
+        torch.randint(0, 2**20, (9,)),
+    )
     logits[4, 5:] = -math.inf
-    temperature, *filters = params([{"temperature": t} for t in (0.0, 0.01, 0.5, 0.8, 1.0, 1.3, 5.0, 0.0, 1.0)])
+    temperature, *filters = params(
+        [{"temperature": t} for t in (0.0, 0.01, 0.5, 0.8, 1.0, 1.3, 5.0, 0.0, 1.0)]
+    )
     drawn = sample_tokens(logits.clone(), temperature, None, None, None, seeds, positions)
-    assert torch.equal(drawn, sample_tokens(logits.clone(), temperature, *filters, seeds, positions))
+    assert torch.equal(
+        drawn, sample_tokens(logits.clone(), temperature, *filters, seeds, positions)
+    )
 
 
 @each("sample_tokens")
 def test_a_large_vocabulary_is_drawn_from_in_full(sample_tokens):
-    """A flat distribution over more tokens than any list of candidates: each quarter of the vocabulary gets its share."""
+    """A flat distribution over more tokens than any list of candidates: each quarter of the
+    vocabulary gets its share.
+    """
     num_draws = 400
     flat = torch.zeros(2400)
-    tokens = torch.cat([draw(sample_tokens, flat, num_draws, **filters) for filters in ({}, {"top_p": 0.9999}, {"top_k": 2399})])
+    tokens = torch.cat(
+        [
+            draw(sample_tokens, flat, num_draws, **filters)
+            for filters in ({}, {"top_p": 0.9999}, {"top_k": 2399})
+        ]
+    )
     counts = torch.histc(tokens.double(), bins=4, min=0, max=2400)
     assert (counts - 300).abs().max() < 60  # four deviations of 15
 
@@ -174,7 +227,11 @@ def test_equal_logits_are_kept_from_the_lowest_index(sample_tokens):
     two_highest = torch.tensor([0.0, 2.0, 1.0, 2.0])
     assert survivors(sample_tokens, two_highest, top_k=1) == {1}
     assert survivors(sample_tokens, two_highest, min_p=1.0) == {1, 3}
-    assert survivors(sample_tokens, two_highest, top_k=0) == survivors(sample_tokens, two_highest, top_k=-1) == {0, 1, 2, 3}
+    assert (
+        survivors(sample_tokens, two_highest, top_k=0)
+        == survivors(sample_tokens, two_highest, top_k=-1)
+        == {0, 1, 2, 3}
+    )
 
 
 @each("sample_tokens")
@@ -185,26 +242,31 @@ def test_equal_logits_across_many_candidates(sample_tokens):
     assert max(survivors(sample_tokens, logits, top_k=100)) < 2100
     assert max(survivors(sample_tokens, logits, top_p=0.5)) < 3000
     wide = survivors(sample_tokens, logits, min_p=0.5)
-    assert 2000 <= min(wide) and 3000 < max(wide) < 4000
+    assert min(wide) >= 2000 and 3000 < max(wide) < 4000
     few = torch.full((6000,), -50.0)
-    few[3010:5010:10] = 1.0  # 200 equal ones: none falls off the short list, but half of them are cut
+    # 200 equal ones: none falls off the short list, but half of them are cut
+    few[3010:5010:10] = 1.0
     assert max(survivors(sample_tokens, few, top_k=100)) < 4010
 
 
 @each("sample_tokens")
 def test_top_p_is_a_share_of_the_whole_row(sample_tokens):
-    """Ten tokens of 5 % each, the other half of the mass spread over thousands that no short list holds."""
+    """Ten tokens of 5 % each, the other half of the mass spread over thousands that no short list
+    holds.
+    """
     logits = torch.full((6010,), 0.5 / 6000).log()
     logits[600:610] = torch.tensor(0.05).log()
     assert survivors(sample_tokens, logits, top_p=0.42) == set(range(600, 609))
-    assert survivors(sample_tokens, logits, top_p=0.42, min_p=0.01) == set(range(600, 605))  # of the ten alone: 5 tenths reach 0.42
+    # of the ten alone: 5 tenths reach 0.42
+    assert survivors(sample_tokens, logits, top_p=0.42, min_p=0.01) == set(range(600, 605))
 
 
 @each("sample_tokens")
 def test_stages_come_in_vllms_order(sample_tokens):
     """top_p is a share of what top_k left; temperature comes before min_p."""
     logits = torch.tensor([0.5, 0.3, 0.1, 0.1]).log()
-    assert survivors(sample_tokens, logits, top_k=2, top_p=0.6) == {0}  # 0.5 / 0.8 is enough; of everything it is not
+    # 0.5 / 0.8 is enough; of everything it is not
+    assert survivors(sample_tokens, logits, top_k=2, top_p=0.6) == {0}
     assert survivors(sample_tokens, logits, top_p=0.6) == {0, 1}
     assert survivors(sample_tokens, logits, min_p=0.5) == {0, 1}
     assert survivors(sample_tokens, logits, min_p=0.5, temperature=3.0) == {0, 1, 2, 3}
@@ -237,19 +299,38 @@ def test_argmax_is_the_lowest_index_of_the_largest(argmax, vocab_size):
     for row in range(12):
         values = logits[row].tolist()
         assert is_finite[row].item() == all(math.isfinite(value) for value in values)
-        assert 0 <= token_ids[row] < vocab_size if row == 10 else token_ids[row] == values.index(max(values))
+        assert (
+            0 <= token_ids[row] < vocab_size
+            if row == 10
+            else token_ids[row] == values.index(max(values))
+        )
 
 
 @each("sample_tokens")
 def test_greedy_takes_the_lowest_of_the_largest(sample_tokens):
-    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0], [-math.inf, -5.0, -math.inf, -5.0]])
+    logits = torch.tensor(
+        [[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0], [-math.inf, -5.0, -math.inf, -5.0]]
+    )
     for temperature in (0.0, 1e-6):
-        assert draw_rows(sample_tokens, logits, [{"temperature": temperature, "top_k": 2}] * 3).tolist() == [1, 0, 1]
+        assert draw_rows(
+            sample_tokens, logits, [{"temperature": temperature, "top_k": 2}] * 3
+        ).tolist() == [1, 0, 1]
 
 
-def draw_rows(sample_tokens, logits: Tensor, rows: list[dict], seeds: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+def draw_rows(
+    sample_tokens,
+    logits: Tensor,
+    rows: list[dict],
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
     numbers = torch.arange(len(rows))
-    return sample_tokens(logits, *params(rows), numbers if seeds is None else seeds, numbers if positions is None else positions)
+    return sample_tokens(
+        logits,
+        *params(rows),
+        numbers if seeds is None else seeds,
+        numbers if positions is None else positions,
+    )
 
 
 @each("sample_tokens")
@@ -279,9 +360,19 @@ def test_filters_of_the_reference_are_the_contract():
     torch.manual_seed(3)
     for _ in range(60):
         logits = torch.randint(-4, 4, (15,)).float() / 2
-        top_k, top_p, min_p = int(torch.randint(0, 16, ())), float(torch.rand(()).clamp(min=0.01)), float(torch.rand(()) ** 3)
+        top_k, top_p, min_p = (
+            int(torch.randint(0, 16, ())),
+            float(torch.rand(()).clamp(min=0.01)),
+            float(torch.rand(()) ** 3),
+        )
         order = logits.argsort(descending=True, stable=True)
-        kept = keep_tokens(logits - logits.max(), order, torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
+        kept = keep_tokens(
+            logits - logits.max(),
+            order,
+            torch.tensor(top_k),
+            torch.tensor(top_p),
+            torch.tensor(min_p),
+        )
         assert torch.equal(kept, exact_distribution(logits, 1.0, top_k, top_p, min_p) > 0)
 
 
@@ -289,7 +380,9 @@ def test_filters_of_the_reference_are_the_contract():
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_row_does_not_depend_on_its_batch_mates(sample_tokens, data):
-    """Any mix of rows, drawn together, in another order and one by one: the same tokens; and those of the reference."""
+    """Any mix of rows, drawn together, in another order and one by one: the same tokens; and those
+    of the reference.
+    """
     vocab_size = data.draw(st.sampled_from([5, 512, 3000]))
     row = st.fixed_dictionaries(
         {
@@ -307,11 +400,18 @@ def test_a_row_does_not_depend_on_its_batch_mates(sample_tokens, data):
     seeds, positions = torch.randint(0, 2**62, (len(rows),)), torch.randint(0, 5000, (len(rows),))
     together = draw_rows(sample_tokens, logits, rows, seeds, positions)
     order = torch.randperm(len(rows))
-    shuffled = draw_rows(sample_tokens, logits[order], [rows[i] for i in order], seeds[order], positions[order])
+    shuffled = draw_rows(
+        sample_tokens, logits[order], [rows[i] for i in order], seeds[order], positions[order]
+    )
     assert torch.equal(shuffled, together[order])
-    alone = [draw_rows(sample_tokens, logits[i, None], [rows[i]], seeds[i, None], positions[i, None]) for i in range(len(rows))]
+    alone = [
+        draw_rows(sample_tokens, logits[i, None], [rows[i]], seeds[i, None], positions[i, None])
+        for i in range(len(rows))
+    ]
     assert torch.equal(torch.cat(alone), together)
-    reference = next(i.function for i in registry.implementations("sample_tokens") if i.name == "reference")
+    reference = next(
+        i.function for i in registry.implementations("sample_tokens") if i.name == "reference"
+    )
     assert torch.equal(draw_rows(reference, logits, rows, seeds, positions), together)
 
 
@@ -329,7 +429,9 @@ def test_a_row_with_nan_spoils_only_itself(sample_tokens):
 
 
 @each("sample_tokens")
-@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_k": 40, "top_p": 0.9, "min_p": 0.05}], ids=str)
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 5}, {"top_k": 40, "top_p": 0.9, "min_p": 0.05}], ids=str
+)
 def test_rows_of_nothing_but_nan_give_some_token(sample_tokens, filters):
     logits, ids = torch.full((2, 3000), math.nan), torch.arange(2)
     token_ids = sample_tokens(logits, *params([filters, filters]), ids, ids)
@@ -379,7 +481,10 @@ def test_penalties_are_those_of_the_plain_reading(apply_penalties, data):
     pairs = pairs[torch.randperm(len(pairs))]
     rows, token_ids = pairs.unbind(1)
     counts = torch.randint(0, 4, (len(pairs),), dtype=torch.int32)
-    of_rows = [torch.tensor([data.draw(st.sampled_from(values)) for _ in range(num_rows)]) for values in ([1.0, 0.6, 1.7], *[[0.0, -1.5, 0.8]] * 2)]
+    of_rows = [
+        torch.tensor([data.draw(st.sampled_from(values)) for _ in range(num_rows)])
+        for values in ([1.0, 0.6, 1.7], *[[0.0, -1.5, 0.8]] * 2)
+    ]
     expected = logits.double()
     for row, token_id, count in zip(rows.tolist(), token_ids.tolist(), counts.tolist()):
         repetition, frequency, presence = (values[row].item() for values in of_rows)
@@ -389,7 +494,10 @@ def test_penalties_are_those_of_the_plain_reading(apply_penalties, data):
     is_touched = torch.zeros(logits.shape, dtype=torch.bool)
     is_touched[rows, token_ids] = True
     before = logits.clone()
-    assert apply_penalties(logits, rows, token_ids, counts, *(values[rows] for values in of_rows)) is None
+    assert (
+        apply_penalties(logits, rows, token_ids, counts, *(values[rows] for values in of_rows))
+        is None
+    )
     torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(logits[~is_touched], before[~is_touched])
     assert torch.equal(logits.isneginf(), before.isneginf())

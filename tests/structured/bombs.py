@@ -1,6 +1,6 @@
-"""Grammars that are small to send and large to compile, to walk, or to hold: what a hostile or careless client might ask for.
-May know: the dialects of StructuredOutputsParams.
-Must not know: which of them an engine refuses, or how."""
+"""Grammars that are small to send and large to compile, to walk, or to hold: what a hostile or
+careless client might ask for.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 
 def chain(link: Callable[[int], Any], last: Any, length: int) -> dict[str, Any]:
     """A schema that refers to a0, which refers to a1, and so on."""
-    return {"$ref": "#/$defs/a0", "$defs": {**{f"a{i}": link(i + 1) for i in range(length)}, f"a{length}": last}}
+    return {
+        "$ref": "#/$defs/a0",
+        "$defs": {**{f"a{i}": link(i + 1) for i in range(length)}, f"a{length}": last},
+    }
 
 
 def ref(i: int) -> dict[str, str]:
@@ -19,7 +22,13 @@ def ref(i: int) -> dict[str, str]:
 
 def rules(body: Callable[[int], str], last: str, count: int, name: str = "r") -> str:
     """A Lark grammar whose rule i is made of rule i + 1."""
-    return "\n".join([f"start: {name}0", *(f"{name}{i}: {body(i + 1)}" for i in range(count)), f"{name}{count}: {last}"])
+    return "\n".join(
+        [
+            f"start: {name}0",
+            *(f"{name}{i}: {body(i + 1)}" for i in range(count)),
+            f"{name}{count}: {last}",
+        ]
+    )
 
 
 def nested(depth: int, before: str, inside: str, after: str) -> str:
@@ -41,7 +50,9 @@ def regexes() -> dict[str, str]:
         "ten thousand brackets": nested(10_000, "(", "a", ")"),
         "half a megabyte of letters": "a" * 500_000,
         "a megabyte of letters": "a" * 1_000_000,
-        "forty thousand alternatives": "|".join(f"word{i * 7919 % 1_000_003}" for i in range(40_000)),
+        "forty thousand alternatives": "|".join(
+            f"word{i * 7919 % 1_000_003}" for i in range(40_000)
+        ),
         "unicode classes": "(\\p{L}\\p{M}*){1,2000}",
         "ten thousand options": "a?" * 10_000 + "b",
         "a hundred thousand options": "a?" * 100_000 + "b",
@@ -59,38 +70,93 @@ def choices() -> dict[str, list[str]]:
 
 def schemas() -> dict[str, Any]:
     def objects(count: int) -> dict[str, Any]:
-        return {"type": "object", "properties": {f"property_{i}": {"type": "string"} for i in range(count)}}
+        return {
+            "type": "object",
+            "properties": {f"property_{i}": {"type": "string"} for i in range(count)},
+        }
 
     return {
         "an enum of a hundred thousand": {"enum": [f"value {i}" for i in range(100_000)]},
         "an enum of thirty thousand": {"enum": [f"value {i}" for i in range(30_000)]},
         "an enum of numbers": {"enum": list(range(60_000))},
         "ten thousand properties": objects(10_000),
-        "two thousand required properties": {**objects(2000), "required": [f"property_{i}" for i in range(2000)]},
+        "two thousand required properties": {
+            **objects(2000),
+            "required": [f"property_{i}" for i in range(2000)],
+        },
         "a title of a megabyte": {"type": "string", "title": "x" * 1_000_000},
-        "an allOf of a megabyte": {"allOf": [{"properties": {f"p{i}": {"type": "integer"}}} for i in range(25_000)]},
-        "allOf of anyOfs": {"allOf": [{"anyOf": [{"properties": {f"p{i}_{j}": {"type": "null"}}} for j in range(10)]} for i in range(12)]},
-        "two thousand overlapping oneOfs": {"oneOf": [{"properties": {"a": {"const": i}}} for i in range(2000)]},
-        "a recursive tree": {"$ref": "#/$defs/n", "$defs": {"n": {"properties": {"l": {"$ref": "#/$defs/n"}, "r": {"$ref": "#/$defs/n"}}}}},
+        "an allOf of a megabyte": {
+            "allOf": [{"properties": {f"p{i}": {"type": "integer"}}} for i in range(25_000)]
+        },
+        "allOf of anyOfs": {
+            "allOf": [
+                {"anyOf": [{"properties": {f"p{i}_{j}": {"type": "null"}}} for j in range(10)]}
+                for i in range(12)
+            ]
+        },
+        "two thousand overlapping oneOfs": {
+            "oneOf": [{"properties": {"a": {"const": i}}} for i in range(2000)]
+        },
+        "a recursive tree": {
+            "$ref": "#/$defs/n",
+            "$defs": {
+                "n": {"properties": {"l": {"$ref": "#/$defs/n"}, "r": {"$ref": "#/$defs/n"}}}
+            },
+        },
         "itself": {"$ref": "#"},
         "a circle": chain(ref, ref(0), 1),
-        "doubling arrays": chain(lambda i: {"type": "array", "prefixItems": [ref(i)] * 2, "minItems": 2}, {"type": "null"}, 40),
-        "doubling allOfs": chain(lambda i: {"allOf": [ref(i)] * 2}, {"type": "string", "minLength": 2}, 40),
-        "doubling anyOfs": chain(lambda i: {"anyOf": [ref(i)] * 2}, {"type": "string", "minLength": 2}, 40),
-        "a chain of five thousand arrays": chain(lambda i: {"type": "array", "prefixItems": [ref(i)], "minItems": 1}, {"type": "null"}, 5000),
-        "a chain of five thousand anyOfs": chain(lambda i: {"anyOf": [{"const": i}, ref(i)]}, {"type": "null"}, 5000),
+        "doubling arrays": chain(
+            lambda i: {"type": "array", "prefixItems": [ref(i)] * 2, "minItems": 2},
+            {"type": "null"},
+            40,
+        ),
+        "doubling allOfs": chain(
+            lambda i: {"allOf": [ref(i)] * 2}, {"type": "string", "minLength": 2}, 40
+        ),
+        "doubling anyOfs": chain(
+            lambda i: {"anyOf": [ref(i)] * 2}, {"type": "string", "minLength": 2}, 40
+        ),
+        "a chain of five thousand arrays": chain(
+            lambda i: {"type": "array", "prefixItems": [ref(i)], "minItems": 1},
+            {"type": "null"},
+            5000,
+        ),
+        "a chain of five thousand anyOfs": chain(
+            lambda i: {"anyOf": [{"const": i}, ref(i)]}, {"type": "null"}, 5000
+        ),
         "ten thousand objects deep": nested(10_000, '{"properties":{"a":', "{}", "}}"),
-        "a hundred objects deep": nested(100, '{"type":"object","required":["a"],"properties":{"a":', "{}", "}}"),
+        "a hundred objects deep": nested(
+            100, '{"type":"object","required":["a"],"properties":{"a":', "{}", "}}"
+        ),
         "ten thousand brackets of JSON": "[" * 10_000,
-        "patterns of properties": {"patternProperties": {f"^(a|b)*{c}(a|b){{30}}$": {"type": "integer"} for c in "abcdef"}},
-        "a thousand patterns of properties": {"patternProperties": {f"^x{i}.*": {"type": "integer"} for i in range(1000)}},
-        "a billion items at least": {"type": "array", "minItems": 10**9, "items": {"type": "integer"}},
-        "a million items at most": {"type": "array", "maxItems": 10**6, "items": {"type": "object"}},
+        "patterns of properties": {
+            "patternProperties": {f"^(a|b)*{c}(a|b){{30}}$": {"type": "integer"} for c in "abcdef"}
+        },
+        "a thousand patterns of properties": {
+            "patternProperties": {f"^x{i}.*": {"type": "integer"} for i in range(1000)}
+        },
+        "a billion items at least": {
+            "type": "array",
+            "minItems": 10**9,
+            "items": {"type": "integer"},
+        },
+        "a million items at most": {
+            "type": "array",
+            "maxItems": 10**6,
+            "items": {"type": "object"},
+        },
         "a billion letters at least": {"type": "string", "minLength": 10**9},
         "a billion letters at most": {"type": "string", "maxLength": 10**9},
-        "a pattern of nested counts": {"type": "string", "pattern": "^(([a-z]{1,100}){1,100}){1,100}$"},
+        "a pattern of nested counts": {
+            "type": "string",
+            "pattern": "^(([a-z]{1,100}){1,100}){1,100}$",
+        },
         "a multiple of a large prime": {"type": "integer", "multipleOf": 999_999_937},
-        "a multiple of four primes": {"allOf": [{"type": "integer", "multipleOf": p} for p in (999_983, 999_979, 999_961, 999_959)]},
+        "a multiple of four primes": {
+            "allOf": [
+                {"type": "integer", "multipleOf": p} for p in (999_983, 999_979, 999_961, 999_959)
+            ]
+        },
         "a huge range": {"type": "number", "minimum": -1.23456789e300, "maximum": 1.23456789e300},
     }
 

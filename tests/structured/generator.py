@@ -1,6 +1,6 @@
-"""Random schemas, regexes and choices, and whether a text is what they ask for, by jsonschema, re and equality.
-May know: StructuredOutputsParams, jsonschema, re; what both Rust's regexes and Python's mean alike.
-Must not know: the engine, llguidance."""
+"""Random schemas, regexes and choices, and whether a text is what they ask for, by jsonschema, re
+and equality.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +13,60 @@ from typing import Any
 import jsonschema
 from quire.ipc.params import STRUCTURED_KINDS, StructuredOutputsParams
 
-WORDS = ("name", "age", "id", "x", "tags", "last name", "ü", "a/b", 'q"q', "point", "kind", "items", "$ref", "0", "value_2")
+WORDS = (
+    "name",
+    "age",
+    "id",
+    "x",
+    "tags",
+    "last name",
+    "ü",
+    "a/b",
+    'q"q',
+    "point",
+    "kind",
+    "items",
+    "$ref",
+    "0",
+    "value_2",
+)
 LITERALS = "abcxyz019 _-@:.,é"
-# Not \d, \w and \s: they are Unicode's in Rust and in Python, but not of the same year, and what counts as a letter differs. In a schema's
-# patterns, where llguidance has them ASCII, \d and \w are among Python's.
-CLASSES = ("[a-z]", "[A-Z0-9]", "[^a-z ]", "[0-9]", "[0-9a-f]", "[_-]", ".", "[a-zA-Z0-9_]", "[áéí]", "[ \\t]")
-# Formats are shapes to llguidance: it lets through the 31st of any month, and the year 0, of which Python has no dates.
+# Not \d, \w and \s: they are Unicode's in Rust and in Python, but not of the same year, and what
+# counts as a letter differs. In a schema's patterns, where llguidance has them ASCII, \d and \w are
+# among Python's.
+CLASSES = (
+    "[a-z]",
+    "[A-Z0-9]",
+    "[^a-z ]",
+    "[0-9]",
+    "[0-9a-f]",
+    "[_-]",
+    ".",
+    "[a-zA-Z0-9_]",
+    "[áéí]",
+    "[ \\t]",
+)
+# Formats are shapes to llguidance: it lets through the 31st of any month, and the year 0, of which
+# Python has no dates.
 FORMAT_CHECKER = jsonschema.FormatChecker(("ipv4", "ipv6", "uuid", "email"))
 FORMATS = ("date", "time", "date-time", "ipv4", "ipv6", "uuid", "email")
 
 
 def random_params(seed: int) -> StructuredOutputsParams:
-    """The same for the same seed: half schemas, a third regexes, the rest choices and plain objects."""
+    """The same for the same seed: half schemas, a third regexes, the rest choices and plain
+    objects.
+    """
     rng = random.Random(seed)
     kind = rng.choices(["json", "regex", "choice", "json_object"], [50, 33, 15, 2])[0]
     if kind == "json":
         schema = random_schema(rng, 3)
         # A small model that may write blanks without end does so, and then shows nothing.
-        whitespace = rng.choices([{}, {"disable_any_whitespace": True}, {"whitespace_pattern": " ?"}], [1, 6, 3])[0]
-        return StructuredOutputsParams(json=schema if rng.random() < 0.5 else json.dumps(schema), **whitespace)
+        whitespace = rng.choices(
+            [{}, {"disable_any_whitespace": True}, {"whitespace_pattern": " ?"}], [1, 6, 3]
+        )[0]
+        return StructuredOutputsParams(
+            json=schema if rng.random() < 0.5 else json.dumps(schema), **whitespace
+        )
     if kind == "regex":
         return StructuredOutputsParams(regex=random_regex(rng, 3))
     if kind == "choice":
@@ -48,7 +83,11 @@ def random_text(rng: random.Random) -> str:
 
 
 def random_regex(rng: random.Random, depth: int) -> str:
-    kind = rng.choice(["literal", "class", "sequence", "alternatives", "repeated", "group"] if depth else ["literal", "class"])
+    kind = rng.choice(
+        ["literal", "class", "sequence", "alternatives", "repeated", "group"]
+        if depth
+        else ["literal", "class"]
+    )
     if kind == "literal":
         return "".join(re.escape(rng.choice(LITERALS)) for _ in range(rng.randint(1, 4)))
     if kind == "class":
@@ -60,7 +99,9 @@ def random_regex(rng: random.Random, depth: int) -> str:
     if kind == "group":
         return f"({random_regex(rng, depth - 1)})"
     low = rng.randint(0, 4)
-    count = rng.choice(["?", "*", "+", f"{{{low}}}", f"{{{low},{low + rng.randint(0, 6)}}}", f"{{{low},}}"])
+    count = rng.choice(
+        ["?", "*", "+", f"{{{low}}}", f"{{{low},{low + rng.randint(0, 6)}}}", f"{{{low},}}"]
+    )
     return f"(?:{random_regex(rng, depth - 1)}){count}"
 
 
@@ -89,13 +130,33 @@ def _string(rng: random.Random, depth: int) -> dict[str, Any]:
 def _integer(rng: random.Random, depth: int) -> dict[str, Any]:
     low = rng.randint(-1000, 1000)
     bounds = {"minimum": low, "maximum": low + rng.randint(0, 5000)}
-    return {"type": "integer", **rng.choice([bounds, bounds, {"exclusiveMinimum": low, "exclusiveMaximum": low + 7}, {"multipleOf": 5, **bounds}])}
+    return {
+        "type": "integer",
+        **rng.choice(
+            [
+                bounds,
+                bounds,
+                {"exclusiveMinimum": low, "exclusiveMaximum": low + 7},
+                {"multipleOf": 5, **bounds},
+            ]
+        ),
+    }
 
 
 def _number(rng: random.Random, depth: int) -> dict[str, Any]:
     low = round(rng.uniform(-100, 100), rng.randint(0, 3))
     bounds = {"minimum": low, "maximum": low + rng.randint(1, 50)}
-    return {"type": "number", **rng.choices([bounds, {**bounds, "multipleOf": 0.25}, {"multipleOf": 0.5, "minimum": 0, "maximum": 9}], [1, 3, 3])[0]}
+    return {
+        "type": "number",
+        **rng.choices(
+            [
+                bounds,
+                {**bounds, "multipleOf": 0.25},
+                {"multipleOf": 0.5, "minimum": 0, "maximum": 9},
+            ],
+            [1, 3, 3],
+        )[0],
+    }
 
 
 def _enum(rng: random.Random, depth: int) -> dict[str, Any]:
@@ -107,16 +168,27 @@ def _constant(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _value(rng: random.Random) -> Any:
-    return rng.choice([None, True, False, rng.randint(-9, 99), 1.5, random_text(rng), [], [1, "a"], {"k": 1}])
+    return rng.choice(
+        [None, True, False, rng.randint(-9, 99), 1.5, random_text(rng), [], [1, "a"], {"k": 1}]
+    )
 
 
 def _plain(rng: random.Random, depth: int) -> dict[str, Any]:
-    return rng.choice([{"type": "boolean"}, {"type": "null"}, {"type": ["integer", "null"], "minimum": 0, "maximum": 99}])
+    return rng.choice(
+        [
+            {"type": "boolean"},
+            {"type": "null"},
+            {"type": ["integer", "null"], "minimum": 0, "maximum": 99},
+        ]
+    )
 
 
 def _object(rng: random.Random, depth: int) -> dict[str, Any]:
     names = rng.sample(WORDS, rng.randint(1, 4))
-    schema: dict[str, Any] = {"type": "object", "properties": {name: random_schema(rng, depth - 1) for name in names}}
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {name: random_schema(rng, depth - 1) for name in names},
+    }
     schema["required"] = [name for name in names if rng.random() < 0.6]
     more = rng.choices([False, True, {"type": "integer", "minimum": 0, "maximum": 9}], [8, 1, 2])[0]
     return schema if more is True else {**schema, "additionalProperties": more}
@@ -124,12 +196,22 @@ def _object(rng: random.Random, depth: int) -> dict[str, Any]:
 
 def _array(rng: random.Random, depth: int) -> dict[str, Any]:
     low = rng.randint(0, 2)
-    return {"type": "array", "items": random_schema(rng, depth - 1), "minItems": low, "maxItems": low + rng.randint(0, 3)}
+    return {
+        "type": "array",
+        "items": random_schema(rng, depth - 1),
+        "minItems": low,
+        "maxItems": low + rng.randint(0, 3),
+    }
 
 
 def _tuple(rng: random.Random, depth: int) -> dict[str, Any]:
     items = [random_schema(rng, depth - 1) for _ in range(rng.randint(1, 3))]
-    return {"type": "array", "prefixItems": items, "items": False, "minItems": rng.randint(0, len(items))}
+    return {
+        "type": "array",
+        "prefixItems": items,
+        "items": False,
+        "minItems": rng.randint(0, len(items)),
+    }
 
 
 def _any_of(rng: random.Random, depth: int) -> dict[str, Any]:
@@ -140,9 +222,12 @@ def _reference(rng: random.Random, depth: int) -> dict[str, Any]:
     """A chain of any length. Its $id makes it the root of what "#" means inside."""
     following = {"anyOf": [{"type": "null"}, {"$ref": "#"}]}
     return {
-        "$id": f"urn:node:{rng.randint(0, 10**9)}", "type": "object", "properties": {"next": following, "v": _integer(rng, 0)},
-        "required": ["next"], "additionalProperties": False,
-    }  # fmt: skip
+        "$id": f"urn:node:{rng.randint(0, 10**9)}",
+        "type": "object",
+        "properties": {"next": following, "v": _integer(rng, 0)},
+        "required": ["next"],
+        "additionalProperties": False,
+    }
 
 
 # ---------------------------------------------------------------- the judges
@@ -161,7 +246,9 @@ def problem_with(text: str, params: StructuredOutputsParams) -> str | None:
     if params.json_object:
         return None if isinstance(value, dict) else "it is no object"
     schema = json.loads(params.json) if isinstance(params.json, str) else params.json
-    errors = jsonschema.Draft202012Validator(schema, format_checker=FORMAT_CHECKER).iter_errors(value)
+    errors = jsonschema.Draft202012Validator(schema, format_checker=FORMAT_CHECKER).iter_errors(
+        value
+    )
     return next((f"{error.json_path}: {error.message}" for error in errors), None)
 
 

@@ -1,6 +1,6 @@
-"""Hostile grammars, beside a neighbour whose tokens must not change: each is refused or bounded, and the engine lives on.
-May know: the public API, the bombs, psutil.
-Must not know: which bomb is refused by whom."""
+"""Hostile grammars, beside a neighbour whose tokens must not change: each is refused or bounded,
+and the engine lives on.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +8,40 @@ import time
 
 import psutil
 import pytest
-from quire import EngineArgs, InvalidParameterError, LLMEngine, SamplingParams, StructuredOutputsParams
+from quire import (
+    EngineArgs,
+    InvalidParameterError,
+    LLMEngine,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from quire.tests.structured.bombs import bombs
 
-SETTINGS = dict(max_num_seqs=8, max_model_len=512, num_gpu_blocks_override=1 + 8 * 32, num_threads=1, dtype="float32")
+SETTINGS = dict(
+    max_num_seqs=8,
+    max_model_len=512,
+    num_gpu_blocks_override=1 + 8 * 32,
+    num_threads=1,
+    dtype="float32",
+)
 NEIGHBOUR = "Once upon a time"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-MOST_MEMORY = 1.5 * 2**30  # that the bombs may take, engine and checks together; torch's own memory is not counted
+# that the bombs may take, engine and checks together; torch's own memory is not counted
+MOST_MEMORY = 1.5 * 2**30
 DEADLINE_S = 60.0  # a hang, not slowness
 
 
 class Site:
-    """An engine in a process of its own, in which one neighbour generates the same again and again."""
+    """An engine in a process of its own, in which one neighbour generates the same again and
+    again.
+    """
 
     def __init__(self):
         others = psutil.Process().children()
         self.engine = LLMEngine.from_engine_args(EngineArgs(**SETTINGS), engine="process")
-        self.processes = [process for process in psutil.Process().children() if process not in others]
+        self.processes = [
+            process for process in psutil.Process().children() if process not in others
+        ]
         self.num_neighbours = 0
         self.finished: dict[str, object] = {}
         self.run_neighbour()
@@ -33,7 +50,11 @@ class Site:
 
     def memory(self) -> int:
         """Bytes of the engine's process and of those it has started."""
-        family = [process for parent in self.processes for process in (parent, *parent.children(recursive=True))]
+        family = [
+            process
+            for parent in self.processes
+            for process in (parent, *parent.children(recursive=True))
+        ]
         total = 0
         for process in family:
             try:
@@ -55,10 +76,18 @@ class Site:
         self.num_neighbours += 1
 
     def throw(self, name: str, **grammar) -> tuple[str, float]:
-        """How the bomb ended, an error or a finish reason, and after how many seconds. The neighbour generates all the while."""
+        """How the bomb ended, an error or a finish reason, and after how many seconds.
+
+        The neighbour generates all the while.
+        """
         start = time.monotonic()
         try:
-            params = SamplingParams(temperature=1.0, seed=1, max_tokens=12, structured_outputs=StructuredOutputsParams(**grammar))
+            params = SamplingParams(
+                temperature=1.0,
+                seed=1,
+                max_tokens=12,
+                structured_outputs=StructuredOutputsParams(**grammar),
+            )
             self.engine.add_request(name, "x", params)
         except InvalidParameterError as error:
             return str(error), time.monotonic() - start
@@ -71,7 +100,9 @@ class Site:
                 self.peak = max(self.peak, self.memory())
                 if name in self.finished and not seconds:
                     seconds = time.monotonic() - start
-            assert self.finished.pop(neighbour).outputs[0].token_ids == self.expected, f"beside {name}"
+            assert self.finished.pop(neighbour).outputs[0].token_ids == self.expected, (
+                f"beside {name}"
+            )
             self.num_neighbours += 1
             assert time.monotonic() - start < DEADLINE_S, f"{name} has no end"
         output = self.finished[name]
@@ -86,10 +117,15 @@ def test_bombs_are_refused_or_bounded_and_a_neighbour_does_not_notice() -> None:
         for name, (end, seconds) in ends.items():
             print(f"{seconds:6.2f} s  {name}: {end[:120]}")
         print(f"memory: {(site.peak - site.memory_before) / 2**20:.0f} MiB at most")
-        assert all(end in ("stop", "length") or end.startswith("structured_outputs") for end, _ in ends.values()), ends
+        assert all(
+            end in ("stop", "length") or end.startswith("structured_outputs")
+            for end, _ in ends.values()
+        ), ends
         refused = [name for name, (end, _) in ends.items() if end not in ("stop", "length")]
         assert len(ends) >= 60 and len(refused) >= 25
-        assert any("takes longer" in end for end, _ in ends.values()), "no bomb was endless: the test shows less than it should"
+        assert any("takes longer" in end for end, _ in ends.values()), (
+            "no bomb was endless: the test shows less than it should"
+        )
         assert any("ended the process" in end for end, _ in ends.values()), "no bomb was deadly"
         assert site.peak - site.memory_before < MOST_MEMORY
         # The engine serves as before, others' grammars too.
@@ -106,7 +142,12 @@ def test_a_grammar_is_checked_while_another_uses_up_its_time() -> None:
     site = Site()
     try:
         site.throw("warm up", choice=["x"])
-        endless = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(grammar=bombs()["a hundred intersections"]["grammar"]))
+        endless = SamplingParams(
+            max_tokens=4,
+            structured_outputs=StructuredOutputsParams(
+                grammar=bombs()["a hundred intersections"]["grammar"]
+            ),
+        )
         site.engine.add_request("endless", "x", endless)
         assert site.throw("a fine grammar", choice=["yes", "no"])[0] == "stop"
         assert "endless" not in site.finished

@@ -1,6 +1,6 @@
-"""The same grammars give the same tokens on every path: chunked, preempted, swapped, cached, overlapped, through every client, at n > 1.
-May know: the public API, the generator.
-Must not know: how any of the paths works."""
+"""The same grammars give the same tokens on every path: chunked, preempted, swapped, cached,
+overlapped, through every client, at n > 1.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +8,46 @@ import asyncio
 
 import msgspec
 import pytest
-from quire import LLM, AsyncLLM, EngineArgs, InvalidParameterError, SamplingParams, StructuredOutputsParams
+from quire import (
+    LLM,
+    AsyncLLM,
+    EngineArgs,
+    InvalidParameterError,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from quire.tests.structured.generator import numbered
 
 # Every third is greedy; the others are random, each with its own seed.
 PARAMS = [
-    SamplingParams(max_tokens=48, temperature=0.0 if seed % 3 == 0 else 1.2, seed=seed, structured_outputs=structured)
+    SamplingParams(
+        max_tokens=48,
+        temperature=0.0 if seed % 3 == 0 else 1.2,
+        seed=seed,
+        structured_outputs=structured,
+    )
     for seed, structured in numbered(20_000, 48)
 ]
-PROMPTS = [f"{'One day, a little fox saw a big tree. ' * (i % 5)}Answer {i}: " for i in range(len(PARAMS))]
-SETTINGS = dict(engine="inproc", num_threads=1, dtype="float32", max_num_seqs=16, max_model_len=256, num_gpu_blocks_override=600, max_num_batched_tokens=512)
-FEW = dict(block_size=8, num_gpu_blocks_override=40)  # one sequence fits; the others preempt each other
+PROMPTS = [
+    f"{'One day, a little fox saw a big tree. ' * (i % 5)}Answer {i}: " for i in range(len(PARAMS))
+]
+SETTINGS = dict(
+    engine="inproc",
+    num_threads=1,
+    dtype="float32",
+    max_num_seqs=16,
+    max_model_len=256,
+    num_gpu_blocks_override=600,
+    max_num_batched_tokens=512,
+)
+# one sequence fits; the others preempt each other
+FEW = dict(block_size=8, num_gpu_blocks_override=40)
 
 
 def tokens_of(outputs: list) -> list[tuple[list[int], str, object]]:
-    return [(c.token_ids, c.finish_reason, output.error) for output in outputs for c in output.outputs]
+    return [
+        (c.token_ids, c.finish_reason, output.error) for output in outputs for c in output.outputs
+    ]
 
 
 def generate(params: list[SamplingParams] = PARAMS, **settings) -> tuple[list, dict]:
@@ -35,7 +60,9 @@ def generate(params: list[SamplingParams] = PARAMS, **settings) -> tuple[list, d
 @pytest.fixture(scope="module")
 def expected() -> list:
     result = generate(enable_prefix_caching=False)[0]
-    assert sum(reason == "stop" for _, reason, _ in result) > len(result) // 2 and all(error is None for _, _, error in result)
+    assert sum(reason == "stop" for _, reason, _ in result) > len(result) // 2 and all(
+        error is None for _, _, error in result
+    )
     return result
 
 
@@ -82,7 +109,10 @@ def test_asyncio_gives_the_same(expected) -> None:
         return last
 
     async def main() -> list:
-        engine = AsyncLLM.from_engine_args(EngineArgs(**{name: value for name, value in SETTINGS.items() if name != "engine"}), engine="inproc")
+        engine = AsyncLLM.from_engine_args(
+            EngineArgs(**{name: value for name, value in SETTINGS.items() if name != "engine"}),
+            engine="inproc",
+        )
         try:
             return await asyncio.gather(*(one(engine, index) for index in range(len(PARAMS))))
         finally:
@@ -92,18 +122,37 @@ def test_asyncio_gives_the_same(expected) -> None:
 
 
 def test_log_probabilities_are_the_models_own_and_change_nothing(expected) -> None:
-    """The grammar's mask is not in them: a token that the model finds unlikely keeps its low probability."""
+    """The grammar's mask is not in them: a token that the model finds unlikely keeps its low
+    probability.
+    """
     with_logprobs = [msgspec.structs.replace(params, logprobs=2) for params in PARAMS]
     with LLM(**SETTINGS) as llm:
         outputs = llm.generate(PROMPTS, with_logprobs, use_tqdm=False)
     assert tokens_of(outputs) == expected
     choices = [o for o, p in zip(outputs, PARAMS) if p.structured_outputs.choice is not None]
-    assert min(output.outputs[0].cumulative_logprob / len(output.outputs[0].token_ids) for output in choices) < -3.0
+    assert (
+        min(
+            output.outputs[0].cumulative_logprob / len(output.outputs[0].token_ids)
+            for output in choices
+        )
+        < -3.0
+    )
 
 
 def test_several_completions_of_one_request() -> None:
-    params = SamplingParams(n=4, temperature=1.0, seed=7, max_tokens=32, structured_outputs=StructuredOutputsParams(regex="[a-f]{4}-[0-9]{4}"))
-    alone = [SamplingParams(temperature=1.0, seed=7 + i, max_tokens=32, structured_outputs=params.structured_outputs) for i in range(4)]
+    params = SamplingParams(
+        n=4,
+        temperature=1.0,
+        seed=7,
+        max_tokens=32,
+        structured_outputs=StructuredOutputsParams(regex="[a-f]{4}-[0-9]{4}"),
+    )
+    alone = [
+        SamplingParams(
+            temperature=1.0, seed=7 + i, max_tokens=32, structured_outputs=params.structured_outputs
+        )
+        for i in range(4)
+    ]
     with LLM(**SETTINGS) as llm:
         together = tokens_of(llm.generate("x", params, use_tqdm=False))
         assert together == tokens_of(llm.generate(["x"] * 4, alone, use_tqdm=False))
@@ -113,9 +162,16 @@ def test_several_completions_of_one_request() -> None:
 def test_a_grammar_that_does_not_compile_is_raised_to_a_single_caller_and_told_to_many() -> None:
     bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
     with LLM(**SETTINGS) as llm:
-        with pytest.raises(InvalidParameterError, match="^structured_outputs: cannot be compiled") as raised:
+        with pytest.raises(
+            InvalidParameterError, match="^structured_outputs: cannot be compiled"
+        ) as raised:
             llm.generate("x", bad, use_tqdm=False)
         assert raised.value.parameter == "structured_outputs"
-        refused, fine = llm.generate(["x", "x"], [bad, SamplingParams(max_tokens=3)], use_tqdm=False)
-    assert (refused.error_parameter, refused.outputs[0].finish_reason) == ("structured_outputs", "error")
+        refused, fine = llm.generate(
+            ["x", "x"], [bad, SamplingParams(max_tokens=3)], use_tqdm=False
+        )
+    assert (refused.error_parameter, refused.outputs[0].finish_reason) == (
+        "structured_outputs",
+        "error",
+    )
     assert fine.error is None and len(fine.outputs[0].token_ids) == 3

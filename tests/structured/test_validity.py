@@ -1,8 +1,8 @@
-"""Outputs of the bundled model, under random schemas, regexes and choices: every one that is finished is what was asked for.
-May know: the public API, the generator and its judges.
-Must not know: how a grammar is enforced.
+"""Outputs of the bundled model, under random schemas, regexes and choices: every one that is
+finished is what was asked for.
 
-    pytest -m slow tests/structured/test_validity.py        # ten thousand, some minutes"""
+    pytest -m slow tests/structured/test_validity.py        # ten thousand, some minutes
+"""
 
 from __future__ import annotations
 
@@ -12,15 +12,31 @@ import pytest
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.tests.structured.generator import kind_of, numbered, problem_with
 
-TEMPERATURES = (0.0, 0.7, 1.0, 2.0, 5.0)  # from what the model would say to anything that the grammar lets through
-SETTINGS = dict(engine="inproc", num_threads=1, dtype="float32", max_num_seqs=128, max_model_len=256, num_gpu_blocks_override=1 + 128 * 16)
+# from what the model would say to anything that the grammar lets through
+TEMPERATURES = (0.0, 0.7, 1.0, 2.0, 5.0)
+SETTINGS = dict(
+    engine="inproc",
+    num_threads=1,
+    dtype="float32",
+    max_num_seqs=128,
+    max_model_len=256,
+    num_gpu_blocks_override=1 + 128 * 16,
+)
 
 
 def check(first: int, count: int) -> Counter:
-    """Asks for `count` outputs; returns how many of each kind ended how. Asserts that all that are finished are valid."""
+    """Asks for `count` outputs; returns how many of each kind ended how.
+
+    Asserts that all that are finished are valid.
+    """
     items = list(numbered(first, count))
     params = [
-        SamplingParams(max_tokens=128, temperature=TEMPERATURES[seed % len(TEMPERATURES)], seed=seed, structured_outputs=structured)
+        SamplingParams(
+            max_tokens=128,
+            temperature=TEMPERATURES[seed % len(TEMPERATURES)],
+            seed=seed,
+            structured_outputs=structured,
+        )
         for seed, structured in items
     ]
     with LLM(**SETTINGS) as llm:
@@ -38,7 +54,9 @@ def check(first: int, count: int) -> Counter:
 
 
 def assert_telling(ends: Counter, count: int) -> None:
-    """Outputs that were cut off show nothing: most must be finished, of every kind but objects of any length."""
+    """Outputs that were cut off show nothing: most must be finished, of every kind but objects of
+    any length.
+    """
     finished = {kind: number for (kind, reason), number in ends.items() if reason == "stop"}
     print(f"\n{sum(finished.values())} of {count} outputs finished: {dict(ends)}")
     assert sum(finished.values()) > 0.7 * count and finished.keys() >= {"json", "regex", "choice"}
@@ -68,4 +86,6 @@ def test_ten_thousand_outputs_are_what_was_asked_for(first: int) -> None:
     ids=str,
 )
 def test_the_judges_see_what_is_wrong(structured: dict, texts: list[str]) -> None:
-    assert [text for text in texts if problem_with(text, StructuredOutputsParams(**structured)) is None] == []
+    assert [
+        text for text in texts if problem_with(text, StructuredOutputsParams(**structured)) is None
+    ] == []

@@ -1,6 +1,8 @@
-"""The messages of Anthropic's API and the blocks that they are made of, as messages that chat templates know.
-May know: the shapes of messages and blocks, what chat templates expect of messages.
-Must not know: the other fields of a body, HTTP."""
+"""The messages of Anthropic's API and the blocks that they are made of, as messages that chat
+templates know.
+
+Must not know: the other fields of a body, HTTP.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from ..http.errors import ApiError, invalid, unsupported
 class Block(msgspec.Struct, tag_field="type", kw_only=True):
     """What content is made of."""
 
-    cache_control: dict[str, Any] | None = None  # for Anthropic's prompt cache; here every prefix is cached
+    # for Anthropic's prompt cache; here every prefix is cached
+    cache_control: dict[str, Any] | None = None
 
 
 class TextBlock(Block, tag="text"):
@@ -52,7 +55,15 @@ class ToolResultBlock(Block, tag="tool_result"):
     is_error: bool | None = None
 
 
-AnyBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | ImageBlock | DocumentBlock
+AnyBlock = (
+    TextBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ImageBlock
+    | DocumentBlock
+)
 
 
 class SystemBlock(msgspec.Struct, kw_only=True):
@@ -69,21 +80,37 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
     content: str | list[AnyBlock]
 
 
-def plain_messages(system: str | list[SystemBlock] | None, said: list[AnthropicMessage]) -> list[dict[str, Any]]:
-    """As chat templates expect them: a result of a tool is a message, thoughts and calls belong to the message that they stand in.
+def plain_messages(
+    system: str | list[SystemBlock] | None, said: list[AnthropicMessage]
+) -> list[dict[str, Any]]:
+    """As chat templates expect them: a result of a tool is a message, thoughts and calls belong to
+    the message that they stand in.
 
-    Turns of the same role that follow each other become one, as in Anthropic's API; many templates refuse two.
+    Turns of the same role that follow each other become one, as in Anthropic's API; many templates
+    refuse two.
     """
     messages: list[dict[str, Any]] = []  # their texts in pieces for now
-    if text := system if isinstance(system, str) else "\n".join(block.text for block in system or []):
+    if (
+        text := system
+        if isinstance(system, str)
+        else "\n".join(block.text for block in system or [])
+    ):
         messages.append({"role": "system", "content": [text]})
     if not said:
         raise invalid("messages", "'messages' must hold at least one message.", "empty_array")
     names: dict[str, str] = {}  # of the tools, by the ids of their calls
     for i, message in enumerate(said):
         if message.role not in ("user", "assistant", "system"):
-            raise invalid(f"messages[{i}].role", f"'messages[{i}].role' must be user, assistant or system, got '{message.role:.40}'.")
-        blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
+            raise invalid(
+                f"messages[{i}].role",
+                f"'messages[{i}].role' must be user, assistant or system, got "
+                f"'{message.role:.40}'.",
+            )
+        blocks = (
+            [TextBlock(text=message.content)]
+            if isinstance(message.content, str)
+            else message.content
+        )
         for j, block in enumerate(blocks):
             _add(messages, message.role, block, f"messages[{i}].content[{j}]", names)
         if not blocks:
@@ -102,36 +129,64 @@ def _last(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
     return messages[-1]
 
 
-def _add(messages: list[dict[str, Any]], role: str, block: AnyBlock, where: str, names: dict[str, str]) -> None:
+def _add(
+    messages: list[dict[str, Any]], role: str, block: AnyBlock, where: str, names: dict[str, str]
+) -> None:
     if isinstance(block, TextBlock):
         _last(messages, role)["content"].append(block.text)
     elif isinstance(block, ThinkingBlock) and role == "assistant":
         _last(messages, role).setdefault("reasoning_content", []).append(block.thinking)
     elif isinstance(block, ToolUseBlock) and role == "assistant":
         names[block.id] = block.name
-        call = {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+        call = {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": block.input},
+        }
         _last(messages, role).setdefault("tool_calls", []).append(call)
     elif isinstance(block, ToolResultBlock) and role == "user":
         if block.tool_use_id not in names:
-            raise invalid(f"{where}.tool_use_id", f"'{where}.tool_use_id' must be the id of a tool_use block of an earlier message.")
+            raise invalid(
+                f"{where}.tool_use_id",
+                f"'{where}.tool_use_id' must be the id of a tool_use block of an earlier message.",
+            )
         content = [_result_text(block, where)]
-        messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "name": names[block.tool_use_id], "content": content})
+        messages.append(
+            {
+                "role": "tool",
+                "tool_call_id": block.tool_use_id,
+                "name": names[block.tool_use_id],
+                "content": content,
+            }
+        )
     elif isinstance(block, (ImageBlock, DocumentBlock)):
         raise no_media(where, block)
     elif isinstance(block, RedactedThinkingBlock):
         _last(messages, role)
     else:
-        raise invalid(f"{where}.type", f"'{where}' cannot be a {block.__struct_config__.tag} block in a message of the role {role}.")
+        raise invalid(
+            f"{where}.type",
+            f"'{where}' cannot be a {block.__struct_config__.tag} block in a message of the role "
+            f"{role}.",
+        )
 
 
 def _result_text(block: ToolResultBlock, where: str) -> str:
-    parts = [TextBlock(text=block.content or "")] if not isinstance(block.content, list) else block.content
+    parts = (
+        [TextBlock(text=block.content or "")]
+        if not isinstance(block.content, list)
+        else block.content
+    )
     for k, part in enumerate(parts):
         if not isinstance(part, TextBlock):
             raise no_media(f"{where}.content[{k}]", part)
     text = "\n".join(part.text for part in parts)
-    return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text  # templates have no other way to say so
+    # templates have no other way to say so
+    return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text
 
 
 def no_media(where: str, block: Block) -> ApiError:
-    return unsupported(f"{where}.type", f"'{where}' is of the type {block.__struct_config__.tag}: this model reads text only.")
+    return unsupported(
+        f"{where}.type",
+        f"'{where}' is of the type {block.__struct_config__.tag}: this model reads text only.",
+    )

@@ -1,8 +1,11 @@
-"""The answer of /v1/chat/completions, whole or as a stream, in OpenAI's shape with the additions that the field has agreed on.
-May know: chat_run, token_logprobs, the shape of OpenAI's chat completions.
+"""The answer of /v1/chat/completions, whole or as a stream, in OpenAI's shape with the additions
+that the field has agreed on.
+
 Must not know: how the body was checked, templates, formats of tool calls, the engine.
 
-Reasoning stands in `reasoning_content` (DeepSeek's name, which most clients read) and in `reasoning` (vLLM's newer one)."""
+Reasoning stands in `reasoning_content` (DeepSeek's name, which most clients read) and in
+`reasoning` (vLLM's newer one).
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,8 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length", "tool_calls", "content_filter", "function_call"]
-    stop_reason: int | str | None = None  # vLLM's: the stop token or string, null for the end of sequence
+    # vLLM's: the stop token or string, null for the end of sequence
+    stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -72,7 +76,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     delta: dict[str, Any]
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -82,7 +86,7 @@ class Chunk(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[ChunkChoice]
-    usage: UsageCounts | None | UnsetType = UNSET
+    usage: UsageCounts | UnsetType | None = UNSET
     service_tier: str | UnsetType = UNSET
     system_fingerprint: str
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -96,9 +100,16 @@ class ChatAnswer:
         self._call = call
         self._body = body
         self._chat = chat
-        self._writer = TokenWriter(state.ready_engine().tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        self._writer = TokenWriter(
+            state.ready_engine().tokenizer, as_ids=bool(body.return_tokens_as_token_ids)
+        )
         self._shows_reasoning = body.include_reasoning is not False
-        self._head = {"id": f"chatcmpl-{call.suffix}", "object": "chat.completion", "created": int(time.time()), "model": model}
+        self._head = {
+            "id": f"chatcmpl-{call.suffix}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+        }
         self._tail: dict[str, Any] = {"system_fingerprint": state.system_fingerprint}
         if body.service_tier is not None:
             self._tail["service_tier"] = "default"  # there is but one
@@ -107,12 +118,18 @@ class ChatAnswer:
 
     async def whole(self) -> Response:
         messages = await self._chat.messages()
-        num_positions = sum(len(message.logprobs or []) for message in messages) + len(self._chat.prompt_logprobs or [])
-        return await json_of(lambda: self._completion(messages), num_positions * (1 + (self._body.top_logprobs or 0)))
+        num_positions = sum(len(message.logprobs or []) for message in messages) + len(
+            self._chat.prompt_logprobs or []
+        )
+        return await json_of(
+            lambda: self._completion(messages), num_positions * (1 + (self._body.top_logprobs or 0))
+        )
 
     def _completion(self, messages: list[Message]) -> ChatCompletion:
         choices = [self._choice(index, message) for index, message in enumerate(messages)]
-        answer = ChatCompletion(**self._head, choices=choices, usage=self._chat.usage.counts(), **self._tail)
+        answer = ChatCompletion(
+            **self._head, choices=choices, usage=self._chat.usage.counts(), **self._tail
+        )
         if self._body.return_token_ids:
             answer.prompt_token_ids = self._chat.prompt_token_ids
         if self._body.prompt_logprobs is not None:
@@ -125,10 +142,20 @@ class ChatAnswer:
         if answer.reasoning and self._shows_reasoning:
             said.reasoning_content = said.reasoning = answer.reasoning
         if answer.tool_calls:
-            said.tool_calls = [ToolCall(new_call_id(), "function", FunctionCall(call.name, call.arguments)) for call in answer.tool_calls]
-        choice = ChatChoice(index=index, message=said, finish_reason=message.finish_reason, stop_reason=message.stop_reason)
+            said.tool_calls = [
+                ToolCall(new_call_id(), "function", FunctionCall(call.name, call.arguments))
+                for call in answer.tool_calls
+            ]
+        choice = ChatChoice(
+            index=index,
+            message=said,
+            finish_reason=message.finish_reason,
+            stop_reason=message.stop_reason,
+        )
         if message.logprobs is not None and self._body.logprobs:
-            choice.logprobs = ChatLogprobs(self._writer.chat(message.logprobs, self._body.top_logprobs or 0))
+            choice.logprobs = ChatLogprobs(
+                self._writer.chat(message.logprobs, self._body.top_logprobs or 0)
+            )
         if self._body.return_token_ids:
             choice.token_ids = message.token_ids
         return choice
@@ -146,7 +173,12 @@ class ChatAnswer:
         is_plain = not body.logprobs and not body.return_token_ids and not counts_always
         # A chunk of plain content is its text between two constants.
         before = b"data: " + encode(head)[:-1] + b',"choices":[{"index":%d,"delta":{"content":'
-        after = b'},"logprobs":null,"finish_reason":null}]' + (b',"usage":null,' if wants_usage else b",") + encode(self._tail)[1:] + b"\n\n"
+        after = (
+            b'},"logprobs":null,"finish_reason":null}]'
+            + (b',"usage":null,' if wants_usage else b",")
+            + encode(self._tail)[1:]
+            + b"\n\n"
+        )
         starts: dict[int, bytes] = {}
 
         def chunk(choices: list[ChunkChoice], usage: Any, **more: Any) -> bytes:
@@ -157,14 +189,31 @@ class ChatAnswer:
             index, chunks = news.index, b""
             if (start := starts.get(index)) is None:
                 start = starts[index] = before % index
-                more = {"prompt_token_ids": self._chat.prompt_token_ids} if body.return_token_ids else {}
-                chunks = chunk([ChunkChoice(index=index, delta={"role": "assistant", "content": "", "refusal": None})], usage, **more)
+                more = (
+                    {"prompt_token_ids": self._chat.prompt_token_ids}
+                    if body.return_token_ids
+                    else {}
+                )
+                chunks = chunk(
+                    [
+                        ChunkChoice(
+                            index=index, delta={"role": "assistant", "content": "", "refusal": None}
+                        )
+                    ],
+                    usage,
+                    **more,
+                )
             if is_plain and len(news.parts) == 1 and isinstance(news.parts[0], Content):
                 chunks += start + encode(news.parts[0].text) + after
             else:
                 chunks += b"".join([chunk([choice], usage) for choice in self._deltas(news)])
             if news.finish_reason is not None:
-                end = ChunkChoice(index=index, delta={}, finish_reason=news.finish_reason, stop_reason=news.stop_reason)
+                end = ChunkChoice(
+                    index=index,
+                    delta={},
+                    finish_reason=news.finish_reason,
+                    stop_reason=news.stop_reason,
+                )
                 chunks += chunk([end], usage)
             return chunks
 
@@ -183,14 +232,20 @@ class ChatAnswer:
         yield DONE
 
     def _deltas(self, news: ChoiceNews) -> list[ChunkChoice]:
-        """One per part; log-probabilities and token ids go with the first, or alone where no part has come yet."""
-        parts = [part for part in news.parts if self._shows_reasoning or not isinstance(part, Reasoning)]
+        """One per part; log-probabilities and token ids go with the first, or alone where no part
+        has come yet.
+        """
+        parts = [
+            part for part in news.parts if self._shows_reasoning or not isinstance(part, Reasoning)
+        ]
         choices = [ChunkChoice(index=news.index, delta=_delta(part)) for part in parts]
         has_logprobs = news.logprobs and self._body.logprobs
         if not choices and news.token_ids and (has_logprobs or self._body.return_token_ids):
             choices = [ChunkChoice(index=news.index, delta={"content": ""})]
         if choices and has_logprobs:
-            choices[0].logprobs = ChatLogprobs(self._writer.chat(news.logprobs, self._body.top_logprobs or 0))
+            choices[0].logprobs = ChatLogprobs(
+                self._writer.chat(news.logprobs, self._body.top_logprobs or 0)
+            )
         if choices and self._body.return_token_ids:
             choices[0].token_ids = news.token_ids
         return choices
@@ -202,7 +257,16 @@ def _delta(part: Part) -> dict[str, Any]:
     if isinstance(part, Reasoning):
         return {"reasoning_content": part.text, "reasoning": part.text}
     if isinstance(part, ToolCallStart):
-        return {"tool_calls": [{"index": part.index, "id": new_call_id(), "type": "function", "function": {"name": part.name, "arguments": ""}}]}
+        return {
+            "tool_calls": [
+                {
+                    "index": part.index,
+                    "id": new_call_id(),
+                    "type": "function",
+                    "function": {"name": part.name, "arguments": ""},
+                }
+            ]
+        }
     return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
 
 

@@ -1,6 +1,7 @@
 """The answer of /v1/completions, whole or as a stream, in OpenAI's shape with vLLM's additions.
-May know: generation, token_logprobs, the shape of OpenAI's text completions.
-Must not know: how the body was checked, the engine."""
+
+Must not know: how the body was checked, the engine.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length", "content_filter"] | None = None
-    stop_reason: int | str | None | UnsetType = UNSET  # vLLM's: the stop token or string, null for the end of sequence
+    # vLLM's: the stop token or string, null for the end of sequence
+    stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
@@ -40,14 +42,26 @@ class Completion(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: UsageCounts | None | UnsetType = UNSET
+    usage: UsageCounts | UnsetType | None = UNSET
     system_fingerprint: str
 
 
 class CompletionAnswer:
-    """The answer to one checked body (routes/completions.py). Without `gives_tokens` the engine's one token is left out."""
+    """The answer to one checked body (routes/completions.py).
 
-    def __init__(self, state: ServerState, call: Call, body: Any, model: str, jobs: list[Job], *, gives_tokens: bool):
+    Without `gives_tokens` the engine's one token is left out.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        call: Call,
+        body: Any,
+        model: str,
+        jobs: list[Job],
+        *,
+        gives_tokens: bool,
+    ):
         self._state = state
         self._call = call
         self._body = body
@@ -55,27 +69,52 @@ class CompletionAnswer:
         self._gives_tokens = gives_tokens
         self._n = body.n or 1
         self._skips_special = body.skip_special_tokens is not False
-        self._tokenizer = state.ready_engine().tokenizer  # kept: what is under way is finished even if the server is to end
+        # kept: what is under way is finished even if the server is to end
+        self._tokenizer = state.ready_engine().tokenizer
         self._writer = TokenWriter(self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self._usage = Usage()
-        self._offsets: dict[int, int] = {}  # by the choice's index: where its next token begins in its text
-        self._head = {"id": f"cmpl-{call.suffix}", "object": "text_completion", "created": int(time.time()), "model": model}
+        # by the choice's index: where its next token begins in its text
+        self._offsets: dict[int, int] = {}
+        self._head = {
+            "id": f"cmpl-{call.suffix}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
 
-    def _runs(self, write_down: Callable[[RequestOutput], bytes] | None = None) -> list[AsyncIterator[RequestOutput]]:
-        """`write_down`: what a stream of one prompt says of an output. Several prompts take turns, so theirs go through the stream's task."""
+    def _runs(
+        self, write_down: Callable[[RequestOutput], bytes] | None = None
+    ) -> list[AsyncIterator[RequestOutput]]:
+        """`write_down`: what a stream of one prompt says of an output.
+
+        Several prompts take turns, so theirs go through the stream's task.
+        """
         if write_down is not None and len(self._jobs) == 1:
-            return [run(self._state, self._call, self._jobs[0], partial(self._call.push, write_down))]
+            return [
+                run(self._state, self._call, self._jobs[0], partial(self._call.push, write_down))
+            ]
         return [run(self._state, self._call, job) for job in self._jobs]
 
     def _answer(self, choices: list[CompletionChoice], usage: Any = UNSET) -> Completion:
-        return Completion(**self._head, choices=choices, usage=usage, system_fingerprint=self._state.system_fingerprint)
+        return Completion(
+            **self._head,
+            choices=choices,
+            usage=usage,
+            system_fingerprint=self._state.system_fingerprint,
+        )
 
     # ------------------------------------------------------------ whole
 
     async def whole(self) -> Response:
         outputs = await all_of(self._runs())
-        num_positions = sum(len(output.prompt_logprobs or []) + sum(len(c.logprobs or []) for c in output.outputs) for output in outputs)
-        return await json_of(lambda: self._completion(outputs), num_positions * (1 + max(0, self._body.logprobs or 0)))
+        num_positions = sum(
+            len(output.prompt_logprobs or []) + sum(len(c.logprobs or []) for c in output.outputs)
+            for output in outputs
+        )
+        return await json_of(
+            lambda: self._completion(outputs),
+            num_positions * (1 + max(0, self._body.logprobs or 0)),
+        )
 
     def _completion(self, outputs: list[RequestOutput]) -> Completion:
         choices = []
@@ -93,13 +132,22 @@ class CompletionAnswer:
         return self._answer(choices, self._usage.counts())
 
     def _chosen(self, output: RequestOutput) -> list[CompletionOutput]:
-        """The n completions to return: the best of those made, by their mean log-probability per token."""
+        """The n completions to return: the best of those made, by their mean log-probability per
+        token.
+        """
         if not self._gives_tokens:
             logprobs = None if self._body.logprobs is None else []
-            return [CompletionOutput(index, "", [], logprobs=logprobs, finish_reason="length") for index in range(self._n)]
+            return [
+                CompletionOutput(index, "", [], logprobs=logprobs, finish_reason="length")
+                for index in range(self._n)
+            ]
         if len(output.outputs) == self._n:
             return output.outputs
-        best = sorted(output.outputs, key=lambda c: c.cumulative_logprob / max(1, len(c.token_ids)), reverse=True)[: self._n]
+        best = sorted(
+            output.outputs,
+            key=lambda c: c.cumulative_logprob / max(1, len(c.token_ids)),
+            reverse=True,
+        )[: self._n]
         for index, completion in enumerate(best):
             completion.index = index
         return best
@@ -111,7 +159,9 @@ class CompletionAnswer:
 
     def _choice(self, prompt_index: int, completion: CompletionOutput) -> CompletionChoice:
         index = prompt_index * self._n + completion.index
-        choice = CompletionChoice(text=completion.text, index=index, finish_reason=finish_reason(completion))
+        choice = CompletionChoice(
+            text=completion.text, index=index, finish_reason=finish_reason(completion)
+        )
         if self._body.logprobs is not None:
             choice.logprobs = self._logprobs(index, completion.logprobs)
         if completion.finish_reason is not None:
@@ -122,7 +172,9 @@ class CompletionAnswer:
 
     def _logprobs(self, index: int, positions: list[PositionLogprobs] | None) -> CompletionLogprobs:
         start = self._offsets.get(index, 0)
-        written, self._offsets[index] = self._writer.completion(positions or [], start, skips_special=self._skips_special)
+        written, self._offsets[index] = self._writer.completion(
+            positions or [], start, skips_special=self._skips_special
+        )
         return written
 
     def _echo(self, prompt_index: int, index: int, output: RequestOutput) -> CompletionChoice:
@@ -132,12 +184,16 @@ class CompletionAnswer:
             text = "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids)
         choice = CompletionChoice(text=text, index=index)
         if self._body.logprobs is not None:
-            choice.logprobs = self._writer.prompt(output.prompt_token_ids, output.prompt_logprobs, text)
+            choice.logprobs = self._writer.prompt(
+                output.prompt_token_ids, output.prompt_logprobs, text
+            )
         return choice
 
     def _put_before(self, choice: CompletionChoice, echo: CompletionChoice) -> None:
         if choice.logprobs is not None:
-            choice.logprobs.text_offset = [offset + len(echo.text) for offset in choice.logprobs.text_offset]
+            choice.logprobs.text_offset = [
+                offset + len(echo.text) for offset in choice.logprobs.text_offset
+            ]
             choice.logprobs = joined(echo.logprobs, choice.logprobs)
         choice.text = echo.text + choice.text
 
@@ -152,15 +208,22 @@ class CompletionAnswer:
         counts_always = wants_usage and bool(options.continuous_usage_stats)
         is_plain = body.logprobs is None and not body.return_token_ids and not counts_always
         is_single = is_plain and self._n == 1 and self._gives_tokens
-        # All that does not change from chunk to chunk is written once: a chunk of plain text is its text between two constants.
+        # All that does not change from chunk to chunk is written once: a chunk of plain text is its
+        # text between two constants.
         head = b"data: " + encode(self._head)[:-1] + b',"choices":[{"text":'
         tail = b',"system_fingerprint":' + encode(self._state.system_fingerprint) + b"}\n\n"
         ends: dict[int, bytes] = {}
         begun: set[int] = set()
 
         def write_down(output: RequestOutput, prompt_index: int = 0) -> bytes:
-            if is_single and len(output.outputs) == 1 and (end := ends.get(prompt_index)) is not None and output.outputs[0].finish_reason is None:
-                completion = output.outputs[0]  # nearly all: the next text of the one choice there is
+            if (
+                is_single
+                and len(output.outputs) == 1
+                and (end := ends.get(prompt_index)) is not None
+                and output.outputs[0].finish_reason is None
+            ):
+                # nearly all: the next text of the one choice there is
+                completion = output.outputs[0]
                 self._usage.completion_tokens += len(completion.token_ids)
                 return head + encode(completion.text) + end if completion.text else b""
             self._count(prompt_index, output)
@@ -168,15 +231,24 @@ class CompletionAnswer:
             chunks = []
             if prompt_index not in begun:
                 begun.add(prompt_index)
-                chunks += [event(self._answer([choice], usage)) for choice in self._beginnings(prompt_index, output)]
+                chunks += [
+                    event(self._answer([choice], usage))
+                    for choice in self._beginnings(prompt_index, output)
+                ]
             for completion in output.outputs if self._gives_tokens else self._chosen(output):
                 if completion.finish_reason is not None or not is_plain:
-                    chunks.append(event(self._answer([self._choice(prompt_index, completion)], usage)))
+                    chunks.append(
+                        event(self._answer([self._choice(prompt_index, completion)], usage))
+                    )
                 elif completion.text:
                     index = prompt_index * self._n + completion.index
                     if (end := ends.get(index)) is None:
                         rest = b',"usage":null' if wants_usage else b""
-                        end = ends[index] = b',"index":%d,"logprobs":null,"finish_reason":null}]' % index + rest + tail
+                        end = ends[index] = (
+                            b',"index":%d,"logprobs":null,"finish_reason":null}]' % index
+                            + rest
+                            + tail
+                        )
                     chunks.append(head + encode(completion.text) + end)
             return b"".join(chunks)
 
@@ -189,12 +261,18 @@ class CompletionAnswer:
         yield DONE
 
     def _beginnings(self, prompt_index: int, output: RequestOutput) -> list[CompletionChoice]:
-        """What a stream says once of each choice, before its first token: the echoed prompt, its token ids."""
+        """What a stream says once of each choice, before its first token: the echoed prompt, its
+        token ids.
+        """
         if not (self._body.echo or self._body.return_token_ids):
             return []
         choices = []
         for index in range(prompt_index * self._n, (prompt_index + 1) * self._n):
-            choice = self._echo(prompt_index, index, output) if self._body.echo else CompletionChoice(text="", index=index)
+            choice = (
+                self._echo(prompt_index, index, output)
+                if self._body.echo
+                else CompletionChoice(text="", index=index)
+            )
             self._offsets[index] = len(choice.text)
             if self._body.return_token_ids:
                 choice.prompt_token_ids, choice.token_ids = output.prompt_token_ids, []

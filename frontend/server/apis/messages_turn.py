@@ -1,6 +1,7 @@
 """From a body of Anthropic's /v1/messages to a turn of a conversation.
-May know: the fields of that API, what chat templates expect of tools.
-Must not know: content blocks (anthropic_messages.py), the answer's shape, HTTP."""
+
+Must not know: content blocks (anthropic_messages.py), the answer's shape, HTTP.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ from ..state import ServerState
 from .anthropic_messages import AnthropicMessage, SystemBlock, plain_messages
 
 # The house's names of what can be refused -> this API's.
-NAMES = {"prompt": "messages", "stop": "stop_sequences", "structured_outputs": "output_config.format"}
+NAMES = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "structured_outputs": "output_config.format",
+}
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True):
@@ -79,20 +84,38 @@ class MessagesBody(PromptBody, kw_only=True):
 
 
 def turn_of(state: ServerState, call: Call, body: PromptBody, request_id: str) -> ChatTurn:
-    """Raises ApiError, or InvalidParameterError under the house's names. max_tokens is cut to what the context leaves, as clients expect
-    who have to send one."""
+    """Raises ApiError, or InvalidParameterError under the house's names. max_tokens is cut to what
+    the context leaves, as clients expect who have to send one.
+    """
     is_run = isinstance(body, MessagesBody)
     sampling = SamplingBody()
     if is_run:
-        sampling = SamplingBody(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences, stream=body.stream)
+        sampling = SamplingBody(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            stop=body.stop_sequences,
+            stream=body.stream,
+        )
     defaults = state.ready_engine().get_default_sampling_params()
     structured = _structured_outputs(body.output_config)
     max_tokens = body.max_tokens if is_run else None
-    params = sampling_params(sampling, defaults, state.server_config, max_tokens=max_tokens, logprobs=None, structured_outputs=structured)
+    params = sampling_params(
+        sampling,
+        defaults,
+        state.server_config,
+        max_tokens=max_tokens,
+        logprobs=None,
+        structured_outputs=structured,
+    )
     messages = plain_messages(body.system, body.messages)
     continues = messages[-1]["role"] == "assistant"
     if continues and messages[-1].get("tool_calls"):
-        raise invalid("messages", "messages: the last message calls tools; their tool_result blocks must follow in a user message.")
+        raise invalid(
+            "messages",
+            "messages: the last message calls tools; their tool_result blocks must follow in a "
+            "user message.",
+        )
     tools, tool_choice = _tools(body)
     _note_ignored(call, body)
     return ChatTurn(
@@ -113,7 +136,9 @@ def _structured_outputs(config: OutputConfig | None) -> StructuredOutputsParams 
     if config is None or config.format is None:
         return None
     if config.format.type != "json_schema":
-        raise unsupported("output_config.format.type", "'output_config.format.type' must be json_schema.")
+        raise unsupported(
+            "output_config.format.type", "'output_config.format.type' must be json_schema."
+        )
     return StructuredOutputsParams(json=config.format.schema)
 
 
@@ -129,7 +154,10 @@ def _note_ignored(call: Call, body: PromptBody) -> None:
 def _variables(state: ServerState, call: Call, body: PromptBody) -> dict[str, Any]:
     kind = body.thinking and body.thinking.type
     if kind not in (None, "enabled", "adaptive", "disabled"):
-        raise unsupported("thinking.type", f"'thinking.type' must be enabled, adaptive or disabled, got '{kind:.40}'.")
+        raise unsupported(
+            "thinking.type",
+            f"'thinking.type' must be enabled, adaptive or disabled, got '{kind:.40}'.",
+        )
     enabled = None if kind in (None, "adaptive") else kind == "enabled"
     effort = body.output_config and body.output_config.effort
     return thinking_variables(state, call, enabled, effort, ("thinking", "output_config.effort"))
@@ -144,7 +172,9 @@ def _tools(body: PromptBody) -> tuple[list[dict[str, Any]] | None, Any]:
     names: set[str] = set()
     for i, tool in enumerate(tools):
         if (name := tool["function"]["name"]) in names:
-            raise invalid(f"tools[{i}].name", f"'tools[{i}].name': two tools are called {name!r:.60}.")
+            raise invalid(
+                f"tools[{i}].name", f"'tools[{i}].name': two tools are called {name!r:.60}."
+            )
         names.add(name)
     choice = body.tool_choice
     if choice is None or choice.type == "auto":
@@ -152,7 +182,10 @@ def _tools(body: PromptBody) -> tuple[list[dict[str, Any]] | None, Any]:
     if choice.type == "none":
         return tools or None, "none"
     if choice.type not in ("any", "tool"):
-        raise unsupported("tool_choice.type", f"'tool_choice.type' must be auto, any, tool or none, got '{choice.type:.40}'.")
+        raise unsupported(
+            "tool_choice.type",
+            f"'tool_choice.type' must be auto, any, tool or none, got '{choice.type:.40}'.",
+        )
     if not tools:
         raise invalid("tool_choice", f"'tool_choice' can be {choice.type} only with 'tools'.")
     if choice.type == "any":
@@ -171,5 +204,7 @@ def _tool(tool: AnthropicTool, i: int) -> dict[str, Any]:
     if tool.input_schema is None:
         raise missing(f"tools[{i}].input_schema")
     described = {"description": tool.description} if tool.description else {}
-    function = {"name": tool.name, **described, "parameters": tool.input_schema} | ({"strict": True} if tool.strict else {})
+    function = {"name": tool.name, **described, "parameters": tool.input_schema} | (
+        {"strict": True} if tool.strict else {}
+    )
     return {"type": "function", "function": function}

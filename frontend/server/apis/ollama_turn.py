@@ -1,6 +1,8 @@
-"""From bodies of Ollama's /api/chat and /api/generate to a turn of a conversation, or to a prompt as it is.
-May know: the fields and options of that API, what chat templates expect of messages and tools.
-Must not know: the answer's shape, HTTP."""
+"""From bodies of Ollama's /api/chat and /api/generate to a turn of a conversation, or to a prompt
+as it is.
+
+Must not know: the answer's shape, HTTP.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,25 @@ from ..sampling import MAX_LOGPROBS, Number, SamplingBody, sampling_params
 from ..state import ServerState
 from ..tokenizing import tokenize_all
 
-CHAT_NAMES = {"prompt": "messages", "structured_outputs": "format", "structured_outputs.json": "format", "max_tokens": "options.num_predict"}
-CHAT_NAMES |= {name: f"options.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")}
+CHAT_NAMES = {
+    "prompt": "messages",
+    "structured_outputs": "format",
+    "structured_outputs.json": "format",
+    "max_tokens": "options.num_predict",
+}
+CHAT_NAMES |= {
+    name: f"options.{name}"
+    for name in (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "stop",
+        "presence_penalty",
+        "frequency_penalty",
+    )
+}
 CHAT_NAMES["repetition_penalty"] = "options.repeat_penalty"
 GENERATE_NAMES = CHAT_NAMES | {"prompt": "prompt"}
 
@@ -128,18 +147,31 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
 
 
 def check_body(state: ServerState, call: Call, body: OllamaBody) -> str:
-    """The name of the model as it was asked for. Ollama's names may end in a tag. What is ignored is noted."""
+    """The name of the model as it was asked for.
+
+    Ollama's names may end in a tag. What is ignored is noted.
+    """
     if not body.model:
         raise missing("model")
-    call.ignored_params += [f"options.{name}" for name in IGNORED if body.options and getattr(body.options, name) is not None]
+    call.ignored_params += [
+        f"options.{name}"
+        for name in IGNORED
+        if body.options and getattr(body.options, name) is not None
+    ]
     if body.keep_alive is not None:
         call.ignored_params.append("keep_alive")
     state.check_model(body.model.removesuffix(":latest"))
     if body.think and state.answer_format.reasoning_marks is None:
-        raise invalid("think", f"The model {body.model!r:.60} does not think: 'think' cannot be set.")
+        raise invalid(
+            "think", f"The model {body.model!r:.60} does not think: 'think' cannot be set."
+        )
     context = body.options and body.options.num_ctx
     if context is not None and context > state.max_model_len:
-        raise invalid("options.num_ctx", f"'options.num_ctx' must be at most {state.max_model_len}, this server's max_model_len, got {context}.")
+        raise invalid(
+            "options.num_ctx",
+            f"'options.num_ctx' must be at most {state.max_model_len}, this server's "
+            f"max_model_len, got {context}.",
+        )
     return body.model
 
 
@@ -161,7 +193,14 @@ def sampling(state: ServerState, body: OllamaBody) -> SamplingParams:
     defaults = state.ready_engine().get_default_sampling_params()
     format = _format(body.format)
     logprobs = (body.top_logprobs or 0) if body.logprobs or body.top_logprobs else None
-    return sampling_params(house, defaults, state.server_config, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=format)
+    return sampling_params(
+        house,
+        defaults,
+        state.server_config,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        structured_outputs=format,
+    )
 
 
 def _format(format: str | dict[str, Any] | None) -> StructuredOutputsParams | None:
@@ -174,17 +213,32 @@ def _format(format: str | dict[str, Any] | None) -> StructuredOutputsParams | No
     return StructuredOutputsParams(json_object=True)
 
 
-async def prepare_ollama_chat(state: ServerState, call: Call, body: OllamaChatBody, request_id: str) -> ChatRun:
+async def prepare_ollama_chat(
+    state: ServerState, call: Call, body: OllamaChatBody, request_id: str
+) -> ChatRun:
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
-    tools = [{"type": "function", "function": msgspec.to_builtins(tool.function)} for tool in body.tools or []]
+    tools = [
+        {"type": "function", "function": msgspec.to_builtins(tool.function)}
+        for tool in body.tools or []
+    ]
     turn = _turn(state, call, request_id, messages, sampling(state, body), body)
     turn.tools = tools or None
     return await prepare_chat(state, call, turn)
 
 
-def _turn(state: ServerState, call: Call, request_id: str, messages: list[dict[str, Any]], params: SamplingParams, body: OllamaBody) -> ChatTurn:
+def _turn(
+    state: ServerState,
+    call: Call,
+    request_id: str,
+    messages: list[dict[str, Any]],
+    params: SamplingParams,
+    body: OllamaBody,
+) -> ChatTurn:
     """A last message of the assistant is gone on with, as in Ollama."""
-    thinks, effort = None if body.think is None else bool(body.think), body.think if isinstance(body.think, str) else None
+    thinks, effort = (
+        None if body.think is None else bool(body.think),
+        body.think if isinstance(body.think, str) else None,
+    )
     continues = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     return ChatTurn(
         request_id,
@@ -199,7 +253,10 @@ def _turn(state: ServerState, call: Call, request_id: str, messages: list[dict[s
 
 def _message(given: OllamaMessage, where: str) -> dict[str, Any]:
     if given.role not in ("system", "user", "assistant", "tool"):
-        raise invalid(f"{where}.role", f"'{where}.role' must be system, user, assistant or tool, got {given.role!r:.40}.")
+        raise invalid(
+            f"{where}.role",
+            f"'{where}.role' must be system, user, assistant or tool, got {given.role!r:.40}.",
+        )
     if given.images:
         raise unsupported(f"{where}.images", f"'{where}.images': this model reads text only.")
     message: dict[str, Any] = {"role": given.role, "content": given.content or ""}
@@ -207,7 +264,11 @@ def _message(given: OllamaMessage, where: str) -> dict[str, Any]:
         message["reasoning_content"] = given.thinking
     if given.tool_calls:
         message["tool_calls"] = [
-            {"type": "function", "function": {"name": call.function.name, "arguments": call.function.arguments}} | ({"id": call.id} if call.id else {})
+            {
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            | ({"id": call.id} if call.id else {})
             for call in given.tool_calls
         ]
     if given.tool_name:
@@ -217,24 +278,49 @@ def _message(given: OllamaMessage, where: str) -> dict[str, Any]:
     return message
 
 
-async def prepare_generate(state: ServerState, call: Call, body: OllamaGenerateBody, request_id: str) -> ChatRun:
+async def prepare_generate(
+    state: ServerState, call: Call, body: OllamaGenerateBody, request_id: str
+) -> ChatRun:
     if body.images:
         raise unsupported("images", "'images': this model reads text only.")
     if body.suffix:
-        raise unsupported("suffix", "This model cannot fill in the middle: 'suffix' is not supported.")
+        raise unsupported(
+            "suffix", "This model cannot fill in the middle: 'suffix' is not supported."
+        )
     if body.template:
-        raise unsupported("template", "Templates are not taken from requests: with 'raw' the prompt is taken as it is.")
+        raise unsupported(
+            "template",
+            "Templates are not taken from requests: with 'raw' the prompt is taken as it is.",
+        )
     if body.context:
         raise unsupported("context", "'context' is not supported: /api/chat takes a conversation.")
     params = sampling(state, body)
     if body.raw:
         return await _prepare_raw(state, call, body.prompt, params, request_id)
     system = [{"role": "system", "content": body.system}] if body.system else []
-    return await prepare_chat(state, call, _turn(state, call, request_id, [*system, {"role": "user", "content": body.prompt}], params, body))
+    return await prepare_chat(
+        state,
+        call,
+        _turn(
+            state,
+            call,
+            request_id,
+            [*system, {"role": "user", "content": body.prompt}],
+            params,
+            body,
+        ),
+    )
 
 
-async def _prepare_raw(state: ServerState, call: Call, prompt: str, params: SamplingParams, request_id: str) -> ChatRun:
+async def _prepare_raw(
+    state: ServerState, call: Call, prompt: str, params: SamplingParams, request_id: str
+) -> ChatRun:
     """Without a template: the prompt as it is, the answer as it comes."""
     [token_ids] = await tokenize_all(state, [prompt], param=GENERATE_NAMES["prompt"])
     check_context(state, token_ids, params, GENERATE_NAMES)
-    return ChatRun(state, call, Job(request_id, token_ids, params, prompt, names=GENERATE_NAMES), [detect(None).parser()])
+    return ChatRun(
+        state,
+        call,
+        Job(request_id, token_ids, params, prompt, names=GENERATE_NAMES),
+        [detect(None).parser()],
+    )

@@ -1,6 +1,7 @@
 """The messages of OpenAI's chat: their shapes by role, and what of them this server cannot take.
-May know: the shapes of OpenAI's messages.
-Must not know: what a template makes of them (frontend/chat_messages.py), tokens, the engine."""
+
+Must not know: what a template makes of them (frontend/chat_messages.py), tokens, the engine.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,10 @@ class UserMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="user"):
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="assistant"):
-    """`content`, `tool_calls` or both. A message of this server's own can be sent back as it came."""
+    """`content`, `tool_calls` or both.
+
+    A message of this server's own can be sent back as it came.
+    """
 
     content: Content | None = None
     name: str | None = None
@@ -83,22 +87,38 @@ class FunctionMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="funct
     name: str | None = None
 
 
-Message = DeveloperMessage | SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
+Message = (
+    DeveloperMessage
+    | SystemMessage
+    | UserMessage
+    | AssistantMessage
+    | ToolMessage
+    | FunctionMessage
+)
 
 
 def plain_messages(messages: list[Message], call: Call) -> list[dict[str, Any]]:
-    """Dicts with text contents and without what was not said, for ChatTurn. Raises ApiError with the path of what is wrong."""
+    """Dicts with text contents and without what was not said, for ChatTurn.
+
+    Raises ApiError with the path of what is wrong.
+    """
     if not messages:
         raise invalid("messages", "'messages' must hold at least one message.", "empty_array")
     plain = []
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         if isinstance(message, FunctionMessage):
-            raise unsupported(f"{where}.role", "Messages of the role 'function' are the old form of the role 'tool'; send that.")
+            raise unsupported(
+                f"{where}.role",
+                "Messages of the role 'function' are the old form of the role 'tool'; send that.",
+            )
         if isinstance(message, AssistantMessage):
             plain.append(_assistant(message, where, call))
             continue
-        fields: dict[str, Any] = {"role": message.__struct_config__.tag, "content": _text(message.content, where, call)}
+        fields: dict[str, Any] = {
+            "role": message.__struct_config__.tag,
+            "content": _text(message.content, where, call),
+        }
         if isinstance(message, ToolMessage):
             fields["tool_call_id"] = message.tool_call_id
         if message.name is not None:
@@ -109,14 +129,24 @@ def plain_messages(messages: list[Message], call: Call) -> list[dict[str, Any]]:
 
 def _assistant(message: AssistantMessage, where: str, call: Call) -> dict[str, Any]:
     if message.function_call is not None:
-        raise unsupported(f"{where}.function_call", "'function_call' is the old form of tool calls; send 'tool_calls'.")
+        raise unsupported(
+            f"{where}.function_call",
+            "'function_call' is the old form of tool calls; send 'tool_calls'.",
+        )
     if message.audio is not None:
-        raise unsupported(f"{where}.audio", "This model reads text only: a message cannot refer to audio.")
+        raise unsupported(
+            f"{where}.audio", "This model reads text only: a message cannot refer to audio."
+        )
     content = message.content if message.content is not None else message.refusal
-    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    reasoning = (
+        message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    )
     if content is None and reasoning is None and not message.tool_calls:
         raise missing(f"{where}.content")
-    fields: dict[str, Any] = {"role": "assistant", "content": None if content is None else _text(content, where, call, may_refuse=True)}
+    fields: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if content is None else _text(content, where, call, may_refuse=True),
+    }
     if content is None and not message.tool_calls:
         fields["content"] = ""
     if reasoning is not None:
@@ -124,13 +154,18 @@ def _assistant(message: AssistantMessage, where: str, call: Call) -> dict[str, A
     if message.name is not None:
         fields["name"] = message.name
     if message.tool_calls:
-        fields["tool_calls"] = [_tool_call(made, f"{where}.tool_calls[{i}]") for i, made in enumerate(message.tool_calls)]
+        fields["tool_calls"] = [
+            _tool_call(made, f"{where}.tool_calls[{i}]")
+            for i, made in enumerate(message.tool_calls)
+        ]
     return fields
 
 
 def _tool_call(made: ToolCallParam, where: str) -> dict[str, Any]:
     if made.type != "function":
-        raise unsupported(f"{where}.type", f"'{where}.type' must be \"function\", got {made.type!r:.40}.")
+        raise unsupported(
+            f"{where}.type", f"'{where}.type' must be \"function\", got {made.type!r:.40}."
+        )
     if made.function is None:
         raise missing(f"{where}.function")
     check_name(made.function.name, f"{where}.function.name")
@@ -150,7 +185,11 @@ def _text(content: Content, where: str, call: Call, *, may_refuse: bool = False)
         elif part.type == "text":
             texts.append(_required(part.text, f"{path}.text"))
         else:
-            raise unsupported(f"{path}.type", f"This model reads text only: a content part of type {part.type!r:.40} is not supported.")
+            raise unsupported(
+                f"{path}.type",
+                f"This model reads text only: a content part of type {part.type!r:.40} is not "
+                f"supported.",
+            )
         if part.prompt_cache_breakpoint is not None:
             call.ignored_params.append(f"{path}.prompt_cache_breakpoint")
     return "\n".join(texts)

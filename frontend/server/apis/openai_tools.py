@@ -1,6 +1,7 @@
 """Tools and tool_choice of OpenAI's chat, checked and in one form.
-May know: the shapes of OpenAI's tools.
-Must not know: how a model is shown tools, or how it calls them (frontend/answer_format)."""
+
+Must not know: how a model is shown tools, or how it calls them (frontend/answer_format).
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ class AllowedTools(msgspec.Struct, kw_only=True):
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
-    """{"type": "function", "function": {"name": ...}}, or {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}."""
+    """{"type": "function", "function": {"name": ...}}, or {"type": "allowed_tools",
+    "allowed_tools": {"mode": ..., "tools": [...]}}.
+    """
 
     type: Annotated[str, Meta(extra_json_schema={"enum": ["function", "allowed_tools"]})]
     function: NamedFunction | None = None
@@ -54,8 +57,13 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 Choice = str | ToolChoice | None
 
 
-def checked_tools(tools: list[Tool] | None, choice: Choice) -> tuple[list[dict[str, Any]] | None, Any]:
-    """(the tools that the model may use, "auto", "none", "required" or {"name": ...}). Raises ApiError with the path of what is wrong."""
+def checked_tools(
+    tools: list[Tool] | None, choice: Choice
+) -> tuple[list[dict[str, Any]] | None, Any]:
+    """(the tools that the model may use, "auto", "none", "required" or {"name": ...}).
+
+    Raises ApiError with the path of what is wrong.
+    """
     functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or [])]
     names: set[str] = set()
     for i, function in enumerate(functions):
@@ -71,14 +79,20 @@ def checked_tools(tools: list[Tool] | None, choice: Choice) -> tuple[list[dict[s
 
 def _function(tool: Tool, where: str) -> dict[str, Any]:
     if tool.type != "function":
-        raise unsupported(f"{where}.type", f"'{where}.type' must be \"function\", got {tool.type!r:.40}: other tools are not supported.")
+        raise unsupported(
+            f"{where}.type",
+            f"'{where}.type' must be \"function\", got {tool.type!r:.40}: other tools are not "
+            f"supported.",
+        )
     if tool.function is None:
         raise missing(f"{where}.function")
     check_name(tool.function.name, f"{where}.function.name")
     schema = tool.function.parameters
     if schema and schema.get("type", "object") != "object":
         path = f"{where}.function.parameters"
-        raise invalid(path, f"'{path}' must be the JSON schema of an object.", "invalid_function_parameters")
+        raise invalid(
+            path, f"'{path}' must be the JSON schema of an object.", "invalid_function_parameters"
+        )
     return {"type": "function", "function": msgspec.to_builtins(tool.function)}
 
 
@@ -87,20 +101,35 @@ def _choice(choice: Choice, names: set[str]) -> Any:
         return "auto" if names else "none"
     if isinstance(choice, str):
         if choice not in ("auto", "none", "required"):
-            raise invalid("tool_choice", f"'tool_choice' must be none, auto, required or an object that names a function, got {choice!r:.40}.")
+            raise invalid(
+                "tool_choice",
+                f"'tool_choice' must be none, auto, required or an object that names a function, "
+                f"got {choice!r:.40}.",
+            )
         if choice == "required" and not names:
-            raise invalid("tool_choice", "'tool_choice' is only allowed when 'tools' are specified.")
+            raise invalid(
+                "tool_choice", "'tool_choice' is only allowed when 'tools' are specified."
+            )
         return choice
     if choice.type == "allowed_tools":
         if choice.allowed_tools is None:
             raise missing("tool_choice.allowed_tools")
         for i, tool in enumerate(choice.allowed_tools.tools):
-            _require_known(tool.function.name, names, f"tool_choice.allowed_tools.tools[{i}].function.name")
+            _require_known(
+                tool.function.name, names, f"tool_choice.allowed_tools.tools[{i}].function.name"
+            )
         if not choice.allowed_tools.tools:
-            raise invalid("tool_choice.allowed_tools.tools", "'tool_choice.allowed_tools.tools' must not be empty.", "empty_array")
+            raise invalid(
+                "tool_choice.allowed_tools.tools",
+                "'tool_choice.allowed_tools.tools' must not be empty.",
+                "empty_array",
+            )
         return choice.allowed_tools.mode
     if choice.type != "function":
-        raise unsupported("tool_choice.type", f"'tool_choice.type' must be function or allowed_tools, got {choice.type!r:.40}.")
+        raise unsupported(
+            "tool_choice.type",
+            f"'tool_choice.type' must be function or allowed_tools, got {choice.type!r:.40}.",
+        )
     if choice.function is None:
         raise missing("tool_choice.function")
     _require_known(choice.function.name, names, "tool_choice.function.name")

@@ -1,6 +1,8 @@
-"""The answers of /v1/responses that are kept: so many, so many bytes, each for the key that asked for it.
-May know: the items of a conversation as they are sent.
-Must not know: HTTP, how an answer is made."""
+"""The answers of /v1/responses that are kept: so many, so many bytes, each for the key that asked
+for it.
+
+Must not know: HTTP, how an answer is made.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-MAX_BYTES = 256 * 2**20  # of all that is kept, as JSON; a conversation counts whole for each of its answers
+# of all that is kept, as JSON; a conversation counts whole for each of its answers
+MAX_BYTES = 256 * 2**20
 
 
 @dataclass(slots=True)
@@ -26,7 +29,10 @@ class Stored:
 
 
 class ResponseStore:
-    """The oldest go first. With `most` 0 nothing is kept. An answer is found only by the tenant that it was made for."""
+    """The oldest go first.
+
+    With `most` 0 nothing is kept. An answer is found only by the tenant that it was made for.
+    """
 
     def __init__(self, most: int, max_bytes: int = MAX_BYTES):
         self._most = most
@@ -61,7 +67,9 @@ class ResponseStore:
         return found[0]
 
     def find_item(self, tenant: str, item_id: str) -> dict[str, Any] | None:
-        """An item of any of the tenant's conversations, the latest first: clients refer to items by their id."""
+        """An item of any of the tenant's conversations, the latest first: clients refer to items by
+        their id.
+        """
         for (owner, _), (stored, _) in reversed(self._kept.items()):
             if owner == tenant:
                 for item in reversed(stored.conversation()):

@@ -1,6 +1,7 @@
 """The answer of /v1/responses, whole or as OpenAI's events.
-May know: chat_run, blocks, the shape of OpenAI's response objects, items and events.
-Must not know: how the body was checked, templates, the engine."""
+
+Must not know: how the body was checked, templates, the engine.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +28,27 @@ PREFIXES = {TEXT: "msg", REASONING: "rs", CALL: "fc"}
 
 
 def new_response_id() -> str:
-    """Not made of the request's id, which the client may choose: what is stored must not be overwritten."""
+    """Not made of the request's id, which the client may choose: what is stored must not be
+    overwritten.
+    """
     return f"resp_{secrets.token_hex(24)}"
 
 
 class ResponsesAnswer:
-    """The answer to one checked body. `keep` is called with the response once it is complete, before the client is told."""
+    """The answer to one checked body.
 
-    def __init__(self, state: ServerState, call: Call, body: ResponsesBody, model: str, chat: ChatRun, keep: Callable[[dict[str, Any]], None]):
+    `keep` is called with the response once it is complete, before the client is told.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        call: Call,
+        body: ResponsesBody,
+        model: str,
+        chat: ChatRun,
+        keep: Callable[[dict[str, Any]], None],
+    ):
         self._state = state
         self._call = call
         self._chat = chat
@@ -64,7 +78,8 @@ class ResponsesAnswer:
         events = self._blocks.feed(news.parts)
         if news.finish_reason is not None:
             if not self._blocks.blocks:
-                events += self._blocks.begin(TEXT)  # clients look for a message, if only an empty one
+                # clients look for a message, if only an empty one
+                events += self._blocks.begin(TEXT)
             events += self._blocks.close()
         if self._chat.params.logprobs is not None:
             self._take_logprobs(news, events)
@@ -75,10 +90,20 @@ class ResponsesAnswer:
         return events
 
     def _take_logprobs(self, news: ChoiceNews, events: list[BlockEvent]) -> None:
-        """In this API only text has log-probabilities. Tokens that say nothing, an end of sequence say, go with the text before them."""
+        """In this API only text has log-probabilities.
+
+        Tokens that say nothing, an end of sequence say, go with the text before them.
+        """
         self._unsaid += news.logprobs or []
-        block = next((block for what, block, _ in events if what == DELTA and block.kind == TEXT), None)
-        if block is None and news.finish_reason is not None and self._unsaid and self._blocks.blocks[-1].kind == TEXT:
+        block = next(
+            (block for what, block, _ in events if what == DELTA and block.kind == TEXT), None
+        )
+        if (
+            block is None
+            and news.finish_reason is not None
+            and self._unsaid
+            and self._blocks.blocks[-1].kind == TEXT
+        ):
             block = self._blocks.blocks[-1]
             events.insert(-1, (DELTA, block, ""))
         if block is not None:
@@ -89,7 +114,10 @@ class ResponsesAnswer:
 
     def _end(self, news: ChoiceNews) -> dict[str, Any]:
         """The response that is told last."""
-        output = [self._item(block, status) for block, status in zip(self._blocks.blocks, self._statuses, strict=True)]
+        output = [
+            self._item(block, status)
+            for block, status in zip(self._blocks.blocks, self._statuses, strict=True)
+        ]
         end: dict[str, Any] = {"status": "completed", "completed_at": int(time.time())}
         if news.finish_reason == "length":
             end = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
@@ -117,14 +145,29 @@ class ResponsesAnswer:
         if block.kind == TEXT:
             return head | {"type": "message", "role": "assistant", "content": [self._part(block)]}
         if block.kind == REASONING:
-            return head | {"type": "reasoning", "summary": [], "content": [self._part(block)], "encrypted_content": None}
+            return head | {
+                "type": "reasoning",
+                "summary": [],
+                "content": [self._part(block)],
+                "encrypted_content": None,
+            }
         call_id = f"call_{self._suffix}{block.index:04x}"
-        return head | {"type": "function_call", "call_id": call_id, "name": block.name, "arguments": block.text}
+        return head | {
+            "type": "function_call",
+            "call_id": call_id,
+            "name": block.name,
+            "arguments": block.text,
+        }
 
     def _part(self, block: Block) -> dict[str, Any]:
         if block.kind == REASONING:
             return {"type": "reasoning_text", "text": block.text}
-        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": self._logprobs.get(block.index, [])}
+        return {
+            "type": "output_text",
+            "text": block.text,
+            "annotations": [],
+            "logprobs": self._logprobs.get(block.index, []),
+        }
 
     # ------------------------------------------------------------ events
 
@@ -137,14 +180,19 @@ class ResponsesAnswer:
             async for (news,) in steps:
                 chunks = []
                 if not self._num_events:
-                    chunks = [self._event(f"response.{kind}", response=self._head) for kind in ("created", "in_progress")]
+                    chunks = [
+                        self._event(f"response.{kind}", response=self._head)
+                        for kind in ("created", "in_progress")
+                    ]
                 num_ended = len(self._statuses)
                 for what, block, text in self._take(news):
                     if what == STOP:
                         chunks.append(self._stopped(block, self._statuses[num_ended]))
                         num_ended += 1
                     else:
-                        chunks.append(self._started(block) if what == START else self._delta(block, text))
+                        chunks.append(
+                            self._started(block) if what == START else self._delta(block, text)
+                        )
                 if news.finish_reason is not None:
                     response = self._end(news)
                     chunks.append(self._event(f"response.{response['status']}", response=response))
@@ -156,8 +204,14 @@ class ResponsesAnswer:
         item = self._item(empty, "in_progress")
         if block.kind == CALL:
             return self._event("response.output_item.added", output_index=block.index, item=item)
-        added = self._event("response.output_item.added", output_index=block.index, item=item | {"content": []})
-        return added + self._event("response.content_part.added", **self._place(block), part=self._part(empty) | ({"logprobs": []} if block.kind == TEXT else {}))
+        added = self._event(
+            "response.output_item.added", output_index=block.index, item=item | {"content": []}
+        )
+        return added + self._event(
+            "response.content_part.added",
+            **self._place(block),
+            part=self._part(empty) | ({"logprobs": []} if block.kind == TEXT else {}),
+        )
 
     def _delta(self, block: Block, text: str) -> bytes:
         if block.kind == CALL:
@@ -166,18 +220,28 @@ class ResponsesAnswer:
         if block.kind == REASONING:
             return self._event("response.reasoning_text.delta", **self._place(block), delta=text)
         logprobs, self._new_logprobs = self._new_logprobs, []
-        return self._event("response.output_text.delta", **self._place(block), delta=text, logprobs=logprobs)
+        return self._event(
+            "response.output_text.delta", **self._place(block), delta=text, logprobs=logprobs
+        )
 
     def _stopped(self, block: Block, status: str) -> bytes:
         place, text = self._place(block), block.text
         if block.kind == CALL:
             place.pop("content_index")
-            done = self._event("response.function_call_arguments.done", **place, name=block.name, arguments=text)
+            done = self._event(
+                "response.function_call_arguments.done", **place, name=block.name, arguments=text
+            )
         else:
-            kind, more = ("reasoning_text", {}) if block.kind == REASONING else ("output_text", {"logprobs": self._logprobs.get(block.index, [])})
+            kind, more = (
+                ("reasoning_text", {})
+                if block.kind == REASONING
+                else ("output_text", {"logprobs": self._logprobs.get(block.index, [])})
+            )
             done = self._event(f"response.{kind}.done", **place, text=text, **more)
             done += self._event("response.content_part.done", **place, part=self._part(block))
-        return done + self._event("response.output_item.done", output_index=block.index, item=self._item(block, status))
+        return done + self._event(
+            "response.output_item.done", output_index=block.index, item=self._item(block, status)
+        )
 
     def _place(self, block: Block) -> dict[str, Any]:
         return {"item_id": self._item_id(block), "output_index": block.index, "content_index": 0}
@@ -186,7 +250,11 @@ class ResponsesAnswer:
         """The last event of a stream that breaks off."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         output = [self._item(block, "incomplete") for block in self._blocks.blocks]
-        response = self._head | {"status": "failed", "error": {"code": code, "message": error.message}, "output": output}
+        response = self._head | {
+            "status": "failed",
+            "error": {"code": code, "message": error.message},
+            "output": output,
+        }
         return self._event("response.failed", response=response)
 
 
@@ -216,11 +284,15 @@ def _head(body: ResponsesBody, model: str, chat: ChatRun) -> dict[str, Any]:
         "store": body.store is not False,
         "temperature": params.temperature,
         "text": {
-            "format": msgspec.to_builtins(text.format) if text and text.format else {"type": "text"},
+            "format": msgspec.to_builtins(text.format)
+            if text and text.format
+            else {"type": "text"},
             "verbosity": (text and text.verbosity) or "medium",
         },
         "tool_choice": msgspec.to_builtins(body.tool_choice) or "auto",
-        "tools": [msgspec.to_builtins(tool) | {"strict": bool(tool.strict)} for tool in body.tools or []],
+        "tools": [
+            msgspec.to_builtins(tool) | {"strict": bool(tool.strict)} for tool in body.tools or []
+        ],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": body.truncation or "disabled",

@@ -1,6 +1,8 @@
-"""The items of OpenAI's Responses: the steps of a conversation, as messages that chat templates know.
-May know: the shapes of items, what chat templates expect of messages.
-Must not know: the other fields of a body, where answers are kept, HTTP."""
+"""The items of OpenAI's Responses: the steps of a conversation, as messages that chat templates
+know.
+
+Must not know: the other fields of a body, where answers are kept, HTTP.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ import msgspec
 
 from ..http.errors import invalid, missing, unsupported
 
-ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+ID_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
 
 
 class ItemPart(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -25,7 +32,10 @@ class ItemPart(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One step of a conversation: a message, a call, its result, or a thought. What a type does not have stays None."""
+    """One step of a conversation: a message, a call, its result, or a thought.
+
+    What a type does not have stays None.
+    """
 
     type: str | None = None  # None: a message
     id: str | None = None
@@ -49,25 +59,47 @@ def items_of(input: str | list[Item] | None) -> list[Item]:
     for item in items:
         item.type = item.type or "message"
         if item.type == "message" and isinstance(item.content, str):
-            item.content = [ItemPart(type="output_text" if item.role == "assistant" else "input_text", text=item.content)]
+            item.content = [
+                ItemPart(
+                    type="output_text" if item.role == "assistant" else "input_text",
+                    text=item.content,
+                )
+            ]
         item.id = item.id or f"{ID_PREFIXES.get(item.type, 'item')}_{secrets.token_hex(16)}"
     return items
 
 
-def messages_of(instructions: str | None, items: list[Item], num_earlier: int = 0) -> list[dict[str, Any]]:
-    """As chat templates expect them: thoughts and calls belong to the assistant's message that they stand next to.
+def messages_of(
+    instructions: str | None, items: list[Item], num_earlier: int = 0
+) -> list[dict[str, Any]]:
+    """As chat templates expect them: thoughts and calls belong to the assistant's message that they
+    stand next to.
 
     The first `num_earlier` items are not those of the body's `input`.
     """
-    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    messages: list[dict[str, Any]] = (
+        [{"role": "system", "content": instructions}] if instructions else []
+    )
     names: dict[str, str] = {}  # of functions, by the ids of their calls
     for i, item in enumerate(items):
-        _add(messages, item, f"input[{i - num_earlier}]" if i >= num_earlier else "previous_response_id", names)
+        _add(
+            messages,
+            item,
+            f"input[{i - num_earlier}]" if i >= num_earlier else "previous_response_id",
+            names,
+        )
     if not items:
         raise invalid("input", "'input' must hold at least one item.", "empty_array")
-    num_system = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    num_system = next(
+        (i for i, message in enumerate(messages) if message["role"] != "system"), len(messages)
+    )
     if num_system > 1:  # many templates take one system message only
-        messages[:num_system] = [{"role": "system", "content": "\n".join(message["content"] for message in messages[:num_system])}]
+        messages[:num_system] = [
+            {
+                "role": "system",
+                "content": "\n".join(message["content"] for message in messages[:num_system]),
+            }
+        ]
     return messages
 
 
@@ -76,7 +108,12 @@ def _add(messages: list[dict[str, Any]], item: Item, where: str, names: dict[str
     if item.type == "message":
         _add_message(messages, last, item, where)
     elif item.type == "reasoning":
-        thought = "\n".join(part.text or "" for part in (item.content if isinstance(item.content, list) else None) or item.summary or [])
+        thought = "\n".join(
+            part.text or ""
+            for part in (item.content if isinstance(item.content, list) else None)
+            or item.summary
+            or []
+        )
         messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
     elif item.type == "function_call":
         for field in ("call_id", "name", "arguments"):
@@ -86,28 +123,51 @@ def _add(messages: list[dict[str, Any]], item: Item, where: str, names: dict[str
         if last["role"] != "assistant":
             last = {"role": "assistant", "content": ""}
             messages.append(last)
-        function = {"name": item.name, "arguments": _arguments(item.arguments, f"{where}.arguments")}
-        last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+        function = {
+            "name": item.name,
+            "arguments": _arguments(item.arguments, f"{where}.arguments"),
+        }
+        last.setdefault("tool_calls", []).append(
+            {"id": item.call_id, "type": "function", "function": function}
+        )
     elif item.type == "function_call_output":
         if item.call_id not in names:
-            raise invalid(f"{where}.call_id", f"'{where}.call_id' must be that of an earlier function_call.")
+            raise invalid(
+                f"{where}.call_id", f"'{where}.call_id' must be that of an earlier function_call."
+            )
         if item.output is None:
             raise missing(f"{where}.output")
         content = _text(item.output, f"{where}.output")
-        messages.append({"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": content})
+        messages.append(
+            {
+                "role": "tool",
+                "tool_call_id": item.call_id,
+                "name": names[item.call_id],
+                "content": content,
+            }
+        )
     else:
         message = f"'{where}' is of the type {item.type!r:.40}; this server knows message, reasoning, function_call and function_call_output."
         raise unsupported(f"{where}.type", message)
 
 
-def _add_message(messages: list[dict[str, Any]], last: dict[str, Any], item: Item, where: str) -> None:
+def _add_message(
+    messages: list[dict[str, Any]], last: dict[str, Any], item: Item, where: str
+) -> None:
     if item.role not in ("user", "assistant", "system", "developer"):
-        raise invalid(f"{where}.role", f"'{where}.role' must be user, assistant, system or developer.")
+        raise invalid(
+            f"{where}.role", f"'{where}.role' must be user, assistant, system or developer."
+        )
     if item.content is None:
         raise missing(f"{where}.content")
     text = _text(item.content, f"{where}.content")
     role = "system" if item.role == "developer" else item.role  # templates know the older name
-    if role == "assistant" and last["role"] == "assistant" and not last["content"] and "tool_calls" not in last:
+    if (
+        role == "assistant"
+        and last["role"] == "assistant"
+        and not last["content"]
+        and "tool_calls" not in last
+    ):
         last["content"] = text  # of the thought before it
     else:
         messages.append({"role": role, "content": text})
@@ -130,7 +190,10 @@ def _text(content: str | list[ItemPart], where: str) -> str:
     for j, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in ("input_text", "output_text", "text", "refusal"):
-            raise unsupported(f"{where}[{j}].type", f"'{where}[{j}]' is of the type {part.type!r:.40}: this model reads text only.")
+            raise unsupported(
+                f"{where}[{j}].type",
+                f"'{where}[{j}]' is of the type {part.type!r:.40}: this model reads text only.",
+            )
         if text is None:
             raise missing(f"{where}[{j}].{'refusal' if part.type == 'refusal' else 'text'}")
         texts.append(text)

@@ -1,6 +1,7 @@
 """From a body of /v1/responses to a turn of a conversation.
-May know: the fields of OpenAI's Responses, what chat templates expect of tools.
-Must not know: items (responses_items.py), the answer's shape, where answers are kept, HTTP."""
+
+Must not know: items (responses_items.py), the answer's shape, where answers are kept, HTTP.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +21,33 @@ from .responses_items import Item, messages_of
 
 # The house's names of what can be refused -> this API's.
 NAMES = {
-    "prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs",
-    "structured_outputs": "text.format", "structured_outputs.json": "text.format.schema",
-}  # fmt: skip
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "structured_outputs": "text.format",
+    "structured_outputs.json": "text.format.schema",
+}
 LOGPROBS = "message.output_text.logprobs"
-# What `include` may ask for. Reasoning is given in plain, so nothing needs to be encrypted; the rest is of tools that are not here.
+# What `include` may ask for. Reasoning is given in plain, so nothing needs to be encrypted; the
+# rest is of tools that are not here.
 INCLUDABLE = (
-    LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "web_search_call.action.sources", "web_search_call.results",
-    "file_search_call.results", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
-)  # fmt: skip
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+)
 MAX_METADATA = 16
-IGNORED = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "max_tool_calls")
+IGNORED = (
+    "user",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "max_tool_calls",
+)
 
 
 class ResponsesTool(msgspec.Struct, kw_only=True):
@@ -118,18 +135,42 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
 def check_body(body: ResponsesBody) -> None:
     """Refuses what this server does not do, in a sentence each."""
     if body.background:
-        raise unsupported("background", "'background' is not supported: answers are made while the client waits. Leave it out and stream.")
+        raise unsupported(
+            "background",
+            "'background' is not supported: answers are made while the client waits. Leave it out "
+            "and stream.",
+        )
     if body.conversation is not None:
-        raise unsupported("conversation", "'conversation' is not supported: go on from a stored answer with 'previous_response_id'.")
+        raise unsupported(
+            "conversation",
+            "'conversation' is not supported: go on from a stored answer with "
+            "'previous_response_id'.",
+        )
     if body.prompt is not None:
-        raise unsupported("prompt", "'prompt' refers to a template stored at OpenAI, which is not here: give 'input' and 'instructions'.")
+        raise unsupported(
+            "prompt",
+            "'prompt' refers to a template stored at OpenAI, which is not here: give 'input' and "
+            "'instructions'.",
+        )
     if unknown := [name for name in body.include or [] if name not in INCLUDABLE]:
-        raise invalid("include", f"'include' cannot ask for {unknown[0]!r:.60}; it can for {', '.join(INCLUDABLE)}.")
+        raise invalid(
+            "include",
+            f"'include' cannot ask for {unknown[0]!r:.60}; it can for {', '.join(INCLUDABLE)}.",
+        )
     if body.truncation not in (None, "auto", "disabled"):
-        raise invalid("truncation", f"'truncation' must be auto or disabled, got {body.truncation!r:.40}.")
+        raise invalid(
+            "truncation", f"'truncation' must be auto or disabled, got {body.truncation!r:.40}."
+        )
 
 
-def turn_of(state: ServerState, call: Call, body: ResponsesBody, request_id: str, items: list[Item], num_earlier: int) -> ChatTurn:
+def turn_of(
+    state: ServerState,
+    call: Call,
+    body: ResponsesBody,
+    request_id: str,
+    items: list[Item],
+    num_earlier: int,
+) -> ChatTurn:
     """`items`: the whole conversation, the first `num_earlier` of them from earlier turns.
 
     Raises ApiError, or InvalidParameterError under the house's names.
@@ -143,7 +184,8 @@ def turn_of(state: ServerState, call: Call, body: ResponsesBody, request_id: str
             top_k=body.top_k,
             min_p=body.min_p,
             seed=body.seed,
-            stream=body.stream or wants_logprobs,  # which token belongs to which item shows only as they come
+            # which token belongs to which item shows only as they come
+            stream=body.stream or wants_logprobs,
         ),
         state.ready_engine().get_default_sampling_params(),
         state.server_config,
@@ -153,7 +195,13 @@ def turn_of(state: ServerState, call: Call, body: ResponsesBody, request_id: str
     )
     tools, tool_choice = _tools(body)
     effort = body.reasoning and body.reasoning.effort
-    variables = thinking_variables(state, call, None if effort is None else effort != "none", effort, ("reasoning.effort", "reasoning.effort"))
+    variables = thinking_variables(
+        state,
+        call,
+        None if effort is None else effort != "none",
+        effort,
+        ("reasoning.effort", "reasoning.effort"),
+    )
     _note_ignored(call, body)
     return ChatTurn(
         request_id,
@@ -174,7 +222,11 @@ def _note_ignored(call: Call, body: ResponsesBody) -> None:
         ignored.append("service_tier")
     if body.text and body.text.verbosity not in (None, "medium"):
         ignored.append("text.verbosity")
-    ignored += [f"reasoning.{name}" for name in ("summary", "generate_summary") if body.reasoning and getattr(body.reasoning, name) is not None]
+    ignored += [
+        f"reasoning.{name}"
+        for name in ("summary", "generate_summary")
+        if body.reasoning and getattr(body.reasoning, name) is not None
+    ]
     if body.stream_options and body.stream_options.include_obfuscation:
         ignored.append("stream_options.include_obfuscation")
     call.ignored_params += ignored
@@ -186,7 +238,11 @@ def _structured_outputs(format: Format | None) -> StructuredOutputsParams | None
     if format.type == "json_object":
         return StructuredOutputsParams(json_object=True)
     if format.type != "json_schema":
-        raise unsupported("text.format.type", f"'text.format.type' must be text, json_object or json_schema, got {format.type!r:.40}.")
+        raise unsupported(
+            "text.format.type",
+            f"'text.format.type' must be text, json_object or json_schema, got "
+            f"{format.type!r:.40}.",
+        )
     if format.schema is None:
         raise missing("text.format.schema")
     return StructuredOutputsParams(json=format.schema)
@@ -196,7 +252,9 @@ def _structured_outputs(format: Format | None) -> StructuredOutputsParams | None
 
 
 def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]] | None, Any]:
-    """In the form of OpenAI's chat, which chat templates know, and which of them is to be called."""
+    """In the form of OpenAI's chat, which chat templates know, and which of them is to be
+    called.
+    """
     tools = {}
     for i, tool in enumerate(body.tools or []):
         if tool.type != "function":
@@ -205,30 +263,53 @@ def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]] | None, Any]:
         if not tool.name:
             raise missing(f"tools[{i}].name")
         if tool.name in tools:
-            raise invalid(f"tools[{i}].name", f"'tools[{i}].name': two tools are called {tool.name!r:.60}.")
+            raise invalid(
+                f"tools[{i}].name", f"'tools[{i}].name': two tools are called {tool.name!r:.60}."
+            )
         described = {"description": tool.description} if tool.description else {}
-        function = {"name": tool.name, **described, "parameters": tool.parameters or {"type": "object"}}
-        tools[tool.name] = {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
+        function = {
+            "name": tool.name,
+            **described,
+            "parameters": tool.parameters or {"type": "object"},
+        }
+        tools[tool.name] = {
+            "type": "function",
+            "function": function | ({"strict": True} if tool.strict else {}),
+        }
     choice = body.tool_choice
     if isinstance(choice, ResponsesToolChoice):
         return _chosen(choice, tools)
     if choice not in (None, "auto", "none", "required"):
-        raise invalid("tool_choice", f"'tool_choice' must be none, auto, required or an object that names a function, got {choice!r:.40}.")
+        raise invalid(
+            "tool_choice",
+            f"'tool_choice' must be none, auto, required or an object that names a function, got "
+            f"{choice!r:.40}.",
+        )
     if choice == "required" and not tools:
         raise invalid("tool_choice", "'tool_choice' can be required only with 'tools'.")
     return list(tools.values()) or None, choice or "auto"
 
 
-def _chosen(choice: ResponsesToolChoice, tools: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], Any]:
+def _chosen(
+    choice: ResponsesToolChoice, tools: dict[str, dict[str, Any]]
+) -> tuple[list[dict[str, Any]], Any]:
     if choice.type == "function":
         if choice.name not in tools:
-            raise invalid("tool_choice.name", "'tool_choice.name' must be the name of one of 'tools'.")
+            raise invalid(
+                "tool_choice.name", "'tool_choice.name' must be the name of one of 'tools'."
+            )
         return list(tools.values()), {"name": choice.name}
     if choice.type != "allowed_tools":
-        raise unsupported("tool_choice.type", f"'tool_choice.type' must be function or allowed_tools, got {choice.type!r:.40}.")
+        raise unsupported(
+            "tool_choice.type",
+            f"'tool_choice.type' must be function or allowed_tools, got {choice.type!r:.40}.",
+        )
     if choice.mode not in ("auto", "required"):
         raise invalid("tool_choice.mode", "'tool_choice.mode' must be auto or required.")
     allowed = {ref.name for ref in choice.tools or []}
     if not allowed or any(name not in tools for name in allowed):
-        raise invalid("tool_choice.tools", "'tool_choice.tools' must be functions out of 'tools', at least one.")
+        raise invalid(
+            "tool_choice.tools",
+            "'tool_choice.tools' must be functions out of 'tools', at least one.",
+        )
     return [tools[name] for name in tools if name in allowed], choice.mode

@@ -1,3 +1,5 @@
-"""HTTP itself: connections and their limits, bodies, keys, errors and streams of events, the same for every API.
-May know: starlette, uvicorn, ServerConfig, the engine's errors.
-Must not know: routes, the shapes of an API, how a request is run."""
+"""HTTP itself: connections and their limits, bodies, keys, errors and streams of events, the same
+for every API.
+
+Must not know: routes, the shapes of an API, how a request is run.
+"""

@@ -1,6 +1,8 @@
-"""Keys: who may call. With keys configured every route asks for one, but those that tell whether the server lives.
-May know: the headers of a request, hashes.
-Must not know: what a route does with a tenant."""
+"""Keys: who may call. With keys configured every route asks for one, but those that tell whether
+the server lives.
+
+Must not know: what a route does with a tenant.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from ....ipc.errors import InvalidParameterError
 from ..config import ServerConfig
 from .errors import ApiError
 
-# Everything else asks for a key: /metrics too, which tells how busy the others are (Prometheus has `authorization: credentials:`). The page at / is only
-# a file; what it shows comes from routes that ask.
+# Everything else asks for a key: /metrics too, which tells how busy the others are (Prometheus has
+# `authorization: credentials:`). The page at / is only a file; what it shows comes from routes that
+# ask.
 OPEN_PATHS = frozenset({"/health", "/health/ready"})
 KEY_IN_URL = re.compile(rb"(?i)(^|&)(api[-_]?key|key|token|access_token|authorization)=")
 
@@ -29,8 +32,15 @@ class Keys:
         self._has_page = config.page
 
     def check(self, scope: Any) -> str:
-        """The tenant of the request, "" without keys. Raises a 401; compares every key in constant time."""
-        if not self._digests or scope["path"] in OPEN_PATHS or scope["path"] == "/" and self._has_page:
+        """The tenant of the request, "" without keys.
+
+        Raises a 401; compares every key in constant time.
+        """
+        if (
+            not self._digests
+            or scope["path"] in OPEN_PATHS
+            or (scope["path"] == "/" and self._has_page)
+        ):
             return ""
         presented = _presented(scope["headers"])
         if presented is None:
@@ -39,7 +49,7 @@ class Keys:
                 message = "A key in the URL is not read: URLs are kept in logs. Send it as 'Authorization: Bearer KEY'."
             raise ApiError(401, message, code="invalid_api_key")
         digest = _digest(presented)
-        if not any([hmac.compare_digest(digest, known) for known in self._digests]):
+        if not any([hmac.compare_digest(digest, known) for known in self._digests]):  # noqa: C419
             raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
         return digest.hex()[:16]
 
@@ -68,5 +78,7 @@ def _read_keys(path: str | None) -> list[str]:
         raise InvalidParameterError("api_key_file", f"cannot be read: {error}") from error
     keys = [line.split("#")[0].strip() for line in lines]
     if not any(keys):
-        raise InvalidParameterError("api_key_file", "holds no key; an empty file would let everybody in")
+        raise InvalidParameterError(
+            "api_key_file", "holds no key; an empty file would let everybody in"
+        )
     return [key for key in keys if key]

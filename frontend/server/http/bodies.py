@@ -1,6 +1,8 @@
-"""Bodies: JSON to Structs, with the place of what is wrong, and the names of the fields that nobody knows.
-May know: msgspec, ApiError.
-Must not know: requests, routes, what a field means."""
+"""Bodies: JSON to Structs, with the place of what is wrong, and the names of the fields that nobody
+knows.
+
+Must not know: requests, routes, what a field means.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,20 @@ from msgspec import inspect
 
 from .errors import ApiError, missing
 
-# The end of msgspec's sentences: the place. "[...]" stands for a value of an object whose keys are the user's.
+# The end of msgspec's sentences: the place. "[...]" stands for a value of an object whose keys are
+# the user's.
 PLACE = re.compile(r" - at (?P<key>`key[^`]*` in )?`\$\.?(?P<path>[^`]*)`$")
 KINDS = {"str": "string"}  # where msgspec's names are not JSON's
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-def decode(raw: bytes, body_type: type[Body], *, find_unknown: bool = True) -> tuple[Body, list[str]]:
-    """The body and the names of its unknown fields, those of nested objects with their path. Raises ApiError, 400."""
+def decode(
+    raw: bytes, body_type: type[Body], *, find_unknown: bool = True
+) -> tuple[Body, list[str]]:
+    """The body and the names of its unknown fields, those of nested objects with their path.
+
+    Raises ApiError, 400.
+    """
     try:
         body = msgspec.json.decode(raw, type=body_type)
         return body, _unknown_fields(raw, body_type) if find_unknown else []
@@ -37,7 +45,9 @@ def decode(raw: bytes, body_type: type[Body], *, find_unknown: bool = True) -> t
 
 
 def bad_field(problem: str) -> ApiError:
-    """msgspec's sentence as an error that names the field: "Expected `int`, got `str` - at `$.messages[2].content`"."""
+    """msgspec's sentence as an error that names the field: "Expected `int`, got `str` - at
+    `$.messages[2].content`".
+    """
     place = PLACE.search(problem)
     param = place["path"].split("[...]")[0] if place else ""
     sentence = PLACE.sub("", problem).replace("`", "'")
@@ -45,7 +55,12 @@ def bad_field(problem: str) -> ApiError:
         return missing(f"{param}.{absent[1]}" if param else absent[1])
     where = f"Invalid value for '{param}': " if param else "Invalid body: "
     about_key = "of a key: " if place and place["key"] else ""
-    return ApiError(400, f"{where}{about_key}{sentence[:1].lower()}{sentence[1:]}.", code=_code(sentence), param=param or None)
+    return ApiError(
+        400,
+        f"{where}{about_key}{sentence[:1].lower()}{sentence[1:]}.",
+        code=_code(sentence),
+        param=param or None,
+    )
 
 
 def _code(sentence: str) -> str:
@@ -59,7 +74,11 @@ def _code(sentence: str) -> str:
     if is_length:
         kind = KINDS.get(kind, kind)
         is_empty = direction == ">" and sentence.endswith(">= 1")
-        return f"empty_{kind}" if is_empty else f"{kind}_{'below_min' if direction == '>' else 'above_max'}_length"
+        return (
+            f"empty_{kind}"
+            if is_empty
+            else f"{kind}_{'below_min' if direction == '>' else 'above_max'}_length"
+        )
     return f"{'integer' if kind == 'int' else 'decimal'}_{'below_min' if direction == '>' else 'above_max'}_value"
 
 
@@ -67,9 +86,11 @@ def _code(sentence: str) -> str:
 
 
 class Shape:
-    """What of a type can hold fields: those of a Struct by name, the Struct for each value of a tag, or a list's elements."""
+    """What of a type can hold fields: those of a Struct by name, the Struct for each value of a
+    tag, or a list's elements.
+    """
 
-    __slots__ = ("fields", "nested", "tag_field", "by_tag", "elements")
+    __slots__ = ("by_tag", "elements", "fields", "nested", "tag_field")
 
     def __init__(self) -> None:
         self.fields: dict[str, Shape | None] | None = None
@@ -132,7 +153,9 @@ def _shape(info: inspect.Type) -> Shape | None:
 
 
 def _union_shape(info: inspect.UnionType) -> Shape | None:
-    """Of a union at most one list, and one Struct or several with a tag, can be told apart: all go into one Shape."""
+    """Of a union at most one list, and one Struct or several with a tag, can be told apart: all go
+    into one Shape.
+    """
     shape, has_fields = Shape(), False
     for member in info.types:
         if (inner := _shape(member)) is None:

@@ -1,6 +1,7 @@
 """Call: one HTTP request on its way through the server, and the reading of its body.
-May know: starlette's Request, msgspec, the limits of ServerConfig.
-Must not know: routes, the engine."""
+
+Must not know: routes, the engine.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ from ..config import ServerConfig
 from .bodies import Body, decode
 from .errors import ApiError, invalid
 
-MAX_LARGE_BODIES = 16  # times max_body_bytes: what the bodies of all requests under way may have together
+# times max_body_bytes: what the bodies of all requests under way may have together
+MAX_LARGE_BODIES = 16
 OVERLOADED_RETRY_S = 5.0
 MAX_NAMES = 20  # of fields, in one header
-USERS_ID = re.compile(r"[!-~]{1,128}")  # what we take as x-request-id from a client: printable ASCII without spaces
+# what we take as x-request-id from a client: printable ASCII without spaces
+USERS_ID = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(slots=True)
@@ -34,13 +37,17 @@ class Call:
     path: str = ""  # of its URL
     tenant: str = ""  # whose key it was: a digest, never the key itself
     unknown_params: list[str] = field(default_factory=list)  # fields of the body that nobody knows
-    ignored_params: list[str] = field(default_factory=list)  # fields that the API knows and that change nothing here
+    # fields that the API knows and that change nothing here
+    ignored_params: list[str] = field(default_factory=list)
     num_body_bytes: int = 0  # that have come
     is_disconnected: bool = False
     watcher: asyncio.Task | None = None
-    send: Any = None  # ASGI's, as the server gave it: once an answer has started, nobody adds anything to what is sent
+    # ASGI's, as the server gave it: once an answer has started, nobody adds anything to what is
+    # sent
+    send: Any = None
     chunk_writer: Any = None  # protocol.py's ChunkWriter, where there is one
-    last_sent: float = 0.0  # of the loop's clock: the last piece of a stream; while a send is under way, when it began
+    # of the loop's clock: the last piece of a stream; while a send is under way, when it began
+    last_sent: float = 0.0
 
     @property
     def suffix(self) -> str:
@@ -52,20 +59,31 @@ class Call:
         headers = [(b"x-request-id", self.request_id.encode())]
         if self.path.startswith("/v1/messages"):
             headers.append((b"request-id", headers[0][1]))  # Anthropic's name for it
-        for name, params in ((b"x-unknown-params", self.unknown_params), (b"x-ignored-params", self.ignored_params)):
+        for name, params in (
+            (b"x-unknown-params", self.unknown_params),
+            (b"x-ignored-params", self.ignored_params),
+        ):
             if params:
-                shown = params if len(params) <= MAX_NAMES else [*params[:MAX_NAMES], f"and {len(params) - MAX_NAMES} more"]
-                headers.append((name, ",".join(shown).encode("unicode_escape")[:2000]))  # line breaks and all else that a header must not hold
+                shown = (
+                    params
+                    if len(params) <= MAX_NAMES
+                    else [*params[:MAX_NAMES], f"and {len(params) - MAX_NAMES} more"]
+                )
+                # line breaks and all else that a header must not hold
+                headers.append((name, ",".join(shown).encode("unicode_escape")[:2000]))
         return headers
 
     def push(self, write_down: Callable[[Any], bytes], news: Any) -> bool:
-        """Writes the piece of a stream that `write_down` makes of `news`, past the task that feeds the stream. False, and nothing has been
-        touched, where that cannot be done at once: before the stream's first piece, or when the client does not keep up."""
+        """Writes the piece of a stream that `write_down` makes of `news`, past the task that feeds
+        the stream. False, and nothing has been touched, where that cannot be done at once: before
+        the stream's first piece, or when the client does not keep up.
+        """
         writer = self.chunk_writer
         if writer is None or not writer.is_ready():
             return False
         if piece := write_down(news):
-            self.last_sent = time.monotonic()  # the loop's clock too; asking which loop runs would cost a system call
+            # the loop's clock too; asking which loop runs would cost a system call
+            self.last_sent = time.monotonic()
             writer.write(piece)
         return True
 
@@ -83,9 +101,12 @@ def new_request_id(headers: list[tuple[bytes, bytes]]) -> str:
 
 
 async def read_body(request: Request, config: ServerConfig, body_type: type[Body]) -> Body:
-    """The body, decoded and checked. From here on the handler's task is cancelled when the client goes away.
+    """The body, decoded and checked.
 
-    Raises ApiError: 413 too large, 408 too slow, 400 for everything that is wrong in it, with `param`.
+    From here on the handler's task is cancelled when the client goes away.
+
+    Raises ApiError: 413 too large, 408 too slow, 400 for everything that is wrong in it, with
+    `param`.
     """
     raw = await _receive(request, config)
     call = call_of(request)
@@ -94,7 +115,9 @@ async def read_body(request: Request, config: ServerConfig, body_type: type[Body
 
 
 async def _receive(request: Request, config: ServerConfig) -> bytearray:
-    too_large = ApiError(413, f"The body must have at most {config.max_body_bytes} bytes.", code="request_too_large")
+    too_large = ApiError(
+        413, f"The body must have at most {config.max_body_bytes} bytes.", code="request_too_large"
+    )
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > config.max_body_bytes:
         raise too_large
@@ -105,7 +128,11 @@ async def _receive(request: Request, config: ServerConfig) -> bytearray:
             while True:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
-                    raise ApiError(400, "The client left before its request was complete.", code="client_disconnected")
+                    raise ApiError(
+                        400,
+                        "The client left before its request was complete.",
+                        code="client_disconnected",
+                    )
                 chunk = message.get("body", b"")
                 body += chunk
                 call.num_body_bytes += len(chunk)
@@ -113,7 +140,12 @@ async def _receive(request: Request, config: ServerConfig) -> bytearray:
                 if len(body) > config.max_body_bytes:
                     raise too_large
                 if meters.num_body_bytes > MAX_LARGE_BODIES * config.max_body_bytes:
-                    raise ApiError(503, "The bodies of the requests under way are too large together.", code="overloaded", retry_after_s=OVERLOADED_RETRY_S)
+                    raise ApiError(
+                        503,
+                        "The bodies of the requests under way are too large together.",
+                        code="overloaded",
+                        retry_after_s=OVERLOADED_RETRY_S,
+                    )
                 if not message.get("more_body"):
                     return body
     except TimeoutError:
@@ -122,7 +154,10 @@ async def _receive(request: Request, config: ServerConfig) -> bytearray:
 
 
 def watch_disconnect(request: Request, call: Call) -> None:
-    """Cancels the handler's task when the client goes away, whether it streams or computes. The body has been read."""
+    """Cancels the handler's task when the client goes away, whether it streams or computes.
+
+    The body has been read.
+    """
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -133,7 +168,9 @@ def watch_disconnect(request: Request, call: Call) -> None:
     call.watcher = asyncio.get_running_loop().create_task(watch())
 
 
-def decode_body(raw: bytes | bytearray, body_type: type[Body], config: ServerConfig, call: Call) -> Body:
+def decode_body(
+    raw: bytes | bytearray, body_type: type[Body], config: ServerConfig, call: Call
+) -> Body:
     """JSON -> Struct, with unknown fields noted or refused."""
     body, unknown = decode(raw, body_type, find_unknown=config.unknown_params != "allow")
     note_unknown(unknown, config, call)
@@ -141,7 +178,9 @@ def decode_body(raw: bytes | bytearray, body_type: type[Body], config: ServerCon
 
 
 def note_unknown(names: Iterable[str], config: ServerConfig, call: Call) -> None:
-    """For the header x-unknown-params: fields, by their paths, that nobody knows or that change nothing here."""
+    """For the header x-unknown-params: fields, by their paths, that nobody knows or that change
+    nothing here.
+    """
     if config.unknown_params == "allow" or not (unknown := sorted(names)):
         return
     if config.unknown_params == "error":

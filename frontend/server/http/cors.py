@@ -1,6 +1,8 @@
-"""Cors: lets web pages of other origins call the server from a browser, where the configuration says so.
-May know: the CORS headers, ASGI.
-Must not know: routes, keys."""
+"""Cors: lets web pages of other origins call the server from a browser, where the configuration
+says so.
+
+Must not know: routes, keys.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ MAX_AGE_S = b"86400"  # browsers keep a preflight's answer as long as they like,
 
 
 class Cors:
-    """Around the app. An origin that is not allowed gets its answer without the headers: it is the browser that keeps the page from it."""
+    """Around the app.
+
+    An origin that is not allowed gets its answer without the headers: it is the browser that keeps
+    the page from it.
+    """
 
     def __init__(self, app: Any, allowed_origins: list[str]):
         self._app = app
@@ -43,16 +49,37 @@ class Cors:
         vary = (b"vary", b"Origin")
         if not self._allows_all and origin not in self._allowed:
             return [vary]
-        return [vary, (b"access-control-allow-origin", b"*" if self._allows_all else origin), (b"access-control-expose-headers", EXPOSED)]
+        return [
+            vary,
+            (b"access-control-allow-origin", b"*" if self._allows_all else origin),
+            (b"access-control-expose-headers", EXPOSED),
+        ]
 
-    async def _preflight(self, headers: dict[bytes, bytes], origin: bytes, scope: Any, receive: Any, send: Any) -> None:
+    async def _preflight(
+        self, headers: dict[bytes, bytes], origin: bytes, scope: Any, receive: Any, send: Any
+    ) -> None:
         """Browsers send no key with it, so it is answered before keys are asked for."""
         request_id = {"x-request-id": new_request_id(scope["headers"])}
         if not self._allows_all and origin not in self._allowed:
-            error = ApiError(403, "This origin may not call the server from a browser; --allowed-origins names those that may.", code="origin_not_allowed")
-            return await Json(error.body(scope["path"]), error.status, request_id | {"vary": "Origin"})(scope, receive, send)
+            error = ApiError(
+                403,
+                "This origin may not call the server from a browser; --allowed-origins names those "
+                "that may.",
+                code="origin_not_allowed",
+            )
+            return await Json(
+                error.body(scope["path"]), error.status, request_id | {"vary": "Origin"}
+            )(scope, receive, send)
         wanted = headers.get(b"access-control-request-headers", b"")
-        granted = [(b"access-control-allow-methods", METHODS), (b"access-control-allow-headers", wanted), (b"access-control-max-age", MAX_AGE_S)]
-        start = [*self._headers(origin), *granted, *((name.encode(), value.encode()) for name, value in request_id.items())]
+        granted = [
+            (b"access-control-allow-methods", METHODS),
+            (b"access-control-allow-headers", wanted),
+            (b"access-control-max-age", MAX_AGE_S),
+        ]
+        start = [
+            *self._headers(origin),
+            *granted,
+            *((name.encode(), value.encode()) for name, value in request_id.items()),
+        ]
         await send({"type": "http.response.start", "status": 204, "headers": start})
         await send({"type": "http.response.body", "body": b""})

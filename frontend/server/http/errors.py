@@ -1,5 +1,5 @@
 """ApiError: everything that the server refuses or fails at, as a status and OpenAI's error object.
-May know: HTTP status codes, the exceptions of ipc/errors.py, what the APIs call their errors.
+
 Must not know: routes, requests, how an answer is sent.
 
     status  type                    code                      when
@@ -12,7 +12,8 @@ Must not know: routes, requests, how an answer is sent.
     413     invalid_request_error   request_too_large
     429     rate_limit_error        rate_limit_exceeded       the queue is full; Retry-After says when to come again
     500     server_error            internal_error            a defect of ours, or a failure of the engine in this request
-    503     service_unavailable     model_loading, ...        loading, draining, or the engine is gone; Retry-After where it may come back"""
+    503     service_unavailable     model_loading, ...        loading, draining, or the engine is gone; Retry-After where it may come back
+"""
 
 from __future__ import annotations
 
@@ -35,15 +36,32 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable",
 }
-ANTHROPIC_TYPES = {413: "request_too_large", 408: "timeout_error", 500: "api_error", 503: "overloaded_error"}  # where they differ from TYPES
+# where they differ from TYPES
+ANTHROPIC_TYPES = {
+    413: "request_too_large",
+    408: "timeout_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
 INTERNAL = "The server failed while it worked on this request. Its log has the cause, under the request id of this answer."
 ENGINE_GONE = "The engine has stopped; the server's log has the cause."
 
 
 class ApiError(Exception):
-    """Raised anywhere in a handler; app.py makes the answer of it. `param`: the body's field, with its path."""
+    """Raised anywhere in a handler; app.py makes the answer of it.
 
-    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_after_s: float | None = None):
+    `param`: the body's field, with its path.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ):
         super().__init__(message)
         self.status = status
         self.message = message
@@ -53,7 +71,9 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        return TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return TYPES.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
 
     def headers(self) -> dict[str, str]:
         if self.retry_after_s is None:
@@ -61,17 +81,28 @@ class ApiError(Exception):
         return {"retry-after": str(max(1, round(self.retry_after_s)))}
 
     def body(self, path: str = "") -> bytes:
-        """JSON in the shape of the API that `path` belongs to: Anthropic's, Ollama's, else OpenAI's."""
+        """JSON in the shape of the API that `path` belongs to: Anthropic's, Ollama's, else
+        OpenAI's.
+        """
         if path.startswith("/v1/messages"):
             kind = ANTHROPIC_TYPES.get(self.status) or self.type
-            return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
+            return msgspec.json.encode(
+                {"type": "error", "error": {"type": kind, "message": self.message}}
+            )
         if path.startswith("/api/"):
             return msgspec.json.encode({"error": self.message})
         return msgspec.json.encode(self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
         """OpenAI's object, also for the inside of a stream."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
 
 def invalid(param: str | None, message: str, code: str | None = "invalid_value") -> ApiError:
@@ -80,7 +111,12 @@ def invalid(param: str | None, message: str, code: str | None = "invalid_value")
 
 
 def missing(param: str) -> ApiError:
-    return ApiError(400, f"Missing required parameter: '{param}'.", code="missing_required_parameter", param=param)
+    return ApiError(
+        400,
+        f"Missing required parameter: '{param}'.",
+        code="missing_required_parameter",
+        param=param,
+    )
 
 
 def unsupported(param: str, message: str) -> ApiError:
@@ -88,13 +124,25 @@ def unsupported(param: str, message: str) -> ApiError:
     return ApiError(400, message, code="unsupported_value", param=param)
 
 
-def context_length_exceeded(param: str, max_model_len: int, num_prompt_tokens: int, max_tokens: int | None = None) -> ApiError:
-    """OpenAI's sentence, which clients look for. `max_tokens`: those asked for, where it is they that do not fit."""
+def context_length_exceeded(
+    param: str, max_model_len: int, num_prompt_tokens: int, max_tokens: int | None = None
+) -> ApiError:
+    """OpenAI's sentence, which clients look for.
+
+    `max_tokens`: those asked for, where it is they that do not fit.
+    """
     if max_tokens is None:
-        problem, remedy = f"your {param} resulted in {num_prompt_tokens} tokens, which leaves none for an answer", param
+        problem, remedy = (
+            f"your {param} resulted in {num_prompt_tokens} tokens, which leaves none for an answer",
+            param,
+        )
     else:
         total = num_prompt_tokens + max_tokens
-        problem, remedy = f"you requested {total} tokens ({num_prompt_tokens} in the {param}, {max_tokens} in the completion)", f"{param} or completion"
+        problem, remedy = (
+            f"you requested {total} tokens ({num_prompt_tokens} in the {param}, {max_tokens} in "
+            f"the completion)",
+            f"{param} or completion",
+        )
     message = f"This model's maximum context length is {max_model_len} tokens. However, {problem}. Please reduce the length of the {remedy}."
     return ApiError(400, message, code="context_length_exceeded", param=param)
 
@@ -104,7 +152,9 @@ def not_found(what: str) -> ApiError:
 
 
 def from_exception(error: Exception, names: dict[str, str] | None = None) -> ApiError:
-    """What a client is told about `error`. Nothing internal gets out: whatever is not one of ours is INTERNAL, and the log's to explain.
+    """What a client is told about `error`.
+
+    Nothing internal gets out: whatever is not one of ours is INTERNAL, and the log's to explain.
 
     `names`: the engine's parameters -> the body's fields, where they differ.
     """
@@ -118,14 +168,18 @@ def from_exception(error: Exception, names: dict[str, str] | None = None) -> Api
 
 
 def refused(parameter: str, problem: str, names: dict[str, str] | None = None) -> ApiError:
-    """A parameter that the frontend or the engine refused, under the name that it has in the body."""
+    """A parameter that the frontend or the engine refused, under the name that it has in the
+    body.
+    """
     param = (names or {}).get(parameter, parameter)
     return invalid(param, f"{param}: {problem}")
 
 
 @contextmanager
 def named(names: dict[str, str]) -> Iterator[None]:
-    """What is refused within is told by the names that the body's API has for it: the house's (OpenAI's) names -> the API's."""
+    """What is refused within is told by the names that the body's API has for it: the house's
+    (OpenAI's) names -> the API's.
+    """
     try:
         yield
     except InvalidParameterError as error:
@@ -140,8 +194,15 @@ def named(names: dict[str, str]) -> Iterator[None]:
 def from_status(status: int, path: str, method: str, known_paths: Iterable[str] = ()) -> ApiError:
     """For what the router refuses. A path that is near one of `known_paths` is told of it."""
     if status == 404:
-        guesses = {path.rstrip("/"), f"/v1{path}".rstrip("/"), path.replace("/v1/v1/", "/v1/").rstrip("/")}  # a base URL with /v1 too little or too much
-        near = guesses.intersection(known_paths) or set(get_close_matches(path, known_paths, n=1, cutoff=0.8))
+        # a base URL with /v1 too little or too much
+        guesses = {
+            path.rstrip("/"),
+            f"/v1{path}".rstrip("/"),
+            path.replace("/v1/v1/", "/v1/").rstrip("/"),
+        }
+        near = guesses.intersection(known_paths) or set(
+            get_close_matches(path, known_paths, n=1, cutoff=0.8)
+        )
         hint = f". Did you mean {min(near)}?" if near else ""
         return ApiError(404, f"Unknown route: {method} {path}{hint}", code="unknown_url")
     if status == 405:

@@ -1,6 +1,8 @@
-"""The server's own description in OpenAPI 3.1, made of the route table and of the Structs that bodies are decoded into and answers made of.
-May know: starlette's routes, msgspec's JSON schemas.
-Must not know: what a route does."""
+"""The server's own description in OpenAPI 3.1, made of the route table and of the Structs that
+bodies are decoded into and answers made of.
+
+Must not know: what a route does.
+"""
 
 from __future__ import annotations
 
@@ -45,23 +47,34 @@ class OllamaError(msgspec.Struct):
     error: str
 
 
-ERRORS = {"/v1/messages": AnthropicError, "/api/": OllamaError}  # by the beginning of the path; all others: Error
+# by the beginning of the path; all others: Error
+ERRORS = {"/v1/messages": AnthropicError, "/api/": OllamaError}
 
 
 @dataclass(frozen=True)
 class Description:
-    """`answer`: of a success; None: none is described. `streams`: the media type of the answer that the body's `stream` asks for."""
+    """`answer`: of a success; None: none is described.
+
+    `streams`: the media type of the answer that the body's `stream` asks for.
+    """
 
     body: Any = None
     answer: Any = None
     streams: str | None = None
 
 
-def described(body: Any = None, answer: Any = None, *, streams: bool | str = False) -> Callable[[Any], Any]:
-    """For handlers: what goes in and what comes out. The first line of the handler's docstring is its title."""
+def described(
+    body: Any = None, answer: Any = None, *, streams: bool | str = False
+) -> Callable[[Any], Any]:
+    """For handlers: what goes in and what comes out.
+
+    The first line of the handler's docstring is its title.
+    """
 
     def note(handler: Any) -> Any:
-        handler.description = Description(body, answer, "text/event-stream" if streams is True else streams or None)
+        handler.description = Description(
+            body, answer, "text/event-stream" if streams is True else streams or None
+        )
         return handler
 
     return note
@@ -83,11 +96,21 @@ def description_route(routes: list[Route], version: str) -> Route:
 
 
 def describe(routes: Iterable[Route], version: str) -> dict[str, Any]:
-    """The whole document. Routes whose handlers say nothing of themselves are listed by path and method alone."""
+    """The whole document.
+
+    Routes whose handlers say nothing of themselves are listed by path and method alone.
+    """
     routes = list(routes)
     descriptions = [getattr(route.endpoint, "description", Description()) for route in routes]
-    types = [kind for description in descriptions for kind in (description.body, description.answer) if kind is not None]
-    schemas, components = msgspec.json.schema_components([*types, Error, *ERRORS.values()], ref_template=REFERENCE)
+    types = [
+        kind
+        for description in descriptions
+        for kind in (description.body, description.answer)
+        if kind is not None
+    ]
+    schemas, components = msgspec.json.schema_components(
+        [*types, Error, *ERRORS.values()], ref_template=REFERENCE
+    )
     schema_of = dict(zip(map(id, types), schemas, strict=False))
     paths: dict[str, dict[str, Any]] = {}
     for route, description in zip(routes, descriptions, strict=True):
@@ -96,25 +119,63 @@ def describe(routes: Iterable[Route], version: str) -> dict[str, Any]:
             operations[method.lower()] = _operation(route, method, description, schema_of)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Quire", "version": version, "description": "An LLM inference engine behind OpenAI's API and its relatives."},
+        "info": {
+            "title": "Quire",
+            "version": version,
+            "description": "An LLM inference engine behind OpenAI's API and its relatives.",
+        },
         "paths": paths,
-        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
         "security": [{}, {"key": []}],
     }
 
 
-def _operation(route: Route, method: str, description: Description, schema_of: dict[int, Any]) -> dict[str, Any]:
+def _operation(
+    route: Route, method: str, description: Description, schema_of: dict[int, Any]
+) -> dict[str, Any]:
     summary = (route.endpoint.__doc__ or route.name).strip().splitlines()[0]
-    error = next((kind for beginning, kind in ERRORS.items() if route.path.startswith(beginning)), Error)
-    failure = {"description": "What was wrong.", "content": {"application/json": {"schema": {"$ref": REFERENCE.format(name=error.__name__)}}}}
-    operation: dict[str, Any] = {"summary": summary, "operationId": f"{method.lower()}{re.sub(r'[^a-z0-9]+', '_', route.path.lower())}"}
+    error = next(
+        (kind for beginning, kind in ERRORS.items() if route.path.startswith(beginning)), Error
+    )
+    failure = {
+        "description": "What was wrong.",
+        "content": {
+            "application/json": {"schema": {"$ref": REFERENCE.format(name=error.__name__)}}
+        },
+    }
+    operation: dict[str, Any] = {
+        "summary": summary,
+        "operationId": f"{method.lower()}{re.sub(r'[^a-z0-9]+', '_', route.path.lower())}",
+    }
     names = PARAMETER.findall(route.path)
     if names:
-        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names]
+        operation["parameters"] = [
+            {
+                "name": name,
+                "in": "path",
+                "required": True,
+                "schema": {"type": "string", "minLength": 1},
+            }
+            for name in names
+        ]
     if description.body is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema_of[id(description.body)]}}}
-    content: dict[str, Any] = {} if description.answer is None else {"application/json": {"schema": schema_of[id(description.answer)]}}
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema_of[id(description.body)]}},
+        }
+    content: dict[str, Any] = (
+        {}
+        if description.answer is None
+        else {"application/json": {"schema": schema_of[id(description.answer)]}}
+    )
     if description.streams:
         content[description.streams] = {}
-    operation["responses"] = {"200": {"description": "Success."} | ({"content": content} if content else {}), "4XX": failure, "5XX": failure}
+    operation["responses"] = {
+        "200": {"description": "Success."} | ({"content": content} if content else {}),
+        "4XX": failure,
+        "5XX": failure,
+    }
     return operation

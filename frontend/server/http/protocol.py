@@ -1,13 +1,16 @@
-"""One connection: uvicorn's HTTP protocol with the limits that it does not have: deadlines, sizes, numbers, readers that do not read.
-May know: uvicorn's HttpToolsProtocol, httptools, the limits of ServerConfig, the API's error shape.
+"""One connection: uvicorn's HTTP protocol with the limits that it does not have: deadlines, sizes,
+numbers, readers that do not read.
+
 Must not know: routes, the engine, what an answer says.
 
     connected ──▶ idle ──first byte──▶ head ──▶ body ──▶ answer ──▶ idle …
                   header_timeout_s     header_timeout_s  app.py     write_timeout_s while it lies unread
                   (keep_alive_timeout_s after an answer)
 
-A refusal comes after the answers that are still under way, then the connection ends: it is read on for LINGER_S without looking at what comes, since
-closing it with something unread would make the system take the refusal back (RST)."""
+A refusal comes after the answers that are still under way, then the connection ends: it is read on
+for LINGER_S without looking at what comes, since closing it with something unread would make the
+system take the refusal back (RST).
+"""
 
 from __future__ import annotations
 
@@ -37,19 +40,30 @@ TLS_HANDSHAKE = b"\x16"  # the first byte of HTTPS
 class Protocol(HttpToolsProtocol):
     """`on_refused` is told the code of each refusal. Connections of one `batch` write together."""
 
-    def __init__(self, *args: Any, limits: ServerConfig, on_refused: Callable[[str], None], batch: WriteBatch, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        limits: ServerConfig,
+        on_refused: Callable[[str], None],
+        batch: WriteBatch,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
         self._batch = batch
         self._limits = limits
         self._on_refused = on_refused
-        self._active: RequestResponseCycle | None = None  # whose answer is under way; uvicorn's `cycle` is the newest, which may wait behind it
+        # whose answer is under way; uvicorn's `cycle` is the newest, which may wait behind it
+        self._active: RequestResponseCycle | None = None
         self._deadline: asyncio.TimerHandle | None = None  # for what the client has to send next
         self._unread_timer: asyncio.TimerHandle | None = None
         self._num_unread_bytes = 0  # when _unread_timer was set
         self._is_in_head = False
         self._num_head_bytes = 0  # of the fields that are complete
-        self._num_raw_bytes = 0  # that came while the head was incomplete before and after them: a long field is not yet among those above
-        self._refusal: ApiError | None = None  # the last thing this connection is told; nothing it sends is looked at any more
+        # that came while the head was incomplete before and after them: a long field is not yet
+        # among those above
+        self._num_raw_bytes = 0
+        # the last thing this connection is told; nothing it sends is looked at any more
+        self._refusal: ApiError | None = None
 
     # ------------------------------------------------------------ the connection
 
@@ -59,7 +73,9 @@ class Protocol(HttpToolsProtocol):
         if num_over > SPARE_CONNECTIONS:
             transport.abort()
         elif num_over > 0:
-            message = f"The server has {self._limits.max_connections} connections open and takes no more."
+            message = (
+                f"The server has {self._limits.max_connections} connections open and takes no more."
+            )
             self._refuse(ApiError(503, message, code="too_many_connections", retry_after_s=1))
         else:
             self._expect_head()
@@ -84,7 +100,9 @@ class Protocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            return  # a header that came in pieces: the request is answered, but if it had a body that is lost
+            # a header that came in pieces: the request is answered, but if it had a body that is
+            # lost
+            return
         except httptools.HttpParserError as error:
             cause = error.__context__
             self._refuse(cause if isinstance(cause, ApiError) else _no_http(data))
@@ -94,7 +112,9 @@ class Protocol(HttpToolsProtocol):
             if self._num_raw_bytes > self._limits.max_header_bytes:
                 self._refuse(self._head_too_large())
                 return
-        if self._deadline is None and (self._is_in_head or self.cycle is None or self.cycle.response_complete):
+        if self._deadline is None and (
+            self._is_in_head or self.cycle is None or self.cycle.response_complete
+        ):
             self._expect_head()  # also for blank lines between requests, which begin none
 
     # ------------------------------------------------------------ the parser's calls
@@ -119,7 +139,11 @@ class Protocol(HttpToolsProtocol):
         if self._num_head_bytes > self._limits.max_header_bytes:
             raise self._head_too_large()
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise ApiError(400, f"At most {MAX_PIPELINED} requests can be sent ahead of their answers.", code="too_many_pipelined")
+            raise ApiError(
+                400,
+                f"At most {MAX_PIPELINED} requests can be sent ahead of their answers.",
+                code="too_many_pipelined",
+            )
         super().on_headers_complete()
         if not self.cycle.keep_alive:
             self.cycle.transport = LastAnswer(self, self.cycle)
@@ -130,10 +154,13 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self.cycle.more_body = False
-        if self.cycle.response_complete:  # answered before it was complete: see on_response_complete
+        # answered before it was complete: see on_response_complete
+        if self.cycle.response_complete:
             self._set_deadline(None)
             if self.cycle.keep_alive:
-                self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+                self.timeout_keep_alive_task = self.loop.call_later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
             else:
                 self.transport.close()
 
@@ -150,7 +177,8 @@ class Protocol(HttpToolsProtocol):
             self._watch_reader()  # its end may lie unread for ever
         elif self._refusal is not None and is_last:
             self._send_refusal()
-        elif is_early and self._deadline is None:  # the rest of its body is thrown away, for a while
+        elif is_early and self._deadline is None:
+            # the rest of its body is thrown away, for a while
             self._unset_keepalive_if_required()
             self._set_deadline(LINGER_S, self.transport.abort)
 
@@ -160,12 +188,16 @@ class Protocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         super().shutdown()
-        if self.transport.is_closing():  # what lies unread, or a TLS client that does not say goodbye, must not hold up the server's end
+        # what lies unread, or a TLS client that does not say goodbye, must not hold up the server's
+        # end
+        if self.transport.is_closing():
             self._set_deadline(LINGER_S, self.transport.abort)
 
     # ------------------------------------------------------------ deadlines
 
-    def _set_deadline(self, timeout_s: float | None, then: Callable[[], None] | None = None) -> None:
+    def _set_deadline(
+        self, timeout_s: float | None, then: Callable[[], None] | None = None
+    ) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None if timeout_s is None else self.loop.call_later(timeout_s, then)
@@ -177,10 +209,19 @@ class Protocol(HttpToolsProtocol):
         if not self._is_in_head:  # it never said anything: nobody waits for an answer
             self.transport.abort()
             return
-        self._refuse(ApiError(408, f"The headers did not arrive within {self._limits.header_timeout_s:g} s.", code="request_timeout"))
+        self._refuse(
+            ApiError(
+                408,
+                f"The headers did not arrive within {self._limits.header_timeout_s:g} s.",
+                code="request_timeout",
+            )
+        )
 
     def pause_writing(self) -> None:
-        """The client reads slower than we write. From here on it has to read something within each write_timeout_s."""
+        """The client reads slower than we write.
+
+        From here on it has to read something within each write_timeout_s.
+        """
         super().pause_writing()
         self._watch_reader()
 
@@ -209,7 +250,11 @@ class Protocol(HttpToolsProtocol):
     # ------------------------------------------------------------ refusals
 
     def _head_too_large(self) -> ApiError:
-        return ApiError(431, f"The headers must have at most {self._limits.max_header_bytes} bytes.", code="headers_too_large")
+        return ApiError(
+            431,
+            f"The headers must have at most {self._limits.max_header_bytes} bytes.",
+            code="headers_too_large",
+        )
 
     def _refuse(self, error: ApiError) -> None:
         """Answers `error` when everything before it has been answered, and ends the connection."""
@@ -217,9 +262,11 @@ class Protocol(HttpToolsProtocol):
         self._set_deadline(None)
         self._on_refused(error.code)
         cycle, active = self.cycle, self._active
-        if cycle is not None and cycle.more_body and not cycle.response_complete:  # it is this request's body that is wrong
+        # it is this request's body that is wrong
+        if cycle is not None and cycle.more_body and not cycle.response_complete:
             if cycle is active:
-                cycle.disconnected = True  # its handler reads no further, and what it answers goes nowhere
+                # its handler reads no further, and what it answers goes nowhere
+                cycle.disconnected = True
                 cycle.message_event.set()
                 if cycle.response_started:
                     self.transport.abort()
@@ -234,8 +281,18 @@ class Protocol(HttpToolsProtocol):
         error = self._refusal
         self._unset_keepalive_if_required()
         body = error.body(self.scope.get("path", "") if self.scope else "")
-        headers = {"content-type": "application/json", "content-length": str(len(body)), "x-request-id": new_request_id([]), "connection": "close"}
-        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *(f"{k}: {v}" for k, v in (headers | error.headers()).items()), "", ""]
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "x-request-id": new_request_id([]),
+            "connection": "close",
+        }
+        lines = [
+            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
+            *(f"{k}: {v}" for k, v in (headers | error.headers()).items()),
+            "",
+            "",
+        ]
         self.transport.write("\r\n".join(lines).encode() + body)
         self.linger()
 
@@ -248,7 +305,9 @@ class Protocol(HttpToolsProtocol):
 
 
 class LastAnswer:
-    """The transport of a request whose answer ends the connection: uvicorn would close it while the rest of the request still comes."""
+    """The transport of a request whose answer ends the connection: uvicorn would close it while the
+    rest of the request still comes.
+    """
 
     def __init__(self, protocol: Protocol, cycle: RequestResponseCycle):
         self._protocol = protocol
@@ -273,8 +332,15 @@ class ChunkWriter:
         self._flow = cycle.flow
 
     def is_ready(self) -> bool:
-        """The answer has begun, and what is written now has room. Else it has to be `send`, which can wait."""
-        return not self._flow.write_paused and self._cycle.chunked_encoding is True and not self._cycle.disconnected
+        """The answer has begun, and what is written now has room.
+
+        Else it has to be `send`, which can wait.
+        """
+        return (
+            not self._flow.write_paused
+            and self._cycle.chunked_encoding is True
+            and not self._cycle.disconnected
+        )
 
     def write(self, body: bytes) -> None:
         """`body` is not empty: an empty chunk would be the end."""
@@ -282,7 +348,9 @@ class ChunkWriter:
 
 
 def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
-    """uvicorn's `send` for HTTP/1.0, which knows no chunks: an answer without a length ends with the connection."""
+    """uvicorn's `send` for HTTP/1.0, which knows no chunks: an answer without a length ends with
+    the connection.
+    """
     send = RequestResponseCycle.send
 
     async def send_plain(message: Any) -> None:
@@ -290,14 +358,17 @@ def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[No
             if not any(name.lower() == b"content-length" for name, _ in message["headers"]):
                 cycle.chunked_encoding = False
         elif cycle.chunked_encoding is False and not cycle.expected_content_length:
-            cycle.expected_content_length = len(message.get("body", b""))  # so much is expected, and no more comes
+            # so much is expected, and no more comes
+            cycle.expected_content_length = len(message.get("body", b""))
         await send(cycle, message)
 
     return send_plain
 
 
 def _without_upgrade(data: bytes) -> bytes:
-    """We speak nothing else, and the parser would take the body of who asks for it as no part of HTTP. Java's client asks with every request."""
+    """We speak nothing else, and the parser would take the body of who asks for it as no part of
+    HTTP. Java's client asks with every request.
+    """
     if b"pgrade" not in data and b"PGRADE" not in data:
         return data
     end = data.find(b"\r\n\r\n")
@@ -306,5 +377,9 @@ def _without_upgrade(data: bytes) -> bytes:
 
 
 def _no_http(data: bytes) -> ApiError:
-    hint = " It looks like HTTPS; this port speaks plain HTTP." if data.startswith(TLS_HANDSHAKE) else ""
+    hint = (
+        " It looks like HTTPS; this port speaks plain HTTP."
+        if data.startswith(TLS_HANDSHAKE)
+        else ""
+    )
     return ApiError(400, "The request is not valid HTTP." + hint, code="invalid_http")

@@ -1,8 +1,10 @@
 """Answers: JSON, and streams of server-sent events with little work per event.
-May know: ASGI, msgspec, the loop's clock.
+
 Must not know: what an event says.
 
-A stream's first event decides its status: until there is one, a failure is still a plain answer. Silence is broken by comments."""
+A stream's first event decides its status: until there is one, a failure is still a plain answer.
+Silence is broken by comments.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ class Json(Response):
 
 
 async def json_of(make: Callable[[], Any], num_entries: int) -> Json:
-    """The answer that `make` puts together. A large one is made beside the loop, so that streams go on."""
+    """The answer that `make` puts together.
+
+    A large one is made beside the loop, so that streams go on.
+    """
     if num_entries < LARGE_ANSWER:
         return Json(make())
     return await asyncio.to_thread(lambda: Json(make()))
@@ -51,11 +56,14 @@ def named_event(name: str, value: Any) -> bytes:
 
 
 class EventStream:
-    """The answer that sends `events` as they come. An ASGI application, to be returned by a handler in place of a Response.
+    """The answer that sends `events` as they come.
 
-    events: whole events, several may be joined; closed (`aclose`) however the stream ends, which aborts what feeds it.
-    on_error: makes the last event of an exception; what was raised before the first event is raised again instead, for a proper status.
-    keep_alive_s: silence after which `comment` is sent. write_timeout_s: how long a client may leave what was sent unread.
+    An ASGI application, to be returned by a handler in place of a Response.
+
+    events: whole events, several may be joined; closed (`aclose`) however the stream ends, which
+    aborts what feeds it. on_error: makes the last event of an exception; what was raised before the
+    first event is raised again instead, for a proper status. keep_alive_s: silence after which
+    `comment` is sent. write_timeout_s: how long a client may leave what was sent unread.
     """
 
     def __init__(
@@ -84,7 +92,8 @@ class EventStream:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         loop = asyncio.get_running_loop()
         self._call.last_sent = loop.time()
-        send_body = self._call.send or send  # past starlette's wrapper and our own, which look at an answer's start alone
+        # past starlette's wrapper and our own, which look at an answer's start alone
+        send_body = self._call.send or send
         writer = self._call.chunk_writer
         self._arm(loop, send)
         try:
@@ -99,7 +108,9 @@ class EventStream:
                     writer.write(chunk)
                 else:
                     self._is_sending = True
-                    await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
+                    await send_body(
+                        {"type": "http.response.body", "body": chunk, "more_body": True}
+                    )
                     self._is_sending = False
             if not self._has_started:
                 await self._start(send)
@@ -117,27 +128,40 @@ class EventStream:
 
     async def _start(self, send: Any) -> None:
         self._has_started = True
-        headers = [(b"content-type", self._media_type), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        headers = [
+            (b"content-type", self._media_type),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def _write(self, loop: asyncio.AbstractEventLoop, send: Any, chunk: bytes, more: bool) -> None:
+    async def _write(
+        self, loop: asyncio.AbstractEventLoop, send: Any, chunk: bytes, more: bool
+    ) -> None:
         if self._commenting is not None:
             await self._commenting
         self._call.last_sent, self._is_sending = loop.time(), True
         await send({"type": "http.response.body", "body": chunk, "more_body": more})
         self._is_sending = False
 
-    # ------------------------------------------------------------ silence, and readers that do not read
+    # ------------------------------------------------------------ silence, and readers that do not
+    # read
 
     def _arm(self, loop: asyncio.AbstractEventLoop, send: Any) -> None:
-        """One timer for the whole stream, which looks at the time of the last event: an event costs it nothing."""
+        """One timer for the whole stream, which looks at the time of the last event: an event costs
+        it nothing.
+        """
 
         def tick() -> None:
             silent_s = loop.time() - self._call.last_sent
             is_sending = self._is_sending or self._commenting is not None
             if is_sending:
                 if silent_s >= self._write_timeout_s:
-                    logger.info("%s: the client has not read for %.0f s; its request is aborted", self._call.request_id, silent_s)
+                    logger.info(
+                        "%s: the client has not read for %.0f s; its request is aborted",
+                        self._call.request_id,
+                        silent_s,
+                    )
                     self._call.is_disconnected = True
                     self._call.task.cancel()
                     return
@@ -145,7 +169,9 @@ class EventStream:
                 self._call.last_sent = loop.time()
                 self._commenting = loop.create_task(self._send_comment(send))
             due_s = self._write_timeout_s if is_sending else self._keep_alive_s
-            self._timer = loop.call_later(max(0.01, self._call.last_sent + due_s - loop.time()), tick)
+            self._timer = loop.call_later(
+                max(0.01, self._call.last_sent + due_s - loop.time()), tick
+            )
 
         self._timer = loop.call_later(self._keep_alive_s, tick)
 

@@ -1,18 +1,21 @@
 """Writes of one turn of the event loop, gathered and given to the system together.
-May know: asyncio's transports.
+
 Must not know: HTTP, who writes.
 
-A step of the engine makes many streams write a little each. Gathered, the calls of the system follow each other with nothing between them, and what one
-stream writes in one turn becomes one packet. What it saves is in tests/bench/LEDGER.md.
+A step of the engine makes many streams write a little each. Gathered, the calls of the system
+follow each other with nothing between them, and what one stream writes in one turn becomes one
+packet. What it saves is in tests/bench/LEDGER.md.
 
     turn n     stream 1: write ─┐  stream 2: write ─┐  …
-    turn n+1                    └───────────────────┴──▶ flush: send 1, send 2, …"""
+    turn n+1                    └───────────────────┴──▶ flush: send 1, send 2, …
+"""
 
 from __future__ import annotations
 
 import asyncio
 
-MAX_GATHERED_BYTES = 64 * 1024  # of one transport; then it is written at once, so that the transport can say when it has enough
+# of one transport; then it is written at once, so that the transport can say when it has enough
+MAX_GATHERED_BYTES = 64 * 1024
 
 
 class WriteBatch:
@@ -33,14 +36,18 @@ class WriteBatch:
 
 
 class GatheringTransport:
-    """A transport whose writes wait for the end of the loop's turn. All else goes on to `transport`, after what was written before it."""
+    """A transport whose writes wait for the end of the loop's turn.
+
+    All else goes on to `transport`, after what was written before it.
+    """
 
     def __init__(self, transport: asyncio.Transport, batch: WriteBatch):
         self._transport = transport
         self._batch = batch
         self._gathered: list[bytes] = []
         self._num_bytes = 0
-        # What changes nothing in the order of writes. Each by its name: a __getattr__ here would slow every look at any attribute.
+        # What changes nothing in the order of writes. Each by its name: a __getattr__ here would
+        # slow every look at any attribute.
         self.is_closing = transport.is_closing
         self.get_extra_info = transport.get_extra_info
         self.pause_reading = transport.pause_reading

@@ -1,3 +1,4 @@
 """The page at /: data only, the file beside this one.
-May know: nothing.
-Must not know: anything."""
+
+Must not know: anything.
+"""

@@ -1,6 +1,8 @@
-"""Routes that change the engine for everybody: pause, resume, sleep, wake, forget the prefix cache, LoRA. They answer only with --admin.
-May know: AsyncLLM's methods, vLLM's names for these routes.
-Must not know: how the engine does it."""
+"""Routes that change the engine for everybody: pause, resume, sleep, wake, forget the prefix cache,
+LoRA. They answer only with --admin.
+
+Must not know: how the engine does it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class UnloadLora(msgspec.Struct):
 
 
 async def pause(engine: AsyncLLM, request: Request) -> dict[str, Any]:
-    """?mode=abort|wait|keep; vLLM's older wait_for_inflight_requests=true is mode=wait, and clear_cache=true (its default) empties the prefix cache."""
+    """?mode=abort|wait|keep; vLLM's older wait_for_inflight_requests=true is mode=wait, and
+    clear_cache=true (its default) empties the prefix cache.
+    """
     waits = _flag(request, "wait_for_inflight_requests", default=False)
     mode = request.query_params.get("mode", "wait" if waits else "abort")
     await engine.pause(mode)
@@ -59,7 +63,10 @@ async def is_paused(engine: AsyncLLM, request: Request) -> dict[str, Any]:
 async def sleep(engine: AsyncLLM, request: Request) -> dict[str, Any]:
     level = request.query_params.get("level", "1")
     if level not in ("1", "2"):
-        raise invalid("level", f"'level' must be 1 (frees the KV cache) or 2 (the weights too), got {level!r:.40}.")
+        raise invalid(
+            "level",
+            f"'level' must be 1 (frees the KV cache) or 2 (the weights too), got {level!r:.40}.",
+        )
     await engine.sleep(int(level))
     return {"status": "asleep"}
 
@@ -75,7 +82,9 @@ async def is_sleeping(engine: AsyncLLM, request: Request) -> dict[str, Any]:
 
 
 async def reset_prefix_cache(engine: AsyncLLM, request: Request) -> dict[str, Any]:
-    """`reset`: false where running requests hold blocks of it; ?reset_running_requests=true computes those again."""
+    """`reset`: false where running requests hold blocks of it; ?reset_running_requests=true
+    computes those again.
+    """
     running = _flag(request, "reset_running_requests", default=False)
     return {"reset": await engine.reset_prefix_cache(running)}
 
@@ -110,15 +119,28 @@ def routes(state: ServerState) -> list[Route]:
     async def load_lora(request: Request) -> Response:
         check_allowed()
         body = await read_body(request, state.server_config, LoadLora)
-        raise unsupported("lora_path", f"LoRA adapters are not supported yet, so {body.lora_name!r:.80} cannot be loaded.")
+        raise unsupported(
+            "lora_path",
+            f"LoRA adapters are not supported yet, so {body.lora_name!r:.80} cannot be loaded.",
+        )
 
     async def unload_lora(request: Request) -> Response:
         check_allowed()
         body = await read_body(request, state.server_config, UnloadLora)
-        raise unsupported("lora_name", f"LoRA adapters are not supported yet, so there is no {body.lora_name!r:.80} to unload.")
+        raise unsupported(
+            "lora_name",
+            f"LoRA adapters are not supported yet, so there is no {body.lora_name!r:.80} to "
+            f"unload.",
+        )
 
-    actions = [Route(path, endpoint(action), methods=[method]) for path, (method, action) in ACTIONS.items()]
-    lora = [Route("/v1/load_lora_adapter", load_lora, methods=["POST"]), Route("/v1/unload_lora_adapter", unload_lora, methods=["POST"])]
+    actions = [
+        Route(path, endpoint(action), methods=[method])
+        for path, (method, action) in ACTIONS.items()
+    ]
+    lora = [
+        Route("/v1/load_lora_adapter", load_lora, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", unload_lora, methods=["POST"]),
+    ]
     return [*actions, *lora]
 
 

@@ -1,6 +1,7 @@
 """/v1/chat/completions: OpenAI's chat.
-May know: chat_run, chat_answer, sampling, the fields of OpenAI's body.
-Must not know: templates, formats of tool calls, the engine."""
+
+Must not know: templates, formats of tool calls, the engine.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,20 @@ from ..http.openapi import described
 from ..sampling import MAX_LOGPROBS, SamplingBody, check_fields, field_names, sampling_params
 from ..state import ServerState
 
-# What the template is given under these names is not the user's to set; some have a field of their own.
-RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "self"})
+# What the template is given under these names is not the user's to set; some have a field of their
+# own.
+RESERVED_VARIABLES = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "self",
+    }
+)
 MaxTokens = Annotated[int, Meta(ge=1, le=INT64_MAX)]
 
 
@@ -37,7 +50,9 @@ class ChatBody(SamplingBody, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     verbosity: Literal["low", "medium", "high"] | None = None
     # refused
     audio: dict[str, Any] | None = None
@@ -62,7 +77,9 @@ def routes(state: ServerState) -> list[Route]:
         """OpenAI's chat completions"""
         body = await read_body(request, state.server_config, ChatBody)
         call, model = call_of(request), state.check_model(body.model)
-        answer = ChatAnswer(state, call, body, model, await prepare_chat(state, call, chat_turn(state, call, body)))
+        answer = ChatAnswer(
+            state, call, body, model, await prepare_chat(state, call, chat_turn(state, call, body))
+        )
         if body.stream:
             return answer.stream()
         return await answer.whole()
@@ -75,17 +92,29 @@ def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
     check_fields(body, call)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "'logprobs' must be true where 'top_logprobs' is given.")
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    names = field_names(body) | {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs", "strict": "tools.function.strict"}
+    max_tokens = (
+        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    )
+    names = field_names(body) | {
+        "prompt": "messages",
+        "prompt_token_ids": "messages",
+        "logprobs": "top_logprobs",
+        "strict": "tools.function.strict",
+    }
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     tools, tool_choice = checked_tools(body.tools, body.tool_choice)
     defaults = state.ready_engine().get_default_sampling_params()
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(body, defaults, state.server_config, max_tokens=max_tokens, logprobs=logprobs, names=names)
+    params = sampling_params(
+        body, defaults, state.server_config, max_tokens=max_tokens, logprobs=logprobs, names=names
+    )
     continues = bool(body.continue_final_message)
     if continues and body.messages[-1].__struct_config__.tag != "assistant":
-        raise invalid("continue_final_message", "The last of 'messages' must be the assistant's to be continued.")
+        raise invalid(
+            "continue_final_message",
+            "The last of 'messages' must be the assistant's to be continued.",
+        )
     return ChatTurn(
         request_id=f"chatcmpl-{call.suffix}",
         messages=plain_messages(body.messages, call),
@@ -96,7 +125,9 @@ def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_variables=_template_variables(state, call, body),
         documents=body.documents,
-        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+        add_generation_prompt=not continues
+        if body.add_generation_prompt is None
+        else body.add_generation_prompt,
         continue_final_message=continues,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
@@ -105,7 +136,10 @@ def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
 
 
 def _template_variables(state: ServerState, call: Call, body: ChatBody) -> dict[str, Any]:
-    """What only a template can make use of. A name that does not stand in its text changes nothing, and is said to be ignored."""
+    """What only a template can make use of.
+
+    A name that does not stand in its text changes nothing, and is said to be ignored.
+    """
     variables: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         template = state.template_text
@@ -118,7 +152,9 @@ def _template_variables(state: ServerState, call: Call, body: ChatBody) -> dict[
     if body.documents and "documents" not in state.template_text:
         call.ignored_params.append("documents")
     given = checked_variables(body.chat_template_kwargs)
-    call.ignored_params += [f"chat_template_kwargs.{name}" for name in given if name not in state.template_text]
+    call.ignored_params += [
+        f"chat_template_kwargs.{name}" for name in given if name not in state.template_text
+    ]
     return variables | given
 
 
@@ -128,5 +164,7 @@ def checked_variables(given: dict[str, Any] | None) -> dict[str, Any]:
         return {}
     if reserved := RESERVED_VARIABLES & given.keys():
         name = f"chat_template_kwargs.{min(reserved)}"
-        raise invalid(name, f"'{name}' cannot be set: the template's variables of this name are the server's.")
+        raise invalid(
+            name, f"'{name}' cannot be set: the template's variables of this name are the server's."
+        )
     return given

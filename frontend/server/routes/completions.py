@@ -1,6 +1,7 @@
 """/v1/completions: text in, text out.
-May know: generation, sampling, completion_answer.
-Must not know: chat, tools, the engine."""
+
+Must not know: chat, tools, the engine.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from ..generation import Job, check_context, check_room
 from ..http.call import Call, call_of, read_body
 from ..http.errors import invalid, unsupported
 from ..http.openapi import described
-from ..sampling import MAX_LOGPROBS, SamplingBody, TokenId, check_fields, field_names, sampling_params
+from ..sampling import (
+    MAX_LOGPROBS,
+    SamplingBody,
+    TokenId,
+    check_fields,
+    field_names,
+    sampling_params,
+)
 from ..state import ServerState
 from ..tokenizing import tokenize_all
 
@@ -54,13 +62,17 @@ async def prepare(state: ServerState, call: Call, body: CompletionBody) -> Compl
     engine, model = state.ready_engine(), state.check_model(body.model)
     check_fields(body, call)
     if body.suffix:
-        raise unsupported("suffix", "This model cannot fill in the middle: 'suffix' is not supported.")
+        raise unsupported(
+            "suffix", "This model cannot fill in the middle: 'suffix' is not supported."
+        )
     num_runs = _num_completions(body, state.server_config.max_n)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     overrides: dict[str, Any] = {"n": num_runs}
     logprobs = body.logprobs
     if body.echo and logprobs is not None and body.prompt_logprobs != ALL_LOGPROBS:
-        overrides["prompt_logprobs"] = logprobs if logprobs == ALL_LOGPROBS else max(logprobs, body.prompt_logprobs or 0)
+        overrides["prompt_logprobs"] = (
+            logprobs if logprobs == ALL_LOGPROBS else max(logprobs, body.prompt_logprobs or 0)
+        )
     if num_runs > (body.n or 1):  # the best are chosen by their log-probabilities
         logprobs = logprobs or 0
     if max_tokens == 0:  # the engine gives at least one token, which is then left out
@@ -68,29 +80,61 @@ async def prepare(state: ServerState, call: Call, body: CompletionBody) -> Compl
     names = field_names(body) | {"prompt_token_ids": "prompt"}
     defaults = engine.get_default_sampling_params()
     params = sampling_params(
-        body, defaults, state.server_config, max_tokens=max_tokens or 1, logprobs=logprobs, names=names, **overrides,
-    )  # fmt: skip
+        body,
+        defaults,
+        state.server_config,
+        max_tokens=max_tokens or 1,
+        logprobs=logprobs,
+        names=names,
+        **overrides,
+    )
     prompts = _prompts(body.prompt, state.server_config.max_prompts_per_request)
     jobs = []
     must_fit = params.truncate_prompt_tokens is None
-    for index, token_ids in enumerate(await _tokenized(state, prompts, body.add_special_tokens is not False, must_fit)):
+    for index, token_ids in enumerate(
+        await _tokenized(state, prompts, body.add_special_tokens is not False, must_fit)
+    ):
         check_context(state, token_ids, params, names)
         if must_fit:
             check_room(state, token_ids, body.max_tokens, names)
         text = prompts[index] if isinstance(prompts[index], str) else None
-        jobs.append(Job(f"cmpl-{call.suffix}-{index}", token_ids, params, text, body.priority or 0, body.cache_salt, names))
+        jobs.append(
+            Job(
+                f"cmpl-{call.suffix}-{index}",
+                token_ids,
+                params,
+                text,
+                body.priority or 0,
+                body.cache_salt,
+                names,
+            )
+        )
     return CompletionAnswer(state, call, body, model, jobs, gives_tokens=max_tokens > 0)
 
 
 def _num_completions(body: CompletionBody, most: int) -> int:
-    """How many the engine makes per prompt: `best_of`, of which the `n` best are returned, or `n`."""
+    """How many the engine makes per prompt: `best_of`, of which the `n` best are returned, or
+    `n`.
+    """
     n, best_of = body.n or 1, body.best_of or body.n or 1
     if best_of < n:
-        raise invalid("best_of", f"'best_of' must be at least 'n', which is {n}; got {best_of}.", "integer_below_min_value")
-    if best_of > most and body.best_of is not None:  # too great an n is found with the other parameters
-        raise invalid("best_of", f"'best_of' must be at most {most}, got {best_of}.", "integer_above_max_value")
+        raise invalid(
+            "best_of",
+            f"'best_of' must be at least 'n', which is {n}; got {best_of}.",
+            "integer_below_min_value",
+        )
+    # too great an n is found with the other parameters
+    if best_of > most and body.best_of is not None:
+        raise invalid(
+            "best_of",
+            f"'best_of' must be at most {most}, got {best_of}.",
+            "integer_above_max_value",
+        )
     if best_of > n and body.stream:
-        raise unsupported("best_of", "'best_of' cannot be streamed: which completions are the best is known at their end.")
+        raise unsupported(
+            "best_of",
+            "'best_of' cannot be streamed: which completions are the best is known at their end.",
+        )
     return best_of
 
 
@@ -104,15 +148,25 @@ def _prompts(prompt: Any, most: int) -> list[str | list[int]]:
     if int in kinds:
         raise invalid("prompt", f"'prompt' must be {FORMS}.", "invalid_type")
     if len(prompt) > most:
-        raise invalid("prompt", f"'prompt' can hold at most {most} prompts, got {len(prompt)}.", "array_above_max_length")
+        raise invalid(
+            "prompt",
+            f"'prompt' can hold at most {most} prompts, got {len(prompt)}.",
+            "array_above_max_length",
+        )
     return prompt
 
 
-async def _tokenized(state: ServerState, prompts: list[str | list[int]], adds_special_tokens: bool, must_fit: bool) -> list[list[int]]:
-    """Of the texts among them; `must_fit`: what is far too long for the context is refused before it is tokenized."""
+async def _tokenized(
+    state: ServerState, prompts: list[str | list[int]], adds_special_tokens: bool, must_fit: bool
+) -> list[list[int]]:
+    """Of the texts among them; `must_fit`: what is far too long for the context is refused before
+    it is tokenized.
+    """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if not texts:
         return prompts
-    encoded = await tokenize_all(state, texts, add_special_tokens=adds_special_tokens, param="prompt" if must_fit else None)
+    encoded = await tokenize_all(
+        state, texts, add_special_tokens=adds_special_tokens, param="prompt" if must_fit else None
+    )
     of_texts = iter(encoded)
     return [next(of_texts) if isinstance(prompt, str) else prompt for prompt in prompts]

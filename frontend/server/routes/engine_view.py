@@ -1,6 +1,8 @@
-"""The engine at work, for those who watch: its state between two steps, and the time lines of the last requests.
-May know: ServerState, AsyncLLM.observe, how many requests wait for the engine, the request log, how a time line is written.
-Must not know: what is shown of it, or by whom."""
+"""The engine at work, for those who watch: its state between two steps, and the time lines of the
+last requests.
+
+Must not know: what is shown of it, or by whom.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ MAX_CELLS = 4096  # characters of the map of blocks; more blocks share one
 
 def routes(state: ServerState) -> list[Route]:
     async def engine_state(request: Request) -> Response:
-        """`since`: the number of the last step that the caller has seen, -1 for none; steps after it are told."""
+        """`since`: the number of the last step that the caller has seen, -1 for none; steps after
+        it are told.
+        """
         since = _number(request, "since", default=-1, largest=2**63 - 1)
         engine = state.ready_engine()
         observed = await engine.observe(since, MAX_CELLS)
@@ -32,13 +36,16 @@ def routes(state: ServerState) -> list[Route]:
             "max_model_len": config.model_config.max_model_len,
             "block_size": config.cache_config.block_size,
             "uptime_s": time.monotonic() - state.began,
-            "num_queued": state.admission.num_waiting,  # here, since the engine holds as many as it may
+            # here, since the engine holds as many as it may
+            "num_queued": state.admission.num_waiting,
         }
         return Json(observed | about)
 
     async def recent(request: Request) -> Response:
         limit = _number(request, "limit", default=100, largest=MAX_REQUESTS)
-        return Json({"object": "list", "data": [summary_of(one) for one in state.request_log.recent(limit)]})
+        return Json(
+            {"object": "list", "data": [summary_of(one) for one in state.request_log.recent(limit)]}
+        )
 
     async def one(request: Request) -> Response:
         return Json(time_line(found(request)))
@@ -49,7 +56,9 @@ def routes(state: ServerState) -> list[Route]:
     def found(request: Request) -> FinishedRequest:
         request_id = request.path_params["request_id"]
         if (entry := state.request_log.get(request_id)) is None:
-            message = f"No finished request {request_id!r} is known here; the last {MAX_REQUESTS} are."
+            message = (
+                f"No finished request {request_id!r} is known here; the last {MAX_REQUESTS} are."
+            )
             raise ApiError(404, message, code="request_not_found")
         return entry
 
@@ -66,4 +75,7 @@ def _number(request: Request, name: str, *, default: int, largest: int) -> int:
     text = request.query_params.get(name, str(default))
     if re.fullmatch(r"-?[0-9]{1,19}", text) and (int(text) == default or 0 <= int(text) <= largest):
         return int(text)
-    raise invalid(name, f"{name} must be a whole number from {min(default, 0)} to {largest}, got {text[:40]!r}")
+    raise invalid(
+        name,
+        f"{name} must be a whole number from {min(default, 0)} to {largest}, got {text[:40]!r}",
+    )

@@ -1,6 +1,7 @@
 """Whether the server lives, whether it can work, and which version it is.
-May know: ServerState, AsyncLLM's ping.
-Must not know: requests."""
+
+Must not know: requests.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +16,25 @@ from ..http.errors import ApiError
 from ..http.sse import Json
 from ..state import ServerState
 
-PING_S = 0.5  # how long an answer waits for the engine's: those who probe expect one within a second
+# how long an answer waits for the engine's: those who probe expect one within a second
+PING_S = 0.5
 
 
 class Heartbeat:
-    """A ping that the engine answers between two steps. There is one at a time, however many probes wait for it."""
+    """A ping that the engine answers between two steps.
+
+    There is one at a time, however many probes wait for it.
+    """
 
     def __init__(self) -> None:
         self._ping: asyncio.Task | None = None
         self._sent = 0.0  # of the loop's clock
 
     async def silent_s(self, engine: AsyncLLM) -> float:
-        """0.0: it has just answered. Else for how long it has not: it is in a step. Raises EngineDeadError."""
+        """0.0: it has just answered.
+
+        Else for how long it has not: it is in a step. Raises EngineDeadError.
+        """
         loop = asyncio.get_running_loop()
         if self._ping is None or self._ping.done():
             self._ping, self._sent = loop.create_task(engine.call_utility("ping")), loop.time()
@@ -41,8 +49,11 @@ def routes(state: ServerState) -> list[Route]:
     heartbeat = Heartbeat()
 
     async def health(request: Request) -> Response:
-        """Live: this process answers. Dead engines and loading ones do not change that, except that nothing will ever work again."""
-        if state.engine is not None and state.engine.errored or state.loading.error is not None:
+        """Live: this process answers.
+
+        Dead engines and loading ones do not change that, except that nothing will ever work again.
+        """
+        if (state.engine is not None and state.engine.errored) or state.loading.error is not None:
             state.ready_engine()
         return Json({"status": "ok"})
 
@@ -50,7 +61,11 @@ def routes(state: ServerState) -> list[Route]:
         """Ready: the engine is there, and steps."""
         engine = state.ready_engine()
         if (silent_s := await heartbeat.silent_s(engine)) > state.server_config.step_timeout_s:
-            raise ApiError(503, f"The engine has not finished a step for {silent_s:.0f} s.", code="engine_stuck")
+            raise ApiError(
+                503,
+                f"The engine has not finished a step for {silent_s:.0f} s.",
+                code="engine_stuck",
+            )
         return Json({"status": "ready", "model": state.model_name})
 
     async def version(request: Request) -> Response:

@@ -1,6 +1,7 @@
 """/v1/messages: Anthropic's API.
-May know: chat_run, blocks, the shape of Anthropic's messages and events.
-Must not know: what its fields mean for a prompt (messages_turn.py does), templates, the engine."""
+
+Must not know: what its fields mean for a prompt (messages_turn.py does), templates, the engine.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ from ..http.sse import EventStream, Json, named_event
 from ..state import ServerState
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-DELTAS = {TEXT: ("text_delta", "text"), REASONING: ("thinking_delta", "thinking"), CALL: ("input_json_delta", "partial_json")}
+DELTAS = {
+    TEXT: ("text_delta", "text"),
+    REASONING: ("thinking_delta", "thinking"),
+    CALL: ("input_json_delta", "partial_json"),
+}
 PING = named_event("ping", {"type": "ping"})
 
 
@@ -45,10 +50,15 @@ def routes(state: ServerState) -> list[Route]:
         body, call = await read_body(request, state.server_config, PromptBody), call_of(request)
         state.check_model(body.model)
         with named(NAMES):
-            _, token_ids = await render_turn(state, turn_of(state, call, body, f"msg_{call.suffix}"))
+            _, token_ids = await render_turn(
+                state, turn_of(state, call, body, f"msg_{call.suffix}")
+            )
         return Json({"input_tokens": len(token_ids)})
 
-    return [Route("/v1/messages", create, methods=["POST"]), Route("/v1/messages/count_tokens", count_tokens, methods=["POST"])]
+    return [
+        Route("/v1/messages", create, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    ]
 
 
 class MessagesAnswer:
@@ -58,11 +68,21 @@ class MessagesAnswer:
         self._state = state
         self._call = call
         self._chat = chat
-        self._head = {"id": f"msg_{call.suffix}", "type": "message", "role": "assistant", "model": model}
+        self._head = {
+            "id": f"msg_{call.suffix}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
 
     async def whole(self) -> Response:
         blocks, message = await read_blocks(self._chat)
-        return Json(self._head | {"content": [_content(block) for block in blocks]} | _stop(message) | {"usage": self._usage()})
+        return Json(
+            self._head
+            | {"content": [_content(block) for block in blocks]}
+            | _stop(message)
+            | {"usage": self._usage()}
+        )
 
     def _usage(self) -> dict[str, int]:
         """Here the tokens found in the cache do not count as input."""
@@ -75,7 +95,9 @@ class MessagesAnswer:
         }
 
     def stream(self) -> EventStream:
-        return self._state.event_stream(self._events(), self._call, error_event=error_event, comment=PING)
+        return self._state.event_stream(
+            self._events(), self._call, error_event=error_event, comment=PING
+        )
 
     async def _events(self) -> AsyncIterator[bytes]:
         blocks, has_begun = Blocks(), False
@@ -88,13 +110,23 @@ class MessagesAnswer:
                 chunks += [_event(event) for event in blocks.feed(news.parts)]
                 if news.finish_reason is not None:
                     chunks += [_event(event) for event in blocks.close()]
-                    chunks.append(named_event("message_delta", {"type": "message_delta", "delta": _stop(news), "usage": self._usage()}))
+                    chunks.append(
+                        named_event(
+                            "message_delta",
+                            {"type": "message_delta", "delta": _stop(news), "usage": self._usage()},
+                        )
+                    )
                     chunks.append(named_event("message_stop", {"type": "message_stop"}))
                 if chunks:
                     yield b"".join(chunks)
 
     def _start(self) -> bytes:
-        message = self._head | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        message = self._head | {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(),
+        }
         return named_event("message_start", {"type": "message_start", "message": message})
 
 
@@ -106,7 +138,11 @@ def _stop(end: ChoiceNews | Message) -> dict[str, Any]:
 
 
 def _content(block: Block) -> dict[str, Any]:
-    """A block of a whole answer. The arguments of a call that was cut short are no object: the answer's stop_reason is then max_tokens."""
+    """A block of a whole answer.
+
+    The arguments of a call that was cut short are no object: the answer's stop_reason is then
+    max_tokens.
+    """
     if block.kind == TEXT:
         return {"type": "text", "text": block.text}
     if block.kind == REASONING:
@@ -115,11 +151,19 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def _tool_use(block: Block) -> dict[str, Any]:
-    return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": block.name, "input": {}}
+    return {
+        "type": "tool_use",
+        "id": f"toolu_{secrets.token_hex(12)}",
+        "name": block.name,
+        "input": {},
+    }
 
 
 def _signature(block: Block) -> str:
-    """Clients hand it back and some insist on one. It is never checked: thoughts are taken as they are sent."""
+    """Clients hand it back and some insist on one.
+
+    It is never checked: thoughts are taken as they are sent.
+    """
     return blake2b(block.text.encode(), digest_size=16).hexdigest()
 
 
@@ -127,16 +171,35 @@ def _event(event: BlockEvent) -> bytes:
     what, block, text = event
     if what == DELTA:
         kind, name = DELTAS[block.kind]
-        return named_event("content_block_delta", {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}})
+        return named_event(
+            "content_block_delta",
+            {
+                "type": "content_block_delta",
+                "index": block.index,
+                "delta": {"type": kind, name: text},
+            },
+        )
     if what == START:
-        empty = {TEXT: {"type": "text", "text": ""}, REASONING: {"type": "thinking", "thinking": "", "signature": ""}}
+        empty = {
+            TEXT: {"type": "text", "text": ""},
+            REASONING: {"type": "thinking", "thinking": "", "signature": ""},
+        }
         content = _tool_use(block) if block.kind == CALL else empty[block.kind]
-        return named_event("content_block_start", {"type": "content_block_start", "index": block.index, "content_block": content})
+        return named_event(
+            "content_block_start",
+            {"type": "content_block_start", "index": block.index, "content_block": content},
+        )
     stop = named_event("content_block_stop", {"type": "content_block_stop", "index": block.index})
     if block.kind != REASONING:
         return stop
     delta = {"type": "signature_delta", "signature": _signature(block)}
-    return named_event("content_block_delta", {"type": "content_block_delta", "index": block.index, "delta": delta}) + stop
+    return (
+        named_event(
+            "content_block_delta",
+            {"type": "content_block_delta", "index": block.index, "delta": delta},
+        )
+        + stop
+    )
 
 
 def error_event(error: ApiError) -> bytes:

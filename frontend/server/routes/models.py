@@ -1,6 +1,7 @@
 """/v1/models: what this server has.
-May know: ServerState.
-Must not know: files, weights."""
+
+Must not know: files, weights.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,12 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 def routes(state: ServerState) -> list[Route]:
     def card() -> ModelCard:
-        return ModelCard(id=state.model_name, created=int(state.started), root=state.model_name, max_model_len=state.max_model_len)
+        return ModelCard(
+            id=state.model_name,
+            created=int(state.started),
+            root=state.model_name,
+            max_model_len=state.max_model_len,
+        )
 
     @described(answer=ModelList)
     async def list_models(request: Request) -> Response:

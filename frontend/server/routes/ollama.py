@@ -1,6 +1,7 @@
 """/api/chat and /api/generate: Ollama's API, one JSON object per line.
-May know: chat_run, blocks, the shape of Ollama's answers.
-Must not know: what its fields mean for a prompt (ollama_turn.py does), templates, the engine."""
+
+Must not know: what its fields mean for a prompt (ollama_turn.py does), templates, the engine.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from ...outputs import PositionLogprobs
-from ..apis.ollama_turn import CHAT_NAMES, GENERATE_NAMES, OllamaBody, OllamaChatBody, OllamaGenerateBody, check_body, prepare_generate, prepare_ollama_chat
+from ..apis.ollama_turn import (
+    CHAT_NAMES,
+    GENERATE_NAMES,
+    OllamaBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    check_body,
+    prepare_generate,
+    prepare_ollama_chat,
+)
 from ..blocks import CALL, DELTA, STOP, TEXT, Block, Blocks
 from ..chat_run import ChatRun
 from ..http.call import Call, call_of, read_body
@@ -25,8 +35,8 @@ from ..state import ServerState
 from ..token_logprobs import TokenWriter
 
 NDJSON = b"application/x-ndjson"
-# What keeps a silent stream alive: JSON allows white space before a value, while an empty line would be no JSON at all to a client that
-# reads line by line.
+# What keeps a silent stream alive: JSON allows white space before a value, while an empty line
+# would be no JSON at all to a client that reads line by line.
 SPACE = b" "
 
 
@@ -47,7 +57,10 @@ def routes(state: ServerState) -> list[Route]:
     @described(OllamaGenerateBody, dict[str, Any], streams=NDJSON.decode())
     async def generate(request: Request) -> Any:
         """Ollama's generate"""
-        body, call = await read_body(request, state.server_config, OllamaGenerateBody), call_of(request)
+        body, call = (
+            await read_body(request, state.server_config, OllamaGenerateBody),
+            call_of(request),
+        )
         state.ready_engine()
         model = check_body(state, call, body)
         if not body.prompt:
@@ -57,18 +70,26 @@ def routes(state: ServerState) -> list[Route]:
         answer = OllamaAnswer(state, call, model, run, is_chat=False)
         return await answer.whole() if body.stream is False else answer.stream()
 
-    return [Route("/api/chat", chat, methods=["POST"]), Route("/api/generate", generate, methods=["POST"])]
+    return [
+        Route("/api/chat", chat, methods=["POST"]),
+        Route("/api/generate", generate, methods=["POST"]),
+    ]
 
 
 def _loaded(body: OllamaBody, model: str, empty: dict[str, Any]) -> Json:
     """The answer to nothing, with which clients have a model loaded or unloaded."""
     if body.keep_alive in (0, "0", "0s"):
-        raise unsupported("keep_alive", "The model stays loaded as long as the server runs: 'keep_alive' cannot be 0.")
+        raise unsupported(
+            "keep_alive",
+            "The model stays loaded as long as the server runs: 'keep_alive' cannot be 0.",
+        )
     return Json({"model": model, "created_at": now(), **empty, "done": True, "done_reason": "load"})
 
 
 class OllamaAnswer:
-    """The answer to one checked body: whole or streamed, as a chat's message or as generate's response."""
+    """The answer to one checked body: whole or streamed, as a chat's message or as generate's
+    response.
+    """
 
     def __init__(self, state: ServerState, call: Call, model: str, chat: ChatRun, *, is_chat: bool):
         self._state = state
@@ -82,15 +103,25 @@ class OllamaAnswer:
         (message,) = await self._chat.messages()
         blocks = Blocks()
         blocks.feed(message.parts)
-        said: dict[str, Any] = {"content": "".join(block.text for block in blocks.blocks if block.kind == TEXT)}
-        if thinking := "".join(block.text for block in blocks.blocks if block.kind not in (TEXT, CALL)):
+        said: dict[str, Any] = {
+            "content": "".join(block.text for block in blocks.blocks if block.kind == TEXT)
+        }
+        if thinking := "".join(
+            block.text for block in blocks.blocks if block.kind not in (TEXT, CALL)
+        ):
             said["thinking"] = thinking
         if calls := [call for block in blocks.blocks if (call := _call(block)) is not None]:
             said["tool_calls"] = calls
-        return Json(self._object(**said) | self._logprobs(message.logprobs) | self._end(message.finish_reason))
+        return Json(
+            self._object(**said)
+            | self._logprobs(message.logprobs)
+            | self._end(message.finish_reason)
+        )
 
     def stream(self) -> EventStream:
-        return self._state.event_stream(self._lines(), self._call, error_event=error_line, comment=SPACE, media_type=NDJSON)
+        return self._state.event_stream(
+            self._lines(), self._call, error_event=error_line, comment=SPACE, media_type=NDJSON
+        )
 
     async def _lines(self) -> AsyncIterator[bytes]:
         blocks, unsaid = Blocks(), []  # the log-probabilities of tokens whose text has not come yet
@@ -103,8 +134,13 @@ class OllamaAnswer:
                     events += blocks.close()
                 for what, block, text in events:
                     if what == DELTA and block.kind != CALL:
-                        objects.append(self._object(content=text) if block.kind == TEXT else self._object(thinking=text))
-                    elif what == STOP and (call := _call(block)) is not None:  # a call is told whole
+                        objects.append(
+                            self._object(content=text)
+                            if block.kind == TEXT
+                            else self._object(thinking=text)
+                        )
+                    elif what == STOP and (call := _call(block)) is not None:
+                        # a call is told whole
                         objects.append(self._object(tool_calls=[call]))
                 if news.finish_reason is not None:
                     objects.append(self._object() | self._end(news.finish_reason))
@@ -115,17 +151,29 @@ class OllamaAnswer:
                     yield b"".join(encode(one) + b"\n" for one in objects)
 
     def _object(self, content: str = "", **more: Any) -> dict[str, Any]:
-        said = {"message": {"role": "assistant", "content": content, **more}} if self._is_chat else {"response": content, **more}
+        said = (
+            {"message": {"role": "assistant", "content": content, **more}}
+            if self._is_chat
+            else {"response": content, **more}
+        )
         return {"model": self._model, "created_at": now(), **said, "done": False}
 
     def _logprobs(self, positions: list[PositionLogprobs] | None) -> dict[str, Any]:
         """In the shape of OpenAI's chat, which Ollama has taken over."""
-        return {"logprobs": self._writer.chat(positions, self._chat.params.logprobs)} if positions else {}
+        return (
+            {"logprobs": self._writer.chat(positions, self._chat.params.logprobs)}
+            if positions
+            else {}
+        )
 
     def _end(self, finish_reason: str | None) -> dict[str, Any]:
         """Durations are in nanoseconds. The model has been there from the start."""
         usage, metrics = self._chat.usage, self._chat.metrics
-        total, prompt, answer = (metrics.e2e_latency, metrics.prefill_time, metrics.decode_time) if metrics else (None, None, None)
+        total, prompt, answer = (
+            (metrics.e2e_latency, metrics.prefill_time, metrics.decode_time)
+            if metrics
+            else (None, None, None)
+        )
         return {
             "done": True,
             "done_reason": "length" if finish_reason == "length" else "stop",
@@ -139,11 +187,16 @@ class OllamaAnswer:
 
 
 def _call(block: Block) -> dict[str, Any] | None:
-    """None for what is no call, or one that was cut short: its arguments are no object, and the answer's done_reason is length."""
+    """None for what is no call, or one that was cut short: its arguments are no object, and the
+    answer's done_reason is length.
+    """
     arguments = block.arguments() if block.kind == CALL else None
     if arguments is None:
         return None
-    return {"id": f"call_{secrets.token_hex(12)}", "function": {"name": block.name, "arguments": arguments}}
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "function": {"name": block.name, "arguments": arguments},
+    }
 
 
 def _nanoseconds(seconds: float | None) -> int:

@@ -1,6 +1,8 @@
-"""/api/tags, /api/show, /api/ps, /api/version: what Ollama's clients ask a server about its models; what it cannot do is said in a sentence.
-May know: ServerState, what a model weighs by its config.json.
-Must not know: requests of models, files."""
+"""/api/tags, /api/show, /api/ps, /api/version: what Ollama's clients ask a server about its models;
+what it cannot do is said in a sentence.
+
+Must not know: requests of models, files.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from ..http.openapi import described
 from ..http.sse import Json
 from ..state import ServerState
 
-API_VERSION = "0.13.0"  # of Ollama's API as it is followed here; clients compare it with the least that they need
+# of Ollama's API as it is followed here; clients compare it with the least that they need
+API_VERSION = "0.13.0"
 NEVER = "9999-12-31T23:59:59Z"
 ONE_MODEL = "This server has the one model that it was started with: models cannot be created, copied, fetched, sent or deleted here."
 REFUSED = {
@@ -50,7 +53,11 @@ def routes(state: ServerState) -> list[Route]:
         """The models that are loaded, as Ollama lists them"""
         model = _model(state)
         on_gpu = state.ready_engine().config.device_config.device != "cpu"
-        running = {"expires_at": NEVER, "size_vram": model["size"] if on_gpu else 0, "context_length": state.max_model_len}
+        running = {
+            "expires_at": NEVER,
+            "size_vram": model["size"] if on_gpu else 0,
+            "context_length": state.max_model_len,
+        }
         return Json({"models": [model | running]})
 
     @described(ShowBody, dict[str, Any])
@@ -82,7 +89,13 @@ def _model(state: ServerState) -> dict[str, Any]:
     config = state.ready_engine().config.model_config
     size = measure_model(config.hf_config).weights_bytes(config.dtype, config.quantization)
     digest = sha256(msgspec.json.encode((state.model_name, config.hf_config))).hexdigest()
-    return {"name": state.model_name, "model": state.model_name, "size": size, "digest": digest, "details": _details(state)}
+    return {
+        "name": state.model_name,
+        "model": state.model_name,
+        "size": size,
+        "digest": digest,
+        "details": _details(state),
+    }
 
 
 def _details(state: ServerState) -> dict[str, Any]:
@@ -94,7 +107,13 @@ def _details(state: ServerState) -> dict[str, Any]:
         "family": family,
         "families": [family],
         "parameter_size": _short(measure_model(config.hf_config).num_parameters),
-        "quantization_level": {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int8": "INT8", "int4": "INT4"}[config.quantization or config.dtype],
+        "quantization_level": {
+            "bfloat16": "BF16",
+            "float16": "F16",
+            "float32": "F32",
+            "int8": "INT8",
+            "int4": "INT4",
+        }[config.quantization or config.dtype],
     }
 
 
@@ -110,10 +129,17 @@ def _shown(state: ServerState) -> dict[str, Any]:
         f"{family}.block_count": config.hf_config.get("num_hidden_layers"),
     }
     defaults = engine.get_default_sampling_params()
-    capabilities = ["completion", *(["tools"] if format.tool_format else []), *(["thinking"] if format.reasoning_marks else [])]
+    capabilities = [
+        "completion",
+        *(["tools"] if format.tool_format else []),
+        *(["thinking"] if format.reasoning_marks else []),
+    ]
     return {
         "modelfile": f"FROM {state.model_name}",
-        "parameters": "\n".join(f"{name:<30} {getattr(defaults, name):g}" for name in ("temperature", "top_k", "top_p", "min_p")),
+        "parameters": "\n".join(
+            f"{name:<30} {getattr(defaults, name):g}"
+            for name in ("temperature", "top_k", "top_p", "min_p")
+        ),
         "template": state.template_text,
         "details": _details(state),
         "model_info": info,

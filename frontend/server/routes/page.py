@@ -1,6 +1,7 @@
 """/: the page on which one sees the engine work.
-May know: the file of the page, the headers that confine it.
-Must not know: what the page shows or asks for."""
+
+Must not know: what the page shows or asks for.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +31,19 @@ def routes(state: ServerState) -> list[Route]:
     }
 
     async def page(request: Request) -> Response:
-        """Also while the model loads, which is what it then shows. It holds no secret: its requests need a key like all others."""
+        """Also while the model loads, which is what it then shows.
+
+        It holds no secret: its requests need a key like all others.
+        """
         return Response(body, media_type="text/html", headers=headers)
 
     return [Route("/", page)]
 
 
 def content_security_policy(html: str) -> str:
-    """Nothing runs but the file's own script and style, known by their digests, and nothing is fetched but from this server."""
+    """Nothing runs but the file's own script and style, known by their digests, and nothing is
+    fetched but from this server.
+    """
     return "; ".join(
         [
             "default-src 'none'",
@@ -54,4 +60,7 @@ def content_security_policy(html: str) -> str:
 
 def _digests(html: str, tag: str) -> str:
     texts = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts)
+    return " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        for text in texts
+    )

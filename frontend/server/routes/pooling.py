@@ -1,8 +1,10 @@
-"""/v1/embeddings, /score and /rerank: bodies are checked, and then refused in a sentence, for the engine generates text and cannot pool.
-May know: the shapes of OpenAI's embeddings and of vLLM's and Jina's scores.
+"""/v1/embeddings, /score and /rerank: bodies are checked, and then refused in a sentence, for the
+engine generates text and cannot pool.
+
 Must not know: the engine.
 
-Where pooling comes in: `refuse` goes, and each handler runs its texts with PoolingParams."""
+Where pooling comes in: `refuse` goes, and each handler runs its texts with PoolingParams.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,14 @@ def routes(state: ServerState) -> list[Route]:
         body = await read_body(request, state.server_config, RerankBody)
         refuse(state, body.model, "rank documents")
 
-    paths = {"/v1/embeddings": embeddings, "/score": score, "/v1/score": score, "/rerank": rerank, "/v1/rerank": rerank, "/v2/rerank": rerank}
+    paths = {
+        "/v1/embeddings": embeddings,
+        "/score": score,
+        "/v1/score": score,
+        "/rerank": rerank,
+        "/v1/rerank": rerank,
+        "/v2/rerank": rerank,
+    }
     return [Route(path, handler, methods=["POST"]) for path, handler in paths.items()]
 
 

@@ -1,6 +1,7 @@
 """/v1/responses: OpenAI's API of conversations that the server may keep.
-May know: the store, what a body means and how an answer is written (responses_turn.py, responses_answer.py).
-Must not know: templates, the engine."""
+
+Must not know: templates, the engine.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +53,17 @@ class ResponsesApi:
         model = state.check_model(body.model)
         check_body(body)
         if body.store and not self._store.keeps:
-            raise unsupported("store", "'store' is not possible: this server runs with --max-stored-responses 0.")
+            raise unsupported(
+                "store", "'store' is not possible: this server runs with --max-stored-responses 0."
+            )
         items, num_earlier = self._conversation(call, body)
         with named(NAMES):
             turn = turn_of(state, call, body, new_response_id(), items, num_earlier)
-            chat = await prepare_truncated(state, call, turn) if body.truncation == "auto" else await prepare_chat(state, call, turn)
+            chat = (
+                await prepare_truncated(state, call, turn)
+                if body.truncation == "auto"
+                else await prepare_chat(state, call, turn)
+            )
         body.store = body.store is not False and self._store.keeps
         stored_items = [msgspec.to_builtins(item) for item in items] if body.store else []
 
@@ -70,18 +77,25 @@ class ResponsesApi:
     @described(ResponsesBody, dict[str, Any])
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens a response's prompt has"""
-        body, call = await read_body(request, self._state.server_config, ResponsesBody), call_of(request)
+        body, call = (
+            await read_body(request, self._state.server_config, ResponsesBody),
+            call_of(request),
+        )
         self._state.check_model(body.model)
         check_body(body)
         items, num_earlier = self._conversation(call, body)
         with named(NAMES):
-            _, token_ids = await render_turn(self._state, turn_of(self._state, call, body, new_response_id(), items, num_earlier))
+            _, token_ids = await render_turn(
+                self._state, turn_of(self._state, call, body, new_response_id(), items, num_earlier)
+            )
         return Json({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
     def _conversation(self, call: Call, body: ResponsesBody) -> tuple[list[Item], int]:
         """Every item of it, those of earlier turns first, and how many those are."""
         self._state.ready_engine()
-        items = [self._resolved(call, item, f"input[{i}]") for i, item in enumerate(items_of(body.input))]
+        items = [
+            self._resolved(call, item, f"input[{i}]") for i, item in enumerate(items_of(body.input))
+        ]
         if body.previous_response_id is None:
             return items, 0
         previous = self._store.get(call.tenant, body.previous_response_id)
@@ -96,7 +110,11 @@ class ResponsesApi:
             return item
         found = self._store.find_item(call.tenant, item.id)
         if found is None:
-            raise invalid(f"{where}.id", f"'{where}.id' refers to the item {item.id!r:.100}, which is not stored.", "item_not_found")
+            raise invalid(
+                f"{where}.id",
+                f"'{where}.id' refers to the item {item.id!r:.100}, which is not stored.",
+                "item_not_found",
+            )
         return msgspec.convert(found, Item)
 
     # ------------------------------------------------------------ what is kept
@@ -117,13 +135,22 @@ class ResponsesApi:
             self._store.pop(call_of(request).tenant, response_id)
             return Json({"id": response_id, "object": "response", "deleted": True})
         if request.query_params.get("stream") == "true":
-            raise unsupported("stream", "Only answers made in the background can be streamed again, and there are none here.")
+            raise unsupported(
+                "stream",
+                "Only answers made in the background can be streamed again, and there are none "
+                "here.",
+            )
         return Json(self._stored(request).response)
 
     async def cancel(self, request: Request) -> Response:
         """Refused: nothing is made in the background"""
         self._stored(request)
-        raise ApiError(400, "Only answers made in the background can be cancelled, and there are none here: close the connection.", code="not_cancellable")
+        raise ApiError(
+            400,
+            "Only answers made in the background can be cancelled, and there are none here: close "
+            "the connection.",
+            code="not_cancellable",
+        )
 
     @described(answer=dict[str, Any])
     async def input_items(self, request: Request) -> Response:
@@ -131,7 +158,10 @@ class ResponsesApi:
         items, query = self._stored(request).input_items, request.query_params
         limit = query.get("limit", str(LISTED))
         if not limit.isdigit() or not 1 <= int(limit) <= MAX_LISTED:
-            raise invalid("limit", f"'limit' must be an integer between 1 and {MAX_LISTED}, got {limit!r:.40}.")
+            raise invalid(
+                "limit",
+                f"'limit' must be an integer between 1 and {MAX_LISTED}, got {limit!r:.40}.",
+            )
         if query.get("order", "desc") not in ("asc", "desc"):
             raise invalid("order", "'order' must be asc or desc.")
         if query.get("order", "desc") == "desc":
@@ -139,16 +169,24 @@ class ResponsesApi:
         if (after := query.get("after")) is not None:
             ids = [item["id"] for item in items]
             if after not in ids:
-                raise invalid("after", f"'after' must be the id of one of the items, got {after!r:.100}.")
+                raise invalid(
+                    "after", f"'after' must be the id of one of the items, got {after!r:.100}."
+                )
             items = items[ids.index(after) + 1 :]
         page = items[: int(limit)]
-        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+        ends = (
+            {"first_id": page[0]["id"], "last_id": page[-1]["id"]}
+            if page
+            else {"first_id": None, "last_id": None}
+        )
         return Json({"object": "list", "data": page, **ends, "has_more": len(page) < len(items)})
 
 
 async def prepare_truncated(state: ServerState, call: Call, turn: ChatTurn) -> ChatRun:
-    """As prepare_chat, after leaving out as few of the oldest messages as makes the rest fit; system messages stay. Cuts only before a
-    message of the user: no answer or result of a tool is left without its question."""
+    """As prepare_chat, after leaving out as few of the oldest messages as makes the rest fit;
+    system messages stay. Cuts only before a message of the user: no answer or result of a tool is
+    left without its question.
+    """
     try:
         return await prepare_chat(state, call, turn)
     except ApiError as error:
@@ -156,7 +194,9 @@ async def prepare_truncated(state: ServerState, call: Call, turn: ChatTurn) -> C
             raise
         refusal, best = error, None
     messages = turn.messages
-    num_system = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    num_system = next(
+        (i for i, message in enumerate(messages) if message["role"] != "system"), len(messages)
+    )
     cuts = [i for i in range(num_system + 1, len(messages)) if messages[i]["role"] == "user"]
     while cuts:  # the least cut that is enough
         middle = len(cuts) // 2

@@ -1,6 +1,7 @@
 """/tokenize, /detokenize and /tokenizer_info, in vLLM's shapes.
-May know: the tokenizer, the rendering of a chat turn.
-Must not know: the engine."""
+
+Must not know: the engine.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     tools: list[Tool] | None = None
-    add_special_tokens: bool | None = None  # default: true for a text, false for a conversation, whose template writes them
+    # default: true for a text, false for a conversation, whose template writes them
+    add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -82,7 +84,11 @@ def routes(state: ServerState) -> list[Route]:
         tokenizer = tokenizer_of(state)
         state.check_model(body.model)
         token_ids = await _token_ids(state, call_of(request), body)
-        texts = [tokenizer.id_to_token(token_id) or "" for token_id in token_ids] if body.return_token_strs else None
+        texts = (
+            [tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+            if body.return_token_strs
+            else None
+        )
         return Json(Tokenized(len(token_ids), state.max_model_len, token_ids, texts))
 
     @described(body=DetokenizeBody, answer=Detokenized)
@@ -92,7 +98,11 @@ def routes(state: ServerState) -> list[Route]:
         tokenizer = tokenizer_of(state)
         state.check_model(body.model)
         if body.tokens and max(body.tokens) >= tokenizer.vocab_size:
-            raise invalid("tokens", f"'tokens' must be ids between 0 and {tokenizer.vocab_size - 1}, got {max(body.tokens)}.")
+            raise invalid(
+                "tokens",
+                f"'tokens' must be ids between 0 and {tokenizer.vocab_size - 1}, got "
+                f"{max(body.tokens)}.",
+            )
         return Json(Detokenized(tokenizer.decode(body.tokens)))
 
     @described(answer=TokenizerInfo)
@@ -120,15 +130,23 @@ def routes(state: ServerState) -> list[Route]:
 def tokenizer_of(state: ServerState) -> Tokenizer:
     tokenizer = state.ready_engine().tokenizer
     if tokenizer is None:
-        raise ApiError(404, "This model has no tokenizer here: it works on token ids.", code="no_tokenizer")
+        raise ApiError(
+            404, "This model has no tokenizer here: it works on token ids.", code="no_tokenizer"
+        )
     return tokenizer
 
 
 async def _token_ids(state: ServerState, call: Call, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
-        raise missing("prompt") if body.prompt is None else invalid("messages", "Give 'prompt' or 'messages', not both.")
+        raise (
+            missing("prompt")
+            if body.prompt is None
+            else invalid("messages", "Give 'prompt' or 'messages', not both.")
+        )
     if body.prompt is not None:
-        [token_ids] = await tokenize_all(state, [body.prompt], add_special_tokens=body.add_special_tokens is not False)
+        [token_ids] = await tokenize_all(
+            state, [body.prompt], add_special_tokens=body.add_special_tokens is not False
+        )
         return token_ids
     tools, _ = checked_tools(body.tools, None)
     continues = bool(body.continue_final_message)
@@ -138,7 +156,9 @@ async def _token_ids(state: ServerState, call: Call, body: TokenizeBody) -> list
         params=SamplingParams(),
         tools=tools,
         template_variables=checked_variables(body.chat_template_kwargs),
-        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+        add_generation_prompt=not continues
+        if body.add_generation_prompt is None
+        else body.add_generation_prompt,
         continue_final_message=continues,
     )
     text, token_ids = await render_turn(state, turn)

@@ -1,6 +1,7 @@
 """The gated activation by the native library.
-May know: torch on CPUs, the contracts, the library.
-Must not know: models, requests."""
+
+Must not know: models, requests.
+"""
 
 from torch import Tensor
 
@@ -14,5 +15,16 @@ from .tensors import DTYPES, PRIORITY, is_native
 def silu_and_mul(x: Tensor) -> Tensor:
     size = x.shape[-1] // 2
     out = empty(len(x), size, dtype=x.dtype)
-    submit(SiluAndMul(Op.SILU_AND_MUL, DTYPES[x.dtype], num_rows(x), x.data_ptr(), out.data_ptr(), x.stride(0), size, size))
+    submit(
+        SiluAndMul(
+            Op.SILU_AND_MUL,
+            DTYPES[x.dtype],
+            num_rows(x),
+            x.data_ptr(),
+            out.data_ptr(),
+            x.stride(0),
+            size,
+            size,
+        )
+    )
     return out

@@ -1,6 +1,7 @@
 """Where in one memory each buffer lies: two that live at the same time never overlap.
-May know: sizes and times.
-Must not know: tensors, calls."""
+
+Must not know: tensors, calls.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +16,17 @@ class Lifetime(NamedTuple):
 
 
 def place(buffers: Sequence[Lifetime]) -> tuple[list[int], int]:
-    """Each buffer's offset, and how many bytes they take together. The largest come first, each in the lowest gap that it fits in."""
+    """Each buffer's offset, and how many bytes they take together.
+
+    The largest come first, each in the lowest gap that it fits in.
+    """
     offsets = [0] * len(buffers)
     placed: list[int] = []
     for index in sorted(range(len(buffers)), key=lambda i: -buffers[i].num_bytes):
         mine = buffers[index]
-        beside = [i for i in placed if buffers[i].first <= mine.last and mine.first <= buffers[i].last]
+        beside = [
+            i for i in placed if buffers[i].first <= mine.last and mine.first <= buffers[i].last
+        ]
         offset = 0
         for other in sorted(beside, key=offsets.__getitem__):
             if offset + mine.num_bytes <= offsets[other]:
@@ -28,4 +34,6 @@ def place(buffers: Sequence[Lifetime]) -> tuple[list[int], int]:
             offset = max(offset, offsets[other] + buffers[other].num_bytes)
         offsets[index] = offset
         placed.append(index)
-    return offsets, max((offset + buffer.num_bytes for offset, buffer in zip(offsets, buffers)), default=0)
+    return offsets, max(
+        (offset + buffer.num_bytes for offset, buffer in zip(offsets, buffers)), default=0
+    )

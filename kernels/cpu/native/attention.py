@@ -1,6 +1,7 @@
 """Attention over the paged KV cache by the native library.
-May know: torch on CPUs, the contracts, the library.
-Must not know: models, requests."""
+
+Must not know: models, requests.
+"""
 
 from torch import Tensor
 
@@ -12,24 +13,49 @@ from .tensors import CACHE_DTYPES, DTYPES, MAX_HEAD_DIM, PRIORITY, has_native_ca
 
 
 def has_native_heads(facts: Facts) -> bool:
-    return has_native_cache(facts) and 0 < facts.head_dim <= MAX_HEAD_DIM and facts.head_dim % 8 == 0
+    return (
+        has_native_cache(facts) and 0 < facts.head_dim <= MAX_HEAD_DIM and facts.head_dim % 8 == 0
+    )
 
 
 @register("paged_attention", name="native", predicate=has_native_heads, priority=PRIORITY)
 def paged_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0, softcap: float = 0.0
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     block_size, num_kv_heads = key_cache.shape[1:3]
     out = empty(*query.shape, dtype=query.dtype)
     call = Attention(
-        Op.ATTENTION, DTYPES[query.dtype], num_rows(query), query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), out.data_ptr(),
-        query.stride(0), query.stride(1), query.shape[1], num_kv_heads, query.shape[2], block_size, sliding_window, CACHE_DTYPES[key_cache.dtype],
-        scale, softcap,
-    )  # fmt: skip
+        Op.ATTENTION,
+        DTYPES[query.dtype],
+        num_rows(query),
+        query.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        out.data_ptr(),
+        query.stride(0),
+        query.stride(1),
+        query.shape[1],
+        num_kv_heads,
+        query.shape[2],
+        block_size,
+        sliding_window,
+        CACHE_DTYPES[key_cache.dtype],
+        scale,
+        softcap,
+    )
     step = Step(
-        num_tokens=len(query), num_requests=len(metadata.seq_lens),
-        query_start_loc=metadata.query_start_loc.data_ptr(), seq_lens=metadata.seq_lens.data_ptr(),
-        block_tables=metadata.block_tables.data_ptr(), block_table_row=metadata.block_tables.stride(0),
-    )  # fmt: skip
+        num_tokens=len(query),
+        num_requests=len(metadata.seq_lens),
+        query_start_loc=metadata.query_start_loc.data_ptr(),
+        seq_lens=metadata.seq_lens.data_ptr(),
+        block_tables=metadata.block_tables.data_ptr(),
+        block_table_row=metadata.block_tables.stride(0),
+    )
     submit(call, step)
     return out

@@ -1,6 +1,7 @@
 """The structs of src/abi.h, field by field.
-May know: ctypes.
-Must not know: what an operation computes (kernels/ops.py), tensors."""
+
+Must not know: what an operation computes (kernels/ops.py), tensors.
+"""
 
 from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
@@ -60,14 +61,29 @@ class Call(Structure):
 
 class RmsNorm(Call):
     _fields_ = _fields(
-        x=c_void_p, weight=c_void_p, out=c_void_p,
-        x_row=c_int64, x_head=c_int64, out_row=c_int64, out_head=c_int64,
-        heads=c_int64, size=c_int64, eps=c_double,
-    )  # fmt: skip
+        x=c_void_p,
+        weight=c_void_p,
+        out=c_void_p,
+        x_row=c_int64,
+        x_head=c_int64,
+        out_row=c_int64,
+        out_head=c_int64,
+        heads=c_int64,
+        size=c_int64,
+        eps=c_double,
+    )
 
 
 class AddRmsNorm(Call):
-    _fields_ = _fields(x=c_void_p, residual=c_void_p, weight=c_void_p, x_row=c_int64, residual_row=c_int64, size=c_int64, eps=c_double)
+    _fields_ = _fields(
+        x=c_void_p,
+        residual=c_void_p,
+        weight=c_void_p,
+        x_row=c_int64,
+        residual_row=c_int64,
+        size=c_int64,
+        eps=c_double,
+    )
 
 
 class SiluAndMul(Call):
@@ -84,34 +100,66 @@ class GatherRows(Call):
 
 class Rotary(Call):
     _fields_ = _fields(
-        query=c_void_p, key=c_void_p, cos_sin=c_void_p,
-        query_row=c_int64, query_head=c_int64, key_row=c_int64, key_head=c_int64,
-        heads=c_int64, kv_heads=c_int64, rotary_dim=c_int64,
-    )  # fmt: skip
+        query=c_void_p,
+        key=c_void_p,
+        cos_sin=c_void_p,
+        query_row=c_int64,
+        query_head=c_int64,
+        key_row=c_int64,
+        key_head=c_int64,
+        heads=c_int64,
+        kv_heads=c_int64,
+        rotary_dim=c_int64,
+    )
 
 
 class WriteKv(Call):
     _fields_ = _fields(
-        key=c_void_p, value=c_void_p, key_cache=c_void_p, value_cache=c_void_p,
-        key_row=c_int64, key_head=c_int64, value_row=c_int64, value_head=c_int64,
-        kv_heads=c_int64, head_dim=c_int64, block_size=c_int64, cache_dtype=c_int64,
-    )  # fmt: skip
+        key=c_void_p,
+        value=c_void_p,
+        key_cache=c_void_p,
+        value_cache=c_void_p,
+        key_row=c_int64,
+        key_head=c_int64,
+        value_row=c_int64,
+        value_head=c_int64,
+        kv_heads=c_int64,
+        head_dim=c_int64,
+        block_size=c_int64,
+        cache_dtype=c_int64,
+    )
 
 
 class RotaryAndWriteKv(Rotary):
     _fields_ = _fields(
-        value=c_void_p, key_cache=c_void_p, value_cache=c_void_p,
-        value_row=c_int64, value_head=c_int64, head_dim=c_int64, block_size=c_int64, cache_dtype=c_int64,
-    )  # fmt: skip
+        value=c_void_p,
+        key_cache=c_void_p,
+        value_cache=c_void_p,
+        value_row=c_int64,
+        value_head=c_int64,
+        head_dim=c_int64,
+        block_size=c_int64,
+        cache_dtype=c_int64,
+    )
 
 
 class Attention(Call):
     _fields_ = _fields(
-        query=c_void_p, key_cache=c_void_p, value_cache=c_void_p, out=c_void_p,
-        query_row=c_int64, query_head=c_int64,
-        heads=c_int64, kv_heads=c_int64, head_dim=c_int64, block_size=c_int64, sliding_window=c_int64, cache_dtype=c_int64,
-        scale=c_double, softcap=c_double,
-    )  # fmt: skip
+        query=c_void_p,
+        key_cache=c_void_p,
+        value_cache=c_void_p,
+        out=c_void_p,
+        query_row=c_int64,
+        query_head=c_int64,
+        heads=c_int64,
+        kv_heads=c_int64,
+        head_dim=c_int64,
+        block_size=c_int64,
+        sliding_window=c_int64,
+        cache_dtype=c_int64,
+        scale=c_double,
+        softcap=c_double,
+    )
 
 
 class Epilogue(IntEnum):
@@ -121,20 +169,38 @@ class Epilogue(IntEnum):
 
 class Linear(Call):
     _fields_ = _fields(
-        x=c_void_p, weight=c_void_p, bias=c_void_p, out=c_void_p, x_row=c_int64, out_row=c_int64,
-        in_features=c_int64, out_features=c_int64, epilogue=c_int32, out_dtype=c_int32,
-    )  # fmt: skip
+        x=c_void_p,
+        weight=c_void_p,
+        bias=c_void_p,
+        out=c_void_p,
+        x_row=c_int64,
+        out_row=c_int64,
+        in_features=c_int64,
+        out_features=c_int64,
+        epilogue=c_int32,
+        out_dtype=c_int32,
+    )
 
 
 class Argmax(Call):
-    _fields_ = _fields(logits=c_void_p, out=c_void_p, is_finite=c_void_p, logits_row=c_int64, vocab_size=c_int64)
+    _fields_ = _fields(
+        logits=c_void_p, out=c_void_p, is_finite=c_void_p, logits_row=c_int64, vocab_size=c_int64
+    )
 
 
 class Sample(Call):
     _fields_ = _fields(
-        logits=c_void_p, temperature=c_void_p, top_k=c_void_p, top_p=c_void_p, min_p=c_void_p, seeds=c_void_p, positions=c_void_p, out=c_void_p,
-        logits_row=c_int64, vocab_size=c_int64,
-    )  # fmt: skip
+        logits=c_void_p,
+        temperature=c_void_p,
+        top_k=c_void_p,
+        top_p=c_void_p,
+        min_p=c_void_p,
+        seeds=c_void_p,
+        positions=c_void_p,
+        out=c_void_p,
+        logits_row=c_int64,
+        vocab_size=c_int64,
+    )
 
 
 class QuantizedLinear(Linear):
@@ -143,8 +209,13 @@ class QuantizedLinear(Linear):
 
 class Quantize(Call):
     _fields_ = _fields(
-        weight=c_void_p, packed=c_void_p, scales=c_void_p, weight_row=c_int64, in_features=c_int64, out_features=c_int64
-    )  # fmt: skip
+        weight=c_void_p,
+        packed=c_void_p,
+        scales=c_void_p,
+        weight_row=c_int64,
+        in_features=c_int64,
+        out_features=c_int64,
+    )
 
 
 class EmbeddingInt8(Embedding):
@@ -153,11 +224,24 @@ class EmbeddingInt8(Embedding):
 
 class GatherLogprobs(Call):
     _fields_ = _fields(
-        logits=c_void_p, token_ids=c_void_p, ids=c_void_p, logprobs=c_void_p, ranks=c_void_p, logits_row=c_int64, vocab_size=c_int64, k=c_int64,
-    )  # fmt: skip
+        logits=c_void_p,
+        token_ids=c_void_p,
+        ids=c_void_p,
+        logprobs=c_void_p,
+        ranks=c_void_p,
+        logits_row=c_int64,
+        vocab_size=c_int64,
+        k=c_int64,
+    )
 
 
 class NextTokens(Call):
     _fields_ = _fields(
-        token_ids=c_void_p, is_finite=c_void_p, kept=c_void_p, kept_finite=c_void_p, draw_positions=c_void_p, block_size=c_int64, is_last=c_int64,
-    )  # fmt: skip
+        token_ids=c_void_p,
+        is_finite=c_void_p,
+        kept=c_void_p,
+        kept_finite=c_void_p,
+        draw_positions=c_void_p,
+        block_size=c_int64,
+        is_last=c_int64,
+    )

@@ -1,6 +1,8 @@
-"""The call that draws tokens: the operation makes it, and runs of several steps, which have one for each.
-May know: torch on CPUs, the structs of calls.
-Must not know: who draws, models."""
+"""The call that draws tokens: the operation makes it, and runs of several steps, which have one for
+each.
+
+Must not know: who draws, models.
+"""
 
 import torch
 from torch import Tensor
@@ -10,11 +12,34 @@ from .calls import F32, Op, Sample
 
 
 def sample_call(
-    rows: int, logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, seeds: Tensor,
-    positions: Tensor, token_ids: Tensor,
-) -> tuple[Sample, list[Tensor]]:  # fmt: skip
-    """sample_tokens' arguments, and where its result goes -> the call, and what has to live until it has run, beside logits and token_ids."""
-    top_k, top_p, min_p = (top_k, top_p, min_p) if top_k is not None else no_filters(len(temperature), logits.device)
-    columns = [column.contiguous() for column in (temperature, top_k.to(torch.int32), top_p, min_p, seeds, positions)]
+    rows: int,
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor,
+    token_ids: Tensor,
+) -> tuple[Sample, list[Tensor]]:
+    """sample_tokens' arguments, and where its result goes -> the call, and what has to live until
+    it has run, beside logits and token_ids.
+    """
+    top_k, top_p, min_p = (
+        (top_k, top_p, min_p) if top_k is not None else no_filters(len(temperature), logits.device)
+    )
+    columns = [
+        column.contiguous()
+        for column in (temperature, top_k.to(torch.int32), top_p, min_p, seeds, positions)
+    ]
     addresses = [column.data_ptr() for column in columns]
-    return Sample(Op.SAMPLE, F32, rows, logits.data_ptr(), *addresses, token_ids.data_ptr(), logits.stride(0), logits.shape[1]), columns
+    return Sample(
+        Op.SAMPLE,
+        F32,
+        rows,
+        logits.data_ptr(),
+        *addresses,
+        token_ids.data_ptr(),
+        logits.stride(0),
+        logits.shape[1],
+    ), columns

@@ -1,6 +1,7 @@
 """Linear layers by the native library, their weights packed once.
-May know: torch on CPUs, the contracts, the library.
-Must not know: models, requests."""
+
+Must not know: models, requests.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +25,19 @@ Release = Callable[[Tensor], Any]
 
 
 class PackedLinear:
-    """y = x W^T + b, for a bf16 or fp32 weight that never changes again. A row's bits do not depend on the rows beside it."""
+    """y = x W^T + b, for a bf16 or fp32 weight that never changes again.
 
-    def __init__(self, parts: Sequence[Tensor], bias: Tensor | None, release: Release | None = None):
-        """parts [n, in], one below the other the weight [out, in]; bias [out], of the same dtype. The weight is copied, the bias kept.
-        `release` is called with rows of the parts, when they are packed."""
+    A row's bits do not depend on the rows beside it.
+    """
+
+    def __init__(
+        self, parts: Sequence[Tensor], bias: Tensor | None, release: Release | None = None
+    ):
+        """parts [n, in], one below the other the weight [out, in]; bias [out], of the same dtype.
+
+        The weight is copied, the bias kept.
+        `release` is called with rows of the parts, when they are packed.
+        """
         self.out_features, self.in_features = sum(map(len, parts)), parts[0].shape[1]
         self.dtype = parts[0].dtype
         self.bias = None if bias is None else bias.contiguous()
@@ -41,7 +50,14 @@ class PackedLinear:
         self.weight = empty_weight(*shape, dtype=self.dtype)
         for panel, part in by_panel(parts, release):
             packed = self.weight[panel].data_ptr()
-            library.pack_linear(part.data_ptr(), part.stride(0), DTYPES[self.dtype], len(part), self.in_features, packed)
+            library.pack_linear(
+                part.data_ptr(),
+                part.stride(0),
+                DTYPES[self.dtype],
+                len(part),
+                self.in_features,
+                packed,
+            )
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]"""
@@ -56,28 +72,51 @@ class PackedLinear:
         return self.out_features % (2 * _PANEL) == 0
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out / 2]: the operation silu_and_mul on what a plain call gives, bit for bit. Only where `can_gate`."""
+        """[T, in] -> [T, out / 2]: the operation silu_and_mul on what a plain call gives, bit for
+        bit. Only where `can_gate`.
+        """
         return self._multiply(x, self.out_features // 2, Epilogue.GATED, self.dtype)
 
     def embedding(self, token_ids: Tensor) -> Tensor:
-        """[T] -> [T, in]: the operation embedding on the weight, which need not be kept unpacked for it."""
+        """[T] -> [T, in]: the operation embedding on the weight, which need not be kept unpacked
+        for it.
+        """
         if token_ids.dtype != torch.int32:
             token_ids = token_ids.int()
         out = empty(len(token_ids), self.in_features, dtype=self.dtype)
         call = Embedding(
-            Op.EMBEDDING_PACKED, DTYPES[self.dtype], num_rows(token_ids), self.weight.data_ptr(), out.data_ptr(), out.stride(0),
-            self.out_features, self.in_features,
-        )  # fmt: skip
+            Op.EMBEDDING_PACKED,
+            DTYPES[self.dtype],
+            num_rows(token_ids),
+            self.weight.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            self.out_features,
+            self.in_features,
+        )
         submit(call, Step(token_ids=token_ids.data_ptr()))
         return out
 
-    def _multiply(self, x: Tensor, columns: int, epilogue: Epilogue, out_dtype: torch.dtype) -> Tensor:
+    def _multiply(
+        self, x: Tensor, columns: int, epilogue: Epilogue, out_dtype: torch.dtype
+    ) -> Tensor:
         x = as_matrix(x)
         out = empty(len(x), columns, dtype=out_dtype)
         call = Linear(
-            Op.LINEAR, DTYPES[x.dtype], num_rows(x), x.data_ptr(), self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr(),
-            out.data_ptr(), x.stride(0), columns, self.in_features, self.out_features, epilogue, DTYPES[out_dtype],
-        )  # fmt: skip
+            Op.LINEAR,
+            DTYPES[x.dtype],
+            num_rows(x),
+            x.data_ptr(),
+            self.weight.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            out.data_ptr(),
+            x.stride(0),
+            columns,
+            self.in_features,
+            self.out_features,
+            epilogue,
+            DTYPES[out_dtype],
+        )
         submit(call)
         return out
 
@@ -90,9 +129,12 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 pack_linear.from_parts = PackedLinear
 
 
-def by_panel(parts: Sequence[Tensor], release: Release | None = None) -> Iterator[tuple[int, Tensor]]:
-    """Pieces that each begin with a panel, as matrices, and which panel that is; parts that do not are joined before. When the next one is
-    asked for, `release` gets the one before."""
+def by_panel(
+    parts: Sequence[Tensor], release: Release | None = None
+) -> Iterator[tuple[int, Tensor]]:
+    """Pieces that each begin with a panel, as matrices, and which panel that is; parts that do not
+    are joined before. When the next one is asked for, `release` gets the one before.
+    """
     if any(len(part) % _PANEL for part in parts[:-1]):
         parts = [torch.cat(list(parts))]
     panel = 0

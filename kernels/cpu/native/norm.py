@@ -1,6 +1,7 @@
 """RMS norms by the native library.
-May know: torch on CPUs, the contracts, the library.
-Must not know: models, requests."""
+
+Must not know: models, requests.
+"""
 
 from torch import Tensor
 
@@ -16,9 +17,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     heads = heads.reshape(-1, *heads.shape[-2:])
     out = empty(*heads.shape, dtype=x.dtype)
     call = RmsNorm(
-        Op.RMS_NORM, DTYPES[x.dtype], num_rows(heads), heads.data_ptr(), weight.data_ptr(), out.data_ptr(),
-        heads.stride(0), heads.stride(1), out.stride(0), out.stride(1), heads.shape[1], heads.shape[2], eps,
-    )  # fmt: skip
+        Op.RMS_NORM,
+        DTYPES[x.dtype],
+        num_rows(heads),
+        heads.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        heads.stride(0),
+        heads.stride(1),
+        out.stride(0),
+        out.stride(1),
+        heads.shape[1],
+        heads.shape[2],
+        eps,
+    )
     submit(call)
     return out.view(x.shape)
 
@@ -26,7 +38,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @register("fused_add_rms_norm", name="native", predicate=is_native, priority=PRIORITY)
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
     call = AddRmsNorm(
-        Op.ADD_RMS_NORM, DTYPES[x.dtype], num_rows(x), x.data_ptr(), residual.data_ptr(), weight.data_ptr(),
-        x.stride(0), residual.stride(0), x.shape[-1], eps,
-    )  # fmt: skip
+        Op.ADD_RMS_NORM,
+        DTYPES[x.dtype],
+        num_rows(x),
+        x.data_ptr(),
+        residual.data_ptr(),
+        weight.data_ptr(),
+        x.stride(0),
+        residual.stride(0),
+        x.shape[-1],
+        eps,
+    )
     submit(call)

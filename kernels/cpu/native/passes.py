@@ -1,6 +1,8 @@
-"""Several decoding steps of a recorded model as one run: between two of them each row's token goes from the logits into the next step.
-May know: torch on CPUs, the library, the recorded program, the calls that choose tokens.
-Must not know: models, requests, who wants how many steps."""
+"""Several decoding steps of a recorded model as one run: between two of them each row's token goes
+from the logits into the next step.
+
+Must not know: models, requests, who wants how many steps.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from .replay import Program
 
 
 class Passes:
-    """Runs a program that ends with argmax over its logits. Threads sleep, and Python waits, once for all the steps."""
+    """Runs a program that ends with argmax over its logits.
+
+    Threads sleep, and Python waits, once for all the steps.
+    """
 
     def __init__(self, program: Program, block_size: int):
         self._program = program
@@ -25,23 +30,33 @@ class Passes:
         self._runs: dict[tuple[int, bool], _Run] = {}  # by number of steps, and whether they draw
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, logits_indices: Tensor, count: int,
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: Tensor,
+        count: int,
         draw: tuple[Tensor | None, ...] | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The step's tensors as a Program takes them, all its rows decodes with room for `count` tokens in their block tables: they are
-        overwritten. draw: sample_tokens' columns for the first step; None: the largest logits are taken.
+    ) -> tuple[Tensor, Tensor]:
+        """The step's tensors as a Program takes them, all its rows decodes with room for `count`
+        tokens in their block tables: they are overwritten. draw: sample_tokens' columns for the
+        first step; None: the largest logits are taken.
 
-        Returns token_ids [count, B] i64, and is_finite [count, B] bool: a row's tokens from its first False on mean nothing. Both are
-        overwritten by the next run.
+        Returns token_ids [count, B] i64, and is_finite [count, B] bool: a row's tokens from its
+        first False on mean nothing. Both are overwritten by the next run.
         """
         step = self._program.fill_step(token_ids, positions, metadata, logits_indices)
         run = self._runs.get((count, draw is not None))
         if run is None:
-            run = self._runs[count, draw is not None] = _Run(self._program, self._block_size, count, draw is not None)
+            run = self._runs[count, draw is not None] = _Run(
+                self._program, self._block_size, count, draw is not None
+            )
         if draw is not None:
             *parameters, positions = draw
             run.positions[: len(positions)] = positions
-            call, _columns = sample_call(ALL_LOGITS, run.logits, *parameters, run.positions, run.drawn)
+            call, _columns = sample_call(
+                ALL_LOGITS, run.logits, *parameters, run.positions, run.drawn
+            )
             ctypes.pointer(run.sample)[0] = call
         library.run_all(run.pointers, step)
         num_rows = step.num_logits
@@ -54,16 +69,32 @@ class _Run:
     def __init__(self, program: Program, block_size: int, count: int, draws: bool):
         self.logits, largest, is_finite = program.of_logits
         max_rows = len(largest)
-        self.kept, self.kept_finite = torch.zeros(count, max_rows, dtype=torch.int64), torch.zeros(count, max_rows, dtype=torch.bool)
-        self.drawn, self.positions = torch.zeros(2, max_rows, dtype=torch.int64)  # used where it draws
+        self.kept, self.kept_finite = (
+            torch.zeros(count, max_rows, dtype=torch.int64),
+            torch.zeros(count, max_rows, dtype=torch.bool),
+        )
+        # used where it draws
+        self.drawn, self.positions = torch.zeros(2, max_rows, dtype=torch.int64)
         self.sample = Sample()
         chosen, positions = (self.drawn, self.positions.data_ptr()) if draws else (largest, None)
         self._between = [
             NextTokens(
-                Op.NEXT_TOKENS, F32, ALL_LOGITS, chosen.data_ptr(), is_finite.data_ptr(), self.kept[i].data_ptr(), self.kept_finite[i].data_ptr(),
-                positions, block_size, i == count - 1,
+                Op.NEXT_TOKENS,
+                F32,
+                ALL_LOGITS,
+                chosen.data_ptr(),
+                is_finite.data_ptr(),
+                self.kept[i].data_ptr(),
+                self.kept_finite[i].data_ptr(),
+                positions,
+                block_size,
+                i == count - 1,
             )
             for i in range(count)
-        ]  # fmt: skip
-        calls = [call for end in self._between for call in (*program.calls, *([self.sample] if draws else []), end)]
+        ]
+        calls = [
+            call
+            for end in self._between
+            for call in (*program.calls, *([self.sample] if draws else []), end)
+        ]
         self.pointers = (ctypes.c_void_p * len(calls))(*map(ctypes.addressof, calls))

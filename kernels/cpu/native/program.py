@@ -1,6 +1,8 @@
-"""Where a wrapper's call goes: to the library at once, or, while a model is recorded, to the recorder, which runs nothing.
-May know: torch on CPUs, the library.
-Must not know: any operation, models, requests."""
+"""Where a wrapper's call goes: to the library at once, or, while a model is recorded, to the
+recorder, which runs nothing.
+
+Must not know: any operation, models, requests.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ _NO_STEP = Step()
 
 
 class _Thread(threading.local):
-    recorder: Recorder | None = None  # of this thread alone: another engine's step may be running in another
+    # of this thread alone: another engine's step may be running in another
+    recorder: Recorder | None = None
 
 
 _thread = _Thread()
@@ -43,7 +46,10 @@ def num_rows(x: Tensor) -> int:
 
 
 def submit(call: Call, step: Step = _NO_STEP) -> None:
-    """Does the call. `step`: where it finds what differs from step to step, if it reads any of that."""
+    """Does the call.
+
+    `step`: where it finds what differs from step to step, if it reads any of that.
+    """
     recorder = _thread.recorder
     if recorder is None:
         library.run(call, step)

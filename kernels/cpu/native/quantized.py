@@ -1,15 +1,21 @@
-"""Linear layers over int8 and int4 weights by the native library, and the look-up in a table that is such a layer too.
-May know: torch on CPUs, the contracts, the library.
+"""Linear layers over int8 and int4 weights by the native library, and the look-up in a table that
+is such a layer too.
+
 Must not know: models, requests.
 
 What is computed, kernels/reference/quantized.py says in torch; why in this way:
-- Weights in groups along k, with a scale each: int8 in groups of 256, 8.06 bits per weight; int4 in groups of 64, 4.5 bits (two halves, each
-  with a whole factor, under one scale, so that a weight is an int8 as well). Measured on the bundled model, int8's perplexity rises by at most
-  0.03 % in groups of 32 to 256, and int4's less than with a scale of its own for each 32 (llama.cpp's Q4_0, also 4.5 bits).
-- x is quantized on the way, with a scale per token and group, so that integer products do the work. Such groups keep an outlier's coarse
-  scale to its neighbours. A sum's two fp32 multiplications by scales take the place of two products in the processor: 1/8 of the time
-  of products of a group of 64, 1/32 in one of 256.
-- Whole numbers are summed exactly. So few rows and many may go by different instructions, and every instruction set gives the same bits."""
+- Weights in groups along k, with a scale each: int8 in groups of 256, 8.06 bits per weight; int4 in
+  groups of 64, 4.5 bits (two halves, each with a whole factor, under one scale, so that a weight is
+  an int8 as well). Measured on the bundled model, int8's perplexity rises by at most 0.03 % in
+  groups of 32 to 256, and int4's less than with a scale of its own for each 32 (llama.cpp's Q4_0,
+  also 4.5 bits).
+- x is quantized on the way, with a scale per token and group, so that integer products do the work.
+  Such groups keep an outlier's coarse scale to its neighbours. A sum's two fp32 multiplications by
+  scales take the place of two products in the processor: 1/8 of the time of products of a group of
+  64, 1/32 in one of 256.
+- Whole numbers are summed exactly. So few rows and many may go by different instructions, and every
+  instruction set gives the same bits.
+"""
 
 from __future__ import annotations
 
@@ -34,44 +40,89 @@ _LINEAR = {8: Op.LINEAR_INT8, 4: Op.LINEAR_INT4}
 
 
 class PackedQuantizedLinear(PackedLinear):
-    """A PackedLinear whose weight is quantized here: only how it is stored and multiplied differs. A row's bits do not depend on the rows beside it."""
+    """A PackedLinear whose weight is quantized here: only how it is stored and multiplied differs.
 
-    def __init__(self, parts: Sequence[Tensor], bias: Tensor | None, bits: int, release: Release | None = None):
+    A row's bits do not depend on the rows beside it.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Tensor],
+        bias: Tensor | None,
+        bits: int,
+        release: Release | None = None,
+    ):
         """As PackedLinear, of bf16 or fp32."""
         self.bits = bits
         super().__init__(parts, bias, release)
 
     def _pack(self, parts: Sequence[Tensor], release: Release | None) -> None:
-        panels, depths, groups = -(-self.out_features // _PANEL), -(-self.in_features // _DEPTH), -(-self.in_features // _GROUP[self.bits])
-        self.weight = empty_weight(panels, depths, _PANEL * _DEPTH * self.bits // 8, dtype=torch.uint8)
+        panels, depths, groups = (
+            -(-self.out_features // _PANEL),
+            -(-self.in_features // _DEPTH),
+            -(-self.in_features // _GROUP[self.bits]),
+        )
+        self.weight = empty_weight(
+            panels, depths, _PANEL * _DEPTH * self.bits // 8, dtype=torch.uint8
+        )
         self.scales = empty_weight(panels, groups, _SCALE_BYTES[self.bits], dtype=torch.uint8)
         for panel, part in by_panel(parts, release):
             call = Quantize(
-                _QUANTIZE[self.bits], DTYPES[self.dtype], 0, part.data_ptr(), self.weight[panel].data_ptr(), self.scales[panel].data_ptr(),
-                part.stride(0), self.in_features, len(part),
-            )  # fmt: skip
+                _QUANTIZE[self.bits],
+                DTYPES[self.dtype],
+                0,
+                part.data_ptr(),
+                self.weight[panel].data_ptr(),
+                self.scales[panel].data_ptr(),
+                part.stride(0),
+                self.in_features,
+                len(part),
+            )
             library.run(call, Step())  # at once: it is no part of a model's step
 
     def embedding(self, token_ids: Tensor) -> Tensor:
-        """[T] -> [T, in]: the rows of the weight as they are multiplied by, rounded to its dtype. Of 8 bits only."""
+        """[T] -> [T, in]: the rows of the weight as they are multiplied by, rounded to its dtype.
+
+        Of 8 bits only.
+        """
         if token_ids.dtype != torch.int32:
             token_ids = token_ids.int()
         out = empty(len(token_ids), self.in_features, dtype=self.dtype)
         call = EmbeddingInt8(
-            Op.EMBEDDING_INT8, DTYPES[self.dtype], num_rows(token_ids), self.weight.data_ptr(), out.data_ptr(), out.stride(0),
-            self.out_features, self.in_features, self.scales.data_ptr(),
-        )  # fmt: skip
+            Op.EMBEDDING_INT8,
+            DTYPES[self.dtype],
+            num_rows(token_ids),
+            self.weight.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            self.out_features,
+            self.in_features,
+            self.scales.data_ptr(),
+        )
         submit(call, Step(token_ids=token_ids.data_ptr()))
         return out
 
-    def _multiply(self, x: Tensor, columns: int, epilogue: Epilogue, out_dtype: torch.dtype) -> Tensor:
+    def _multiply(
+        self, x: Tensor, columns: int, epilogue: Epilogue, out_dtype: torch.dtype
+    ) -> Tensor:
         x = as_matrix(x)
         out = empty(len(x), columns, dtype=out_dtype)
         call = QuantizedLinear(
-            _LINEAR[self.bits], DTYPES[x.dtype], num_rows(x), x.data_ptr(), self.weight.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(), out.data_ptr(), x.stride(0), columns, self.in_features, self.out_features,
-            epilogue, DTYPES[out_dtype], self.scales.data_ptr(),
-        )  # fmt: skip
+            _LINEAR[self.bits],
+            DTYPES[x.dtype],
+            num_rows(x),
+            x.data_ptr(),
+            self.weight.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            out.data_ptr(),
+            x.stride(0),
+            columns,
+            self.in_features,
+            self.out_features,
+            epilogue,
+            DTYPES[out_dtype],
+            self.scales.data_ptr(),
+        )
         submit(call)
         return out
 

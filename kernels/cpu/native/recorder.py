@@ -1,5 +1,6 @@
-"""Turns a model's code into a list of calls: it runs once, as the largest step there may be, on tensors that nobody computes.
-May know: torch on CPUs, the structs of calls.
+"""Turns a model's code into a list of calls: it runs once, as the largest step there may be, on
+tensors that nobody computes.
+
 Must not know: models, requests, what an operation computes.
 
     recorder = Recorder(limits)
@@ -8,8 +9,9 @@ Must not know: models, requests, what an operation computes.
         ...
     program = Program(recorder, ...)     # replay.py: buffers get their places, the calls run as a whole
 
-A recorded tensor has addresses of its own, which tell later what a call reads and writes; the memory behind them is never written. So what
-would compute on it outside a recorded call is refused here, by the guard: the program would lack it.
+A recorded tensor has addresses of its own, which tell later what a call reads and writes; the
+memory behind them is never written. So what would compute on it outside a recorded call is refused
+here, by the guard: the program would lack it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,14 @@ class Limits(NamedTuple):
 
     def exceeded_by(self, num_tokens: int, num_requests: int, num_logits: int) -> str | None:
         pairs = zip(self._fields, (num_tokens, num_requests, num_logits), self)
-        return next((f"{name} is {value}, but must be at most {most}" for name, value, most in pairs if value > most), None)
+        return next(
+            (
+                f"{name} is {value}, but must be at most {most}"
+                for name, value, most in pairs
+                if value > most
+            ),
+            None,
+        )
 
 
 class Operand(NamedTuple):
@@ -54,15 +63,21 @@ class Operand(NamedTuple):
 
 
 class Recorder:
-    """Owns the recorded tensors. `token_ids`, `positions`, `metadata` and `logits_indices` stand for the step's own."""
+    """Owns the recorded tensors.
+
+    `token_ids`, `positions`, `metadata` and `logits_indices` stand for the step's own.
+    """
 
     def __init__(self, limits: Limits):
-        num_logits = limits.num_logits + (limits.num_logits == limits.num_tokens)  # an operand's number of rows tells which of the two it has
+        # an operand's number of rows tells which of the two it has
+        num_logits = limits.num_logits + (limits.num_logits == limits.num_tokens)
         self.limits = limits
         self.calls: list[Call] = []
         self._rows = {limits.num_tokens: ALL_TOKENS, num_logits: ALL_LOGITS}
-        self._memory: list[mmap.mmap] = []  # kept until the recorder goes, so that no address comes twice
-        self.buffers: list[tuple[int, int]] = []  # (address, bytes) of every tensor that a call made, ascending
+        # kept until the recorder goes, so that no address comes twice
+        self._memory: list[mmap.mmap] = []
+        # (address, bytes) of every tensor that a call made, ascending
+        self.buffers: list[tuple[int, int]] = []
         self.token_ids = self._make((limits.num_tokens,), torch.int32)
         self.positions = self._make((limits.num_tokens,), torch.int64)
         self.logits_indices = self._make((num_logits,), torch.int64)
@@ -75,8 +90,16 @@ class Recorder:
             query_lens=_Unknown(),
             seq_lens_list=_Unknown(),
         )
-        self._inputs = {"token_ids": self.token_ids, "positions": self.positions, "logits_indices": self.logits_indices}
-        self._inputs |= {name: tensor for name, tensor in vars(self.metadata).items() if isinstance(tensor, Tensor)}
+        self._inputs = {
+            "token_ids": self.token_ids,
+            "positions": self.positions,
+            "logits_indices": self.logits_indices,
+        }
+        self._inputs |= {
+            name: tensor
+            for name, tensor in vars(self.metadata).items()
+            if isinstance(tensor, Tensor)
+        }
 
     # ------------------------------------------------------------ what program.py hands on
 
@@ -87,22 +110,35 @@ class Recorder:
 
     def num_rows(self, x: Tensor) -> int:
         if len(x) not in self._rows:
-            raise Unrecordable(f"an operand has {len(x)} rows, where a step's tensors have {' or '.join(map(str, self._rows))}")
+            raise Unrecordable(
+                f"an operand has {len(x)} rows, where a step's tensors have "
+                f"{' or '.join(map(str, self._rows))}"
+            )
         return self._rows[len(x)]
 
     def submit(self, call: Call, step: Step) -> None:
         """Checks that the call reads this step's tensors, not what the model has made of them."""
         for name, kind in step._fields_:
-            if kind is c_void_p and (address := getattr(step, name)) is not None and address != self._inputs[name].data_ptr():
+            if (
+                kind is c_void_p
+                and (address := getattr(step, name)) is not None
+                and address != self._inputs[name].data_ptr()
+            ):
                 raise Unrecordable(f"{type(call).__name__} reads other {name} than the step's")
         for name, tensor in self._inputs.items():
-            if any(tensor.data_ptr() <= address < tensor.data_ptr() + tensor.nbytes for _, address in pointers(call)):
-                raise Unrecordable(f"{type(call).__name__} takes {name} as an operand, not from the step")
+            if any(
+                tensor.data_ptr() <= address < tensor.data_ptr() + tensor.nbytes
+                for _, address in pointers(call)
+            ):
+                raise Unrecordable(
+                    f"{type(call).__name__} takes {name} as an operand, not from the step"
+                )
         self.calls.append(call)
 
     def _make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
-        memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # only addresses: no page is touched
+        # only addresses: no page is touched
+        memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.append(memory)
         return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes].view(dtype).view(*shape)
 
@@ -110,10 +146,16 @@ class Recorder:
 
     def operands(self, call: Call) -> list[Operand]:
         """Those of a recorded call, once all are recorded."""
-        return [Operand(name, *found) for name, address in pointers(call) if (found := self.find(address)) is not None]
+        return [
+            Operand(name, *found)
+            for name, address in pointers(call)
+            if (found := self.find(address)) is not None
+        ]
 
     def find(self, address: int) -> tuple[int, int] | None:
-        """(buffer, offset) of an address; None: it is no recorded tensor's, but a weight's or a cache's."""
+        """(buffer, offset) of an address; None: it is no recorded tensor's, but a weight's or a
+        cache's.
+        """
         index = bisect.bisect(self.buffers, (address, math.inf)) - 1
         start, num_bytes = self.buffers[index]
         return (index, address - start) if start <= address < start + num_bytes else None
@@ -124,13 +166,23 @@ class Guard(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, two seconds and 100 MB, for what is never compiled
+        # torch would import its compiler, two seconds and 100 MB, for what is never compiled
+        return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **kwargs or {}) if func.is_view else None
         # Some that are views mostly, like reshape, may copy.
-        known = {_storage(value) for value in (*args, *(kwargs or {}).values()) if isinstance(value, Tensor)}
-        if result is None or any(_storage(view) not in known for view in (result if isinstance(result, (list, tuple)) else (result,))):
+        known = {
+            _storage(value)
+            for value in (*args, *(kwargs or {}).values())
+            if isinstance(value, Tensor)
+        }
+        if result is None or any(
+            _storage(view) not in known
+            for view in (result if isinstance(result, (list, tuple)) else (result,))
+        ):
             raise Unrecordable(f"{func} is none of the native kernels")
         return result
 
@@ -141,7 +193,12 @@ def _storage(tensor: Tensor) -> int:
 
 def pointers(call: Call) -> list[tuple[str, int]]:
     """(field, address) of a call's operands; none of those that it was not given."""
-    fields = ((name, getattr(call, name)) for kind in type(call).__mro__ for name, ctype in vars(kind).get("_fields_", ()) if ctype is c_void_p)
+    fields = (
+        (name, getattr(call, name))
+        for kind in type(call).__mro__
+        for name, ctype in vars(kind).get("_fields_", ())
+        if ctype is c_void_p
+    )
     return [(name, address) for name, address in fields if address is not None]
 
 
@@ -153,5 +210,24 @@ def _refuse(self: _Unknown, *_: Any) -> Any:
     raise Unrecordable("the model or a kernel reads the lengths of a step's requests in Python")
 
 
-for _name in ("bool", "int", "index", "float", "len", "iter", "getitem", "eq", "lt", "le", "gt", "ge", "add", "radd", "sub", "rsub", "mul", "rmul"):
+for _name in (
+    "bool",
+    "int",
+    "index",
+    "float",
+    "len",
+    "iter",
+    "getitem",
+    "eq",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+):
     setattr(_Unknown, f"__{_name}__", _refuse)

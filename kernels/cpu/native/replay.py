@@ -1,6 +1,7 @@
 """A recorded model: its calls with all addresses in place, run as one for every step.
-May know: torch on CPUs, the library, the recorder.
-Must not know: models, requests, any operation."""
+
+Must not know: models, requests, any operation.
+"""
 
 from __future__ import annotations
 
@@ -18,33 +19,54 @@ from .fusion import fuse
 from .library import library
 from .recorder import Recorder, Unrecordable
 
-INPUT_DTYPES = (torch.int32, torch.int64, torch.int64, torch.int32, torch.int32, torch.int32, torch.int64)
+INPUT_DTYPES = (
+    torch.int32,
+    torch.int64,
+    torch.int64,
+    torch.int32,
+    torch.int32,
+    torch.int32,
+    torch.int64,
+)
 ALIGNMENT = 64  # bytes: a cache line, a vector of AVX-512, a row of a tile
 
 
 class Program:
-    """The step of one model in one place. Holds addresses of weights and caches: to be made again when any of these moves."""
+    """The step of one model in one place.
+
+    Holds addresses of weights and caches: to be made again when any of these moves.
+    """
 
     def __init__(self, recorder: Recorder, hidden: Tensor, *of_logits: Tensor, owners: Any):
-        """hidden [T, hidden_size] and of_logits [R, ...], recorded tensors: what a step gives. owners: whatever keeps weights and caches alive."""
+        """hidden [T, hidden_size] and of_logits [R, ...], recorded tensors: what a step gives.
+        owners: whatever keeps weights and caches alive.
+        """
         results = [hidden, *of_logits]
         found = [recorder.find(tensor.data_ptr()) for tensor in results]
-        if None in found or any(offset or not tensor.is_contiguous() for (_, offset), tensor in zip(found, results)):
+        if None in found or any(
+            offset or not tensor.is_contiguous() for (_, offset), tensor in zip(found, results)
+        ):
             raise Unrecordable("what the model returns is not a whole result of a native kernel")
         self.limits = recorder.limits
         self._owners = owners
         self.calls = fuse(recorder, [buffer for buffer, _ in found])
         self._step = Step()
-        self._hidden, *self.of_logits = self._settle(recorder, results, found)  # [R of limits, ...], valid after a step
+        # [R of limits, ...], valid after a step
+        self._hidden, *self.of_logits = self._settle(recorder, results, found)
         self._counts = -1, -1  # T and R of the last step,
         self._results: tuple[Tensor, ...] = ()  # and what it gave
         self._pointers = (ctypes.c_void_p * len(self.calls))(*map(ctypes.addressof, self.calls))
 
-    def _settle(self, recorder: Recorder, results: list[Tensor], found: list[tuple[int, int]]) -> list[Tensor]:
-        """Moves every recorded operand into the arena, and gives the results' tensors there. found: buffer and offset of each result."""
+    def _settle(
+        self, recorder: Recorder, results: list[Tensor], found: list[tuple[int, int]]
+    ) -> list[Tensor]:
+        """Moves every recorded operand into the arena, and gives the results' tensors there. found:
+        buffer and offset of each result.
+        """
         calls = self.calls
         operands = [recorder.operands(call) for call in calls]
-        lifetimes: dict[int, Lifetime] = {}  # by buffer; one that fusion left without a use takes no place
+        # by buffer; one that fusion left without a use takes no place
+        lifetimes: dict[int, Lifetime] = {}
         for time, used in enumerate([*operands, found]):
             for buffer in {operand[-2] for operand in used}:  # of results: (buffer, offset)
                 num_bytes = -(-recorder.buffers[buffer][1] // ALIGNMENT) * ALIGNMENT
@@ -52,41 +74,91 @@ class Program:
                 lifetimes[buffer] = Lifetime(num_bytes, first, time)
         places, self.num_bytes = place(list(lifetimes.values()))
         offsets = dict(zip(lifetimes, places))
-        memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # taken page by page, as steps grow
+        # taken page by page, as steps grow
+        memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         arena = torch.frombuffer(memory, dtype=torch.uint8)  # keeps it
         for call, used in zip(calls, operands):
             for operand in used:
-                setattr(call, operand.field, arena.data_ptr() + offsets[operand.buffer] + operand.offset)
+                setattr(
+                    call, operand.field, arena.data_ptr() + offsets[operand.buffer] + operand.offset
+                )
         return [
-            arena[offsets[buffer] : offsets[buffer] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            arena[offsets[buffer] : offsets[buffer] + tensor.nbytes]
+            .view(tensor.dtype)
+            .view(tensor.shape)
             for (buffer, _), tensor in zip(found, results)
         ]
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, logits_indices: Tensor) -> tuple[Tensor, ...]:
-        """token_ids [T] i32, positions [T] i64, logits_indices [R] i64 -> hidden [T, hidden_size] and the others [R, ...].
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """token_ids [T] i32, positions [T] i64, logits_indices [R] i64 -> hidden [T, hidden_size]
+        and the others [R, ...].
 
-        All are overwritten by the next step. Raises ValueError for a step that is larger than the recorded one, TypeError for other integers.
+        All are overwritten by the next step. Raises ValueError for a step that is larger than the
+        recorded one, TypeError for other integers.
         """
         step = self.fill_step(token_ids, positions, metadata, logits_indices)
         library.run_all(self._pointers, step)
         counts = step.num_tokens, step.num_logits
         if self._counts != counts:
             self._counts = counts
-            self._results = self._hidden[: counts[0]], *(tensor[: counts[1]] for tensor in self.of_logits)
+            self._results = (
+                self._hidden[: counts[0]],
+                *(tensor[: counts[1]] for tensor in self.of_logits),
+            )
         return self._results
 
-    def fill_step(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, logits_indices: Tensor) -> Step:
-        """What the library is told of a step; valid until the next one's, and while these tensors live. Raises as a call does."""
-        inputs = token_ids, positions, metadata.slot_mapping, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, logits_indices
-        if tuple([tensor.dtype for tensor in inputs]) != INPUT_DTYPES:  # kernels would read past their ends
-            raise TypeError(f"a step's tensors must be of {INPUT_DTYPES}, not {[tensor.dtype for tensor in inputs]}")
-        num_tokens, num_requests, num_logits = token_ids.shape[0], metadata.seq_lens.shape[0], logits_indices.shape[0]  # len() is Python's: slower
+    def fill_step(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: Tensor,
+    ) -> Step:
+        """What the library is told of a step; valid until the next one's, and while these tensors
+        live. Raises as a call does.
+        """
+        inputs = (
+            token_ids,
+            positions,
+            metadata.slot_mapping,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_tables,
+            logits_indices,
+        )
+        # kernels would read past their ends
+        if tuple([tensor.dtype for tensor in inputs]) != INPUT_DTYPES:
+            raise TypeError(
+                f"a step's tensors must be of {INPUT_DTYPES}, not "
+                f"{[tensor.dtype for tensor in inputs]}"
+            )
+        # len() is Python's: slower
+        num_tokens, num_requests, num_logits = (
+            token_ids.shape[0],
+            metadata.seq_lens.shape[0],
+            logits_indices.shape[0],
+        )
         if problem := self.limits.exceeded_by(num_tokens, num_requests, num_logits):
             raise ValueError(f"the step is larger than the one that was recorded: {problem}")
         step = self._step
         step.num_tokens, step.num_requests, step.num_logits = num_tokens, num_requests, num_logits
         step.token_ids, step.positions = token_ids.data_ptr(), positions.data_ptr()
-        step.slot_mapping, step.query_start_loc = metadata.slot_mapping.data_ptr(), metadata.query_start_loc.data_ptr()
-        step.seq_lens, step.block_tables = metadata.seq_lens.data_ptr(), metadata.block_tables.data_ptr()
-        step.block_table_row, step.logits_indices = metadata.block_tables.stride(0), logits_indices.data_ptr()
+        step.slot_mapping, step.query_start_loc = (
+            metadata.slot_mapping.data_ptr(),
+            metadata.query_start_loc.data_ptr(),
+        )
+        step.seq_lens, step.block_tables = (
+            metadata.seq_lens.data_ptr(),
+            metadata.block_tables.data_ptr(),
+        )
+        step.block_table_row, step.logits_indices = (
+            metadata.block_tables.stride(0),
+            logits_indices.data_ptr(),
+        )
         return step

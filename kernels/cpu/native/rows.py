@@ -1,6 +1,8 @@
-"""Rows of tables by the native library: the embedding's, and those of the tokens whose logits are wanted.
-May know: torch on CPUs, the contracts, the library.
-Must not know: models, requests."""
+"""Rows of tables by the native library: the embedding's, and those of the tokens whose logits are
+wanted.
+
+Must not know: models, requests.
+"""
 
 import torch
 from torch import Tensor
@@ -16,7 +18,15 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
     if token_ids.dtype != torch.int32:
         token_ids = token_ids.int()
     out = empty(len(token_ids), table.shape[1], dtype=table.dtype)
-    call = Embedding(Op.EMBEDDING, DTYPES[table.dtype], num_rows(token_ids), table.data_ptr(), out.data_ptr(), out.stride(0), *table.shape)
+    call = Embedding(
+        Op.EMBEDDING,
+        DTYPES[table.dtype],
+        num_rows(token_ids),
+        table.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        *table.shape,
+    )
     submit(call, Step(token_ids=token_ids.data_ptr()))
     return out
 
@@ -24,6 +34,15 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
 @register("gather_rows", name="native", predicate=is_native, priority=PRIORITY)
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     out = empty(len(indices), x.shape[1], dtype=x.dtype)
-    call = GatherRows(Op.GATHER_ROWS, DTYPES[x.dtype], num_rows(indices), x.data_ptr(), out.data_ptr(), x.stride(0), out.stride(0), x.shape[1])
+    call = GatherRows(
+        Op.GATHER_ROWS,
+        DTYPES[x.dtype],
+        num_rows(indices),
+        x.data_ptr(),
+        out.data_ptr(),
+        x.stride(0),
+        out.stride(0),
+        x.shape[1],
+    )
     submit(call, Step(logits_indices=indices.data_ptr()))
     return out

@@ -1,6 +1,7 @@
 """Sampling by the native library: the largest logit, the draw, log-probabilities.
-May know: torch on CPUs, the contracts, the library.
-Must not know: models, requests."""
+
+Must not know: models, requests.
+"""
 
 import torch
 from torch import Tensor
@@ -16,16 +17,35 @@ from .tensors import PRIORITY, is_native
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     count, vocab_size = logits.shape
     token_ids, is_finite = empty(count, dtype=torch.int64), empty(count, dtype=torch.bool)
-    submit(Argmax(Op.ARGMAX, F32, num_rows(logits), logits.data_ptr(), token_ids.data_ptr(), is_finite.data_ptr(), logits.stride(0), vocab_size))
+    submit(
+        Argmax(
+            Op.ARGMAX,
+            F32,
+            num_rows(logits),
+            logits.data_ptr(),
+            token_ids.data_ptr(),
+            is_finite.data_ptr(),
+            logits.stride(0),
+            vocab_size,
+        )
+    )
     return token_ids, is_finite
 
 
 @register("sample_tokens", name="native", predicate=is_native, priority=PRIORITY)
 def sample_tokens(
-    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, seeds: Tensor, positions: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor,
 ) -> Tensor:
     token_ids = empty(len(logits), dtype=torch.int64)
-    call, _columns = sample_call(num_rows(logits), logits, temperature, top_k, top_p, min_p, seeds, positions, token_ids)
+    call, _columns = sample_call(
+        num_rows(logits), logits, temperature, top_k, top_p, min_p, seeds, positions, token_ids
+    )
     submit(call)
     return token_ids
 
@@ -36,5 +56,9 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, 
     ids, logprobs = empty(count, k + 1, dtype=torch.int32), empty(count, k + 1, dtype=torch.float32)
     ranks, token_ids = empty(count, dtype=torch.int32), token_ids.contiguous()
     addresses = [tensor.data_ptr() for tensor in (logits, token_ids, ids, logprobs, ranks)]
-    submit(GatherLogprobs(Op.GATHER_LOGPROBS, F32, num_rows(logits), *addresses, logits.stride(0), vocab_size, k))
+    submit(
+        GatherLogprobs(
+            Op.GATHER_LOGPROBS, F32, num_rows(logits), *addresses, logits.stride(0), vocab_size, k
+        )
+    )
     return ids, logprobs, ranks

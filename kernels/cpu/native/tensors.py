@@ -1,6 +1,7 @@
 """What every wrapper here shares: where native kernels serve, and how a tensor becomes an address.
-May know: torch on CPUs, the registry's facts.
-Must not know: any operation."""
+
+Must not know: any operation.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ PRIORITY = 15  # above kernels/cpu, below a user's own
 
 DTYPES = {torch.bfloat16: BF16, torch.float32: F32}
 CACHE_DTYPES = DTYPES | {torch.int8: INT8}
-MAX_HEAD_DIM, INT8_MULTIPLE = 256, 16  # src/kv_cache.inl: the latter of head_dim, where the cache is in int8
+# src/kv_cache.inl: the latter of head_dim, where the cache is in int8
+MAX_HEAD_DIM, INT8_MULTIPLE = 256, 16
 
 
 def is_native(facts: Facts) -> bool:
@@ -23,11 +25,17 @@ def is_native(facts: Facts) -> bool:
 
 def has_native_cache(facts: Facts) -> bool:
     if facts.kv_cache_dtype == torch.int8:
-        return is_native(facts) and 0 < facts.head_dim <= MAX_HEAD_DIM and facts.head_dim % INT8_MULTIPLE == 0
+        return (
+            is_native(facts)
+            and 0 < facts.head_dim <= MAX_HEAD_DIM
+            and facts.head_dim % INT8_MULTIPLE == 0
+        )
     return is_native(facts) and not facts.converts_kv
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """x [..., size] as [rows, size] with a free row stride and contiguous rows; a copy only where no view can be."""
+    """x [..., size] as [rows, size] with a free row stride and contiguous rows; a copy only where
+    no view can be.
+    """
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()

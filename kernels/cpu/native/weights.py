@@ -1,6 +1,8 @@
-"""Memory for packed weights, in huge pages where the system has them: they are read from end to end in every step.
-May know: torch on CPUs, the operating system's pages.
-Must not know: how a weight is packed."""
+"""Memory for packed weights, in huge pages where the system has them: they are read from end to end
+in every step.
+
+Must not know: how a weight is packed.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,18 @@ _ALIGNMENT = 64
 
 
 class _Piece:
-    """Memory that several weights share, so that small ones are in huge pages too. It lives as long as one of them."""
+    """Memory that several weights share, so that small ones are in huge pages too.
+
+    It lives as long as one of them.
+    """
 
     def __init__(self, memory: mmap.mmap):
         """memory: a private mapping, larger than what it is to hold by one huge page."""
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
-        self.start = -whole.data_ptr() % _HUGE_PAGE_BYTES  # what is not used is never touched, and takes no memory
+        # what is not used is never touched, and takes no memory
+        self.start = -whole.data_ptr() % _HUGE_PAGE_BYTES
         self.end = self.start + len(memory) - _HUGE_PAGE_BYTES
         self.memory = weakref.ref(memory)
         self._untaken: mmap.mmap | None = memory  # until somebody holds a part of it
@@ -36,7 +42,10 @@ class _Piece:
         memory = self.memory()
         if memory is None or self.start + num_bytes > self.end:
             return None
-        taken, self._untaken = torch.frombuffer(memory, dtype=torch.uint8, offset=self.start, count=num_bytes), None
+        taken, self._untaken = (
+            torch.frombuffer(memory, dtype=torch.uint8, offset=self.start, count=num_bytes),
+            None,
+        )
         self.start += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return taken
 
@@ -52,7 +61,10 @@ _last: _Piece | None = None
 
 @contextlib.contextmanager
 def early_memory(memory: mmap.mmap | None) -> Iterator[None]:
-    """Within it, weights lie in `memory` until it is full (see _Piece.__init__); None: as ever. What is not used is given back afterwards."""
+    """Within it, weights lie in `memory` until it is full (see _Piece.__init__); None: as ever.
+
+    What is not used is given back afterwards.
+    """
     global _last
     if memory is None:
         yield
@@ -73,7 +85,11 @@ def empty_weight(*shape: int, dtype: torch.dtype) -> Tensor:
     num_bytes = math.prod(shape) * dtype.itemsize
     taken = _last.take(num_bytes) if _last is not None else None
     if taken is None:
-        memory = mmap.mmap(-1, max(num_bytes, _PIECE_BYTES) + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(
+            -1,
+            max(num_bytes, _PIECE_BYTES) + _HUGE_PAGE_BYTES,
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+        )
         piece = _Piece(memory)
         del memory
         taken = piece.take(num_bytes)

@@ -1,6 +1,4 @@
-"""Answers parsed whole and in pieces, for the tests of the formats.
-May know: the parser's interface.
-Must not know: any format."""
+"""Answers parsed whole and in pieces, for the tests of the formats."""
 
 from __future__ import annotations
 
@@ -12,23 +10,38 @@ from quire.frontend.answer_format import Answer, AnswerFormat, Part, collect
 
 def function(name: str, **properties: Any) -> dict[str, Any]:
     """A tool as the chat API has it; `properties`: parameter -> type or schema."""
-    schemas = {key: {"type": value} if isinstance(value, str) else value for key, value in properties.items()}
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": schemas}}}
+    schemas = {
+        key: {"type": value} if isinstance(value, str) else value
+        for key, value in properties.items()
+    }
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": schemas}},
+    }
 
 
 TOOLS = [function("get_weather", city="string", days="integer"), function("f"), function("g")]
 
 
-def parse_pieces(answer_format: AnswerFormat, pieces: list[str], tools: list[dict] | None = None, **options: Any) -> list[Part]:
+def parse_pieces(
+    answer_format: AnswerFormat, pieces: list[str], tools: list[dict] | None = None, **options: Any
+) -> list[Part]:
     parser = answer_format.parser(TOOLS if tools is None else tools, **options)
     parts = [part for piece in pieces for part in parser.feed(piece)]
     return parts + parser.finish()
 
 
-def parse(answer_format: AnswerFormat, text: str, tools: list[dict] | None = None, **options: Any) -> Answer:
+def parse(
+    answer_format: AnswerFormat, text: str, tools: list[dict] | None = None, **options: Any
+) -> Answer:
     """The whole answer; fails if another cut of the text gives another one."""
     whole = collect(parse_pieces(answer_format, [text], tools, **options))
-    for pieces in (list(text), random_pieces(text, 1), random_pieces(text, 2), random_pieces(text, 3)):
+    for pieces in (
+        list(text),
+        random_pieces(text, 1),
+        random_pieces(text, 2),
+        random_pieces(text, 3),
+    ):
         assert collect(parse_pieces(answer_format, pieces, tools, **options)) == whole, pieces
     return whole
 

@@ -1,6 +1,6 @@
-"""Tokenizers with marks as tokens of their own, and what a grammar lets through, for the tests of forced calls.
-May know: the `tokenizers` library, llguidance through the engine's compiler.
-Must not know: formats."""
+"""Tokenizers with marks as tokens of their own, and what a grammar lets through, for the tests of
+forced calls.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def marked_tokenizer(marks: tuple[str, ...] = (), special: bool = True) -> Token
 
 def accepts(tokenizer: Tokenizer, params: StructuredOutputsParams, text: str) -> bool:
     """May an output be this text, all of it?"""
-    matcher = GrammarCompiler(str(tokenizer.directory), tokenizer.vocab_size, tokenizer.eos_token_id).compile(normalize(params))
+    matcher = GrammarCompiler(
+        str(tokenizer.directory), tokenizer.vocab_size, tokenizer.eos_token_id
+    ).compile(normalize(params))
     for token_id in tokenizer.encode(text, add_special_tokens=False):
         if not matcher.consume_token(token_id):
             return False

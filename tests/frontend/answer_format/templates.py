@@ -1,6 +1,6 @@
-"""Small chat templates of our own, with the marks and the turns of the models' real ones; name of the format -> template.
-May know: Jinja, the marks of models.
-Must not know: how they are recognised or read."""
+"""Small chat templates of our own, with the marks and the turns of the models' real ones; name of
+the format -> template.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TURNS = """\
 {%- if m.content %}{{ m.content }}{% endif %}{% if m.tool_calls %}CALLS{% endif %}{{ '<|im_end|>\n' }}{% endfor %}\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 EACH = "{% for c in m.tool_calls %}ONE{% endfor %}"
-LISTED = '{% for c in m.tool_calls %}{{ \'{"name": "\' + c.function.name + \'", "KEY": \' + ARGUMENTS + \'}\' }}{% if not loop.last %}{{ \', \' }}{% endif %}{% endfor %}'
+LISTED = "{% for c in m.tool_calls %}{{ '{\"name\": \"' + c.function.name + '\", \"KEY\": ' + ARGUMENTS + '}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}"
 AS_JSON = "c.function.arguments | tojson"
 
 
@@ -30,7 +30,9 @@ def listed(before: str, after: str, key: str = "arguments", arguments: str = f"(
 
 
 def tagged(name: str, argument: str, end: str) -> str:
-    loop = "{% for k, v in c.function.arguments | items %}{{ ARGUMENT }}{% endfor %}".replace("ARGUMENT", argument)
+    loop = "{% for k, v in c.function.arguments | items %}{{ ARGUMENT }}{% endfor %}".replace(
+        "ARGUMENT", argument
+    )
     return each("{{ NAME }}".replace("NAME", name) + loop + end)
 
 
@@ -40,7 +42,11 @@ PYTHON_LIST = each(PYTHON_CALL + "{% if not loop.last %}, {% endif %}")
 
 TEMPLATES = {
     "hermes": chatml(
-        each('{{ \'\n<tool_call>\n{"name": "\' + c.function.name + \'", "arguments": \' + (' + AS_JSON + ") + '}\n</tool_call>' }}"),
+        each(
+            '{{ \'\n<tool_call>\n{"name": "\' + c.function.name + \'", "arguments": \' + ('
+            + AS_JSON
+            + ") + '}\n</tool_call>' }}"
+        ),
         "Answer within <tool_call></tool_call>.",
     ),
     "qwen3_coder": chatml(
@@ -51,7 +57,11 @@ TEMPLATES = {
         )
     ),
     "seed_oss": chatml(
-        tagged("'<seed:tool_call>\n<function=' + c.function.name + '>\n'", f"'<parameter=' + k + '>' + {VALUE} + '</parameter>\n'", "{{ '</function>\n</seed:tool_call>' }}")
+        tagged(
+            "'<seed:tool_call>\n<function=' + c.function.name + '>\n'",
+            f"'<parameter=' + k + '>' + {VALUE} + '</parameter>\n'",
+            "{{ '</function>\n</seed:tool_call>' }}",
+        )
     ),
     "glm45": chatml(
         tagged(
@@ -62,39 +72,78 @@ TEMPLATES = {
     ),
     "minimax_m2": chatml(
         "{{ '<minimax:tool_call>\n' }}"
-        + tagged("'<invoke name=\"' + c.function.name + '\">\n'", f"'<parameter name=\"' + k + '\">' + {VALUE} + '</parameter>\n'", "{{ '</invoke>\n' }}")
+        + tagged(
+            "'<invoke name=\"' + c.function.name + '\">\n'",
+            f"'<parameter name=\"' + k + '\">' + {VALUE} + '</parameter>\n'",
+            "{{ '</invoke>\n' }}",
+        )
         + "</minimax:tool_call>"
     ),
     "deepseek_v3": chatml(  # its own template puts the arguments behind a text
         "{{ '<｜tool▁calls▁begin｜>' }}"
-        + each("{{ '<｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>' + c.function.name + '\n```json\n' + c.function.arguments + '\n```<｜tool▁call▁end｜>\n' }}")
+        + each(
+            "{{ '<｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>' + c.function.name + '\n```json\n' "
+            "+ c.function.arguments + '\n```<｜tool▁call▁end｜>\n' }}"
+        )
         + "{{ '<｜tool▁calls▁end｜>' }}"
     ),
     "deepseek_v31": chatml(
         "{{ '<｜tool▁calls▁begin｜>' }}"
-        + each("{{ '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' + c.function.arguments + '<｜tool▁call▁end｜>' }}")
+        + each(
+            "{{ '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' + c.function.arguments + "
+            "'<｜tool▁call▁end｜>' }}"
+        )
         + "{{ '<｜tool▁calls▁end｜>' }}"
     ),
     "kimi_k2": chatml(
         "<|tool_calls_section_begin|>"
         + each(
             "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
-            "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}{{ c.function.arguments | tojson }}{% endif %}<|tool_call_end|>"
+            "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}{{ "
+            "c.function.arguments | tojson }}{% endif %}<|tool_call_end|>"
         )
         + "<|tool_calls_section_end|>"
     ),
-    "mistral": chatml("[TOOL_CALLS] [" + each('{{ (c.function | tojson)[:-1] + \', "id": "\' + c.id[-9:] + \'"}\' }}{% if not loop.last %}, {% endif %}') + "]"),
-    "mistral_v11": chatml(each("{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' + (" + AS_JSON + ") }}")),
-    "phi4_mini": chatml("<|tool_call|>[" + listed("", "]<|/tool_call|>", arguments="c.function.arguments"), "<|tool|><|/tool|>"),
+    "mistral": chatml(
+        "[TOOL_CALLS] ["
+        + each(
+            "{{ (c.function | tojson)[:-1] + ', \"id\": \"' + c.id[-9:] + '\"}' }}{% if not "
+            "loop.last %}, {% endif %}"
+        )
+        + "]"
+    ),
+    "mistral_v11": chatml(
+        each("{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' + (" + AS_JSON + ") }}")
+    ),
+    "phi4_mini": chatml(
+        "<|tool_call|>[" + listed("", "]<|/tool_call|>", arguments="c.function.arguments"),
+        "<|tool|><|/tool|>",
+    ),
     "granite": chatml("<|tool_call|>[" + listed("", "]")),
     "lfm2": chatml("<|tool_call_start|>[" + PYTHON_LIST + "]<|tool_call_end|>"),
-    "olmo3": chatml("{{ '<function_calls>\n' }}" + each(PYTHON_CALL + "{{ '\n' }}") + "</function_calls>"),
+    "olmo3": chatml(
+        "{{ '<function_calls>\n' }}" + each(PYTHON_CALL + "{{ '\n' }}") + "</function_calls>"
+    ),
     "tool_calls": chatml("<tool_calls>[" + listed("", "]</tool_calls>")),
     "nemotron": chatml("<TOOLCALL>[" + listed("", "]</TOOLCALL>")),
-    "internlm": chatml(each("<|action_start|><|plugin|>" + listed("", "<|action_end|>", key="parameters").replace("for c in m.tool_calls", "for c in [c]"))),
-    "pythonic": chatml("[" + PYTHON_LIST + "]", "Use [func_name1(params_name1=params_value1), func_name2(params)]"),
+    "internlm": chatml(
+        each(
+            "<|action_start|><|plugin|>"
+            + listed("", "<|action_end|>", key="parameters").replace(
+                "for c in m.tool_calls", "for c in [c]"
+            )
+        )
+    ),
+    "pythonic": chatml(
+        "[" + PYTHON_LIST + "]", "Use [func_name1(params_name1=params_value1), func_name2(params)]"
+    ),
     "llama3_json": chatml(
-        each('{{ \'{"name": "\' + c.function.name + \'", "parameters": \' + (' + AS_JSON + ") + '}' }}{% if not loop.last %}; {% endif %}"),
-        "Respond in the format {{ '{\"name\": function name, \"parameters\": dictionary of argument name and its value}' }}.",
+        each(
+            '{{ \'{"name": "\' + c.function.name + \'", "parameters": \' + ('
+            + AS_JSON
+            + ") + '}' }}{% if not loop.last %}; {% endif %}"
+        ),
+        'Respond in the format {{ \'{"name": function name, "parameters": dictionary of argument '
+        "name and its value}' }}.",
     ),
 }

@@ -1,15 +1,28 @@
-"""The parts of an answer put together.
-May know: answer.py.
-Must not know: formats."""
+"""The parts of an answer put together."""
 
-from quire.frontend.answer_format import Answer, Content, Reasoning, ToolCall, ToolCallArguments, ToolCallStart, collect
+from quire.frontend.answer_format import (
+    Answer,
+    Content,
+    Reasoning,
+    ToolCall,
+    ToolCallArguments,
+    ToolCallStart,
+    collect,
+)
 
 
 def test_parts_put_together() -> None:
     parts = [
-        Reasoning("a"), Reasoning("b"), Content("c"), ToolCallStart(0, "f"), ToolCallArguments(0, '{"x"'), ToolCallArguments(0, ": 1}"),
-        ToolCallStart(1, "g"), ToolCallArguments(1, "{}"), Content("d"),
-    ]  # fmt: skip
+        Reasoning("a"),
+        Reasoning("b"),
+        Content("c"),
+        ToolCallStart(0, "f"),
+        ToolCallArguments(0, '{"x"'),
+        ToolCallArguments(0, ": 1}"),
+        ToolCallStart(1, "g"),
+        ToolCallArguments(1, "{}"),
+        Content("d"),
+    ]
     assert collect(parts) == Answer("cd", "ab", [ToolCall("f", '{"x": 1}'), ToolCall("g", "{}")])
 
 

@@ -1,6 +1,4 @@
-"""Types that schemas allow, and untyped text made JSON by them.
-May know: argument_types.py.
-Must not know: formats."""
+"""Types that schemas allow, and untyped text made JSON by them."""
 
 from __future__ import annotations
 
@@ -9,9 +7,21 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire.frontend.answer_format.argument_types import allowed_types, can_stand_alone, plain_arguments, read_literal, to_json
+from quire.frontend.answer_format.argument_types import (
+    allowed_types,
+    can_stand_alone,
+    plain_arguments,
+    read_literal,
+    to_json,
+)
 
-ROOT = {"$defs": {"Unit": {"enum": ["C", "F"]}, "Loop": {"$ref": "#/$defs/Loop"}, "a/b": {"type": "null"}}}
+ROOT = {
+    "$defs": {
+        "Unit": {"enum": ["C", "F"]},
+        "Loop": {"$ref": "#/$defs/Loop"},
+        "a/b": {"type": "null"},
+    }
+}
 
 
 @pytest.mark.parametrize(
@@ -75,21 +85,41 @@ def test_text_becomes_what_the_schema_allows(text, types, value) -> None:
 
 
 @settings(deadline=None)
-@given(st.text(), st.sets(st.sampled_from(["string", "integer", "number", "boolean", "null", "array", "object"])))
+@given(
+    st.text(),
+    st.sets(st.sampled_from(["string", "integer", "number", "boolean", "null", "array", "object"])),
+)
 def test_any_text_becomes_json(text, types) -> None:
     json.loads(to_json(text, frozenset(types)), parse_constant=pytest.fail)
 
 
-@pytest.mark.parametrize("text", ["f()", "a", "1 + 2", "{1: 2}", "{**{}}", "b'x'", "...", "1j", "-'x'", "lambda: 0", ""])
+@pytest.mark.parametrize(
+    "text", ["f()", "a", "1 + 2", "{1: 2}", "{**{}}", "b'x'", "...", "1j", "-'x'", "lambda: 0", ""]
+)
 def test_only_plain_literals(text) -> None:
     with pytest.raises(ValueError):
         read_literal(text)
 
 
 def test_arguments_one_by_one() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"$ref": "#/$defs/U"}}, "required": ["a"], "$defs": {"U": {}}}
-    assert plain_arguments(schema) == {"a": ({"type": "string", "$defs": {"U": {}}}, True), "b": ({"$ref": "#/$defs/U", "$defs": {"U": {}}}, False)}
-    for demanding in ({"allOf": []}, {"required": ["x"]}, {"properties": {"a b": {}}}, {"properties": {"a": True}}, {"minProperties": 1}, {"properties": {"a": {"$ref": "#"}}}):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "b": {"$ref": "#/$defs/U"}},
+        "required": ["a"],
+        "$defs": {"U": {}},
+    }
+    assert plain_arguments(schema) == {
+        "a": ({"type": "string", "$defs": {"U": {}}}, True),
+        "b": ({"$ref": "#/$defs/U", "$defs": {"U": {}}}, False),
+    }
+    for demanding in (
+        {"allOf": []},
+        {"required": ["x"]},
+        {"properties": {"a b": {}}},
+        {"properties": {"a": True}},
+        {"minProperties": 1},
+        {"properties": {"a": {"$ref": "#"}}},
+    ):
         assert plain_arguments({"type": "object", **demanding}) is None
 
 

@@ -1,8 +1,8 @@
-"""Calls that must be made: for every format, what the grammar lets through the parser reads as calls that keep to the tools' schemas.
-May know: the answer format's interface, the public API (the bundled model), jsonschema.
-Must not know: how grammars are enforced.
+"""Calls that must be made: for every format, what the grammar lets through the parser reads as
+calls that keep to the tools' schemas.
 
-    pytest -m slow tests/frontend/answer_format/test_forced.py        # three thousand random schemas, some minutes"""
+    pytest -m slow tests/frontend/answer_format/test_forced.py        # three thousand random schemas, some minutes
+"""
 
 from __future__ import annotations
 
@@ -19,11 +19,33 @@ from quire.tests.frontend.answer_format.cuts import function, parse
 from quire.tests.frontend.answer_format.grammars import accepts, marked_tokenizer
 from quire.tests.structured.generator import FORMAT_CHECKER, random_schema
 
-WEATHER = function("weather", city={"type": "string", "enum": ["Paris", "New York"]}, days={"type": "integer", "maximum": 14}, hot="boolean")
+WEATHER = function(
+    "weather",
+    city={"type": "string", "enum": ["Paris", "New York"]},
+    days={"type": "integer", "maximum": 14},
+    hot="boolean",
+)
 WEATHER["function"]["parameters"]["required"] = ["city"]
-POINTS = function("points", a={"type": "array", "items": {"$ref": "#/$defs/P"}, "maxItems": 2}, s={"type": "string", "maxLength": 8})
-POINTS["function"]["parameters"] |= {"required": ["a", "s"], "$defs": {"P": {"type": "object", "properties": {"x": {"type": "boolean"}}, "additionalProperties": False}}}
-CHOICE = function("choice", o={"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]}, k={"enum": [1, 2]})
+POINTS = function(
+    "points",
+    a={"type": "array", "items": {"$ref": "#/$defs/P"}, "maxItems": 2},
+    s={"type": "string", "maxLength": 8},
+)
+POINTS["function"]["parameters"] |= {
+    "required": ["a", "s"],
+    "$defs": {
+        "P": {
+            "type": "object",
+            "properties": {"x": {"type": "boolean"}},
+            "additionalProperties": False,
+        }
+    },
+}
+CHOICE = function(
+    "choice",
+    o={"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
+    k={"enum": [1, 2]},
+)
 NOW = {"type": "function", "function": {"name": "now"}}
 WRITE = function("write", text="string")
 WRITE["function"]["parameters"]["required"] = ["text"]
@@ -42,36 +64,64 @@ WRITTEN = {
         "<tool_call>now\n</tool_call>"
     ),
     "deepseek_v3": (
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{\"city\": \"Paris\", \"days\": 3}\n```<｜tool▁call▁end｜>\n"
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": '
+        '"Paris", "days": 3}\n```<｜tool▁call▁end｜>\n'
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     ),
     "kimi_k2": (
         '<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Paris", "days": 3}<|tool_call_end|>'
         "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
     ),
-    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris", "days": 3}}, {"name": "now", "arguments": {}}]',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris", "days": 3}}, '
+    '{"name": "now", "arguments": {}}]',
     "mistral_v11": '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 3}[TOOL_CALLS]now[ARGS]{}',
     "lfm2": '<|tool_call_start|>[weather(city="Paris", days=3), now()]<|tool_call_end|>',
     "hermes": (
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": '
+        "3}}\n</tool_call>\n"
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     ),
     "pythonic": '[weather(city="Paris", days=3), now()]',
-    "llama3_json": '{"name": "weather", "parameters": {"city": "Paris", "days": 3}}; {"name": "now", "parameters": {}}',
-}  # fmt: skip
+    "llama3_json": '{"name": "weather", "parameters": {"city": "Paris", "days": 3}}; {"name": '
+    '"now", "parameters": {}}',
+}
 MARKS = (
-    "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]",
-    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|tool_call_start|>", "<|tool_call_end|>",
-)  # fmt: skip
+    "<tool_call>",
+    "</tool_call>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "<think>",
+    "</think>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+)
 
 
-SETTINGS = dict(engine="inproc", num_threads=1, dtype="float32", max_num_seqs=64, max_model_len=256, num_gpu_blocks_override=1 + 64 * 16)
+SETTINGS = dict(
+    engine="inproc",
+    num_threads=1,
+    dtype="float32",
+    max_num_seqs=64,
+    max_model_len=256,
+    num_gpu_blocks_override=1 + 64 * 16,
+)
 
 
 def assert_calls(answer_format: AnswerFormat, text: str, several: bool = True) -> None:
     """All of the text is calls, valid ones."""
     answer = parse(answer_format, text, TOOLS)
-    assert answer.content == "" and (len(answer.tool_calls) == 1 or several and answer.tool_calls), text
+    assert answer.content == "" and (
+        len(answer.tool_calls) == 1 or (several and answer.tool_calls)
+    ), text
     schemas = dict(functions_of(TOOLS))
     for call in answer.tool_calls:
         jsonschema.validate(json.loads(call.arguments), schemas[call.name])
@@ -84,7 +134,10 @@ def test_the_model_s_own_format(name, marks) -> None:
     answer_format = detect("", name, tokenizer=tokenizer)
     text = WRITTEN[name]
     answer = parse(answer_format, text, TOOLS)
-    assert [(call.name, json.loads(call.arguments)) for call in answer.tool_calls] == [("weather", {"city": "Paris", "days": 3}), ("now", {})]
+    assert [(call.name, json.loads(call.arguments)) for call in answer.tool_calls] == [
+        ("weather", {"city": "Paris", "days": 3}),
+        ("now", {}),
+    ]
     assert accepts(tokenizer, answer_format.forced(*REQUIRED), text)
     assert not accepts(tokenizer, answer_format.forced(*REQUIRED, parallel_tool_calls=False), text)
     assert not accepts(tokenizer, answer_format.forced(*REQUIRED), text.replace("Paris", "London"))
@@ -93,27 +146,47 @@ def test_the_model_s_own_format(name, marks) -> None:
     assert not accepts(tokenizer, only_now, text)
     if name == "hermes":
         once = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-        assert accepts(tokenizer, only_now, once) and not accepts(tokenizer, only_now, f"{once}\n{once}")
+        assert accepts(tokenizer, only_now, once) and not accepts(
+            tokenizer, only_now, f"{once}\n{once}"
+        )
 
 
 @pytest.fixture(scope="module")
 def outputs() -> list:
-    """(format, several calls?, completion) of the bundled model under the grammar of every format."""
-    asked = [(detect("", name), several, seed) for name in NAMES for several, seed in ((False, 1), (False, 2), (True, 3))]
+    """(format, several calls?, completion) of the bundled model under the grammar of every
+    format.
+    """
+    asked = [
+        (detect("", name), several, seed)
+        for name in NAMES
+        for several, seed in ((False, 1), (False, 2), (True, 3))
+    ]
     params = [
         SamplingParams(
-            max_tokens=160, temperature=(0.0, 0.8, 1.5)[seed % 3], seed=seed, structured_outputs=f.forced(*REQUIRED, parallel_tool_calls=several)
+            max_tokens=160,
+            temperature=(0.0, 0.8, 1.5)[seed % 3],
+            seed=seed,
+            structured_outputs=f.forced(*REQUIRED, parallel_tool_calls=several),
         )
         for f, several, seed in asked
     ]
     with LLM(**SETTINGS) as llm:
         answers = llm.generate(["Answer: "] * len(asked), params, use_tqdm=False)
-    return [(f, several, answer.outputs[0]) for (f, several, _), answer in zip(asked, answers, strict=True)]
+    return [
+        (f, several, answer.outputs[0])
+        for (f, several, _), answer in zip(asked, answers, strict=True)
+    ]
 
 
 def test_the_bundled_model_s_calls_parse(outputs) -> None:
-    finished = [(f, several, completion) for f, several, completion in outputs if completion.finish_reason == "stop"]
-    assert len(finished) > 0.6 * len(outputs), [completion.finish_reason for _, _, completion in outputs]
+    finished = [
+        (f, several, completion)
+        for f, several, completion in outputs
+        if completion.finish_reason == "stop"
+    ]
+    assert len(finished) > 0.6 * len(outputs), [
+        completion.finish_reason for _, _, completion in outputs
+    ]
     assert {f.tool_name for f, _, _ in finished} == set(NAMES)
     for answer_format, several, completion in finished:
         assert_calls(answer_format, completion.text, several)
@@ -128,18 +201,32 @@ def test_calls_that_were_cut_off_begin_as_calls(outputs) -> None:
 
 def random_tool(seed: int) -> dict:
     rng = random.Random(seed)
-    keys = rng.sample(["name", "age", "kind", "a-b", "last name", "é", "q\"q"], rng.randint(0, 3))
-    schema = {"type": "object", "properties": {key: random_schema(rng, 1) for key in keys}, "required": rng.sample(keys, rng.randint(0, len(keys)))}
+    keys = rng.sample(["name", "age", "kind", "a-b", "last name", "é", 'q"q'], rng.randint(0, 3))
+    schema = {
+        "type": "object",
+        "properties": {key: random_schema(rng, 1) for key in keys},
+        "required": rng.sample(keys, rng.randint(0, len(keys))),
+    }
     if rng.random() < 0.3:
         schema["additionalProperties"] = False
     return {"type": "function", "function": {"name": "f", "parameters": schema}}
 
 
 def check_random_schemas(first: int, count: int) -> None:
-    """Every format in turn, a schema each; all outputs that are finished are one call with valid arguments, whole and streamed."""
-    items = [(detect("", NAMES[seed % len(NAMES)]), random_tool(seed), seed) for seed in range(first, first + count)]
+    """Every format in turn, a schema each; all outputs that are finished are one call with valid
+    arguments, whole and streamed.
+    """
+    items = [
+        (detect("", NAMES[seed % len(NAMES)]), random_tool(seed), seed)
+        for seed in range(first, first + count)
+    ]
     params = [
-        SamplingParams(max_tokens=120, temperature=(0.5, 1.0, 2.0)[seed % 3], seed=seed, structured_outputs=f.forced([tool], "required", parallel_tool_calls=False))
+        SamplingParams(
+            max_tokens=120,
+            temperature=(0.5, 1.0, 2.0)[seed % 3],
+            seed=seed,
+            structured_outputs=f.forced([tool], "required", parallel_tool_calls=False),
+        )
         for f, tool, seed in items
     ]
     with LLM(**SETTINGS) as llm:
@@ -147,13 +234,20 @@ def check_random_schemas(first: int, count: int) -> None:
     num_finished = 0
     for (answer_format, tool, seed), answer in zip(items, answers, strict=True):
         completion = answer.outputs[0]
-        assert completion.finish_reason in ("stop", "length"), (seed, answer_format.tool_name, tool, answer.error)
+        assert completion.finish_reason in ("stop", "length"), (
+            seed,
+            answer_format.tool_name,
+            tool,
+            answer.error,
+        )
         if completion.finish_reason == "stop":
             num_finished += 1
             read = parse(answer_format, completion.text, [tool])
             assert read.content == "" and len(read.tool_calls) == 1, (seed, completion.text)
             arguments = json.loads(read.tool_calls[0].arguments)
-            validator = jsonschema.Draft202012Validator(tool["function"]["parameters"], format_checker=FORMAT_CHECKER)
+            validator = jsonschema.Draft202012Validator(
+                tool["function"]["parameters"], format_checker=FORMAT_CHECKER
+            )
             errors = [error.message for error in validator.iter_errors(arguments)]
             assert not errors, (seed, answer_format.tool_name, completion.text, tool)
     print(f"\n{num_finished} of {count} calls finished")
@@ -173,9 +267,11 @@ def test_three_thousand_random_schemas(first) -> None:
 
 def test_free_text_in_tags() -> None:
     answer_format = detect("", "qwen3_coder", tokenizer=marked_tokenizer())
-    text = "<tool_call>\n<function=write>\n<parameter=text>\nOne <b>\n\n\"two\"\n</parameter>\n</function>\n</tool_call>"
+    text = '<tool_call>\n<function=write>\n<parameter=text>\nOne <b>\n\n"two"\n</parameter>\n</function>\n</tool_call>'
     assert accepts(marked_tokenizer(), answer_format.forced([WRITE], "required"), text)
-    assert json.loads(parse(answer_format, text, [WRITE]).tool_calls[0].arguments) == {"text": 'One <b>\n\n"two"'}
+    assert json.loads(parse(answer_format, text, [WRITE]).tool_calls[0].arguments) == {
+        "text": 'One <b>\n\n"two"'
+    }
 
 
 # ---------------------------------------------------------------- reasoning before it
@@ -195,7 +291,10 @@ def test_reasoning_comes_first_where_the_prompt_allows_it(marks) -> None:
         ("…<think>\n\n</think>\n\n", f"<think>\n</think>\n\n{call}", False),
     ]
     for prompt, text, is_accepted in cases:
-        assert accepts(tokenizer, answer_format.forced(*REQUIRED, prompt_text=prompt), text) is is_accepted, (prompt, text)
+        assert (
+            accepts(tokenizer, answer_format.forced(*REQUIRED, prompt_text=prompt), text)
+            is is_accepted
+        ), (prompt, text)
         if is_accepted:
             assert len(parse(answer_format, text, TOOLS, prompt_text=prompt).tool_calls) == 2
 
@@ -204,7 +303,15 @@ def test_reasoning_comes_first_where_the_prompt_allows_it(marks) -> None:
     ("structure", "good", "bad"),
     [
         (dict(json={"type": "integer"}), "5", '"5"'),
-        (dict(json='{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}', disable_any_whitespace=True), '{"a":1}', '{"a": 1}'),
+        (
+            dict(
+                json='{"type": "object", "properties": {"a": {"type": "integer"}}, "required": '
+                '["a"]}',
+                disable_any_whitespace=True,
+            ),
+            '{"a":1}',
+            '{"a": 1}',
+        ),
         (dict(json_object=True), '{"a": [1]}', "[]"),
         (dict(regex="[0-9]+/[0-9]+"), "1/2", "1"),
         (dict(choice=["yes", "no"]), "yes", "maybe"),
@@ -214,18 +321,27 @@ def test_reasoning_comes_first_where_the_prompt_allows_it(marks) -> None:
 )
 def test_a_structure_behind_reasoning(structure, good, bad) -> None:
     tokenizer = marked_tokenizer(MARKS)
-    answer_format, params = detect("</think>", tokenizer=tokenizer), StructuredOutputsParams(**structure)
+    answer_format, params = (
+        detect("</think>", tokenizer=tokenizer),
+        StructuredOutputsParams(**structure),
+    )
     thinking = answer_format.after_reasoning(params, "…<think>\n")
     assert accepts(tokenizer, thinking, f"Hm.\n</think>\n\n{good}")
-    assert not accepts(tokenizer, thinking, f"Hm.\n</think>\n\n{bad}") and not accepts(tokenizer, thinking, good)
+    assert not accepts(tokenizer, thinking, f"Hm.\n</think>\n\n{bad}") and not accepts(
+        tokenizer, thinking, good
+    )
     assert answer_format.after_reasoning(params, "…<think>\n\n</think>\n\n") is params
     assert detect("").after_reasoning(params, "<think>") is params
 
 
 @pytest.mark.parametrize("marks", [(), MARKS], ids=["as text", "as tokens"])
-@pytest.mark.parametrize("name", [name for name in WRITTEN if name not in ("pythonic", "llama3_json")])
+@pytest.mark.parametrize(
+    "name", [name for name in WRITTEN if name not in ("pythonic", "llama3_json")]
+)
 def test_strict_tools_hold_calls_alone(name, marks) -> None:
-    """`strict` beside tool_choice "auto": text as the model likes, and calls that keep to the schema."""
+    """`strict` beside tool_choice "auto": text as the model likes, and calls that keep to the
+    schema.
+    """
     tokenizer = marked_tokenizer(marks)
     answer_format = detect("", name, tokenizer=tokenizer)
     strict = [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}, NOW]
@@ -233,7 +349,11 @@ def test_strict_tools_hold_calls_alone(name, marks) -> None:
     text = WRITTEN[name]
     for accepted in ("Hello, <b>you</b>!\n", "", text, f"Let me see.\n{text}", f"{text}\nDone"):
         assert accepts(tokenizer, params, accepted), accepted
-    for refused in (text.replace("Paris", "London"), f"Well. {text.replace('now', 'then')}", f"Well. {answer_format.tool_format.start} well"):
+    for refused in (
+        text.replace("Paris", "London"),
+        f"Well. {text.replace('now', 'then')}",
+        f"Well. {answer_format.tool_format.start} well",
+    ):
         assert not accepts(tokenizer, params, refused), refused
     assert not accepts(tokenizer, answer_format.strict(strict, parallel_tool_calls=False), text)
 
@@ -249,7 +369,9 @@ def test_a_structure_or_calls() -> None:
     """response_format beside tools that may be called."""
     tokenizer = marked_tokenizer(MARKS)
     answer_format = detect("", "hermes", tokenizer=tokenizer)
-    either = answer_format.after_reasoning(StructuredOutputsParams(json={"type": "integer"}), "", tools=TOOLS)
+    either = answer_format.after_reasoning(
+        StructuredOutputsParams(json={"type": "integer"}), "", tools=TOOLS
+    )
     assert accepts(tokenizer, either, "5") and accepts(tokenizer, either, WRITTEN["hermes"])
     assert not accepts(tokenizer, either, "Hello")
 
@@ -257,5 +379,7 @@ def test_a_structure_or_calls() -> None:
 def test_what_forces_nothing() -> None:
     assert detect("", "hermes").forced(TOOLS, "auto") is None
     assert detect("", "hermes").forced([], "none") is None
-    with pytest.raises(InvalidParameterError, match="tools: are of no use to this model: it has no chat template"):
+    with pytest.raises(
+        InvalidParameterError, match="tools: are of no use to this model: it has no chat template"
+    ):
         detect("").forced(*REQUIRED)

@@ -1,6 +1,6 @@
-"""Which format a template shows, what overrides it, and that what each template writes is read back.
-May know: formats.py, chat templates.
-Must not know: how formats are read."""
+"""Which format a template shows, what overrides it, and that what each template writes is read
+back.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ from quire.tests.frontend.answer_format.templates import TEMPLATES
 def test_a_template_without_marks_has_no_format() -> None:
     for template in (None, "", "{{ messages }}"):
         found = detect(template)
-        assert (found.tool_name, found.reasoning_name, found.skip_special_tokens) == (None, None, True)
+        assert (found.tool_name, found.reasoning_name, found.skip_special_tokens) == (
+            None,
+            None,
+            True,
+        )
 
 
 def test_flags_override() -> None:
@@ -32,21 +36,27 @@ def test_flags_override() -> None:
     on = detect("", "hermes", "think")
     assert (on.tool_name, on.reasoning_name) == ("hermes", "think")
     for parameter in ("tool_call_parser", "reasoning_parser"):
-        with pytest.raises(InvalidParameterError, match=f"{parameter}: must be one of auto, none, .*got 'x'"):
+        with pytest.raises(
+            InvalidParameterError, match=f"{parameter}: must be one of auto, none, .*got 'x'"
+        ):
             detect(template, **{parameter: "x"})
-
-
 
 
 # ---------------------------------------------------------------- real shapes, there and back
 
 CALLS = [
-    ToolCall("get_weather", '{"city": "New \\"York\\"\\n{}", "days": 3, "units": ["C", {"é": null}]}'),
+    ToolCall(
+        "get_weather", '{"city": "New \\"York\\"\\n{}", "days": 3, "units": ["C", {"é": null}]}'
+    ),
     ToolCall("f", '{"flag": true, "ratio": -0.5}'),
     ToolCall("g", "{}"),
 ]
 SINGLE = {"flag": "boolean", "ratio": "number"}
-TOOLS = [function("get_weather", city="string", days="integer", units="array"), function("f", **SINGLE), function("g")]
+TOOLS = [
+    function("get_weather", city="string", days="integer", units="array"),
+    function("f", **SINGLE),
+    function("g"),
+]
 
 
 def turn(calls: list[ToolCall], content: str | None) -> dict:
@@ -55,7 +65,8 @@ def turn(calls: list[ToolCall], content: str | None) -> dict:
         "role": "assistant",
         "content": content,
         "tool_calls": [
-            {"id": i, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for i, c in zip(ids, calls, strict=True)
+            {"id": i, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for i, c in zip(ids, calls, strict=True)
         ],
     }
 
@@ -73,7 +84,10 @@ def test_what_a_template_writes_is_read_back(name, content, calls) -> None:
     if answer_format.tool_format.bare_beginnings and content:
         return  # such models write either text or calls
     answer = parse(answer_format, whole[len(prompt) :].removesuffix("<|im_end|>\n"), TOOLS)
-    assert (answer.content, [call.name for call in answer.tool_calls]) == (content or "", [call.name for call in calls])
+    assert (answer.content, [call.name for call in answer.tool_calls]) == (
+        content or "",
+        [call.name for call in calls],
+    )
     for read, written in zip(answer.tool_calls, calls, strict=True):
         assert json.loads(read.arguments) == json.loads(written.arguments)
 
@@ -81,7 +95,11 @@ def test_what_a_template_writes_is_read_back(name, content, calls) -> None:
 def test_reasoning_of_an_earlier_turn_is_read_back() -> None:
     template = TEMPLATES["hermes"]
     message = {"role": "assistant", "content": "Sunny.", "reasoning_content": "Hm, <tool_call>?"}
-    text = render_chat(template, [message]).removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")
+    text = (
+        render_chat(template, [message])
+        .removeprefix("<|im_start|>assistant\n")
+        .removesuffix("<|im_end|>\n")
+    )
     assert parse(detect(template), text) == Answer("Sunny.", "Hm, <tool_call>?")
 
 
@@ -94,7 +112,11 @@ def test_every_format_has_its_template() -> None:
     [
         (None, "auto", "it has no chat template"),
         ("{{ messages }}", "auto", "its chat template does not write them into the prompt"),
-        ("{{ tools }}{{ messages }}", "auto", "not recognised from its chat template; name it with tool_call_parser, one of .*hermes"),
+        (
+            "{{ tools }}{{ messages }}",
+            "auto",
+            "not recognised from its chat template; name it with tool_call_parser, one of .*hermes",
+        ),
         (TEMPLATES["hermes"], "none", "switched off here"),
     ],
 )
@@ -106,14 +128,21 @@ def test_why_a_model_has_no_tools(template, flag, reason) -> None:
 
 def test_a_template_for_single_calls_gets_one_at_a_time() -> None:
     """Llama 3's refuses a turn with two: a second call would be in the way of the next request."""
-    single = TEMPLATES["llama3_json"].replace("{% for c in m.tool_calls %}", "{% if m.tool_calls | length > 1 %}{{ raise_exception('one!') }}{% endif %}{% for c in m.tool_calls %}")
+    single = TEMPLATES["llama3_json"].replace(
+        "{% for c in m.tool_calls %}",
+        "{% if m.tool_calls | length > 1 %}{{ raise_exception('one!') }}{% endif %}{% for c in "
+        "m.tool_calls %}",
+    )
     text = '{"name": "g", "parameters": {}}; {"name": "g", "parameters": {}}'
     assert len(parse(detect(TEMPLATES["llama3_json"]), text).tool_calls) == 2
     assert len(parse(detect(single), text).tool_calls) == 1
 
 
 def test_marks_that_are_special_tokens_must_not_be_skipped() -> None:
-    special, plain = marked_tokenizer(("<tool_call>",)), marked_tokenizer(("<tool_call>",), special=False)
+    special, plain = (
+        marked_tokenizer(("<tool_call>",)),
+        marked_tokenizer(("<tool_call>",), special=False),
+    )
     assert detect("<tool_call>", tokenizer=plain).skip_special_tokens
     assert not detect("<tool_call>", tokenizer=special).skip_special_tokens
     assert detect("[TOOL_CALLS]", tokenizer=special).skip_special_tokens
@@ -125,5 +154,8 @@ def test_the_bundled_model_takes_no_tools() -> None:
     tokenizer = Tokenizer(find_model_directory("bundled"))
     template = choose_template(tokenizer.chat_templates, None)
     assert detect(template, tokenizer=tokenizer).tool_name is None
-    with pytest.raises(InvalidParameterError, match="tools: the model's chat template does not write tools into the prompt"):
+    with pytest.raises(
+        InvalidParameterError,
+        match="tools: the model's chat template does not write tools into the prompt",
+    ):
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tools=TOOLS)

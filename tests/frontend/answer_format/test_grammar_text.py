@@ -1,6 +1,4 @@
-"""Grammars written piece by piece: what they let through, with marks as text and as tokens.
-May know: grammar_text.py, the compiler of the engine.
-Must not know: formats."""
+"""Grammars written piece by piece: what they let through, with marks as text and as tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +41,14 @@ def test_alternatives_and_regular_expressions(tokenizer) -> None:
 
 
 def test_arguments_are_written_as_json_dumps_does(tokenizer) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer"},
+            "b": {"type": "array", "items": {"type": "integer"}},
+        },
+        "required": ["a"],
+    }
     is_accepted = judge(tokenizer, lambda g: g.arguments(schema))
     assert is_accepted('{"a": 1, "b": [1, 2]}') and is_accepted('{"a": 1}')
     for other in ('{"a":1}', '{ "a": 1}', '{"a": 1, "c": 2}', "{}", '{"a": 1,\n"b": []}'):
@@ -51,5 +56,7 @@ def test_arguments_are_written_as_json_dumps_does(tokenizer) -> None:
 
 
 def test_schemas_that_speak_of_other_properties_keep_them(tokenizer) -> None:
-    assert judge(tokenizer, lambda g: g.arguments({"additionalProperties": {"type": "integer"}}))('{"c": 2}')
+    assert judge(tokenizer, lambda g: g.arguments({"additionalProperties": {"type": "integer"}}))(
+        '{"c": 2}'
+    )
     assert not judge(tokenizer, lambda g: g.arguments({}))('{"c": 2}')

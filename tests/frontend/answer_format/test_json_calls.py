@@ -1,16 +1,26 @@
-"""Tool calls as JSON objects, alone and in lists, and what is none.
-May know: json_calls.py through the Hermes format and forms of its own.
-Must not know: models."""
+"""Tool calls as JSON objects, alone and in lists, and what is none."""
 
 from __future__ import annotations
 
 import pytest
-from quire.frontend.answer_format import Answer, AnswerFormat, ToolCall, ToolCallArguments, ToolCallStart, detect
+from quire.frontend.answer_format import (
+    Answer,
+    AnswerFormat,
+    ToolCall,
+    ToolCallArguments,
+    ToolCallStart,
+    detect,
+)
 from quire.frontend.answer_format.json_calls import JsonCalls
 from quire.tests.frontend.answer_format.cuts import parse, parse_pieces
 
 HERMES = detect("<tool_call>")
-BARE = AnswerFormat("bare", JsonCalls(starts=("<|python_tag|>",), bare_beginnings="{[", bare_separator=";"), None, None)
+BARE = AnswerFormat(
+    "bare",
+    JsonCalls(starts=("<|python_tag|>",), bare_beginnings="{[", bare_separator=";"),
+    None,
+    None,
+)
 LIST = AnswerFormat("list", JsonCalls(starts=("<calls>",), end="</calls>"), None, None)
 
 
@@ -21,21 +31,45 @@ LIST = AnswerFormat("list", JsonCalls(starts=("<calls>",), end="</calls>"), None
         ('\n{"name":"f","arguments":{}}\n', [("f", "{}")]),
         ('{"name": "f", "parameters": {"a": 1}}', [("f", '{"a": 1}')]),
         ('{"arguments": {"a": 1}, "name": "f"}', [("f", '{"a": 1}')]),
-        ('{"id": "x", "type": "function", "name": "f", "arguments": {"a": 1}, "more": [1]}', [("f", '{"a": 1}')]),
+        (
+            '{"id": "x", "type": "function", "name": "f", "arguments": {"a": 1}, "more": [1]}',
+            [("f", '{"a": 1}')],
+        ),
         ('{"name": "f"}', [("f", "{}")]),
         ('{"name": "f", "arguments": null}', [("f", "{}")]),
         ('{"name": "f", "arguments": "{\\"a\\": 1}"}', [("f", '{"a": 1}')]),
-        ('{"name": "ünbekannt", "arguments": {"é": "\\u00e9"}}', [("ünbekannt", '{"é": "\\u00e9"}')]),
-        ('[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', [("f", '{"a": 1}'), ("g", "{}")]),
+        (
+            '{"name": "ünbekannt", "arguments": {"é": "\\u00e9"}}',
+            [("ünbekannt", '{"é": "\\u00e9"}')],
+        ),
+        (
+            '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+            [("f", '{"a": 1}'), ("g", "{}")],
+        ),
     ],
 )
 def test_calls(inner, calls) -> None:
     expected = [ToolCall(*call) for call in calls]
-    assert parse(HERMES, f"Let me see.\n<tool_call>{inner}</tool_call>\n") == Answer("Let me see.", "", expected)
-    assert parse(HERMES, f"<tool_call>{inner}") == Answer("", "", expected)  # the end mark was a stop token, say
+    assert parse(HERMES, f"Let me see.\n<tool_call>{inner}</tool_call>\n") == Answer(
+        "Let me see.", "", expected
+    )
+    # the end mark was a stop token, say
+    assert parse(HERMES, f"<tool_call>{inner}") == Answer("", "", expected)
 
 
-@pytest.mark.parametrize("inner", ["", "f(1)", "{}", '{"name": 5}', '{"name": "f", "argum', '{"arguments": {}}', "[]", '{"name": "f", "arguments": tru}'])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        "",
+        "f(1)",
+        "{}",
+        '{"name": 5}',
+        '{"name": "f", "argum',
+        '{"arguments": {}}',
+        "[]",
+        '{"name": "f", "arguments": tru}',
+    ],
+)
 def test_what_is_no_call_stays_content(inner) -> None:
     text = f"a <tool_call>{inner}</tool_call> b"
     assert parse(HERMES, text) == Answer(text, "", [])
@@ -44,7 +78,8 @@ def test_what_is_no_call_stays_content(inner) -> None:
 def test_a_call_that_breaks_loses_nothing() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": 1,, "b": 2}}</tool_call>'
     assert parse(HERMES, text) == Answer(', "b": 2}}</tool_call>', "", [ToolCall("f", '{"a": 1,')])
-    assert parse(HERMES, text[:44]) == Answer("", "", [ToolCall("f", '{"a": ')])  # cut off by max_tokens
+    # cut off by max_tokens
+    assert parse(HERMES, text[:44]) == Answer("", "", [ToolCall("f", '{"a": ')])
 
 
 def test_a_call_behind_a_broken_one_is_found() -> None:
@@ -53,7 +88,16 @@ def test_a_call_behind_a_broken_one_is_found() -> None:
 
 
 def test_arguments_are_handed_on_as_they_come() -> None:
-    pieces = ["<tool", '_call>{"name": "f", ', '"arguments": {"te', 'xt": "one ', 'two"', "}}</tool_call>", '<tool_call>{"name": "g"', "}</tool_call>"]
+    pieces = [
+        "<tool",
+        '_call>{"name": "f", ',
+        '"arguments": {"te',
+        'xt": "one ',
+        'two"',
+        "}}</tool_call>",
+        '<tool_call>{"name": "g"',
+        "}</tool_call>",
+    ]
     assert parse_pieces(HERMES, pieces) == [
         ToolCallStart(0, "f"),
         ToolCallArguments(0, '{"te'),
@@ -73,12 +117,31 @@ def test_a_list_between_marks() -> None:
 
 def test_calls_without_marks() -> None:
     both = [ToolCall("f", '{"a": 1}'), ToolCall("g", "{}")]
-    assert parse(BARE, ' {"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}') == Answer("", "", both)
-    assert parse(BARE, '{"name": "f", "parameters": {"a": 1}}\n{"name": "g", "parameters": {}}') == Answer("", "", both)
-    assert parse(BARE, '[{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]') == Answer("", "", both)
-    assert parse(BARE, 'Now <|python_tag|>{"name": "f", "parameters": {"a": 1}}') == Answer("Now", "", both[:1])
+    assert parse(
+        BARE, ' {"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}'
+    ) == Answer("", "", both)
+    assert parse(
+        BARE, '{"name": "f", "parameters": {"a": 1}}\n{"name": "g", "parameters": {}}'
+    ) == Answer("", "", both)
+    assert parse(BARE, '[{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]') == Answer(
+        "", "", both
+    )
+    assert parse(BARE, 'Now <|python_tag|>{"name": "f", "parameters": {"a": 1}}') == Answer(
+        "Now", "", both[:1]
+    )
 
 
-@pytest.mark.parametrize("text", ['{"name": "Bob", "age": 3}', '{"name": "Bob"}', "[1, 2]", "{", ' {"a": 1}', 'Say {"name": "f", "parameters": {}}', "[INST]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "Bob", "age": 3}',
+        '{"name": "Bob"}',
+        "[1, 2]",
+        "{",
+        ' {"a": 1}',
+        'Say {"name": "f", "parameters": {}}',
+        "[INST]",
+    ],
+)
 def test_json_that_calls_no_tool_is_an_answer(text) -> None:
     assert parse(BARE, text) == Answer(text, "", [])

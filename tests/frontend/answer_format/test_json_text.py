@@ -1,6 +1,4 @@
-"""JSON read character by character, against Python's json.
-May know: json_text.py, TextStream, json.
-Must not know: formats."""
+"""JSON read character by character, against Python's json."""
 
 from __future__ import annotations
 
@@ -14,8 +12,14 @@ from quire.frontend.answer_format.json_text import read_json
 from quire.frontend.answer_format.text_stream import Malformed, TextStream
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
 )
 
 
@@ -54,14 +58,33 @@ def test_accepts_what_python_accepts(text, size) -> None:
     try:
         passed, rest = read(pieces)
     except Malformed:
-        # Ours refuses letters right behind a number ("1e", "truef"), which could only be the beginning of something else.
+        # Ours refuses letters right behind a number ("1e", "truef"), which could only be the
+        # beginning of something else.
         assert end is None or text[:end].lstrip(" \n")[0] not in '{["'
     else:
         assert json.loads(passed) == value
         assert rest == text[end:]
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"a"', '{"a": }', "[1,]", "{,}", '"\\x"', '"\\u12g4"', '"abc', "tru", "01", "[" * 300, "{'a': 1}", "1" * 2000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        '{"a"',
+        '{"a": }',
+        "[1,]",
+        "{,}",
+        '"\\x"',
+        '"\\u12g4"',
+        '"abc',
+        "tru",
+        "01",
+        "[" * 300,
+        "{'a': 1}",
+        "1" * 2000,
+    ],
+)
 def test_refusals(text) -> None:
     for pieces in ([text], list(text)):
         with pytest.raises(Malformed):
@@ -84,4 +107,15 @@ def test_text_is_handed_on_at_once() -> None:
         next(reader, None)
         shown.append("".join(part.text for part in stream.take_parts()))
     stream.close_sink()
-    assert [*shown, stream.parts[-1].text] == ['{"a', '": "b', "c", "", '\\u00e9"', ", ", '"n": ', "", "", "12}"]
+    assert [*shown, stream.parts[-1].text] == [
+        '{"a',
+        '": "b',
+        "c",
+        "",
+        '\\u00e9"',
+        ", ",
+        '"n": ',
+        "",
+        "",
+        "12}",
+    ]

@@ -1,6 +1,4 @@
-"""Calls whose name stands before their arguments: DeepSeek's, Kimi's, Mistral's.
-May know: named_calls.py through the formats that use it.
-Must not know: models."""
+"""Calls whose name stands before their arguments: DeepSeek's, Kimi's, Mistral's."""
 
 from __future__ import annotations
 
@@ -8,8 +6,16 @@ import pytest
 from quire.frontend.answer_format import Answer, ToolCall, ToolCallArguments, ToolCallStart, detect
 from quire.tests.frontend.answer_format.cuts import parse, parse_pieces
 
-V3, V31, KIMI, MISTRAL = (detect("", name) for name in ("deepseek_v3", "deepseek_v31", "kimi_k2", "mistral"))
-BEGIN, CALL, SEP, END, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+V3, V31, KIMI, MISTRAL = (
+    detect("", name) for name in ("deepseek_v3", "deepseek_v31", "kimi_k2", "mistral")
+)
+BEGIN, CALL, SEP, END, CLOSE = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
 BOTH = [ToolCall("f", '{"a": "b"}'), ToolCall("g", "{}")]
 
 
@@ -17,7 +23,8 @@ BOTH = [ToolCall("f", '{"a": "b"}'), ToolCall("g", "{}")]
 @pytest.mark.parametrize(
     "text",
     [
-        f'{BEGIN}{CALL}function{SEP}f\n```json\n{{"a": "b"}}\n```{END}\n{CALL}function{SEP}g\n```json\n{{}}\n```{END}{CLOSE}',
+        f'{BEGIN}{CALL}function{SEP}f\n```json\n{{"a": '
+        f'"b"}}\n```{END}\n{CALL}function{SEP}g\n```json\n{{}}\n```{END}{CLOSE}',
         f'{BEGIN}{CALL}f{SEP}{{"a": "b"}}{END}{CALL}g{SEP}{{}}{END}{CLOSE}',
         f'{CALL}f{SEP}{{"a": "b"}}{END}{CALL}g{SEP}{{}}',
     ],
@@ -28,14 +35,20 @@ def test_deepseek(answer_format, text) -> None:
 
 def test_kimi() -> None:
     names = KIMI.tool_format
-    calls = [f"{names.call_start}functions.{call.name}:{i}{names.separator}{call.arguments}{names.call_end}" for i, call in enumerate(BOTH)]
-    assert parse(KIMI, names.section_start + "".join(calls) + names.section_end) == Answer("", "", BOTH)
+    calls = [
+        f"{names.call_start}functions.{call.name}:{i}{names.separator}{call.arguments}{names.call_end}"
+        for i, call in enumerate(BOTH)
+    ]
+    assert parse(KIMI, names.section_start + "".join(calls) + names.section_end) == Answer(
+        "", "", BOTH
+    )
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "b"}, "id": "abcdefghi"}, {"name": "g", "arguments": {}}]',
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "b"}, "id": "abcdefghi"}, {"name": "g", '
+        '"arguments": {}}]',
         '[TOOL_CALLS]f{"a": "b"}[TOOL_CALLS]g{}',
         '[TOOL_CALLS]f[ARGS]{"a": "b"}[TOOL_CALLS]g[ARGS]{}',
         '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": "b"}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}',
@@ -49,7 +62,14 @@ def test_mistral(text) -> None:
 
 @pytest.mark.parametrize(
     ("answer_format", "text"),
-    [(V31, f"{BEGIN} and"), (V31, f"{CALL}f{SEP}"), (V3, f"{BEGIN}{CALL}function{SEP}f\n``` "), (MISTRAL, "[TOOL_CALLS] "), (MISTRAL, "[TOOL_CALLS]f x"), (V31, CALL + "x" * 300 + SEP + "{}")],
+    [
+        (V31, f"{BEGIN} and"),
+        (V31, f"{CALL}f{SEP}"),
+        (V3, f"{BEGIN}{CALL}function{SEP}f\n``` "),
+        (MISTRAL, "[TOOL_CALLS] "),
+        (MISTRAL, "[TOOL_CALLS]f x"),
+        (V31, CALL + "x" * 300 + SEP + "{}"),
+    ],
 )
 def test_what_is_no_call_stays_content(answer_format, text) -> None:
     assert parse(answer_format, text) == Answer(text, "")
@@ -58,5 +78,8 @@ def test_what_is_no_call_stays_content(answer_format, text) -> None:
 def test_arguments_are_handed_on_as_they_come() -> None:
     pieces = [BEGIN, CALL, "f", SEP, '{"a": "o', "ne t", 'wo"}', END, CLOSE]
     assert parse_pieces(V31, pieces) == [
-        ToolCallStart(0, "f"), ToolCallArguments(0, '{"a": "o'), ToolCallArguments(0, "ne t"), ToolCallArguments(0, 'wo"}')
-    ]  # fmt: skip
+        ToolCallStart(0, "f"),
+        ToolCallArguments(0, '{"a": "o'),
+        ToolCallArguments(0, "ne t"),
+        ToolCallArguments(0, 'wo"}'),
+    ]

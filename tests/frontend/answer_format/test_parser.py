@@ -1,6 +1,6 @@
-"""The parser as a whole: reasoning, content and calls in one answer, whatever the cuts; nothing is lost.
-May know: the answer format's interface.
-Must not know: models, servers."""
+"""The parser as a whole: reasoning, content and calls in one answer, whatever the cuts; nothing is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from dataclasses import astuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire.frontend.answer_format import Answer, AnswerFormat, Content, Reasoning, ToolCall, collect, detect
+from quire.frontend.answer_format import (
+    Answer,
+    AnswerFormat,
+    Content,
+    Reasoning,
+    ToolCall,
+    collect,
+    detect,
+)
 from quire.frontend.answer_format.formats import TOOL_FORMATS
 from quire.frontend.answer_format.reasoning import ReasoningMarks
 from quire.tests.frontend.answer_format.cuts import parse, parse_pieces
@@ -45,31 +53,77 @@ def test_where_reasoning_begins_and_ends(prompt, text, answer) -> None:
 
 def test_what_is_not_asked_for_stays_content() -> None:
     text = f"<think>Hm.</think> Yes\n{CALL}"
-    assert parse(FORMAT, text, reasoning=False, prompt_text="<think>") == Answer("<think>Hm.</think> Yes", "", [ToolCall("f", '{"a": "b"}')])
+    assert parse(FORMAT, text, reasoning=False, prompt_text="<think>") == Answer(
+        "<think>Hm.</think> Yes", "", [ToolCall("f", '{"a": "b"}')]
+    )
     assert parse(FORMAT, text, tools=[]) == Answer(f"Yes\n{CALL}", "Hm.")
     assert parse(detect("plain"), text) == Answer(text, "")
 
 
 def test_only_one_call() -> None:
-    assert parse(FORMAT, CALL * 3, parallel_tool_calls=False) == Answer("", "", [ToolCall("f", '{"a": "b"}')])
+    assert parse(FORMAT, CALL * 3, parallel_tool_calls=False) == Answer(
+        "", "", [ToolCall("f", '{"a": "b"}')]
+    )
 
 
 def test_text_flows_at_once() -> None:
     pieces = ["<think>", "One", " two", "</think>", "Three", " <", "four", ">"]
-    assert parse_pieces(FORMAT, pieces) == [Reasoning("One"), Reasoning(" two"), Content("Three"), Content(" <four"), Content(">")]
+    assert parse_pieces(FORMAT, pieces) == [
+        Reasoning("One"),
+        Reasoning(" two"),
+        Content("Three"),
+        Content(" <four"),
+        Content(">"),
+    ]
 
 
 COMMON = [
-    '{"name": "f", ', '"arguments": ', '"parameters": ', '{"a": 1}', "{}", "{", "}", "[", "]", ",", '"x\\n"', " ", "\n", "<", "ab", "f", "g", "(", ")", "a=", "'", "1", ";",
-    "text", "```json\n", "```", "\\", "null", "é", "🤖",
-]  # fmt: skip
+    '{"name": "f", ',
+    '"arguments": ',
+    '"parameters": ',
+    '{"a": 1}',
+    "{}",
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    '"x\\n"',
+    " ",
+    "\n",
+    "<",
+    "ab",
+    "f",
+    "g",
+    "(",
+    ")",
+    "a=",
+    "'",
+    "1",
+    ";",
+    "text",
+    "```json\n",
+    "```",
+    "\\",
+    "null",
+    "é",
+    "🤖",
+]
 
 
 def texts(answer_format: AnswerFormat) -> st.SearchStrategy[str]:
     """Marks of the format and pieces of calls, in any order, some of them damaged."""
-    values = [value for value in astuple(answer_format.tool_format) if isinstance(value, (str, tuple))]
-    marks = [text for value in values for text in ([value] if isinstance(value, str) else value) if text]
-    written = [json.dumps({"name": "f", "arguments": {"a": "b"}}), *(mark[:-1] for mark in marks), *(f"{mark}f" for mark in marks)]
+    values = [
+        value for value in astuple(answer_format.tool_format) if isinstance(value, (str, tuple))
+    ]
+    marks = [
+        text for value in values for text in ([value] if isinstance(value, str) else value) if text
+    ]
+    written = [
+        json.dumps({"name": "f", "arguments": {"a": "b"}}),
+        *(mark[:-1] for mark in marks),
+        *(f"{mark}f" for mark in marks),
+    ]
     whole = st.sampled_from([*marks, *marks, *COMMON, *written, "<think>", "</think>"])
     return st.lists(whole, max_size=14).map("".join)
 
@@ -86,7 +140,9 @@ def test_neither_the_cut_nor_nonsense_matters(name, data, prompt) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_nothing_is_lost(data) -> None:
-    """Without reasoning: what is not content is white space, marks and keys, and what the calls say."""
+    """Without reasoning: what is not content is white space, marks and keys, and what the calls
+    say.
+    """
     text = data.draw(texts(FORMAT))
     answer = collect(parse_pieces(FORMAT, [text], reasoning=False))
     if not answer.tool_calls:

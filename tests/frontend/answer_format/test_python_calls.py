@@ -1,6 +1,4 @@
-"""Calls as Python writes them: Llama's, LFM2's, OLMo's.
-May know: python_calls.py through the formats that use it.
-Must not know: models."""
+"""Calls as Python writes them: Llama's, LFM2's, OLMo's."""
 
 from __future__ import annotations
 
@@ -12,7 +10,15 @@ from quire.tests.frontend.answer_format.cuts import parse, parse_pieces
 
 LLAMA, LFM, OLMO = (detect("", name) for name in ("pythonic", "lfm2", "olmo3"))
 CALLS = "f(a=1, b='x, (y)', c=[1, {\"k\": 'v]'}], d=True, e=None, h=-2.5, i=\"it's\"), g()"
-EXPECTED = {"a": 1, "b": "x, (y)", "c": [1, {"k": "v]"}], "d": True, "e": None, "h": -2.5, "i": "it's"}
+EXPECTED = {
+    "a": 1,
+    "b": "x, (y)",
+    "c": [1, {"k": "v]"}],
+    "d": True,
+    "e": None,
+    "h": -2.5,
+    "i": "it's",
+}
 
 
 @pytest.mark.parametrize(
@@ -21,7 +27,10 @@ EXPECTED = {"a": 1, "b": "x, (y)", "c": [1, {"k": "v]"}], "d": True, "e": None, 
         (LLAMA, f" [{CALLS}]"),
         (LLAMA, f"<|python_start|>[{CALLS}]<|python_end|>"),
         (LFM, f"<|tool_call_start|>[{CALLS}]<|tool_call_end|>"),
-        (OLMO, f"<function_calls>\n{CALLS.replace('), g', ')' + chr(10) + 'g').replace('True', 'true').replace('None', 'null')}\n</function_calls>"),
+        (
+            OLMO,
+            f"<function_calls>\n{CALLS.replace('), g', ')' + chr(10) + 'g').replace('True', 'true').replace('None', 'null')}\n</function_calls>",
+        ),
     ],
 )
 def test_calls(answer_format, text) -> None:
@@ -31,11 +40,31 @@ def test_calls(answer_format, text) -> None:
 
 
 def test_content_around_calls() -> None:
-    assert parse(LFM, "See: <|tool_call_start|>[g()]<|tool_call_end|> Done.") == Answer("See: Done.", "", [ToolCall("g", "{}")])
-    assert parse(LFM, '<|tool_call_start|>[{"name": "g", "arguments": {"a": 1}}]<|tool_call_end|>') == Answer("", "", [ToolCall("g", '{"a": 1}')])
+    assert parse(LFM, "See: <|tool_call_start|>[g()]<|tool_call_end|> Done.") == Answer(
+        "See: Done.", "", [ToolCall("g", "{}")]
+    )
+    assert parse(
+        LFM, '<|tool_call_start|>[{"name": "g", "arguments": {"a": 1}}]<|tool_call_end|>'
+    ) == Answer("", "", [ToolCall("g", '{"a": 1}')])
 
 
-@pytest.mark.parametrize("text", ["[1, 2, 3]", "[unknown(a=1)]", "[f", "[f(1)]", "[f(a=b)]", "[f(a=(]", "[f(a='x", "[f(a=)]", "[f(a=1)x", "[", "[]", "x [f(a=1)]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1, 2, 3]",
+        "[unknown(a=1)]",
+        "[f",
+        "[f(1)]",
+        "[f(a=b)]",
+        "[f(a=(]",
+        "[f(a='x",
+        "[f(a=)]",
+        "[f(a=1)x",
+        "[",
+        "[]",
+        "x [f(a=1)]",
+    ],
+)
 def test_what_is_no_call_stays_content(text) -> None:
     answer = parse(LLAMA, text)
     if text == "[f(a=1)x":  # the call was complete when the rest came
@@ -47,6 +76,12 @@ def test_what_is_no_call_stays_content(text) -> None:
 def test_arguments_are_handed_on_one_by_one() -> None:
     parts = parse_pieces(LLAMA, ["[f(a=1", ", b=", "'x')", ", g()]"])
     assert parts == [
-        ToolCallStart(0, "f"), ToolCallArguments(0, '{"a": '), ToolCallArguments(0, "1"), ToolCallArguments(0, ', "b": '), ToolCallArguments(0, '"x"'),
-        ToolCallArguments(0, "}"), ToolCallStart(1, "g"), ToolCallArguments(1, "{}"),
-    ]  # fmt: skip
+        ToolCallStart(0, "f"),
+        ToolCallArguments(0, '{"a": '),
+        ToolCallArguments(0, "1"),
+        ToolCallArguments(0, ', "b": '),
+        ToolCallArguments(0, '"x"'),
+        ToolCallArguments(0, "}"),
+        ToolCallStart(1, "g"),
+        ToolCallArguments(1, "{}"),
+    ]

@@ -1,6 +1,4 @@
-"""Whether a prompt has begun or ended the reasoning.
-May know: the marks.
-Must not know: parsers."""
+"""Whether a prompt has begun or ended the reasoning."""
 
 import pytest
 from quire.frontend.answer_format.reasoning import ReasoningMarks
@@ -17,5 +15,10 @@ MARKS = ReasoningMarks("<think>", "</think>")
         ("", False, False),
     ],
 )
-def test_only_the_very_end_of_the_prompt_counts(prompt: str, is_open: bool, is_closed: bool) -> None:
-    assert (MARKS.is_open_at_end_of(prompt), MARKS.is_closed_at_end_of(prompt)) == (is_open, is_closed)
+def test_only_the_very_end_of_the_prompt_counts(
+    prompt: str, is_open: bool, is_closed: bool
+) -> None:
+    assert (MARKS.is_open_at_end_of(prompt), MARKS.is_closed_at_end_of(prompt)) == (
+        is_open,
+        is_closed,
+    )

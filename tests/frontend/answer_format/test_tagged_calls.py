@@ -1,6 +1,4 @@
-"""Calls as tags: Qwen3-Coder's, Seed's, GLM's, MiniMax's, with types from the tools' schemas.
-May know: tagged_calls.py through the formats that use it.
-Must not know: models."""
+"""Calls as tags: Qwen3-Coder's, Seed's, GLM's, MiniMax's, with types from the tools' schemas."""
 
 from __future__ import annotations
 
@@ -10,53 +8,122 @@ import pytest
 from quire.frontend.answer_format import Answer, ToolCall, ToolCallArguments, ToolCallStart, detect
 from quire.tests.frontend.answer_format.cuts import function, parse, parse_pieces
 
-CODER, SEED, GLM, MINIMAX = (detect("", name) for name in ("qwen3_coder", "seed_oss", "glm45", "minimax_m2"))
+CODER, SEED, GLM, MINIMAX = (
+    detect("", name) for name in ("qwen3_coder", "seed_oss", "glm45", "minimax_m2")
+)
 TOOLS = [
-    function("write", path="string", text="string", mode="integer", tags="array", note={"type": ["string", "null"]}, force="boolean"),
+    function(
+        "write",
+        path="string",
+        text="string",
+        mode="integer",
+        tags="array",
+        note={"type": ["string", "null"]},
+        force="boolean",
+    ),
     function("now"),
 ]
-VALUES = {"path": "a b.txt", "text": 'One "two"\n\n  three\\n ', "mode": "420", "tags": '["x", {"y": 1}]', "note": "null", "force": "True", "other": "1.5"}
-EXPECTED = {"path": "a b.txt", "text": 'One "two"\n\n  three\\n ', "mode": 420, "tags": ["x", {"y": 1}], "note": None, "force": True, "other": 1.5}
+VALUES = {
+    "path": "a b.txt",
+    "text": 'One "two"\n\n  three\\n ',
+    "mode": "420",
+    "tags": '["x", {"y": 1}]',
+    "note": "null",
+    "force": "True",
+    "other": "1.5",
+}
+EXPECTED = {
+    "path": "a b.txt",
+    "text": 'One "two"\n\n  three\\n ',
+    "mode": 420,
+    "tags": ["x", {"y": 1}],
+    "note": None,
+    "force": True,
+    "other": 1.5,
+}
 
 
 def coder(values: dict[str, str], line: str = "\n") -> str:
-    parameters = "".join(f"<parameter={key}>{line}{value}{line}</parameter>\n" for key, value in values.items())
+    parameters = "".join(
+        f"<parameter={key}>{line}{value}{line}</parameter>\n" for key, value in values.items()
+    )
     return f"<function=write>\n{parameters}</function>\n"
 
 
 def glm(values: dict[str, str]) -> str:
-    return "write\n" + "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items())
+    return "write\n" + "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+        for key, value in values.items()
+    )
 
 
 def minimax(values: dict[str, str]) -> str:
-    return '<invoke name="write">\n' + "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in values.items()) + "</invoke>\n"
+    return (
+        '<invoke name="write">\n'
+        + "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in values.items())
+        + "</invoke>\n"
+    )
 
 
 CASES = [
-    (CODER, f"<tool_call>\n{coder(VALUES)}</tool_call>", "<tool_call>\n<function=now>\n</function>\n</tool_call>"),
+    (
+        CODER,
+        f"<tool_call>\n{coder(VALUES)}</tool_call>",
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    ),
     (CODER, coder(VALUES), "<function=now></function>"),  # without the outer tag
-    (SEED, f"<seed:tool_call>\n{coder(VALUES, '')}</seed:tool_call>", "<seed:tool_call><function=now></function></seed:tool_call>"),
+    (
+        SEED,
+        f"<seed:tool_call>\n{coder(VALUES, '')}</seed:tool_call>",
+        "<seed:tool_call><function=now></function></seed:tool_call>",
+    ),
     (GLM, f"<tool_call>{glm(VALUES)}</tool_call>", "<tool_call>now\n</tool_call>"),
-    (MINIMAX, f"<minimax:tool_call>\n{minimax(VALUES)}</minimax:tool_call>", '<minimax:tool_call><invoke name="now"></invoke></minimax:tool_call>'),
-    (MINIMAX, f"<minimax:tool_call>\n{minimax(VALUES)}", '<invoke name="now">\n</invoke>\n</minimax:tool_call>'),  # two in one section
+    (
+        MINIMAX,
+        f"<minimax:tool_call>\n{minimax(VALUES)}</minimax:tool_call>",
+        '<minimax:tool_call><invoke name="now"></invoke></minimax:tool_call>',
+    ),
+    # two in one section
+    (
+        MINIMAX,
+        f"<minimax:tool_call>\n{minimax(VALUES)}",
+        '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    ),
 ]
 
 
 @pytest.mark.parametrize(("answer_format", "first", "second"), CASES)
 def test_calls(answer_format, first, second) -> None:
     answer = parse(answer_format, f"I write.\n{first}\n{second}\n", TOOLS)
-    assert (answer.content, [call.name for call in answer.tool_calls]) == ("I write.", ["write", "now"])
+    assert (answer.content, [call.name for call in answer.tool_calls]) == (
+        "I write.",
+        ["write", "now"],
+    )
     assert [json.loads(call.arguments) for call in answer.tool_calls] == [EXPECTED, {}]
 
 
 def test_json_between_the_tags() -> None:
     inner = '{"name": "now", "arguments": {"a": 1}}'
-    for answer_format, text in ((CODER, f"<tool_call>\n{inner}\n</tool_call>"), (GLM, f"<tool_call>{inner}</tool_call>")):
-        assert parse(answer_format, text * 2, TOOLS) == Answer("", "", [ToolCall("now", '{"a": 1}')] * 2)
+    for answer_format, text in (
+        (CODER, f"<tool_call>\n{inner}\n</tool_call>"),
+        (GLM, f"<tool_call>{inner}</tool_call>"),
+    ):
+        assert parse(answer_format, text * 2, TOOLS) == Answer(
+            "", "", [ToolCall("now", '{"a": 1}')] * 2
+        )
 
 
 def test_a_string_is_handed_on_as_it_comes() -> None:
-    pieces = ["<tool_call>\n<function=write>\n<parameter=text>\n", "One\n", '"two', "</par", "a\n", "</parameter>", "\n<parameter=mode>4", "20</parameter></function>"]
+    pieces = [
+        "<tool_call>\n<function=write>\n<parameter=text>\n",
+        "One\n",
+        '"two',
+        "</par",
+        "a\n",
+        "</parameter>",
+        "\n<parameter=mode>4",
+        "20</parameter></function>",
+    ]
     assert parse_pieces(CODER, pieces, TOOLS) == [
         ToolCallStart(0, "write"),
         ToolCallArguments(0, '{"text": '),
@@ -73,7 +140,13 @@ def test_a_string_is_handed_on_as_it_comes() -> None:
 
 @pytest.mark.parametrize(
     ("answer_format", "text"),
-    [(CODER, "<tool_call> is a tag"), (CODER, "<function=f"), (CODER, "<function=write> x"), (GLM, "<tool_call>a b</tool_call>"), (MINIMAX, "<minimax:tool_call>\n<inv")],
+    [
+        (CODER, "<tool_call> is a tag"),
+        (CODER, "<function=f"),
+        (CODER, "<function=write> x"),
+        (GLM, "<tool_call>a b</tool_call>"),
+        (MINIMAX, "<minimax:tool_call>\n<inv"),
+    ],
 )
 def test_what_is_no_call_stays_content(answer_format, text) -> None:
     assert parse(answer_format, text, TOOLS) == Answer(text, "")
@@ -83,4 +156,6 @@ def test_a_call_that_breaks_off() -> None:
     text = "<tool_call>\n<function=write>\n<parameter=path>\na.t"
     assert parse(CODER, text, TOOLS) == Answer("", "", [ToolCall("write", '{"path": "a.t')])
     broken = "<tool_call>\n<function=write>\n<parameter=mode>\n4\n</parameter>\nand so on"
-    assert parse(CODER, broken, TOOLS) == Answer("\nand so on", "", [ToolCall("write", '{"mode": 4')])
+    assert parse(CODER, broken, TOOLS) == Answer(
+        "\nand so on", "", [ToolCall("write", '{"mode": 4')]
+    )

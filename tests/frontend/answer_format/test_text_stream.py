@@ -1,6 +1,4 @@
-"""TextStream: what a reader sees of text in pieces, what is held back and what is handed on.
-May know: text_stream.py.
-Must not know: formats."""
+"""TextStream: what a reader sees of text in pieces, what is held back and what is handed on."""
 
 from __future__ import annotations
 

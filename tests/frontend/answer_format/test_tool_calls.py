@@ -1,6 +1,4 @@
-"""Calls: numbers and parts of the calls that are found.
-May know: tool_calls.py, TextStream.
-Must not know: formats."""
+"""Calls: numbers and parts of the calls that are found."""
 
 from quire.frontend.answer_format.answer import ToolCallArguments, ToolCallStart
 from quire.frontend.answer_format.text_stream import TextStream
@@ -16,5 +14,9 @@ def test_calls_are_numbered_and_stand_for_what_was_consumed() -> None:
     assert stream.buffer == " and g"
     calls.emit_arguments("{}")
     calls.start("g")
-    assert stream.take_parts() == [ToolCallStart(0, "f"), ToolCallArguments(0, "{}"), ToolCallStart(1, "g")]
+    assert stream.take_parts() == [
+        ToolCallStart(0, "f"),
+        ToolCallArguments(0, "{}"),
+        ToolCallStart(1, "g"),
+    ]
     assert calls.arguments_part("{") == ToolCallArguments(1, "{")

@@ -1,6 +1,4 @@
-"""HttpClient: answers of every form, connections kept and lost, each failure under its own name.
-May know: HttpClient, the scripted server.
-Must not know: event streams, what is measured."""
+"""HttpClient: answers of every form, connections kept and lost, each failure under its own name."""
 
 import asyncio
 import socket
@@ -10,10 +8,23 @@ from typing import Any
 import pytest
 from quire import InvalidParameterError
 from quire.frontend.bench.http_client import Failure, HttpClient
-from quire.tests.scripted_server import DIE, HANG, STREAM_HEAD, Script, ScriptedServer, answer, chunked, scripted_server
+from quire.tests.scripted_server import (
+    DIE,
+    HANG,
+    STREAM_HEAD,
+    Script,
+    ScriptedServer,
+    answer,
+    chunked,
+    scripted_server,
+)
 
 
-def with_server(script: Script | Callable[[dict[str, Any]], Script], use: Callable[[HttpClient, ScriptedServer], Awaitable[Any]], timeout_s: float = 30) -> Any:
+def with_server(
+    script: Script | Callable[[dict[str, Any]], Script],
+    use: Callable[[HttpClient, ScriptedServer], Awaitable[Any]],
+    timeout_s: float = 30,
+) -> Any:
     async def main() -> Any:
         async with scripted_server(script) as (url, server):
             client = HttpClient(url + "/v1", {"authorization": "Bearer k"}, timeout_s)
@@ -30,7 +41,9 @@ def exchange(script: Script, timeout_s: float = 30) -> tuple[int, bytes, bytes]:
 
     async def use(client: HttpClient, server: ScriptedServer) -> tuple[int, bytes, bytes]:
         pieces: list[bytes] = []
-        got = await client.exchange("POST", "/completions", b'{"a": 1}', lambda data, now: pieces.append(data))
+        got = await client.exchange(
+            "POST", "/completions", b'{"a": 1}', lambda data, now: pieces.append(data)
+        )
         return got.status, b"".join(pieces), bytes(got.body)
 
     return with_server(script, use, timeout_s)
@@ -46,8 +59,15 @@ def test_a_request_has_path_headers_and_body() -> None:
     async def use(client: HttpClient, server: ScriptedServer) -> None:
         await client.exchange("POST", "/completions", b'{"a": 1}')
         [request] = server.requests
-        assert (request["method"], request["path"], request["body"]) == ("POST", "/v1/completions", {"a": 1})
-        assert request["headers"]["authorization"] == "Bearer k" and request["headers"]["host"] == f"127.0.0.1:{client.port}"
+        assert (request["method"], request["path"], request["body"]) == (
+            "POST",
+            "/v1/completions",
+            {"a": 1},
+        )
+        assert (
+            request["headers"]["authorization"] == "Bearer k"
+            and request["headers"]["host"] == f"127.0.0.1:{client.port}"
+        )
 
     with_server([answer("{}")], use)
 
@@ -58,7 +78,8 @@ def test_a_request_has_path_headers_and_body() -> None:
         [answer("hello")],
         chunked(b"he", b"l", b"lo"),
         [bytes([byte]) for byte in b"".join(chunked(b"hello"))],
-        [b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nhel", b"lo"],  # the end of the connection is the end of the body
+        # the end of the connection is the end of the body
+        [b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nhel", b"lo"],
         [b"HTTP/1.0 200 OK\r\nconnection: close\r\n\r\nhello"],
         [b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n", answer("hello")],
     ],
@@ -83,7 +104,9 @@ def test_connections_are_kept_until_the_server_closes_them() -> None:
 
 
 def test_a_kept_connection_that_proves_dead_is_replaced_once() -> None:
-    """A server may close an idle connection just as the next request comes; on a new connection the same is a failure."""
+    """A server may close an idle connection just as the next request comes; on a new connection the
+    same is a failure.
+    """
 
     async def use(client: HttpClient, server: ScriptedServer) -> None:
         for _ in range(2):
@@ -102,7 +125,10 @@ def test_a_kept_connection_that_proves_dead_is_replaced_once() -> None:
     [
         ([DIE], "connection lost"),
         ([STREAM_HEAD, b"2\r\nhe\r\n", DIE], "connection lost"),
-        ([b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\nconnection: close\r\n\r\nhello"], "connection lost"),
+        (
+            [b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\nconnection: close\r\n\r\nhello"],
+            "connection lost",
+        ),
         ([STREAM_HEAD + b"zz\r\n"], "bad HTTP"),
         ([b"SSH-2.0-OpenSSH_9.2\r\n"], "bad HTTP"),
     ],
@@ -112,7 +138,10 @@ def test_a_server_that_breaks_off(script: Script, kind: str) -> None:
 
 
 def test_a_server_that_says_nothing_more() -> None:
-    assert failure([STREAM_HEAD, HANG], timeout_s=0.05) == ("timeout", "no complete answer within 0.05 s")
+    assert failure([STREAM_HEAD, HANG], timeout_s=0.05) == (
+        "timeout",
+        "no complete answer within 0.05 s",
+    )
 
 
 def test_what_the_reader_raises_is_the_failure() -> None:
@@ -137,13 +166,15 @@ def test_nobody_listens() -> None:
 
 def test_no_tls_at_the_other_end() -> None:
     async def main() -> str:
-        async def answer_anything(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def answer_anything(
+            reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
             await reader.read(1)
             writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             writer.close()
 
         server = await asyncio.start_server(answer_anything, "127.0.0.1", 0)
-        client = HttpClient("https://127.0.0.1:{}".format(server.sockets[0].getsockname()[1]), {}, 30)
+        client = HttpClient(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}", {}, 30)
         with pytest.raises(Failure) as caught:
             await client.exchange("GET", "/models")
         server.close()

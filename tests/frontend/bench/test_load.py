@@ -1,8 +1,7 @@
-"""The load: arrivals by seed and rate, the limit, conversations, interruption.
-May know: load, Request, Outcome.
-Must not know: HTTP. Requests are answered by coroutines of the test."""
+"""The load: arrivals by seed and rate, the limit, conversations, interruption."""
 
 import asyncio
+import itertools
 from statistics import mean, pvariance
 from time import perf_counter, process_time
 from typing import Any
@@ -16,16 +15,22 @@ from quire.frontend.bench.workloads import Request
 def gaps(rate: float, burstiness: float, seed: int = 0) -> list[float]:
     times = [0.0, *arrival_times(4000, rate, burstiness, seed)]
     assert times == sorted(times)
-    return [later - earlier for earlier, later in zip(times, times[1:])]
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
 def test_the_same_seed_gives_the_same_schedule() -> None:
-    assert arrival_times(50, 3.0, 1.0, seed=7) == arrival_times(50, 3.0, 1.0, seed=7) != arrival_times(50, 3.0, 1.0, seed=8)
+    assert (
+        arrival_times(50, 3.0, 1.0, seed=7)
+        == arrival_times(50, 3.0, 1.0, seed=7)
+        != arrival_times(50, 3.0, 1.0, seed=8)
+    )
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float) -> None:
-    """Of a gamma distribution the squared coefficient of variation is 1 / shape; for 1, Poisson arrivals, it is 1."""
+    """Of a gamma distribution the squared coefficient of variation is 1 / shape; for 1, Poisson
+    arrivals, it is 1.
+    """
     found = gaps(20.0, burstiness)
     assert mean(found) == pytest.approx(1 / 20, rel=0.15)
     assert pvariance(found) / mean(found) ** 2 == pytest.approx(1 / burstiness, rel=0.25)
@@ -55,14 +60,25 @@ class Server:
             await (self.gate.wait() if self.gate else asyncio.sleep(0))
         finally:
             self.under_way -= 1
-        return Outcome(start=self.times[-1], end=perf_counter(), text=f"answer {index}", failure="timeout" if index in self.failures else None)
+        return Outcome(
+            start=self.times[-1],
+            end=perf_counter(),
+            text=f"answer {index}",
+            failure="timeout" if index in self.failures else None,
+        )
 
 
 def requests(count: int, *follow_ups: str) -> list[Request]:
     return [Request(f"prompt {i}", 5, 8, follow_ups) for i in range(count)]
 
 
-def run(server: Server, asked: list[Request], times: list[float] | None = None, as_messages: bool = False, max_concurrency: int | None = None) -> LoadReport:
+def run(
+    server: Server,
+    asked: list[Request],
+    times: list[float] | None = None,
+    as_messages: bool = False,
+    max_concurrency: int | None = None,
+) -> LoadReport:
     runner = LoadRunner(server.send, as_messages=as_messages, max_concurrency=max_concurrency)
     return asyncio.run(runner.run(asked, times or [0.0] * len(asked)))
 
@@ -72,7 +88,8 @@ def test_outcomes_are_in_the_order_of_the_requests() -> None:
     report = run(server, requests(20))
     assert [outcome.text for outcome in report.outcomes] == [f"answer {i}" for i in range(20)]
     assert (report.peak_concurrency, server.peak, report.was_interrupted) == (20, 20, False)
-    assert {outcome.num_prompt_tokens for outcome in report.outcomes} == {5}  # the workload's count, where the server gave none
+    # the workload's count, where the server gave none
+    assert {outcome.num_prompt_tokens for outcome in report.outcomes} == {5}
 
 
 def test_the_limit_holds() -> None:
@@ -86,7 +103,9 @@ def test_the_limit_s_delay_is_not_the_client_s() -> None:
         await asyncio.sleep(0.02)
         return Outcome(start=0.0)
 
-    report = asyncio.run(LoadRunner(send, as_messages=False, max_concurrency=2).run(requests(20), [0.0] * 20))
+    report = asyncio.run(
+        LoadRunner(send, as_messages=False, max_concurrency=2).run(requests(20), [0.0] * 20)
+    )
     assert len(report.send_delays) == 20 and report.duration_s > 0.15
     assert sorted(report.send_delays)[10] < 0.02
 
@@ -102,8 +121,20 @@ def test_no_request_is_early() -> None:
 def test_a_conversation_of_messages_carries_the_answers() -> None:
     server = Server()
     report = run(server, requests(1, "second", "third"), as_messages=True)
-    assert [message["content"] for message in server.asked[-1]] == ["prompt 0", "answer 0", "second", "answer 1", "third"]
-    assert [message["role"] for message in server.asked[-1]] == ["user", "assistant", "user", "assistant", "user"]
+    assert [message["content"] for message in server.asked[-1]] == [
+        "prompt 0",
+        "answer 0",
+        "second",
+        "answer 1",
+        "third",
+    ]
+    assert [message["role"] for message in server.asked[-1]] == [
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        "user",
+    ]
     assert len(report.outcomes) == 3 and len(server.asked[0]) == 1
 
 
@@ -123,7 +154,9 @@ def test_an_interrupted_run_keeps_what_has_ended() -> None:
     async def main() -> tuple[LoadReport, Server]:
         server = Server()
         ended: list[Outcome] = []
-        runner = LoadRunner(server.send, as_messages=False, max_concurrency=2, on_outcome=ended.append)
+        runner = LoadRunner(
+            server.send, as_messages=False, max_concurrency=2, on_outcome=ended.append
+        )
 
         def on_outcome(outcome: Outcome) -> None:
             ended.append(outcome)

@@ -1,6 +1,4 @@
-"""The machine's description and its measured speed.
-May know: machine.
-Must not know: what is measured on it. No figure is asserted that depends on the machine."""
+"""The machine's description and its measured speed."""
 
 import json
 import socket
@@ -12,7 +10,10 @@ from quire.frontend.bench.machine import describe_machine, measure_read_bandwidt
 
 def test_the_description_is_json_and_names_nobody() -> None:
     text = json.dumps(describe_machine())
-    assert all(describe_machine()[key] for key in ("processor", "num_cores", "memory_gib", "system", "python", "quire"))
+    assert all(
+        describe_machine()[key]
+        for key in ("processor", "num_cores", "memory_gib", "system", "python", "quire")
+    )
     assert socket.gethostname() not in text and str(Path.home()) not in text
 
 

@@ -1,6 +1,4 @@
-"""The offline benchmarks' phases, from metrics by hand and from the bundled model.
-May know: offline, LLM, the bundled model.
-Must not know: command lines."""
+"""The offline benchmarks' phases, from metrics by hand and from the bundled model."""
 
 from collections.abc import Iterator
 
@@ -30,7 +28,9 @@ def llm() -> Iterator[LLM]:
 
 def workload(llm: LLM, **options) -> tuple[list[Request], list[SamplingParams]]:
     requests = make_requests(WorkloadOptions(**options), llm.get_tokenizer())
-    return requests, [sampling_params(request, ignore_eos=True, temperature=0.0, seed=0) for request in requests]
+    return requests, [
+        sampling_params(request, ignore_eos=True, temperature=0.0, seed=0) for request in requests
+    ]
 
 
 def test_throughput(llm: LLM) -> None:
@@ -38,15 +38,24 @@ def test_throughput(llm: LLM) -> None:
     run = run_throughput(llm, requests, params, use_tqdm=False)
     assert (run.num_output_tokens, run.num_failures, run.first_error) == (30, 0, None)
     assert run.num_input_tokens == sum(request.num_prompt_tokens for request in requests)
-    assert {phase: summary.count for phase, summary in run.phases.items()} == {"queued_time": 5, "prefill_time": 5, "decode_time": 5}
+    assert {phase: summary.count for phase, summary in run.phases.items()} == {
+        "queued_time": 5,
+        "prefill_time": 5,
+        "decode_time": 5,
+    }
     assert 0 < run.phases["decode_time"].max < run.seconds
-    assert run.steps.count >= 2 and 0 < run.steps.schedule_s + run.steps.execute_s + run.steps.process_s < run.seconds
+    assert (
+        run.steps.count >= 2
+        and 0 < run.steps.schedule_s + run.steps.execute_s + run.steps.process_s < run.seconds
+    )
     assert run.steps.decode_batch == 5 and 0 < run.steps.decode_step_s < run.seconds
 
 
 def test_steps_are_summed_and_those_that_only_decode_are_apart() -> None:
     prefill, mixed = (4, 0.0, 1.0, 2.0, 3.0, 100, 0, 5, 0), (7, 9.0, 0.0, 9.0, 0.0, 8, 3, 4, 0)
-    steps = summarize_steps([prefill, (5, 6.0, 0.5, 1.0, 0.5, 0, 5, 5, 0), (6, 8.0, 1.0, 6.0, 1.0, 0, 6, 3, 0), mixed])
+    steps = summarize_steps(
+        [prefill, (5, 6.0, 0.5, 1.0, 0.5, 0, 5, 5, 0), (6, 8.0, 1.0, 6.0, 1.0, 0, 6, 3, 0), mixed]
+    )
     assert (steps.count, steps.schedule_s, steps.execute_s, steps.process_s) == (4, 2.5, 18.0, 4.5)
     assert (steps.decode_step_s, steps.decode_batch) == (3.0, 4.0)
     assert summarize_steps([]).decode_step_s is None
@@ -57,15 +66,31 @@ def test_latency_s_batches_do_not_find_each_other_in_the_cache(llm: LLM) -> None
     iters = []
     seconds, phases = run_latency(llm, requests, params, 2, lambda: iters.append(None))
     assert len(seconds) == len(phases) == len(iters) == 2
-    assert [(phase.num_prefill_tokens, phase.num_decode_tokens) for phase in phases] == [(120, 9)] * 2
+    assert [(phase.num_prefill_tokens, phase.num_decode_tokens) for phase in phases] == [
+        (120, 9)
+    ] * 2
     assert all(0 < phase.prefill_s + phase.decode_s <= took for phase, took in zip(phases, seconds))
 
 
 def test_phases_of_a_batch() -> None:
-    first = RequestMetrics(0.0, scheduled_ts=10.0, first_token_ts=12.0, last_token_ts=20.0, num_prompt_tokens=30, num_cached_tokens=16)
-    second = RequestMetrics(0.0, scheduled_ts=11.0, first_token_ts=13.0, last_token_ts=19.0, num_prompt_tokens=30)
+    first = RequestMetrics(
+        0.0,
+        scheduled_ts=10.0,
+        first_token_ts=12.0,
+        last_token_ts=20.0,
+        num_prompt_tokens=30,
+        num_cached_tokens=16,
+    )
+    second = RequestMetrics(
+        0.0, scheduled_ts=11.0, first_token_ts=13.0, last_token_ts=19.0, num_prompt_tokens=30
+    )
     phases = batch_phases([first, second], num_output_tokens=12)
-    assert (phases.prefill_s, phases.decode_s, phases.num_prefill_tokens, phases.num_decode_tokens) == (3.0, 7.0, 44, 10)
+    assert (
+        phases.prefill_s,
+        phases.decode_s,
+        phases.num_prefill_tokens,
+        phases.num_decode_tokens,
+    ) == (3.0, 7.0, 44, 10)
 
 
 def test_the_limit_is_the_weights_over_the_bandwidth(llm: LLM) -> None:
@@ -73,5 +98,6 @@ def test_the_limit_is_the_weights_over_the_bandwidth(llm: LLM) -> None:
     size = (directory / "model.safetensors").stat().st_size
     limit = measure_read_limit(directory, 4, 1)
     assert limit.weight_bytes == 4 * num_parameters(directory)
-    assert size / 4 - 4096 < num_parameters(directory) <= size / 2  # stored in 2 or 4 bytes each, behind a header
+    # stored in 2 or 4 bytes each, behind a header
+    assert size / 4 - 4096 < num_parameters(directory) <= size / 2
     assert ReadLimit(1000, 5000.0).max_steps_per_s == 5.0 and limit.max_steps_per_s > 0

@@ -1,6 +1,6 @@
-"""A streamed request: what is sent, what is read from servers of every kind, and the name of each failure.
-May know: openai_client, the scripted server.
-Must not know: workloads, our own server."""
+"""A streamed request: what is sent, what is read from servers of every kind, and the name of each
+failure.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 from quire.frontend.bench.http_client import HttpClient
-from quire.frontend.bench.openai_client import Outcome, RequestOptions, StreamReader, error_text, first_model, stream_request
+from quire.frontend.bench.openai_client import (
+    Outcome,
+    RequestOptions,
+    StreamReader,
+    error_text,
+    first_model,
+    stream_request,
+)
 from quire.tests.scripted_server import (
     DIE,
     HANG,
@@ -23,7 +30,11 @@ from quire.tests.scripted_server import (
 )
 
 
-def ask(script: Script | Callable[[dict[str, Any]], Script], options: RequestOptions = RequestOptions("m"), timeout_s: float = 30) -> Outcome:
+def ask(
+    script: Script | Callable[[dict[str, Any]], Script],
+    options: RequestOptions = RequestOptions("m"),
+    timeout_s: float = 30,
+) -> Outcome:
     async def main() -> Outcome:
         async with scripted_server(script) as (url, server):
             client = HttpClient(url + "/v1", {}, timeout_s)
@@ -48,40 +59,79 @@ def sent(options: RequestOptions) -> dict[str, Any]:
 
 
 def test_nothing_but_the_api_s_own_fields_is_sent() -> None:
-    common = {"model": "m", "max_tokens": 8, "stream": True, "stream_options": {"include_usage": True}}
+    common = {
+        "model": "m",
+        "max_tokens": 8,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     assert sent(RequestOptions("m")) == {"path": "/v1/completions", "prompt": "x", **common}
-    assert sent(RequestOptions("m", "chat")) == {"path": "/v1/chat/completions", "messages": [{"role": "user", "content": "x"}], **common}
+    assert sent(RequestOptions("m", "chat")) == {
+        "path": "/v1/chat/completions",
+        "messages": [{"role": "user", "content": "x"}],
+        **common,
+    }
 
 
 def test_extensions_are_sent_when_asked_for() -> None:
     extra = {"min_tokens": 8, "max_tokens": None, "max_completion_tokens": 8}
-    options = RequestOptions("m", include_usage=False, ignore_eos=True, temperature=0.0, extra_body=extra)
+    options = RequestOptions(
+        "m", include_usage=False, ignore_eos=True, temperature=0.0, extra_body=extra
+    )
     assert sent(options) == {
-        "path": "/v1/completions", "model": "m", "prompt": "x", "stream": True, "ignore_eos": True, "temperature": 0.0,
-        "min_tokens": 8, "max_completion_tokens": 8,
-    }  # fmt: skip
+        "path": "/v1/completions",
+        "model": "m",
+        "prompt": "x",
+        "stream": True,
+        "ignore_eos": True,
+        "temperature": 0.0,
+        "min_tokens": 8,
+        "max_completion_tokens": 8,
+    }
 
 
 def test_a_completion_s_stream() -> None:
     outcome = ask(completion_stream(["On", "", "ce"], {"prompt_tokens": 5, "completion_tokens": 4}))
     assert (outcome.failure, outcome.text, outcome.finish_reason) == (None, "Once", "length")
-    assert len(outcome.token_times) == 3  # a token may have no text; the last chunk, which has only a reason, is none
-    assert (outcome.num_prompt_tokens, outcome.num_output_tokens, outcome.counted_by) == (5, 4, "usage")
+    # a token may have no text; the last chunk, which has only a reason, is none
+    assert len(outcome.token_times) == 3
+    assert (outcome.num_prompt_tokens, outcome.num_output_tokens, outcome.counted_by) == (
+        5,
+        4,
+        "usage",
+    )
     assert outcome.start <= outcome.token_times[0] <= outcome.token_times[-1] <= outcome.end
 
 
 def test_a_chat_s_stream_begins_with_its_text_not_with_its_role() -> None:
     outcome = ask(chat_stream(["Hel", "lo"]), RequestOptions("m", "chat"))
     assert (outcome.failure, outcome.text, len(outcome.token_times)) == (None, "Hello", 2)
-    assert (outcome.num_prompt_tokens, outcome.num_output_tokens, outcome.counted_by) == (None, 2, "chunks")
+    assert (outcome.num_prompt_tokens, outcome.num_output_tokens, outcome.counted_by) == (
+        None,
+        2,
+        "chunks",
+    )
 
 
 def test_reasoning_and_tool_calls_are_tokens() -> None:
     call = [{"index": 0, "function": {"name": "f", "arguments": "{}"}}]
-    deltas = [{"reasoning_content": "hm"}, {"reasoning": "so", "content": None}, {"tool_calls": call}, {"content": ""}]
+    deltas = [
+        {"reasoning_content": "hm"},
+        {"reasoning": "so", "content": None},
+        {"tool_calls": call},
+        {"content": ""},
+    ]
     chunks = [event(choices=[{"delta": delta}]) for delta in deltas]
-    outcome = ask(chunked(*chunks, event(choices=[{"delta": {}, "finish_reason": "tool_calls"}])), RequestOptions("m", "chat"))
-    assert (outcome.failure, outcome.text, len(outcome.token_times), outcome.finish_reason) == (None, "hmso", 3, "tool_calls")
+    outcome = ask(
+        chunked(*chunks, event(choices=[{"delta": {}, "finish_reason": "tool_calls"}])),
+        RequestOptions("m", "chat"),
+    )
+    assert (outcome.failure, outcome.text, len(outcome.token_times), outcome.finish_reason) == (
+        None,
+        "hmso",
+        3,
+        "tool_calls",
+    )
 
 
 CHUNK = b'{"choices": [{"text": "a"}]}'
@@ -94,15 +144,28 @@ LAST = b'{"choices": [{"text": "b", "finish_reason": "stop"}]}'
         [b"data: %b\r\n\r\n" % CHUNK, b": ping\r\n\r\ndata: %b\r\n\r\ndata: [DONE]\r\n\r\n" % LAST],
         [b"data:%b\n\ndata:%b\n\ndata:[DONE]\n\n" % (CHUNK, LAST)],
         [b"data: %b\n" % CHUNK, b"data: %b\ndata: [DONE]" % LAST],  # no blank lines, no end
-        [b"event: message\nid: 1\ndata: %b\n\n" % CHUNK, b"data: \n\ndata: %b\n\n" % LAST],  # an empty event, no [DONE]
-        [b'data: {"choices": [],\ndata: "usage": null}\n\ndata: %b\n\n' % CHUNK, b"data: %b\n\n" % LAST],  # one event in two lines
+        # an empty event, no [DONE]
+        [b"event: message\nid: 1\ndata: %b\n\n" % CHUNK, b"data: \n\ndata: %b\n\n" % LAST],
+        # one event in two lines
+        [
+            b'data: {"choices": [],\ndata: "usage": null}\n\ndata: %b\n\n' % CHUNK,
+            b"data: %b\n\n" % LAST,
+        ],
         [bytes([byte]) for byte in b"data: %b\n\ndata: %b\n\ndata: [DONE]\n\n" % (CHUNK, LAST)],
-        [b'data: {"prompt_filter_results": [], "choices": null}\n\ndata: %b\n\n' % CHUNK, b"data: %b\n\n" % LAST],
+        [
+            b'data: {"prompt_filter_results": [], "choices": null}\n\ndata: %b\n\n' % CHUNK,
+            b"data: %b\n\n" % LAST,
+        ],
     ],
 )
 def test_quirks_of_streams(parts: list[bytes]) -> None:
     outcome = ask(chunked(*parts))
-    assert (outcome.failure, outcome.failure_text, outcome.text, outcome.finish_reason) == (None, "", "ab", "stop")
+    assert (outcome.failure, outcome.failure_text, outcome.text, outcome.finish_reason) == (
+        None,
+        "",
+        "ab",
+        "stop",
+    )
     assert len(outcome.token_times) == 2
 
 
@@ -114,18 +177,53 @@ def test_after_done_nothing_can_fail() -> None:
 @pytest.mark.parametrize(
     ("script", "kind", "text"),
     [
-        ([answer('{"error": {"message": "queue is full", "code": "x"}}', "429 Too Many Requests")], "HTTP 429", "queue is full"),
+        (
+            [
+                answer(
+                    '{"error": {"message": "queue is full", "code": "x"}}', "429 Too Many Requests"
+                )
+            ],
+            "HTTP 429",
+            "queue is full",
+        ),
         ([answer('{"detail": "no"}', "404 Not Found")], "HTTP 404", "no"),
-        ([answer("<h1>Bad gateway</h1>", "502 Bad Gateway", "text/html")], "HTTP 502", "<h1>Bad gateway</h1>"),
+        (
+            [answer("<h1>Bad gateway</h1>", "502 Bad Gateway", "text/html")],
+            "HTTP 502",
+            "<h1>Bad gateway</h1>",
+        ),
         ([answer("", "500 Internal Server Error")], "HTTP 500", "(an empty answer)"),
-        ([answer('{"choices": [{"text": "a"}]}')], "bad stream", "the answer to a request with stream=true is application/json"),
+        (
+            [answer('{"choices": [{"text": "a"}]}')],
+            "bad stream",
+            "the answer to a request with stream=true is application/json",
+        ),
         (chunked(b"data: nonsense\n\n"), "bad stream", "nonsense"),
-        (chunked(b'data: {"choices": [{"text": 3}]}\n\n'), "bad stream", "Expected `str | null`, got `int`"),
+        (
+            chunked(b'data: {"choices": [{"text": 3}]}\n\n'),
+            "bad stream",
+            "Expected `str | null`, got `int`",
+        ),
         (chunked(b"data: " + b"[" * 100_000 + b"\n\n"), "bad stream", "[[["),
         (chunked(b"hello"), "bad stream", "without a finish reason"),
-        (chunked(event(choices=[{"text": "a"}])), "incomplete stream", "without a finish reason and without [DONE]"),
-        (chunked(event(choices=[{"text": "a"}]), event(error={"message": "engine died", "code": "500"})), "error in stream", "engine died"),
-        (chunked(event(object="error", message="too long", code=400)), "error in stream", "too long"),
+        (
+            chunked(event(choices=[{"text": "a"}])),
+            "incomplete stream",
+            "without a finish reason and without [DONE]",
+        ),
+        (
+            chunked(
+                event(choices=[{"text": "a"}]),
+                event(error={"message": "engine died", "code": "500"}),
+            ),
+            "error in stream",
+            "engine died",
+        ),
+        (
+            chunked(event(object="error", message="too long", code=400)),
+            "error in stream",
+            "too long",
+        ),
         (chunked(b"data: [DONE]\n\n"), "no tokens", "the answer is empty"),
         ([DIE], "connection lost", ""),
         ([*completion_stream(["a", "b"])[:3], DIE], "connection lost", ""),
@@ -180,5 +278,8 @@ def test_sentences_of_errors() -> None:
     assert error_text(b'{"error": {"message": "long", "type": "t"}}') == "long"
     assert error_text(b'{"object": "error", "message": "old", "code": 4}') == "old"
     assert error_text(b"\xff") == "\ufffd"
-    assert error_text(b'{"detail": [{"msg": "field required"}]}') == '{"detail": [{"msg": "field required"}]}'
+    assert (
+        error_text(b'{"detail": [{"msg": "field required"}]}')
+        == '{"detail": [{"msg": "field required"}]}'
+    )
     assert len(error_text(b"x" * 10_000)) == 500

@@ -1,6 +1,6 @@
-"""The table and the JSON: what they say of failures, missing counts, interruption and a client that was too slow.
-May know: report, statistics, load's report.
-Must not know: servers."""
+"""The table and the JSON: what they say of failures, missing counts, interruption and a client that
+was too slow.
+"""
 
 import json
 from dataclasses import replace
@@ -10,26 +10,57 @@ import pytest
 from quire import InvalidParameterError
 from quire.frontend.bench.load import LoadReport
 from quire.frontend.bench.openai_client import Outcome
-from quire.frontend.bench.report import client_figures, client_warning, format_results, results_as_json, write_json
+from quire.frontend.bench.report import (
+    client_figures,
+    client_warning,
+    format_results,
+    results_as_json,
+    write_json,
+)
 from quire.frontend.bench.statistics import summarize_run
 
 TIMES = [100.1, 100.12, 100.16]
-GOOD = Outcome(start=100.0, num_prompt_tokens=4, num_output_tokens=3, counted_by="usage", token_times=TIMES, end=100.16, finish_reason="length")
+GOOD = Outcome(
+    start=100.0,
+    num_prompt_tokens=4,
+    num_output_tokens=3,
+    counted_by="usage",
+    token_times=TIMES,
+    end=100.16,
+    finish_reason="length",
+)
 BAD = Outcome(start=100.5, end=100.6, failure="HTTP 429", failure_text="queue\nis full")
-REPORT = LoadReport([GOOD, BAD], start=100.0, duration_s=2.0, peak_concurrency=2, client_cpu_s=0.1, lags=[0.001] * 99, send_delays=[0.0, 0.002])
+REPORT = LoadReport(
+    [GOOD, BAD],
+    start=100.0,
+    duration_s=2.0,
+    peak_concurrency=2,
+    client_cpu_s=0.1,
+    lags=[0.001] * 99,
+    send_delays=[0.0, 0.002],
+)
 
 
 def formatted(report: LoadReport = REPORT, limits: dict[str, float] | None = None) -> str:
     outcomes = [outcome for outcome in report.outcomes if outcome is not None]
-    return format_results(report, summarize_run(outcomes, report.duration_s, limits or {}), limits or {})
+    return format_results(
+        report, summarize_run(outcomes, report.duration_s, limits or {}), limits or {}
+    )
 
 
 def test_the_table() -> None:
     text = formatted(limits={"ttft": 0.2, "tpot": 0.05})
     lines = {line[:24].strip(): line[24:].split() for line in text.splitlines()}
     assert lines["successful requests"] == ["1", "0.50", "requests/s"]
-    assert lines["failed requests"] == ["1"] and "  1 HTTP 429; the first: queue is full" in text.splitlines()
-    assert lines["input tokens"] == ["4", "2.00", "tokens/s"] and lines["output tokens"] == ["3", "1.50", "tokens/s"]
+    assert (
+        lines["failed requests"] == ["1"]
+        and "  1 HTTP 429; the first: queue is full" in text.splitlines()
+    )
+    assert lines["input tokens"] == ["4", "2.00", "tokens/s"] and lines["output tokens"] == [
+        "3",
+        "1.50",
+        "tokens/s",
+    ]
     assert lines["peak concurrency"] == ["2"]
     assert "0.50 requests/s with ttft <= 200 ms, tpot <= 50 ms" in text
     ttft = next(line for line in text.splitlines() if line.startswith("TTFT"))
@@ -42,7 +73,10 @@ def test_the_table() -> None:
 def test_what_is_not_known_is_said() -> None:
     uncounted = replace(GOOD, num_prompt_tokens=None, counted_by="chunks")
     text = formatted(replace(REPORT, outcomes=[uncounted]))
-    assert "input tokens                 unknown\n" in text and "chunks were counted; --tokenizer counts tokens" in text
+    assert (
+        "input tokens                 unknown\n" in text
+        and "chunks were counted; --tokenizer counts tokens" in text
+    )
 
 
 def test_an_interrupted_run_says_what_is_missing() -> None:
@@ -64,7 +98,9 @@ def test_only_failures() -> None:
     ],
 )
 def test_a_client_that_was_too_slow_says_so(changes: dict, sentence: str) -> None:
-    assert "WARNING: this client was saturated: " + sentence in formatted(replace(REPORT, **changes))
+    assert "WARNING: this client was saturated: " + sentence in formatted(
+        replace(REPORT, **changes)
+    )
 
 
 def test_a_client_that_kept_up_says_nothing() -> None:
@@ -76,13 +112,28 @@ def test_a_client_that_kept_up_says_nothing() -> None:
 def test_json_holds_everything(tmp_path: Path) -> None:
     results = summarize_run([GOOD, BAD], 2.0, {"ttft": 0.2})
     path = tmp_path / "result.json"
-    write_json(str(path), results_as_json(replace(REPORT, outcomes=[GOOD, BAD, None]), results, {"seed": 3}))
-    found = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert found["settings"] == {"seed": 3} and found["machine"]["num_cores"] >= 1 and found["machine"]["processor"]
-    assert (found["requests_per_s"], found["output_tokens_per_s"], found["goodput"]) == (0.5, 1.5, 0.5)
+    write_json(
+        str(path),
+        results_as_json(replace(REPORT, outcomes=[GOOD, BAD, None]), results, {"seed": 3}),
+    )
+    found = json.loads(
+        path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
+    )
+    assert (
+        found["settings"] == {"seed": 3}
+        and found["machine"]["num_cores"] >= 1
+        and found["machine"]["processor"]
+    )
+    assert (found["requests_per_s"], found["output_tokens_per_s"], found["goodput"]) == (
+        0.5,
+        1.5,
+        0.5,
+    )
     assert found["failures"] == {"HTTP 429": {"count": 1, "first": "queue\nis full"}}
     assert found["metrics"]["ttft"]["percentiles"]["99"] == pytest.approx(0.1)
-    assert [row["start_s"] for row in found["requests"]] == [0.0, 0.5] and found["requests"][1]["failure"] == "HTTP 429"
+    assert [row["start_s"] for row in found["requests"]] == [0.0, 0.5] and found["requests"][1][
+        "failure"
+    ] == "HTTP 429"
     assert found["client_warning"] is None
 
 

@@ -1,6 +1,6 @@
-"""`bench serve` from the first look at a server to the results, against servers with different manners.
-May know: serve, the scripted server.
-Must not know: command lines, our own server."""
+"""`bench serve` from the first look at a server to the results, against servers with different
+manners.
+"""
 
 import asyncio
 import os
@@ -16,7 +16,15 @@ from quire.frontend.bench.serve import BenchmarkError, ServeOptions, ServeRun, r
 from quire.frontend.bench.workloads import WorkloadOptions, make_requests
 from quire.frontend.model_files import find_model_directory
 from quire.frontend.tokenizer import Tokenizer
-from quire.tests.scripted_server import HANG, STREAM_HEAD, Script, ScriptedServer, answer, completion_stream, scripted_server
+from quire.tests.scripted_server import (
+    HANG,
+    STREAM_HEAD,
+    Script,
+    ScriptedServer,
+    answer,
+    completion_stream,
+    scripted_server,
+)
 
 MODELS = [answer('{"data": [{"id": "tiny"}]}')]
 NOT_FOUND = [answer('{"detail": "Not Found"}', "404 Not Found")]
@@ -25,41 +33,73 @@ WARMUPS = make_requests(WorkloadOptions(num_prompts=1, input_len=4, output_len=3
 
 
 def bench(
-    script: Callable[[dict[str, Any]], Script], tokenizer: Tokenizer | None = None, model: str | None = None, **options: Any
+    script: Callable[[dict[str, Any]], Script],
+    tokenizer: Tokenizer | None = None,
+    model: str | None = None,
+    **options: Any,
 ) -> tuple[ServeRun, ScriptedServer]:
     async def main() -> tuple[ServeRun, ScriptedServer]:
         async with scripted_server(script) as (url, server):
-            run = await run_serve(ServeOptions(base_url=url, **options), RequestOptions(model), REQUESTS, WARMUPS, tokenizer)
+            run = await run_serve(
+                ServeOptions(base_url=url, **options),
+                RequestOptions(model),
+                REQUESTS,
+                WARMUPS,
+                tokenizer,
+            )
             return run, server
 
     return asyncio.run(main())
 
 
 def good_server(request: dict[str, Any]) -> Script:
-    return MODELS if request["path"] == "/v1/models" else completion_stream(["a", "b", "c"], {"prompt_tokens": 4, "completion_tokens": 3})
+    return (
+        MODELS
+        if request["path"] == "/v1/models"
+        else completion_stream(["a", "b", "c"], {"prompt_tokens": 4, "completion_tokens": 3})
+    )
 
 
 def test_a_run() -> None:
     run, server = bench(good_server, api_key="secret", max_concurrency=2)
     assert [outcome.failure for outcome in run.report.outcomes] == [None] * 6
     assert {request["headers"]["authorization"] for request in server.requests} == {"Bearer secret"}
-    completions = [request["body"] for request in server.requests if request["path"] == "/v1/completions"]
-    assert (len(completions), {body["model"] for body in completions}, run.model) == (7, {"tiny"}, "tiny")  # a warm-up and six
-    assert [body["prompt"] for body in completions] == [request.prompt for request in [*WARMUPS, *REQUESTS]]
+    completions = [
+        request["body"] for request in server.requests if request["path"] == "/v1/completions"
+    ]
+    # a warm-up and six
+    assert (len(completions), {body["model"] for body in completions}, run.model) == (
+        7,
+        {"tiny"},
+        "tiny",
+    )
+    assert [body["prompt"] for body in completions] == [
+        request.prompt for request in [*WARMUPS, *REQUESTS]
+    ]
     assert server.peak_open <= 2
 
 
 def test_a_server_without_a_list_of_models_and_without_usage() -> None:
     tokenizer = Tokenizer(find_model_directory("bundled"))
-    run, server = bench(lambda request: NOT_FOUND if request["method"] == "GET" else completion_stream(["Once upon", " a time"]), tokenizer)
+    run, server = bench(
+        lambda request: (
+            NOT_FOUND if request["method"] == "GET" else completion_stream(["Once upon", " a time"])
+        ),
+        tokenizer,
+    )
     assert run.model == "default"
     expected = len(tokenizer.encode("Once upon a time", add_special_tokens=False))
-    assert [(outcome.num_output_tokens, outcome.counted_by) for outcome in run.report.outcomes] == [(expected, "tokenizer")] * 6
+    assert [(outcome.num_output_tokens, outcome.counted_by) for outcome in run.report.outcomes] == [
+        (expected, "tokenizer")
+    ] * 6
 
 
 def test_the_model_that_the_user_names_needs_no_list() -> None:
     refused = [answer("", "500 Internal Server Error")]
-    run, server = bench(lambda request: refused if request["method"] == "GET" else completion_stream(["a"]), model="mine")
+    run, server = bench(
+        lambda request: refused if request["method"] == "GET" else completion_stream(["a"]),
+        model="mine",
+    )
     assert run.model == server.requests[-1]["body"]["model"] == "mine"
 
 
@@ -73,14 +113,21 @@ def test_a_server_that_never_tells_its_models(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_failures_during_the_run_are_outcomes() -> None:
-    answers = iter([good_server({"path": ""})] * 4 + [[answer('{"error": {"message": "full"}}', "429 Too Many Requests")]] * 3)
-    run, _ = bench(lambda request: MODELS if request["method"] == "GET" else next(answers), max_concurrency=1)
+    answers = iter(
+        [good_server({"path": ""})] * 4
+        + [[answer('{"error": {"message": "full"}}', "429 Too Many Requests")]] * 3
+    )
+    run, _ = bench(
+        lambda request: MODELS if request["method"] == "GET" else next(answers), max_concurrency=1
+    )
     assert [outcome.failure for outcome in run.report.outcomes] == [None] * 3 + ["HTTP 429"] * 3
 
 
 def test_a_server_that_refuses_the_warm_up_is_not_measured() -> None:
     refusal = [answer('{"error": {"message": "The model `x` does not exist"}}', "404 Not Found")]
-    with pytest.raises(BenchmarkError, match="the warm-up failed: HTTP 404: The model `x` does not exist"):
+    with pytest.raises(
+        BenchmarkError, match="the warm-up failed: HTTP 404: The model `x` does not exist"
+    ):
         bench(lambda request: MODELS if request["method"] == "GET" else refusal)
 
 
@@ -91,15 +138,25 @@ def test_a_wrong_key_is_said_at_once() -> None:
 
 
 def test_nobody_there() -> None:
-    with pytest.raises(BenchmarkError, match="http://127.0.0.1:9: connection refused: .*; --ready-timeout SECONDS waits"):
-        asyncio.run(run_serve(ServeOptions(base_url="http://127.0.0.1:9"), RequestOptions(), REQUESTS, WARMUPS))
+    with pytest.raises(
+        BenchmarkError,
+        match="http://127.0.0.1:9: connection refused: .*; --ready-timeout SECONDS waits",
+    ):
+        asyncio.run(
+            run_serve(
+                ServeOptions(base_url="http://127.0.0.1:9"), RequestOptions(), REQUESTS, WARMUPS
+            )
+        )
 
 
 def test_a_server_that_is_loading_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "POLL_INTERVAL_S", 0.001)
     loading = [answer('{"error": {"message": "loading, 40 %"}}', "503 Service Unavailable")]
     answers = iter([loading] * 3 + [MODELS])
-    run, _ = bench(lambda request: next(answers) if request["method"] == "GET" else good_server(request), ready_timeout_s=60.0)
+    run, _ = bench(
+        lambda request: next(answers) if request["method"] == "GET" else good_server(request),
+        ready_timeout_s=60.0,
+    )
     assert run.model == "tiny"
     with pytest.raises(BenchmarkError, match="HTTP 503: loading, 40 %"):
         bench(lambda request: loading)
@@ -112,7 +169,8 @@ def test_ctrl_c_keeps_what_was_measured() -> None:
         if request["method"] == "GET":
             return MODELS
         asked.append(request)
-        if len(asked) == 5:  # the warm-up and three are answered; at the fourth the user has had enough
+        # the warm-up and three are answered; at the fourth the user has had enough
+        if len(asked) == 5:
             asyncio.get_running_loop().call_later(0.01, os.kill, os.getpid(), signal.SIGINT)
         return good_server(request) if len(asked) < 5 else [STREAM_HEAD, HANG]
 

@@ -1,6 +1,6 @@
-"""SseParser: the format's rules, whatever the cuts.
-May know: SseParser.
-Must not know: HTTP, chunks of any API."""
+"""SseParser: the format's rules, whatever the cuts."""
+
+import itertools
 
 import pytest
 from hypothesis import given
@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from quire.frontend.bench import sse
 from quire.frontend.bench.sse import SseError, SseParser
 
-EVERYTHING = (
-    b": a comment\r\nevent: x\r\ndata: one\r\n\r\nid: 7\ndata:two\ndata: three\n\n\n\n: ping\n\nretry: 5\ndata:  indented\n\ndata\ndata: \xff\r\rdata: [DONE]"
-)
+EVERYTHING = b": a comment\r\nevent: x\r\ndata: one\r\n\r\nid: 7\ndata:two\ndata: three\n\n\n\n: ping\n\nretry: 5\ndata:  indented\n\ndata\ndata: \xff\r\rdata: [DONE]"
 EVENTS = [b"one", b"two\nthree", b" indented", b"\xff", b"[DONE]"]
 
 
@@ -30,7 +28,7 @@ def test_byte_by_byte_it_is_the_same() -> None:
 @given(st.lists(st.integers(0, len(EVERYTHING)), max_size=8))
 def test_cuts_do_not_matter(cuts: list[int]) -> None:
     places = [0, *sorted(cuts), len(EVERYTHING)]
-    assert parse([EVERYTHING[a:b] for a, b in zip(places, places[1:])]) == EVENTS
+    assert parse([EVERYTHING[a:b] for a, b in itertools.pairwise(places)]) == EVENTS
 
 
 def test_an_event_comes_with_its_blank_line_and_not_before() -> None:
@@ -42,7 +40,9 @@ def test_an_event_comes_with_its_blank_line_and_not_before() -> None:
 
 
 def test_only_line_ends_of_the_format_end_a_line() -> None:
-    assert parse(["data: a\x0b\x0c\x1c\x85\u2028b\n\n".encode()]) == ["a\x0b\x0c\x1c\x85\u2028b".encode()]
+    assert parse(["data: a\x0b\x0c\x1c\x85\u2028b\n\n".encode()]) == [
+        "a\x0b\x0c\x1c\x85\u2028b".encode()
+    ]
 
 
 def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,4 @@
-"""The statistics against numpy's, and goodput by hand.
-May know: statistics, Outcome, numpy.
-Must not know: servers."""
+"""The statistics against numpy's, and goodput by hand."""
 
 import numpy
 import pytest
@@ -8,14 +6,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire import InvalidParameterError
 from quire.frontend.bench.openai_client import Outcome
-from quire.frontend.bench.statistics import failures_by_kind, is_good, metric_values, parse_goodput, percentile, summarize, summarize_run
+from quire.frontend.bench.statistics import (
+    failures_by_kind,
+    is_good,
+    metric_values,
+    parse_goodput,
+    percentile,
+    summarize,
+    summarize_run,
+)
 
 VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=200)
 
 
 @given(VALUES, st.floats(0, 100))
 def test_percentiles_are_numpy_s(values: list[float], p: float) -> None:
-    assert percentile(sorted(values), p) == pytest.approx(numpy.percentile(values, p), rel=1e-9, abs=1e-9)
+    assert percentile(sorted(values), p) == pytest.approx(
+        numpy.percentile(values, p), rel=1e-9, abs=1e-9
+    )
 
 
 @given(VALUES)
@@ -32,20 +40,40 @@ def test_nothing_has_no_summary() -> None:
     assert summarize([]) is None
 
 
-def outcome(ttft: float = 0.1, itls: tuple[float, ...] = (0.02, 0.04), num_tokens: int | None = None, failure: str | None = None) -> Outcome:
+def outcome(
+    ttft: float = 0.1,
+    itls: tuple[float, ...] = (0.02, 0.04),
+    num_tokens: int | None = None,
+    failure: str | None = None,
+) -> Outcome:
     times = [ttft]
     for itl in itls:
         times.append(times[-1] + itl)
     num_tokens = len(times) if num_tokens is None else num_tokens
-    return Outcome(start=0.0, num_prompt_tokens=7, num_output_tokens=num_tokens, token_times=times, end=times[-1], failure=failure, failure_text=f"{ttft}")
+    return Outcome(
+        start=0.0,
+        num_prompt_tokens=7,
+        num_output_tokens=num_tokens,
+        token_times=times,
+        end=times[-1],
+        failure=failure,
+        failure_text=f"{ttft}",
+    )
 
 
 def test_goodput_limits_are_read() -> None:
-    assert parse_goodput(["ttft:200", "tpot:12.5", "e2e:1000"]) == {"ttft": 0.2, "tpot": 0.0125, "e2el": 1.0}
+    assert parse_goodput(["ttft:200", "tpot:12.5", "e2e:1000"]) == {
+        "ttft": 0.2,
+        "tpot": 0.0125,
+        "e2el": 1.0,
+    }
     assert parse_goodput([]) == {}
 
 
-@pytest.mark.parametrize("word", ["ttft", "ttft:", "ttft:fast", "ttft:0", "ttft:-1", "ttft:nan", "ttft:inf", "speed:3", ":3"])
+@pytest.mark.parametrize(
+    "word",
+    ["ttft", "ttft:", "ttft:fast", "ttft:0", "ttft:-1", "ttft:nan", "ttft:inf", "speed:3", ":3"],
+)
 def test_goodput_limits_that_are_none(word: str) -> None:
     with pytest.raises(InvalidParameterError, match="--goodput: must be METRIC:MILLISECONDS"):
         parse_goodput([word])
@@ -80,14 +108,27 @@ def test_several_tokens_in_a_chunk_share_its_time() -> None:
 
 
 def test_failures_are_counted_by_kind_with_the_first_text() -> None:
-    outcomes = [outcome(0.1, failure="timeout"), outcome(), outcome(0.2, failure="HTTP 429"), outcome(0.3, failure="HTTP 429")]
-    assert list(failures_by_kind(outcomes).items()) == [("HTTP 429", (2, "0.2")), ("timeout", (1, "0.1"))]
+    outcomes = [
+        outcome(0.1, failure="timeout"),
+        outcome(),
+        outcome(0.2, failure="HTTP 429"),
+        outcome(0.3, failure="HTTP 429"),
+    ]
+    assert list(failures_by_kind(outcomes).items()) == [
+        ("HTTP 429", (2, "0.2")),
+        ("timeout", (1, "0.1")),
+    ]
 
 
 def test_a_run() -> None:
     outcomes = [outcome(), outcome(0.3), outcome(0.2, failure="HTTP 429")]
     results = summarize_run(outcomes, 2.0, {"ttft": 0.25})
-    assert (results.num_successes, results.num_failures, results.num_good, results.goodput) == (2, 1, 1, 0.5)
+    assert (results.num_successes, results.num_failures, results.num_good, results.goodput) == (
+        2,
+        1,
+        1,
+        0.5,
+    )
     assert (results.num_input_tokens, results.num_output_tokens, results.num_chunks) == (14, 6, 9)
     assert results.per_second(results.num_output_tokens) == 3.0
     assert results.metrics["ttft"].mean == pytest.approx(0.2) and results.metrics["itl"].count == 4

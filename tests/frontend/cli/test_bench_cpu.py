@@ -1,6 +1,4 @@
-"""`quire bench cpu` with the bundled model: figures, files, refusals, what a sweep asks for.
-May know: the command line, the bundled model.
-Must not know: how anything is measured."""
+"""`quire bench cpu` with the bundled model: figures, files, refusals, what a sweep asks for."""
 
 from __future__ import annotations
 
@@ -25,12 +23,37 @@ def call(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]
 
 def test_phases_beside_their_limits(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    words = ["--seconds", "0.01", "--batch-sizes", "1", "3", "--context", "40", "--prefill-len", "30", "--num-threads", "1", "--json", str(path)]
+    words = [
+        "--seconds",
+        "0.01",
+        "--batch-sizes",
+        "1",
+        "3",
+        "--context",
+        "40",
+        "--prefill-len",
+        "30",
+        "--num-threads",
+        "1",
+        "--json",
+        str(path),
+    ]
     code, out, _ = call(capsys, *words)
-    assert code == 0 and out.startswith("this machine reads ") and "multiplies matrices at bfloat16 " in out
+    assert (
+        code == 0
+        and out.startswith("this machine reads ")
+        and "multiplies matrices at bfloat16 " in out
+    )
     found = json.loads(path.read_text())
-    assert [(p["name"], p["batch"], p["context"]) for p in found["phases"]] == [("decode", 1, 40), ("decode", 3, 40), ("prefill", 1, 30)]
-    assert all(p["bandwidth"] > 0 and p["fraction"] == pytest.approx(p["least_s"] / p["seconds"]) for p in found["phases"])
+    assert [(p["name"], p["batch"], p["context"]) for p in found["phases"]] == [
+        ("decode", 1, 40),
+        ("decode", 3, 40),
+        ("prefill", 1, 30),
+    ]
+    assert all(
+        p["bandwidth"] > 0 and p["fraction"] == pytest.approx(p["least_s"] / p["seconds"])
+        for p in found["phases"]
+    )
     assert found["limits"]["read_bandwidth"]["1"] > 0 and found["machine"]["num_cores"] >= 1
 
 
@@ -53,7 +76,13 @@ def test_a_sweep_grows_one_thing_at_a_time() -> None:
     config = EngineArgs(max_model_len=600).create_engine_config()
     args = cpu_parser([]).parse(["--context", "100"])
     found = sweeps(config, args, 600, most_threads=3)
-    assert [name for name, _, _ in found] == ["requests", "tokens of context", "threads", "threads", "threads"]
+    assert [name for name, _, _ in found] == [
+        "requests",
+        "tokens of context",
+        "threads",
+        "threads",
+        "threads",
+    ]
     assert [batch for batch, _ in found[0][2].decode] == list(BATCHES)
     assert found[1][2].decode == [(1, 128), (1, 512)]
     assert [part.device_config.num_threads for _, part, _ in found[2:]] == [1, 2, 3]
@@ -69,7 +98,12 @@ def test_an_engine_has_room_for_its_plan() -> None:
 
 def test_limits_and_drawings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     text = format_limits(Limits({1: 2e9, 2: 3.5e9}, {"float32": 1.5e11}))
-    assert "2.0 GB/s with 1 thread, 3.5 GB/s with 2 threads" in text and "float32 150 GFLOP/s" in text
-    phases = [Phase("decode", batch, 9, 1, 0.1 * batch, 0.1, 1e9, 1e11, 0.05 * batch, "memory", 0.5) for batch in (1, 2)]
+    assert (
+        "2.0 GB/s with 1 thread, 3.5 GB/s with 2 threads" in text and "float32 150 GFLOP/s" in text
+    )
+    phases = [
+        Phase("decode", batch, 9, 1, 0.1 * batch, 0.1, 1e9, 1e11, 0.05 * batch, "memory", 0.5)
+        for batch in (1, 2)
+    ]
     draw(tmp_path, {"requests": phases})
     assert (tmp_path / "cost-of-requests.svg").read_text().count("<polyline") == 2

@@ -1,6 +1,4 @@
-"""`quire models` as a user meets it: a table, JSON lines, warnings apart.
-May know: the command line; the list itself is made up.
-Must not know: how a cache is scanned (tests/frontend/test_model_cache.py)."""
+"""`quire models` as a user meets it: a table, JSON lines, warnings apart."""
 
 from __future__ import annotations
 
@@ -12,12 +10,25 @@ from quire.frontend import model_cache
 from quire.frontend.model_cache import CachedModel
 
 READY = CachedModel(
-    model="bundled", revision="", directory="d", size_bytes=2**20, dtype="bfloat16", architecture="Qwen2ForCausalLM", num_parameters=3_970_304, problems=[]
+    model="bundled",
+    revision="",
+    directory="d",
+    size_bytes=2**20,
+    dtype="bfloat16",
+    architecture="Qwen2ForCausalLM",
+    num_parameters=3_970_304,
+    problems=[],
 )
 BROKEN = CachedModel(
-    model="some/body[bold]", revision="main", directory="e", size_bytes=5 * 2**30, dtype=None, architecture=None, num_parameters=None,
+    model="some/body[bold]",
+    revision="main",
+    directory="e",
+    size_bytes=5 * 2**30,
+    dtype=None,
+    architecture=None,
+    num_parameters=None,
     problems=["no config.json", "no tokenizer.json"],
-)  # fmt: skip
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,13 +40,33 @@ def test_a_table(capsys: pytest.CaptureFixture) -> None:
     assert main(["models"]) == 0
     captured = capsys.readouterr()
     header, first, second = captured.out.splitlines()
-    assert header.split() == ["model", "revision", "size", "dtype", "parameters", "architecture", "state"]
-    assert first.split() == ["bundled", "1.0", "MiB", "bfloat16", "3.97M", "Qwen2ForCausalLM", "ready"]
-    assert second.startswith("some/body[bold]  main ") and second.endswith("no config.json; no tokenizer.json")
+    assert header.split() == [
+        "model",
+        "revision",
+        "size",
+        "dtype",
+        "parameters",
+        "architecture",
+        "state",
+    ]
+    assert first.split() == [
+        "bundled",
+        "1.0",
+        "MiB",
+        "bfloat16",
+        "3.97M",
+        "Qwen2ForCausalLM",
+        "ready",
+    ]
+    assert second.startswith("some/body[bold]  main ") and second.endswith(
+        "no config.json; no tokenizer.json"
+    )
     assert captured.err == "quire: a folder is odd\n"
 
 
 def test_json(capsys: pytest.CaptureFixture) -> None:
     assert main(["models", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["model"] for line in lines] == ["bundled", "some/body[bold]"] and lines[1]["problems"] == BROKEN.problems
+    assert [line["model"] for line in lines] == ["bundled", "some/body[bold]"] and lines[1][
+        "problems"
+    ] == BROKEN.problems

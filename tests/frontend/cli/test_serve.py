@@ -1,6 +1,6 @@
-"""`quire serve` as a command: help, bad flags, a port in use, a model that is not there, signals.
-May know: subprocesses, the command's words.
-Must not know: routes."""
+"""`quire serve` as a command: help, bad flags, a port in use, a model that is not there,
+signals.
+"""
 
 import signal
 import socket
@@ -12,7 +12,13 @@ from quire.tests.frontend.server.conftest import running_server
 
 
 def quire_serve(*flags: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "quire", "serve", *flags], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "quire", "serve", *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def test_help_shows_ten_flags_and_help_all_the_rest() -> None:
@@ -38,12 +44,18 @@ def test_bad_flags_are_one_sentence(flags: tuple[str, ...], words: str) -> None:
 def test_a_port_in_use_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = quire_serve("--port", str(taken.getsockname()[1]))
-    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("quire: port: cannot listen on 127.0.0.1:")
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(
+        "quire: port: cannot listen on 127.0.0.1:"
+    )
 
 
 def test_a_model_that_is_not_there_ends_the_server_with_its_name() -> None:
     done = quire_serve("./no-such-model", "--port", "0")
-    assert done.returncode == 2 and "no-such-model" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2
+        and "no-such-model" in done.stderr.splitlines()[-1]
+        and "Traceback" not in done.stderr
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -54,8 +66,16 @@ def test_a_signal_ends_it_with_its_engine(number: int) -> None:
         assert "Traceback" not in client.log()
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--chat-template", "missing.jinja"), ("--tool-call-parser", "mine")])
-def test_what_the_model_does_not_have_ends_the_server_with_a_sentence(flag: str, value: str) -> None:
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--chat-template", "missing.jinja"), ("--tool-call-parser", "mine")]
+)
+def test_what_the_model_does_not_have_ends_the_server_with_a_sentence(
+    flag: str, value: str
+) -> None:
     done = quire_serve("--port", "0", flag, value)
     last = done.stderr.splitlines()[-1]
-    assert done.returncode == 2 and last.startswith(f"quire: {flag[2:].replace('-', '_')}: must be") and value in last
+    assert (
+        done.returncode == 2
+        and last.startswith(f"quire: {flag[2:].replace('-', '_')}: must be")
+        and value in last
+    )

@@ -1,6 +1,6 @@
-"""Flags win over the environment, the environment over a file, a file over defaults; every value says where it is from; nothing unknown is silent.
-May know: the parser with every group of flags, files, the environment.
-Must not know: what a setting does."""
+"""Flags win over the environment, the environment over a file, a file over defaults; every value
+says where it is from; nothing unknown is silent.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from quire.frontend.cli.session import request_flags, session_flags
 from quire.frontend.cli.sources import Setting, render
 from quire.frontend.server.config import ServerConfig
 
-GROUPS = {"server": server_flags(), "engine": [flag for flag in engine_flags() if flag.name != "model"] + [ENGINE]}
+GROUPS = {
+    "server": server_flags(),
+    "engine": [flag for flag in engine_flags() if flag.name != "model"] + [ENGINE],
+}
 
 
 def parser() -> Parser:
@@ -65,7 +68,9 @@ def test_the_model_comes_from_everywhere(environment: pytest.MonkeyPatch) -> Non
     assert parse("--config", "q.toml")["model"].value == "in-the-file"
     environment.setenv("QUIRE_MODEL", "in-the-environment")
     assert parse("--config", "q.toml")["model"].value == "in-the-environment"
-    assert parse("on-the-line", "--config", "q.toml")["model"] == Setting("on-the-line", "the command line")
+    assert parse("on-the-line", "--config", "q.toml")["model"] == Setting(
+        "on-the-line", "the command line"
+    )
 
 
 def test_a_file_in_the_environment(environment: pytest.MonkeyPatch) -> None:
@@ -79,13 +84,19 @@ def test_a_file_in_the_environment(environment: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["q.toml", "q.yaml", "q.json"])
 def test_every_kind_of_value_in_a_file(name: str) -> None:
     texts = {
-        "q.toml": 'api_key = ["a", "b"]\nkernels = {rms_norm = "reference"}\nswap_space = 1\npage = false\nmax_body_bytes = "1MiB"\n',
-        "q.yaml": "api_key: [a, b]\nkernels: {rms_norm: reference}\nswap_space: 1\npage: off\nmax_body_bytes: 1MiB\n",
+        "q.toml": 'api_key = ["a", "b"]\nkernels = {rms_norm = "reference"}\nswap_space = 1\npage '
+        '= false\nmax_body_bytes = "1MiB"\n',
+        "q.yaml": "api_key: [a, b]\nkernels: {rms_norm: reference}\nswap_space: 1\npage: "
+        "off\nmax_body_bytes: 1MiB\n",
     }
     texts["q.json"] = json.dumps(yaml.safe_load(texts["q.yaml"]), indent="\t")
     Path(name).write_text(texts[name])
     args = parser().parse(["--config", name])
-    assert given(args, server_flags()) == {"api_key": ["a", "b"], "page": False, "max_body_bytes": 2**20}
+    assert given(args, server_flags()) == {
+        "api_key": ["a", "b"],
+        "page": False,
+        "max_body_bytes": 2**20,
+    }
     assert given(args, engine_flags()) == {"kernels": {"rms_norm": "reference"}, "swap_space": 1.0}
 
 
@@ -111,7 +122,10 @@ def test_an_empty_file_and_empty_variables_say_nothing(environment: pytest.Monke
         ("- port", "must hold names and values (dtype: float32), not a list"),
         ("port", "must hold names and values (dtype: float32), not a str"),
         ("port: [", "is not YAML: "),
-        ("port: !!python/object/apply:os.getpid []", "is not YAML: could not determine a constructor for the tag"),
+        (
+            "port: !!python/object/apply:os.getpid []",
+            "is not YAML: could not determine a constructor for the tag",
+        ),
         ("host: 2026-99-99", "is not YAML: month must be in 1..12"),
         ("api_key: 3", "api_key must be a list of texts"),
     ],
@@ -120,7 +134,11 @@ def test_a_bad_file_is_named_with_its_key(text: str, sentence: str) -> None:
     Path("q.yaml").write_text(text)
     with pytest.raises(InvalidParameterError) as caught:
         parse("--config", "q.yaml")
-    assert caught.value.parameter == "--config" and "q.yaml" in caught.value.problem and sentence in caught.value.problem
+    assert (
+        caught.value.parameter == "--config"
+        and "q.yaml" in caught.value.problem
+        and sentence in caught.value.problem
+    )
     assert "\n" not in str(caught.value)
 
 
@@ -130,9 +148,12 @@ def test_files_that_are_none() -> None:
     Path("q.ini").write_text("port = 1")
     Path("bytes.yaml").write_bytes(b"\xff")
     cases = {
-        "q.toml": "is not TOML", "q.json": "is not JSON: port is there twice", "q.ini": "must end in .yaml", "none.yaml": "cannot read",
+        "q.toml": "is not TOML",
+        "q.json": "is not JSON: port is there twice",
+        "q.ini": "must end in .yaml",
+        "none.yaml": "cannot read",
         "bytes.yaml": "is not UTF-8",
-    }  # fmt: skip
+    }
     for name, problem in cases.items():
         with pytest.raises(InvalidParameterError, match=problem):
             parse("--config", name)
@@ -140,15 +161,26 @@ def test_files_that_are_none() -> None:
 
 def test_a_bad_variable_is_named(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("QUIRE_MAX_NUM_SEQS", "0")
-    with pytest.raises(InvalidParameterError, match="^QUIRE_MAX_NUM_SEQS: must be an integer, at least 1, got '0'$"):
+    with pytest.raises(
+        InvalidParameterError, match="^QUIRE_MAX_NUM_SEQS: must be an integer, at least 1, got '0'$"
+    ):
         parse()
 
 
-def test_an_unknown_variable_is_warned_of_and_others_are_not(environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_an_unknown_variable_is_warned_of_and_others_are_not(
+    environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     variables = {
-        "QUIRE_TRACEBACK": "1", "QUIRE_NATIVE": "0", "QUIRE_TEMPERATURE": "hot", "QUIRE_LISTEN": "x",  # another command's, not read by this one
-        "QUIRE_SERVICE_HOST": "10.0.0.1", "QUIRE_SERVICE_PORT_HTTP": "80", "QUIRE_PORT": "tcp://10.0.0.1:80", "QUIRE_PORT_80_TCP_ADDR": "10.0.0.1",
-    }  # fmt: skip
+        # another command's, not read by this one
+        "QUIRE_TRACEBACK": "1",
+        "QUIRE_NATIVE": "0",
+        "QUIRE_TEMPERATURE": "hot",
+        "QUIRE_LISTEN": "x",
+        "QUIRE_SERVICE_HOST": "10.0.0.1",
+        "QUIRE_SERVICE_PORT_HTTP": "80",
+        "QUIRE_PORT": "tcp://10.0.0.1:80",
+        "QUIRE_PORT_80_TCP_ADDR": "10.0.0.1",
+    }
     for name, value in variables.items():
         environment.setenv(name, value)
     assert parse() == {} and capsys.readouterr().err == ""
@@ -156,12 +188,22 @@ def test_an_unknown_variable_is_warned_of_and_others_are_not(environment: pytest
     environment.setenv("QUIRE_XXXXXXXX", "1")
     assert parse() == {}
     assert capsys.readouterr().err.splitlines() == [
-        "quire: there is no setting for the variable QUIRE_MAX_MODLE_LEN; did you mean QUIRE_MAX_MODEL_LEN?",
+        "quire: there is no setting for the variable QUIRE_MAX_MODLE_LEN; did you mean "
+        "QUIRE_MAX_MODEL_LEN?",
         "quire: there is no setting for the variable QUIRE_XXXXXXXX; it is not used",
     ]
 
 
-@pytest.mark.parametrize("arguments", [["generate", "x"], ["chat"], ["engine", "--listen", "ipc://x"], ["plan"], ["serve", "--port", "0"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "x"],
+        ["chat"],
+        ["engine", "--listen", "ipc://x"],
+        ["plan"],
+        ["serve", "--port", "0"],
+    ],
+)
 def test_an_error_names_the_source_of_a_value_that_is_not_on_the_command_line(
     arguments: list[str], environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -169,15 +211,24 @@ def test_an_error_names_the_source_of_a_value_that_is_not_on_the_command_line(
     environment.setenv("QUIRE_CONFIG", "q.yaml")
     assert main(arguments) == 2
     problem = "quire: max_model_len: must be at most 4096, the context of the model, got 999999"
-    assert f"{problem} (hf_overrides can change it) (from the file q.yaml)\n" in capsys.readouterr().err
+    assert (
+        f"{problem} (hf_overrides can change it) (from the file q.yaml)\n"
+        in capsys.readouterr().err
+    )
     assert main([*arguments, "--max-model-len", "9999"]) == 2
     assert "from the" not in capsys.readouterr().err
 
 
-def test_an_error_of_a_sampling_parameter_names_its_variable(environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_an_error_of_a_sampling_parameter_names_its_variable(
+    environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     environment.setenv("QUIRE_TOP_P", "3")
     assert main(["generate", "x"]) == 2
-    assert capsys.readouterr().err == "quire: top_p: must be greater than 0 and at most 1, got 3.0 (from the environment QUIRE_TOP_P)\n"
+    assert (
+        capsys.readouterr().err
+        == "quire: top_p: must be greater than 0 and at most 1, got 3.0 (from the environment "
+        "QUIRE_TOP_P)\n"
+    )
 
 
 # ---------------------------------------------------------------- printing
@@ -190,33 +241,70 @@ def printed(capsys: pytest.CaptureFixture, *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_what_is_printed_can_be_fed_back(environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_what_is_printed_can_be_fed_back(
+    environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     environment.setenv("QUIRE_HOST", "::1")
     Path("q.toml").write_text("swap_space = 0.5")
-    text = printed(capsys, "a: model # here", "--config", "q.toml", "--hf-overrides", '{"x": 1e16, "none": null}', "--no-page")
+    text = printed(
+        capsys,
+        "a: model # here",
+        "--config",
+        "q.toml",
+        "--hf-overrides",
+        '{"x": 1e16, "none": null}',
+        "--no-page",
+    )
     lines = {line.split(":")[0]: line for line in text.splitlines()}
-    assert lines["host"].endswith("# environment QUIRE_HOST") and lines["swap_space"].endswith("# file q.toml")
-    assert lines["page"].split() == ["page:", "false", "#", "flag", "--page"] and lines["port"].split() == ["port:", "8000", "#", "default"]
-    assert set(yaml.safe_load(text)) == {"model", *(flag.name for flags in GROUPS.values() for flag in flags)}
+    assert lines["host"].endswith("# environment QUIRE_HOST") and lines["swap_space"].endswith(
+        "# file q.toml"
+    )
+    assert lines["page"].split() == ["page:", "false", "#", "flag", "--page"] and lines[
+        "port"
+    ].split() == ["port:", "8000", "#", "default"]
+    assert set(yaml.safe_load(text)) == {
+        "model",
+        *(flag.name for flags in GROUPS.values() for flag in flags),
+    }
     environment.delenv("QUIRE_HOST")
     Path("back.yaml").write_text(text)
     again = parse("--config", "back.yaml")
     assert {setting.source for setting in again.values()} == {"file back.yaml"}
     values = {name: setting.value for name, setting in again.items()}
-    given_before = {"model": "a: model # here", "host": "::1", "swap_space": 0.5, "page": False, "hf_overrides": {"x": 1e16, "none": None}}
-    assert values == {flag.name: flag.default for flags in GROUPS.values() for flag in flags} | given_before
-    assert ServerConfig(**{flag.name: values[flag.name] for flag in server_flags()}) == ServerConfig(host="::1", page=False)
+    given_before = {
+        "model": "a: model # here",
+        "host": "::1",
+        "swap_space": 0.5,
+        "page": False,
+        "hf_overrides": {"x": 1e16, "none": None},
+    }
+    assert (
+        values
+        == {flag.name: flag.default for flags in GROUPS.values() for flag in flags} | given_before
+    )
+    assert ServerConfig(
+        **{flag.name: values[flag.name] for flag in server_flags()}
+    ) == ServerConfig(host="::1", page=False)
 
 
-def test_keys_are_never_printed_and_never_lost_silently(environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_keys_are_never_printed_and_never_lost_silently(
+    environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     environment.setenv("QUIRE_API_KEY", '["sk-secret", "sk-other"]')
     text = printed(capsys)
-    assert "sk-" not in text and "api_key: <hidden>" in text and "# 2 given, environment QUIRE_API_KEY; never printed" in text
+    assert (
+        "sk-" not in text
+        and "api_key: <hidden>" in text
+        and "# 2 given, environment QUIRE_API_KEY; never printed" in text
+    )
     Path("back.yaml").write_text(text)
     assert parse("--config", "back.yaml")["api_key"].value == ["sk-secret", "sk-other"]
     assert parse("--config", "back.yaml", "--api-key", "new")["api_key"].value == ["new"]
     environment.delenv("QUIRE_API_KEY")
-    with pytest.raises(InvalidParameterError, match="api_key is not written there but <hidden>, .* give it by --api-key or QUIRE_API_KEY"):
+    with pytest.raises(
+        InvalidParameterError,
+        match="api_key is not written there but <hidden>, .* give it by --api-key or QUIRE_API_KEY",
+    ):
         parse("--config", "back.yaml")
     environment.setenv("QUIRE_API_KEY", "")
     with pytest.raises(InvalidParameterError, match="^QUIRE_API_KEY: must not hold an empty key$"):
@@ -227,22 +315,58 @@ def test_keys_are_never_printed_and_never_lost_silently(environment: pytest.Monk
 
 
 def test_defaults_that_are_decided_later_stay_undecided() -> None:
-    """generate's: the model recommends sampling parameters, and the seed is drawn anew. To feed them back would fix them."""
+    """generate's: the model recommends sampling parameters, and the seed is drawn anew.
+
+    To feed them back would fix them.
+    """
     groups = [("sampling", request_flags(max_tokens=256)), ("engine", session_flags())]
-    assert set(yaml.safe_load(render(groups, {}, "quire generate"))) == {flag.name for flag in session_flags()} - {"seed"}
+    assert set(yaml.safe_load(render(groups, {}, "quire generate"))) == {
+        flag.name for flag in session_flags()
+    } - {"seed"}
     params = StructuredOutputsParams(choice=["yes", "no"])
-    text = render(groups, {"structured_outputs": Setting(params, "flag"), "stop": Setting(["# a"], "flag")}, "quire generate")
-    assert yaml.safe_load(text)["structured_outputs"]["choice"] == ["yes", "no"] and yaml.safe_load(text)["stop"] == ["# a"]
+    text = render(
+        groups,
+        {"structured_outputs": Setting(params, "flag"), "stop": Setting(["# a"], "flag")},
+        "quire generate",
+    )
+    assert yaml.safe_load(text)["structured_outputs"]["choice"] == ["yes", "no"] and yaml.safe_load(
+        text
+    )["stop"] == ["# a"]
     assert "# max_tokens: 256" in text and "# temperature: 1.0" in text
 
 
 def test_every_command_takes_settings_from_everywhere() -> None:
-    """The whole way once, in a process of its own: a file, a variable and a flag reach `quire generate`, sampling parameters too."""
+    """The whole way once, in a process of its own: a file, a variable and a flag reach `quire
+    generate`, sampling parameters too.
+    """
     Path("q.yaml").write_text("dtype: float32\ntemperature: 0.25\n")
-    command = [sys.executable, "-m", "quire", "generate", "x", "--config", "q.yaml", "--top-p", "0.5", "--print-config"]
-    done = subprocess.run(command, env={"QUIRE_MAX_TOKENS": "3", **_path()}, capture_output=True, text=True, timeout=60, check=True)
+    command = [
+        sys.executable,
+        "-m",
+        "quire",
+        "generate",
+        "x",
+        "--config",
+        "q.yaml",
+        "--top-p",
+        "0.5",
+        "--print-config",
+    ]
+    done = subprocess.run(
+        command,
+        env={"QUIRE_MAX_TOKENS": "3", **_path()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     stated = yaml.safe_load(done.stdout)
-    assert (stated["dtype"], stated["temperature"], stated["top_p"], stated["max_tokens"]) == ("float32", 0.25, 0.5, 3)
+    assert (stated["dtype"], stated["temperature"], stated["top_p"], stated["max_tokens"]) == (
+        "float32",
+        0.25,
+        0.5,
+        3,
+    )
     assert {flag.name for flag in sampling_flags()} - set(stated) and done.stderr == ""
 
 
@@ -253,8 +377,13 @@ def _path() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])
-def test_a_servers_settings_can_be_given_to_what_looks_ahead(command: str, capsys: pytest.CaptureFixture) -> None:
-    for argv in (["serve", "--port", "0", "--max-model-len", "512"], [command, "--config", "serve.yaml"]):
+def test_a_servers_settings_can_be_given_to_what_looks_ahead(
+    command: str, capsys: pytest.CaptureFixture
+) -> None:
+    for argv in (
+        ["serve", "--port", "0", "--max-model-len", "512"],
+        [command, "--config", "serve.yaml"],
+    ):
         with pytest.raises(SystemExit) as leaving:
             main([*argv, "--print-config"])
         assert not leaving.value.code

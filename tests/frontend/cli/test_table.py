@@ -1,6 +1,6 @@
-"""Tables: aligned plain columns for programs, rich's for people, and the text of a cell never changed.
-May know: table.py, standard output.
-Must not know: what tables are about."""
+"""Tables: aligned plain columns for programs, rich's for people, and the text of a cell never
+changed.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`quire top` as a user meets it: one look as text or JSON, the live view in a terminal, and servers that do not answer.
-May know: the command line, the scripted server of the page's tests.
-Must not know: how anything is drawn (test_top_view.py)."""
+"""`quire top` as a user meets it: one look as text or JSON, the live view in a terminal, and
+servers that do not answer.
+"""
 
 import json
 import os
@@ -45,7 +45,10 @@ def test_one_look_as_text(mock: Mock, capsys: pytest.CaptureFixture) -> None:
     mock.add(500, 64, 10_000)
     code, out, err = call(capsys, f"{mock.address}/v1")
     assert code == 0 and not err and "\x1b" not in out
-    assert all(words in out for words in ("quire-demo", "output tokens/s", "KV cache", "blocks in use", "/500"))
+    assert all(
+        words in out
+        for words in ("quire-demo", "output tokens/s", "KV cache", "blocks in use", "/500")
+    )
 
 
 def test_one_look_as_json(mock: Mock, capsys: pytest.CaptureFixture) -> None:
@@ -55,12 +58,24 @@ def test_one_look_as_json(mock: Mock, capsys: pytest.CaptureFixture) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "words"),
-    [("loading", "load weights, 42%"), ("dead", "The engine has stopped"), ("locked", "You didn't provide an API key.")],
+    [
+        ("loading", "load weights, 42%"),
+        ("dead", "The engine has stopped"),
+        ("locked", "You didn't provide an API key."),
+    ],
 )
-def test_servers_that_refuse(mock: Mock, capsys: pytest.CaptureFixture, mode: str, words: str) -> None:
+def test_servers_that_refuse(
+    mock: Mock, capsys: pytest.CaptureFixture, mode: str, words: str
+) -> None:
     mock.mode = mode
     code, out, err = call(capsys, mock.address)
-    assert code == 1 and not out and err.count("\n") == 1 and words in err and ("--api-key KEY" in err) is (mode == "locked")
+    assert (
+        code == 1
+        and not out
+        and err.count("\n") == 1
+        and words in err
+        and ("--api-key KEY" in err) is (mode == "locked")
+    )
     with pytest.raises(ServerError) as caught:
         Server(mock.address).state()
     assert caught.value.is_loading is (mode == "loading")
@@ -70,12 +85,17 @@ def test_servers_that_are_not_there_or_not_ours(mock: Mock, capsys: pytest.Captu
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     code, _, err = call(capsys, f"127.0.0.1:{port}")
-    assert code == 1 and err == f"quire: no server answers at http://127.0.0.1:{port}: Connection refused\n"
+    assert (
+        code == 1
+        and err == f"quire: no server answers at http://127.0.0.1:{port}: Connection refused\n"
+    )
     code, _, err = call(capsys, f"{mock.address}/elsewhere")
     assert code == 1 and "is no Quire server: it answers /v1/engine/state with 404" in err
 
 
-@pytest.mark.parametrize("arguments", [["ftp://host"], ["--interval", "0"], ["--interval", "nan"], ["--colour"]])
+@pytest.mark.parametrize(
+    "arguments", [["ftp://host"], ["--interval", "0"], ["--interval", "nan"], ["--colour"]]
+)
 def test_bad_arguments(capsys: pytest.CaptureFixture, arguments: list[str]) -> None:
     code, _, err = call(capsys, *arguments)
     assert code == 2 and err.count("\n") == 1
@@ -120,7 +140,10 @@ def test_the_live_view_until_one_leaves(mock: Mock, leave: str) -> None:
 def test_the_live_view_of_no_server_is_one_sentence() -> None:
     process, terminal = in_terminal("http://127.0.0.1:1")
     try:
-        assert b"no server answers" in read_until(terminal, b"no server answers") and process.wait(20) == 1
+        assert (
+            b"no server answers" in read_until(terminal, b"no server answers")
+            and process.wait(20) == 1
+        )
     finally:
         process.kill()
         process.wait()
@@ -131,7 +154,13 @@ def in_terminal(*arguments: str) -> tuple[subprocess.Popen, int]:
     """`quire top` with a terminal of its own: (the process, the other end of the terminal)."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "quire", "top", *arguments]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"})
+    process = subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"},
+    )
     os.close(theirs)
     return process, ours
 

@@ -1,6 +1,6 @@
-"""Text and plain values become a field's value by one rule, and what does not fit is one sentence.
-May know: values.py, the flags of both configuration trees.
-Must not know: where a value was written."""
+"""Text and plain values become a field's value by one rule, and what does not fit is one
+sentence.
+"""
 
 import json
 from typing import Any
@@ -55,14 +55,31 @@ def test_text(name: str, text: str, value: Any) -> None:
         ("host", 3, "must be a string, got 3"),
         ("page", "maybe", "must be true or false, got 'maybe'"),
         ("swap_space", float("inf"), "must be a finite number, got inf"),
-        ("max_body_bytes", "many", "must be a number of bytes such as 24GiB, 500MB or 1048576, got 'many'"),
+        (
+            "max_body_bytes",
+            "many",
+            "must be a number of bytes such as 24GiB, 500MB or 1048576, got 'many'",
+        ),
         ("hf_overrides", [1], "must be a JSON object, got [1]"),
-        ("hf_overrides", "{", "must be a JSON object, got '{' (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
-        ("stop_token_ids", "[1", "must be a JSON list, got '[1' (Expecting ',' delimiter: line 1 column 3 (char 2))"),
+        (
+            "hf_overrides",
+            "{",
+            "must be a JSON object, got '{' (Expecting property name enclosed in double quotes: "
+            "line 1 column 2 (char 1))",
+        ),
+        (
+            "stop_token_ids",
+            "[1",
+            "must be a JSON list, got '[1' (Expecting ',' delimiter: line 1 column 3 (char 2))",
+        ),
         ("engine", "tcp://x", "must be inproc, process or an address ipc://PATH, got 'tcp://x'"),
         ("api_key", [""], "must not hold an empty key"),
         ("api_key", {"sk-1": 2}, "must be a list of texts"),  # and no word of the key
-        ("api_key", '["sk-1"', "must be a JSON list (Expecting ',' delimiter: line 1 column 8 (char 7))"),
+        (
+            "api_key",
+            '["sk-1"',
+            "must be a JSON list (Expecting ',' delimiter: line 1 column 8 (char 7))",
+        ),
     ],
 )
 def test_what_does_not_fit_is_a_sentence(name: str, value: Any, sentence: str) -> None:
@@ -94,7 +111,16 @@ def test_deep_json_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("24GiB", 24 * 2**30), ("24gib", 24 * 2**30), ("24Gi", 24 * 2**30), ("1 MB", 10**6), ("2k", 2000), ("0.5 TiB", 2**39), ("7", 7), ("7B", 7)],
+    [
+        ("24GiB", 24 * 2**30),
+        ("24gib", 24 * 2**30),
+        ("24Gi", 24 * 2**30),
+        ("1 MB", 10**6),
+        ("2k", 2000),
+        ("0.5 TiB", 2**39),
+        ("7", 7),
+        ("7B", 7),
+    ],
 )
 def test_sizes(text: str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
@@ -107,5 +133,11 @@ def test_no_sizes(text: str) -> None:
 
 
 def test_sizes_are_written_short() -> None:
-    assert [format_bytes(n) for n in (0, 1023, 1024, 1.5 * 2**30, 2**50)] == ["0 B", "1023 B", "1.0 KiB", "1.5 GiB", "1024.0 TiB"]
+    assert [format_bytes(n) for n in (0, 1023, 1024, 1.5 * 2**30, 2**50)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.5 GiB",
+        "1024.0 TiB",
+    ]
     assert [format_count(n) for n in (3_970_304, 8_190_735_360)] == ["3.97M", "8.19B"]

@@ -1,6 +1,4 @@
-"""Any plain value survives being written and read; repeated keys and objects of Python do not.
-May know: yaml_text.py.
-Must not know: settings."""
+"""Any plain value survives being written and read; repeated keys and objects of Python do not."""
 
 from __future__ import annotations
 
@@ -28,7 +26,17 @@ def test_any_value_survives_being_printed(value: Any) -> None:
     assert load(f"name: {dump(value)}   # default\nnext: 1") == {"name": value, "next": 1}
 
 
-@pytest.mark.parametrize(("text", "value"), [("1e6", 1e6), ("-1.5E-3", -0.0015), (".5e1", 5.0), ("1e", "1e"), ("e6", "e6"), ("1e6x", "1e6x")])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e6", 1e6),
+        ("-1.5E-3", -0.0015),
+        (".5e1", 5.0),
+        ("1e", "1e"),
+        ("e6", "e6"),
+        ("1e6x", "1e6x"),
+    ],
+)
 def test_numbers_need_no_point(text: str, value: Any) -> None:
     assert load(text) == value
 

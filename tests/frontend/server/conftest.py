@@ -1,6 +1,6 @@
-"""One real server for all tests of the server: `quire serve` in a process of its own, over the bundled model, spoken to over HTTP.
-May know: the command line, httpx, the fake engine.
-Must not know: how the server is built."""
+"""One real server for all tests of the server: `quire serve` in a process of its own, over the
+bundled model, spoken to over HTTP.
+"""
 
 import os
 import re
@@ -23,7 +23,9 @@ START_TIMEOUT_S = 90
 
 @contextmanager
 def running_server(*flags: str, wait: bool = True) -> Iterator[httpx.Client]:
-    """`quire serve` on a free port, ready to work (with `wait`): a client with two more attributes, `process` (its Popen) and `log` (a function)."""
+    """`quire serve` on a free port, ready to work (with `wait`): a client with two more attributes,
+    `process` (its Popen) and `log` (a function).
+    """
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stderr=log, stdout=log)
@@ -68,7 +70,16 @@ def server() -> Iterator[httpx.Client]:
 
 @contextmanager
 def slow_engine(delay_s: float, **settings: Any) -> Iterator[tuple[str, subprocess.Popen]]:
-    """An engine (its address, its process) with the fake executor whose steps take `delay_s`; prompts are token ids, and there is no text."""
-    defaults = {"max_model_len": 10_000, "num_gpu_blocks_override": 5001, "hf_overrides": {"delay_s": delay_s}}
-    with tempfile.TemporaryDirectory() as directory, daemon(Path(directory), make_config(**defaults | settings)) as engine:
+    """An engine (its address, its process) with the fake executor whose steps take `delay_s`;
+    prompts are token ids, and there is no text.
+    """
+    defaults = {
+        "max_model_len": 10_000,
+        "num_gpu_blocks_override": 5001,
+        "hf_overrides": {"delay_s": delay_s},
+    }
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        daemon(Path(directory), make_config(**defaults | settings)) as engine,
+    ):
         yield engine

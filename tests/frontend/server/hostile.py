@@ -1,9 +1,9 @@
 """A bad client, as a program, and single bad requests as a function for the test's own process.
-May know: sockets, HTTP as bytes.
-Must not know: the server's code, or its limits.
 
-`python -m quire.tests.frontend.server.hostile PORT COUNT` opens COUNT connections of each slow kind, again when they are closed, until its standard input
-says a line; then it tells in JSON what became of them."""
+`python -m quire.tests.frontend.server.hostile PORT COUNT` opens COUNT connections of each slow
+kind, again when they are closed, until its standard input says a line; then it tells in JSON what
+became of them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ SLOW = {
 DRIP_S = 0.5
 
 
-async def be_slow(port: int, kind: str, ends: Counter[str], longest: Counter[str], is_over: asyncio.Event) -> None:
+async def be_slow(
+    port: int, kind: str, ends: Counter[str], longest: Counter[str], is_over: asyncio.Event
+) -> None:
     """One connection after the other."""
     begin, drip = SLOW[kind]
     while not is_over.is_set():
@@ -59,15 +61,23 @@ async def main(port: int, count: int) -> None:
     ends: Counter[str] = Counter()
     longest: Counter[str] = Counter()  # milliseconds that a connection stood before its answer
     is_over = asyncio.Event()
-    tasks = [asyncio.create_task(be_slow(port, kind, ends, longest, is_over)) for kind in SLOW for _ in range(count)]
+    tasks = [
+        asyncio.create_task(be_slow(port, kind, ends, longest, is_over))
+        for kind in SLOW
+        for _ in range(count)
+    ]
     await asyncio.to_thread(sys.stdin.readline)
     is_over.set()
     await asyncio.gather(*tasks)
     print(json.dumps({"ends": ends, "longest_ms": longest}))
 
 
-def exchange(port: int, *pieces: bytes, repeat: int = 1, timeout_s: float = 60.0) -> tuple[int | None, bytes]:
-    """(status, answer) of a request sent piece by piece, the last one `repeat` times; None: the server closed without a word."""
+def exchange(
+    port: int, *pieces: bytes, repeat: int = 1, timeout_s: float = 60.0
+) -> tuple[int | None, bytes]:
+    """(status, answer) of a request sent piece by piece, the last one `repeat` times; None: the
+    server closed without a word.
+    """
     with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:
         try:
             for piece in pieces[:-1]:
@@ -78,7 +88,9 @@ def exchange(port: int, *pieces: bytes, repeat: int = 1, timeout_s: float = 60.0
             pass  # it has heard enough; what it said can be read
         answer = b""
         try:
-            while not (b"\r\n\r\n" in answer and answer.endswith(b"}")) and (data := connection.recv(65536)):
+            while not (b"\r\n\r\n" in answer and answer.endswith(b"}")) and (
+                data := connection.recv(65536)
+            ):
                 answer += data
         except ConnectionError:
             pass

@@ -1,6 +1,6 @@
-"""The server over an engine that says what a test tells it to: every route, in this process, spoken to over HTTP without a socket.
-May know: ServerState, the app, the bundled model's tokenizer.
-Must not know: any API."""
+"""The server over an engine that says what a test tells it to: every route, in this process, spoken
+to over HTTP without a socket.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -22,19 +22,35 @@ TOOL_TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
     "Calls go into <tool_call></tool_call>, thoughts into <think></think>.<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}"
-    "{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ "
+    "message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% "
+    "endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WITH_THOUGHT_AND_CALL = ["<think>We", "ll.</think>", "Let me ", "see.", '<tool_call>{"name": "add", "arguments": {"a": 1,', ' "b": 2}}</tool_call>']
+WITH_THOUGHT_AND_CALL = [
+    "<think>We",
+    "ll.</think>",
+    "Let me ",
+    "see.",
+    '<tool_call>{"name": "add", "arguments": {"a": 1,',
+    ' "b": 2}}</tool_call>',
+]
 
 
 class ScriptedEngine:
-    """Says the pieces it was given, one token each; an exception among them is raised, and a number is silence of so many seconds."""
+    """Says the pieces it was given, one token each; an exception among them is raised, and a number
+    is silence of so many seconds.
+    """
 
     errored = False
 
-    def __init__(self, pieces: list[str | float | Exception], reason: str = "stop", stop_reason: str | None = None):
+    def __init__(
+        self,
+        pieces: list[str | float | Exception],
+        reason: str = "stop",
+        stop_reason: str | None = None,
+    ):
         self.pieces, self.reason, self.stop_reason = pieces, reason, stop_reason
         self.config = EngineArgs(max_model_len=512, device="cpu").create_engine_config()
         text_side = TextSide.for_config(self.config)
@@ -44,7 +60,9 @@ class ScriptedEngine:
         self.params: list[SamplingParams] = []
         self.num_running = 0
 
-    async def generate(self, prompt: dict[str, Any], params: SamplingParams, request_id: str, **_: object) -> AsyncIterator[RequestOutput]:
+    async def generate(
+        self, prompt: dict[str, Any], params: SamplingParams, request_id: str, **_: object
+    ) -> AsyncIterator[RequestOutput]:
         self.prompts.append(prompt.get("prompt", ""))
         self.params.append(params)
         self.num_running += 1
@@ -54,8 +72,17 @@ class ScriptedEngine:
         finally:
             self.num_running -= 1
 
-    async def _say(self, prompt: dict[str, Any], params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
-        metrics = RequestMetrics(1.0, finished_time=4.0, queued_ts=1.0, scheduled_ts=1.5, first_token_ts=2.0, last_token_ts=3.5)
+    async def _say(
+        self, prompt: dict[str, Any], params: SamplingParams, request_id: str
+    ) -> AsyncIterator[RequestOutput]:
+        metrics = RequestMetrics(
+            1.0,
+            finished_time=4.0,
+            queued_ts=1.0,
+            scheduled_ts=1.5,
+            first_token_ts=2.0,
+            last_token_ts=3.5,
+        )
         whole = CompletionOutput(0, "", [])
         for i, piece in enumerate(self.pieces):
             if isinstance(piece, Exception):
@@ -64,11 +91,25 @@ class ScriptedEngine:
             if isinstance(piece, float):
                 continue
             is_last = i == len(self.pieces) - 1
-            news = CompletionOutput(0, piece, [i], finish_reason=self.reason if is_last else None, stop_reason=self.stop_reason if is_last else None)
+            news = CompletionOutput(
+                0,
+                piece,
+                [i],
+                finish_reason=self.reason if is_last else None,
+                stop_reason=self.stop_reason if is_last else None,
+            )
             whole.extend(news)
             if params.output_kind == RequestOutputKind.DELTA or is_last:
                 said = news if params.output_kind == RequestOutputKind.DELTA else whole
-                yield RequestOutput(request_id, None, prompt["prompt_token_ids"], [said], is_last, metrics, num_cached_tokens=3)
+                yield RequestOutput(
+                    request_id,
+                    None,
+                    prompt["prompt_token_ids"],
+                    [said],
+                    is_last,
+                    metrics,
+                    num_cached_tokens=3,
+                )
 
 
 def a_call() -> Call:
@@ -81,11 +122,15 @@ def scripted_app(engine: ScriptedEngine, template: str = TOOL_TEMPLATE, **config
     return make_app(ServerState(ServerConfig(chat_template=template, **config), "scripted", engine))
 
 
-def talk(app: App, speak: Callable[[httpx.AsyncClient], Coroutine[Any, Any, Any]], **headers: str) -> Any:
+def talk(
+    app: App, speak: Callable[[httpx.AsyncClient], Coroutine[Any, Any, Any]], **headers: str
+) -> Any:
     """What `speak` returns when it is given a client of the app."""
 
     async def run() -> Any:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://scripted", headers=headers) as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://scripted", headers=headers
+        ) as client:
             return await speak(client)
 
     return asyncio.run(run())
@@ -101,5 +146,7 @@ def named_events(answer: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
     found = []
     for block in answer.text.removesuffix("\n\n").split("\n\n"):
         name, data = block.split("\n")
-        found.append((name.removeprefix("event: "), msgspec.json.decode(data.removeprefix("data: "))))
+        found.append(
+            (name.removeprefix("event: "), msgspec.json.decode(data.removeprefix("data: ")))
+        )
     return found

@@ -1,6 +1,6 @@
-"""Admission as an object with a clock of the test's own: bounds, order, fairness, cancellation, and what it says about waiting.
-May know: admission.py, asyncio, hypothesis.
-Must not know: HTTP, the engine."""
+"""Admission as an object with a clock of the test's own: bounds, order, fairness, cancellation, and
+what it says about waiting.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ async def settle() -> None:
 
 @dataclass
 class World:
-    """Requests that stay inside until they are told to leave; every change is checked against the bounds."""
+    """Requests that stay inside until they are told to leave; every change is checked against the
+    bounds.
+    """
 
     admission: Admission
     entered: list[str] = field(default_factory=list)
@@ -37,7 +39,9 @@ class World:
     tasks: dict[str, asyncio.Task] = field(default_factory=dict)
     inside: dict[str, asyncio.Event] = field(default_factory=dict)
 
-    async def _request(self, name: str, key: str, n: int, num_tokens: int, priority: int, group: object) -> None:
+    async def _request(
+        self, name: str, key: str, n: int, num_tokens: int, priority: int, group: object
+    ) -> None:
         try:
             async with self.admission.slot(key, group or name, n, num_tokens, priority):
                 self.entered.append(name)
@@ -49,8 +53,18 @@ class World:
         except ApiError:
             self.refused.append(name)
 
-    async def arrive(self, name: str, key: str = "", n: int = 1, num_tokens: int = 0, priority: int = 0, group: object = None) -> None:
-        self.tasks[name] = asyncio.create_task(self._request(name, key, n, num_tokens, priority, group))
+    async def arrive(
+        self,
+        name: str,
+        key: str = "",
+        n: int = 1,
+        num_tokens: int = 0,
+        priority: int = 0,
+        group: object = None,
+    ) -> None:
+        self.tasks[name] = asyncio.create_task(
+            self._request(name, key, n, num_tokens, priority, group)
+        )
         await settle()
         self.check()
 
@@ -63,17 +77,32 @@ class World:
         admission, lines = self.admission, self.admission._lines
         waiting = [slot for line in lines.values() for *_, slot in line]
         assert admission.num_running <= admission.max_running or len(self.inside) == 1
-        assert len({slot.group for slot in waiting}) == admission.num_waiting_groups <= admission.max_waiting
-        assert sum(slot.num_tokens for slot in waiting) == admission.num_waiting_tokens <= admission.max_waiting_tokens
+        assert (
+            len({slot.group for slot in waiting})
+            == admission.num_waiting_groups
+            <= admission.max_waiting
+        )
+        assert (
+            sum(slot.num_tokens for slot in waiting)
+            == admission.num_waiting_tokens
+            <= admission.max_waiting_tokens
+        )
         assert len(waiting) == admission.num_waiting and all(lines.values())
         if waiting:
-            assert not admission.has_room(next(iter(lines.values()))[0][-1]), "there is room, and somebody waits"
+            assert not admission.has_room(next(iter(lines.values()))[0][-1]), (
+                "there is room, and somebody waits"
+            )
 
     async def end(self) -> None:
         for task in self.tasks.values():
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
-        assert self.admission.num_running == self.admission.num_waiting == self.admission.num_waiting_tokens == 0
+        assert (
+            self.admission.num_running
+            == self.admission.num_waiting
+            == self.admission.num_waiting_tokens
+            == 0
+        )
         assert not self.admission._lines and not self.admission._groups
 
 
@@ -101,7 +130,12 @@ def test_first_come_first_served_within_a_key_and_keys_take_turns() -> None:
 def test_priorities_count_within_one_key_only() -> None:
     async def test(world: World) -> None:
         await world.arrive("first")
-        for name, key, priority in (("a1", "a", 5), ("b1", "b", 9), ("a2", "a", -1), ("a3", "a", 5)):
+        for name, key, priority in (
+            ("a1", "a", 5),
+            ("b1", "b", 9),
+            ("a2", "a", -1),
+            ("a3", "a", 5),
+        ):
             await world.arrive(name, key, priority=priority)
         for _ in range(4):
             await world.leave(world.entered[-1])
@@ -115,7 +149,8 @@ def test_completions_count_each_and_nobody_overtakes_a_heavy_one() -> None:
         await world.arrive("a", n=3)
         await world.arrive("heavy", n=4)
         await world.arrive("light")
-        assert world.entered == ["a"] and world.admission.num_running == 3  # there is room for the light one, which is not first
+        # there is room for the light one, which is not first
+        assert world.entered == ["a"] and world.admission.num_running == 3
         await world.leave("a")
         assert world.entered == ["a", "heavy"]
         await world.leave("heavy")
@@ -128,7 +163,8 @@ def test_completions_count_each_and_nobody_overtakes_a_heavy_one() -> None:
 
 def test_bounds() -> None:
     async def test(world: World) -> None:
-        await world.arrive("in", num_tokens=1000)  # what is let in at once needs no room in the queue
+        # what is let in at once needs no room in the queue
+        await world.arrive("in", num_tokens=1000)
         await world.arrive("a", num_tokens=6)
         await world.arrive("b", num_tokens=5)
         assert world.refused == ["b"]  # too many tokens
@@ -156,7 +192,7 @@ def test_let_in_and_cancelled_in_the_same_moment() -> None:
         for name in ("a", "b", "c"):
             await world.arrive(name)
         world.inside["a"].set()
-        while not world.admission.num_waiting == 1:
+        while world.admission.num_waiting != 1:
             await asyncio.sleep(0)
         world.tasks["b"].cancel()
         await settle()
@@ -175,7 +211,13 @@ def test_let_in_and_cancelled_in_the_same_moment() -> None:
 
 EVENTS = st.lists(
     st.one_of(
-        st.tuples(st.just("arrive"), st.sampled_from("abc"), st.integers(1, 5), st.integers(0, 8), st.integers(-1, 1)),
+        st.tuples(
+            st.just("arrive"),
+            st.sampled_from("abc"),
+            st.integers(1, 5),
+            st.integers(0, 8),
+            st.integers(-1, 1),
+        ),
         st.tuples(st.just("leave"), st.integers(0, 20)),
         st.tuples(st.just("cancel"), st.integers(0, 20)),
     ),
@@ -185,8 +227,12 @@ EVENTS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(EVENTS, st.integers(1, 4), st.integers(0, 6), st.integers(1, 20))
-def test_any_order_of_events(events: list[tuple], max_running: int, max_waiting: int, max_waiting_tokens: int) -> None:
-    """Bounds hold at every moment, a cancelled waiter leaves no trace, and everybody who is neither refused nor cancelled gets in."""
+def test_any_order_of_events(
+    events: list[tuple], max_running: int, max_waiting: int, max_waiting_tokens: int
+) -> None:
+    """Bounds hold at every moment, a cancelled waiter leaves no trace, and everybody who is neither
+    refused nor cancelled gets in.
+    """
 
     async def test(world: World) -> None:
         cancelled = set()
@@ -195,7 +241,9 @@ def test_any_order_of_events(events: list[tuple], max_running: int, max_waiting:
                 await world.arrive(f"{number}", *event[1:])
             elif event[0] == "leave" and world.inside:
                 await world.leave(sorted(world.inside)[event[1] % len(world.inside)])
-            elif event[0] == "cancel" and (names := [n for n, task in world.tasks.items() if not task.done()]):
+            elif event[0] == "cancel" and (
+                names := [n for n, task in world.tasks.items() if not task.done()]
+            ):
                 name = names[event[1] % len(names)]
                 cancelled.add(name)
                 world.tasks[name].cancel()
@@ -203,7 +251,10 @@ def test_any_order_of_events(events: list[tuple], max_running: int, max_waiting:
                 world.check()
         while world.inside:
             await world.leave(next(iter(world.inside)))
-        assert set(world.tasks) <= {*world.entered, *world.refused, *cancelled} and not world.admission.num_waiting
+        assert (
+            set(world.tasks) <= {*world.entered, *world.refused, *cancelled}
+            and not world.admission.num_waiting
+        )
 
     in_world(test, max_running, max_waiting, max_waiting_tokens)
 
@@ -240,7 +291,10 @@ def test_what_is_said_about_waiting_follows_the_pace() -> None:
         for number in range(20, 25):  # then one in twenty seconds: the last half minute counts
             clock.now += 20
             await world.leave(f"{number}")
-        assert world.admission.expected_wait_s() == pytest.approx(75 * 31 / 3, rel=0.1) or world.admission.expected_wait_s() == MAX_RETRY_AFTER_S
+        assert (
+            world.admission.expected_wait_s() == pytest.approx(75 * 31 / 3, rel=0.1)
+            or world.admission.expected_wait_s() == MAX_RETRY_AFTER_S
+        )
 
     in_world(test, 1, 200, 10_000, clock=clock)
 
@@ -256,8 +310,16 @@ def test_the_refusal_says_when_to_come_again() -> None:
             async with world.admission.slot("", "d"):
                 raise AssertionError("it was let in")
         error = caught.value
-        assert (error.status, error.type, error.code) == (429, "rate_limit_error", "rate_limit_exceeded")
+        assert (error.status, error.type, error.code) == (
+            429,
+            "rate_limit_error",
+            "rate_limit_exceeded",
+        )
         # Two wait, nothing has finished in ten seconds: as if one would in the eleventh.
-        assert error.headers() == {"retry-after": "22"} and "22 s" in error.message and "2 requests" in error.message
+        assert (
+            error.headers() == {"retry-after": "22"}
+            and "22 s" in error.message
+            and "2 requests" in error.message
+        )
 
     in_world(test, 1, 2, 100, clock=clock)

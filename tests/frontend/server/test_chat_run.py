@@ -1,6 +1,6 @@
-"""One turn, run: parts put together, finish reasons of the API, refusals before the engine is asked.
-May know: chat_run, a scripted engine.
-Must not know: any API's shape."""
+"""One turn, run: parts put together, finish reasons of the API, refusals before the engine is
+asked.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -11,7 +11,14 @@ from quire.frontend.answer_format import ToolCall, detect
 from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.frontend.server import chat_run
 from quire.frontend.server.admission import Admission
-from quire.frontend.server.chat_run import ChatRun, ChatTurn, Message, prepare_chat, shape_answer, shown_tool
+from quire.frontend.server.chat_run import (
+    ChatRun,
+    ChatTurn,
+    Message,
+    prepare_chat,
+    shape_answer,
+    shown_tool,
+)
 from quire.frontend.server.generation import Job
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.http.errors import ApiError
@@ -28,51 +35,94 @@ class ScriptedEngine:
 
     def __init__(self, pieces: list[str], reason: str = "stop"):
         self.pieces, self.reason = pieces, reason
-        self.tokenizer = SimpleNamespace(apply_chat_template=lambda messages, **_: str(messages), encode=lambda text, special: [1] * len(text.split()))
+        self.tokenizer = SimpleNamespace(
+            apply_chat_template=lambda messages, **_: str(messages),
+            encode=lambda text, special: [1] * len(text.split()),
+        )
 
-    async def generate(self, prompt: dict, params: SamplingParams, request_id: str, **_: object) -> AsyncIterator[RequestOutput]:
+    async def generate(
+        self, prompt: dict, params: SamplingParams, request_id: str, **_: object
+    ) -> AsyncIterator[RequestOutput]:
         for i, piece in enumerate(self.pieces):
             is_last = i == len(self.pieces) - 1
-            completion = CompletionOutput(0, piece, [i], finish_reason=self.reason if is_last else None)
-            yield RequestOutput(request_id, None, prompt["prompt_token_ids"], [completion], is_last, RequestMetrics(0.0))
+            completion = CompletionOutput(
+                0, piece, [i], finish_reason=self.reason if is_last else None
+            )
+            yield RequestOutput(
+                request_id,
+                None,
+                prompt["prompt_token_ids"],
+                [completion],
+                is_last,
+                RequestMetrics(0.0),
+            )
 
 
 def state_over(engine: ScriptedEngine, template: str = "<tool_call></think>") -> SimpleNamespace:
     config = SimpleNamespace(salt_per_key=False, chat_template_kwargs={})
     return SimpleNamespace(
-        ready_engine=lambda: engine, server_config=config, max_model_len=20, model_name="m", answer_format=detect(template), chat_template=None,
-        admission=Admission(8, 8, 100), request_log=RequestLog(), meters=Meters(), running_ids=set(),
-    )  # fmt: skip
+        ready_engine=lambda: engine,
+        server_config=config,
+        max_model_len=20,
+        model_name="m",
+        answer_format=detect(template),
+        chat_template=None,
+        admission=Admission(8, 8, 100),
+        request_log=RequestLog(),
+        meters=Meters(),
+        running_ids=set(),
+    )
 
 
 def run_turn(engine: ScriptedEngine, num_reasoning_tokens: int = 0, **turn: object) -> Message:
     async def run() -> Message:
         call = Call("req-1", 0.0, asyncio.current_task())
-        fields = {"request_id": "r", "messages": [{"role": "user", "content": "hi"}], "params": SamplingParams()} | turn
+        fields = {
+            "request_id": "r",
+            "messages": [{"role": "user", "content": "hi"}],
+            "params": SamplingParams(),
+        } | turn
         chat: ChatRun = await prepare_chat(state_over(engine), call, ChatTurn(**fields))
         (message,) = await chat.messages()
-        assert chat.usage.completion_tokens == len(engine.pieces) and chat.usage.reasoning_tokens == num_reasoning_tokens
+        assert (
+            chat.usage.completion_tokens == len(engine.pieces)
+            and chat.usage.reasoning_tokens == num_reasoning_tokens
+        )
         return message
 
     return asyncio.run(run())
 
 
 def test_reasoning_content_and_a_call_are_told_apart() -> None:
-    pieces = ["<think>we", "ll</think>\n\nlet me see ", '<tool_call>\n{"name": "add", "argu', 'ments": {"a": 1}}\n</tool_call>']
+    pieces = [
+        "<think>we",
+        "ll</think>\n\nlet me see ",
+        '<tool_call>\n{"name": "add", "argu',
+        'ments": {"a": 1}}\n</tool_call>',
+    ]
     message = run_turn(ScriptedEngine(pieces), num_reasoning_tokens=1, tools=TOOLS)
     answer = message.answer()
     assert answer.reasoning.strip() == "well" and answer.content.strip() == "let me see"
-    assert [(c.name, c.arguments) for c in answer.tool_calls] == [("add", '{"a": 1}')] and isinstance(answer.tool_calls[0], ToolCall)
+    assert [(c.name, c.arguments) for c in answer.tool_calls] == [
+        ("add", '{"a": 1}')
+    ] and isinstance(answer.tool_calls[0], ToolCall)
     assert message.finish_reason == "tool_calls" and message.token_ids == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("reason", "told"), [("stop", "stop"), ("length", "length"), ("abort", "length")])
+@pytest.mark.parametrize(
+    ("reason", "told"), [("stop", "stop"), ("length", "length"), ("abort", "length")]
+)
 def test_finish_reasons_are_the_apis(reason: str, told: str) -> None:
     assert run_turn(ScriptedEngine(["hello"], reason)).finish_reason == told
 
 
 def test_thinking_that_was_cut_short_is_all_there_is() -> None:
-    assert run_turn(ScriptedEngine(["<think>a", "b c", " d"], "length"), num_reasoning_tokens=3).answer().content == ""
+    assert (
+        run_turn(ScriptedEngine(["<think>a", "b c", " d"], "length"), num_reasoning_tokens=3)
+        .answer()
+        .content
+        == ""
+    )
 
 
 def test_without_tools_a_mark_is_text() -> None:
@@ -115,11 +165,15 @@ CHOICE = StructuredOutputsParams(choice=["a", "b"])
         (dict(), CHOICE, True, []),
     ],
 )
-def test_the_shape_of_an_answer(turn: dict, asked: StructuredOutputsParams | None, holds: bool, ignored: list) -> None:
+def test_the_shape_of_an_answer(
+    turn: dict, asked: StructuredOutputsParams | None, holds: bool, ignored: list
+) -> None:
     async def run() -> None:
         call = Call("req-1", 0.0, asyncio.current_task())
         params = SamplingParams(structured_outputs=asked)
-        shaped, _ = shape_answer(detect("<tool_call>"), ChatTurn("r", [], params, **turn), params, "", call)
+        shaped, _ = shape_answer(
+            detect("<tool_call>"), ChatTurn("r", [], params, **turn), params, "", call
+        )
         assert (shaped.structured_outputs is not None) is holds and call.ignored_params == ignored
         if not turn.get("tools"):
             assert shaped.structured_outputs is asked
@@ -149,7 +203,9 @@ def test_what_is_under_way_is_finished_though_the_server_is_to_end() -> None:
         raise ApiError(503, "The server is shutting down.")
 
     async def run() -> Message:
-        turn = ChatTurn(request_id="r", messages=[{"role": "user", "content": "hi"}], params=SamplingParams())
+        turn = ChatTurn(
+            request_id="r", messages=[{"role": "user", "content": "hi"}], params=SamplingParams()
+        )
         chat = await prepare_chat(state, Call("req-1", 0.0, asyncio.current_task()), turn)
         steps = chat.news()
         message = Message()
@@ -162,13 +218,34 @@ def test_what_is_under_way_is_finished_though_the_server_is_to_end() -> None:
     assert (answer.reasoning, answer.content) == ("a", "b")
 
 
-def test_plain_text_written_at_once_counts_as_all_other_news_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thought, then content of two pieces, then the end: only plain content may take the short way, and the counts know no ways."""
+def test_plain_text_written_at_once_counts_as_all_other_news_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thought, then content of two pieces, then the end: only plain content may take the short
+    way, and the counts know no ways.
+    """
     texts = ("<think>a b", "</think>", "c", "d")
-    said = [CompletionOutput(0, text, [7, 7]) for text in texts] + [CompletionOutput(0, "", [9], finish_reason="stop")]
-    outputs = [RequestOutput("r", None, [1, 2], [completion], completion.finish_reason is not None, RequestMetrics(0.0)) for completion in said]
+    said = [CompletionOutput(0, text, [7, 7]) for text in texts] + [
+        CompletionOutput(0, "", [9], finish_reason="stop")
+    ]
+    outputs = [
+        RequestOutput(
+            "r",
+            None,
+            [1, 2],
+            [completion],
+            completion.finish_reason is not None,
+            RequestMetrics(0.0),
+        )
+        for completion in said
+    ]
 
-    async def run(state: object, call: object, job: object, at_once: Callable[[RequestOutput], bool] | None = None) -> AsyncIterator[RequestOutput]:
+    async def run(
+        state: object,
+        call: object,
+        job: object,
+        at_once: Callable[[RequestOutput], bool] | None = None,
+    ) -> AsyncIterator[RequestOutput]:
         for i, output in enumerate(outputs):
             if at_once is None or i == 0 or output.finished or not at_once(output):
                 yield output
@@ -177,9 +254,16 @@ def test_plain_text_written_at_once_counts_as_all_other_news_do(monkeypatch: pyt
         pieces: list[str] = []
         call = SimpleNamespace(push=lambda write, output: pieces.append(write(output)) or True)
         state = state_over(ScriptedEngine([]))
-        chat = ChatRun(state, call, Job("r", [1, 2], SamplingParams()), [state.answer_format.parser(None, prompt_text="")])
+        chat = ChatRun(
+            state,
+            call,
+            Job("r", [1, 2], SamplingParams()),
+            [state.answer_format.parser(None, prompt_text="")],
+        )
         short = (lambda text: f"short {text}") if is_short else None
-        async for news in chat.news(lambda step: "".join(part.text for news in step for part in news.parts), short):
+        async for news in chat.news(
+            lambda step: "".join(part.text for news in step for part in news.parts), short
+        ):
             pieces.append("".join(part.text for one in news for part in one.parts))
         return pieces, chat.usage.completion_tokens, chat.usage.reasoning_tokens
 

@@ -1,6 +1,6 @@
-"""ServerConfig: names that do not clash with the engine's, descriptions for --help, values out of range refused.
-May know: both configuration trees.
-Must not know: what a value does."""
+"""ServerConfig: names that do not clash with the engine's, descriptions for --help, values out of
+range refused.
+"""
 
 import msgspec
 import pytest
@@ -14,11 +14,22 @@ def test_names_are_unique_over_both_trees() -> None:
 
 @pytest.mark.parametrize("name", sorted(server_fields()))
 def test_every_field_says_what_it_is(name: str) -> None:
-    descriptions = [meta.description for meta in server_fields()[name].type.__metadata__ if meta.description]
+    descriptions = [
+        meta.description for meta in server_fields()[name].type.__metadata__ if meta.description
+    ]
     assert len(descriptions) == 1 and descriptions[0].endswith(".")
 
 
-@pytest.mark.parametrize("bad", [{"port": 65536}, {"port": -1}, {"unknown_params": "maybe"}, {"header_timeout_s": 0}, {"api_keys": []}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"port": 65536},
+        {"port": -1},
+        {"unknown_params": "maybe"},
+        {"header_timeout_s": 0},
+        {"api_keys": []},
+    ],
+)
 def test_values_out_of_range_are_refused(bad: dict) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(bad, ServerConfig)

@@ -1,6 +1,6 @@
-"""Runs side by side: what comes, in which order of indices, and how the first failure ends them all.
-May know: generation.py.
-Must not know: an engine."""
+"""Runs side by side: what comes, in which order of indices, and how the first failure ends them
+all.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -34,7 +34,9 @@ class Runs:
 @pytest.mark.parametrize("num_runs", [1, 5])
 def test_all_of_gives_the_last_outputs_in_order(num_runs: int) -> None:
     runs = Runs(num_runs)
-    assert [output.request_id for output in asyncio.run(all_of(runs.runs))] == [f"{i}-2" for i in range(num_runs)]
+    assert [output.request_id for output in asyncio.run(all_of(runs.runs))] == [
+        f"{i}-2" for i in range(num_runs)
+    ]
     assert sorted(runs.closed) == list(range(num_runs))
 
 
@@ -69,8 +71,19 @@ def test_leaving_early_closes_them() -> None:
 
 
 def test_a_refusal_of_the_engine_is_the_users_and_a_failure_is_ours() -> None:
-    refused = RequestOutput("r", None, [], [], True, error="structured_outputs: too deep", error_parameter="structured_outputs")
+    refused = RequestOutput(
+        "r",
+        None,
+        [],
+        [],
+        True,
+        error="structured_outputs: too deep",
+        error_parameter="structured_outputs",
+    )
     error = failure(refused, {"structured_outputs": "response_format"})
-    assert (error.status, error.param) == (400, "response_format") and error.message == "response_format: too deep"
+    assert (error.status, error.param) == (
+        400,
+        "response_format",
+    ) and error.message == "response_format: too deep"
     ours = failure(RequestOutput("r", None, [], [], True, error="logits are not finite"), {})
     assert ours.status == 500 and "logits" not in ours.message

@@ -1,6 +1,6 @@
-"""Bad clients by the hundred: they are refused within their limits, good requests hardly notice, and the memory comes back.
-May know: the server over HTTP, its flags, the program hostile.py, the process's memory.
-Must not know: how the server defends itself."""
+"""Bad clients by the hundred: they are refused within their limits, good requests hardly notice,
+and the memory comes back.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +26,18 @@ TIMEOUT_S = 1.5  # of the server for heads and bodies
 
 @pytest.fixture(scope="module")
 def server_in_need() -> Iterator[httpx.Client]:
-    with running_server("--header-timeout-s", f"{TIMEOUT_S}", "--body-timeout-s", f"{TIMEOUT_S}", "--no-access-log") as client:
+    with running_server(
+        "--header-timeout-s", f"{TIMEOUT_S}", "--body-timeout-s", f"{TIMEOUT_S}", "--no-access-log"
+    ) as client:
         yield client
 
 
 def good_latency_s(client: httpx.Client) -> float:
     began = time.perf_counter()
-    answer = client.post("/v1/completions", json={"prompt": "The little fox", "max_tokens": 8, "ignore_eos": True, "temperature": 0})
+    answer = client.post(
+        "/v1/completions",
+        json={"prompt": "The little fox", "max_tokens": 8, "ignore_eos": True, "temperature": 0},
+    )
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
     return time.perf_counter() - began
 
@@ -56,10 +61,18 @@ def memory_of(client: httpx.Client) -> int:
 
 
 def num_connections(client: httpx.Client) -> int:
-    return len([c for c in psutil.Process(client.process.pid).net_connections("tcp") if c.status == "ESTABLISHED"])
+    return len(
+        [
+            c
+            for c in psutil.Process(client.process.pid).net_connections("tcp")
+            if c.status == "ESTABLISHED"
+        ]
+    )
 
 
-def interleaved(client: httpx.Client, count: int, num_rounds: int, num_requests: int, hold_s: float) -> tuple[float, float, list[dict]]:
+def interleaved(
+    client: httpx.Client, count: int, num_rounds: int, num_requests: int, hold_s: float
+) -> tuple[float, float, list[dict]]:
     """(median latency in peace, the same under attack, what became of the attackers)."""
     peace, war, reports = [], [], []
     for _ in range(num_rounds):
@@ -74,30 +87,46 @@ def interleaved(client: httpx.Client, count: int, num_rounds: int, num_requests:
     return statistics.median(peace), statistics.median(war), reports
 
 
-def check_slow_clients(client: httpx.Client, count: int, num_rounds: int, hold_s: float, most_times: float) -> None:
+def check_slow_clients(
+    client: httpx.Client, count: int, num_rounds: int, hold_s: float, most_times: float
+) -> None:
     for _ in range(5):
         good_latency_s(client)
     memory = memory_of(client)
     peace_s, war_s, reports = interleaved(client, count, num_rounds, 20, hold_s)
-    print(f"\n{count * len(SLOW)} slow connections: median {1000 * peace_s:.1f} ms in peace, {1000 * war_s:.1f} ms under attack; "
-          f"memory {memory / MIB:.0f} MiB before, {memory_of(client) / MIB:.0f} after; {reports[-1]}")  # fmt: skip
+    print(
+        f"\n{count * len(SLOW)} slow connections: median {1000 * peace_s:.1f} ms in peace, "
+        f"{1000 * war_s:.1f} ms under attack; "
+        f"memory {memory / MIB:.0f} MiB before, {memory_of(client) / MIB:.0f} after; {reports[-1]}"
+    )
     assert war_s <= most_times * peace_s
     for report in reports:
-        ends = {end.split(": ")[0]: {e.split(": ")[1] for e in report["ends"] if e.startswith(end)} for end in report["ends"]}
+        ends = {
+            end.split(": ")[0]: {e.split(": ")[1] for e in report["ends"] if e.startswith(end)}
+            for end in report["ends"]
+        }
         if hold_s > 2 * TIMEOUT_S:  # all of them met their deadline
-            assert ends == {"silent": {"closed"}} | dict.fromkeys(set(SLOW) - {"silent"}, {"408"}), ends
+            assert ends == {"silent": {"closed"}} | dict.fromkeys(
+                set(SLOW) - {"silent"}, {"408"}
+            ), ends
             assert max(report["longest_ms"].values()) < 1000 * (TIMEOUT_S + 5), report
     wait_until(lambda: memory_of(client) < memory + 32 * MIB, timeout_s=20)
 
 
 def test_slow_clients(server_in_need: httpx.Client) -> None:
-    """The short form: less of everything, and a looser bound, since other tests may be running beside it."""
-    check_slow_clients(server_in_need, count=40, num_rounds=1, hold_s=2 * TIMEOUT_S + 0.5, most_times=4.0)
+    """The short form: less of everything, and a looser bound, since other tests may be running
+    beside it.
+    """
+    check_slow_clients(
+        server_in_need, count=40, num_rounds=1, hold_s=2 * TIMEOUT_S + 0.5, most_times=4.0
+    )
 
 
 @pytest.mark.slow
 def test_a_thousand_slow_clients(server_in_need: httpx.Client) -> None:
-    check_slow_clients(server_in_need, count=200, num_rounds=5, hold_s=2 * TIMEOUT_S + 0.5, most_times=2.0)
+    check_slow_clients(
+        server_in_need, count=200, num_rounds=5, hold_s=2 * TIMEOUT_S + 0.5, most_times=2.0
+    )
 
 
 def with_length(body: bytes) -> tuple[bytes, bytes]:
@@ -107,16 +136,71 @@ def with_length(body: bytes) -> tuple[bytes, bytes]:
 # Name -> (what is sent, how often its last piece, status, a piece of the answer)
 LARGE: dict[str, tuple[Callable[[], tuple[bytes, ...]], int, int, bytes]] = {
     "10 MB header": (lambda: (HEAD + b"X: ", b"a" * 1_000_000), 10, 431, b"headers_too_large"),
-    "100,000 headers": (lambda: (HEAD, b"X-Header: value\r\n" * 1000), 100, 431, b"headers_too_large"),
-    "200 MB body": (lambda: (HEAD + b"Content-Length: 200000000\r\n\r\n", b"x" * 1_000_000), 200, 413, b"request_too_large"),
-    "200 MB chunked": (lambda: (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"F4240\r\n" + b"x" * 1_000_000 + b"\r\n"), 200, 413, b"request_too_large"),
-    "1,000,000 prompts": (lambda: with_length(b'{"prompt": [' + b",".join([b'"a"'] * 1_000_000) + b"]}"), 1, 400, b"array_above_max_length"),
-    "1,000,000 empty prompts": (lambda: with_length(b'{"prompt": [' + b",".join([b"[]"] * 1_000_000) + b"]}"), 1, 400, b"array_above_max_length"),
-    "nested 10,000 deep": (lambda: with_length(b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}"), 1, 400, b"invalid_type"),
-    "nested 10,000 deep elsewhere": (lambda: with_length(b'{"prompt": "a", "x": ' + b'{"a":' * 10_000 + b"1" + b"}" * 10_000 + b"}"), 1, 400, b"invalid_json"),
-    "30 MB prompt": (lambda: with_length(b'{"prompt": "' + b"word " * 6_000_000 + b'"}'), 1, 400, b"context_length_exceeded"),
-    "10,000,000 token ids": (lambda: with_length(b'{"prompt": [' + b"1," * 10_000_000 + b"1]}"), 1, 400, b"context_length_exceeded"),
-    "1,000,000 unknown fields": (lambda: with_length(b"{" + b",".join(b'"f%d":1' % i for i in range(1_000_000)) + b"}"), 1, 400, b"prompt"),
+    "100,000 headers": (
+        lambda: (HEAD, b"X-Header: value\r\n" * 1000),
+        100,
+        431,
+        b"headers_too_large",
+    ),
+    "200 MB body": (
+        lambda: (HEAD + b"Content-Length: 200000000\r\n\r\n", b"x" * 1_000_000),
+        200,
+        413,
+        b"request_too_large",
+    ),
+    "200 MB chunked": (
+        lambda: (
+            HEAD + b"Transfer-Encoding: chunked\r\n\r\n",
+            b"F4240\r\n" + b"x" * 1_000_000 + b"\r\n",
+        ),
+        200,
+        413,
+        b"request_too_large",
+    ),
+    "1,000,000 prompts": (
+        lambda: with_length(b'{"prompt": [' + b",".join([b'"a"'] * 1_000_000) + b"]}"),
+        1,
+        400,
+        b"array_above_max_length",
+    ),
+    "1,000,000 empty prompts": (
+        lambda: with_length(b'{"prompt": [' + b",".join([b"[]"] * 1_000_000) + b"]}"),
+        1,
+        400,
+        b"array_above_max_length",
+    ),
+    "nested 10,000 deep": (
+        lambda: with_length(b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}"),
+        1,
+        400,
+        b"invalid_type",
+    ),
+    "nested 10,000 deep elsewhere": (
+        lambda: with_length(
+            b'{"prompt": "a", "x": ' + b'{"a":' * 10_000 + b"1" + b"}" * 10_000 + b"}"
+        ),
+        1,
+        400,
+        b"invalid_json",
+    ),
+    "30 MB prompt": (
+        lambda: with_length(b'{"prompt": "' + b"word " * 6_000_000 + b'"}'),
+        1,
+        400,
+        b"context_length_exceeded",
+    ),
+    "10,000,000 token ids": (
+        lambda: with_length(b'{"prompt": [' + b"1," * 10_000_000 + b"1]}"),
+        1,
+        400,
+        b"context_length_exceeded",
+    ),
+    "1,000,000 unknown fields": (
+        lambda: with_length(b"{" + b",".join(b'"f%d":1' % i for i in range(1_000_000)) + b"}"),
+        1,
+        400,
+        b"prompt",
+    ),
 }
 
 

@@ -1,6 +1,6 @@
-"""Clients that leave, and queues: over HTTP, with an engine whose steps are slow enough to be counted.
-May know: the server's routes and flags, the engine's utilities.
-Must not know: how the server notices."""
+"""Clients that leave, and queues: over HTTP, with an engine whose steps are slow enough to be
+counted.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +24,19 @@ ENDLESS = {"prompt": [1, 2, 3], "max_tokens": 5000, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def slow() -> Iterator[tuple[httpx.Client, MPClient]]:
-    """A server that lets two completions into its engine and two calls wait, and the engine itself."""
-    flags = ("--max-concurrent-requests", "2", "--max-queued-requests", "2", "--max-queued-tokens", "100", "--drain-timeout-s", "1")
+    """A server that lets two completions into its engine and two calls wait, and the engine
+    itself.
+    """
+    flags = (
+        "--max-concurrent-requests",
+        "2",
+        "--max-queued-requests",
+        "2",
+        "--max-queued-tokens",
+        "100",
+        "--drain-timeout-s",
+        "1",
+    )
     with slow_engine(STEP_S) as (address, _), running_server("--engine", address, *flags) as client:
         engine = MPClient(make_config(), address)
         yield client, engine
@@ -38,7 +49,9 @@ class Asking:
     def __init__(self, client: httpx.Client, body: dict):
         raw = json.dumps(body).encode()
         self.socket = socket.create_connection(("127.0.0.1", client.base_url.port))
-        self.socket.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (len(raw), raw))
+        self.socket.sendall(
+            b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (len(raw), raw)
+        )
 
     def status(self) -> int:
         self.socket.settimeout(30)
@@ -54,14 +67,17 @@ def num_in_engine(engine: MPClient) -> int:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-def test_who_leaves_is_aborted_within_two_steps(slow: tuple[httpx.Client, MPClient], stream: bool, n: int) -> None:
+def test_who_leaves_is_aborted_within_two_steps(
+    slow: tuple[httpx.Client, MPClient], stream: bool, n: int
+) -> None:
     client, engine = slow
     asking = Asking(client, ENDLESS | {"stream": stream, "n": n, "temperature": 1})
     wait_until(lambda: engine.call_utility("get_metrics")["num_running"] == n)
     before = engine.call_utility("get_metrics")["num_generation_tokens"]
     asking.leave()
     wait_until(lambda: num_in_engine(engine) == 0)
-    # the step under way when it left, the one before which the server's message came, and one that may lie between our two questions
+    # the step under way when it left, the one before which the server's message came, and one that
+    # may lie between our two questions
     assert engine.call_utility("get_metrics")["num_generation_tokens"] - before <= 3 * n
 
 
@@ -78,11 +94,18 @@ def test_the_queue_over_http(slow: tuple[httpx.Client, MPClient]) -> None:
     for body in (ENDLESS, ENDLESS | {"stream": True}):  # a stream's refusal is a plain answer too
         answer = client.post("/v1/completions", json=body)
         assert answer.status_code == 429 and 1 <= int(answer.headers["retry-after"]) <= 600
-        assert answer.json()["error"] | {"message": ""} == {"message": "", "type": "rate_limit_error", "param": None, "code": "rate_limit_exceeded"}
+        assert answer.json()["error"] | {"message": ""} == {
+            "message": "",
+            "type": "rate_limit_error",
+            "param": None,
+            "code": "rate_limit_exceeded",
+        }
     assert num_in_engine(engine) == 2
     # who waits and leaves makes room for another, and the engine never hears of it
     waiting[0].leave()
-    short = threading.Thread(target=client.post, args=("/v1/completions",), kwargs={"json": ENDLESS | {"max_tokens": 1}})
+    short = threading.Thread(
+        target=client.post, args=("/v1/completions",), kwargs={"json": ENDLESS | {"max_tokens": 1}}
+    )
     wait_until(lambda: _is_free(client))
     short.start()
     running[0].leave()
@@ -106,9 +129,14 @@ def _is_free(client: httpx.Client) -> bool:
         asking.leave()
 
 
-def test_many_prompts_in_one_call_are_one_request_of_the_queue(slow: tuple[httpx.Client, MPClient]) -> None:
+def test_many_prompts_in_one_call_are_one_request_of_the_queue(
+    slow: tuple[httpx.Client, MPClient],
+) -> None:
     client, engine = slow
-    answer = client.post("/v1/completions", json={"prompt": [[1, number] for number in range(2, 12)], "max_tokens": 1})
+    answer = client.post(
+        "/v1/completions",
+        json={"prompt": [[1, number] for number in range(2, 12)], "max_tokens": 1},
+    )
     assert answer.status_code == 200 and len(answer.json()["choices"]) == 10
     assert num_in_engine(engine) == 0
 
@@ -118,14 +146,22 @@ def test_the_same_id_twice_at_once(slow: tuple[httpx.Client, MPClient]) -> None:
     answers: list[httpx.Response] = []
 
     def ask() -> None:
-        answers.append(client.post("/v1/completions", json=ENDLESS | {"max_tokens": 3}, headers={"x-request-id": "again"}))
+        answers.append(
+            client.post(
+                "/v1/completions",
+                json=ENDLESS | {"max_tokens": 3},
+                headers={"x-request-id": "again"},
+            )
+        )
 
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    assert [answer.status_code for answer in answers] == [200, 200] and {answer.headers["x-request-id"] for answer in answers} == {"again"}
+    assert [answer.status_code for answer in answers] == [200, 200] and {
+        answer.headers["x-request-id"] for answer in answers
+    } == {"again"}
 
 
 def test_half_a_body_and_gone(slow: tuple[httpx.Client, MPClient]) -> None:
@@ -135,5 +171,7 @@ def test_half_a_body_and_gone(slow: tuple[httpx.Client, MPClient]) -> None:
     connection.putheader("content-length", "1000")
     connection.endheaders(b'{"prompt": ')
     connection.close()
-    wait_until(lambda: "/v1/completions left" in client.log() or "/v1/completions 400" in client.log())
+    wait_until(
+        lambda: "/v1/completions left" in client.log() or "/v1/completions 400" in client.log()
+    )
     assert "Traceback" not in client.log()

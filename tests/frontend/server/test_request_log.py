@@ -1,6 +1,4 @@
-"""The log of finished requests: what it keeps, and for how long.
-May know: RequestLog, RequestMetrics.
-Must not know: HTTP, an engine."""
+"""The log of finished requests: what it keeps, and for how long."""
 
 from quire.frontend.outputs import RequestMetrics
 from quire.frontend.server.request_log import RequestLog
@@ -23,14 +21,20 @@ def test_the_oldest_go_first() -> None:
 def test_an_id_that_comes_again_replaces_the_first() -> None:
     log = filled(3, 3)
     log.add("r0", RequestMetrics(9.0), {})
-    assert [request.request_id for request in log.recent(10)] == ["r0", "r2", "r1"] and log.get("r0").metrics.arrival_time == 9.0
+    assert [request.request_id for request in log.recent(10)] == ["r0", "r2", "r1"] and log.get(
+        "r0"
+    ).metrics.arrival_time == 9.0
 
 
 def test_the_answers_header_finds_it_too() -> None:
     log = RequestLog()
     for i, header in enumerate(("req-a", "req-b", "req-b")):
         log.add(f"cmpl-{i}", RequestMetrics(0.0), {"x_request_id": header})
-    assert log.get("req-a").request_id == "cmpl-0" and log.get("req-b").request_id == "cmpl-2" and log.get("req-c") is None
+    assert (
+        log.get("req-a").request_id == "cmpl-0"
+        and log.get("req-b").request_id == "cmpl-2"
+        and log.get("req-c") is None
+    )
 
 
 def test_what_it_keeps_no_longer_changes() -> None:

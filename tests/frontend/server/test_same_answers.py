@@ -1,6 +1,6 @@
-"""Streamed equals whole equals offline, text and log-probabilities, for the same seed: over a child process, in the server's own, and over a daemon.
-May know: LLM, the server, OpenAI's shapes.
-Must not know: how either of them works."""
+"""Streamed equals whole equals offline, text and log-probabilities, for the same seed: over a child
+process, in the server's own, and over a daemon.
+"""
 
 import subprocess
 import sys
@@ -23,14 +23,26 @@ CLOSE = 2e-4  # log-probabilities: other batches and cached prefixes add up in a
 
 @pytest.fixture(scope="module")
 def offline() -> list[dict[str, list[dict[str, Any]]]]:
-    """Per setting: completions and chats as LLM gives them, each {"text", "token_ids", "logprobs"}."""
+    """Per setting: completions and chats as LLM gives them, each {"text", "token_ids",
+    "logprobs"}.
+    """
     with LLM(engine="inproc") as llm:
         found = []
         for setting in SETTINGS:
-            params = SamplingParams(**{"top_k": 50, "top_p": 0.9} | setting, max_tokens=NUM_TOKENS, logprobs=2)
+            params = SamplingParams(
+                **{"top_k": 50, "top_p": 0.9} | setting, max_tokens=NUM_TOKENS, logprobs=2
+            )
             completions = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in PROMPTS]
-            chats = [llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)[0] for prompt in PROMPTS]
-            found.append({"completions": [plain(output) for output in completions], "chats": [plain(output) for output in chats]})
+            chats = [
+                llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)[0]
+                for prompt in PROMPTS
+            ]
+            found.append(
+                {
+                    "completions": [plain(output) for output in completions],
+                    "chats": [plain(output) for output in chats],
+                }
+            )
         return found
 
 
@@ -41,7 +53,9 @@ def plain(output: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=["process", "inproc", "daemon"])
-def over(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def over(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
     if request.param == "process":
         yield request.getfixturevalue("server")
     elif request.param == "inproc":
@@ -49,7 +63,10 @@ def over(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             yield client
     else:
         path = tmp_path_factory.mktemp("daemon") / "engine.sock"
-        with subprocess.Popen([sys.executable, "-m", "quire", "engine", "--listen", f"ipc://{path}"], stderr=subprocess.DEVNULL) as daemon:
+        with subprocess.Popen(
+            [sys.executable, "-m", "quire", "engine", "--listen", f"ipc://{path}"],
+            stderr=subprocess.DEVNULL,
+        ) as daemon:
             try:
                 wait_for(path, daemon)
                 with running_server("--engine", f"ipc://{path}") as client:
@@ -70,16 +87,29 @@ def read_completion(answer: httpx.Response, streams: bool) -> dict[str, Any]:
     return {
         "text": "".join(choice["text"] for choice in choices),
         "token_ids": [i for choice in choices for i in choice["token_ids"]],
-        "logprobs": [p for choice in choices if choice["logprobs"] for p in choice["logprobs"]["token_logprobs"]],
+        "logprobs": [
+            p
+            for choice in choices
+            if choice["logprobs"]
+            for p in choice["logprobs"]["token_logprobs"]
+        ],
     }
 
 
 def read_chat(answer: httpx.Response, streams: bool) -> dict[str, Any]:
     choices = [c["choices"][0] for c in events(answer)] if streams else answer.json()["choices"]
     return {
-        "text": "".join((choice["delta"] if streams else choice["message"]).get("content") or "" for choice in choices),
+        "text": "".join(
+            (choice["delta"] if streams else choice["message"]).get("content") or ""
+            for choice in choices
+        ),
         "token_ids": [i for choice in choices for i in choice.get("token_ids", [])],
-        "logprobs": [entry["logprob"] for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]],
+        "logprobs": [
+            entry["logprob"]
+            for choice in choices
+            if choice["logprobs"]
+            for entry in choice["logprobs"]["content"]
+        ],
     }
 
 
@@ -87,7 +117,13 @@ def read_chat(answer: httpx.Response, streams: bool) -> dict[str, Any]:
 def test_completions(over: httpx.Client, offline: list, streams: bool) -> None:
     for setting, expected in zip(SETTINGS, offline, strict=True):
         for prompt, wanted in zip(PROMPTS, expected["completions"], strict=True):
-            body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "logprobs": 2, "return_token_ids": True, "stream": streams} | setting
+            body = {
+                "prompt": prompt,
+                "max_tokens": NUM_TOKENS,
+                "logprobs": 2,
+                "return_token_ids": True,
+                "stream": streams,
+            } | setting
             check(read_completion(over.post("/v1/completions", json=body), streams), wanted)
 
 
@@ -96,8 +132,17 @@ def test_chats(over: httpx.Client, offline: list, streams: bool) -> None:
     for setting, expected in zip(SETTINGS, offline, strict=True):
         for prompt, wanted in zip(PROMPTS, expected["chats"], strict=True):
             messages = [{"role": "user", "content": prompt}]
-            fields = {"messages": messages, "max_tokens": NUM_TOKENS, "logprobs": True, "top_logprobs": 2, "return_token_ids": True, "stream": streams}
-            check(read_chat(over.post("/v1/chat/completions", json=fields | setting), streams), wanted)
+            fields = {
+                "messages": messages,
+                "max_tokens": NUM_TOKENS,
+                "logprobs": True,
+                "top_logprobs": 2,
+                "return_token_ids": True,
+                "stream": streams,
+            }
+            check(
+                read_chat(over.post("/v1/chat/completions", json=fields | setting), streams), wanted
+            )
 
 
 def check(found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""From bodies to SamplingParams: defaults, names, what is refused by its own field, and what is ignored and said to be.
-May know: SamplingBody, SamplingParams.
-Must not know: prompts, the engine."""
+"""From bodies to SamplingParams: defaults, names, what is refused by its own field, and what is
+ignored and said to be.
+"""
 
 import asyncio
 from typing import Any
@@ -10,7 +10,15 @@ from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.routes.chat import ChatBody
-from quire.frontend.server.sampling import IGNORED, UNSUPPORTED, SamplingBody, StreamOptions, check_fields, field_names, sampling_params
+from quire.frontend.server.sampling import (
+    IGNORED,
+    UNSUPPORTED,
+    SamplingBody,
+    StreamOptions,
+    check_fields,
+    field_names,
+    sampling_params,
+)
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.params import RequestOutputKind, SamplingParams
 
@@ -18,7 +26,14 @@ RECOMMENDED = SamplingParams(temperature=0.6, top_k=20)
 
 
 def params(names: dict[str, str] | None = None, **fields: object) -> SamplingParams:
-    return sampling_params(SamplingBody(**fields), RECOMMENDED, ServerConfig(), max_tokens=5, logprobs=None, names=names)
+    return sampling_params(
+        SamplingBody(**fields),
+        RECOMMENDED,
+        ServerConfig(),
+        max_tokens=5,
+        logprobs=None,
+        names=names,
+    )
 
 
 def test_the_models_recommendation_stands_where_the_body_is_silent() -> None:
@@ -27,7 +42,10 @@ def test_the_models_recommendation_stands_where_the_body_is_silent() -> None:
 
 
 def test_streams_want_deltas() -> None:
-    assert params(stream=True).output_kind == RequestOutputKind.DELTA and params().output_kind == RequestOutputKind.FINAL_ONLY
+    assert (
+        params(stream=True).output_kind == RequestOutputKind.DELTA
+        and params().output_kind == RequestOutputKind.FINAL_ONLY
+    )
 
 
 def test_keys_of_logit_bias_become_numbers_and_empty_stops_nothing() -> None:
@@ -36,7 +54,11 @@ def test_keys_of_logit_bias_become_numbers_and_empty_stops_nothing() -> None:
 
 
 def test_a_negative_seed_is_one_too() -> None:
-    assert params(seed=-1).seed == 2**63 - 1 and params(seed=-(2**63)).seed == 0 and params(seed=7).seed == 7
+    assert (
+        params(seed=-1).seed == 2**63 - 1
+        and params(seed=-(2**63)).seed == 0
+        and params(seed=7).seed == 7
+    )
 
 
 @pytest.mark.parametrize(("fields", "param"), [({"n": 129}, "n"), ({"stop": ["a"] * 17}, "stop")])
@@ -46,7 +68,10 @@ def test_the_servers_own_limits(fields: dict, param: str) -> None:
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-@pytest.mark.parametrize("fields", [{"temperature": -1}, {"top_p": 0}, {"presence_penalty": 3}, {"min_tokens": 9}, {"top_k": -2}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"temperature": -1}, {"top_p": 0}, {"presence_penalty": 3}, {"min_tokens": 9}, {"top_k": -2}],
+)
 def test_the_engines_limits(fields: dict) -> None:
     with pytest.raises(ApiError) as caught:
         params(names={}, **fields)
@@ -57,9 +82,19 @@ def test_the_engines_limits(fields: dict) -> None:
 
 def test_errors_have_the_bodys_names() -> None:
     body = SamplingBody(guided_regex="a")
-    assert field_names(body)["structured_outputs.regex"] == "guided_regex" and field_names(SamplingBody())["structured_outputs"] == "response_format"
+    assert (
+        field_names(body)["structured_outputs.regex"] == "guided_regex"
+        and field_names(SamplingBody())["structured_outputs"] == "response_format"
+    )
     with pytest.raises(ApiError) as caught:
-        sampling_params(body, RECOMMENDED, ServerConfig(), max_tokens=0, logprobs=None, names={"max_tokens": "max_completion_tokens"})
+        sampling_params(
+            body,
+            RECOMMENDED,
+            ServerConfig(),
+            max_tokens=0,
+            logprobs=None,
+            names={"max_tokens": "max_completion_tokens"},
+        )
     assert caught.value.param == "max_completion_tokens"
 
 
@@ -73,23 +108,54 @@ def checked(**fields: Any) -> Call:
 
 
 def test_what_is_ignored_is_said() -> None:
-    call = checked(user="me", metadata={"a": "b"}, store=True, service_tier="flex", verbosity="low", prompt_cache_key="k")
-    assert call.ignored_params == ["user", "prompt_cache_key", "metadata", "store", "service_tier", "verbosity"]
-    assert (b"x-ignored-params", b"user,prompt_cache_key,metadata,store,service_tier,verbosity") in call.headers()
-    assert checked(store=False, service_tier="auto", metadata={}, verbosity="medium").ignored_params == []
+    call = checked(
+        user="me",
+        metadata={"a": "b"},
+        store=True,
+        service_tier="flex",
+        verbosity="low",
+        prompt_cache_key="k",
+    )
+    assert call.ignored_params == [
+        "user",
+        "prompt_cache_key",
+        "metadata",
+        "store",
+        "service_tier",
+        "verbosity",
+    ]
+    assert (
+        b"x-ignored-params",
+        b"user,prompt_cache_key,metadata,store,service_tier,verbosity",
+    ) in call.headers()
+    assert (
+        checked(store=False, service_tier="auto", metadata={}, verbosity="medium").ignored_params
+        == []
+    )
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"audio": {"voice": "x"}}, {"modalities": ["text", "audio"]}, {"prediction": {}}, {"web_search_options": {}}, {"moderation": {"model": "x"}},
-        {"functions": [{}]}, {"function_call": "auto"}, {"chat_template": "{{ 1 }}"}, {"use_beam_search": True},
+        {"audio": {"voice": "x"}},
+        {"modalities": ["text", "audio"]},
+        {"prediction": {}},
+        {"web_search_options": {}},
+        {"moderation": {"model": "x"}},
+        {"functions": [{}]},
+        {"function_call": "auto"},
+        {"chat_template": "{{ 1 }}"},
+        {"use_beam_search": True},
     ],
-)  # fmt: skip
+)
 def test_what_the_api_knows_and_the_server_cannot_is_refused(fields: dict) -> None:
     with pytest.raises(ApiError) as caught:
         checked(**fields)
-    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "unsupported_value", next(iter(fields)))
+    assert (caught.value.status, caught.value.code, caught.value.param) == (
+        400,
+        "unsupported_value",
+        next(iter(fields)),
+    )
     assert checked(modalities=["text"], functions=[], use_beam_search=False).ignored_params == []
 
 
@@ -102,7 +168,11 @@ def test_stream_options_need_a_stream() -> None:
     with pytest.raises(ApiError) as caught:
         checked(stream_options=StreamOptions(include_usage=True))
     assert caught.value.param == "stream_options"
-    assert checked(stream=True, stream_options=StreamOptions(include_obfuscation=True)).ignored_params == ["stream_options.include_obfuscation"]
-    assert checked(stream=True, stream_options=StreamOptions(continuous_usage_stats=True)).ignored_params == ["stream_options.continuous_usage_stats"]
+    assert checked(
+        stream=True, stream_options=StreamOptions(include_obfuscation=True)
+    ).ignored_params == ["stream_options.include_obfuscation"]
+    assert checked(
+        stream=True, stream_options=StreamOptions(continuous_usage_stats=True)
+    ).ignored_params == ["stream_options.continuous_usage_stats"]
     with pytest.raises(ApiError, match="prompt_logprobs"):
         checked(stream=True, prompt_logprobs=1)

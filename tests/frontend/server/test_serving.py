@@ -1,6 +1,4 @@
-"""The server's process: its port before its model, the way out by signals and by failures.
-May know: serving.py, the session's server, engines whose steps are slow.
-Must not know: routes beyond one that streams."""
+"""The server's process: its port before its model, the way out by signals and by failures."""
 
 import json
 import os
@@ -27,7 +25,11 @@ def test_the_port_is_open_while_the_model_loads() -> None:
     with running_server(wait=False) as client:
         answer = client.get("/v1/models")
         if answer.status_code != 200:  # on a fast machine it may be there already
-            assert answer.status_code == 503 and answer.json()["error"]["code"] == "model_loading" and int(answer.headers["retry-after"]) >= 1
+            assert (
+                answer.status_code == 503
+                and answer.json()["error"]["code"] == "model_loading"
+                and int(answer.headers["retry-after"]) >= 1
+            )
         assert client.get("/health").status_code == 200
         wait_until_ready(client)
         assert client.get("/v1/models").status_code == 200
@@ -48,16 +50,28 @@ def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
     garbage = tmp_path / "cert.pem"
     garbage.write_text("no certificate")
     check_certificate(ServerConfig())
-    for fields, parameter in (({"ssl_keyfile": "k"}, "ssl_keyfile"), ({"ssl_certfile": "/none"}, "ssl_certfile"), ({"ssl_certfile": str(garbage)}, "ssl_certfile")):
+    for fields, parameter in (
+        ({"ssl_keyfile": "k"}, "ssl_keyfile"),
+        ({"ssl_certfile": "/none"}, "ssl_certfile"),
+        ({"ssl_certfile": str(garbage)}, "ssl_certfile"),
+    ):
         with pytest.raises(InvalidParameterError) as caught:
             check_certificate(ServerConfig(**fields))
         assert caught.value.parameter == parameter
 
 
 @pytest.mark.parametrize(
-    ("limits", "wanted"), [((1024, 1_000_000), 4480), ((1024, 2048), 2048), ((65536, 65536), None), ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None)]
+    ("limits", "wanted"),
+    [
+        ((1024, 1_000_000), 4480),
+        ((1024, 2048), 2048),
+        ((65536, 65536), None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+    ],
 )
-def test_as_many_files_as_connections(monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], wanted: int | None) -> None:
+def test_as_many_files_as_connections(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], wanted: int | None
+) -> None:
     given = []
     monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda what, pair: given.append(pair))
@@ -86,7 +100,12 @@ class Streaming(threading.Thread):
     def __init__(self, client: httpx.Client, max_tokens: int):
         super().__init__()
         self._url = client.base_url.join("/v1/completions")
-        self._body = {"prompt": [1, 2, 3], "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        self._body = {
+            "prompt": [1, 2, 3],
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+        }
         self.events: list[str] = []
         self.start()
 
@@ -99,9 +118,14 @@ class Streaming(threading.Thread):
 
 
 @contextmanager
-def busy_server(max_tokens: int, *flags: str) -> Iterator[tuple[httpx.Client, Streaming, subprocess.Popen]]:
+def busy_server(
+    max_tokens: int, *flags: str
+) -> Iterator[tuple[httpx.Client, Streaming, subprocess.Popen]]:
     """A server with one stream under way, and its engine's process."""
-    with slow_engine(0.05) as (address, engine), running_server("--engine", address, *flags) as client:
+    with (
+        slow_engine(0.05) as (address, engine),
+        running_server("--engine", address, *flags) as client,
+    ):
         streaming = Streaming(client, max_tokens)
         wait_until(lambda: client.get("/v1/engine/state").json()["counters"]["num_running"] == 1)
         yield client, streaming, engine
@@ -118,9 +142,16 @@ def test_sigterm_lets_streams_finish_and_refuses_what_is_new() -> None:
         wait_until(lambda: client.get("/health/ready").status_code == 503)
         assert client.get("/health").status_code == 200
         answer = client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1})
-        assert answer.status_code == 503 and answer.json()["error"]["code"] == "shutting_down" and int(answer.headers["retry-after"]) > 0
+        assert (
+            answer.status_code == 503
+            and answer.json()["error"]["code"] == "shutting_down"
+            and int(answer.headers["retry-after"]) > 0
+        )
         streaming.join(timeout=30)
-        assert streaming.events[-1] == "[DONE]" and json.loads(streaming.events[-2])["choices"][0]["finish_reason"] == "length"
+        assert (
+            streaming.events[-1] == "[DONE]"
+            and json.loads(streaming.events[-2])["choices"][0]["finish_reason"] == "length"
+        )
         assert client.process.wait(timeout=30) == 0
         assert "Traceback" not in client.log() and "are left to finish" in client.log()
 
@@ -169,10 +200,17 @@ def test_an_engine_that_does_not_come_up(flags: list[str], code: int, sentence: 
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == code and "Traceback" not in ended.stderr
-    assert any(line.startswith("quire: ") and sentence in line for line in ended.stderr.splitlines()), ended.stderr
+    assert any(
+        line.startswith("quire: ") and sentence in line for line in ended.stderr.splitlines()
+    ), ended.stderr
 
 
 def test_a_port_that_is_taken(server: httpx.Client) -> None:
     port = server.base_url.port
-    ended = subprocess.run([sys.executable, "-m", "quire", "serve", "--port", str(port)], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-m", "quire", "serve", "--port", str(port)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert ended.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in ended.stderr

@@ -1,6 +1,4 @@
-"""ServerState: what it says while nothing is loaded, when loading failed, and while it drains.
-May know: ServerState, ApiError.
-Must not know: an engine."""
+"""ServerState: what it says while nothing is loaded, when loading failed, and while it drains."""
 
 import pytest
 from quire.frontend.server.config import ServerConfig
@@ -20,13 +18,22 @@ def test_loading_says_how_far_it_is_and_when_to_come_again() -> None:
     state.loading.began -= 10.0
     state.loading.report("load weights", 0.5)
     error = refusal(state)
-    assert error.code == "model_loading" and "load weights, 50%" in error.message and "s to go" in error.message
+    assert (
+        error.code == "model_loading"
+        and "load weights, 50%" in error.message
+        and "s to go" in error.message
+    )
     assert 8 <= int(error.headers()["retry-after"]) <= 12
 
 
 def test_progress_never_goes_back() -> None:
     state = ServerState(ServerConfig(), "m")
-    for stage, fraction in (("import", 1.0), ("load weights", 0.9), ("import", 0.2), ("an unknown stage", 0.5)):
+    for stage, fraction in (
+        ("import", 1.0),
+        ("load weights", 0.9),
+        ("import", 0.2),
+        ("an unknown stage", 0.5),
+    ):
         before = state.loading.fraction
         state.loading.report(stage, fraction)
         assert state.loading.fraction >= before
@@ -36,7 +43,11 @@ def test_a_failure_keeps_its_words_to_the_log() -> None:
     state = ServerState(ServerConfig(), "m")
     state.loading.error = "cannot read a secret path"
     error = refusal(state)
-    assert error.code == "model_load_failed" and "secret" not in error.message and error.headers() == {}
+    assert (
+        error.code == "model_load_failed"
+        and "secret" not in error.message
+        and error.headers() == {}
+    )
 
 
 def test_draining_refuses() -> None:
@@ -50,7 +61,11 @@ def test_models_by_name() -> None:
     assert state.check_model(None) == state.check_model("m") == "m"
     with pytest.raises(ApiError, match="'gpt-4' does not exist") as caught:
         state.check_model("gpt-4")
-    assert (caught.value.status, caught.value.code, caught.value.param) == (404, "model_not_found", "model")
+    assert (caught.value.status, caught.value.code, caught.value.param) == (
+        404,
+        "model_not_found",
+        "model",
+    )
 
 
 def test_a_template_is_a_file_or_a_name(tmp_path) -> None:

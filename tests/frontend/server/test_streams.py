@@ -1,6 +1,6 @@
-"""The streams of every API: what breaks their silence, and that a client that leaves ends the request.
-May know: a scripted server, ASGI.
-Must not know: what an event says."""
+"""The streams of every API: what breaks their silence, and that a client that leaves ends the
+request.
+"""
 
 import asyncio
 from typing import Any
@@ -23,18 +23,26 @@ ENDLESS = [0.001, *["word "] * 5000, 1000.0, "end"]
 
 @pytest.mark.parametrize(
     ("path", "breaker"),
-    [("/v1/responses", b"\n: keep-alive\n\n"), ("/v1/messages", b'\nevent: ping\ndata: {"type":"ping"}\n\n'), ("/api/chat", b"\n "), ("/api/generate", b"\n ")],
+    [
+        ("/v1/responses", b"\n: keep-alive\n\n"),
+        ("/v1/messages", b'\nevent: ping\ndata: {"type":"ping"}\n\n'),
+        ("/api/chat", b"\n "),
+        ("/api/generate", b"\n "),
+    ],
 )
 def test_silence_is_broken_in_a_way_that_the_api_allows(path: str, breaker: bytes) -> None:
     app = scripted_app(ScriptedEngine([0.1, "a", 0.1, "b"]), sse_keep_alive_s=0.02)
     raw = post(app, path, BODIES[path] | {"stream": True}).content
     assert raw.count(breaker) >= 1 and (b"\n" + raw).startswith(breaker)
     if path.startswith("/api/"):
-        assert all(msgspec.json.decode(line) for line in raw.removesuffix(b"\n").split(b"\n"))  # no line is left without a value
+        # no line is left without a value
+        assert all(msgspec.json.decode(line) for line in raw.removesuffix(b"\n").split(b"\n"))
 
 
 async def leave_after(app: App, path: str, body: dict[str, Any], num_chunks: int) -> None:
-    """Speaks ASGI: sends the request, reads so many chunks (0: none, whole answers too) and goes away."""
+    """Speaks ASGI: sends the request, reads so many chunks (0: none, whole answers too) and goes
+    away.
+    """
     has_read, requested = asyncio.Event(), False
     num_read = 0
 
@@ -52,7 +60,15 @@ async def leave_after(app: App, path: str, body: dict[str, Any], num_chunks: int
         if num_read >= num_chunks:
             has_read.set()
 
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": [], "root_path": ""}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [],
+        "root_path": "",
+    }
     await asyncio.wait_for(app(scope, receive, send), 20)
 
 
@@ -63,7 +79,9 @@ def test_who_leaves_ends_the_request(path: str, stream: bool) -> None:
     app = scripted_app(engine)
 
     async def run() -> None:
-        asked = asyncio.create_task(leave_after(app, path, BODIES[path] | {"stream": stream}, 3 if stream else 0))
+        asked = asyncio.create_task(
+            leave_after(app, path, BODIES[path] | {"stream": stream}, 3 if stream else 0)
+        )
         while not engine.num_running:
             assert not asked.done()
             await asyncio.sleep(0)

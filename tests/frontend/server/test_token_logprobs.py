@@ -1,6 +1,6 @@
-"""Log-probabilities written down: tokens that are no whole text, offsets, ties, zero probabilities, prompts with a BOS.
-May know: token_logprobs.py, a byte-level tokenizer.
-Must not know: requests, the engine."""
+"""Log-probabilities written down: tokens that are no whole text, offsets, ties, zero probabilities,
+prompts with a BOS.
+"""
 
 import math
 from pathlib import Path
@@ -23,7 +23,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda character: character)
     vocab = {character: i for i, character in enumerate(alphabet)} | {"hi": HI}
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
-    backend.decoder, backend.pre_tokenizer = decoders.ByteLevel(), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder, backend.pre_tokenizer = (
+        decoders.ByteLevel(),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    )
     backend.add_special_tokens(["<bos>"])
     backend.save(str(directory / "tokenizer.json"))
     return Tokenizer(directory)
@@ -39,9 +42,15 @@ def test_part_of_a_character_is_written_as_its_bytes(tokenizer: Tokenizer) -> No
     texts = ["", "", "€"]  # what each adds to the text
     positions = [{i: Logprob(-0.5, 1, text)} for i, text in zip(ids, texts, strict=True)]
     chat = writer.chat(positions, 0)
-    assert [entry.token for entry in chat] == ["\\xe2", "\\x82", "\\xac"] and bytes(b for e in chat for b in e.bytes) == EURO
+    assert [entry.token for entry in chat] == ["\\xe2", "\\x82", "\\xac"] and bytes(
+        b for e in chat for b in e.bytes
+    ) == EURO
     legacy, offset = writer.completion(positions, 4, skips_special=True)
-    assert legacy.tokens == ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"] and legacy.text_offset == [4, 4, 4] and offset == 5
+    assert (
+        legacy.tokens == ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
+        and legacy.text_offset == [4, 4, 4]
+        and offset == 5
+    )
 
 
 def test_as_many_top_entries_as_asked_for_the_likeliest_first(tokenizer: Tokenizer) -> None:
@@ -65,14 +74,22 @@ def test_a_bos_takes_no_room_in_an_echo(tokenizer: Tokenizer) -> None:
     bos, (h, i) = tokenizer.token_to_id("<bos>"), ids_of(tokenizer, "hi")
     positions = [None, {h: Logprob(-1.0, 1, "h")}, {i: Logprob(-2.0, 1, "i")}]
     found = TokenWriter(tokenizer).prompt([bos, h, i], positions, "hi")
-    assert found.tokens == ["<bos>", "h", "i"] and found.text_offset == [0, 0, 1] and found.token_logprobs == [None, -1.0, -2.0]
+    assert (
+        found.tokens == ["<bos>", "h", "i"]
+        and found.text_offset == [0, 0, 1]
+        and found.token_logprobs == [None, -1.0, -2.0]
+    )
     written = TokenWriter(tokenizer).prompt([bos, h, i], positions, "<bos>hi")  # the user wrote it
     assert written.text_offset == [0, 5, 6]
 
 
 def test_special_tokens_that_the_text_leaves_out_take_no_room(tokenizer: Tokenizer) -> None:
     bos, (h, i) = tokenizer.token_to_id("<bos>"), ids_of(tokenizer, "hi")
-    positions = [{h: Logprob(-1.0, 1, "h")}, {bos: Logprob(-1.0, 1, "<bos>")}, {i: Logprob(-1.0, 1, "i")}]
+    positions = [
+        {h: Logprob(-1.0, 1, "h")},
+        {bos: Logprob(-1.0, 1, "<bos>")},
+        {i: Logprob(-1.0, 1, "i")},
+    ]
     writer = TokenWriter(tokenizer)
     assert writer.completion(positions, 0, skips_special=True)[0].text_offset == [0, 1, 1]
     assert writer.completion(positions, 0, skips_special=False)[0].text_offset == [0, 1, 6]
@@ -80,11 +97,18 @@ def test_special_tokens_that_the_text_leaves_out_take_no_room(tokenizer: Tokeniz
 
 def test_ids_in_place_of_texts(tokenizer: Tokenizer) -> None:
     writer = TokenWriter(tokenizer, as_ids=True)
-    found, _ = writer.completion([{7: Logprob(-1.0, 1, "x"), 8: Logprob(-2.0, 2, "y")}], 0, skips_special=True)
-    assert found.tokens == ["token_id:7"] and found.top_logprobs == [{"token_id:7": -1.0, "token_id:8": -2.0}]
+    found, _ = writer.completion(
+        [{7: Logprob(-1.0, 1, "x"), 8: Logprob(-2.0, 2, "y")}], 0, skips_special=True
+    )
+    assert found.tokens == ["token_id:7"] and found.top_logprobs == [
+        {"token_id:7": -1.0, "token_id:8": -2.0}
+    ]
     assert joined(found, found).tokens == ["token_id:7"] * 2
 
 
 def test_prompt_log_probabilities_in_vllms_shape() -> None:
     assert prompt_logprobs(None) is None
-    assert prompt_logprobs([None, {5: Logprob(-1.0, 2, "x")}]) == [None, {"5": {"logprob": -1.0, "rank": 2, "decoded_token": "x"}}]
+    assert prompt_logprobs([None, {5: Logprob(-1.0, 2, "x")}]) == [
+        None,
+        {"5": {"logprob": -1.0, "rank": 2, "decoded_token": "x"}},
+    ]

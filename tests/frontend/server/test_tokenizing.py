@@ -1,6 +1,6 @@
-"""Tokenizing beside the loop: short and long texts alike, what is refused unread, and that the loop goes on meanwhile.
-May know: tokenizing.py, a small tokenizer.
-Must not know: routes."""
+"""Tokenizing beside the loop: short and long texts alike, what is refused unread, and that the loop
+goes on meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from tokenizers import normalizers
 
 
 def state(max_model_len: int = 10**9, tokenizer=None) -> SimpleNamespace:
-    return SimpleNamespace(ready_engine=lambda: SimpleNamespace(tokenizer=tokenizer or tiny_tokenizer()), max_model_len=max_model_len)
+    return SimpleNamespace(
+        ready_engine=lambda: SimpleNamespace(tokenizer=tokenizer or tiny_tokenizer()),
+        max_model_len=max_model_len,
+    )
 
 
 def test_however_long_the_ids_are_the_same() -> None:
     long = "the cat sat on it. " * (2 * LONG_TEXT // 19)
     for texts in (["the cat"], ["the cat", "sat"], [long], [long, "the cat"]):
-        assert asyncio.run(tokenize_all(state(), texts)) == [tiny_tokenizer().encode(text) for text in texts]
+        assert asyncio.run(tokenize_all(state(), texts)) == [
+            tiny_tokenizer().encode(text) for text in texts
+        ]
 
 
 def test_the_loop_goes_on_meanwhile() -> None:

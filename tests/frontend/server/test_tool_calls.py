@@ -1,6 +1,6 @@
-"""Tool calls over HTTP, from a model that was not trained to make any: the grammar makes it, and every API tells of the same call.
-May know: a real server over the bundled model with a template that takes tools.
-Must not know: formats, grammars."""
+"""Tool calls over HTTP, from a model that was not trained to make any: the grammar makes it, and
+every API tells of the same call.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +17,38 @@ from quire.tests.frontend.server.scripted import named_events
 
 SCHEMA = {
     "type": "object",
-    "properties": {"city": {"type": "string", "enum": ["Paris", "New York"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "properties": {
+        "city": {"type": "string", "enum": ["Paris", "New York"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
     "required": ["city", "days"],
 }
 TOOLS = [
-    {"type": "function", "function": {"name": "get_weather", "description": "The weather.", "parameters": SCHEMA}},
-    {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}},
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "description": "The weather.", "parameters": SCHEMA},
+    },
+    {
+        "type": "function",
+        "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}},
+    },
 ]
-ASKED = {"messages": [{"role": "user", "content": "What is the weather?"}], "seed": 7, "temperature": 0.7, "max_tokens": 200, "tools": TOOLS}
+ASKED = {
+    "messages": [{"role": "user", "content": "What is the weather?"}],
+    "seed": 7,
+    "temperature": 0.7,
+    "max_tokens": 200,
+    "tools": TOOLS,
+}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[httpx.Client]:
     path = tmp_path_factory.mktemp("templates") / "hermes.jinja"
-    path.write_text(TEMPLATES["hermes"].replace("<think>\n", "").replace("\n</think>\n\n", ""), encoding="utf-8")
+    path.write_text(
+        TEMPLATES["hermes"].replace("<think>\n", "").replace("\n</think>\n\n", ""), encoding="utf-8"
+    )
     with running_server("--chat-template", str(path)) as client:
         yield client
 
@@ -45,13 +62,19 @@ def ask(server: httpx.Client, **fields: Any) -> dict[str, Any]:
 def streamed(server: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
     """The deltas."""
     answer = server.post("/v1/chat/completions", json=ASKED | fields | {"stream": True})
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    lines = [
+        line.removeprefix("data: ")
+        for line in answer.text.splitlines()
+        if line.startswith("data: ")
+    ]
     assert lines[-1] == "[DONE]"
     return [json.loads(line)["choices"][0] for line in lines[:-1]]
 
 
 def called(message: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+    return [
+        (call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]
+    ]
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
@@ -61,15 +84,24 @@ def test_a_forced_call_keeps_to_the_schema(server, choice) -> None:
         message = choice_made["message"]
         assert choice_made["finish_reason"] == "tool_calls" and message["content"] is None
         ((name, arguments),) = called(message)
-        assert name in ("get_weather", "get_time") and (choice == "required" or name == "get_weather")
-        jsonschema.validate(json.loads(arguments), SCHEMA if name == "get_weather" else {"type": "object", "maxProperties": 0})
+        assert name in ("get_weather", "get_time") and (
+            choice == "required" or name == "get_weather"
+        )
+        jsonschema.validate(
+            json.loads(arguments),
+            SCHEMA if name == "get_weather" else {"type": "object", "maxProperties": 0},
+        )
 
 
 def test_streamed_calls_are_the_same_and_come_in_pieces(server) -> None:
     whole = called(ask(server, tool_choice=NAMED)["message"])
     choices = streamed(server, tool_choice=NAMED)
     deltas = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
-    assert deltas[0]["function"]["name"] == "get_weather" and deltas[0]["id"] and deltas[0]["type"] == "function"
+    assert (
+        deltas[0]["function"]["name"] == "get_weather"
+        and deltas[0]["id"]
+        and deltas[0]["type"] == "function"
+    )
     assert {delta["index"] for delta in deltas} == {0}
     pieces = [delta["function"]["arguments"] for delta in deltas]
     assert "".join(pieces) == whole[0][1] and sum(map(bool, pieces)) > 1
@@ -79,14 +111,23 @@ def test_streamed_calls_are_the_same_and_come_in_pieces(server) -> None:
 def test_the_conversation_goes_on_with_the_tool_s_answer(server) -> None:
     message = ask(server, tool_choice=NAMED)["message"]
     tool = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "Sunny."}
-    fields = {"messages": [*ASKED["messages"], message, tool], "tool_choice": "none", "max_tokens": 8}
+    fields = {
+        "messages": [*ASKED["messages"], message, tool],
+        "tool_choice": "none",
+        "max_tokens": 8,
+    }
     choice = ask(server, **fields)
     assert choice["message"]["content"] and not choice["message"].get("tool_calls")
 
 
 def test_a_structure_is_no_hindrance_to_calls(server) -> None:
-    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer", "maximum": 99, "minimum": 0}}}
-    message = ask(server, response_format=wanted, tool_choice="auto", parallel_tool_calls=False)["message"]
+    wanted = {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": {"type": "integer", "maximum": 99, "minimum": 0}},
+    }
+    message = ask(server, response_format=wanted, tool_choice="auto", parallel_tool_calls=False)[
+        "message"
+    ]
     assert message.get("tool_calls") or 0 <= json.loads(message["content"]) <= 99
     assert called(ask(server, response_format=wanted, tool_choice=NAMED)["message"])
 
@@ -95,14 +136,24 @@ def test_strict_tools_leave_the_model_free_to_talk(server) -> None:
     strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
     answer = server.post("/v1/chat/completions", json=ASKED | {"tools": strict, "max_tokens": 24})
     assert answer.status_code == 200 and "x-ignored-params" not in answer.headers, answer.text
-    plain = ask(server, tools=[{"type": "function", "function": TOOLS[0]["function"]}], max_tokens=24)
+    plain = ask(
+        server, tools=[{"type": "function", "function": TOOLS[0]["function"]}], max_tokens=24
+    )
     assert answer.json()["choices"][0]["message"]["content"] == plain["message"]["content"]
 
 
 def test_a_schema_that_no_grammar_can_hold_is_an_error_of_the_tools(server) -> None:
-    odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True, "contains": {"type": "integer"}}}, "required": ["a"]}
+    odd = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "array", "uniqueItems": True, "contains": {"type": "integer"}}
+        },
+        "required": ["a"],
+    }
     tools = [{"type": "function", "function": {"name": "odd", "parameters": odd}}]
-    answer = server.post("/v1/chat/completions", json=ASKED | {"tools": tools, "tool_choice": "required"})
+    answer = server.post(
+        "/v1/chat/completions", json=ASKED | {"tools": tools, "tool_choice": "required"}
+    )
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools", answer.text
 
 
@@ -110,30 +161,73 @@ def test_the_same_call_in_every_api(server) -> None:
     """Greedy, whole and streamed."""
     fields = {"temperature": 0, "parallel_tool_calls": False}
     chat = called(ask(server, tool_choice=NAMED, **fields)["message"])
-    flat = {"type": "function", "name": "get_weather", "description": "The weather.", "parameters": SCHEMA}
-    other = {"type": "function", "name": "get_time", "parameters": TOOLS[1]["function"]["parameters"]}
-    body = {"input": ASKED["messages"], "tools": [flat, other], "tool_choice": {"type": "function", "name": "get_weather"}} | fields
-    found = [server.post("/v1/responses", json=body).json(), named_events(server.post("/v1/responses", json=body | {"stream": True}))[-1][1]["response"]]
-    assert [[(item["name"], item["arguments"]) for item in response["output"]] for response in found] == [chat, chat]
+    flat = {
+        "type": "function",
+        "name": "get_weather",
+        "description": "The weather.",
+        "parameters": SCHEMA,
+    }
+    other = {
+        "type": "function",
+        "name": "get_time",
+        "parameters": TOOLS[1]["function"]["parameters"],
+    }
+    body = {
+        "input": ASKED["messages"],
+        "tools": [flat, other],
+        "tool_choice": {"type": "function", "name": "get_weather"},
+    } | fields
+    found = [
+        server.post("/v1/responses", json=body).json(),
+        named_events(server.post("/v1/responses", json=body | {"stream": True}))[-1][1]["response"],
+    ]
+    assert [
+        [(item["name"], item["arguments"]) for item in response["output"]] for response in found
+    ] == [chat, chat]
 
-    tools = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
+    tools = [
+        {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]}
+        for tool in TOOLS
+    ]
     tools[0]["description"] = "The weather."
     choice = {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}
-    body = {"messages": ASKED["messages"], "max_tokens": 200, "tools": tools, "tool_choice": choice, "temperature": 0}
+    body = {
+        "messages": ASKED["messages"],
+        "max_tokens": 200,
+        "tools": tools,
+        "tool_choice": choice,
+        "temperature": 0,
+    }
     (block,) = server.post("/v1/messages", json=body).json()["content"]
-    deltas = [data["delta"] for name, data in named_events(server.post("/v1/messages", json=body | {"stream": True})) if name == "content_block_delta"]
-    assert "".join(delta["partial_json"] for delta in deltas) == chat[0][1] and block["input"] == json.loads(chat[0][1])
+    deltas = [
+        data["delta"]
+        for name, data in named_events(server.post("/v1/messages", json=body | {"stream": True}))
+        if name == "content_block_delta"
+    ]
+    assert "".join(delta["partial_json"] for delta in deltas) == chat[0][1] and block[
+        "input"
+    ] == json.loads(chat[0][1])
 
 
 def test_the_other_apis_tell_of_the_call(server) -> None:
     flat = {"name": "get_weather", "parameters": SCHEMA}
-    body = {"input": "What is the weather?", "tools": [{"type": "function", **flat}], "tool_choice": "required", "parallel_tool_calls": False}
+    body = {
+        "input": "What is the weather?",
+        "tools": [{"type": "function", **flat}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
     answer = server.post("/v1/responses", json=body).json()
     (item,) = [item for item in answer["output"] if item["type"] == "function_call"]
     jsonschema.validate(json.loads(item["arguments"]), SCHEMA)
 
     tool = {"name": "get_weather", "input_schema": SCHEMA}
-    body = {"messages": ASKED["messages"], "max_tokens": 200, "tools": [tool], "tool_choice": {"type": "tool", "name": "get_weather"}}
+    body = {
+        "messages": ASKED["messages"],
+        "max_tokens": 200,
+        "tools": [tool],
+        "tool_choice": {"type": "tool", "name": "get_weather"},
+    }
     answer = server.post("/v1/messages", json=body | {"model": "bundled"}).json()
     (block,) = [block for block in answer["content"] if block["type"] == "tool_use"]
     jsonschema.validate(block["input"], SCHEMA)

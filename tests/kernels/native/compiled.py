@@ -1,6 +1,6 @@
-"""The native library compiled again for a test: with emulated instruction sets, or under a sanitizer.
-May know: a C++ compiler, pyproject.toml's list of sources and flags.
-Must not know: what the kernels compute."""
+"""The native library compiled again for a test: with emulated instruction sets, or under a
+sanitizer.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent
 
 # What the headers of emulated intrinsics need is included outside the kernels' namespaces.
-EMULATED = ("-DQUIRE_EMULATED", f"-I{HERE}", "-include", "limits", "-include", "cstdio", "-include", "cstdlib", "-Wno-ignored-attributes")
+EMULATED = (
+    "-DQUIRE_EMULATED",
+    f"-I{HERE}",
+    "-include",
+    "limits",
+    "-include",
+    "cstdio",
+    "-include",
+    "cstdlib",
+    "-Wno-ignored-attributes",
+)
 
 
 def find_compiler() -> str | None:
@@ -24,8 +34,13 @@ def find_compiler() -> str | None:
 
 
 def compile_library(directory: Path, *flags: str) -> Path:
-    """The library as pyproject.toml builds it, with further flags. Raises AssertionError with the compiler's words."""
-    [extension] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    """The library as pyproject.toml builds it, with further flags.
+
+    Raises AssertionError with the compiler's words.
+    """
+    [extension] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "ext-modules"
+    ]
     base = [find_compiler(), *extension["extra-compile-args"], "-fPIC", *flags]
 
     def compile_one(source: str) -> str:

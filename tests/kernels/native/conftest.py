@@ -1,6 +1,6 @@
-"""The instruction sets that a test of native kernels runs on: the processor's own, emulated where it lacks one.
-May know: the native library, how it is compiled.
-Must not know: what a test compares."""
+"""The instruction sets that a test of native kernels runs on: the processor's own, emulated where
+it lacks one.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def emulated_library(tmp_path_factory) -> Callable[[], Library]:
         if not made:
             if find_compiler() is None:
                 pytest.skip("no C++ compiler to emulate this instruction set with")
-            made.append(Library(compile_library(tmp_path_factory.mktemp("emulated"), *EMULATED, "-O1")))
+            made.append(
+                Library(compile_library(tmp_path_factory.mktemp("emulated"), *EMULATED, "-O1"))
+            )
         return made[0]
 
     return get
@@ -43,7 +45,9 @@ def emulated_library(tmp_path_factory) -> Callable[[], Library]:
 
 @pytest.fixture(params=ISAS)
 def isa(request, emulated_library) -> Iterator[str]:
-    """A test that takes this runs once on each instruction set, whatever the processor has; all wrappers of native kernels use it."""
+    """A test that takes this runs once on each instruction set, whatever the processor has; all
+    wrappers of native kernels use it.
+    """
     if library is None:
         pytest.skip(NEEDS_LIBRARY)
     before = library.isa

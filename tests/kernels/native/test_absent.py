@@ -1,6 +1,6 @@
-"""Without the native library, and without a compiler to build it: installing succeeds, a notice says so, torch's kernels serve.
-May know: setuptools' build of the extension, the registry, QUIRE_NATIVE.
-Must not know: how torch's kernels compute."""
+"""Without the native library, and without a compiler to build it: installing succeeds, a notice
+says so, torch's kernels serve.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +30,41 @@ def test_an_installation_without_a_compiler_succeeds_and_says_so(tmp_path):
         shutil.copy(ROOT / name, tmp_path)
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     for package in settings["packages"][1:]:
-        (tmp_path / package.removeprefix("quire.").replace(".", "/")).mkdir(parents=True, exist_ok=True)
+        (tmp_path / package.removeprefix("quire.").replace(".", "/")).mkdir(
+            parents=True, exist_ok=True
+        )
     shutil.copytree(ROOT / "kernels/cpu/native/src", tmp_path / "kernels/cpu/native/src")
     command = [sys.executable, "-c", "from setuptools import setup; setup()", "build_ext"]
     environment = {**os.environ, "CC": "false", "CXX": "false"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    assert 'building extension "quire.kernels.cpu.native._native" failed' in done.stdout + done.stderr
+    assert (
+        'building extension "quire.kernels.cpu.native._native" failed' in done.stdout + done.stderr
+    )
     assert not list(tmp_path.rglob("*.so"))
 
 
 def test_the_list_of_sources_is_complete():
-    [extension] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
-    assert sorted(extension["sources"]) == sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels/cpu/native/src").glob("*.cpp"))
+    [extension] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "ext-modules"
+    ]
+    assert sorted(extension["sources"]) == sorted(
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "kernels/cpu/native/src").glob("*.cpp")
+    )
 
 
 def test_torch_serves_in_its_place():
     environment = {**os.environ, "QUIRE_NATIVE": "0"}
-    done = subprocess.run([sys.executable, "-c", GENERATE], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", GENERATE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "tokens 3" in done.stdout and "native []" in done.stdout
 

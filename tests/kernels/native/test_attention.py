@@ -1,6 +1,6 @@
-"""Native attention, rotary embedding and KV writes: a token's bits do not depend on how it came to be computed.
-May know: the native wrappers, the cases.
-Must not know: how the kernels share out their work."""
+"""Native attention, rotary embedding and KV writes: a token's bits do not depend on how it came to
+be computed.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +20,20 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 if library is None:
-    pytest.skip("native kernels are not built here (no C++ compiler at installation, QUIRE_NATIVE=0, or no AVX2)", allow_module_level=True)
+    pytest.skip(
+        "native kernels are not built here (no C++ compiler at installation, QUIRE_NATIVE=0, or no "
+        "AVX2)",
+        allow_module_level=True,
+    )
 
-from quire.kernels.cpu.native import attention, rotary  # noqa: E402
-from quire.kernels.cpu.native.calls import Op, Rotary, RotaryAndWriteKv, Step, WriteKv  # noqa: E402
-from quire.kernels.cpu.native.tensors import CACHE_DTYPES  # noqa: E402
+from quire.kernels.cpu.native import attention, rotary
+from quire.kernels.cpu.native.calls import Op, Rotary, RotaryAndWriteKv, Step, WriteKv
+from quire.kernels.cpu.native.tensors import CACHE_DTYPES
 from quire.kernels.cpu.native.tensors import DTYPES as CALL_DTYPES
 
 DTYPES = (torch.float32, torch.bfloat16)
-KINDS = [(dtype, cache_dtype) for dtype in DTYPES for cache_dtype in (dtype, torch.int8)]  # of activations, of the cache
+# of activations, of the cache
+KINDS = [(dtype, cache_dtype) for dtype in DTYPES for cache_dtype in (dtype, torch.int8)]
 TILE = 64  # of keys, src/attention_tile.inl
 SPLIT = 512  # src/attention.inl: contexts beyond it are summed up in pieces
 
@@ -40,14 +45,17 @@ def one_thread_afterwards():
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    word = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.int8: torch.int8}[a.dtype]
+    word = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.int8: torch.int8}[
+        a.dtype
+    ]
     return torch.equal(a.contiguous().view(word), b.contiguous().view(word))
 
 
 @dataclass
 class Request:
-    """All tokens of a sequence: query [n, NQ, D], key and value [n, NKV, D]; what each must give, [n, NQ, D], with a cache of that type; how
-    many are computed."""
+    """All tokens of a sequence: query [n, NQ, D], key and value [n, NKV, D]; what each must give,
+    [n, NQ, D], with a cache of that type; how many are computed.
+    """
 
     query: Tensor
     key: Tensor
@@ -58,7 +66,9 @@ class Request:
 
 
 class Cache:
-    """A paged cache where only what was written is no NaN, its pages handed out in random order, tables filled with impossible ones."""
+    """A paged cache where only what was written is no NaN, its pages handed out in random order,
+    tables filled with impossible ones.
+    """
 
     def __init__(self, requests: list[Request], block_size: int):
         self.block_size = block_size
@@ -69,7 +79,9 @@ class Cache:
         nan = -1 if dtype == torch.int8 else math.nan  # all bits are set, the scale's too
         self.keys, self.values = torch.full(shape, nan, dtype=dtype).unbind(0)
         pages = torch.randperm(shape[1], dtype=torch.int32)[: sum(counts)].split(counts)
-        self.tables = torch.full((len(requests), max(counts) + 1), cases.FOREIGN_BLOCK, dtype=torch.int32)
+        self.tables = torch.full(
+            (len(requests), max(counts) + 1), cases.FOREIGN_BLOCK, dtype=torch.int32
+        )
         for table, own in zip(self.tables, pages):
             table[: len(own)] = own
 
@@ -81,24 +93,54 @@ class Cache:
         else:
             cache[block, offset] = math.nan
 
-    def step(self, requests: list[Request], rows: list[int], sizes: list[int], options: tuple = ()) -> list[Tensor]:
-        """Computes the next sizes[i] tokens of request rows[i], as the engine does; gives each one's result."""
+    def step(
+        self, requests: list[Request], rows: list[int], sizes: list[int], options: tuple = ()
+    ) -> list[Tensor]:
+        """Computes the next sizes[i] tokens of request rows[i], as the engine does; gives each
+        one's result.
+        """
         ends = [requests[row].computed + size for row, size in zip(rows, sizes)]
         query, slots = [], []
         for row, size, end in zip(rows, sizes, ends):
             request, position = requests[row], torch.arange(end - size, end)
-            slots.append(self.tables[row].long()[position // self.block_size] * self.block_size + position % self.block_size)
-            rotary.reshape_and_cache(request.key[end - size : end], request.value[end - size : end], self.keys, self.values, slots[-1])
+            slots.append(
+                self.tables[row].long()[position // self.block_size] * self.block_size
+                + position % self.block_size
+            )
+            rotary.reshape_and_cache(
+                request.key[end - size : end],
+                request.value[end - size : end],
+                self.keys,
+                self.values,
+                slots[-1],
+            )
             query.append(request.query[end - size : end])
             request.computed = end
-        starts, lengths = torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
-        metadata = AttentionMetadata(starts, lengths, self.tables[rows], torch.cat(slots), 0, sizes, ends)
+        starts, lengths = (
+            torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32),
+            torch.tensor(ends, dtype=torch.int32),
+        )
+        metadata = AttentionMetadata(
+            starts, lengths, self.tables[rows], torch.cat(slots), 0, sizes, ends
+        )
         scale = request.query.shape[-1] ** -0.5
-        return list(attention.paged_attention(torch.cat(query), self.keys, self.values, metadata, scale, *options).split(sizes))
+        return list(
+            attention.paged_attention(
+                torch.cat(query), self.keys, self.values, metadata, scale, *options
+            ).split(sizes)
+        )
 
 
-def make_request(length: int, heads: tuple[int, int, int], kind: tuple[torch.dtype, torch.dtype], options: tuple = ()) -> Request:
-    """Options: sliding_window and softcap. Expected is what a single thread gives when the tokens come one by one and nobody else is there."""
+def make_request(
+    length: int,
+    heads: tuple[int, int, int],
+    kind: tuple[torch.dtype, torch.dtype],
+    options: tuple = (),
+) -> Request:
+    """Options: sliding_window and softcap.
+
+    Expected is what a single thread gives when the tokens come one by one and nobody else is there.
+    """
     (num_heads, num_kv_heads, head_dim), (dtype, cache_dtype) = heads, kind
     query = cases.rand(length, num_heads, head_dim, dtype=dtype)
     key, value = (cases.rand(length, num_kv_heads, head_dim, dtype=dtype) for _ in range(2))
@@ -112,7 +154,9 @@ def make_request(length: int, heads: tuple[int, int, int], kind: tuple[torch.dty
 
 
 def check_in_steps(requests: list[Request], block_size: int, draw, options: tuple = ()) -> None:
-    """All tokens of all requests, in steps of some requests with some tokens each: `draw(n)` chooses from 0 to n."""
+    """All tokens of all requests, in steps of some requests with some tokens each: `draw(n)`
+    chooses from 0 to n.
+    """
     cache = Cache(requests, block_size)
     while open_rows := [i for i, r in enumerate(requests) if r.computed < len(r.query)]:
         rows = [row for row in open_rows if draw(3)] or open_rows[:1]
@@ -121,28 +165,44 @@ def check_in_steps(requests: list[Request], block_size: int, draw, options: tupl
         for row, size, result in zip(rows, sizes, cache.step(requests, rows, sizes, options)):
             request = requests[row]
             start = request.computed - size
-            assert same_bits(result, request.expected[start : request.computed]), f"request {row}, tokens {start} to {request.computed}"
+            assert same_bits(result, request.expected[start : request.computed]), (
+                f"request {row}, tokens {start} to {request.computed}"
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_token_is_the_same_bits_in_any_chunk_batch_and_pool(kind, data):
-    num_kv_heads, group = data.draw(st.sampled_from([(1, 1), (2, 2), (2, 3), (2, 7), (1, 8), (3, 1)]))
+    num_kv_heads, group = data.draw(
+        st.sampled_from([(1, 1), (2, 2), (2, 3), (2, 7), (1, 8), (3, 1)])
+    )
     head_dims = [16, 48, 64, 80] if kind[1] == torch.int8 else [8, 24, 64, 72]
     heads = (num_kv_heads * group, num_kv_heads, data.draw(st.sampled_from(head_dims)))
-    lengths = data.draw(st.lists(st.one_of(st.integers(1, 150), st.sampled_from([64, 65, 128])), min_size=1, max_size=4))
+    lengths = data.draw(
+        st.lists(
+            st.one_of(st.integers(1, 150), st.sampled_from([64, 65, 128])), min_size=1, max_size=4
+        )
+    )
     torch.manual_seed(sum(lengths))
     options = data.draw(st.sampled_from([(), (), (1,), (40,), (64, 3.0), (0, 1.5)]))
     requests = [make_request(length, heads, kind, options) for length in lengths]
-    check_in_steps(requests, data.draw(st.sampled_from([1, 5, 8, 16, 32, 128])), lambda n: data.draw(st.integers(0, n)), options)
+    check_in_steps(
+        requests,
+        data.draw(st.sampled_from([1, 5, 8, 16, 32, 128])),
+        lambda n: data.draw(st.integers(0, n)),
+        options,
+    )
 
 
 @pytest.mark.parametrize("options", [(), (70,), (SPLIT + 5, 4.0)], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_so_it_is_where_contexts_are_summed_up_in_pieces(kind, options):
     torch.manual_seed(10)
-    requests = [make_request(length, (6, 2, 32), kind, options) for length in (SPLIT + 70, 2 * SPLIT + 9, 30)]
+    requests = [
+        make_request(length, (6, 2, 32), kind, options)
+        for length in (SPLIT + 70, 2 * SPLIT + 9, 30)
+    ]
     for attempt in range(1 if options else 3):
         for request in requests:
             request.computed = 0
@@ -153,7 +213,10 @@ def test_so_it_is_on_every_instruction_set(isa):
     for kind in KINDS:
         for options in ((), (20, 2.0)):
             torch.manual_seed(11)
-            requests = [make_request(length, (6, 2, 48 if kind[1] == torch.int8 else 40), kind, options) for length in (90, 33, 17)]
+            requests = [
+                make_request(length, (6, 2, 48 if kind[1] == torch.int8 else 40), kind, options)
+                for length in (90, 33, 17)
+            ]
             check_in_steps(requests, 16, lambda n: int(torch.randint(n + 1, ())), options)
 
 
@@ -173,7 +236,9 @@ def test_what_is_not_finite_spoils_no_earlier_token(isa, kind, bad, what):
 @pytest.mark.parametrize("what", ["keys", "values"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_what_lies_before_a_window_spoils_nothing(isa, kind, what):
-    """Tokens whose windows have passed a NaN have the bits that they have without it; tiles before all windows are not looked at."""
+    """Tokens whose windows have passed a NaN have the bits that they have without it; tiles before
+    all windows are not looked at.
+    """
     torch.manual_seed(17)
     window, length, bad = 30, 150, 77
     request = make_request(length, (4, 2, 48 if kind[1] == torch.int8 else 24), kind, (window,))
@@ -183,17 +248,23 @@ def test_what_lies_before_a_window_spoils_nothing(isa, kind, what):
     request.computed = 90  # keys and values of these ten are written again, the NaN stays
     (result,) = cache.step([request], [0], [60], (window,))
     unspoilt = slice(bad + window - 90, None)
-    assert same_bits(result[unspoilt], request.expected[90:][unspoilt]) and result[: unspoilt.start].isnan().all()
+    assert (
+        same_bits(result[unspoilt], request.expected[90:][unspoilt])
+        and result[: unspoilt.start].isnan().all()
+    )
     cache.tables[0, : (length - window) // TILE * TILE // 8] = cases.FOREIGN_BLOCK
     request.computed = length - 1
     assert same_bits(cache.step([request], [0], [1], (window,))[0], request.expected[-1:])
 
 
 @pytest.mark.parametrize("heads", [(14, 2, 64), (2, 1, 256)], ids=str)
-@pytest.mark.parametrize(("query_lens", "contexts"), [([1], [16384]), ([1, 1], [5, 9001]), ([20], [8200])], ids=str)
+@pytest.mark.parametrize(
+    ("query_lens", "contexts"), [([1], [16384]), ([1, 1], [5, 9001]), ([20], [8200])], ids=str
+)
 def test_long_contexts(isa, heads, query_lens, contexts):
-    """Error no worse than that of torch's flash attention, which takes probabilities in bf16 too, and the same bits by one thread and by two,
-    which share a context out."""
+    """Error no worse than that of torch's flash attention, which takes probabilities in bf16 too,
+    and the same bits by one thread and by two, which share a context out.
+    """
     torch.manual_seed(13)
     for dtype in DTYPES:
         case = cases.attention_case(query_lens, contexts, heads, 16, dtype)
@@ -203,7 +274,9 @@ def test_long_contexts(isa, heads, query_lens, contexts):
         library.set_num_threads(2)
         assert same_bits(result, *case.run(attention.paged_attention))
         (own,) = cases.attention_own(*case.args, backend=SDPBackend.FLASH_ATTENTION)
-        worst = 1e-6 if dtype == torch.float32 else 1.05 * (own.double() - truth).square().mean().sqrt()
+        worst = (
+            1e-6 if dtype == torch.float32 else 1.05 * (own.double() - truth).square().mean().sqrt()
+        )
         assert (result.double() - truth).square().mean().sqrt() < worst
 
 
@@ -212,14 +285,27 @@ def test_large_scores_are_exact_enough():
     torch.manual_seed(14)
     case = cases.attention_case([3, 1], [300, 90], (4, 2, 64), 16, torch.float32)
     large = cases.Case(case.name, (case.args[0] * 100, *case.args[1:]), case.torch_own)
-    torch.testing.assert_close(large.run(attention.paged_attention)[0].double(), large.truth(torch.float64)[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        large.run(attention.paged_attention)[0].double(),
+        large.truth(torch.float64)[0],
+        rtol=1e-3,
+        atol=1e-3,
+    )
 
 
 def test_heads_that_are_not_served_are_declined():
-    assert [d for d in range(0, 300) if attention.has_native_heads(Facts("cpu", torch.float32, head_dim=d))] == list(range(8, 257, 8))
+    assert [
+        d for d in range(300) if attention.has_native_heads(Facts("cpu", torch.float32, head_dim=d))
+    ] == list(range(8, 257, 8))
     assert not attention.has_native_heads(Facts("cuda", torch.bfloat16, head_dim=64))
     assert not attention.has_native_heads(Facts("cpu", torch.float16, head_dim=64))
-    in_int8 = [d for d in range(300) if attention.has_native_heads(Facts("cpu", torch.bfloat16, head_dim=d, kv_cache_dtype=torch.int8))]
+    in_int8 = [
+        d
+        for d in range(300)
+        if attention.has_native_heads(
+            Facts("cpu", torch.bfloat16, head_dim=d, kv_cache_dtype=torch.int8)
+        )
+    ]
     assert in_int8 == list(range(16, 257, 16))
 
 
@@ -233,7 +319,10 @@ def test_rotation_and_write_in_one_have_the_bits_of_the_two(isa, kind, rotary_di
     dtype, cache_dtype = kind
     num_tokens, num_heads, num_kv_heads, head_dim = 23, 6, 2, 64
     angles = torch.arange(100)[:, None] * 0.01 ** torch.linspace(0, 1, rotary_dim // 2)
-    cos_sin, positions = torch.cat((angles.cos(), angles.sin()), -1), torch.randint(0, 100, (num_tokens,))
+    cos_sin, positions = (
+        torch.cat((angles.cos(), angles.sin()), -1),
+        torch.randint(0, 100, (num_tokens,)),
+    )
     slots = torch.randperm(48)[:num_tokens]
     slots[::5] = -1
     library.set_num_threads(2)
@@ -241,23 +330,59 @@ def test_rotation_and_write_in_one_have_the_bits_of_the_two(isa, kind, rotary_di
     for _ in range(2):
         torch.manual_seed(16)
         qkv = cases.rand(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
-        caches = torch.zeros(2, 6, 8, num_kv_heads, kv_cache_row(head_dim, cache_dtype), dtype=cache_dtype)
+        caches = torch.zeros(
+            2, 6, 8, num_kv_heads, kv_cache_row(head_dim, cache_dtype), dtype=cache_dtype
+        )
         results.append((qkv, caches))
     for qkv, caches in results:
         query, key, value = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        rotated, stored = (qkv.stride(0), qkv.stride(1), key.stride(0), key.stride(1)), (*key.stride()[:2], *value.stride()[:2])
+        rotated, stored = (
+            (qkv.stride(0), qkv.stride(1), key.stride(0), key.stride(1)),
+            (*key.stride()[:2], *value.stride()[:2]),
+        )
         kind = CALL_DTYPES[dtype]
-        calls.append((
-            Rotary(Op.ROTARY, kind, -1, query.data_ptr(), key.data_ptr(), cos_sin.data_ptr(), *rotated, num_heads, num_kv_heads, rotary_dim),
-            WriteKv(Op.WRITE_KV, kind, -1, key.data_ptr(), value.data_ptr(), caches[0].data_ptr(), caches[1].data_ptr(), *stored, num_kv_heads, head_dim, 8,
-                    CACHE_DTYPES[cache_dtype]),
-        ))  # fmt: skip
-    step = Step(num_tokens=num_tokens, positions=positions.data_ptr(), slot_mapping=slots.data_ptr())
+        calls.append(
+            (
+                Rotary(
+                    Op.ROTARY,
+                    kind,
+                    -1,
+                    query.data_ptr(),
+                    key.data_ptr(),
+                    cos_sin.data_ptr(),
+                    *rotated,
+                    num_heads,
+                    num_kv_heads,
+                    rotary_dim,
+                ),
+                WriteKv(
+                    Op.WRITE_KV,
+                    kind,
+                    -1,
+                    key.data_ptr(),
+                    value.data_ptr(),
+                    caches[0].data_ptr(),
+                    caches[1].data_ptr(),
+                    *stored,
+                    num_kv_heads,
+                    head_dim,
+                    8,
+                    CACHE_DTYPES[cache_dtype],
+                ),
+            )
+        )
+    step = Step(
+        num_tokens=num_tokens, positions=positions.data_ptr(), slot_mapping=slots.data_ptr()
+    )
     for call in calls[0]:
         library.run(call, step)
-    rotation, write = ({name: getattr(call, name) for name, _ in type(call)._fields_} for call in calls[1])
+    rotation, write = (
+        {name: getattr(call, name) for name, _ in type(call)._fields_} for call in calls[1]
+    )
     new = {name: write[name] for name, _ in RotaryAndWriteKv._fields_}
-    library.run(RotaryAndWriteKv(op=Op.ROTARY_AND_WRITE_KV, dtype=kind, rows=-1, **rotation, **new), step)
+    library.run(
+        RotaryAndWriteKv(op=Op.ROTARY_AND_WRITE_KV, dtype=kind, rows=-1, **rotation, **new), step
+    )
     for apart, together in zip(*results):
         assert same_bits(apart, together)
     numbers = [parts(cache)[0] if cache_dtype == torch.int8 else cache for cache in results[0][1]]

@@ -1,6 +1,6 @@
-"""Every native kernel on every instruction set, those that this processor lacks emulated: right, and the same bits whatever is beside a row.
-May know: the registry, the cases, how parity is judged.
-Must not know: which kernels there are: it enumerates the registry."""
+"""Every native kernel on every instruction set, those that this processor lacks emulated: right,
+and the same bits whatever is beside a row.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +17,24 @@ from quire.tests.kernels.native.conftest import instead_of
 from quire.tests.kernels.test_parity import DTYPES, check_close, label
 from torch import Tensor
 
-NATIVE = [(op, dtype) for op in cases.MODEL_OPS for dtype in DTYPES if any(i.name == "native" for i in registry.implementations(op))]
+NATIVE = [
+    (op, dtype)
+    for op in cases.MODEL_OPS
+    for dtype in DTYPES
+    if any(i.name == "native" for i in registry.implementations(op))
+]
 WORD = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
-# Operation -> its arguments that have a row per token. Of all others a row is a request: attention has tests of its own.
-PER_TOKEN = {"rms_norm": (0,), "fused_add_rms_norm": (0, 1), "silu_and_mul": (0,), "rotary_embedding": (0, 1, 2), "embedding": (0,), "pack_quantized_linear": (0,)}
+# Operation -> its arguments that have a row per token. Of all others a row is a request: attention
+# has tests of its own.
+PER_TOKEN = {
+    "rms_norm": (0,),
+    "fused_add_rms_norm": (0, 1),
+    "silu_and_mul": (0,),
+    "rotary_embedding": (0, 1, 2),
+    "embedding": (0,),
+    "pack_quantized_linear": (0,),
+}
 BY_ROWS = [(op, dtype) for op, dtype in NATIVE if op in PER_TOKEN]
 
 
@@ -53,7 +66,12 @@ def test_a_row_is_the_same_bits_alone_and_among_any_number(isa, op, dtype):
         library.set_num_threads(1)
         whole = case.run(native(op).function)
         library.set_num_threads(3)
-        for start, end in [(0, num_rows), (0, num_rows // 2), (num_rows // 2, num_rows), *((i, i + 1) for i in range(0, num_rows, 5))]:
+        for start, end in [
+            (0, num_rows),
+            (0, num_rows // 2),
+            (num_rows // 2, num_rows),
+            *((i, i + 1) for i in range(0, num_rows, 5)),
+        ]:
             part = only(case, slice(start, end), op).run(native(op).function)
             for result, expected in zip(part, whole, strict=True):
                 assert same_bits(result, expected[start:end]), f"{case.name}, rows {start} to {end}"
@@ -70,35 +88,52 @@ def test_a_row_of_nan_and_one_of_infinity_spoil_only_themselves(isa, op, dtype):
             if spoilt.args[i].is_floating_point():
                 spoilt.args[i][1], spoilt.args[i][2] = float("nan"), float("inf")
         kept = [row for row in range(len(case.args[0])) if row not in (1, 2)]
-        for result, expected in zip(spoilt.run(native(op).function), case.run(native(op).function), strict=True):
+        for result, expected in zip(
+            spoilt.run(native(op).function), case.run(native(op).function), strict=True
+        ):
             assert same_bits(result[kept], expected[kept]), case.name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_cache_in_int8_has_the_references_bytes_and_its_attention(isa, dtype):
     torch.manual_seed(9)
-    reference = {op: next(i.function for i in registry.implementations(op) if i.name == "reference") for op in ("reshape_and_cache", "paged_attention")}
+    reference = {
+        op: next(i.function for i in registry.implementations(op) if i.name == "reference")
+        for op in ("reshape_and_cache", "paged_attention")
+    }
     for head_dim in (16, 48, 64, 256):
-        query, *plain, metadata, scale = cases.attention_case([1, 1, 9], [150, 3, 70], (4, 2, head_dim), 16, dtype).args
+        query, *plain, metadata, scale = cases.attention_case(
+            [1, 1, 9], [150, 3, 70], (4, 2, head_dim), 16, dtype
+        ).args
         heads = [cache.flatten(0, 1) for cache in plain]  # of all slots: NaN where nobody's
         slots = torch.randperm(len(heads[0]))
         slots[torch.rand(len(slots)) < 0.1] = -1
         for cache_slots in (slots, torch.arange(len(slots))):
-            caches = torch.zeros(2, 2, *plain[0].shape[:3], kv_cache_row(head_dim, torch.int8), dtype=torch.int8)
+            caches = torch.zeros(
+                2, 2, *plain[0].shape[:3], kv_cache_row(head_dim, torch.int8), dtype=torch.int8
+            )
             reference["reshape_and_cache"](*heads, *caches[0], cache_slots)
             native("reshape_and_cache").function(*heads, *caches[1], cache_slots)
             for expected, cache in zip(*caches):
-                (expected_numbers, expected_scales), (numbers, scales) = parts(expected), parts(cache)
+                (expected_numbers, expected_scales), (numbers, scales) = (
+                    parts(expected),
+                    parts(cache),
+                )
                 torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
                 counts = scales.transpose(1, 2).isfinite().unsqueeze(-1)
                 assert torch.equal(numbers * counts, expected_numbers * counts)
-        (expected,) = cases.Case("", (query, *caches[0], metadata, scale), cases.attention_own).run(reference["paged_attention"])
+        (expected,) = cases.Case("", (query, *caches[0], metadata, scale), cases.attention_own).run(
+            reference["paged_attention"]
+        )
         result = native("paged_attention").function(query, *caches[1], metadata, scale)
         tolerance = 1e-5 if dtype == torch.float32 else 2**-7
         torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.skipif(library is None or library.isas == ("avx2",), reason="the processor has nothing that is emulated elsewhere")
+@pytest.mark.skipif(
+    library is None or library.isas == ("avx2",),
+    reason="the processor has nothing that is emulated elsewhere",
+)
 @pytest.mark.parametrize(("op", "dtype"), NATIVE, ids=label)
 def test_what_is_emulated_is_what_the_processor_does(emulated_library, op, dtype):
     """So that elsewhere the emulation may stand for the processor."""

@@ -1,6 +1,6 @@
-"""The structs that Python hands over are those that the library reads: names, order, types, sizes, offsets.
-May know: the C interface (src/abi.h) as text, calls.py.
-Must not know: what any operation computes."""
+"""The structs that Python hands over are those that the library reads: names, order, types, sizes,
+offsets.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +15,39 @@ from quire.tests.kernels.native.compiled import ROOT, find_compiler
 SOURCES = ROOT / "kernels/cpu/native/src"
 HEADER = re.sub(r"//.*", "", (SOURCES / "abi.h").read_text())
 STRUCTS = re.findall(r"struct (\w+)(?: : (\w+))? \{(.*?)\};", HEADER, re.DOTALL)
-TYPES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64, "float": ctypes.c_float, "double": ctypes.c_double}
+TYPES = {
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}
 
 
 def fields_in_header(body: str) -> list[tuple[str, type]]:
     fields = []
     for declaration in filter(None, (part.strip() for part in body.split(";"))):
-        ctype, names = re.fullmatch(r"((?:const )?\w+\s*\**)\s*(\w.*)", declaration, re.DOTALL).groups()
+        ctype, names = re.fullmatch(
+            r"((?:const )?\w+\s*\**)\s*(\w.*)", declaration, re.DOTALL
+        ).groups()
         as_python = ctypes.c_void_p if "*" in ctype else TYPES[ctype.strip()]
         fields += [(name.strip(), as_python) for name in names.split(",")]
     return fields
 
 
 def structs_in_python() -> dict[str, type[ctypes.Structure]]:
-    return {n: t for n, t in vars(calls).items() if isinstance(t, type) and issubclass(t, ctypes.Structure) and t is not ctypes.Structure}
+    return {
+        n: t
+        for n, t in vars(calls).items()
+        if isinstance(t, type) and issubclass(t, ctypes.Structure) and t is not ctypes.Structure
+    }
 
 
 def offsets(struct: type[ctypes.Structure]) -> dict[str, int]:
     """Of all fields, inherited ones too."""
-    names = [name for base in reversed(struct.__mro__) for name, _ in base.__dict__.get("_fields_", ())]
+    names = [
+        name for base in reversed(struct.__mro__) for name, _ in base.__dict__.get("_fields_", ())
+    ]
     return {name: getattr(struct, name).offset for name in names}
 
 
@@ -50,19 +64,36 @@ def test_fields(name, base, body):
 
 def test_operations_and_constants():
     names = re.findall(r"OP_(\w+)", re.search(r"enum Op .*?\{(.*?)\}", HEADER, re.DOTALL).group(1))
-    assert names == [op.name for op in sorted(calls.Op)] and sorted(calls.Op) == list(range(len(names)))
+    assert names == [op.name for op in sorted(calls.Op)] and sorted(calls.Op) == list(
+        range(len(names))
+    )
     assert int(re.search(r"QUIRE_ABI_VERSION (\d+)", HEADER).group(1)) == calls.ABI_VERSION
-    assert {n: int(v) for n, v in re.findall(r"(\w+) = (\d+)", re.search(r"enum Dtype .*?\}", HEADER).group())} == {"BF16": calls.BF16, "F32": calls.F32, "INT8": calls.INT8}
+    assert {
+        n: int(v)
+        for n, v in re.findall(r"(\w+) = (\d+)", re.search(r"enum Dtype .*?\}", HEADER).group())
+    } == {"BF16": calls.BF16, "F32": calls.F32, "INT8": calls.INT8}
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler to ask")
 def test_the_compiler_lays_them_out_as_ctypes_does(tmp_path):
     checks = ['#include <cstddef>\n#include "abi.h"']
     for name, struct in structs_in_python().items():
-        checks.append(f'static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "size of {name}");')
-        checks += [f'static_assert(offsetof({name}, {field}) == {at}, "{name}.{field}");' for field, at in offsets(struct).items()]
+        checks.append(
+            f'static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "size of {name}");'
+        )
+        checks += [
+            f'static_assert(offsetof({name}, {field}) == {at}, "{name}.{field}");'
+            for field, at in offsets(struct).items()
+        ]
     (tmp_path / "layout.cpp").write_text("\n".join(checks))
-    command = [find_compiler(), "-std=c++17", "-Wno-invalid-offsetof", "-fsyntax-only", f"-I{SOURCES}", "layout.cpp"]
+    command = [
+        find_compiler(),
+        "-std=c++17",
+        "-Wno-invalid-offsetof",
+        "-fsyntax-only",
+        f"-I{SOURCES}",
+        "layout.cpp",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(checks) > 50

@@ -1,6 +1,6 @@
-"""Linear layers by the native library, on each instruction set: right over ragged shapes, and the same bits whatever is beside a row.
-May know: the packed layer, torch as the truth.
-Must not know: how a kernel is blocked, though the shapes are chosen to cross its blocks' edges."""
+"""Linear layers by the native library, on each instruction set: right over ragged shapes, and the
+same bits whatever is beside a row.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +18,29 @@ if library is not None:
     from quire.kernels.cpu.native.quantized import PackedQuantizedLinear
 
 DTYPES = (torch.bfloat16, torch.float32)
-SHAPES = ((1, 1), (16, 2), (17, 3), (33, 31), (100, 33), (48, 531), (160, 896), (64, 1100))  # out, in
+# out, in
+SHAPES = ((1, 1), (16, 2), (17, 3), (33, 31), (100, 33), (48, 531), (160, 896), (64, 1100))
 ROWS = (1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 97)
 FAST_ROWS = (1, 6, 33)  # where instructions are emulated
 WORD = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+dtypes = pytest.mark.parametrize(
+    "dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch.")
+)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(*(x.contiguous().view(WORD[x.dtype]) for x in (a, b)))
 
 
-def make(out_features: int, in_features: int, dtype: torch.dtype, bias: bool = True) -> tuple[Tensor, Tensor | None]:
+def make(
+    out_features: int, in_features: int, dtype: torch.dtype, bias: bool = True
+) -> tuple[Tensor, Tensor | None]:
     generator = torch.Generator().manual_seed(out_features * in_features)
     weight = torch.randn(out_features, in_features, generator=generator) / in_features**0.5
-    return weight.to(dtype), torch.randn(out_features, generator=generator).to(dtype) if bias else None
+    return weight.to(dtype), torch.randn(out_features, generator=generator).to(
+        dtype
+    ) if bias else None
 
 
 def rows_for(isa: str) -> tuple[int, ...]:
@@ -47,7 +54,10 @@ def test_error_against_fp64_is_no_worse_than_torch(isa, shape, dtype):
     x = torch.randn(97, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
     truth = F.linear(x.double(), weight.double(), bias.double())
     scale = truth.square().mean().sqrt()
-    errors = [(result.double() - truth).square().mean().sqrt() / scale for result in (pack_linear(weight, bias)(x), F.linear(x, weight, bias))]
+    errors = [
+        (result.double() - truth).square().mean().sqrt() / scale
+        for result in (pack_linear(weight, bias)(x), F.linear(x, weight, bias))
+    ]
     assert errors[0] <= 1.5 * max(errors[1], 2**-9 if dtype == torch.bfloat16 else 2**-23)
 
 
@@ -56,7 +66,9 @@ def test_error_against_fp64_is_no_worse_than_torch(isa, shape, dtype):
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_a_row_has_the_same_bits_alone_and_among_any_number(isa, shape, dtype, num_threads):
     layer = pack_linear(*make(*shape, dtype))
-    x = torch.randn(max(rows_for(isa)), shape[1], generator=torch.Generator().manual_seed(2)).to(dtype)
+    x = torch.randn(max(rows_for(isa)), shape[1], generator=torch.Generator().manual_seed(2)).to(
+        dtype
+    )
     library.set_num_threads(1)
     alone = torch.cat([layer(row[None]) for row in x])
     library.set_num_threads(num_threads)
@@ -71,7 +83,9 @@ def test_gated_is_the_plain_product_and_then_the_activation(isa, dtype, bias):
     for out_features, in_features in ((32, 5), (96, 200), (320, 70)):
         layer = pack_linear(*make(out_features, in_features, dtype, bias))
         for num_rows in rows_for(isa):
-            x = 4 * torch.randn(num_rows, in_features, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
+            x = 4 * torch.randn(
+                num_rows, in_features, generator=torch.Generator().manual_seed(num_rows)
+            ).to(dtype)
             assert same_bits(layer.silu_and_mul(x), silu_and_mul(layer(x)))
 
 
@@ -89,7 +103,9 @@ def test_logits_are_the_sums_before_rounding(isa, dtype):
     x = torch.randn(5, 300, generator=torch.Generator().manual_seed(3)).to(dtype)
     logits = layer.logits(x)
     assert logits.dtype == torch.float32 and same_bits(logits.to(dtype), layer(x))
-    torch.testing.assert_close(logits, F.linear(x.double(), weight.double()).float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logits, F.linear(x.double(), weight.double()).float(), rtol=1e-5, atol=1e-5
+    )
 
 
 @dtypes
@@ -133,21 +149,34 @@ def test_no_rows_give_no_rows(isa):
 def test_rows_of_a_packed_table_are_the_tables(isa, dtype):
     for out_features, in_features in ((50, 70), (16, 33), (3, 1)):
         table, _ = make(out_features, in_features, dtype)
-        token_ids = torch.arange(out_features + 2)[torch.randperm(out_features + 2, generator=torch.Generator().manual_seed(8))] - 1
+        token_ids = (
+            torch.arange(out_features + 2)[
+                torch.randperm(out_features + 2, generator=torch.Generator().manual_seed(8))
+            ]
+            - 1
+        )
         known = (token_ids >= 0) & (token_ids < out_features)
         rows = pack_linear(table, None).embedding(token_ids)
-        assert same_bits(rows[known], table[token_ids[known]]) and rows[~known].isnan().all() and not known.all()
+        assert (
+            same_bits(rows[known], table[token_ids[known]])
+            and rows[~known].isnan().all()
+            and not known.all()
+        )
 
 
 @dtypes
 def test_packing_gives_panels_of_sixteen_outputs(dtype):
-    """The layout of src/abi.h, which all instruction sets and the embedding of a tied table read."""
+    """The layout of src/abi.h, which all instruction sets and the embedding of a tied table
+    read.
+    """
     if library is None:
         pytest.skip("native kernels are not built")
     library.set_num_threads(2)
     pair = 2 if dtype == torch.bfloat16 else 1
     for out_features, in_features in ((1, 1), (16, 4), (37, 9), (300, 64)):
-        wide = torch.randn(out_features, in_features + 3, generator=torch.Generator().manual_seed(7)).to(dtype)
+        wide = torch.randn(
+            out_features, in_features + 3, generator=torch.Generator().manual_seed(7)
+        ).to(dtype)
         weight = wide[:, :in_features]  # rows with something between them
         padded = F.pad(weight, (0, -in_features % pair, 0, -out_features % 16))
         expected = padded.view(len(padded) // 16, 16, -1, pair).transpose(1, 2)

@@ -1,6 +1,6 @@
-"""Several steps of a recorded model as one run: the bits of as many runs, on every instruction set and number of threads.
-May know: the recorder, the native operations.
-Must not know: models of the executor, requests."""
+"""Several steps of a recorded model as one run: the bits of as many runs, on every instruction set
+and number of threads.
+"""
 
 from __future__ import annotations
 
@@ -27,46 +27,89 @@ class Model:
     """Attention over what was written before, and a head: each token depends on all before it."""
 
     def __init__(self, dtype: torch.dtype):
-        self.ops = registry.select("cpu", dtype, head_dim=HEAD_DIM, num_heads=HEADS, num_kv_heads=HEADS, block_size=BLOCK_SIZE)
+        self.ops = registry.select(
+            "cpu",
+            dtype,
+            head_dim=HEAD_DIM,
+            num_heads=HEADS,
+            num_kv_heads=HEADS,
+            block_size=BLOCK_SIZE,
+        )
         generator = torch.Generator().manual_seed(1)
         self.table = torch.randn(VOCABULARY, HEADS * HEAD_DIM, generator=generator).to(dtype)
-        self.head = self.ops.pack_linear(torch.randn(VOCABULARY, HEADS * HEAD_DIM, generator=generator).to(dtype), None)
+        self.head = self.ops.pack_linear(
+            torch.randn(VOCABULARY, HEADS * HEAD_DIM, generator=generator).to(dtype), None
+        )
         self.cos_sin = torch.randn(64, HEAD_DIM, generator=generator)
-        self.caches = torch.randn(2, NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_DIM, generator=generator).to(dtype)
+        self.caches = torch.randn(
+            2, NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_DIM, generator=generator
+        ).to(dtype)
         self.before = self.caches.clone()
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, logits_indices: Tensor) -> tuple[Tensor, ...]:
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: Tensor,
+    ) -> tuple[Tensor, ...]:
         ops = self.ops
-        query, key, value = (ops.embedding(token_ids, self.table).view(len(token_ids), HEADS, HEAD_DIM) for _ in range(3))
+        query, key, value = (
+            ops.embedding(token_ids, self.table).view(len(token_ids), HEADS, HEAD_DIM)
+            for _ in range(3)
+        )
         ops.rotary_embedding(positions, query, key, self.cos_sin)
         ops.reshape_and_cache(key, value, *self.caches, metadata.slot_mapping)
-        hidden = ops.paged_attention(query, *self.caches, metadata, HEAD_DIM**-0.5).view(len(token_ids), HEADS * HEAD_DIM)
+        hidden = ops.paged_attention(query, *self.caches, metadata, HEAD_DIM**-0.5).view(
+            len(token_ids), HEADS * HEAD_DIM
+        )
         logits = self.head.logits(ops.gather_rows(hidden, logits_indices))
         return hidden, logits, *ops.argmax(logits)
 
     def record(self) -> Program:
         recorder = Recorder(Limits(num_tokens=16, num_requests=8, num_logits=8))
         with torch.inference_mode(), recording(recorder, Guard()):
-            results = self(recorder.token_ids, recorder.positions, recorder.metadata, recorder.logits_indices)
+            results = self(
+                recorder.token_ids, recorder.positions, recorder.metadata, recorder.logits_indices
+            )
         return Program(recorder, *results, owners=self)
 
 
-def make_step(contexts: list[int], token_ids: Tensor, num_ahead: int) -> tuple[Tensor, Tensor, AttentionMetadata, Tensor]:
-    """Rows behind `contexts` tokens each, with room for num_ahead behind them; a block table is the same however long the context."""
+def make_step(
+    contexts: list[int], token_ids: Tensor, num_ahead: int
+) -> tuple[Tensor, Tensor, AttentionMetadata, Tensor]:
+    """Rows behind `contexts` tokens each, with room for num_ahead behind them; a block table is the
+    same however long the context.
+    """
     count, positions = len(contexts), torch.tensor(contexts)
-    blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(2), dtype=torch.int32).view(8, -1)[:count]
+    blocks = torch.randperm(
+        NUM_BLOCKS, generator=torch.Generator().manual_seed(2), dtype=torch.int32
+    ).view(8, -1)[:count]
     blocks = blocks[:, : -(-(max(contexts) + 1 + num_ahead) // BLOCK_SIZE)].contiguous()
-    slots = blocks.long()[torch.arange(count), positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    slots = (
+        blocks.long()[torch.arange(count), positions // BLOCK_SIZE] * BLOCK_SIZE
+        + positions % BLOCK_SIZE
+    )
     lengths = [context + 1 for context in contexts]
     metadata = AttentionMetadata(
-        torch.arange(count + 1, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), blocks, slots, count, [1] * count, lengths
+        torch.arange(count + 1, dtype=torch.int32),
+        torch.tensor(lengths, dtype=torch.int32),
+        blocks,
+        slots,
+        count,
+        [1] * count,
+        lengths,
     )
     return token_ids.int(), positions, metadata, torch.arange(count)
 
 
 def draw_columns(count: int, filtered: bool) -> list[Tensor | None]:
     """temperature to seeds; the first row takes its largest."""
-    filters = (torch.arange(count) * 7, torch.full((count,), 0.9), torch.full((count,), 0.01)) if filtered else (None, None, None)
+    filters = (
+        (torch.arange(count) * 7, torch.full((count,), 0.9), torch.full((count,), 0.01))
+        if filtered
+        else (None, None, None)
+    )
     return [torch.tensor([0.0] + [0.8] * (count - 1)), *filters, torch.arange(count) + 5]
 
 
@@ -78,7 +121,8 @@ def test_as_many_steps_one_by_one(isa, dtype, draws, num_threads):
     model = Model(dtype)
     program = model.record()
     passes = Passes(program, BLOCK_SIZE)
-    for num_rows, count in ((1, 1), (1, 8), (5, 2), (5, 9), (3, 5), (5, 9)):  # sizes come again, and in turns
+    # sizes come again, and in turns
+    for num_rows, count in ((1, 1), (1, 8), (5, 2), (5, 9), (3, 5), (5, 9)):
         contexts, first = CONTEXTS[:num_rows], torch.arange(num_rows) * 11 % VOCABULARY
         columns = None if draws is None else draw_columns(num_rows, draws)
         model.caches.copy_(model.before)
@@ -86,7 +130,11 @@ def test_as_many_steps_one_by_one(isa, dtype, draws, num_threads):
         for i in range(count):
             positions = [context + i for context in contexts]
             _, logits, largest, _ = program(*make_step(positions, token_ids, 0))
-            drawn = None if columns is None else model.ops.sample_tokens(logits.clone(), *columns, torch.tensor(positions) + 1)
+            drawn = (
+                None
+                if columns is None
+                else model.ops.sample_tokens(logits.clone(), *columns, torch.tensor(positions) + 1)
+            )
             token_ids = (largest if drawn is None else drawn).clone()
             expected.append(token_ids)
         cache = model.caches.clone()

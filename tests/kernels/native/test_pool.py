@@ -1,6 +1,6 @@
-"""The threads of native kernels: every piece done once, whoever calls, however many; forks, cores, hints, and idleness.
-May know: the library, the operating system's view of threads.
-Must not know: what a kernel computes beyond the activation, which serves as work."""
+"""The threads of native kernels: every piece done once, whoever calls, however many; forks, cores,
+hints, and idleness.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ def in_a_fork(body: Callable[[], None]) -> None:
 def switches(task: int) -> int:
     """How often a thread has gone to sleep."""
     lines = Path(f"/proc/self/task/{task}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+    return next(
+        int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches")
+    )
 
 
 def asleep(task: int) -> bool:
@@ -117,32 +119,44 @@ def test_every_piece_is_done_in_every_run(num_threads):
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_more_pieces_than_a_share_counts(num_threads):
-    """So many that threads take several at once: each must be done, and the last take may be a short one."""
+    """So many that threads take several at once: each must be done, and the last take may be a
+    short one.
+    """
     argmax = next(i.function for i in implementations("argmax") if i.name == "native")
     library.set_num_threads(num_threads)
-    for rows in (4096 * num_threads - 1, 4096 * num_threads, 4096 * num_threads + 1, 50_003):  # a piece each
+    # a piece each
+    for rows in (4096 * num_threads - 1, 4096 * num_threads, 4096 * num_threads + 1, 50_003):
         logits = torch.randn(rows, 3, generator=torch.Generator().manual_seed(rows))
         token_ids, is_finite = argmax(logits)
         assert torch.equal(token_ids, logits.argmax(1)) and is_finite.all()
 
 
 def test_a_call_of_several_phases_with_threads_that_come_late():
-    """Seven threads on one core: whoever has its turn does the work, the others come in any phase of any call, or not at all."""
+    """Seven threads on one core: whoever has its turn does the work, the others come in any phase
+    of any call, or not at all.
+    """
     logits = torch.randn(6, 30_000, generator=torch.Generator().manual_seed(1))
-    find, draw = ([i.function for i in implementations(name) if i.name == "native"][0] for name in ("argmax", "sample_tokens"))
+    find, draw = (
+        [i.function for i in implementations(name) if i.name == "native"][0]
+        for name in ("argmax", "sample_tokens")
+    )
     ones, ids = torch.ones(6), torch.arange(6)
     arguments = (logits, ones, torch.full((6,), 50), ones * 0.9, ones * 0, ids, ids)
     library.set_num_threads(1)
     expected = *find(logits), draw(*arguments)
     start(7, CORES[:1] * 7)
     for _ in range(150):
-        assert all(torch.equal(*pair) for pair in zip((*find(logits), draw(*arguments)), expected, strict=True))
+        assert all(
+            torch.equal(*pair)
+            for pair in zip((*find(logits), draw(*arguments)), expected, strict=True)
+        )
 
 
 @needs_two_cores
 def test_nobody_waits_for_a_thread_that_is_kept_from_its_core():
-    """A worker that gets the crumbs of a busy core: if each call waited for it, a run would take thousands of times as
-    long as by one thread."""
+    """A worker that gets the crumbs of a busy core: if each call waited for it, a run would take
+    thousands of times as long as by one thread.
+    """
     call, step = SiluAndMul(Op.SILU_AND_MUL, BF16, 0, size=1), Step()
     many = (ctypes.c_void_p * 2000)(*[ctypes.addressof(call)] * 2000)
 
@@ -160,7 +174,13 @@ def test_nobody_waits_for_a_thread_that_is_kept_from_its_core():
     [worker] = start(2, CORES[:2])
     os.sched_setaffinity(0, {CORES[0]})
     os.sched_setscheduler(worker, os.SCHED_IDLE, os.sched_param(0))
-    with subprocess.Popen([sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{{CORES[1]}}})\nwhile True: pass"]) as busy:
+    with subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import os\nos.sched_setaffinity(0, {{{CORES[1]}}})\nwhile True: pass",
+        ]
+    ) as busy:
         try:
             library.run_all(many, step)
             assert least_time() < 200 * alone
@@ -209,7 +229,8 @@ def test_a_fork_has_threads_of_its_own(num_threads):
     call()
 
     def in_child() -> None:
-        before = task_ids()  # not always one: OpenTelemetry starts a thread of its own in every fork
+        # not always one: OpenTelemetry starts a thread of its own in every fork
+        before = task_ids()
         assert torch.equal(call(), expected)
         assert len(task_ids() - before) == num_threads - 1
 
@@ -249,7 +270,8 @@ def test_limit_memory_threads_that_cannot_be_had_are_an_error_and_one_remains():
 
     def in_child() -> None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))  # room for one stack or two
+        # room for one stack or two
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))
         before = task_ids()
         with pytest.raises(OSError):
             library.set_num_threads(64)
@@ -259,7 +281,9 @@ def test_limit_memory_threads_that_cannot_be_had_are_an_error_and_one_remains():
     in_a_fork(in_child)
 
 
-@pytest.mark.parametrize(("num_threads", "cores"), [(0, None), (-1, None), (2, [0]), (2, [0, 1, 2])])
+@pytest.mark.parametrize(
+    ("num_threads", "cores"), [(0, None), (-1, None), (2, [0]), (2, [0, 1, 2])]
+)
 def test_bad_numbers_are_refused(num_threads, cores):
     with pytest.raises(ValueError, match="num_threads must be at least 1"):
         library.set_num_threads(num_threads, cores)
@@ -305,6 +329,7 @@ def test_a_hint_wakes_them_and_runs_nothing():
         wait_until(lambda: asleep(worker), "a thread without work stays awake")
         before = switches(worker)
         library.wake()
-        wait_until(lambda: switches(worker) > before, "no hint came through")  # awake, and asleep again since no run came
+        # awake, and asleep again since no run came
+        wait_until(lambda: switches(worker) > before, "no hint came through")
     library.wake()
     assert torch.equal(call(), expected)

@@ -1,6 +1,6 @@
-"""Recorded steps: the same bits as the calls one by one, buffers that never share memory while both live, refusals that name the reason.
-May know: the recorder, the native operations.
-Must not know: models of the executor."""
+"""Recorded steps: the same bits as the calls one by one, buffers that never share memory while both
+live, refusals that name the reason.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +40,14 @@ def ops(request) -> SimpleNamespace:
     """The native operations, and weights for them."""
     table = registry.select("cpu", request.param)
     torch.manual_seed(0)
-    weights = {"table": torch.randn(VOCABULARY, HIDDEN), "norm": torch.rand(HIDDEN), "half_norm": torch.rand(HIDDEN // 2)}
-    return SimpleNamespace(**vars(table), **{name: weight.to(request.param) for name, weight in weights.items()})
+    weights = {
+        "table": torch.randn(VOCABULARY, HIDDEN),
+        "norm": torch.rand(HIDDEN),
+        "half_norm": torch.rand(HIDDEN // 2),
+    }
+    return SimpleNamespace(
+        **vars(table), **{name: weight.to(request.param) for name, weight in weights.items()}
+    )
 
 
 def record(model: Model, ops: SimpleNamespace, limits: Limits = LIMITS) -> Program:
@@ -55,7 +61,12 @@ def record(model: Model, ops: SimpleNamespace, limits: Limits = LIMITS) -> Progr
 def make_step(query_lens: list[int]) -> tuple:
     metadata = cases.make_metadata(query_lens, query_lens, 16, 64)
     num_tokens = sum(query_lens)
-    return torch.randint(0, VOCABULARY, (num_tokens,), dtype=torch.int32), torch.arange(num_tokens), metadata, metadata.query_start_loc[1:].long() - 1
+    return (
+        torch.randint(0, VOCABULARY, (num_tokens,), dtype=torch.int32),
+        torch.arange(num_tokens),
+        metadata,
+        metadata.query_start_loc[1:].long() - 1,
+    )
 
 
 def check(model: Model, ops: SimpleNamespace, limits: Limits = LIMITS) -> Program:
@@ -76,7 +87,8 @@ def layers(ops: SimpleNamespace) -> Model:
         x = ops.rms_norm(residual, ops.norm, 1e-6)
         for _ in range(4):
             gated = ops.silu_and_mul(x)
-            halves = x.view(len(x), 2, -1)  # views of a result, as query and key are of one projection
+            # views of a result, as query and key are of one projection
+            halves = x.view(len(x), 2, -1)
             first, second = halves.split((1, 1), dim=1)
             ops.fused_add_rms_norm(second.flatten(1), gated, ops.half_norm, 1e-6)
             ops.rms_norm(first, ops.half_norm, 1e-5)
@@ -90,7 +102,8 @@ def test_a_program_gives_the_bits_of_its_calls(ops):
     program = check(layers(ops), ops)
     assert len(program.calls) == 2 + 4 * 4 + 1
     row_bytes = HIDDEN * ops.table.element_size()
-    assert program.num_bytes < 6 * row_bytes * LIMITS.num_tokens  # residual, x, and what a layer needs: not all layers'
+    # residual, x, and what a layer needs: not all layers'
+    assert program.num_bytes < 6 * row_bytes * LIMITS.num_tokens
 
 
 def test_as_many_logits_as_tokens(ops):
@@ -107,12 +120,24 @@ def test_a_call_says_which_of_the_steps_counts_it_has(ops):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_random_graphs(data):
-    """Results that live for a while, in any order, and are added up in the end: memory given to two at once would show."""
+    """Results that live for a while, in any order, and are added up in the end: memory given to two
+    at once would show.
+    """
     table = registry.select("cpu", torch.float32)
     torch.manual_seed(0)
-    ops = SimpleNamespace(**vars(table), table=torch.randn(VOCABULARY, HIDDEN), norm=torch.rand(HIDDEN), half_norm=torch.rand(HIDDEN // 2))
+    ops = SimpleNamespace(
+        **vars(table),
+        table=torch.randn(VOCABULARY, HIDDEN),
+        norm=torch.rand(HIDDEN),
+        half_norm=torch.rand(HIDDEN // 2),
+    )
     indices = st.integers(0, 99)
-    moves = data.draw(st.lists(st.tuples(st.sampled_from(["embed", "norm", "gate", "add", "drop"]), indices, indices), max_size=30))
+    moves = data.draw(
+        st.lists(
+            st.tuples(st.sampled_from(["embed", "norm", "gate", "add", "drop"]), indices, indices),
+            max_size=30,
+        )
+    )
 
     def model(token_ids: Tensor, positions: Tensor, metadata: Any) -> Tensor:
         live = [ops.embedding(token_ids, ops.table)]
@@ -124,7 +149,9 @@ def test_random_graphs(data):
                 live.append(ops.rms_norm(one, ops.norm, 1e-6))
             elif move == "gate":  # of the half as wide results, the halves are added to it
                 small = ops.silu_and_mul(one)
-                ops.fused_add_rms_norm(small, other.view(len(other), 2, -1)[:, j % 2], ops.half_norm, 1e-6)
+                ops.fused_add_rms_norm(
+                    small, other.view(len(other), 2, -1)[:, j % 2], ops.half_norm, 1e-6
+                )
             elif move == "add" and one is not other:
                 ops.fused_add_rms_norm(one, other, ops.norm, 1e-6)
             elif move == "drop" and len(live) > 1:
@@ -138,12 +165,16 @@ def test_random_graphs(data):
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(spans=st.lists(st.tuples(st.integers(1, 50), st.integers(0, 20), st.integers(0, 10)), max_size=30))
+@given(
+    spans=st.lists(
+        st.tuples(st.integers(1, 50), st.integers(0, 20), st.integers(0, 10)), max_size=30
+    )
+)
 def test_buffers_that_live_together_lie_apart(spans):
     buffers = [Lifetime(size, first, first + length) for size, first, length in spans]
     offsets, num_bytes = place(buffers)
     for i, (mine, start) in enumerate(zip(buffers, offsets, strict=True)):
-        assert 0 <= start and start + mine.num_bytes <= num_bytes
+        assert start >= 0 and start + mine.num_bytes <= num_bytes
         for other, other_start in zip(buffers[:i], offsets):
             apart = start + mine.num_bytes <= other_start or other_start + other.num_bytes <= start
             assert apart or mine.last < other.first or other.last < mine.first
@@ -160,8 +191,12 @@ def kinds(program: Program) -> list[str]:
 
 def test_a_linear_layer_gates_by_itself_where_nobody_else_reads_it(ops):
     torch.manual_seed(3)
-    gate_up = ops.pack_linear(torch.randn(2 * HIDDEN, HIDDEN).to(ops.norm.dtype), torch.randn(2 * HIDDEN).to(ops.norm.dtype))
-    narrow = ops.pack_linear(torch.randn(HIDDEN + 2, HIDDEN).to(ops.norm.dtype), None)  # no multiple of 32
+    gate_up = ops.pack_linear(
+        torch.randn(2 * HIDDEN, HIDDEN).to(ops.norm.dtype),
+        torch.randn(2 * HIDDEN).to(ops.norm.dtype),
+    )
+    # no multiple of 32
+    narrow = ops.pack_linear(torch.randn(HIDDEN + 2, HIDDEN).to(ops.norm.dtype), None)
 
     def alone(token_ids: Tensor, *_: object) -> Tensor:
         return ops.silu_and_mul(gate_up(ops.embedding(token_ids, ops.table)))
@@ -188,7 +223,9 @@ def test_a_linear_layer_gates_by_itself_where_nobody_else_reads_it(ops):
         assert "SiluAndMul" in kinds(check(model, ops)), model.__name__
 
 
-@pytest.mark.parametrize(("written", "expected"), [("key", ["RotaryAndWriteKv"]), ("value", ["Rotary", "WriteKv"])])
+@pytest.mark.parametrize(
+    ("written", "expected"), [("key", ["RotaryAndWriteKv"]), ("value", ["Rotary", "WriteKv"])]
+)
 def test_rotation_and_writing_are_one_where_the_key_is_the_same(ops, written, expected):
     cos_sin, caches = torch.randn(64, 8), torch.zeros(2, 64, 16, 1, 8, dtype=ops.norm.dtype)
 
@@ -196,7 +233,9 @@ def test_rotation_and_writing_are_one_where_the_key_is_the_same(ops, written, ex
         projection = ops.embedding(token_ids, ops.table)
         query, key, value = projection.view(len(projection), 4, 8).split((2, 1, 1), dim=1)
         ops.rotary_embedding(positions, query, key, cos_sin)
-        ops.reshape_and_cache({"key": key, "value": value}[written], value, *caches, metadata.slot_mapping)
+        ops.reshape_and_cache(
+            {"key": key, "value": value}[written], value, *caches, metadata.slot_mapping
+        )
         return projection
 
     program = check(model, ops)
@@ -235,16 +274,26 @@ def refused(model: Model, ops: SimpleNamespace) -> str:
     ],
 )
 def test_an_operation_of_torch_is_named(ops, compute, name):
-    assert f"aten.{name}" in refused(lambda token_ids, *_: compute(ops.embedding(token_ids, ops.table)), ops)
+    assert f"aten.{name}" in refused(
+        lambda token_ids, *_: compute(ops.embedding(token_ids, ops.table)), ops
+    )
 
 
 def test_only_the_steps_own_tensors_are_read(ops):
-    assert refused(lambda token_ids, *_: ops.embedding(token_ids[1:], ops.table), ops) == "an operand has 23 rows, where a step's tensors have 24 or 8"
+    assert (
+        refused(lambda token_ids, *_: ops.embedding(token_ids[1:], ops.table), ops)
+        == "an operand has 23 rows, where a step's tensors have 24 or 8"
+    )
     others = torch.zeros(LIMITS.num_tokens, dtype=torch.int32)
-    assert refused(lambda *_: ops.embedding(others, ops.table), ops) == "Embedding reads other token_ids than the step's"
+    assert (
+        refused(lambda *_: ops.embedding(others, ops.table), ops)
+        == "Embedding reads other token_ids than the step's"
+    )
 
     def norm_of_positions(token_ids: Tensor, positions: Tensor, metadata: Any) -> Tensor:
-        return ops.rms_norm(positions.view(ops.table.dtype).view(LIMITS.num_tokens, -1), ops.norm, 1e-6)
+        return ops.rms_norm(
+            positions.view(ops.table.dtype).view(LIMITS.num_tokens, -1), ops.norm, 1e-6
+        )
 
     assert "RmsNorm takes positions as an operand" in refused(norm_of_positions, ops)
 
@@ -256,11 +305,15 @@ def test_lengths_are_not_read_in_python(ops):
         lambda metadata: metadata.num_decodes > 3,
         lambda metadata: range(metadata.num_decodes),
     ):
-        assert "reads the lengths" in refused(lambda token_ids, positions, metadata, read=read: read(metadata), ops)
+        assert "reads the lengths" in refused(
+            lambda token_ids, positions, metadata, read=read: read(metadata), ops
+        )
 
 
 def test_results_are_whole(ops):
-    assert "not a whole result" in refused(lambda token_ids, *_: ops.embedding(token_ids, ops.table)[:, 1:], ops)
+    assert "not a whole result" in refused(
+        lambda token_ids, *_: ops.embedding(token_ids, ops.table)[:, 1:], ops
+    )
 
 
 def test_a_larger_step_is_refused(ops):
@@ -285,7 +338,11 @@ def test_other_threads_compute_meanwhile(ops):
     results = []
 
     def model(token_ids: Tensor, *_: object) -> Tensor:
-        other = threading.Thread(target=lambda: results.append(ops.rms_norm(torch.ones(2, HIDDEN, dtype=ops.norm.dtype), ops.norm, 0.0)))
+        other = threading.Thread(
+            target=lambda: results.append(
+                ops.rms_norm(torch.ones(2, HIDDEN, dtype=ops.norm.dtype), ops.norm, 0.0)
+            )
+        )
         other.start()
         other.join()
         return ops.embedding(token_ids, ops.table)

@@ -1,8 +1,8 @@
-"""The tests of native kernels again, with a library compiled under AddressSanitizer and UBSan, and under ThreadSanitizer.
-May know: how the library is compiled, pytest.
-Must not know: what the tests do.
+"""The tests of native kernels again, with a library compiled under AddressSanitizer and UBSan, and
+under ThreadSanitizer.
 
-    pytest -m sanitizers"""
+    pytest -m sanitizers
+"""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from pathlib import Path
 import pytest
 from quire.tests.kernels.native.compiled import EMULATED, ROOT, compile_library, find_compiler
 
-pytestmark = [pytest.mark.sanitizers, pytest.mark.timeout(1800), pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")]
+pytestmark = [
+    pytest.mark.sanitizers,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler"),
+]
 
 FLAGS = {
     "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
@@ -22,18 +26,27 @@ FLAGS = {
 }
 RUNTIMES = {"address": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}
 OPTIONS = {
-    "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",  # Python's own leaks at exit are not ours
+    # Python's own leaks at exit are not ours
+    "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
     "TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1",
 }
-# Under ThreadSanitizer only what has threads: emulated arithmetic is slow there. It has no word on forks beside threads either.
-TESTS = {"address": ("tests/kernels/native",), "thread": tuple(f"tests/kernels/native/test_{name}.py" for name in ("pool", "isas", "passes"))}
+# Under ThreadSanitizer only what has threads: emulated arithmetic is slow there. It has no word on
+# forks beside threads either.
+TESTS = {
+    "address": ("tests/kernels/native",),
+    "thread": tuple(f"tests/kernels/native/test_{name}.py" for name in ("pool", "isas", "passes")),
+}
 SELECTION = {"address": "not limit_memory", "thread": "not fork and not limit_memory and not amx"}
 
 
 def runtime(name: str) -> str:
-    """The path of a sanitizer's library: it must be loaded before Python, which is compiled without."""
-    done = subprocess.run([find_compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    """The path of a sanitizer's library: it must be loaded before Python, which is compiled
+    without.
+    """
+    done = subprocess.run(
+        [find_compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    )
     if not Path(done.stdout.strip()).is_absolute():
         pytest.skip(f"the compiler comes without {name}")
     return done.stdout.strip()
@@ -41,23 +54,52 @@ def runtime(name: str) -> str:
 
 @pytest.fixture(scope="module", params=FLAGS)
 def checked(request, tmp_path_factory) -> tuple[str, dict[str, str]]:
-    """A sanitizer's name, and the environment of a process whose native library is compiled under it."""
-    library = compile_library(tmp_path_factory.mktemp(request.param), *EMULATED, *FLAGS[request.param], "-O1", "-g", "-fno-omit-frame-pointer")
+    """A sanitizer's name, and the environment of a process whose native library is compiled under
+    it.
+    """
+    library = compile_library(
+        tmp_path_factory.mktemp(request.param),
+        *EMULATED,
+        *FLAGS[request.param],
+        "-O1",
+        "-g",
+        "-fno-omit-frame-pointer",
+    )
     preload = ":".join(runtime(name) for name in RUNTIMES[request.param])
-    return request.param, {**os.environ, **OPTIONS, "LD_PRELOAD": preload, "QUIRE_NATIVE": str(library), "OMP_NUM_THREADS": "1"}
+    return request.param, {
+        **os.environ,
+        **OPTIONS,
+        "LD_PRELOAD": preload,
+        "QUIRE_NATIVE": str(library),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def run(environment: dict[str, str], *arguments: str) -> tuple[int, str]:
     # ThreadSanitizer's own memory lies where the system's random addresses may lie too.
     command = ["setarch", "--addr-no-randomize", sys.executable, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     return done.returncode, done.stdout + done.stderr
 
 
 def test_no_findings(checked):
     sanitizer, environment = checked
     selection = ("-m", "not sanitizers and not slow", "-k", SELECTION[sanitizer])
-    code, output = run(environment, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=900", "-s", *TESTS[sanitizer], *selection)
+    code, output = run(
+        environment,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "--timeout=900",
+        "-s",
+        *TESTS[sanitizer],
+        *selection,
+    )
     assert code == 0 and " passed" in output, output[-8000:]
 
 
@@ -74,8 +116,16 @@ for _ in range(100):
 
 
 def test_faults_are_found(checked):
-    """Rows past the end of their memory, and two threads at one row: else the test above would show nothing."""
+    """Rows past the end of their memory, and two threads at one row: else the test above would show
+    nothing.
+    """
     sanitizer, environment = checked
-    fault = FAULT.format(num_rows=999, out_row=256) if sanitizer == "address" else FAULT.format(num_rows=1000, out_row=0)
+    fault = (
+        FAULT.format(num_rows=999, out_row=256)
+        if sanitizer == "address"
+        else FAULT.format(num_rows=1000, out_row=0)
+    )
     code, output = run(environment, "-c", fault)
-    assert code != 0 and ("heap-buffer-overflow" if sanitizer == "address" else "data race") in output, output[-4000:]
+    assert (
+        code != 0 and ("heap-buffer-overflow" if sanitizer == "address" else "data race") in output
+    ), output[-4000:]

@@ -1,6 +1,4 @@
-"""Memory of packed weights: aligned, apart from each other, gone with its last weight.
-May know: native/weights.py.
-Must not know: how a weight is packed."""
+"""Memory of packed weights: aligned, apart from each other, gone with its last weight."""
 
 from __future__ import annotations
 
@@ -14,13 +12,17 @@ def test_weights_lie_apart_and_aligned():
     made = [empty_weight(*size, dtype=torch.bfloat16) for size in sizes]
     for number, weight in enumerate(made):
         weight.fill_(number)
-    assert [tuple(weight.shape) for weight in made] == sizes and all(weight.data_ptr() % 64 == 0 for weight in made)
+    assert [tuple(weight.shape) for weight in made] == sizes and all(
+        weight.data_ptr() % 64 == 0 for weight in made
+    )
     assert all((weight == number).all() for number, weight in enumerate(made))
 
 
 def test_a_large_one_has_memory_of_its_own_and_small_ones_go_on_where_they_were():
     weights._last = None
-    small, large, other = (empty_weight(count, dtype=torch.uint8) for count in (100, 33 * 2**20, 100))
+    small, large, other = (
+        empty_weight(count, dtype=torch.uint8) for count in (100, 33 * 2**20, 100)
+    )
     assert large.data_ptr() % 2**21 == 0 and other.data_ptr() - small.data_ptr() == 128
 
 

@@ -1,17 +1,17 @@
-"""What the compiler makes of a wrapper's launches, without a GPU: registers, spills, shared memory, instructions, on sm_80 and sm_90.
-May know: Triton's driver and compiler, the binary tools in its wheel.
-Must not know: any kernel.
+"""What the compiler makes of a wrapper's launches, without a GPU: registers, spills, shared memory,
+instructions, on sm_80 and sm_90.
 
 A budget is a call of a wrapper, as a model makes it, and what its launches may take:
 
-    BUDGETS = [Budget("rms_norm, 896", lambda: norm.rms_norm(bf16(4, 896), bf16(896), 1e-6), registers=40)]
+    BUDGETS = [Budget("rms_norm, 896", lambda: norm.rms_norm(bf16(4, 896), bf16(896), 1e-6),
+    registers=40)]
 
     @pytest.mark.parametrize(("budget", "arch"), combinations(BUDGETS), ids=str)
     def test_budget(budget, arch):
         budget.check(arch)
 
-The tensors lie in host memory and are never read: the launches are compiled exactly as the wrapper asks for them, with its warps and
-stages and the alignments that it passes, and not run.
+The tensors lie in host memory and are never read: the launches are compiled exactly as the wrapper
+asks for them, with its warps and stages and the alignments that it passes, and not run.
 """
 
 from __future__ import annotations
@@ -34,12 +34,17 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one program may have; the keys are the architectures
-WIDE_LOAD = r"\b(?:LDG|LDGSTS)\S*\.128\b|\bUTMALDG\b"  # 16 bytes to a thread, or a tile by the copy engine
+# bytes that one program may have; the keys are the architectures
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+# 16 bytes to a thread, or a tile by the copy engine
+WIDE_LOAD = r"\b(?:LDG|LDGSTS)\S*\.128\b|\bUTMALDG\b"
 
 
 class AbsentGpu:
-    """Stands in for Triton's driver: names the architecture to compile for. Launch caches are kept by device, so its number is the architecture."""
+    """Stands in for Triton's driver: names the architecture to compile for.
+
+    Launch caches are kept by device, so its number is the architecture.
+    """
 
     def __init__(self, arch: int):
         self.arch = arch
@@ -77,12 +82,17 @@ class Compiled:
 
 
 def compile_launches(call: Callable[[], Any], arch: int) -> list[Compiled]:
-    """Every launch that `call` makes, in order, as compiled for `arch`. Fails if it reads a tensor."""
+    """Every launch that `call` makes, in order, as compiled for `arch`.
+
+    Fails if it reads a tensor.
+    """
     return [_inspect(kernel) for kernel in compiled_kernels(call, arch)]
 
 
 def compiled_kernels(call: Callable[[], Any], arch: int) -> list[Any]:
-    """As compile_launches, Triton's own objects: a `name`, and a `hash` that two launches share if they need not be compiled apart."""
+    """As compile_launches, Triton's own objects: a `name`, and a `hash` that two launches share if
+    they need not be compiled apart.
+    """
     kernels = []
 
     def compile_only(self, *args, grid, warmup, **kwargs):
@@ -108,7 +118,11 @@ def _inspect(kernel: Any) -> Compiled:
 
 @dataclass(frozen=True)
 class Budget:
-    """Nothing may spill. `contains`: patterns of instructions, for each architecture, that some launch of the call must have."""
+    """Nothing may spill.
+
+    `contains`: patterns of instructions, for each architecture, that some launch of the call must
+    have.
+    """
 
     name: str
     call: Callable[[], Any]
@@ -131,12 +145,18 @@ class Budget:
             assert launch.shared <= (self.shared or SHARED_MEMORY[arch]), str(launch)
             assert launch.count(WIDE_LOAD) or not self.wide_loads, f"no 16-byte loads: {launch}"
         for instruction in self.contains.get(arch, ()):
-            assert any(launch.count(instruction) for launch in launches), f"no {instruction}: {launches[0]}"
+            assert any(launch.count(instruction) for launch in launches), (
+                f"no {instruction}: {launches[0]}"
+            )
         return launches
 
 
 def combinations(budgets: Iterable[Budget]) -> list[tuple[Budget, int]]:
-    return [(budget, arch) for budget, arch in itertools.product(budgets, SHARED_MEMORY) if arch in budget.archs]
+    return [
+        (budget, arch)
+        for budget, arch in itertools.product(budgets, SHARED_MEMORY)
+        if arch in budget.archs
+    ]
 
 
 def bf16(*shape: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Which of these tests a process can run: kernels are decorated either for the interpreter or for the compiler.
-May know: TRITON_INTERPRET, whether Triton is installed, Triton's driver.
-Must not know: any kernel."""
+"""Which of these tests a process can run: kernels are decorated either for the interpreter or for
+the compiler.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ else:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiler_cache(tmp_path_factory) -> Iterator[None]:
-    """What the compiler keeps goes away with the tests, and nothing that an earlier run left is believed."""
+    """What the compiler keeps goes away with the tests, and nothing that an earlier run left is
+    believed.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         yield
@@ -33,16 +35,28 @@ def compiler_cache(tmp_path_factory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter(request, tmp_path_factory) -> Iterator[tuple[subprocess.Popen, Path] | None]:
-    """The process that runs the interpreted tests, and the file that it prints to, if they are among those to be run. It starts with the
-    first test of this folder, so that it has one core while the compiler's tests have another."""
+    """The process that runs the interpreted tests, and the file that it prints to, if they are
+    among those to be run. It starts with the first test of this folder, so that it has one core
+    while the compiler's tests have another.
+    """
     if not any(item.path.name == "test_interpreted.py" for item in request.session.items):
         yield None
         return
     output = tmp_path_factory.mktemp("interpreted") / "output.txt"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/kernels/test_parity.py", "tests/kernels/triton/interpreted"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "tests/kernels/test_parity.py",
+        "tests/kernels/triton/interpreted",
+    ]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     with output.open("w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
+        )
     yield process, output
     process.kill()
     process.wait()

@@ -1,11 +1,12 @@
-"""Makes Triton's CPU interpreter trustworthy: bf16 and fp8 rounded as a GPU rounds them, every address checked, races between programs found.
-May know: the internals of triton.runtime.interpreter.
-Must not know: any kernel.
+"""Makes Triton's CPU interpreter trustworthy: bf16 and fp8 rounded as a GPU rounds them, every
+address checked, races between programs found.
 
-Importing it patches the interpreter of this process, where TRITON_INTERPRET=1 was set before triton was imported. A kernel that does wrong
-fails with an InterpreterError that names the KernelFault. Programs run one after another, so a race shows only here: as memory that two
-programs of one launch touch, one of them writing. It is none if the first had done so before an atomic of acquire-release order at the GPU's
-scope, and the second does so after another one: the hand-over of which that is part. What else is no race: `with unordered(): ...`.
+Importing it patches the interpreter of this process, where TRITON_INTERPRET=1 was set before triton
+was imported. A kernel that does wrong fails with an InterpreterError that names the KernelFault.
+Programs run one after another, so a race shows only here: as memory that two programs of one launch
+touch, one of them writing. It is none if the first had done so before an atomic of acquire-release
+order at the GPU's scope, and the second does so after another one: the hand-over of which that is
+part. What else is no race: `with unordered(): ...`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class KernelFault(AssertionError):
     """A kernel did what a GPU would punish, or would compute otherwise."""
 
 
-# --- bf16: the interpreter holds it as uint16, truncates when it rounds, and adds and multiplies the bits ---
+# --- bf16: the interpreter holds it as uint16, truncates when it rounds, and adds and multiplies
+# the bits ---
 
 
 def widened(bits: np.ndarray) -> np.ndarray:
@@ -49,14 +51,25 @@ def as_f32(value: TensorHandle) -> TensorHandle:
     return TensorHandle(widened(value.data), tl.float32) if is_bf16(value) else value
 
 
-# Of e4m3: 3 bits of fraction, and 4 of exponent, of which 0 means a denormal; the last number is NaN.
-FP8 = np.array([np.ldexp(8 + bits % 8, bits // 8 - 10) if bits >= 8 else np.ldexp(bits, -9) for bits in range(127)] + [np.nan], np.float32)
+# Of e4m3: 3 bits of fraction, and 4 of exponent, of which 0 means a denormal; the last number is
+# NaN.
+FP8 = np.array(
+    [
+        np.ldexp(8 + bits % 8, bits // 8 - 10) if bits >= 8 else np.ldexp(bits, -9)
+        for bits in range(127)
+    ]
+    + [np.nan],
+    np.float32,
+)
 FP8_MIDDLES = (FP8[:126] + FP8[1:127]) / 2
 
 
 def to_fp8(values: np.ndarray) -> np.ndarray:
-    """f32 -> bits of e4m3, as PTX's only conversion: to the nearest, ties to even; what is beyond 448 becomes that; a NaN stays one."""
-    above = np.searchsorted(FP8_MIDDLES, np.abs(values))  # of two numbers beside a middle, the first
+    """f32 -> bits of e4m3, as PTX's only conversion: to the nearest, ties to even; what is beyond
+    448 becomes that; a NaN stays one.
+    """
+    # of two numbers beside a middle, the first
+    above = np.searchsorted(FP8_MIDDLES, np.abs(values))
     is_tie = above != np.searchsorted(FP8_MIDDLES, np.abs(values), side="right")
     bits = np.where(np.isnan(values), 127, above + (is_tie & (above % 2 == 1)))
     return (bits + 128 * np.signbit(values)).astype(np.uint8)
@@ -69,13 +82,22 @@ def from_fp8(bits: np.ndarray) -> np.ndarray:
 def _cast(original):
     def cast(self, source, target, *rounding):
         wanted = target.scalar
-        if wanted == tl.float8e4nv and source.dtype.scalar == tl.float32:  # the interpreter rounds ties upwards and small numbers anyhow
+        # the interpreter rounds ties upwards and small numbers anyhow
+        if wanted == tl.float8e4nv and source.dtype.scalar == tl.float32:
             return TensorHandle(to_fp8(source.data), tl.float8e4nv)
         if source.dtype.scalar == tl.float8e4nv and wanted != tl.float8e4nv:
             widened_source = TensorHandle(from_fp8(source.data), tl.float32)
-            return widened_source if wanted == tl.float32 else cast(self, widened_source, target, *rounding)
+            return (
+                widened_source
+                if wanted == tl.float32
+                else cast(self, widened_source, target, *rounding)
+            )
         if is_bf16(source) and wanted != tl.bfloat16:
-            return original(self, as_f32(source), target, *rounding) if wanted != tl.float32 else as_f32(source)
+            return (
+                original(self, as_f32(source), target, *rounding)
+                if wanted != tl.float32
+                else as_f32(source)
+            )
         if wanted == tl.bfloat16 and not is_bf16(source):
             return TensorHandle(rounded(source.data.astype(np.float32)), tl.bfloat16)
         return original(self, source, target, *rounding)
@@ -90,9 +112,13 @@ def _dot(original):
 def _refuse_bf16(original):
     def operate(self, *args):
         if any(is_bf16(arg) for arg in args):
-            raise KernelFault("arithmetic in bf16: use .to(tl.float32) first, and round where the contract says so")
+            raise KernelFault(
+                "arithmetic in bf16: use .to(tl.float32) first, and round where the contract says "
+                "so"
+            )
         result = original(self, *args)
-        # A comparison keeps the type of what was compared, so that a scalar one would make integers of the mask that it becomes part of.
+        # A comparison keeps the type of what was compared, so that a scalar one would make integers
+        # of the mask that it becomes part of.
         return TensorHandle(result.data, tl.int1) if result.data.dtype == bool else result
 
     return operate
@@ -100,18 +126,24 @@ def _refuse_bf16(original):
 
 def _refuse_bf16_sums(original):
     def apply(self, input):
-        if any(value.dtype.scalar == tl.bfloat16 for value in (input if isinstance(input, tuple) else (input,))):
+        if any(
+            value.dtype.scalar == tl.bfloat16
+            for value in (input if isinstance(input, tuple) else (input,))
+        ):
             raise KernelFault("a reduction or scan in bf16: use .to(tl.float32) first")
         return original(self, input)
 
     return apply
 
 
-# --- addresses: every one must lie in a tensor that the kernel was given, and no two programs may meet there ---
+# --- addresses: every one must lie in a tensor that the kernel was given, and no two programs may
+# meet there ---
 
 
 class Watch:
-    """What the programs of one launch have touched so far: for each byte at which an element begins, its writer and its reader."""
+    """What the programs of one launch have touched so far: for each byte at which an element
+    begins, its writer and its reader.
+    """
 
     def __init__(self) -> None:
         self.races = True  # looked for
@@ -120,47 +152,79 @@ class Watch:
 
     def start(self, tensors: list) -> None:
         """A launch begins, and these are its tensors."""
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*tensors, *self.reachable)}
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in (*tensors, *self.reachable)
+        }
         sizes = sorted((base, size) for base, size in storages.items() if size)
         self.bases = np.array([base for base, _ in sizes], np.uint64)
         self.remapped: set[frozenset[int]] = set()  # views of Triton's language
         # 0: nobody, else 1 + the program. Zeroed memory is only taken where it is touched.
-        self.regions = [(base, size, np.zeros(size, np.int32), np.zeros(size, np.int32)) for base, size in sizes]
-        self.names: dict[int, int] = {}  # of programs that did atomics: what they touch since, they touch under another number
+        self.regions = [
+            (base, size, np.zeros(size, np.int32), np.zeros(size, np.int32)) for base, size in sizes
+        ]
+        # of programs that did atomics: what they touch since, they touch under another number
+        self.names: dict[int, int] = {}
         self.released: list[int] = []  # numbers of what came before an atomic
-        self.acquired: dict[int, list[int]] = {}  # program -> the numbers that its last atomic saw released
+        # program -> the numbers that its last atomic saw released
+        self.acquired: dict[int, list[int]] = {}
 
     def hand_over(self) -> None:
-        """An atomic of acquire-release order: all that the program did is released, all that was released before is acquired."""
+        """An atomic of acquire-release order: all that the program did is released, all that was
+        released before is acquired.
+        """
         program = self._program()
         self.released.append(self.names.get(program, program))
         self.acquired[program] = list(self.released)
         self.names[program] = 2**30 + len(self.released)
 
     def _program(self) -> int:
-        (x, y, z), (_, height, depth) = interpreter.interpreter_builder.grid_idx, interpreter.interpreter_builder.grid_dim
+        (x, y, z), (_, height, depth) = (
+            interpreter.interpreter_builder.grid_idx,
+            interpreter.interpreter_builder.grid_dim,
+        )
         return 1 + (x * height + y) * depth + z
 
-    def touch(self, pointers: TensorHandle, mask: np.ndarray | None, write: bool, atomic: bool = False) -> None:
-        addresses = pointers.data if mask is None else np.broadcast_to(pointers.data, mask.shape)[mask]
+    def touch(
+        self, pointers: TensorHandle, mask: np.ndarray | None, write: bool, atomic: bool = False
+    ) -> None:
+        addresses = (
+            pointers.data if mask is None else np.broadcast_to(pointers.data, mask.shape)[mask]
+        )
         addresses = np.ravel(addresses).astype(np.uint64)
         size = interpreter._get_np_dtype(pointers.get_element_ty()).itemsize
         place = interpreter.interpreter_builder.grid_idx
         owners = np.searchsorted(self.bases, addresses, side="right").astype(np.int64) - 1
         for owner in np.unique(owners):
-            base, num_bytes, writers, readers = self.regions[owner] if owner >= 0 else (0, 0, None, None)
+            base, num_bytes, writers, readers = (
+                self.regions[owner] if owner >= 0 else (0, 0, None, None)
+            )
             offsets = (addresses[owners == owner] - np.uint64(base)).astype(np.int64)
             if (offsets + size > num_bytes).any():
-                raise KernelFault(f"out of bounds: a {'store' if write else 'load'} by program {place}")
+                raise KernelFault(
+                    f"out of bounds: a {'store' if write else 'load'} by program {place}"
+                )
             if self.races and not atomic:
                 self._note(writers, readers, offsets, write, place)
 
-    def _note(self, writers: np.ndarray, readers: np.ndarray, offsets: np.ndarray, write: bool, place: tuple[int, int, int]) -> None:
+    def _note(
+        self,
+        writers: np.ndarray,
+        readers: np.ndarray,
+        offsets: np.ndarray,
+        write: bool,
+        place: tuple[int, int, int],
+    ) -> None:
         program, known = self._program(), self.acquired.get(self._program(), ())
         program = self.names.get(program, program)
-        wrote, read = (np.where((who == program) | np.isin(who, known), 0, who) if len(known) else who for who in (writers[offsets], readers[offsets]))
+        wrote, read = (
+            np.where((who == program) | np.isin(who, known), 0, who) if len(known) else who
+            for who in (writers[offsets], readers[offsets])
+        )
         if ((wrote != 0) & (wrote != program)).any():
-            raise KernelFault(f"race: program {place} {'writes' if write else 'reads'} what another one writes")
+            raise KernelFault(
+                f"race: program {place} {'writes' if write else 'reads'} what another one writes"
+            )
         if not write:
             readers[offsets] = np.where((read == 0) | (read == program), program, MANY)
         elif ((read != 0) & (read != program)).any():
@@ -176,7 +240,9 @@ watch = Watch()
 
 @contextmanager
 def unordered() -> Iterator[None]:
-    """For a kernel whose programs share memory by other means: bounds are checked, races are not."""
+    """For a kernel whose programs share memory by other means: bounds are checked, races are
+    not.
+    """
     watch.races = False
     try:
         yield
@@ -186,7 +252,9 @@ def unordered() -> Iterator[None]:
 
 @contextmanager
 def reachable(tensors: list) -> Iterator[None]:
-    """For a kernel that reads the addresses of these tensors from memory in place of being given them."""
+    """For a kernel that reads the addresses of these tensors from memory in place of being given
+    them.
+    """
     watch.reachable = tensors
     try:
         yield
@@ -232,14 +300,18 @@ def _combine(original):
 def _start(original):
     def start(self, args, kwargs):
         on_host = original(self, args, kwargs)
-        watch.start([arg for arg in (*on_host[0], *on_host[1].values()) if hasattr(arg, "untyped_storage")])
+        watch.start(
+            [arg for arg in (*on_host[0], *on_host[1].values()) if hasattr(arg, "untyped_storage")]
+        )
         return on_host
 
     return start
 
 
 def _index(original):
-    """numpy >= 2.4 makes no integer of an array; Triton 3.6 needs one of arrays with one element."""
+    """numpy >= 2.4 makes no integer of an array; Triton 3.6 needs one of arrays with one
+    element.
+    """
 
     def patch(tensor, scope):
         original(tensor, scope)
@@ -249,11 +321,15 @@ def _index(original):
 
 
 def _once(original):
-    """The interpreter remaps Triton's language at every call of a function by a kernel, which takes most of its time. Once per launch is
-    enough: for the kernel's own view of the language, which it restores in the end, and for each other view."""
+    """The interpreter remaps Triton's language at every call of a function by a kernel, which takes
+    most of its time. Once per launch is enough: for the kernel's own view of the language, which it
+    restores in the end, and for each other view.
+    """
 
     def patch(kernel):
-        views = frozenset(id(value) for value in kernel.__globals__.values() if value is tl or value is tl.core)
+        views = frozenset(
+            id(value) for value in kernel.__globals__.values() if value is tl or value is tl.core
+        )
         if views not in watch.remapped:
             watch.remapped.add(views)
             return original(kernel)
@@ -262,13 +338,21 @@ def _once(original):
 
 
 PATCHES = (
-    (Builder, "cast_impl", _cast), (Builder, "create_fp_to_fp", _cast), (Builder, "create_dot", _dot),
-    (Builder, "binary_op", _refuse_bf16), (Builder, "unary_op", _refuse_bf16), (Builder, "create_fma", _refuse_bf16),
-    (interpreter.ReduceOps, "apply", _refuse_bf16_sums), (interpreter.ScanOps, "apply", _refuse_bf16_sums),
-    (Builder, "create_masked_load", _load), (Builder, "create_masked_store", _store),
-    (Builder, "create_atomic_cas", _exchange), (Builder, "create_atomic_rmw", _combine),
-    (interpreter.GridExecutor, "_init_args_hst", _start), (interpreter, "_patch_lang_tensor", _index),
+    (Builder, "cast_impl", _cast),
+    (Builder, "create_fp_to_fp", _cast),
+    (Builder, "create_dot", _dot),
+    (Builder, "binary_op", _refuse_bf16),
+    (Builder, "unary_op", _refuse_bf16),
+    (Builder, "create_fma", _refuse_bf16),
+    (interpreter.ReduceOps, "apply", _refuse_bf16_sums),
+    (interpreter.ScanOps, "apply", _refuse_bf16_sums),
+    (Builder, "create_masked_load", _load),
+    (Builder, "create_masked_store", _store),
+    (Builder, "create_atomic_cas", _exchange),
+    (Builder, "create_atomic_rmw", _combine),
+    (interpreter.GridExecutor, "_init_args_hst", _start),
+    (interpreter, "_patch_lang_tensor", _index),
     (interpreter, "_patch_lang", _once),
-)  # fmt: skip
+)
 for owner, name, patch in PATCHES:
     setattr(owner, name, patch(getattr(owner, name)))

@@ -1,6 +1,6 @@
-"""The compiler's side of the checks: launches are seen, spills and narrow loads found, waiting for the device refused.
-May know: budget.py, Triton.
-Must not know: any kernel of Quire."""
+"""The compiler's side of the checks: launches are seen, spills and narrow loads found, waiting for
+the device refused.
+"""
 
 import pytest
 import torch
@@ -39,7 +39,10 @@ def copy(n: int, stride: int, offset: int = 0) -> None:
 def test_launches_are_compiled_as_the_wrapper_asks():
     launches = compile_launches(lambda: [copy(4096, 1), copy(4096, 3)], 90)
     assert [launch.kernel for launch in launches] == ["copy_kernel"] * 2
-    assert "sm_90" in launches[0].sass and "sm_80" in compile_launches(lambda: copy(4096, 1), 80)[0].sass
+    assert (
+        "sm_90" in launches[0].sass
+        and "sm_80" in compile_launches(lambda: copy(4096, 1), 80)[0].sass
+    )
 
 
 def test_budgets_are_kept_or_not():
@@ -53,19 +56,36 @@ def test_budgets_are_kept_or_not():
     with pytest.raises(AssertionError, match="copy_kernel"):
         Budget("launches", lambda: copy(4096, 1), launches=2).check(90)
     with pytest.raises(AssertionError, match="spills"):
-        Budget("spills", lambda: many_values_kernel[(1,)](f32(1024), f32(1024), num_warps=1, maxnreg=24)).check(90)
+        Budget(
+            "spills",
+            lambda: many_values_kernel[(1,)](f32(1024), f32(1024), num_warps=1, maxnreg=24),
+        ).check(90)
 
 
 def test_instructions_are_found():
-    budget = Budget("wgmma", lambda: dot_kernel[(1,)](bf16(64, 64), f32(64, 64), M=64), contains={80: (r"\bHMMA",), 90: (r"\bHGMMA",)})
+    budget = Budget(
+        "wgmma",
+        lambda: dot_kernel[(1,)](bf16(64, 64), f32(64, 64), M=64),
+        contains={80: (r"\bHMMA",), 90: (r"\bHGMMA",)},
+    )
     budget.check(80), budget.check(90)
     with pytest.raises(AssertionError, match="HGMMA"):  # too few rows for it
-        Budget("mma", lambda: dot_kernel[(1,)](bf16(64, 64), f32(64, 64), M=16), contains={90: (r"\bHGMMA",)}).check(90)
+        Budget(
+            "mma",
+            lambda: dot_kernel[(1,)](bf16(64, 64), f32(64, 64), M=16),
+            contains={90: (r"\bHGMMA",)},
+        ).check(90)
 
 
 def test_waiting_for_the_gpu_is_refused():
     x = torch.ones(3)
-    for wait in (lambda: x.sum().item(), lambda: bool(x[0] > 0), lambda: x.tolist(), lambda: x.nonzero(), lambda: int(x[0])):
+    for wait in (
+        lambda: x.sum().item(),
+        lambda: bool(x[0] > 0),
+        lambda: x.tolist(),
+        lambda: x.nonzero(),
+        lambda: int(x[0]),
+    ):
         with pytest.raises(AssertionError, match="waits for the GPU"), NothingWaits():
             wait()
     with pytest.raises(AssertionError, match="waits for the GPU"):

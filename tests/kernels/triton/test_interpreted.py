@@ -1,9 +1,9 @@
-"""Triton's kernels in its CPU interpreter, in a process of their own: what the interpreter is to run must be decorated for it.
-May know: the process that conftest.py started, what pytest prints.
-Must not know: any kernel.
+"""Triton's kernels in its CPU interpreter, in a process of their own: what the interpreter is to
+run must be decorated for it.
 
-There the parity test, which enumerates the registry, runs the kernels for GPUs on tensors in host memory, under the guard; and so does
-everything in interpreted/. To run some of it by hand: TRITON_INTERPRET=1 pytest tests/kernels/test_parity.py -k rms_norm
+There the parity test, which enumerates the registry, runs the kernels for GPUs on tensors in host
+memory, under the guard; and so does everything in interpreted/. To run some of it by hand:
+TRITON_INTERPRET=1 pytest tests/kernels/test_parity.py -k rms_norm
 """
 
 import pytest

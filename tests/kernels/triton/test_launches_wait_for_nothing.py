@@ -1,6 +1,6 @@
-"""A whole step launched with Triton's kernels, none of which runs: nothing on the way asks for a tensor's contents, so it could not wait for a GPU.
-May know: the runner, Triton's launches.
-Must not know: any kernel."""
+"""A whole step launched with Triton's kernels, none of which runs: nothing on the way asks for a
+tensor's contents, so it could not wait for a GPU.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +29,26 @@ from triton.runtime.jit import JITFunction
 CPU = torch.device("cpu")
 NUM_SLOTS, MAX_LEN, BLOCK_SIZE = 4, 64, 16
 SHAPE = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
-    "vocab_size": 100, "rms_norm_eps": 1e-6, "max_position_embeddings": 128, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
     "hidden_act": "silu",
-}  # fmt: skip
-AROUND = {"write_runs_kernel", "prepare_step_inputs_kernel", "gather_sampling_parameters_kernel", "draw_kernel", "append_sampled_tokens_kernel"}
+}
+AROUND = {
+    "write_runs_kernel",
+    "prepare_step_inputs_kernel",
+    "gather_sampling_parameters_kernel",
+    "draw_kernel",
+    "append_sampled_tokens_kernel",
+}
 
 
 def make_runner(copies: LateCopies, with_graphs: bool) -> ModelRunner:
@@ -66,12 +81,19 @@ class Launches:
                 return packed(arrays, device)
 
         patch.setattr(driver, "_active", AbsentGpu(90))
-        patch.setattr(JITFunction, "run", lambda kernel, *args, **options: self.kernels.update([kernel.__name__]))
+        patch.setattr(
+            JITFunction,
+            "run",
+            lambda kernel, *args, **options: self.kernels.update([kernel.__name__]),
+        )
         patch.setattr(device_inputs, "packed", upload)
 
     def take(self) -> tuple[dict[str, int], int]:
         """Since the last call: kernels around the model, copies."""
-        taken = {name: count for name, count in self.kernels.items() if name in AROUND}, self.num_copies
+        taken = (
+            {name: count for name, count in self.kernels.items() if name in AROUND},
+            self.num_copies,
+        )
         self.kernels, self.num_copies = Counter(), 0
         return taken
 
@@ -79,28 +101,43 @@ class Launches:
 @pytest.mark.parametrize("with_graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "drawn"])
 def test_steps_are_launched_without_a_look(temperature, with_graphs, monkeypatch):
-    """One copy each, whatever they begin or look ahead, and one launch for each thing to be done; the third begins a block."""
+    """One copy each, whatever they begin or look ahead, and one launch for each thing to be done;
+    the third begins a block.
+    """
     copies, launches = LateCopies(), Launches(monkeypatch)
     runner = make_runner(copies, with_graphs)
     assert launches.take() == (dict.fromkeys(AROUND - {"draw_kernel"}, 1), 1)  # warmed up
     params = SamplingParams(temperature=temperature, seed=1)
     prompts = {slot: list(range(slot + 14)) for slot in (0, 2, 3)}
-    new = [NewRequestData(slot, str(slot), tokens, len(tokens), params) for slot, tokens in prompts.items()]
+    new = [
+        NewRequestData(slot, str(slot), tokens, len(tokens), params)
+        for slot, tokens in prompts.items()
+    ]
     per_pass = {"prepare_step_inputs_kernel": 1, "append_sampled_tokens_kernel": 1}
     if temperature:
         per_pass |= {"gather_sampling_parameters_kernel": 1, "draw_kernel": 1}
 
-    def launch(counts: list[int], computed: list[int], blocks: list[list[int]], **fields) -> tuple[dict[str, int], int]:
+    def launch(
+        counts: list[int], computed: list[int], blocks: list[list[int]], **fields
+    ) -> tuple[dict[str, int], int]:
         with NothingWaits():
             runner.launch_model(SchedulerOutput(0, [0, 2, 3], counts, computed, blocks, **fields))
         return launches.take()
 
     lengths = [len(tokens) for tokens in prompts.values()]
-    assert launch(lengths, [0] * 3, [[1], [2], [3, 7]], new_requests=new) == (per_pass | {"write_runs_kernel": 1}, 1)
+    assert launch(lengths, [0] * 3, [[1], [2], [3, 7]], new_requests=new) == (
+        per_pass | {"write_runs_kernel": 1},
+        1,
+    )
     assert launch([1] * 3, lengths, [[]] * 3) == (per_pass, 1)
-    assert launch([1] * 3, [n + 1 for n in lengths], [[], [6], []]) == (per_pass | {"write_runs_kernel": 1}, 1)
+    assert launch([1] * 3, [n + 1 for n in lengths], [[], [6], []]) == (
+        per_pass | {"write_runs_kernel": 1},
+        1,
+    )
     passes = {name: 5 * count for name, count in per_pass.items()}
-    assert launch([1] * 3, [n + 2 for n in lengths], [[4, 5], [], []], num_lookahead_tokens=[4, 4, 2]) == (passes | {"write_runs_kernel": 1}, 1)
+    assert launch(
+        [1] * 3, [n + 2 for n in lengths], [[4, 5], [], []], num_lookahead_tokens=[4, 4, 2]
+    ) == (passes | {"write_runs_kernel": 1}, 1)
     assert copies.events == [f"launched {n}" for n in range(4)]
 
 
@@ -111,7 +148,8 @@ def test_a_look_would_be_seen(monkeypatch):
     params = SamplingParams(temperature=0.0, seed=1, logprobs=1)  # of the host's making
     step = SchedulerOutput(0, [1], [3], [0], [[1]], [NewRequestData(1, "r", [1, 2, 3], 3, params)])
     with NothingWaits():
-        launched = runner.launch_model(step)  # the model runs; what is to be looked at is its logits
+        # the model runs; what is to be looked at is its logits
+        launched = runner.launch_model(step)
         with pytest.raises(AssertionError, match="waits for the GPU"):
             launched.result()
     assert launches.take()[1] == 1 and copies.events == []

@@ -1,6 +1,6 @@
-"""What packed layers on a GPU give, as far as it can be seen without one: shapes, dtypes, and that logits are not rounded on the way.
-May know: the wrapper, torch's dispatcher.
-Must not know: models."""
+"""What packed layers on a GPU give, as far as it can be seen without one: shapes, dtypes, and that
+logits are not rounded on the way.
+"""
 
 import pytest
 import torch
@@ -22,7 +22,10 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_logits_are_f32_from_the_start(dtype, bias):
-    weight, x = torch.empty(1000, 64, dtype=dtype, device="meta"), torch.empty(3, 64, dtype=dtype, device="meta")
+    weight, x = (
+        torch.empty(1000, 64, dtype=dtype, device="meta"),
+        torch.empty(3, 64, dtype=dtype, device="meta"),
+    )
     multiply = pack_linear(weight, torch.empty(1000, dtype=dtype, device="meta") if bias else None)
     assert multiply(x).dtype == dtype and multiply(x).shape == (3, 1000)
     with Calls() as calls:

@@ -1,6 +1,4 @@
-"""Which operations run in Triton on a GPU, and that a machine without one pays nothing for them.
-May know: the registry.
-Must not know: any kernel."""
+"""Which operations run in Triton on a GPU, and that a machine without one pays nothing for them."""
 
 import subprocess
 import sys
@@ -15,7 +13,9 @@ NOT_IN_TRITON = {"pack_linear", "pack_quantized_linear"}
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_gpu_runs_triton_wherever_there_is_a_kernel(dtype):
-    table = registry.select("cuda", dtype, head_dim=128, num_heads=28, num_kv_heads=4, block_size=16)
+    table = registry.select(
+        "cuda", dtype, head_dim=128, num_heads=28, num_kv_heads=4, block_size=16
+    )
     assert {op for op, name in table.chosen.items() if name != "triton"} == NOT_IN_TRITON
     assert {table.chosen[op] for op in NOT_IN_TRITON} <= {"reference", "cublas"}
 

@@ -1,17 +1,34 @@
-"""Finds wrappers that would wait for a GPU, on tensors that lie in host memory.
-May know: torch's overrides.
-Must not know: any kernel."""
+"""Finds wrappers that would wait for a GPU, on tensors that lie in host memory."""
 
 from torch.overrides import TorchFunctionMode
 
 
 class NothingWaits(TorchFunctionMode):
-    """Refuses what would wait for a GPU: asking for a tensor's contents. No launch could then be part of a CUDA graph."""
+    """Refuses what would wait for a GPU: asking for a tensor's contents.
 
-    WAITS = frozenset({
-        "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "cpu", "equal", "item", "masked_select", "nonzero", "numpy",
-        "repeat_interleave", "tolist", "unique", "unique_consecutive",
-    })  # fmt: skip
+    No launch could then be part of a CUDA graph.
+    """
+
+    WAITS = frozenset(
+        {
+            "__bool__",
+            "__complex__",
+            "__contains__",
+            "__float__",
+            "__index__",
+            "__int__",
+            "cpu",
+            "equal",
+            "item",
+            "masked_select",
+            "nonzero",
+            "numpy",
+            "repeat_interleave",
+            "tolist",
+            "unique",
+            "unique_consecutive",
+        }
+    )
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if getattr(func, "__name__", None) in self.WAITS:

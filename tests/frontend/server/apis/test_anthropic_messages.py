@@ -1,34 +1,49 @@
-"""Anthropic's messages as templates know them: which become one, what thoughts leave behind, and long ones.
-May know: anthropic_messages.py.
-Must not know: bodies, answers, HTTP."""
+"""Anthropic's messages as templates know them: which become one, what thoughts leave behind, and
+long ones.
+"""
 
 from typing import Any
 
 import msgspec
-from quire.frontend.server.apis.anthropic_messages import AnthropicMessage, SystemBlock, plain_messages
+from quire.frontend.server.apis.anthropic_messages import (
+    AnthropicMessage,
+    SystemBlock,
+    plain_messages,
+)
 
 REDACTED = {"type": "redacted_thinking", "data": "x"}
 
 
-def plain(*messages: dict[str, Any], system: str | list[SystemBlock] | None = None) -> list[dict[str, Any]]:
+def plain(
+    *messages: dict[str, Any], system: str | list[SystemBlock] | None = None
+) -> list[dict[str, Any]]:
     return plain_messages(system, msgspec.convert(messages, list[AnthropicMessage]))
 
 
 def test_turns_of_one_role_become_one() -> None:
-    found = plain({"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]})
+    found = plain(
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
+    )
     assert found == [{"role": "user", "content": "a\nb\nc"}]
 
 
 def test_thoughts_stand_beside_what_is_said() -> None:
-    thoughts = [{"type": "thinking", "thinking": "h", "signature": "s"}, REDACTED, {"type": "thinking", "thinking": "m"}]
+    thoughts = [
+        {"type": "thinking", "thinking": "h", "signature": "s"},
+        REDACTED,
+        {"type": "thinking", "thinking": "m"},
+    ]
     assert plain({"role": "assistant", "content": [*thoughts, {"type": "text", "text": "a"}]}) == [
         {"role": "assistant", "content": "a", "reasoning_content": "hm"}
-    ]  # fmt: skip
+    ]
 
 
 def test_a_message_that_says_nothing_is_a_message() -> None:
     for content in ("", [], [REDACTED]):
-        assert plain({"role": "assistant", "content": content}) == [{"role": "assistant", "content": ""}]
+        assert plain({"role": "assistant", "content": content}) == [
+            {"role": "assistant", "content": ""}
+        ]
 
 
 def test_a_text_in_very_many_pieces() -> None:
@@ -37,4 +52,7 @@ def test_a_text_in_very_many_pieces() -> None:
     (message,) = plain({"role": "user", "content": pieces})
     assert len(message["content"]) == 2 * len(pieces) - 1
     system = [SystemBlock(text="a"), SystemBlock(text="b")]
-    assert plain({"role": "user", "content": "c"}, system=system)[0] == {"role": "system", "content": "a\nb"}
+    assert plain({"role": "user", "content": "c"}, system=system)[0] == {
+        "role": "system",
+        "content": "a\nb",
+    }

@@ -1,6 +1,6 @@
-"""OpenAI's chat answers out of parts: tool calls and reasoning, whole and streamed, put together by a client's rules.
-May know: chat_answer.py, a scripted run.
-Must not know: templates, the engine."""
+"""OpenAI's chat answers out of parts: tool calls and reasoning, whole and streamed, put together by
+a client's rules.
+"""
 
 import asyncio
 import json
@@ -33,10 +33,19 @@ class ScriptedRun:
         self.usage, self.prompt_token_ids, self.prompt_logprobs = Usage(), [1, 2], None
         self._steps = steps
 
-    async def news(self, write_down: object = None, write_text: object = None) -> AsyncIterator[list[ChoiceNews]]:
+    async def news(
+        self, write_down: object = None, write_text: object = None
+    ) -> AsyncIterator[list[ChoiceNews]]:
         for i, parts in enumerate(self._steps):
             self.usage.completion_tokens += 1
-            yield [ChoiceNews(0, list(parts), [i], finish_reason="tool_calls" if i == len(self._steps) - 1 else None)]
+            yield [
+                ChoiceNews(
+                    0,
+                    list(parts),
+                    [i],
+                    finish_reason="tool_calls" if i == len(self._steps) - 1 else None,
+                )
+            ]
 
     async def messages(self) -> list[Message]:
         message = Message()
@@ -50,13 +59,21 @@ def answer_to(steps: list[list[Any]] = STEPS, **fields: Any) -> tuple[dict, list
 
     async def run() -> tuple[dict, list[dict]]:
         call = Call("req-abc", 0.0, asyncio.current_task())
-        state = SimpleNamespace(ready_engine=lambda: SimpleNamespace(tokenizer=None), system_fingerprint="fp_1")
-        whole = await ChatAnswer(state, call, ChatBody(messages=[], **fields), "m", ScriptedRun(steps)).whole()
-        stream = ChatAnswer(state, call, ChatBody(messages=[], stream=True, **fields), "m", ScriptedRun(steps))
+        state = SimpleNamespace(
+            ready_engine=lambda: SimpleNamespace(tokenizer=None), system_fingerprint="fp_1"
+        )
+        whole = await ChatAnswer(
+            state, call, ChatBody(messages=[], **fields), "m", ScriptedRun(steps)
+        ).whole()
+        stream = ChatAnswer(
+            state, call, ChatBody(messages=[], stream=True, **fields), "m", ScriptedRun(steps)
+        )
         raw = b"".join([event async for event in stream._events()]).decode()
         lines = raw.split("\n\n")
         assert lines[-2:] == ["data: [DONE]", ""]
-        return json.loads(whole.body), [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+        return json.loads(whole.body), [
+            json.loads(line.removeprefix("data: ")) for line in lines[:-2]
+        ]
 
     return asyncio.run(run())
 
@@ -70,7 +87,11 @@ def put_together(chunks: list[dict]) -> dict:
             message[key] += delta.get(key) or ""
         for call in delta.get("tool_calls", []):
             if call["index"] == len(message["tool_calls"]):
-                assert call["id"].startswith("call_") and call["type"] == "function" and call["function"]["name"]
+                assert (
+                    call["id"].startswith("call_")
+                    and call["type"] == "function"
+                    and call["function"]["name"]
+                )
                 message["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
             else:
                 assert set(call) == {"index", "function"}
@@ -83,22 +104,44 @@ def test_a_stream_comes_to_the_whole_answer() -> None:
     said = whole["choices"][0]["message"]
     streamed = put_together(chunks)
     assert streamed["content"] == said["content"] == "I call"
-    assert streamed["reasoning_content"] == said["reasoning_content"] == said["reasoning"] == "let me see"
+    assert (
+        streamed["reasoning_content"]
+        == said["reasoning_content"]
+        == said["reasoning"]
+        == "let me see"
+    )
     calls = [call["function"] for call in said["tool_calls"]]
-    assert streamed["tool_calls"] == calls == [{"name": "add", "arguments": '{"a": 1}'}, {"name": "sub", "arguments": "{}"}]
-    assert len({call["id"] for call in said["tool_calls"]}) == 2 and {call["type"] for call in said["tool_calls"]} == {"function"}
-    assert whole["choices"][0]["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert (
+        streamed["tool_calls"]
+        == calls
+        == [{"name": "add", "arguments": '{"a": 1}'}, {"name": "sub", "arguments": "{}"}]
+    )
+    assert len({call["id"] for call in said["tool_calls"]}) == 2 and {
+        call["type"] for call in said["tool_calls"]
+    } == {"function"}
+    assert (
+        whole["choices"][0]["finish_reason"]
+        == chunks[-1]["choices"][0]["finish_reason"]
+        == "tool_calls"
+    )
     assert whole["id"] == chunks[0]["id"] == "chatcmpl-abc"
 
 
 def test_the_role_comes_first_and_once() -> None:
     deltas = [chunk["choices"][0]["delta"] for chunk in answer_to()[1]]
-    assert deltas[0]["role"] == "assistant" and not any("role" in delta for delta in deltas[1:]) and deltas[-1] == {}
+    assert (
+        deltas[0]["role"] == "assistant"
+        and not any("role" in delta for delta in deltas[1:])
+        and deltas[-1] == {}
+    )
 
 
 def test_reasoning_can_be_left_out() -> None:
     whole, chunks = answer_to(include_reasoning=False)
-    assert "reasoning_content" not in whole["choices"][0]["message"] and put_together(chunks)["reasoning_content"] == ""
+    assert (
+        "reasoning_content" not in whole["choices"][0]["message"]
+        and put_together(chunks)["reasoning_content"] == ""
+    )
 
 
 def test_calls_without_words_have_no_content() -> None:
@@ -109,12 +152,19 @@ def test_calls_without_words_have_no_content() -> None:
 
 def test_token_ids_come_even_where_no_part_does() -> None:
     whole, chunks = answer_to(return_token_ids=True)
-    assert [i for c in chunks for i in c["choices"][0].get("token_ids", [])] == whole["choices"][0]["token_ids"] == list(range(len(STEPS)))
+    assert (
+        [i for c in chunks for i in c["choices"][0].get("token_ids", [])]
+        == whole["choices"][0]["token_ids"]
+        == list(range(len(STEPS)))
+    )
     assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"] == [1, 2]
 
 
 def test_plain_chunks_have_the_fields_of_all_others() -> None:
-    plain, mixed = answer_to([[Content("a")], [Content("b")]]), answer_to([[Content("a"), Content("b")]])
+    plain, mixed = (
+        answer_to([[Content("a")], [Content("b")]]),
+        answer_to([[Content("a"), Content("b")]]),
+    )
     for index in (0, 1):
         keys = [list(chunk) for chunk in plain[1]], [list(chunk) for chunk in mixed[1]]
         assert {tuple(k) for k in keys[0]} == {tuple(k) for k in keys[1]}

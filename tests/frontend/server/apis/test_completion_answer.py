@@ -1,6 +1,4 @@
-"""OpenAI's text completions out of outputs: the n best, finish reasons, offsets behind an echo.
-May know: completion_answer.py.
-Must not know: HTTP, the engine."""
+"""OpenAI's text completions out of outputs: the n best, finish reasons, offsets behind an echo."""
 
 import asyncio
 from types import SimpleNamespace
@@ -8,7 +6,11 @@ from typing import Any
 
 import pytest
 from quire.frontend.outputs import CompletionOutput, RequestOutput
-from quire.frontend.server.apis.completion_answer import CompletionAnswer, CompletionChoice, finish_reason
+from quire.frontend.server.apis.completion_answer import (
+    CompletionAnswer,
+    CompletionChoice,
+    finish_reason,
+)
 from quire.frontend.server.generation import Job
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.routes.completions import CompletionBody
@@ -19,8 +21,17 @@ from quire.ipc.params import SamplingParams
 def answer(gives_tokens: bool = True, **fields: Any) -> CompletionAnswer:
     async def run() -> CompletionAnswer:
         call = Call("req-abc", 0.0, asyncio.current_task())
-        state = SimpleNamespace(ready_engine=lambda: SimpleNamespace(tokenizer=None), system_fingerprint="fp_1")
-        return CompletionAnswer(state, call, CompletionBody(prompt="x", **fields), "m", [Job("r", [1, 2], SamplingParams())], gives_tokens=gives_tokens)
+        state = SimpleNamespace(
+            ready_engine=lambda: SimpleNamespace(tokenizer=None), system_fingerprint="fp_1"
+        )
+        return CompletionAnswer(
+            state,
+            call,
+            CompletionBody(prompt="x", **fields),
+            "m",
+            [Job("r", [1, 2], SamplingParams())],
+            gives_tokens=gives_tokens,
+        )
 
     return asyncio.run(run())
 
@@ -39,7 +50,9 @@ def test_the_best_by_mean_log_probability_not_by_their_sum() -> None:
     assert [(c.index, c.text) for c in chosen] == [(0, "short"), (1, "long")]
 
 
-@pytest.mark.parametrize(("engines", "apis"), [("stop", "stop"), ("length", "length"), ("abort", "length"), (None, None)])
+@pytest.mark.parametrize(
+    ("engines", "apis"), [("stop", "stop"), ("length", "length"), ("abort", "length"), (None, None)]
+)
 def test_finish_reasons_are_the_apis(engines: str | None, apis: str | None) -> None:
     assert finish_reason(CompletionOutput(0, "", [], finish_reason=engines)) == apis
 
@@ -48,12 +61,25 @@ def test_where_no_token_is_wanted_none_is_told_or_counted() -> None:
     asked = answer(gives_tokens=False, n=2, max_tokens=0)
     made = output(CompletionOutput(0, "x", [7], finish_reason="length"))
     asked._count(0, made)
-    assert [(c.index, c.text, c.token_ids, c.finish_reason) for c in asked._chosen(made)] == [(0, "", [], "length"), (1, "", [], "length")]
+    assert [(c.index, c.text, c.token_ids, c.finish_reason) for c in asked._chosen(made)] == [
+        (0, "", [], "length"),
+        (1, "", [], "length"),
+    ]
     assert asked._usage.counts().completion_tokens == 0 and asked._usage.counts().prompt_tokens == 2
 
 
 def test_offsets_count_from_the_echos_beginning() -> None:
-    choice = CompletionChoice(text="cd", index=0, logprobs=CompletionLogprobs([0, 1], [-1.0, -1.0], ["c", "d"], [{}, {}]))
-    echo = CompletionChoice(text="ab", index=0, logprobs=CompletionLogprobs([0, 1], [None, -1.0], ["a", "b"], [None, {}]))
+    choice = CompletionChoice(
+        text="cd", index=0, logprobs=CompletionLogprobs([0, 1], [-1.0, -1.0], ["c", "d"], [{}, {}])
+    )
+    echo = CompletionChoice(
+        text="ab",
+        index=0,
+        logprobs=CompletionLogprobs([0, 1], [None, -1.0], ["a", "b"], [None, {}]),
+    )
     answer()._put_before(choice, echo)
-    assert choice.text == "abcd" and choice.logprobs.text_offset == [0, 1, 2, 3] and choice.logprobs.tokens == list("abcd")
+    assert (
+        choice.text == "abcd"
+        and choice.logprobs.text_offset == [0, 1, 2, 3]
+        and choice.logprobs.tokens == list("abcd")
+    )

@@ -1,6 +1,6 @@
-"""From Anthropic's bodies to turns: roles, tools, thoughts, results, and what is refused under which name.
-May know: messages_turn.py, a state with a scripted engine.
-Must not know: answers, HTTP."""
+"""From Anthropic's bodies to turns: roles, tools, thoughts, results, and what is refused under
+which name.
+"""
 
 from typing import Any
 
@@ -17,23 +17,53 @@ from quire.frontend.server.state import ServerState
 from quire.tests.frontend.server.scripted import TOOL_TEMPLATE, ScriptedEngine, a_call
 
 STATE = ServerState(ServerConfig(), "scripted", ScriptedEngine([""]))
-THINKING_STATE = ServerState(ServerConfig(chat_template="{{ enable_thinking }} {{ reasoning_effort }} </think>"), "scripted", ScriptedEngine([""]))
+THINKING_STATE = ServerState(
+    ServerConfig(chat_template="{{ enable_thinking }} {{ reasoning_effort }} </think>"),
+    "scripted",
+    ScriptedEngine([""]),
+)
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}
 
 
-def turn(*messages: Any, state: ServerState = STATE, call: Call | None = None, **fields: Any) -> ChatTurn:
+def turn(
+    *messages: Any, state: ServerState = STATE, call: Call | None = None, **fields: Any
+) -> ChatTurn:
     given = [{"role": "user", "content": "hi"}] if not messages else list(messages)
-    body = decode(msgspec.json.encode({"max_tokens": 9, "messages": given, **fields}), MessagesBody)[0]
+    body = decode(
+        msgspec.json.encode({"max_tokens": 9, "messages": given, **fields}), MessagesBody
+    )[0]
     with named(NAMES):
         return turn_of(state, call or a_call(), body, "msg_1")
 
 
 def test_a_conversation_with_a_tool() -> None:
     found = turn(
-        {"role": "user", "content": [{"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "two"}]},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "let me"}, CALL]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "3"}]}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}},
+                {"type": "text", "text": "two"},
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "text", "text": "let me"},
+                CALL,
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "toolu_1",
+                    "content": [{"type": "text", "text": "3"}],
+                }
+            ],
+        },
         {"role": "user", "content": "and?"},
         {"role": "user", "content": "well?"},
         system=[{"type": "text", "text": "be"}, {"type": "text", "text": "brief"}],
@@ -52,7 +82,12 @@ def test_a_conversation_with_a_tool() -> None:
         {"role": "tool", "tool_call_id": "toolu_1", "name": "add", "content": "3"},
         {"role": "user", "content": "and?\nwell?"},
     ]
-    assert found.tools == [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+    assert found.tools == [
+        {
+            "type": "function",
+            "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
+        }
+    ]
     assert found.tool_choice == "auto" and found.parallel_tool_calls and found.add_generation_prompt
     assert "<think>hm</think>" in render_chat(TOOL_TEMPLATE, found.messages, tools=found.tools)
 
@@ -60,7 +95,12 @@ def test_a_conversation_with_a_tool() -> None:
 def test_an_error_of_a_tool_reaches_the_model() -> None:
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "is_error": True}
     before = {"role": "assistant", "content": [CALL]}
-    assert turn(before, {"role": "user", "content": [result | {"content": "no such file"}]}).messages[-1]["content"] == "Error: no such file"
+    assert (
+        turn(before, {"role": "user", "content": [result | {"content": "no such file"}]}).messages[
+            -1
+        ]["content"]
+        == "Error: no such file"
+    )
     assert turn(before, {"role": "user", "content": [result]}).messages[-1]["content"] == "Error: "
 
 
@@ -70,10 +110,23 @@ def test_a_last_message_of_the_assistant_is_gone_on_with() -> None:
 
 
 def test_sampling() -> None:
-    found = turn(temperature=0.5, top_p=0.9, top_k=3, stop_sequences=["END"], max_tokens=100_000).params
-    assert (found.temperature, found.top_p, found.top_k, found.stop, found.max_tokens) == (0.5, 0.9, 3, ["END"], 100_000)
+    found = turn(
+        temperature=0.5, top_p=0.9, top_k=3, stop_sequences=["END"], max_tokens=100_000
+    ).params
+    assert (found.temperature, found.top_p, found.top_k, found.stop, found.max_tokens) == (
+        0.5,
+        0.9,
+        3,
+        ["END"],
+        100_000,
+    )
     schema = {"type": "object"}
-    assert turn(output_config={"format": {"type": "json_schema", "schema": schema}}).params.structured_outputs.json == schema
+    assert (
+        turn(
+            output_config={"format": {"type": "json_schema", "schema": schema}}
+        ).params.structured_outputs.json
+        == schema
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +141,9 @@ def test_sampling() -> None:
 def test_tool_choices(choice: dict, told: Any) -> None:
     assert turn(tools=[TOOL], tool_choice=choice).tool_choice == told
     assert turn(tools=[TOOL | {"strict": True}], tool_choice=choice).tools[0]["function"]["strict"]
-    assert not turn(tools=[TOOL], tool_choice=choice | {"disable_parallel_tool_use": True}).parallel_tool_calls
+    assert not turn(
+        tools=[TOOL], tool_choice=choice | {"disable_parallel_tool_use": True}
+    ).parallel_tool_calls
 
 
 @pytest.mark.parametrize(
@@ -108,9 +163,20 @@ def test_thinking_is_a_switch_of_the_template(thinking: dict | None, variables: 
 
 def test_what_changes_nothing_is_noted() -> None:
     call, thinking = a_call(), {"type": "enabled", "budget_tokens": 2000}
-    found = turn(call=call, thinking=thinking, output_config={"effort": "high"}, metadata={"user_id": "me"}, service_tier="standard_only")
+    found = turn(
+        call=call,
+        thinking=thinking,
+        output_config={"effort": "high"},
+        metadata={"user_id": "me"},
+        service_tier="standard_only",
+    )
     assert found.template_variables == {}
-    assert sorted(call.ignored_params) == ["metadata", "output_config.effort", "thinking", "thinking.budget_tokens"]
+    assert sorted(call.ignored_params) == [
+        "metadata",
+        "output_config.effort",
+        "thinking",
+        "thinking.budget_tokens",
+    ]
     call = a_call()
     turn(call=call, thinking={"type": "disabled"})
     assert call.ignored_params == []
@@ -123,12 +189,31 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
     ("messages", "fields", "param"),
     [
         ([{"role": "user", "content": [IMAGE]}], {}, "messages[0].content[0].type"),
-        ([{"role": "assistant", "content": [CALL]}, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": [IMAGE]}]}],
-         {}, "messages[1].content[0].content[0].type"),
-        ([{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "nobody"}]}], {}, "messages[0].content[0].tool_use_id"),
+        (
+            [
+                {"role": "assistant", "content": [CALL]},
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "toolu_1", "content": [IMAGE]}
+                    ],
+                },
+            ],
+            {},
+            "messages[1].content[0].content[0].type",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "nobody"}]}],
+            {},
+            "messages[0].content[0].tool_use_id",
+        ),
         ([{"role": "user", "content": [CALL]}], {}, "messages[0].content[0].type"),
         ([{"role": "robot", "content": "hi"}], {}, "messages[0].role"),
-        ([{"role": "user", "content": "hi"}, {"role": "assistant", "content": [CALL]}], {}, "messages"),
+        (
+            [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [CALL]}],
+            {},
+            "messages",
+        ),
         ([], {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ([], {"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ([], {"tools": [TOOL, TOOL]}, "tools[1].name"),
@@ -141,11 +226,13 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ([], {"temperature": -1}, "temperature"),
         ([], {"stop_sequences": ["x"] * 100}, "stop_sequences"),
     ],
-)  # fmt: skip
+)
 def test_refusals_name_the_field(messages: list, fields: dict, param: str) -> None:
     with pytest.raises(ApiError) as caught:
         turn(*messages, **fields)
-    assert (caught.value.status, caught.value.param) == (400, param) and param.removesuffix(".type") in caught.value.message
+    assert (caught.value.status, caught.value.param) == (400, param) and param.removesuffix(
+        ".type"
+    ) in caught.value.message
 
 
 def test_a_conversation_without_messages_is_refused() -> None:

@@ -1,6 +1,6 @@
-"""From Ollama's bodies to turns: messages, options, formats, and what is refused under which name.
-May know: ollama_turn.py, a state with a scripted engine.
-Must not know: answers, HTTP."""
+"""From Ollama's bodies to turns: messages, options, formats, and what is refused under which
+name.
+"""
 
 import asyncio
 from typing import Any
@@ -35,10 +35,15 @@ def prepared(body: dict[str, Any], state: ServerState = STATE, call: Call | None
     is_chat = "messages" in body
 
     async def run() -> ChatRun:
-        given = decode(msgspec.json.encode({"model": "bundled"} | body), OllamaChatBody if is_chat else OllamaGenerateBody)[0]
+        given = decode(
+            msgspec.json.encode({"model": "bundled"} | body),
+            OllamaChatBody if is_chat else OllamaGenerateBody,
+        )[0]
         check_body(state, call or a_call(), given)
         with named(CHAT_NAMES if is_chat else GENERATE_NAMES):
-            return await (prepare_ollama_chat if is_chat else prepare_generate)(state, call or a_call(), given, "id")
+            return await (prepare_ollama_chat if is_chat else prepare_generate)(
+                state, call or a_call(), given, "id"
+            )
 
     return asyncio.run(run())
 
@@ -53,24 +58,51 @@ def test_a_conversation_with_a_tool() -> None:
             "messages": [
                 {"role": "system", "content": "be brief"},
                 USER,
-                {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "thinking": "hm",
+                    "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}],
+                },
                 {"role": "tool", "tool_name": "add", "content": "3"},
             ],
-            "tools": [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}],
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": "add",
+                        "description": "Adds.",
+                        "parameters": {"type": "object"},
+                    },
+                }
+            ],
         }
     )
-    parts = ['"description": "Adds."', "system\nbe brief", "user\nhi", "<think>hm</think>", '{"name": "add", "arguments": {"a": 1}}', "tool\n3", "assistant\n"]
+    parts = [
+        '"description": "Adds."',
+        "system\nbe brief",
+        "user\nhi",
+        "<think>hm</think>",
+        '{"name": "add", "arguments": {"a": 1}}',
+        "tool\n3",
+        "assistant\n",
+    ]
     places = [text.index(part) for part in parts[:-1]] + [text.rindex(parts[-1])]
     assert places == sorted(places)
 
 
 def test_generate_makes_a_conversation_or_takes_the_prompt_as_it_is() -> None:
-    assert prompt({"prompt": "hi", "system": "be brief"}) == "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        prompt({"prompt": "hi", "system": "be brief"}) == "<|im_start|>system\nbe "
+        "brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert prompt({"prompt": "hi", "system": "be brief", "raw": True}) == "hi"
 
 
 def test_a_last_message_of_the_assistant_is_gone_on_with() -> None:
-    assert prompt({"messages": [USER, {"role": "assistant", "content": "Well,"}]}).endswith("assistant\nWell,")
+    assert prompt({"messages": [USER, {"role": "assistant", "content": "Well,"}]}).endswith(
+        "assistant\nWell,"
+    )
 
 
 def params(options: dict[str, Any], **fields: Any) -> SamplingParams:
@@ -78,16 +110,49 @@ def params(options: dict[str, Any], **fields: Any) -> SamplingParams:
 
 
 def test_options() -> None:
-    found = params({"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 7, "stop": ["a"], "repeat_penalty": 1.1, "num_predict": 9})
-    assert (found.temperature, found.top_k, found.top_p, found.min_p, found.seed, found.stop) == (0.5, 3, 0.9, 0.1, 7, ["a"])
-    assert (found.repetition_penalty, found.max_tokens, found.output_kind) == (1.1, 9, RequestOutputKind.DELTA)
-    found = params({"num_predict": -1, "seed": -1, "presence_penalty": 1, "frequency_penalty": 0.5}, stream=False)
-    assert (found.max_tokens, found.seed, found.presence_penalty, found.frequency_penalty) == (None, None, 1.0, 0.5)
+    found = params(
+        {
+            "temperature": 0.5,
+            "top_k": 3,
+            "top_p": 0.9,
+            "min_p": 0.1,
+            "seed": 7,
+            "stop": ["a"],
+            "repeat_penalty": 1.1,
+            "num_predict": 9,
+        }
+    )
+    assert (found.temperature, found.top_k, found.top_p, found.min_p, found.seed, found.stop) == (
+        0.5,
+        3,
+        0.9,
+        0.1,
+        7,
+        ["a"],
+    )
+    assert (found.repetition_penalty, found.max_tokens, found.output_kind) == (
+        1.1,
+        9,
+        RequestOutputKind.DELTA,
+    )
+    found = params(
+        {"num_predict": -1, "seed": -1, "presence_penalty": 1, "frequency_penalty": 0.5},
+        stream=False,
+    )
+    assert (found.max_tokens, found.seed, found.presence_penalty, found.frequency_penalty) == (
+        None,
+        None,
+        1.0,
+        0.5,
+    )
     assert found.output_kind == RequestOutputKind.FINAL_ONLY
 
 
 def test_formats() -> None:
-    assert params({}, format="").structured_outputs is None and params({}, format="json").structured_outputs.json_object
+    assert (
+        params({}, format="").structured_outputs is None
+        and params({}, format="json").structured_outputs.json_object
+    )
     assert params({}, format={"type": "object"}).structured_outputs.json == {"type": "object"}
 
 
@@ -121,10 +186,26 @@ def test_a_model_that_does_not_think_is_not_asked_to() -> None:
     with pytest.raises(ApiError) as caught:
         prepared({"messages": [USER], "think": True}, PLAIN_STATE)
     assert caught.value.param == "think"
-    assert prepared({"messages": [USER], "think": False}, PLAIN_STATE) and prepared({"messages": [USER], "think": "high"})
+    assert prepared({"messages": [USER], "think": False}, PLAIN_STATE) and prepared(
+        {"messages": [USER], "think": "high"}
+    )
 
 
 def test_what_changes_nothing_is_noted() -> None:
     call = a_call()
-    prepared({"prompt": "hi", "think": "high", "keep_alive": "5m", "options": {"num_gpu": 1, "mirostat": 2, "top_k": 1}}, STATE, call)
-    assert sorted(call.ignored_params) == ["keep_alive", "options.mirostat", "options.num_gpu", "think"]
+    prepared(
+        {
+            "prompt": "hi",
+            "think": "high",
+            "keep_alive": "5m",
+            "options": {"num_gpu": 1, "mirostat": 2, "top_k": 1},
+        },
+        STATE,
+        call,
+    )
+    assert sorted(call.ignored_params) == [
+        "keep_alive",
+        "options.mirostat",
+        "options.num_gpu",
+        "think",
+    ]

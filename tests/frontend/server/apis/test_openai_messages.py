@@ -1,6 +1,4 @@
-"""Messages by role: what goes on to the template, and the path of what cannot.
-May know: openai_messages.py.
-Must not know: templates."""
+"""Messages by role: what goes on to the template, and the path of what cannot."""
 
 import asyncio
 from typing import Any
@@ -11,7 +9,12 @@ from quire.frontend.server.apis.openai_messages import Message, plain_messages
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.http.errors import ApiError
 
-CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}, "index": 0}
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "add", "arguments": '{"a": 1}'},
+    "index": 0,
+}
 
 
 def plain(*messages: dict[str, Any]) -> tuple[list[dict[str, Any]], Call]:
@@ -33,40 +36,91 @@ def test_a_conversation_goes_on_as_it_came() -> None:
     assert said == [
         {"role": "developer", "content": "Be brief.", "name": "boss"},
         {"role": "user", "content": "a\nb"},
-        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}, "id": "call_1"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "type": "function",
+                    "function": {"name": "add", "arguments": '{"a": 1}'},
+                    "id": "call_1",
+                }
+            ],
+        },
         {"role": "tool", "content": "3", "tool_call_id": "call_1"},
         {"role": "assistant", "content": "three", "reasoning_content": "1 + 2"},
     ]
 
 
 def test_a_refusal_was_the_assistants_answer() -> None:
-    assert plain({"role": "assistant", "refusal": "no"})[0] == [{"role": "assistant", "content": "no"}]
-    assert plain({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]})[0][0]["content"] == "no"
+    assert plain({"role": "assistant", "refusal": "no"})[0] == [
+        {"role": "assistant", "content": "no"}
+    ]
+    assert (
+        plain({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]})[0][0][
+            "content"
+        ]
+        == "no"
+    )
 
 
 def test_a_cache_breakpoint_is_ignored_and_said_to_be() -> None:
     part = {"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}
-    assert plain({"role": "user", "content": [part]})[1].ignored_params == ["messages[0].content[0].prompt_cache_breakpoint"]
+    assert plain({"role": "user", "content": [part]})[1].ignored_params == [
+        "messages[0].content[0].prompt_cache_breakpoint"
+    ]
 
 
 @pytest.mark.parametrize(
     ("message", "param", "code"),
     [
-        ({"role": "function", "name": "f", "content": "x"}, "messages[1].role", "unsupported_value"),
+        (
+            {"role": "function", "name": "f", "content": "x"},
+            "messages[1].role",
+            "unsupported_value",
+        ),
         ({"role": "assistant"}, "messages[1].content", "missing_required_parameter"),
-        ({"role": "assistant", "function_call": {}}, "messages[1].function_call", "unsupported_value"),
+        (
+            {"role": "assistant", "function_call": {}},
+            "messages[1].function_call",
+            "unsupported_value",
+        ),
         ({"role": "assistant", "audio": {"id": "x"}}, "messages[1].audio", "unsupported_value"),
-        ({"role": "assistant", "tool_calls": [CALL, CALL | {"type": "custom"}]}, "messages[1].tool_calls[1].type", "unsupported_value"),
-        ({"role": "assistant", "tool_calls": [{"type": "function"}]}, "messages[1].tool_calls[0].function", "missing_required_parameter"),
+        (
+            {"role": "assistant", "tool_calls": [CALL, CALL | {"type": "custom"}]},
+            "messages[1].tool_calls[1].type",
+            "unsupported_value",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"type": "function"}]},
+            "messages[1].tool_calls[0].function",
+            "missing_required_parameter",
+        ),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "a b", "arguments": "{}"}}]},
             "messages[1].tool_calls[0].function.name",
             "invalid_value",
         ),
-        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "messages[1].content[0].type", "unsupported_value"),
-        ({"role": "user", "content": [{"type": "file", "file": {}}]}, "messages[1].content[0].type", "unsupported_value"),
-        ({"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}, "messages[1].content[0].type", "unsupported_value"),
-        ({"role": "assistant", "content": [{"type": "refusal"}]}, "messages[1].content[0].refusal", "missing_required_parameter"),
+        (
+            {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},
+            "messages[1].content[0].type",
+            "unsupported_value",
+        ),
+        (
+            {"role": "user", "content": [{"type": "file", "file": {}}]},
+            "messages[1].content[0].type",
+            "unsupported_value",
+        ),
+        (
+            {"role": "user", "content": [{"type": "refusal", "refusal": "x"}]},
+            "messages[1].content[0].type",
+            "unsupported_value",
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "refusal"}]},
+            "messages[1].content[0].refusal",
+            "missing_required_parameter",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_named_by_its_path(message: dict, param: str, code: str) -> None:

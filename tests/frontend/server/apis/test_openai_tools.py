@@ -1,6 +1,4 @@
-"""Tools and tool_choice: every form of the choice, and the path of what is wrong.
-May know: openai_tools.py.
-Must not know: how a model calls tools."""
+"""Tools and tool_choice: every form of the choice, and the path of what is wrong."""
 
 from typing import Any
 
@@ -9,16 +7,27 @@ import pytest
 from quire.frontend.server.apis.openai_tools import Tool, ToolChoice, checked_tools
 from quire.frontend.server.http.errors import ApiError
 
-ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
+}
 SUB = {"type": "function", "function": {"name": "sub"}}
 
 
 def checked(tools: Any, choice: Any) -> tuple[Any, Any]:
-    return checked_tools(msgspec.convert(tools, list[Tool] | None), msgspec.convert(choice, str | ToolChoice | None))
+    return checked_tools(
+        msgspec.convert(tools, list[Tool] | None), msgspec.convert(choice, str | ToolChoice | None)
+    )
 
 
 def allowed(mode: str, *names: str) -> dict:
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [{"type": "function", "function": {"name": n}} for n in names]}}
+    return {
+        "type": "allowed_tools",
+        "allowed_tools": {
+            "mode": mode,
+            "tools": [{"type": "function", "function": {"name": n}} for n in names],
+        },
+    }
 
 
 @pytest.mark.parametrize(
@@ -29,7 +38,12 @@ def allowed(mode: str, *names: str) -> dict:
         ([ADD, SUB], None, [ADD, SUB], "auto"),
         ([ADD], "none", [ADD], "none"),
         ([ADD], "required", [ADD], "required"),
-        ([ADD, SUB], {"type": "function", "function": {"name": "sub"}}, [ADD, SUB], {"name": "sub"}),
+        (
+            [ADD, SUB],
+            {"type": "function", "function": {"name": "sub"}},
+            [ADD, SUB],
+            {"name": "sub"},
+        ),
         ([ADD, SUB], allowed("required", "sub"), [SUB], "required"),
         ([ADD, SUB], allowed("auto", "add"), [ADD], "auto"),
     ],
@@ -43,17 +57,47 @@ def test_every_form_of_the_choice(tools: Any, choice: Any, kept: Any, wanted: An
     [
         ([ADD], "always", "tool_choice", "invalid_value"),
         (None, "required", "tool_choice", "invalid_value"),
-        ([ADD], {"type": "function", "function": {"name": "mul"}}, "tool_choice.function.name", "invalid_value"),
+        (
+            [ADD],
+            {"type": "function", "function": {"name": "mul"}},
+            "tool_choice.function.name",
+            "invalid_value",
+        ),
         ([ADD], {"type": "function"}, "tool_choice.function", "missing_required_parameter"),
-        ([ADD], {"type": "custom", "custom": {"name": "x"}}, "tool_choice.type", "unsupported_value"),
-        ([ADD], {"type": "allowed_tools"}, "tool_choice.allowed_tools", "missing_required_parameter"),
+        (
+            [ADD],
+            {"type": "custom", "custom": {"name": "x"}},
+            "tool_choice.type",
+            "unsupported_value",
+        ),
+        (
+            [ADD],
+            {"type": "allowed_tools"},
+            "tool_choice.allowed_tools",
+            "missing_required_parameter",
+        ),
         ([ADD], allowed("auto"), "tool_choice.allowed_tools.tools", "empty_array"),
-        ([ADD], allowed("auto", "mul"), "tool_choice.allowed_tools.tools[0].function.name", "invalid_value"),
+        (
+            [ADD],
+            allowed("auto", "mul"),
+            "tool_choice.allowed_tools.tools[0].function.name",
+            "invalid_value",
+        ),
         ([ADD, ADD], None, "tools[1].function.name", "invalid_value"),
         ([{"type": "function"}], None, "tools[0].function", "missing_required_parameter"),
         ([{"type": "custom", "custom": {"name": "x"}}], None, "tools[0].type", "unsupported_value"),
-        ([{"type": "function", "function": {"name": ""}}], None, "tools[0].function.name", "invalid_value"),
-        ([{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}], None, "tools[0].function.parameters", "invalid_function_parameters"),
+        (
+            [{"type": "function", "function": {"name": ""}}],
+            None,
+            "tools[0].function.name",
+            "invalid_value",
+        ),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
+            None,
+            "tools[0].function.parameters",
+            "invalid_function_parameters",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_by_its_path(tools: Any, choice: Any, param: str, code: str) -> None:

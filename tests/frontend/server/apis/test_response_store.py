@@ -1,12 +1,13 @@
-"""ResponseStore: what goes when it is full, and whose answers are whose.
-May know: response_store.py.
-Must not know: how an answer is made."""
+"""ResponseStore: what goes when it is full, and whose answers are whose."""
 
 from quire.frontend.server.apis.response_store import ResponseStore, Stored
 
 
 def stored(response_id: str, text: str = "") -> Stored:
-    return Stored({"id": response_id, "output": [{"id": f"out_{response_id}", "text": text}]}, [{"id": f"in_{response_id}"}])
+    return Stored(
+        {"id": response_id, "output": [{"id": f"out_{response_id}", "text": text}]},
+        [{"id": f"in_{response_id}"}],
+    )
 
 
 def test_the_oldest_go_first() -> None:
@@ -40,8 +41,14 @@ def test_what_is_taken_out_frees_its_bytes() -> None:
 def test_an_answer_is_found_only_by_whom_it_was_made_for() -> None:
     store = ResponseStore(9)
     store.put("me", stored("a"))
-    assert store.get("you", "a") is None and store.pop("you", "a") is None and store.find_item("you", "out_a") is None
-    assert store.find_item("me", "out_a") == {"id": "out_a", "text": ""} and store.find_item("me", "in_a") == {"id": "in_a"}
+    assert (
+        store.get("you", "a") is None
+        and store.pop("you", "a") is None
+        and store.find_item("you", "out_a") is None
+    )
+    assert store.find_item("me", "out_a") == {"id": "out_a", "text": ""} and store.find_item(
+        "me", "in_a"
+    ) == {"id": "in_a"}
 
 
 def test_without_room_nothing_is_kept() -> None:

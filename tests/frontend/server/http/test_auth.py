@@ -1,6 +1,4 @@
-"""Keys: who gets in, in which header, and what is never asked for one.
-May know: auth.py, ASGI scopes, the table of routes, a server with keys.
-Must not know: what a route does."""
+"""Keys: who gets in, in which header, and what is never asked for one."""
 
 import asyncio
 
@@ -15,7 +13,12 @@ from quire.tests.frontend.server.conftest import running_server, slow_engine
 
 
 def scope(path: str = "/v1/models", **headers: str) -> dict:
-    return {"path": path, "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]}
+    return {
+        "path": path,
+        "headers": [
+            (name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()
+        ],
+    }
 
 
 def test_without_keys_everybody_is_one_tenant() -> None:
@@ -29,7 +32,16 @@ def test_each_key_is_a_tenant_in_either_header() -> None:
     assert keys.check(scope(authorization="bearer one")) in tenants
 
 
-@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": "one"}, {"authorization": "Bearer "}, {"x_api_key": "one "[:2]}])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "one"},
+        {"authorization": "Bearer "},
+        {"x_api_key": "one "[:2]},
+    ],
+)
 def test_all_others_are_refused(headers: dict) -> None:
     with pytest.raises(ApiError) as caught:
         Keys(ServerConfig(api_key=["one"])).check(scope(**headers))
@@ -71,7 +83,20 @@ def status_of(app, method: str, path: str) -> int:
     async def send(message: dict) -> None:
         sent.append(message)
 
-    asyncio.run(app({"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"", "headers": []}, receive, send))
+    asyncio.run(
+        app(
+            {
+                "type": "http",
+                "method": method,
+                "path": path,
+                "raw_path": path.encode(),
+                "query_string": b"",
+                "headers": [],
+            },
+            receive,
+            send,
+        )
+    )
     return sent[0]["status"]
 
 
@@ -79,9 +104,17 @@ def test_every_route_but_health_asks_for_a_key() -> None:
     """Over the table of routes itself: one that is added later cannot be forgotten."""
     state = ServerState(ServerConfig(api_key=["one"], access_log=False, admin=True), "m")
     app, table = make_app(state), all_routes(state)
-    open_routes = {(method, route.path) for route in table for method in route.methods if status_of(app, method, route.path.replace("{", "").replace("}", "")) != 401}
-    assert open_routes == {(method, path) for method in ("GET", "HEAD") for path in ("/", "/health", "/health/ready")}
-    assert len(table) > 20 and status_of(app, "GET", "/nowhere") == 401  # what is not there is not told either
+    open_routes = {
+        (method, route.path)
+        for route in table
+        for method in route.methods
+        if status_of(app, method, route.path.replace("{", "").replace("}", "")) != 401
+    }
+    assert open_routes == {
+        (method, path) for method in ("GET", "HEAD") for path in ("/", "/health", "/health/ready")
+    }
+    # what is not there is not told either
+    assert len(table) > 20 and status_of(app, "GET", "/nowhere") == 401
 
 
 def test_tenants_over_http() -> None:
@@ -91,10 +124,16 @@ def test_tenants_over_http() -> None:
 
         def num_cached(key: str) -> int:
             body = {"prompt": list(range(1, 64)), "max_tokens": 1}
-            answer = client.post("/v1/completions?api_key=secret-one", json=body, headers={"authorization": f"Bearer {key}"})
+            answer = client.post(
+                "/v1/completions?api_key=secret-one",
+                json=body,
+                headers={"authorization": f"Bearer {key}"},
+            )
             return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-        assert [num_cached(key) for key in ("secret-one", "secret-two", "secret-one", "secret-two")] == [0, 0, 48, 48]
+        assert [
+            num_cached(key) for key in ("secret-one", "secret-two", "secret-one", "secret-two")
+        ] == [0, 0, 48, 48]
         for headers in ({}, {"authorization": "Bearer secret-three"}, {"x-api-key": "secret-four"}):
             assert client.get("/v1/models?key=secret-five", headers=headers).status_code == 401
         assert client.get("/health").status_code == 200

@@ -1,6 +1,4 @@
-"""Bodies that are wrong in every way, and fields that nobody knows wherever they stand.
-May know: bodies.py and bodies of its own.
-Must not know: routes."""
+"""Bodies that are wrong in every way, and fields that nobody knows wherever they stand."""
 
 from typing import Annotated, Literal
 
@@ -40,11 +38,19 @@ CIRCLE = {"kind": "circle", "radius": 1}
         ({}, "shapes", "missing_required_parameter"),
         ({"shapes": []}, "shapes", "empty_array"),
         ({"shapes": 3}, "shapes", "invalid_type"),
-        ({"shapes": [CIRCLE, {"kind": "circle"}]}, "shapes[1].radius", "missing_required_parameter"),
+        (
+            {"shapes": [CIRCLE, {"kind": "circle"}]},
+            "shapes[1].radius",
+            "missing_required_parameter",
+        ),
         ({"shapes": [{"kind": "oval"}]}, "shapes[0].kind", "invalid_value"),
         ({"shapes": [{"radius": 1}]}, "shapes[0].kind", "missing_required_parameter"),
         ({"shapes": [CIRCLE | {"radius": 0}]}, "shapes[0].radius", "decimal_below_min_value"),
-        ({"shapes": [{"kind": "square", "side": 1, "labels": [{"text": 1}]}]}, "shapes[0].labels[0].text", "invalid_type"),
+        (
+            {"shapes": [{"kind": "square", "side": 1, "labels": [{"text": 1}]}]},
+            "shapes[0].labels[0].text",
+            "invalid_type",
+        ),
         ({"shapes": [CIRCLE], "weights": {"x": "heavy"}}, "weights", "invalid_type"),
         ({"shapes": [CIRCLE], "mode": "c"}, "mode", "invalid_value"),
     ],
@@ -52,7 +58,11 @@ CIRCLE = {"kind": "circle", "radius": 1}
 def test_the_place_and_the_kind_of_what_is_wrong(fields: dict, param: str, code: str) -> None:
     with pytest.raises(ApiError) as caught:
         decode(msgspec.json.encode(fields), Body)
-    assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code) and param in caught.value.message
+    assert (caught.value.status, caught.value.param, caught.value.code) == (
+        400,
+        param,
+        code,
+    ) and param in caught.value.message
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b'{"mode": "\xff"}', b"nul"])
@@ -69,8 +79,18 @@ def test_nesting_beyond_all_measure_is_refused() -> None:
 
 
 def test_unknown_fields_are_found_with_their_paths() -> None:
-    square = {"kind": "square", "side": 1, "labels": [{"text": "a"}, {"text": "b", "color": 1}], "depth": 2}
-    body = {"shapes": [CIRCLE, square], "weights": {"anything": 1}, "label": {"text": "x", "size": 3}, "zeta": None}
+    square = {
+        "kind": "square",
+        "side": 1,
+        "labels": [{"text": "a"}, {"text": "b", "color": 1}],
+        "depth": 2,
+    }
+    body = {
+        "shapes": [CIRCLE, square],
+        "weights": {"anything": 1},
+        "label": {"text": "x", "size": 3},
+        "zeta": None,
+    }
     _, unknown = decode(msgspec.json.encode(body), Body)
     assert unknown == ["label.size", "shapes[1].depth", "shapes[1].labels[1].color", "zeta"]
     assert decode(msgspec.json.encode(body), Body, find_unknown=False)[1] == []

@@ -1,6 +1,4 @@
-"""Call: request ids, and bodies that are wrong in every way.
-May know: call.py and a body of its own.
-Must not know: routes, sockets."""
+"""Call: request ids, and bodies that are wrong in every way."""
 
 import asyncio
 
@@ -72,8 +70,16 @@ def test_unknown_fields_are_listed_refused_or_allowed() -> None:
 
 def test_a_flood_of_unknown_fields_is_cut_short_and_cannot_break_the_header() -> None:
     names = {f"x{i:03}": 1 for i in range(100)} | {"a\r\nx-evil: 1": 2}
-    (value,) = [value for name, value in decode(msgspec.json.encode({"name": "x"} | names))[1].headers() if name == b"x-unknown-params"]
-    assert value.startswith(b"a\\r\\nx-evil: 1,x000") and value.endswith(b",and 81 more") and b"\n" not in value
+    (value,) = [
+        value
+        for name, value in decode(msgspec.json.encode({"name": "x"} | names))[1].headers()
+        if name == b"x-unknown-params"
+    ]
+    assert (
+        value.startswith(b"a\\r\\nx-evil: 1,x000")
+        and value.endswith(b",and 81 more")
+        and b"\n" not in value
+    )
 
 
 def test_request_ids() -> None:
@@ -101,13 +107,21 @@ def test_the_bodies_of_all_requests_together_are_bounded() -> None:
                 statuses.append((message["status"], dict(message["headers"]).get(b"retry-after")))
 
         path = "/v1/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": []}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [],
+        }
         await app(scope, receive, send)
 
     async def run() -> None:
         tasks = [asyncio.create_task(one()) for _ in range(MAX_LARGE_BODIES + 3)]
         await asyncio.sleep(0.05)
-        assert statuses == [(503, b"5")] * 3  # the first of them left room for no other, the others went on
+        # the first of them left room for no other, the others went on
+        assert statuses == [(503, b"5")] * 3
         assert state.meters.num_body_bytes == 999 * MAX_LARGE_BODIES
         for task in tasks:
             task.cancel()
@@ -144,6 +158,7 @@ def test_a_piece_is_pushed_only_where_it_can_be_written_at_once() -> None:
         assert not call.push(write_down, 2) and seen == []  # nothing has been touched
         call.chunk_writer = Writer(ready=True)
         assert call.push(write_down, 3) and call.last_sent > 0
-        assert call.push(write_down, 0) and call.chunk_writer.written == [b"3"] and seen == [3, 0]  # an empty chunk would be the end
+        # an empty chunk would be the end
+        assert call.push(write_down, 0) and call.chunk_writer.written == [b"3"] and seen == [3, 0]
 
     asyncio.run(run())

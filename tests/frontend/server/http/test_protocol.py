@@ -1,6 +1,6 @@
-"""The protocol over real sockets, around a small app: what does not arrive, what is too large, what is no HTTP, and who does not read.
-May know: protocol.py, uvicorn's server, sockets.
-Must not know: routes, the engine."""
+"""The protocol over real sockets, around a small app: what does not arrive, what is too large, what
+is no HTTP, and who does not read.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +52,13 @@ class Served:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             return await send({"type": "http.response.body", "body": b""})
         body = b"x" * BIG if scope["path"] == "/big" else b"ok"
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(body)).encode())]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-length", str(len(body)).encode())],
+            }
+        )
         await send({"type": "http.response.body", "body": body})
 
     async def say(self, *chunks: bytes, timeout_s: float = 10.0) -> bytes:
@@ -67,7 +73,8 @@ class Served:
 
         listening = asyncio.create_task(listen())
         try:
-            with suppress(ConnectionError, RuntimeError):  # uvloop's, for a connection that has ended
+            # uvloop's, for a connection that has ended
+            with suppress(ConnectionError, RuntimeError):
                 for chunk in chunks:
                     writer.write(chunk)
                     await writer.drain()
@@ -83,11 +90,23 @@ def serving(test: Callable[[Served], Awaitable[None]], **limits: Any) -> None:
 
     async def run() -> None:
         served = Served(ServerConfig(**limits))
-        http = functools.partial(Protocol, limits=served.limits, batch=WriteBatch(), on_refused=lambda code: served.refused.update([code]))
+        http = functools.partial(
+            Protocol,
+            limits=served.limits,
+            batch=WriteBatch(),
+            on_refused=lambda code: served.refused.update([code]),
+        )
         config = uvicorn.Config(
-            served.app, http=http, ws="none", lifespan="off", interface="asgi3", proxy_headers=False, log_config=None,
-            timeout_keep_alive=served.limits.keep_alive_timeout_s, timeout_graceful_shutdown=1,
-        )  # fmt: skip
+            served.app,
+            http=http,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            proxy_headers=False,
+            log_config=None,
+            timeout_keep_alive=served.limits.keep_alive_timeout_s,
+            timeout_graceful_shutdown=1,
+        )
         served.server = uvicorn.Server(config)
         listener = socket.create_server(("127.0.0.1", 0))
         served.port = listener.getsockname()[1]
@@ -109,7 +128,10 @@ def error_in(answer: bytes) -> tuple[int, dict[str, Any]]:
     """(status, error object) of the last answer, which has to be whole and in the API's shape."""
     head, _, body = answer[answer.rindex(b"HTTP/1.1 ") :].partition(b"\r\n\r\n")
     headers = dict(line.split(": ", 1) for line in head.decode().lower().split("\r\n")[1:])
-    assert len(body) == int(headers["content-length"]) and headers["content-type"] == "application/json"
+    assert (
+        len(body) == int(headers["content-length"])
+        and headers["content-type"] == "application/json"
+    )
     assert headers["x-request-id"].startswith("req-") and headers["connection"] == "close"
     error = json.loads(body)["error"]
     assert error.keys() == {"message", "type", "param", "code"} and error["message"]
@@ -130,9 +152,21 @@ REFUSED = [
     ([b"CONNECT example.org:80 HTTP/1.1\r\n\r\n"], 400, "invalid_http"),
     ([b"GET /\xff HTTP/1.1\r\n\r\n"], 400, "invalid_http"),
     ([b"GET /ok HTTP/1.1\r\nX: a\x00b\r\n\r\n"], 400, "invalid_http"),
-    ([b"POST /ok HTTP/1.1\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabcd"], 400, "invalid_http"),
-    ([b"POST /ok HTTP/1.1\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\nabc"], 400, "invalid_http"),
-    ([b"POST /read HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n", b"3\r\nabc\r\nzz\r\n"], 400, "invalid_http"),
+    (
+        [b"POST /ok HTTP/1.1\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabcd"],
+        400,
+        "invalid_http",
+    ),
+    (
+        [b"POST /ok HTTP/1.1\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\nabc"],
+        400,
+        "invalid_http",
+    ),
+    (
+        [b"POST /read HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n", b"3\r\nabc\r\nzz\r\n"],
+        400,
+        "invalid_http",
+    ),
     ([OK * 2, b"nonsense\r\n\r\n"], 400, "invalid_http"),
     ([OK * (MAX_PIPELINED + 5)], 400, "too_many_pipelined"),
 ]
@@ -145,7 +179,8 @@ def test_what_is_refused_before_it_is_a_request() -> None:
             got, error = error_in(answer)
             assert (got, error["code"]) == (status, code), said[0][:50]
             if code == "too_many_pipelined":
-                assert answer.count(b"200 OK") == MAX_PIPELINED + 1  # one at work, and those that wait behind it
+                # one at work, and those that wait behind it
+                assert answer.count(b"200 OK") == MAX_PIPELINED + 1
             elif said[0].startswith(OK):
                 assert answer.count(b"200 OK") == said[0].count(OK)
             if said[0][:1] == b"\x16":
@@ -158,8 +193,10 @@ def test_what_is_refused_before_it_is_a_request() -> None:
 def test_who_says_nothing_is_left_without_an_answer() -> None:
     async def test(served: Served) -> None:
         assert await served.say() == b"" and await served.say(b"\r\n") == b"" and not served.refused
-        assert (await served.say(OK)).count(b"200 OK") == 1  # and after an answer: keep_alive_timeout_s
-        assert (await served.say(OK, *[b"\r\n"] * 30)).count(b"200 OK") == 1  # blank lines buy no time
+        # and after an answer: keep_alive_timeout_s
+        assert (await served.say(OK)).count(b"200 OK") == 1
+        # blank lines buy no time
+        assert (await served.say(OK, *[b"\r\n"] * 30)).count(b"200 OK") == 1
 
     serving(test, header_timeout_s=0.2, keep_alive_timeout_s=0.2)
 
@@ -169,21 +206,29 @@ def test_too_many_connections() -> None:
         held = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(3)]
         await asyncio.sleep(0.05)
         status, error = error_in(await served.say())
-        assert (status, error["code"]) == (503, "too_many_connections") and served.refused["too_many_connections"] == 1
+        assert (status, error["code"]) == (503, "too_many_connections") and served.refused[
+            "too_many_connections"
+        ] == 1
         held[0][1].transport.abort()
         await asyncio.sleep(0.05)
         held[1][1].write(OK)
         assert await held[1][0].readuntil(b"\r\n\r\nok")
-        held += [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(SPARE_CONNECTIONS + 10)]
+        held += [
+            await asyncio.open_connection("127.0.0.1", served.port)
+            for _ in range(SPARE_CONNECTIONS + 10)
+        ]
         await asyncio.sleep(0.2)
-        assert len(served.server.server_state.connections) <= 3 + SPARE_CONNECTIONS  # the rest was cut off at once
+        # the rest was cut off at once
+        assert len(served.server.server_state.connections) <= 3 + SPARE_CONNECTIONS
         for _, writer in held:
             writer.transport.abort()
 
     serving(test, max_connections=3)
 
 
-def test_an_answer_that_comes_before_the_end_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_comes_before_the_end_of_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(protocol, "LINGER_S", 0.7)
 
     async def test(served: Served) -> None:
@@ -191,10 +236,14 @@ def test_an_answer_that_comes_before_the_end_of_its_request(monkeypatch: pytest.
         head = b"POST /ok HTTP/1.1\r\ncontent-length: 20\r\n\r\n"
         assert (await served.say(head, b"x" * 20 + OK)).count(b"200 OK") == 2
         # it does not: the connection ends, though bytes drip
-        assert (await served.say(b"POST /ok HTTP/1.1\r\ncontent-length: 1000000\r\n\r\n", *[b"x"] * 500)).endswith(b"ok")
+        assert (
+            await served.say(b"POST /ok HTTP/1.1\r\ncontent-length: 1000000\r\n\r\n", *[b"x"] * 500)
+        ).endswith(b"ok")
         # a large one: the client gets its answer nevertheless, also the last one of its connection
         for version in (b"1.1\r\n", b"1.1\r\nconnection: close\r\n", b"1.0\r\n"):
-            assert b"200 OK" in await served.say(b"POST /ok HTTP/" + version + b"content-length: 20000000\r\n\r\n", b"x" * 20_000_000)
+            assert b"200 OK" in await served.say(
+                b"POST /ok HTTP/" + version + b"content-length: 20000000\r\n\r\n", b"x" * 20_000_000
+            )
 
     serving(test, keep_alive_timeout_s=0.3)
 
@@ -206,7 +255,9 @@ def test_what_is_wrong_behind_a_request_waits_for_its_answer() -> None:
         assert served.refused["invalid_http"] == 1 and not asking.done()
         served.release.set()
         answer = await asking
-        assert answer.index(b"200 OK") < answer.index(b"\r\n\r\nok") < answer.index(b"400 Bad Request")
+        assert (
+            answer.index(b"200 OK") < answer.index(b"\r\n\r\nok") < answer.index(b"400 Bad Request")
+        )
 
     serving(test)
 
@@ -247,7 +298,11 @@ def test_who_does_not_read_is_cut_off() -> None:
 @pytest.mark.parametrize("name", [b"Upgrade", b"upgrade", b"UPGRADE"])
 def test_who_asks_for_another_protocol_is_served_in_this_one(name: bytes) -> None:
     async def test(served: Served) -> None:
-        head = b"POST /read HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\n" + name + b": h2c\r\nContent-Length: 9\r\n\r\n"
+        head = (
+            b"POST /read HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+            + name
+            + b": h2c\r\nContent-Length: 9\r\n\r\n"
+        )
         for said in ([head + b"Upgrade: "], [head, b"Upgrade: "]):
             assert (await served.say(*said, OK)).count(b"200 OK") == 2
         assert not served.refused
@@ -259,8 +314,12 @@ def test_http_1_0_gets_no_chunks() -> None:
     async def test(served: Served) -> None:
         assert (await served.say(b"GET /parts HTTP/1.0\r\n\r\n")).endswith(b"\r\n\r\none two ")
         assert b"chunked" not in await served.say(b"GET /parts HTTP/1.0\r\n\r\n")
-        assert (await served.say(b"GET /ok HTTP/1.0\r\n\r\n")).endswith(b"content-length: 2\r\nconnection: close\r\n\r\nok")
-        assert (await served.say(b"GET /parts HTTP/1.1\r\nconnection: close\r\n\r\n")).endswith(b"4\r\none \r\n4\r\ntwo \r\n0\r\n\r\n")
+        assert (await served.say(b"GET /ok HTTP/1.0\r\n\r\n")).endswith(
+            b"content-length: 2\r\nconnection: close\r\n\r\nok"
+        )
+        assert (await served.say(b"GET /parts HTTP/1.1\r\nconnection: close\r\n\r\n")).endswith(
+            b"4\r\none \r\n4\r\ntwo \r\n0\r\n\r\n"
+        )
 
     serving(test)
 
@@ -270,7 +329,9 @@ def test_small_packets_are_not_held_back() -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
         await asyncio.sleep(0.05)
         [connection] = served.server.server_state.connections
-        assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert connection.transport.get_extra_info("socket").getsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NODELAY
+        )
         writer.transport.abort()
 
     serving(test)

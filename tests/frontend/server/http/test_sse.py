@@ -1,6 +1,6 @@
-"""EventStream: order, errors before and inside a stream, comments in silence, readers that stop, and its end in every case.
-May know: sse.py, ASGI messages.
-Must not know: what an event says."""
+"""EventStream: order, errors before and inside a stream, comments in silence, readers that stop,
+and its end in every case.
+"""
 
 import asyncio
 import threading
@@ -32,9 +32,17 @@ class Wire:
         return bool(self.messages) and self.messages[-1].get("more_body") is False
 
 
-def stream(events: AsyncIterator[bytes], wire: Wire, keep_alive_s: float = 60, write_timeout_s: float = 60) -> tuple[asyncio.Task, Call]:
+def stream(
+    events: AsyncIterator[bytes], wire: Wire, keep_alive_s: float = 60, write_timeout_s: float = 60
+) -> tuple[asyncio.Task, Call]:
     call = Call("req-1", 0.0, None)
-    answer = EventStream(events, call, on_error=lambda e: event({"error": str(e)}), keep_alive_s=keep_alive_s, write_timeout_s=write_timeout_s)
+    answer = EventStream(
+        events,
+        call,
+        on_error=lambda e: event({"error": str(e)}),
+        keep_alive_s=keep_alive_s,
+        write_timeout_s=write_timeout_s,
+    )
     call.task = asyncio.ensure_future(answer({}, None, wire))
     return call.task, call
 
@@ -64,7 +72,11 @@ def test_events_in_order_and_an_end() -> None:
         wire, source = Wire(), Source(b"a", b"b")
         await stream(source(), wire)[0]
         assert wire.body == b"ab" and wire.is_complete and source.is_closed
-        assert wire.messages[0]["status"] == 200 and (b"content-type", b"text/event-stream; charset=utf-8") in wire.messages[0]["headers"]
+        assert (
+            wire.messages[0]["status"] == 200
+            and (b"content-type", b"text/event-stream; charset=utf-8")
+            in wire.messages[0]["headers"]
+        )
 
     asyncio.run(run())
 

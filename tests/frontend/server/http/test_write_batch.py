@@ -1,12 +1,16 @@
-"""Gathered writes: order, one packet per turn, and nothing lost or late at the end of a connection.
-May know: write_batch.py.
-Must not know: HTTP."""
+"""Gathered writes: order, one packet per turn, and nothing lost or late at the end of a
+connection.
+"""
 
 import asyncio
 from collections.abc import Callable
 
 import pytest
-from quire.frontend.server.http.write_batch import MAX_GATHERED_BYTES, GatheringTransport, WriteBatch
+from quire.frontend.server.http.write_batch import (
+    MAX_GATHERED_BYTES,
+    GatheringTransport,
+    WriteBatch,
+)
 
 
 class Recorder:
@@ -14,7 +18,9 @@ class Recorder:
 
     def __init__(self, log: list, name: str):
         self.log, self.name, self.closing = log, name, False
-        self.get_extra_info = self.pause_reading = self.resume_reading = self.can_write_eof = lambda *_: True
+        self.get_extra_info = self.pause_reading = self.resume_reading = self.can_write_eof = (
+            lambda *_: True
+        )
 
     def is_closing(self) -> bool:
         return self.closing

@@ -1,6 +1,4 @@
-"""The routes behind --admin: what they do to an engine, and what they say without the flag.
-May know: the routes, the session's server (which has no --admin).
-Must not know: how the engine pauses or sleeps."""
+"""The routes behind --admin: what they do to an engine, and what they say without the flag."""
 
 from __future__ import annotations
 
@@ -19,14 +17,20 @@ LORA = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 @pytest.fixture(scope="module")
 def admin() -> Iterator[httpx.Client]:
-    with slow_engine(0.01) as (address, _), running_server("--engine", address, "--admin", "--drain-timeout-s", "1") as client:
+    with (
+        slow_engine(0.01) as (address, _),
+        running_server("--engine", address, "--admin", "--drain-timeout-s", "1") as client,
+    ):
         yield client
 
 
 class Generating(threading.Thread):
     def __init__(self, client: httpx.Client, max_tokens: int):
         super().__init__()
-        self._client, self._body = client, {"prompt": [1, 2], "max_tokens": max_tokens, "ignore_eos": True}
+        self._client, self._body = (
+            client,
+            {"prompt": [1, 2], "max_tokens": max_tokens, "ignore_eos": True},
+        )
         self.answer: httpx.Response | None = None
         self.start()
 
@@ -62,9 +66,13 @@ def test_pausing_until_what_runs_has_finished(admin: httpx.Client) -> None:
 
 
 def test_sleep_and_wake(admin: httpx.Client) -> None:
-    assert admin.post("/sleep?level=2").json() == {"status": "asleep"} and admin.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert admin.post("/sleep?level=2").json() == {"status": "asleep"} and admin.get(
+        "/is_sleeping"
+    ).json() == {"is_sleeping": True}
     assert admin.post("/wake_up?tags=weights").json() == {"status": "asleep"}
-    assert admin.post("/wake_up").json() == {"status": "awake"} and admin.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert admin.post("/wake_up").json() == {"status": "awake"} and admin.get(
+        "/is_sleeping"
+    ).json() == {"is_sleeping": False}
     frozen = Generating(admin, 30)
     wait_until(lambda: admin.get("/v1/engine/state").json()["counters"]["num_running"] == 1)
     assert admin.post("/sleep").status_code == 200
@@ -79,7 +87,9 @@ def test_the_prefix_cache(admin: httpx.Client) -> None:
     body = {"prompt": list(range(1, 64)), "max_tokens": 1}
 
     def num_cached() -> int:
-        return admin.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return admin.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"][
+            "cached_tokens"
+        ]
 
     num_cached()
     assert num_cached() == 48
@@ -87,7 +97,13 @@ def test_the_prefix_cache(admin: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "param"), [("/pause?mode=later", "mode"), ("/sleep?level=3", "level"), ("/pause?clear_cache=perhaps", "clear_cache"), ("/wake_up?tags=all", "tags")]
+    ("path", "param"),
+    [
+        ("/pause?mode=later", "mode"),
+        ("/sleep?level=3", "level"),
+        ("/pause?clear_cache=perhaps", "clear_cache"),
+        ("/wake_up?tags=all", "tags"),
+    ],
 )
 def test_what_is_refused(admin: httpx.Client, path: str, param: str) -> None:
     answer = admin.post(path)
@@ -97,12 +113,31 @@ def test_what_is_refused(admin: httpx.Client, path: str, param: str) -> None:
 
 def test_lora_does_not_exist_yet(admin: httpx.Client) -> None:
     for path in LORA:
-        answer = admin.post(path, json={"lora_name": "mine", "lora_path": "/models/mine"} if path == LORA[0] else {"lora_name": "mine"})
-        assert answer.status_code == 400 and answer.json()["error"]["code"] == "unsupported_value" and "mine" in answer.json()["error"]["message"]
+        answer = admin.post(
+            path,
+            json={"lora_name": "mine", "lora_path": "/models/mine"}
+            if path == LORA[0]
+            else {"lora_name": "mine"},
+        )
+        assert (
+            answer.status_code == 400
+            and answer.json()["error"]["code"] == "unsupported_value"
+            and "mine" in answer.json()["error"]["message"]
+        )
         assert admin.post(path, json={}).json()["error"]["param"] == "lora_name"
 
 
-@pytest.mark.parametrize(("path", "method"), [*((path, method) for path, (method, _) in ACTIONS.items()), *((path, "POST") for path in LORA)])
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [
+        *((path, method) for path, (method, _) in ACTIONS.items()),
+        *((path, "POST") for path in LORA),
+    ],
+)
 def test_without_the_flag(server: httpx.Client, path: str, method: str) -> None:
     answer = server.request(method, path)
-    assert answer.status_code == 403 and answer.json()["error"]["code"] == "admin_disabled" and "--admin" in answer.json()["error"]["message"]
+    assert (
+        answer.status_code == 403
+        and answer.json()["error"]["code"] == "admin_disabled"
+        and "--admin" in answer.json()["error"]["message"]
+    )

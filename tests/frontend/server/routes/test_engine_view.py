@@ -1,6 +1,4 @@
-"""The engine's state and the requests' time lines, over HTTP from a real server.
-May know: the session's server, and one whose steps take their time.
-Must not know: how the page or `quire top` show it."""
+"""The engine's state and the requests' time lines, over HTTP from a real server."""
 
 import http.client
 import json
@@ -20,14 +18,25 @@ def slow() -> Iterator[httpx.Client]:
 
 
 def leave_in_the_middle(client: httpx.Client, name: str, **body: object) -> dict:
-    """Sends a request, closes the connection when the engine has given some of its tokens, and returns what the engine said of it then."""
+    """Sends a request, closes the connection when the engine has given some of its tokens, and
+    returns what the engine said of it then.
+    """
     connection = http.client.HTTPConnection(client.base_url.host, client.base_url.port)
     headers = {"content-type": "application/json", "x-request-id": name}
-    connection.request("POST", "/v1/completions", json.dumps({"prompt": [1, 2], "max_tokens": 5000, "ignore_eos": True, **body}), headers)
+    connection.request(
+        "POST",
+        "/v1/completions",
+        json.dumps({"prompt": [1, 2], "max_tokens": 5000, "ignore_eos": True, **body}),
+        headers,
+    )
     seen: list[dict] = []
 
     def has_tokens() -> bool:
-        seen[:] = [request for request in client.get("/v1/engine/state").json()["requests"] if request["num_output_tokens"]]
+        seen[:] = [
+            request
+            for request in client.get("/v1/engine/state").json()["requests"]
+            if request["num_output_tokens"]
+        ]
         return bool(seen)
 
     wait_until(has_tokens)
@@ -36,7 +45,10 @@ def leave_in_the_middle(client: httpx.Client, name: str, **body: object) -> dict
 
 
 def complete(server: httpx.Client, **more: object) -> httpx.Response:
-    answer = server.post("/v1/completions", json={"prompt": "Once upon a time", "max_tokens": 12, "ignore_eos": True, **more})
+    answer = server.post(
+        "/v1/completions",
+        json={"prompt": "Once upon a time", "max_tokens": 12, "ignore_eos": True, **more},
+    )
     assert answer.status_code == 200, answer.text
     return answer
 
@@ -44,31 +56,56 @@ def complete(server: httpx.Client, **more: object) -> httpx.Response:
 def test_the_state_of_the_engine(server: httpx.Client) -> None:
     complete(server, prompt="Once upon a time there was a fox. " * 8)
     state = server.get("/v1/engine/state").json()
-    assert state["model"] and state["max_model_len"] > 0 and state["block_size"] > 0 and state["uptime_s"] > 0 and state["num_queued"] == 0
+    assert (
+        state["model"]
+        and state["max_model_len"] > 0
+        and state["block_size"] > 0
+        and state["uptime_s"] > 0
+        and state["num_queued"] == 0
+    )
     assert len(state["blocks"]) == -(-state["num_blocks"] // state["blocks_per_cell"]) <= 4096
     assert set(state["blocks"]) <= set("-.cus") and "c" in state["blocks"]
-    assert state["counters"]["num_generation_tokens"] >= 12 and state["steps"][-1][0] == state["step"]
+    assert (
+        state["counters"]["num_generation_tokens"] >= 12 and state["steps"][-1][0] == state["step"]
+    )
     newer = server.get("/v1/engine/state", params={"since": state["step"] - 2}).json()
     assert [step[0] for step in newer["steps"]][:2] == [state["step"] - 1, state["step"]]
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_request_is_seen_while_it_runs_and_as_an_abort_when_its_client_has_left(slow: httpx.Client, streams: bool) -> None:
+def test_a_request_is_seen_while_it_runs_and_as_an_abort_when_its_client_has_left(
+    slow: httpx.Client, streams: bool
+) -> None:
     name = f"left-{streams}"
     seen = leave_in_the_middle(slow, name, stream=streams)
-    assert seen["state"] == "running" and seen["max_tokens"] == 5000 and 0 < seen["num_computed_tokens"]
+    assert (
+        seen["state"] == "running"
+        and seen["max_tokens"] == 5000
+        and seen["num_computed_tokens"] > 0
+    )
     wait_until(lambda: slow.get(f"/v1/requests/{name}").status_code != 404)
     line = slow.get(f"/v1/requests/{name}").json()
-    assert seen["request_id"].startswith(line["id"]) and line["finish_reason"] == "abort" and line["x_request_id"] == name
+    assert (
+        seen["request_id"].startswith(line["id"])
+        and line["finish_reason"] == "abort"
+        and line["x_request_id"] == name
+    )
     assert 0 < line["completion_tokens"] < 5000
 
 
 def test_a_finished_request_has_a_time_line_and_a_trace(server: httpx.Client) -> None:
     answer = complete(server)
     listed = server.get("/v1/requests", params={"limit": 1}).json()["data"]
-    assert len(listed) == 1 and listed[0]["finish_reason"] == "length" and listed[0]["completion_tokens"] == 12
+    assert (
+        len(listed) == 1
+        and listed[0]["finish_reason"] == "length"
+        and listed[0]["completion_tokens"] == 12
+    )
     line = server.get(f"/v1/requests/{listed[0]['id']}").json()
-    assert listed[0]["id"].startswith(answer.json()["id"]) and server.get(f"/v1/requests/{answer.headers['x-request-id']}").json() == line
+    assert (
+        listed[0]["id"].startswith(answer.json()["id"])
+        and server.get(f"/v1/requests/{answer.headers['x-request-id']}").json() == line
+    )
     names = [event["name"] for event in line["events"]]
     assert names[0] == "queued" and names[-1] == "finished" and "prefill_chunk" in names
     decoded = [event["num_tokens"] for event in line["events"] if event["name"] == "decode_step"]
@@ -82,13 +119,26 @@ def test_a_finished_request_has_a_time_line_and_a_trace(server: httpx.Client) ->
 @pytest.mark.parametrize("path", ["/v1/requests/nobody", "/v1/requests/nobody/trace"])
 def test_an_unknown_request(server: httpx.Client, path: str) -> None:
     answer = server.get(path)
-    assert answer.status_code == 404 and answer.json()["error"]["code"] == "request_not_found" and "nobody" in answer.json()["error"]["message"]
+    assert (
+        answer.status_code == 404
+        and answer.json()["error"]["code"] == "request_not_found"
+        and "nobody" in answer.json()["error"]["message"]
+    )
 
 
 @pytest.mark.parametrize(
     ("path", "param"),
-    [("/v1/engine/state?since=x", "since"), ("/v1/engine/state?since=-2", "since"), ("/v1/requests?limit=1025", "limit"), ("/v1/requests?limit=", "limit")],
+    [
+        ("/v1/engine/state?since=x", "since"),
+        ("/v1/engine/state?since=-2", "since"),
+        ("/v1/requests?limit=1025", "limit"),
+        ("/v1/requests?limit=", "limit"),
+    ],
 )
 def test_bad_numbers_are_refused_by_name(server: httpx.Client, path: str, param: str) -> None:
     answer = server.get(path)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == param and "from" in answer.json()["error"]["message"]
+    assert (
+        answer.status_code == 400
+        and answer.json()["error"]["param"] == param
+        and "from" in answer.json()["error"]["message"]
+    )

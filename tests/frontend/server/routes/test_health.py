@@ -1,6 +1,4 @@
-"""/health, over HTTP.
-May know: the session's server, engines whose steps are long.
-Must not know: how it is answered."""
+"""/health, over HTTP."""
 
 import socket
 import time
@@ -18,12 +16,21 @@ def test_live_ready_version(server: httpx.Client) -> None:
 
 def test_a_step_is_no_reason_to_be_taken_out_but_one_without_an_end_is() -> None:
     flags = ("--step-timeout-s", "1.5", "--drain-timeout-s", "0.1")
-    with slow_engine(30.0) as (address, engine), running_server("--engine", address, *flags) as client:
+    with (
+        slow_engine(30.0) as (address, engine),
+        running_server("--engine", address, *flags) as client,
+    ):
         with socket.create_connection(("127.0.0.1", client.base_url.port)) as asking:
-            asking.sendall(b'POST /v1/completions HTTP/1.1\r\ncontent-length: 15\r\n\r\n{"prompt": [1]}')
+            asking.sendall(
+                b'POST /v1/completions HTTP/1.1\r\ncontent-length: 15\r\n\r\n{"prompt": [1]}'
+            )
             began = time.monotonic()
             assert client.get("/health/ready").status_code == 200  # not yet at work, or busy
             wait_until(lambda: client.get("/health/ready").status_code == 503, timeout_s=20)
             error = client.get("/health/ready").json()["error"]
-            assert error["code"] == "engine_stuck" and time.monotonic() - began > 1 and client.get("/health").status_code == 200
+            assert (
+                error["code"] == "engine_stuck"
+                and time.monotonic() - began > 1
+                and client.get("/health").status_code == 200
+            )
             engine.kill()  # it would take its time

@@ -1,10 +1,16 @@
-"""/v1/messages over HTTP: the order and shape of Anthropic's events, stop reasons, errors, and the same text as OpenAI's chat.
-May know: a scripted server, the session's server, Anthropic's shapes.
-Must not know: the engine."""
+"""/v1/messages over HTTP: the order and shape of Anthropic's events, stop reasons, errors, and the
+same text as OpenAI's chat.
+"""
 
 import httpx2 as httpx
 import pytest
-from quire.tests.frontend.server.scripted import WITH_THOUGHT_AND_CALL, ScriptedEngine, named_events, post, scripted_app
+from quire.tests.frontend.server.scripted import (
+    WITH_THOUGHT_AND_CALL,
+    ScriptedEngine,
+    named_events,
+    post,
+    scripted_app,
+)
 
 URL = "/v1/messages"
 BODY = {"max_tokens": 16, "messages": [{"role": "user", "content": "What is 2 + 3?"}]}
@@ -18,12 +24,30 @@ def test_a_whole_answer_with_thought_text_and_call() -> None:
     thought, text, call = said["content"]
     assert thought["type"] == "thinking" and thought["thinking"] == "Well." and thought["signature"]
     assert text == {"type": "text", "text": text["text"]} and text["text"].strip() == "Let me see."
-    assert call.pop("id").startswith("toolu_") and call == {"type": "tool_use", "name": "add", "input": {"a": 1, "b": 2}}
-    assert (said["type"], said["role"], said["model"], said["stop_reason"], said["stop_sequence"]) == (
-        "message", "assistant", "bundled", "tool_use", None,
-    )  # fmt: skip
+    assert call.pop("id").startswith("toolu_") and call == {
+        "type": "tool_use",
+        "name": "add",
+        "input": {"a": 1, "b": 2},
+    }
+    assert (
+        said["type"],
+        said["role"],
+        said["model"],
+        said["stop_reason"],
+        said["stop_sequence"],
+    ) == (
+        "message",
+        "assistant",
+        "bundled",
+        "tool_use",
+        None,
+    )
     usage = said["usage"]
-    assert usage["cache_read_input_tokens"] == 3 and usage["output_tokens"] == 6 and usage["input_tokens"] > 3
+    assert (
+        usage["cache_read_input_tokens"] == 3
+        and usage["output_tokens"] == 6
+        and usage["input_tokens"] > 3
+    )
 
 
 def test_the_events_of_a_stream_put_together_are_the_whole_answer() -> None:
@@ -34,7 +58,11 @@ def test_the_events_of_a_stream_put_together_are_the_whole_answer() -> None:
     names = [name for name, _ in events]
     assert names[0] == "message_start" and names[-2:] == ["message_delta", "message_stop"]
     start = events[0][1]["message"]
-    assert start["content"] == [] and start["stop_reason"] is None and start["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    assert (
+        start["content"] == []
+        and start["stop_reason"] is None
+        and start["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    )
     blocks, texts = [], {}
     for name, data in events[1:-2]:
         if name == "content_block_start":
@@ -43,7 +71,9 @@ def test_the_events_of_a_stream_put_together_are_the_whole_answer() -> None:
         elif name == "content_block_delta":
             delta = data["delta"]
             assert data["index"] == len(blocks) - 1
-            texts.setdefault(data["index"], {}).setdefault(delta.pop("type"), []).append(delta.popitem()[1])
+            texts.setdefault(data["index"], {}).setdefault(delta.pop("type"), []).append(
+                delta.popitem()[1]
+            )
         else:
             assert name == "content_block_stop" and data["index"] == len(blocks) - 1
     assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use"]
@@ -53,12 +83,20 @@ def test_the_events_of_a_stream_put_together_are_the_whole_answer() -> None:
         {"text_delta": whole["content"][1]["text"]},
         {"input_json_delta": '{"a": 1, "b": 2}'},
     ]
-    assert events[-2][1] == {"type": "message_delta", "delta": {"stop_reason": "tool_use", "stop_sequence": None}, "usage": whole["usage"]}
+    assert events[-2][1] == {
+        "type": "message_delta",
+        "delta": {"stop_reason": "tool_use", "stop_sequence": None},
+        "usage": whole["usage"],
+    }
 
 
 @pytest.mark.parametrize(
     ("reason", "stop_reason", "told"),
-    [("stop", None, ("end_turn", None)), ("stop", "END", ("stop_sequence", "END")), ("length", None, ("max_tokens", None))],
+    [
+        ("stop", None, ("end_turn", None)),
+        ("stop", "END", ("stop_sequence", "END")),
+        ("length", None, ("max_tokens", None)),
+    ],
 )
 def test_stop_reasons(reason: str, stop_reason: str | None, told: tuple) -> None:
     said = post(scripted_app(ScriptedEngine(["a"], reason, stop_reason)), URL, BODY).json()
@@ -66,16 +104,41 @@ def test_stop_reasons(reason: str, stop_reason: str | None, told: tuple) -> None
 
 
 def test_a_call_that_was_cut_short() -> None:
-    said = post(scripted_app(ScriptedEngine(WITH_THOUGHT_AND_CALL[:-1], "length")), URL, BODY | {"tools": TOOLS}).json()
+    said = post(
+        scripted_app(ScriptedEngine(WITH_THOUGHT_AND_CALL[:-1], "length")),
+        URL,
+        BODY | {"tools": TOOLS},
+    ).json()
     assert said["stop_reason"] == "max_tokens" and said["content"][-1]["input"] == {}
 
 
 def test_a_failure_before_the_stream_is_a_plain_answer_and_within_it_an_event() -> None:
-    answer = post(scripted_app(ScriptedEngine([RuntimeError("secret")])), URL, BODY | {"stream": True})
-    assert answer.status_code == 500 and answer.json()["type"] == "error" and answer.json()["error"]["type"] == "api_error"
-    events = named_events(post(scripted_app(ScriptedEngine(["a", RuntimeError("secret")])), URL, BODY | {"stream": True}))
-    assert [name for name, _ in events] == ["message_start", "content_block_start", "content_block_delta", "error"]
-    assert events[-1][1]["type"] == "error" and events[-1][1]["error"]["type"] == "api_error" and "secret" not in str(events)
+    answer = post(
+        scripted_app(ScriptedEngine([RuntimeError("secret")])), URL, BODY | {"stream": True}
+    )
+    assert (
+        answer.status_code == 500
+        and answer.json()["type"] == "error"
+        and answer.json()["error"]["type"] == "api_error"
+    )
+    events = named_events(
+        post(
+            scripted_app(ScriptedEngine(["a", RuntimeError("secret")])),
+            URL,
+            BODY | {"stream": True},
+        )
+    )
+    assert [name for name, _ in events] == [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "error",
+    ]
+    assert (
+        events[-1][1]["type"] == "error"
+        and events[-1][1]["error"]["type"] == "api_error"
+        and "secret" not in str(events)
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,20 +147,37 @@ def test_a_failure_before_the_stream_is_a_plain_answer_and_within_it_an_event() 
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ({"messages": []}, 400, "invalid_request_error", "messages"),
         ({"model": "other"}, 404, "not_found_error", "other"),
-        ({"messages": [{"role": "user", "content": "word " * 600}]}, 400, "invalid_request_error", "512"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "invalid_request_error", "text only"),
+        (
+            {"messages": [{"role": "user", "content": "word " * 600}]},
+            400,
+            "invalid_request_error",
+            "512",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            400,
+            "invalid_request_error",
+            "text only",
+        ),
     ],
 )
 def test_errors_have_anthropics_shape(change: dict, status: int, kind: str, word: str) -> None:
     answer = post(scripted_app(ScriptedEngine(["a"])), URL, BODY | change)
     error = answer.json()
     assert answer.status_code == status and answer.headers["request-id"]
-    assert error.keys() == {"type", "error"} and error["error"]["type"] == kind and word in error["error"]["message"]
+    assert (
+        error.keys() == {"type", "error"}
+        and error["error"]["type"] == kind
+        and word in error["error"]["message"]
+    )
 
 
 def test_keys_come_in_anthropics_header() -> None:
     app = scripted_app(ScriptedEngine(["a"]), api_key=["k"])
-    assert post(app, URL, BODY, **{"x-api-key": "k", "anthropic-version": "2023-06-01"}).status_code == 200
+    assert (
+        post(app, URL, BODY, **{"x-api-key": "k", "anthropic-version": "2023-06-01"}).status_code
+        == 200
+    )
     refusal = post(app, URL, BODY, **{"x-api-key": "no"})
     assert refusal.status_code == 401 and refusal.json()["error"]["type"] == "authentication_error"
 
@@ -105,22 +185,39 @@ def test_keys_come_in_anthropics_header() -> None:
 def test_tokens_are_counted_however_many(server: httpx.Client) -> None:
     counted = server.post(f"{URL}/count_tokens", json={"messages": BODY["messages"]}).json()
     assert counted == {"input_tokens": 16}
-    many = server.post(f"{URL}/count_tokens", json={"messages": [{"role": "user", "content": "word " * 20_000}]}).json()
+    many = server.post(
+        f"{URL}/count_tokens", json={"messages": [{"role": "user", "content": "word " * 20_000}]}
+    ).json()
     assert many["input_tokens"] > 4096
 
 
 def test_the_same_text_as_openais_chat(server: httpx.Client) -> None:
     messages = [{"role": "user", "content": "What is 2 + 3?"}]
-    chat = server.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 16, "temperature": 0}).json()
-    said = server.post(URL, json={"messages": messages, "max_tokens": 10**9, "temperature": 0}).json()
-    assert said["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}] and said["stop_reason"] == "end_turn"
+    chat = server.post(
+        "/v1/chat/completions", json={"messages": messages, "max_tokens": 16, "temperature": 0}
+    ).json()
+    said = server.post(
+        URL, json={"messages": messages, "max_tokens": 10**9, "temperature": 0}
+    ).json()
+    assert (
+        said["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
+        and said["stop_reason"] == "end_turn"
+    )
     usage = said["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+    assert (
+        usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+    )
     assert usage["output_tokens"] == chat["usage"]["completion_tokens"]
 
 
 def test_a_stop_sequence_and_a_beginning_of_the_answer(server: httpx.Client) -> None:
-    messages = [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "2 + 3"}]
+    messages = [
+        {"role": "user", "content": "What is 2 + 3?"},
+        {"role": "assistant", "content": "2 + 3"},
+    ]
     body = {"messages": messages, "max_tokens": 16, "temperature": 0, "stop_sequences": ["5"]}
     said = server.post(URL, json=body).json()
-    assert said["content"] == [{"type": "text", "text": " = "}] and (said["stop_reason"], said["stop_sequence"]) == ("stop_sequence", "5")
+    assert said["content"] == [{"type": "text", "text": " = "}] and (
+        said["stop_reason"],
+        said["stop_sequence"],
+    ) == ("stop_sequence", "5")

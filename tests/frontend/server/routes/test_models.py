@@ -1,6 +1,4 @@
-"""/models, over HTTP.
-May know: the session's server.
-Must not know: how it is answered."""
+"""/models, over HTTP."""
 
 import httpx2 as httpx
 

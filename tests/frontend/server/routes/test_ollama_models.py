@@ -1,6 +1,6 @@
-"""/api/tags, /api/show, /api/ps, /api/version: what Ollama's clients learn of the model, and what is refused.
-May know: a scripted server, Ollama's shapes.
-Must not know: the engine."""
+"""/api/tags, /api/show, /api/ps, /api/version: what Ollama's clients learn of the model, and what
+is refused.
+"""
 
 from datetime import datetime
 
@@ -17,21 +17,46 @@ def get(path: str) -> dict:
 
 def test_the_model_in_the_lists() -> None:
     (model,), (running,) = get("/api/tags")["models"], get("/api/ps")["models"]
-    assert model["name"] == model["model"] == "bundled" and len(model["digest"]) == 64 and model["size"] > 10**6
+    assert (
+        model["name"] == model["model"] == "bundled"
+        and len(model["digest"]) == 64
+        and model["size"] > 10**6
+    )
     details = model["details"]
-    assert details["format"] == "safetensors" and details["parameter_size"].endswith("M") and details["quantization_level"] in ("BF16", "F32")
-    assert running["digest"] == model["digest"] and running["size_vram"] == 0 and running["context_length"] == 512
-    assert datetime.fromisoformat(model["modified_at"]) < datetime.fromisoformat(running["expires_at"])
+    assert (
+        details["format"] == "safetensors"
+        and details["parameter_size"].endswith("M")
+        and details["quantization_level"] in ("BF16", "F32")
+    )
+    assert (
+        running["digest"] == model["digest"]
+        and running["size_vram"] == 0
+        and running["context_length"] == 512
+    )
+    assert datetime.fromisoformat(model["modified_at"]) < datetime.fromisoformat(
+        running["expires_at"]
+    )
 
 
 def test_what_a_model_can() -> None:
     shown = post(APP, "/api/show", {"model": "bundled:latest"}).json()
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
     family = shown["model_info"]["general.architecture"]
-    assert shown["model_info"][f"{family}.context_length"] == 512 and shown["model_info"]["general.parameter_count"] > 10**6
-    assert shown["details"] == get("/api/tags")["models"][0]["details"] and "temperature" in shown["parameters"]
-    assert post(PLAIN_APP, "/api/show", {"name": "bundled"}).json()["capabilities"] == ["completion"]
-    assert post(APP, "/api/show", {}).status_code == 400 and post(APP, "/api/show", {"model": "other"}).status_code == 404
+    assert (
+        shown["model_info"][f"{family}.context_length"] == 512
+        and shown["model_info"]["general.parameter_count"] > 10**6
+    )
+    assert (
+        shown["details"] == get("/api/tags")["models"][0]["details"]
+        and "temperature" in shown["parameters"]
+    )
+    assert post(PLAIN_APP, "/api/show", {"name": "bundled"}).json()["capabilities"] == [
+        "completion"
+    ]
+    assert (
+        post(APP, "/api/show", {}).status_code == 400
+        and post(APP, "/api/show", {"model": "other"}).status_code == 404
+    )
 
 
 def test_the_version_is_one_that_clients_can_compare() -> None:

@@ -1,6 +1,4 @@
-"""/v1/embeddings, /score and /rerank: checked, then refused in a sentence.
-May know: the session's server.
-Must not know: the engine."""
+"""/v1/embeddings, /score and /rerank: checked, then refused in a sentence."""
 
 from typing import Any
 
@@ -18,11 +16,20 @@ GOOD = {
 
 
 @pytest.mark.parametrize(("path", "body"), GOOD.items())
-def test_a_good_body_is_refused_in_a_sentence(server: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def test_a_good_body_is_refused_in_a_sentence(
+    server: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
     answer = server.post(path, json=body)
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (400, "unsupported_value", "model") and "generates text" in error["message"]
-    assert server.post(path, json=body | {"model": "other"}).json()["error"]["code"] == "model_not_found"
+    assert (answer.status_code, error["code"], error["param"]) == (
+        400,
+        "unsupported_value",
+        "model",
+    ) and "generates text" in error["message"]
+    assert (
+        server.post(path, json=body | {"model": "other"}).json()["error"]["code"]
+        == "model_not_found"
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,6 +44,10 @@ def test_a_good_body_is_refused_in_a_sentence(server: httpx.Client, path: str, b
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
     ],
 )
-def test_a_bad_body_is_told_what_is_wrong_with_it(server: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
+def test_a_bad_body_is_told_what_is_wrong_with_it(
+    server: httpx.Client, path: str, body: dict[str, Any], param: str
+) -> None:
     answer = server.post(path, json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param) and answer.json()["error"]["code"] != "unsupported_value"
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param) and answer.json()[
+        "error"
+    ]["code"] != "unsupported_value"

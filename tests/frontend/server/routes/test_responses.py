@@ -1,12 +1,19 @@
-"""/v1/responses over HTTP: conversations that are kept, for whom, and the same text as OpenAI's chat.
-May know: a scripted server, the session's server, OpenAI's shapes.
-Must not know: the engine."""
+"""/v1/responses over HTTP: conversations that are kept, for whom, and the same text as OpenAI's
+chat.
+"""
 
 from typing import Any
 
 import httpx2 as httpx
 import pytest
-from quire.tests.frontend.server.scripted import WITH_THOUGHT_AND_CALL, ScriptedEngine, named_events, post, scripted_app, talk
+from quire.tests.frontend.server.scripted import (
+    WITH_THOUGHT_AND_CALL,
+    ScriptedEngine,
+    named_events,
+    post,
+    scripted_app,
+    talk,
+)
 
 URL = "/v1/responses"
 BODY = {"input": "What is 2 + 3?"}
@@ -18,19 +25,36 @@ def test_a_conversation_goes_on_from_what_is_kept(stream: bool) -> None:
     engine = ScriptedEngine(WITH_THOUGHT_AND_CALL)
 
     async def speak(client: httpx.AsyncClient) -> None:
-        answer = await client.post(URL, json=BODY | TOOLS | {"instructions": "be brief", "stream": stream})
+        answer = await client.post(
+            URL, json=BODY | TOOLS | {"instructions": "be brief", "stream": stream}
+        )
         first = named_events(answer)[-1][1]["response"] if stream else answer.json()
         call = first["output"][-1]
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "5"}
-        second = (await client.post(URL, json=TOOLS | {"input": [result], "previous_response_id": first["id"]})).json()
+        second = (
+            await client.post(
+                URL, json=TOOLS | {"input": [result], "previous_response_id": first["id"]}
+            )
+        ).json()
         assert second["previous_response_id"] == first["id"] and second["instructions"] is None
-        listed = (await client.get(f"{URL}/{second['id']}/input_items", params={"order": "asc"})).json()
-        assert [item["type"] for item in listed["data"]] == ["message", "reasoning", "message", "function_call", "function_call_output"]
+        listed = (
+            await client.get(f"{URL}/{second['id']}/input_items", params={"order": "asc"})
+        ).json()
+        assert [item["type"] for item in listed["data"]] == [
+            "message",
+            "reasoning",
+            "message",
+            "function_call",
+            "function_call_output",
+        ]
         assert (await client.get(f"{URL}/{first['id']}")).json() == first
 
     talk(scripted_app(engine), speak)
     assert "be brief" not in engine.prompts[1]
-    order = [engine.prompts[1].index(text) for text in ("What is 2 + 3?", "<think>Well.</think>", '"a": 1', "<|im_start|>tool\n5")]
+    order = [
+        engine.prompts[1].index(text)
+        for text in ("What is 2 + 3?", "<think>Well.</think>", '"a": 1', "<|im_start|>tool\n5")
+    ]
     assert order == sorted(order)
 
 
@@ -41,8 +65,14 @@ def test_lists_come_in_pages() -> None:
         response_id = (await client.post(URL, json={"input": items})).json()["id"]
         pages, after = [], {}
         while True:
-            page = (await client.get(f"{URL}/{response_id}/input_items", params={"limit": 2, **after})).json()
-            assert (page["object"], page["first_id"], page["last_id"]) == ("list", page["data"][0]["id"], page["data"][-1]["id"])
+            page = (
+                await client.get(f"{URL}/{response_id}/input_items", params={"limit": 2, **after})
+            ).json()
+            assert (page["object"], page["first_id"], page["last_id"]) == (
+                "list",
+                page["data"][0]["id"],
+                page["data"][-1]["id"],
+            )
             pages.append([item["content"][0]["text"][-1] for item in page["data"]])
             if not page["has_more"]:
                 break
@@ -60,15 +90,29 @@ def test_what_is_deleted_or_not_kept_is_not_found() -> None:
         kept = (await client.post(URL, json=BODY)).json()
         refusal = await client.post(f"{URL}/{kept['id']}/cancel")
         assert refusal.status_code == 400 and "background" in refusal.json()["error"]["message"]
-        assert (await client.get(f"{URL}/{kept['id']}", params={"stream": "true"})).status_code == 400
-        assert (await client.delete(f"{URL}/{kept['id']}")).json() == {"id": kept["id"], "object": "response", "deleted": True}
+        assert (
+            await client.get(f"{URL}/{kept['id']}", params={"stream": "true"})
+        ).status_code == 400
+        assert (await client.delete(f"{URL}/{kept['id']}")).json() == {
+            "id": kept["id"],
+            "object": "response",
+            "deleted": True,
+        }
         assert set((await client.put(f"{URL}/x")).headers["allow"].split(", ")) >= {"GET", "DELETE"}
         unkept = (await client.post(URL, json=BODY | {"store": False})).json()
         for response_id in (kept["id"], unkept["id"], "resp_nobody"):
-            for answer in (await client.get(f"{URL}/{response_id}"), await client.delete(f"{URL}/{response_id}")):
+            for answer in (
+                await client.get(f"{URL}/{response_id}"),
+                await client.delete(f"{URL}/{response_id}"),
+            ):
                 assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
-            refusal = (await client.post(URL, json=BODY | {"previous_response_id": response_id})).json()["error"]
-            assert (refusal["code"], refusal["param"]) == ("previous_response_not_found", "previous_response_id")
+            refusal = (
+                await client.post(URL, json=BODY | {"previous_response_id": response_id})
+            ).json()["error"]
+            assert (refusal["code"], refusal["param"]) == (
+                "previous_response_not_found",
+                "previous_response_id",
+            )
 
     talk(scripted_app(ScriptedEngine(["a"])), speak)
 
@@ -78,10 +122,14 @@ def test_another_key_finds_nothing() -> None:
     response_id = post(app, URL, BODY, authorization="Bearer mine").json()["id"]
 
     def status(key: str) -> int:
-        return talk(app, lambda client: client.get(f"{URL}/{response_id}"), authorization=f"Bearer {key}").status_code
+        return talk(
+            app, lambda client: client.get(f"{URL}/{response_id}"), authorization=f"Bearer {key}"
+        ).status_code
 
     assert (status("theirs"), status("mine")) == (404, 200)
-    refusal = post(app, URL, BODY | {"previous_response_id": response_id}, authorization="Bearer theirs")
+    refusal = post(
+        app, URL, BODY | {"previous_response_id": response_id}, authorization="Bearer theirs"
+    )
     assert refusal.json()["error"]["code"] == "previous_response_not_found"
 
 
@@ -99,7 +147,9 @@ def test_items_can_be_referred_to() -> None:
         item = (await client.post(URL, json=BODY)).json()["output"][0]
         items = [{"type": "item_reference", "id": item["id"]}, {"role": "user", "content": "go on"}]
         assert (await client.post(URL, json={"input": items})).status_code == 200
-        refusal = (await client.post(URL, json={"input": [{"type": "item_reference", "id": "msg_nobody"}]})).json()["error"]
+        refusal = (
+            await client.post(URL, json={"input": [{"type": "item_reference", "id": "msg_nobody"}]})
+        ).json()["error"]
         assert (refusal["code"], refusal["param"]) == ("item_not_found", "input[0].id")
 
     talk(scripted_app(engine), speak)
@@ -109,33 +159,77 @@ def test_items_can_be_referred_to() -> None:
 def test_truncation_leaves_out_the_oldest() -> None:
     engine = ScriptedEngine(["a"])
     app = scripted_app(engine)
-    items = [{"role": role, "content": f"{role} {i} " + "word " * 60} for i in range(6) for role in ("user", "assistant")][:-1]
+    items = [
+        {"role": role, "content": f"{role} {i} " + "word " * 60}
+        for i in range(6)
+        for role in ("user", "assistant")
+    ][:-1]
     body = {"input": items, "instructions": "be brief", "max_output_tokens": 20}
     assert post(app, URL, body).json()["error"]["code"] == "context_length_exceeded"
     assert post(app, URL, body | {"truncation": "auto"}).status_code == 200
-    assert "be brief" in engine.prompts[-1] and "user 5" in engine.prompts[-1] and "user 0" not in engine.prompts[-1]
+    assert (
+        "be brief" in engine.prompts[-1]
+        and "user 5" in engine.prompts[-1]
+        and "user 0" not in engine.prompts[-1]
+    )
     first = next(i for i in range(6) if f"user {i}" in engine.prompts[-1])
     longer = [{"role": "system", "content": "be brief"}, *items[2 * (first - 1) :]]
-    assert post(app, URL, {"input": longer, "max_output_tokens": 20}).status_code == 400  # one turn more would not have fitted
-    assert post(app, URL, {"input": "word " * 600, "truncation": "auto"}).json()["error"]["param"] == "input"
+    # one turn more would not have fitted
+    assert post(app, URL, {"input": longer, "max_output_tokens": 20}).status_code == 400
+    assert (
+        post(app, URL, {"input": "word " * 600, "truncation": "auto"}).json()["error"]["param"]
+        == "input"
+    )
 
 
 def test_the_same_log_probabilities_as_openais_chat(server: httpx.Client) -> None:
     messages = [{"role": "user", "content": "What is 2 + 3?"}]
-    chat = server.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 16, "temperature": 0, "logprobs": True, "top_logprobs": 2})
-    body = {"input": messages, "max_output_tokens": 16, "temperature": 0, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    chat = server.post(
+        "/v1/chat/completions",
+        json={
+            "messages": messages,
+            "max_tokens": 16,
+            "temperature": 0,
+            "logprobs": True,
+            "top_logprobs": 2,
+        },
+    )
+    body = {
+        "input": messages,
+        "max_output_tokens": 16,
+        "temperature": 0,
+        "top_logprobs": 2,
+        "include": ["message.output_text.logprobs"],
+    }
     whole = server.post(URL, json=body).json()["output"][0]["content"][0]
-    assert whole["logprobs"] == chat.json()["choices"][0]["logprobs"]["content"] and len(whole["logprobs"][0]["top_logprobs"]) == 2
+    assert (
+        whole["logprobs"] == chat.json()["choices"][0]["logprobs"]["content"]
+        and len(whole["logprobs"][0]["top_logprobs"]) == 2
+    )
     events = named_events(server.post(URL, json=body | {"stream": True}))
-    told = [one for name, data in events if name == "response.output_text.delta" for one in data["logprobs"]]
+    told = [
+        one
+        for name, data in events
+        if name == "response.output_text.delta"
+        for one in data["logprobs"]
+    ]
     done = next(data for name, data in events if name == "response.output_text.done")
-    assert told == done["logprobs"] == events[-1][1]["response"]["output"][0]["content"][0]["logprobs"] == whole["logprobs"]
+    assert (
+        told
+        == done["logprobs"]
+        == events[-1][1]["response"]["output"][0]["content"][0]["logprobs"]
+        == whole["logprobs"]
+    )
     assert events[2][1]["item"]["content"] == [] and events[3][1]["part"]["logprobs"] == []
 
 
 def test_errors_have_openais_shape() -> None:
     app = scripted_app(ScriptedEngine(["a"]))
-    for change, param in (({"background": True}, "background"), ({"model": "other"}, "model"), ({"tools": [{"type": "web_search"}]}, "tools[0].type")):
+    for change, param in (
+        ({"background": True}, "background"),
+        ({"model": "other"}, "model"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ):
         error = post(app, URL, BODY | change).json()["error"]
         assert error.keys() == {"message", "type", "param", "code"} and error["param"] == param
     assert post(app, URL, BODY | {"colour": 1}).headers["x-unknown-params"] == "colour"
@@ -143,13 +237,30 @@ def test_errors_have_openais_shape() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_same_text_as_openais_chat(server: httpx.Client, stream: bool) -> None:
-    messages = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "What is 2 + 3?"}]
-    chat = server.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 16, "temperature": 0}).json()
-    body = {"input": messages[1:], "instructions": "Answer.", "max_output_tokens": 16, "temperature": 0, "stream": stream}
+    messages = [
+        {"role": "system", "content": "Answer."},
+        {"role": "user", "content": "What is 2 + 3?"},
+    ]
+    chat = server.post(
+        "/v1/chat/completions", json={"messages": messages, "max_tokens": 16, "temperature": 0}
+    ).json()
+    body = {
+        "input": messages[1:],
+        "instructions": "Answer.",
+        "max_output_tokens": 16,
+        "temperature": 0,
+        "stream": stream,
+    }
     answer = server.post(URL, json=body)
     said = named_events(answer)[-1][1]["response"] if stream else answer.json()
-    assert said["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"] and said["status"] == "completed"
+    assert (
+        said["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+        and said["status"] == "completed"
+    )
     usage = chat["usage"]
-    assert (said["usage"]["input_tokens"], said["usage"]["output_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert (said["usage"]["input_tokens"], said["usage"]["output_tokens"]) == (
+        usage["prompt_tokens"],
+        usage["completion_tokens"],
+    )
     counted = server.post(f"{URL}/input_tokens", json={"input": messages}).json()
     assert counted == {"object": "response.input_tokens", "input_tokens": usage["prompt_tokens"]}

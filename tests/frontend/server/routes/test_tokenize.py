@@ -1,6 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info over HTTP.
-May know: the session's server, vLLM's shapes.
-Must not know: the engine."""
+"""/tokenize, /detokenize and /tokenizer_info over HTTP."""
 
 from typing import Any
 
@@ -11,23 +9,43 @@ MESSAGES = [{"role": "user", "content": "What is 2 + 3?"}]
 
 
 def test_there_and_back(server: httpx.Client) -> None:
-    found = server.post("/tokenize", json={"prompt": "Once upon a time", "return_token_strs": True}).json()
-    assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) > 0 and found["max_model_len"] > 0
-    assert server.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "Once upon a time"}
+    found = server.post(
+        "/tokenize", json={"prompt": "Once upon a time", "return_token_strs": True}
+    ).json()
+    assert (
+        found["count"] == len(found["tokens"]) == len(found["token_strs"]) > 0
+        and found["max_model_len"] > 0
+    )
+    assert server.post("/detokenize", json={"tokens": found["tokens"]}).json() == {
+        "prompt": "Once upon a time"
+    }
     assert server.post("/tokenize", json={"prompt": "a"}).json()["token_strs"] is None
 
 
 def test_a_conversation_is_what_chat_reads(server: httpx.Client) -> None:
     found = server.post("/tokenize", json={"messages": MESSAGES}).json()
-    answer = server.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True}).json()
+    answer = server.post(
+        "/v1/chat/completions",
+        json={"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True},
+    ).json()
     assert found["tokens"] == answer["prompt_token_ids"]
-    without = server.post("/tokenize", json={"messages": MESSAGES, "add_generation_prompt": False}).json()
-    assert found["tokens"][: without["count"]] == without["tokens"] and without["count"] < found["count"]
+    without = server.post(
+        "/tokenize", json={"messages": MESSAGES, "add_generation_prompt": False}
+    ).json()
+    assert (
+        found["tokens"][: without["count"]] == without["tokens"]
+        and without["count"] < found["count"]
+    )
 
 
 def test_tokenizer_info(server: httpx.Client) -> None:
     found = server.get("/tokenizer_info").json()
-    assert found["eos_token"] == "<|im_end|>" and found["bos_token"] is None and "im_start" in found["chat_template"] and found["vocab_size"] == 2048
+    assert (
+        found["eos_token"] == "<|im_end|>"
+        and found["bos_token"] is None
+        and "im_start" in found["chat_template"]
+        and found["vocab_size"] == 2048
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,13 +54,19 @@ def test_tokenizer_info(server: httpx.Client) -> None:
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "messages"),
         ("/tokenize", {"prompt": 3}, "prompt"),
-        ("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+        (
+            "/tokenize",
+            {"messages": MESSAGES, "chat_template_kwargs": {"tools": []}},
+            "chat_template_kwargs.tools",
+        ),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {"tokens": [2048]}, "tokens"),
     ],
 )
-def test_what_is_wrong_is_named(server: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
+def test_what_is_wrong_is_named(
+    server: httpx.Client, path: str, body: dict[str, Any], param: str
+) -> None:
     answer = server.post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

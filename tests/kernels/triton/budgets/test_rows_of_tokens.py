@@ -1,6 +1,6 @@
-"""Budgets of what works on each token's row by itself: activation, rotary embedding, rows of tables, the writing of the cache.
-May know: the wrappers, model sizes.
-Must not know: what they compute."""
+"""Budgets of what works on each token's row by itself: activation, rotary embedding, rows of
+tables, the writing of the cache.
+"""
 
 import pytest
 import torch
@@ -9,19 +9,35 @@ from quire.tests.kernels.triton.budget import Budget, bf16, combinations, f32, i
 
 
 def rotate(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    query, key, _ = bf16(64, num_heads + 2 * num_kv_heads, head_dim).split((num_heads, num_kv_heads, num_kv_heads), 1)
+    query, key, _ = bf16(64, num_heads + 2 * num_kv_heads, head_dim).split(
+        (num_heads, num_kv_heads, num_kv_heads), 1
+    )
     rotary.rotary_embedding(i64(64), query, key, f32(4096, head_dim))
 
 
-def rotate_and_store(num_heads: int, num_kv_heads: int, head_dim: int, norm: bool, cache_dtype: torch.dtype = torch.bfloat16) -> None:
-    query, key, value = bf16(64, num_heads + 2 * num_kv_heads, head_dim).split((num_heads, num_kv_heads, num_kv_heads), 1)
+def rotate_and_store(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    norm: bool,
+    cache_dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    query, key, value = bf16(64, num_heads + 2 * num_kv_heads, head_dim).split(
+        (num_heads, num_kv_heads, num_kv_heads), 1
+    )
     caches = (torch.empty(9, 16, num_kv_heads, head_dim, dtype=cache_dtype) for _ in range(2))
     norms = (bf16(head_dim), bf16(head_dim), 1e-6) if norm else (None, None, 0.0)
-    rotary.fused_qk_rope_reshape_and_cache(i64(64), query, key, value, f32(4096, head_dim), *caches, i64(64), *norms)
+    rotary.fused_qk_rope_reshape_and_cache(
+        i64(64), query, key, value, f32(4096, head_dim), *caches, i64(64), *norms
+    )
 
 
-def store(num_heads: int, num_kv_heads: int, head_dim: int, cache_dtype: torch.dtype = torch.bfloat16) -> None:
-    _, key, value = bf16(64, num_heads + 2 * num_kv_heads, head_dim).split((num_heads, num_kv_heads, num_kv_heads), 1)
+def store(
+    num_heads: int, num_kv_heads: int, head_dim: int, cache_dtype: torch.dtype = torch.bfloat16
+) -> None:
+    _, key, value = bf16(64, num_heads + 2 * num_kv_heads, head_dim).split(
+        (num_heads, num_kv_heads, num_kv_heads), 1
+    )
     caches = (torch.empty(9, 16, num_kv_heads, head_dim, dtype=cache_dtype) for _ in range(2))
     kv_cache.reshape_and_cache(key, value, *caches, i64(64))
 
@@ -38,10 +54,24 @@ BUDGETS = [
     Budget("gather_rows", lambda: rows.embedding(i32(64), bf16(1000, 896)), registers=32),
     Budget("rotary, D = 128", lambda: rotate(28, 4, 128), registers=64),
     Budget("rotary and cache, D = 64", lambda: rotate_and_store(14, 2, 64, False), registers=64),
-    Budget("rotary and cache, norms, D = 128", lambda: rotate_and_store(16, 8, 128, True), registers=80),
+    Budget(
+        "rotary and cache, norms, D = 128", lambda: rotate_and_store(16, 8, 128, True), registers=80
+    ),
     Budget("reshape_and_cache", lambda: store(28, 4, 128), registers=48),
-    Budget("rotary and fp8 cache", lambda: rotate_and_store(16, 8, 128, True, FP8), registers=64, contains=SATURATING, archs=(90,)),
-    Budget("reshape_and_cache, fp8", lambda: store(28, 4, 128, FP8), registers=32, contains=SATURATING, archs=(90,)),
+    Budget(
+        "rotary and fp8 cache",
+        lambda: rotate_and_store(16, 8, 128, True, FP8),
+        registers=64,
+        contains=SATURATING,
+        archs=(90,),
+    ),
+    Budget(
+        "reshape_and_cache, fp8",
+        lambda: store(28, 4, 128, FP8),
+        registers=32,
+        contains=SATURATING,
+        archs=(90,),
+    ),
     Budget("copy_blocks", lambda: copy(4, 128), registers=56),
 ]
 

@@ -1,6 +1,4 @@
-"""Budgets of the sampling kernels, for a vocabulary of 151 936 tokens.
-May know: the wrappers, their kernels' names, model sizes.
-Must not know: what they compute."""
+"""Budgets of the sampling kernels, for a vocabulary of 151 936 tokens."""
 
 import pytest
 import torch
@@ -8,7 +6,14 @@ from quire.kernels.triton import logits, logprobs, noise, sampling
 from quire.tests.kernels.triton.budget import WIDE_LOAD, Budget, combinations, f32, i32, i64
 
 B, V, N = 64, 151_936, 640
-READS_ROWS = {"first_of_chunk_kernel", "tally_kernel", "list_kernel", "find_cuts_kernel", "draw_kernel", "chunk_logprobs_kernel"}
+READS_ROWS = {
+    "first_of_chunk_kernel",
+    "tally_kernel",
+    "list_kernel",
+    "find_cuts_kernel",
+    "draw_kernel",
+    "chunk_logprobs_kernel",
+}
 
 
 def sample() -> torch.Tensor:
@@ -23,15 +28,41 @@ def penalize() -> None:
     logits.apply_penalties(f32(B, V), i64(N), i64(N), i32(N), f32(N), f32(N), f32(N))
 
 
-# Of the launches only those that read whole rows have anything wide to load: test_budget looks at each.
+# Of the launches only those that read whole rows have anything wide to load: test_budget looks at
+# each.
 BUDGETS = [
-    Budget("argmax", lambda: sampling.argmax(f32(B, V)), registers=64, launches=2, wide_loads=False),
+    Budget(
+        "argmax", lambda: sampling.argmax(f32(B, V)), registers=64, launches=2, wide_loads=False
+    ),
     Budget("sample_tokens", sample, registers=136, shared=16 * 1024, launches=6, wide_loads=False),
-    Budget("sample_tokens, no filters", sample_unfiltered, registers=136, shared=16 * 1024, launches=3, wide_loads=False),
-    Budget("random_gumbel", lambda: noise.random_gumbel(i64(B), i64(B), V), registers=64, wide_loads=False),
-    Budget("gather_logprobs, 20", lambda: logprobs.gather_logprobs(f32(B, V), i64(B), 20), registers=128, launches=2, wide_loads=False),
+    Budget(
+        "sample_tokens, no filters",
+        sample_unfiltered,
+        registers=136,
+        shared=16 * 1024,
+        launches=3,
+        wide_loads=False,
+    ),
+    Budget(
+        "random_gumbel",
+        lambda: noise.random_gumbel(i64(B), i64(B), V),
+        registers=64,
+        wide_loads=False,
+    ),
+    Budget(
+        "gather_logprobs, 20",
+        lambda: logprobs.gather_logprobs(f32(B, V), i64(B), 20),
+        registers=128,
+        launches=2,
+        wide_loads=False,
+    ),
     Budget("apply_penalties", penalize, registers=40, wide_loads=False),
-    Budget("apply_grammar_bitmask", lambda: logits.apply_grammar_bitmask(f32(B, V), i32(B, V // 32), i64(B)), registers=40, wide_loads=False),
+    Budget(
+        "apply_grammar_bitmask",
+        lambda: logits.apply_grammar_bitmask(f32(B, V), i32(B, V // 32), i64(B)),
+        registers=40,
+        wide_loads=False,
+    ),
 ]
 
 

@@ -1,6 +1,6 @@
-"""Budgets of what works on a step's state: few registers, one launch each, and one compilation for all steps.
-May know: the wrappers, a decode's and a prompt's sizes.
-Must not know: what they compute."""
+"""Budgets of what works on a step's state: few registers, one launch each, and one compilation for
+all steps.
+"""
 
 import pytest
 import torch
@@ -12,18 +12,41 @@ TABLES = i32(256, 32768), i32(256, 2048)
 
 def prepare(num_requests: int, num_rows: int, num_tokens: int, width: int) -> None:
     rows = i32(num_requests), i32(num_requests), i32(num_requests + 1)
-    slots.prepare_step_inputs(*rows, *TABLES, 16, i32(num_tokens), i64(num_tokens), i64(num_tokens), i32(num_rows), i32(num_rows, width))
+    slots.prepare_step_inputs(
+        *rows,
+        *TABLES,
+        16,
+        i32(num_tokens),
+        i64(num_tokens),
+        i64(num_tokens),
+        i32(num_rows),
+        i32(num_rows, width),
+    )
 
 
 def append(num_rows: int) -> None:
     is_finite = torch.empty(num_rows, dtype=torch.bool)
-    slots.append_sampled_tokens(TABLES[0], i32(num_rows), i64(num_rows), i64(num_rows), is_finite, i32(num_rows))
+    slots.append_sampled_tokens(
+        TABLES[0], i32(num_rows), i64(num_rows), i64(num_rows), is_finite, i32(num_rows)
+    )
 
 
 BUDGETS = [
-    Budget("write_runs", lambda: slots.write_runs(i32(2**24), i64(5), i32(6), i32(9000)), registers=48, wide_loads=False),
-    Budget("prepare_step_inputs", lambda: prepare(64, 64, 64, 2048), registers=80, wide_loads=False),
-    Budget("gather_sampling_parameters", lambda: slots.gather_sampling_parameters(i32(256, 8), i32(64)), registers=40, wide_loads=False),
+    Budget(
+        "write_runs",
+        lambda: slots.write_runs(i32(2**24), i64(5), i32(6), i32(9000)),
+        registers=48,
+        wide_loads=False,
+    ),
+    Budget(
+        "prepare_step_inputs", lambda: prepare(64, 64, 64, 2048), registers=80, wide_loads=False
+    ),
+    Budget(
+        "gather_sampling_parameters",
+        lambda: slots.gather_sampling_parameters(i32(256, 8), i32(64)),
+        registers=40,
+        wide_loads=False,
+    ),
     Budget("append_sampled_tokens", lambda: append(64), registers=32, wide_loads=False),
 ]
 
@@ -34,10 +57,18 @@ def test_budget(budget, arch):
 
 
 def test_no_size_of_a_step_compiles_anew():
-    """Whatever is not a table's width: else a request would wait a second for a kernel that nobody has asked for yet."""
+    """Whatever is not a table's width: else a request would wait a second for a kernel that nobody
+    has asked for yet.
+    """
 
     def all_sizes() -> None:
-        for count, tokens, width in ((1, 1, 1), (1, 16, 3), (3, 3, 2048), (16, 16, 16), (17, 4096, 2000)):
+        for count, tokens, width in (
+            (1, 1, 1),
+            (1, 16, 3),
+            (3, 3, 2048),
+            (16, 16, 16),
+            (17, 4096, 2000),
+        ):
             prepare(count, count, tokens, width)
             prepare(count, count + 3, count + 3, 2048)
             append(count)

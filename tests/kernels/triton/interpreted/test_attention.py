@@ -1,8 +1,8 @@
-"""Paged attention in Triton's interpreter: lengths around every boundary, windows, soft-caps, and bits that depend on the context alone.
-May know: the wrapper, the shapes that it chooses, the cases.
-Must not know: how programs share out the work.
+"""Paged attention in Triton's interpreter: lengths around every boundary, windows, soft-caps, and
+bits that depend on the context alone.
 
-Slots that no request owns hold NaN, block tables end in blocks that do not exist, and results are NaN until they are stored.
+Slots that no request owns hold NaN, block tables end in blocks that do not exist, and results are
+NaN until they are stored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def truth(case: cases.Case, dtype: torch.dtype, window: int = 0, softcap: float 
     for row, (query_len, length) in enumerate(zip(metadata.query_lens, metadata.seq_lens_list)):
         for position in range(length - query_len, length):
             first = max(position + 1 - window, 0) if window else 0
-            where = tuple(index[first : position + 1] for index in cases.context_slots(metadata, row, keys.shape[1]))
+            where = tuple(
+                index[first : position + 1]
+                for index in cases.context_slots(metadata, row, keys.shape[1])
+            )
             k, v = (cache[where].repeat_interleave(group, 1) for cache in (keys, values))
             logits = torch.einsum("hd,khd->hk", query[token], k) * scale
             logits = softcap * torch.tanh(logits / softcap) if softcap else logits
@@ -45,12 +48,19 @@ def truth(case: cases.Case, dtype: torch.dtype, window: int = 0, softcap: float 
 
 def check_bf16(case: cases.Case, **options) -> Tensor:
     """Error at most 1.5 times that of torch's own attention."""
-    result, (exact,), (torchs,) = attend(*case.args, **options), case.truth(torch.float64), case.truth(case.args[0].dtype)
-    assert root_mean_square(result.double() - exact) <= 1.5 * root_mean_square(torchs.double() - exact)
+    result, (exact,), (torchs,) = (
+        attend(*case.args, **options),
+        case.truth(torch.float64),
+        case.truth(case.args[0].dtype),
+    )
+    assert root_mean_square(result.double() - exact) <= 1.5 * root_mean_square(
+        torchs.double() - exact
+    )
     return result
 
 
-LENGTHS = [1, TILE - 1, TILE, TILE + 1, 2 * TILE, 2 * TILE + 1, 5 * TILE + 7]  # a piece has two tiles
+# a piece has two tiles
+LENGTHS = [1, TILE - 1, TILE, TILE + 1, 2 * TILE, 2 * TILE + 1, 5 * TILE + 7]
 
 
 def test_decodes_around_the_ends_of_tiles_and_pieces():
@@ -61,19 +71,38 @@ def test_decodes_around_the_ends_of_tiles_and_pieces():
 
 
 def test_a_decode_has_the_same_bits_in_any_batch():
-    """Alone, among others, between requests of length 0 that pad a graph's batch, and however many programs share it."""
+    """Alone, among others, between requests of length 0 that pad a graph's batch, and however many
+    programs share it.
+    """
     torch.manual_seed(1)
-    query, keys, values, metadata, scale = cases.attention_case([1] * 3, [3, 6 * TILE + 5, 3 * TILE], (3, 1, 64), 32, BF16).args
+    query, keys, values, metadata, scale = cases.attention_case(
+        [1] * 3, [3, 6 * TILE + 5, 3 * TILE], (3, 1, 64), 32, BF16
+    ).args
     expected = attend(query, keys, values, metadata, scale, num_programs=1)
     for num_programs, rows in ((2, [1]), (5, [2, -1, 1, -1, 0])):
         index = torch.tensor(rows)
         lengths = torch.where(index < 0, 0, metadata.seq_lens[index]).int()
-        starts, slots = torch.arange(len(rows) + 1, dtype=torch.int32), torch.zeros(len(rows), dtype=torch.int64)
+        starts, slots = (
+            torch.arange(len(rows) + 1, dtype=torch.int32),
+            torch.zeros(len(rows), dtype=torch.int64),
+        )
         # The host's lengths are not asked for: under a graph they would be those of its capture.
-        some = AttentionMetadata(starts, lengths, metadata.block_tables[index], slots, len(rows), [1] * len(rows), [])
+        some = AttentionMetadata(
+            starts, lengths, metadata.block_tables[index], slots, len(rows), [1] * len(rows), []
+        )
         for one_launch in (True, False):
-            result = attend(query[index], keys, values, some, scale, num_programs=num_programs, one_launch=one_launch)
-            assert torch.equal(result, torch.where((index < 0)[:, None, None], 0, expected[index])), (num_programs, rows, one_launch)
+            result = attend(
+                query[index],
+                keys,
+                values,
+                some,
+                scale,
+                num_programs=num_programs,
+                one_launch=one_launch,
+            )
+            assert torch.equal(
+                result, torch.where((index < 0)[:, None, None], 0, expected[index])
+            ), (num_programs, rows, one_launch)
 
 
 def test_counters_serve_the_next_layer():
@@ -81,30 +110,46 @@ def test_counters_serve_the_next_layer():
     case = cases.attention_case([1], [6 * TILE], (2, 1, 64), 16, BF16)
     first, second = attend(*case.args, num_programs=3), attend(*case.args, num_programs=3)
     assert torch.equal(first, second) and not first.isnan().any()
-    (*_, counters) = next(value for key, value in case.args[3].scratch.items() if key[0] == "triton decode")
+    (*_, counters) = next(
+        value for key, value in case.args[3].scratch.items() if key[0] == "triton decode"
+    )
     assert not counters.any()
 
 
 def test_long_contexts_have_larger_pieces():
-    """Beyond MAX_PIECES pieces of the least size. Heads of 72 are padded to 128; their tiles in fp32 have 16 keys."""
+    """Beyond MAX_PIECES pieces of the least size.
+
+    Heads of 72 are padded to 128; their tiles in fp32 have 16 keys.
+    """
     torch.manual_seed(3)
-    assert attention.decode_shape(2, 128, FP32)["TILE"] * attention.MIN_TILES * attention.MAX_PIECES == 1024
+    assert (
+        attention.decode_shape(2, 128, FP32)["TILE"] * attention.MIN_TILES * attention.MAX_PIECES
+        == 1024
+    )
     case = cases.attention_case([1], [1100], (2, 1, 72), 8, FP32)
-    assert root_mean_square(attend(*case.args, num_programs=4) - case.truth(torch.float64)[0]) < 1e-6
+    assert (
+        root_mean_square(attend(*case.args, num_programs=4) - case.truth(torch.float64)[0]) < 1e-6
+    )
 
 
 def test_prefills_around_the_ends_of_blocks_and_tiles():
     """A program serves 18 tokens of 7 query heads."""
     torch.manual_seed(4)
     assert attention.prefill_shape(7, 64, BF16, 90)["ROWS"] // 7 == 18
-    check_bf16(cases.attention_case([1, 17, 18, 19, 2], [TILE + 1, 17, TILE, TILE + 1, 2 * TILE + 1], (7, 1, 64), 16, BF16))
+    check_bf16(
+        cases.attention_case(
+            [1, 17, 18, 19, 2], [TILE + 1, 17, TILE, TILE + 1, 2 * TILE + 1], (7, 1, 64), 16, BF16
+        )
+    )
 
 
 def test_chunks_equal_the_whole():
     """To a step of bf16: numpy's sums in a product of matrices depend on which row it is."""
     torch.manual_seed(5)
     total, block_size = 150, 16
-    query, keys, values, whole, scale = cases.attention_case([total], [total], (4, 1, 64), block_size, BF16).args
+    query, keys, values, whole, scale = cases.attention_case(
+        [total], [total], (4, 1, 64), block_size, BF16
+    ).args
     for window in (0, 50):
         expected, start = attend(query, keys, values, whole, scale, sliding_window=window), 0
         for size in (1, 30, 33, 2, 84):
@@ -116,9 +161,14 @@ def test_chunks_equal_the_whole():
             start = end
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (40, 2.0), (64, 0.0), (1000, 0.0), (0, 2.0)])
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(1, 0.0), (40, 2.0), (64, 0.0), (1000, 0.0), (0, 2.0)]
+)
 def test_windows_and_softcaps(window, softcap):
-    """Decodes and prefills; tiles have 32 keys. What lies before all windows may hold anything, in blocks that exist no more."""
+    """Decodes and prefills; tiles have 32 keys.
+
+    What lies before all windows may hold anything, in blocks that exist no more.
+    """
     torch.manual_seed(6)
     query_lens, lengths = [1, 1, 3, 20], [5, 150, 100, 20]
     case = cases.attention_case(query_lens, lengths, (3, 1, 48), 8, FP32)
@@ -131,10 +181,19 @@ def test_windows_and_softcaps(window, softcap):
             for cache in case.args[1:3]:
                 cache[where] = math.nan
             metadata.block_tables[row, : gone // 8] = cases.FOREIGN_BLOCK
-    assert root_mean_square(attend(*case.args, sliding_window=window, softcap=softcap, num_programs=2) - expected) < 1e-6
+    assert (
+        root_mean_square(
+            attend(*case.args, sliding_window=window, softcap=softcap, num_programs=2) - expected
+        )
+        < 1e-6
+    )
 
 
-@pytest.mark.parametrize(("head_dim", "block_size", "dtype"), [(80, 128, torch.float16), (96, 64, BF16), (256, 8, BF16), (8, 1, torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "dtype"),
+    [(80, 128, torch.float16), (96, 64, BF16), (256, 8, BF16), (8, 1, torch.float16)],
+    ids=str,
+)
 def test_heads_and_blocks_of_other_sizes(head_dim, block_size, dtype):
     """A block of 64 or more is looked up once for all of a tile."""
     torch.manual_seed(7)
@@ -142,24 +201,44 @@ def test_heads_and_blocks_of_other_sizes(head_dim, block_size, dtype):
 
 
 def test_an_fp8_cache():
-    """As one in bf16 that holds the same numbers, rounded to fp8 and scaled; a NaN of fp8 is none's business either."""
+    """As one in bf16 that holds the same numbers, rounded to fp8 and scaled; a NaN of fp8 is none's
+    business either.
+    """
     torch.manual_seed(9)
-    query, keys, values, metadata, scale = cases.attention_case([1, 12], [200, 70], (4, 2, 64), 16, BF16).args
+    query, keys, values, metadata, scale = cases.attention_case(
+        [1, 12], [200, 70], (4, 2, 64), 16, BF16
+    ).args
     small = [(cache * 4).to(torch.float8_e4m3fn) for cache in (keys, values)]
     result = attend(query, *small, metadata, scale, key_scale=0.25, value_scale=0.5)
-    same = cases.Case("fp8", (query, small[0].to(BF16) / 4, small[1].to(BF16) / 2, metadata, scale), cases.attention_own)
+    same = cases.Case(
+        "fp8",
+        (query, small[0].to(BF16) / 4, small[1].to(BF16) / 2, metadata, scale),
+        cases.attention_own,
+    )
     exact, torchs = same.truth(torch.float64)[0], same.truth(BF16)[0]
-    assert root_mean_square(result.double() - exact) <= 1.5 * root_mean_square(torchs.double() - exact)
+    assert root_mean_square(result.double() - exact) <= 1.5 * root_mean_square(
+        torchs.double() - exact
+    )
 
 
 def test_a_capture_takes_nothing_from_the_run_before_it(monkeypatch):
-    """What that leaves in the metadata's scratch is freed with the metadata, while the graph lives on."""
-    query, keys, values, metadata, scale = cases.attention_case([1], [300], (2, 1, 64), 16, BF16).args
+    """What that leaves in the metadata's scratch is freed with the metadata, while the graph lives
+    on.
+    """
+    query, keys, values, metadata, scale = cases.attention_case(
+        [1], [300], (2, 1, 64), 16, BF16
+    ).args
     attend(query, keys, values, metadata, scale, num_programs=2)
     before = {tensor.data_ptr() for tensors in metadata.scratch.values() for tensor in tensors}
     used = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(attention, "decode_kernel", type("Kernel", (), {"__getitem__": lambda self, grid: lambda *args, **_: used.extend(args)})())
+    monkeypatch.setattr(
+        attention,
+        "decode_kernel",
+        type(
+            "Kernel", (), {"__getitem__": lambda self, grid: lambda *args, **_: used.extend(args)}
+        )(),
+    )
     on_gpu = query.as_subclass(type("OnGpu", (Tensor,), {"is_cuda": True}))
     attend(on_gpu, keys, values, metadata, scale, num_programs=2)
     assert used and not before & {arg.data_ptr() for arg in used if isinstance(arg, Tensor)}
@@ -167,7 +246,9 @@ def test_a_capture_takes_nothing_from_the_run_before_it(monkeypatch):
 
 def test_caches_that_are_views():
     torch.manual_seed(8)
-    query, keys, values, metadata, scale = cases.attention_case([1, 4], [40, 70], (2, 2, 64), 16, BF16).args
+    query, keys, values, metadata, scale = cases.attention_case(
+        [1, 4], [40, 70], (2, 2, 64), 16, BF16
+    ).args
     both = torch.stack((keys, values), 1)  # [num_blocks, 2, block_size, NKV, D]
     expected = attend(query, keys, values, metadata, scale)
     assert torch.equal(attend(query, both[:, 0], both[:, 1], metadata, scale), expected)

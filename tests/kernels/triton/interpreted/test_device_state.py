@@ -1,6 +1,6 @@
-"""Steps of a tiny model with its state on the device, in the interpreter, a chunk, a look ahead and a reused slot among them: the reference's tokens.
-May know: the runner, the messages, the registry.
-Must not know: any kernel."""
+"""Steps of a tiny model with its state on the device, in the interpreter, a chunk, a look ahead and
+a reused slot among them: the reference's tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from quire.tests.kernels.triton import guard  # noqa: F401  patches the interpre
 from quire.tests.kernels.triton.interpreted.test_model import BLOCK_SIZE, build
 
 NUM_SLOTS, MAX_LEN, CPU = 3, 64, torch.device("cpu")
-GREEDY, DRAWN = SamplingParams(temperature=0.0, seed=0), SamplingParams(temperature=0.9, top_k=40, top_p=0.9, seed=5)
+GREEDY, DRAWN = (
+    SamplingParams(temperature=0.0, seed=0),
+    SamplingParams(temperature=0.9, top_k=40, top_p=0.9, seed=5),
+)
 
 
 def make_runner(device: str) -> ModelRunner:
@@ -31,10 +34,19 @@ def new(slot: int, tokens: list[int], params: SamplingParams) -> NewRequestData:
 
 
 STEPS = [
-    SchedulerOutput(0, [0, 2], [3, 10], [0, 0], [[1], [2, 3]], [new(0, [5, 6, 7], GREEDY), new(2, list(range(17)), DRAWN)]),
+    SchedulerOutput(
+        0,
+        [0, 2],
+        [3, 10],
+        [0, 0],
+        [[1], [2, 3]],
+        [new(0, [5, 6, 7], GREEDY), new(2, list(range(17)), DRAWN)],
+    ),
     SchedulerOutput(1, [0, 2], [1, 7], [3, 10], [[], []]),  # a decode beside the rest of a prompt
     SchedulerOutput(2, [0, 2], [1, 1], [4, 17], [[], []], num_lookahead_tokens=[1, 0]),
-    SchedulerOutput(3, [2, 0], [1, 4], [18, 0], [[], [8]], [new(0, [9, 8, 7, 6], DRAWN)], freed_slots=[0]),
+    SchedulerOutput(
+        3, [2, 0], [1, 4], [18, 0], [[], [8]], [new(0, [9, 8, 7, 6], DRAWN)], freed_slots=[0]
+    ),
 ]
 
 
@@ -43,7 +55,9 @@ def test_the_tokens_of_the_reference():
     expected = [reference.execute_model(step) for step in STEPS]
     runner.keep_state_on_device(copies)
     copies.forget()
-    runner.program = GraphedStep(runner.model, runner.ops, NUM_SLOTS, MAX_LEN, BLOCK_SIZE, CPU, FakeCapture())
+    runner.program = GraphedStep(
+        runner.model, runner.ops, NUM_SLOTS, MAX_LEN, BLOCK_SIZE, CPU, FakeCapture()
+    )
     launched = [runner.launch_model(step) for step in STEPS]
     assert copies.events == [f"launched {n}" for n in range(len(STEPS))]
     assert [step.result() for step in launched] == expected

@@ -1,6 +1,4 @@
-"""The guard itself: each kind of fault is caught, and bf16 is rounded as torch rounds it.
-May know: the guard, Triton.
-Must not know: any kernel of Quire."""
+"""The guard itself: each kind of fault is caught, and bf16 is rounded as torch rounds it."""
 
 import pytest
 import torch
@@ -13,7 +11,11 @@ from triton.runtime.errors import InterpreterError
 @triton.jit
 def copy_kernel(x_ptr, out_ptr, n, shift, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + i, tl.load(x_ptr + i + shift, mask=i < n).to(tl.float32).to(out_ptr.dtype.element_ty), mask=i < n)
+    tl.store(
+        out_ptr + i,
+        tl.load(x_ptr + i + shift, mask=i < n).to(tl.float32).to(out_ptr.dtype.element_ty),
+        mask=i < n,
+    )
 
 
 @triton.jit
@@ -28,7 +30,9 @@ def meet_kernel(x_ptr, WRITE: tl.constexpr, ATOMIC: tl.constexpr):
 
 
 @triton.jit
-def last_sums_kernel(x_ptr, count_ptr, out_ptr, N: tl.constexpr, ORDER: tl.constexpr, EARLY: tl.constexpr):
+def last_sums_kernel(
+    x_ptr, count_ptr, out_ptr, N: tl.constexpr, ORDER: tl.constexpr, EARLY: tl.constexpr
+):
     """Each program stores an element; the last one adds them up."""
     if EARLY == 0:
         tl.store(x_ptr + tl.program_id(0), 1.0)
@@ -46,7 +50,16 @@ def add_kernel(x_ptr, out_ptr):
 
 @triton.jit
 def sum_kernel(x_ptr, out_ptr):
-    tl.store(out_ptr, tl.sum(tl.load(x_ptr + tl.arange(0, 4)).to(tl.float32).to(tl.bfloat16, bitcast=False).reshape(2, 2), axis=1).max(0))
+    tl.store(
+        out_ptr,
+        tl.sum(
+            tl.load(x_ptr + tl.arange(0, 4))
+            .to(tl.float32)
+            .to(tl.bfloat16, bitcast=False)
+            .reshape(2, 2),
+            axis=1,
+        ).max(0),
+    )
 
 
 @triton.jit
@@ -56,8 +69,21 @@ def dot_kernel(a_ptr, b_ptr, out_ptr):
 
 
 def test_rounding_is_torchs():
-    x = torch.cat((torch.randn(3000), torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.3895e38, 1e-40])))
-    x = torch.cat((x, (x.to(torch.bfloat16).view(torch.int16).to(torch.int32) << 16 | 0x8000).view(torch.float32)[:3000]))  # halfway
+    x = torch.cat(
+        (
+            torch.randn(3000),
+            torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.3895e38, 1e-40]),
+        )
+    )
+    # halfway
+    x = torch.cat(
+        (
+            x,
+            (x.to(torch.bfloat16).view(torch.int16).to(torch.int32) << 16 | 0x8000).view(
+                torch.float32
+            )[:3000],
+        )
+    )
     out = torch.empty(len(x), dtype=torch.bfloat16)
     copy_kernel[(1,)](x, out, len(x), 0, BLOCK=8192)
     assert torch.equal(out.nan_to_num(7), x.to(torch.bfloat16).nan_to_num(7))
@@ -125,4 +151,7 @@ def test_arithmetic_in_bf16_is_refused():
 
 
 def test_memory_is_poisoned():
-    assert torch.empty(3).isnan().all() and torch.empty_like(torch.zeros(2, dtype=torch.bfloat16)).isnan().all()
+    assert (
+        torch.empty(3).isnan().all()
+        and torch.empty_like(torch.zeros(2, dtype=torch.bfloat16)).isnan().all()
+    )

@@ -1,6 +1,6 @@
-"""fp16, which a GPU takes and a CPU does not: the kernels that no other test runs in it, against torch in fp64.
-May know: the cases, the registry.
-Must not know: any implementation."""
+"""fp16, which a GPU takes and a CPU does not: the kernels that no other test runs in it, against
+torch in fp64.
+"""
 
 import dataclasses
 
@@ -10,9 +10,19 @@ from quire.kernels import registry
 from quire.tests.kernels import cases
 from quire.tests.kernels.test_parity import check_close
 
-OPS = ("embedding", "rms_norm", "fused_add_rms_norm", "silu_and_mul", "reshape_and_cache", "fused_qk_rope_reshape_and_cache", "copy_blocks")
+OPS = (
+    "embedding",
+    "rms_norm",
+    "fused_add_rms_norm",
+    "silu_and_mul",
+    "reshape_and_cache",
+    "fused_qk_rope_reshape_and_cache",
+    "copy_blocks",
+)
 
-ROUNDING = 2.0**-12  # half of what one rounding changes at most: rms_norm rounds twice, as transformers does, and torch's own once
+# half of what one rounding changes at most: rms_norm rounds twice, as transformers does, and
+# torch's own once
+ROUNDING = 2.0**-12
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -20,6 +30,8 @@ def test_agrees_with_torch_in_fp64(op):
     torch.manual_seed(0)
     registry.import_implementations("cuda")
     implementation = next(i for i in registry.implementations(op) if i.name == "triton")
-    implementation = dataclasses.replace(implementation, function=cases.on_gpu(implementation.function))
+    implementation = dataclasses.replace(
+        implementation, function=cases.on_gpu(implementation.function)
+    )
     for case in cases.MODEL_OPS[op](torch.float16):
         check_close(case, implementation, torch.float16, ROUNDING)

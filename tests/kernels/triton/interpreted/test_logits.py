@@ -1,6 +1,6 @@
-"""What changes logits and what reads log-probabilities off them, in the interpreter, against the reference: bit by bit but for logarithms.
-May know: the Triton kernels, the reference.
-Must not know: how rows are divided, but for the sizes at which they are."""
+"""What changes logits and what reads log-probabilities off them, in the interpreter, against the
+reference: bit by bit but for logarithms.
+"""
 
 import math
 
@@ -12,7 +12,10 @@ from quire.kernels.triton import logits as triton_logits
 from quire.kernels.triton import logprobs as triton_logprobs
 from quire.tests.kernels.triton import guard  # noqa: F401  patches the interpreter
 
-pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encountered:RuntimeWarning")  # numpy's, in lanes that are masked
+# numpy's, in lanes that are masked
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(invalid value|divide by zero) encountered:RuntimeWarning"
+)
 
 
 @pytest.mark.parametrize("num_pairs", [0, 1, 700])
@@ -26,7 +29,10 @@ def test_penalties_are_the_references_bits(num_pairs):
     counts = torch.randint(0, 4, (num_pairs,), dtype=torch.int32)
     penalties = torch.rand(num_pairs) + 0.5, torch.randn(num_pairs), torch.randn(num_pairs)
     given, expected = logits.clone(), logits.clone()
-    for function, rows in ((triton_logits.apply_penalties, given), (reference.apply_penalties, expected)):
+    for function, rows in (
+        (triton_logits.apply_penalties, given),
+        (reference.apply_penalties, expected),
+    ):
         function(rows, pairs // 500, pairs % 500, counts, *penalties)
     assert torch.equal(given.view(torch.int32), expected.view(torch.int32))
 
@@ -39,7 +45,10 @@ def test_masks_are_the_references(vocab_size):
     bitmask = torch.randint(-(2**31), 2**31 - 1, (4, -(-vocab_size // 32)), dtype=torch.int32)
     bitmask[2], bitmask[3] = 0, -1
     given, expected = memory.clone(), memory.clone()
-    for function, rows in ((triton_logits.apply_grammar_bitmask, given), (grammar.apply_grammar_bitmask, expected)):
+    for function, rows in (
+        (triton_logits.apply_grammar_bitmask, given),
+        (grammar.apply_grammar_bitmask, expected),
+    ):
         function(rows[:, :vocab_size], bitmask, torch.tensor([4, 0, 5, 2]))
     assert torch.equal(given, expected)
     triton_logits.apply_grammar_bitmask(given, bitmask[:0], torch.zeros(0, dtype=torch.int64))
@@ -48,10 +57,15 @@ def test_masks_are_the_references(vocab_size):
 
 @pytest.mark.parametrize(("vocab_size", "counts"), [(1, (0, 1)), (65, (0, 20, 65)), (8193, (3,))])
 def test_log_probabilities_are_the_references(vocab_size, counts):
-    """Values to rounding, all else exactly (but the order of masked tokens); one row with a NaN spoils only itself."""
+    """Values to rounding, all else exactly (but the order of masked tokens); one row with a NaN
+    spoils only itself.
+    """
     torch.manual_seed(vocab_size)
     size = vocab_size + 3  # so that rows are further apart than they are long
-    logits = (torch.stack([torch.randperm(size) for _ in range(4)]) * (20 / size) - 10)[:, :vocab_size]  # all different
+    # all different
+    logits = (torch.stack([torch.randperm(size) for _ in range(4)]) * (20 / size) - 10)[
+        :, :vocab_size
+    ]
     logits[1, vocab_size // 3 :] = -math.inf
     logits[1, 0] = 1.0
     token_ids = torch.randint(0, vocab_size, (4,))
@@ -60,20 +74,33 @@ def test_log_probabilities_are_the_references(vocab_size, counts):
         expected = reference.gather_logprobs(logits, token_ids, k)
         given = triton_logprobs.gather_logprobs(logits, token_ids, k)
         check_logprobs(given, expected, torch.tensor([0, 2, 3]))
-        assert torch.equal(given[0][1, : 1 + min(k, vocab_size // 3)], expected[0][1, : 1 + min(k, vocab_size // 3)])
+        assert torch.equal(
+            given[0][1, : 1 + min(k, vocab_size // 3)],
+            expected[0][1, : 1 + min(k, vocab_size // 3)],
+        )
         torch.testing.assert_close(given[1][1], expected[1][1], rtol=1e-6, atol=1e-5)
     logits[2] = math.nan
-    check_logprobs(triton_logprobs.gather_logprobs(logits, token_ids, counts[-1]), expected, torch.tensor([0, 3]))
+    check_logprobs(
+        triton_logprobs.gather_logprobs(logits, token_ids, counts[-1]),
+        expected,
+        torch.tensor([0, 3]),
+    )
 
 
-def check_logprobs(given: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], rows: torch.Tensor) -> None:
+def check_logprobs(
+    given: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], rows: torch.Tensor
+) -> None:
     assert [column.dtype for column in given] == [torch.int32, torch.float32, torch.int32]
     for mine, theirs in zip(given, expected, strict=True):
-        torch.testing.assert_close(mine[rows], theirs[rows], rtol=1e-6, atol=1e-5 if mine.is_floating_point() else 0)
+        torch.testing.assert_close(
+            mine[rows], theirs[rows], rtol=1e-6, atol=1e-5 if mine.is_floating_point() else 0
+        )
 
 
 def test_ranks_of_equals_and_of_masked_tokens():
     logits = torch.tensor([[1.0, 3.0, 3.0, -math.inf, 0.0]]).repeat(3, 1)
     ids, logprobs, ranks = triton_logprobs.gather_logprobs(logits, torch.tensor([0, 2, 3]), 2)
     assert ranks.tolist() == [3, 1, 5] and ids[:, 1:].tolist() == [[1, 2]] * 3
-    torch.testing.assert_close(logprobs[:, 0], logits[0].log_softmax(-1)[[0, 2, 3]], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        logprobs[:, 0], logits[0].log_softmax(-1)[[0, 2, 3]], rtol=1e-6, atol=1e-6
+    )

@@ -1,6 +1,6 @@
-"""A whole tiny model on the kernels for GPUs, in the interpreter: prefill, a chunk beside a decode, decode; the logits are the reference's.
-May know: the factory, the models, the registry.
-Must not know: any kernel."""
+"""A whole tiny model on the kernels for GPUs, in the interpreter: prefill, a chunk beside a decode,
+decode; the logits are the reference's.
+"""
 
 import pytest
 import torch
@@ -13,16 +13,30 @@ from quire.kernels.ops import AttentionMetadata
 
 BLOCK_SIZE = 16
 SHAPE = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
-    "vocab_size": 100, "rms_norm_eps": 1e-6, "max_position_embeddings": 128, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
     "hidden_act": "silu",
-}  # fmt: skip
+}
 
 
 def build(model_class: type, device: str):
     """On tensors in host memory, with the operations of `device`."""
     config = model_class.parse_config(SHAPE | (WINDOWS if model_class is Qwen3ForCausalLM else {}))
-    ops = registry.select(device, torch.float32, {} if device == "cuda" else dict.fromkeys(registry.CONTRACTS, "reference"), head_dim=16)
+    ops = registry.select(
+        device,
+        torch.float32,
+        {} if device == "cuda" else dict.fromkeys(registry.CONTRACTS, "reference"),
+        head_dim=16,
+    )
     make = LayerFactory(ops, torch.float32, torch.device("cpu"))
     model = model_class(config, make, 128)
     fill_with_random_weights(model, 0, lambda stage, fraction: None, make.fill)
@@ -31,14 +45,24 @@ def build(model_class: type, device: str):
     return model, ops
 
 
-def metadata(query_lens: list[int], seq_lens: list[int], block_tables: torch.Tensor) -> tuple[torch.Tensor, AttentionMetadata]:
+def metadata(
+    query_lens: list[int], seq_lens: list[int], block_tables: torch.Tensor
+) -> tuple[torch.Tensor, AttentionMetadata]:
     """Positions too."""
     positions = torch.cat([torch.arange(n - q, n) for q, n in zip(query_lens, seq_lens)])
     rows = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
     slots = block_tables[rows, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
     starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
     num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
-    return positions, AttentionMetadata(starts, torch.tensor(seq_lens, dtype=torch.int32), block_tables, slots, num_decodes, query_lens, seq_lens)
+    return positions, AttentionMetadata(
+        starts,
+        torch.tensor(seq_lens, dtype=torch.int32),
+        block_tables,
+        slots,
+        num_decodes,
+        query_lens,
+        seq_lens,
+    )
 
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
@@ -48,7 +72,9 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers":
 def run(model_class: type, device: str) -> list[torch.Tensor]:
     model, ops = build(model_class, device)
     block_tables = torch.tensor([[7, 2], [4, 1]], dtype=torch.int32)
-    token_ids = torch.randint(0, 100, (30,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    token_ids = torch.randint(
+        0, 100, (30,), generator=torch.Generator().manual_seed(1), dtype=torch.int32
+    )
     results, taken = [], 0
     for query_lens, seq_lens in (([17, 3], [17, 3]), ([1, 3], [18, 6]), ([1, 1], [19, 7])):
         count = sum(query_lens)

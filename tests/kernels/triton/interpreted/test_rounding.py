@@ -1,6 +1,6 @@
-"""Where a contract rounds on the way, too fine a difference for the parity test: most results are then the reference's to the bit.
-May know: the wrappers, the reference.
-Must not know: how either computes."""
+"""Where a contract rounds on the way, too fine a difference for the parity test: most results are
+then the reference's to the bit.
+"""
 
 import torch
 from quire.kernels.reference import activation as reference

@@ -1,6 +1,6 @@
-"""The draw on a GPU, in the interpreter: the reference's tokens and filters, its noise bit by bit up to the logarithms.
-May know: the Triton kernels of sampling, the reference.
-Must not know: how rows are divided, but for the sizes at which they are."""
+"""The draw on a GPU, in the interpreter: the reference's tokens and filters, its noise bit by bit
+up to the logarithms.
+"""
 
 import math
 
@@ -13,14 +13,28 @@ from quire.kernels.reference import sampling as reference
 from quire.kernels.triton import cut, noise, sampling
 from quire.tests.kernels.triton import guard  # noqa: F401  patches the interpreter
 
-pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encountered:RuntimeWarning")  # numpy's, in lanes that are masked
+# numpy's, in lanes that are masked
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(invalid value|divide by zero) encountered:RuntimeWarning"
+)
 
 SLOW = (pytest.mark.slow, pytest.mark.timeout(1800))  # TRITON_INTERPRET=1 pytest -m slow
 NEUTRAL = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 FILTERS = [
-    {}, {"top_k": 1}, {"top_k": 50}, {"top_k": 15_000}, {"top_p": 0.1}, {"top_p": 0.95}, {"top_p": 0.9999999}, {"min_p": 0.1}, {"min_p": 1.0},
-    {"top_k": 40, "top_p": 0.9}, {"top_k": 3000, "top_p": 0.9, "min_p": 0.02}, {"top_p": 0.8, "min_p": 0.05}, {"temperature": 0.0, "top_k": 3},
-]  # fmt: skip
+    {},
+    {"top_k": 1},
+    {"top_k": 50},
+    {"top_k": 15_000},
+    {"top_p": 0.1},
+    {"top_p": 0.95},
+    {"top_p": 0.9999999},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"top_k": 40, "top_p": 0.9},
+    {"top_k": 3000, "top_p": 0.9, "min_p": 0.02},
+    {"top_p": 0.8, "min_p": 0.05},
+    {"temperature": 0.0, "top_k": 3},
+]
 
 
 def columns(rows: list[dict]) -> list[torch.Tensor]:
@@ -48,9 +62,14 @@ def test_random_numbers_are_the_references_bits():
     out, start = torch.empty(6, 1024), 150_528
     uniform_kernel[(6,)](seeds, positions, out, start, SIZE=1024)
     quads = (start // 4 + torch.arange(256))[None, :]
-    high, low = (column[:, None] >> 32 & reference.WORD for column in (positions, seeds)), (c[:, None] & reference.WORD for c in (positions, seeds))
+    high, low = (
+        (column[:, None] >> 32 & reference.WORD for column in (positions, seeds)),
+        (c[:, None] & reference.WORD for c in (positions, seeds)),
+    )
     (position_high, seed_high), (position_low, seed_low) = high, low
-    words = reference.philox4x32((quads, position_low, position_high, torch.zeros_like(quads)), (seed_low, seed_high))
+    words = reference.philox4x32(
+        (quads, position_low, position_high, torch.zeros_like(quads)), (seed_low, seed_high)
+    )
     words = torch.stack(words, dim=-1).flatten(1)
     assert torch.equal(out, words.float().add(0.5).mul(2**-32).clamp(max=reference.LARGEST_U))
 
@@ -58,7 +77,10 @@ def test_random_numbers_are_the_references_bits():
 @pytest.mark.parametrize("num_tokens", [1, 1025])
 def test_noise_is_the_references(num_tokens):
     seeds, positions = numbers(3)
-    given, expected = noise.random_gumbel(seeds, positions, num_tokens), reference.random_gumbel(seeds, positions, num_tokens)
+    given, expected = (
+        noise.random_gumbel(seeds, positions, num_tokens),
+        reference.random_gumbel(seeds, positions, num_tokens),
+    )
     torch.testing.assert_close(given, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -69,8 +91,16 @@ def gumbel_kernel(u_ptr, out_ptr, SIZE: tl.constexpr):
 
 
 def test_noise_is_exact_over_the_whole_range_of_u():
-    """In fp64, from the smallest u to the largest: within a few roundings of the noise, or of its logarithm where that is near 0."""
-    u = torch.cat((2.0 ** -torch.linspace(0.01, 33, 4000), 1 - 2.0 ** -torch.arange(1, 25), torch.tensor([2**-33, 2**-25, 2**-24, 0.5])))
+    """In fp64, from the smallest u to the largest: within a few roundings of the noise, or of its
+    logarithm where that is near 0.
+    """
+    u = torch.cat(
+        (
+            2.0 ** -torch.linspace(0.01, 33, 4000),
+            1 - 2.0 ** -torch.arange(1, 25),
+            torch.tensor([2**-33, 2**-25, 2**-24, 0.5]),
+        )
+    )
     u = torch.nn.functional.pad(u, (0, 4096 - len(u)), value=0.3).clamp(2**-33, reference.LARGEST_U)
     out = torch.empty(4096)
     gumbel_kernel[(1,)](u, out, SIZE=4096)
@@ -84,9 +114,13 @@ def test_noise_is_exact_over_the_whole_range_of_u():
 def kept(logits: torch.Tensor, filters: list[dict]) -> torch.Tensor:
     """[rows, V] bool: what the cut and min_p leave, read from the kernels' numbers."""
     temperature, top_k, top_p, min_p = columns(filters)
-    cuts = cut.find_cuts(logits, temperature, top_k, top_p, min_p, sampling.first_of_chunks(logits)[0])
+    cuts = cut.find_cuts(
+        logits, temperature, top_k, top_p, min_p, sampling.first_of_chunks(logits)[0]
+    )
     bits = torch.where(logits == 0, 0.0, logits).view(torch.int32)
-    order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | (0x7FFFFFFF - torch.arange(logits.shape[1]))
+    order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | (
+        0x7FFFFFFF - torch.arange(logits.shape[1])
+    )
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
     return (order >= cuts[:, None]) & (scaled.double().exp() >= min_p[:, None])
 
@@ -94,24 +128,46 @@ def kept(logits: torch.Tensor, filters: list[dict]) -> torch.Tensor:
 def references(logits: torch.Tensor, filters: list[dict]) -> torch.Tensor:
     order = logits.argsort(dim=-1, descending=True, stable=True)
     scaled = (logits - logits.amax(-1, keepdim=True)) / columns(filters)[0][:, None]
-    return torch.stack([reference.keep_tokens(*row) for row in zip(scaled, order, *columns(filters)[1:])])
+    return torch.stack(
+        [reference.keep_tokens(*row) for row in zip(scaled, order, *columns(filters)[1:])]
+    )
 
 
 def random_filters(count: int, vocab_size: int) -> list[dict]:
-    """With the borders: top_k of 1, V - 1, V and more; top_p next to 0 and to 1, and of halves, which flat rows reach exactly."""
+    """With the borders: top_k of 1, V - 1, V and more; top_p next to 0 and to 1, and of halves,
+    which flat rows reach exactly.
+    """
 
     def one(*values: float) -> float:
         return values[int(torch.randint(len(values), ()))]
 
     rows = []
     for _ in range(count):
-        top_k = one(0, -1, 1, 2, vocab_size - 1, vocab_size, vocab_size + 1, int(torch.randint(1, vocab_size + 1, ())))
+        top_k = one(
+            0,
+            -1,
+            1,
+            2,
+            vocab_size - 1,
+            vocab_size,
+            vocab_size + 1,
+            int(torch.randint(1, vocab_size + 1, ())),
+        )
         top_p = one(1.0, 1.0, 0.5, 0.25, 1e-8, 1 - 2**-24, float(torch.rand(())))
-        rows.append({"temperature": one(0.01, 0.7, 1.0, 5.0), "top_k": top_k, "top_p": top_p, "min_p": one(0.0, 0.0, 1.0, 0.05)})
+        rows.append(
+            {
+                "temperature": one(0.01, 0.7, 1.0, 5.0),
+                "top_k": top_k,
+                "top_p": top_p,
+                "min_p": one(0.0, 0.0, 1.0, 0.05),
+            }
+        )
     return rows
 
 
-@pytest.mark.parametrize(("vocab_size", "count"), [(2, 8), (13, 24), (70, 24), pytest.param(40, 2000, marks=SLOW)])
+@pytest.mark.parametrize(
+    ("vocab_size", "count"), [(2, 8), (13, 24), (70, 24), pytest.param(40, 2000, marks=SLOW)]
+)
 def test_the_same_tokens_are_kept(vocab_size, count):
     """Rows of random numbers, of few different ones, of one alone; and with nearly all masked."""
     torch.manual_seed(vocab_size)
@@ -122,7 +178,10 @@ def test_the_same_tokens_are_kept(vocab_size, count):
     logits[5, 1:] = -math.inf
     filters = random_filters(count, vocab_size)
     given, expected = kept(logits, filters), references(logits, filters)
-    wrong = [(filters[row], logits[row]) for row in (given != expected).any(-1).nonzero().flatten().tolist()]
+    wrong = [
+        (filters[row], logits[row])
+        for row in (given != expected).any(-1).nonzero().flatten().tolist()
+    ]
     assert not wrong, wrong[0]
 
 
@@ -131,16 +190,28 @@ def test_a_row_that_does_not_fit_the_list_is_searched_as_it_stands(monkeypatch):
     torch.manual_seed(4)
     logits = torch.randn(8, 3000)
     logits[::2] = logits[::2].bfloat16().float()
-    filters = [{"top_k": 5}, {"top_k": 900}, {"top_p": 0.9}, {"top_p": 0.5, "min_p": 0.2}, {"top_k": 700, "top_p": 0.9}] + [{"top_p": 0.3}] * 3
+    filters = [
+        {"top_k": 5},
+        {"top_k": 900},
+        {"top_p": 0.9},
+        {"top_p": 0.5, "min_p": 0.2},
+        {"top_k": 700, "top_p": 0.9},
+    ] + [{"top_p": 0.3}] * 3
     assert torch.equal(kept(logits, filters), references(logits, filters))
 
 
 # ---------------------------------------------------------------- draws
 
 
-@pytest.mark.parametrize(("vocab_size", "scale", "some"), [(1, 3, FILTERS[::4]), (65, 30, FILTERS), (1000, 0.3, FILTERS), (4099, 3, FILTERS[1::3])])
+@pytest.mark.parametrize(
+    ("vocab_size", "scale", "some"),
+    [(1, 3, FILTERS[::4]), (65, 30, FILTERS), (1000, 0.3, FILTERS), (4099, 3, FILTERS[1::3])],
+)
 def test_the_reference_draws_the_same(vocab_size, scale, some):
-    """Rows of all kinds side by side; with ties, and in a memory where rows are further apart. A row alone gets the same token."""
+    """Rows of all kinds side by side; with ties, and in a memory where rows are further apart.
+
+    A row alone gets the same token.
+    """
     torch.manual_seed(vocab_size)
     logits = (scale * torch.randn(len(some), vocab_size + 5))[:, :vocab_size]
     logits[:, vocab_size // 2 :] = logits[:, vocab_size // 2 :].bfloat16().float()
@@ -159,12 +230,18 @@ def test_without_filters_the_same_with_less_work(vocab_size):
     logits[3, 1:] = -math.inf
     seeds, positions = numbers(5)
     drawn = sampling.sample_tokens(logits, temperature, None, None, None, seeds, positions)
-    assert torch.equal(drawn, sampling.sample_tokens(logits, temperature, *filters, seeds, positions))
-    assert torch.equal(drawn, reference.sample_tokens(logits, temperature, None, None, None, seeds, positions))
+    assert torch.equal(
+        drawn, sampling.sample_tokens(logits, temperature, *filters, seeds, positions)
+    )
+    assert torch.equal(
+        drawn, reference.sample_tokens(logits, temperature, None, None, None, seeds, positions)
+    )
 
 
 def test_rows_that_are_nearly_or_wholly_masked():
-    """Whatever the filters, a masked token is not drawn; of rows that are broken altogether only an id is asked, and they spoil no other."""
+    """Whatever the filters, a masked token is not drawn; of rows that are broken altogether only an
+    id is asked, and they spoil no other.
+    """
     some, vocab_size = [FILTERS[i] for i in (0, 2, 5, 7, 12)], 4100
     logits = torch.full((len(some) + 3, vocab_size), -math.inf)
     logits[:, [40, vocab_size - 1]] = torch.tensor([-3.0, -3.5])
@@ -173,7 +250,7 @@ def test_rows_that_are_nearly_or_wholly_masked():
     rows = some + [{"top_p": 0.5}, {}, {"top_k": 3}]
     drawn = sampling.sample_tokens(logits, *columns(rows), *numbers(len(rows)))
     assert set(drawn[: len(some)].tolist()) <= {40, vocab_size - 1}
-    assert 0 <= int(drawn.min()) and int(drawn.max()) < vocab_size
+    assert int(drawn.min()) >= 0 and int(drawn.max()) < vocab_size
 
 
 @pytest.mark.slow
@@ -194,7 +271,9 @@ def test_a_vocabulary_too_large_for_the_masses_is_refused():
 
 def test_nothing_is_drawn_from_no_rows():
     none = torch.zeros(0, dtype=torch.int64)
-    assert sampling.sample_tokens(torch.zeros(0, 9), *(torch.zeros(0) for _ in range(4)), none, none).shape == (0,)
+    assert sampling.sample_tokens(
+        torch.zeros(0, 9), *(torch.zeros(0) for _ in range(4)), none, none
+    ).shape == (0,)
     assert [len(column) for column in sampling.argmax(torch.zeros(0, 9))] == [0, 0]
 
 
@@ -210,5 +289,7 @@ def test_argmax_is_the_lowest_index_of_the_largest(vocab_size):
     token_ids, is_finite = sampling.argmax(logits)
     assert token_ids.dtype == torch.int64 and torch.equal(is_finite, logits.isfinite().all(-1))
     rows = [0, 1, 2, 3, 4, 5, 6, 8]
-    assert token_ids[rows].tolist() == [logits[row].tolist().index(max(logits[row].tolist())) for row in rows]
+    assert token_ids[rows].tolist() == [
+        logits[row].tolist().index(max(logits[row].tolist())) for row in rows
+    ]
     assert 0 <= token_ids[7] < vocab_size

@@ -35,7 +35,7 @@ from .grammar_gate import GrammarGate, as_refusal
 from .observation import StepRecords, observe
 from .output_rows import MAX_GAP_S, OutputRows
 from .pause import PauseControl
-from .scheduler import ScheduledStep, Scheduler
+from .scheduling.scheduler import ScheduledStep, Scheduler
 
 Report = Callable[[str, float], None]
 
@@ -84,7 +84,8 @@ class EngineCore:
         give_back: Callable[[], None] | None = None
         if executor is None:
             report("import", 0.0)
-            from ..executor import early_memory, lean_import
+            from ..executor import lean_import
+            from ..executor.weights import early_memory
 
             early_memory.begin(config)
             if is_alone:

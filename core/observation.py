@@ -22,11 +22,11 @@ from collections import deque
 from typing import Any
 
 from ..ipc.errors import InvalidParameterError
-from .block_pool import BlockPool
 from .counters import Counters
 from .grammar_gate import GatedRequest, GrammarGate
+from .kv_cache.block_pool import BlockPool
 from .request import Request, RequestStatus
-from .scheduler import ScheduledStep, Scheduler
+from .scheduling.scheduler import ScheduledStep, Scheduler
 
 MAX_STEPS = 512  # that are kept
 MAX_CELLS = 2**16  # of a map

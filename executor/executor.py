@@ -14,7 +14,7 @@ from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..ipc.params import StructuredOutputsParams
-from .launched_steps import HostStep, PendingStep
+from .runner.launched_steps import HostStep, PendingStep
 from .worker import Worker
 
 

@@ -25,21 +25,21 @@ from ..kernels.cpu.native.recorder import Limits
 from ..kernels.cpu.native.weights import early_memory
 from ..kernels.ops import kv_cache_row
 from . import device as devices
-from .block_mover import BlockMover, shortest_time
-from .bursts import Bursts
-from .cuda_graphs import CudaCapture, GraphedStep
-from .early_memory import take as take_early_memory
-from .grammar import Grammars
-from .input_batch import InputBatch
-from .launched_steps import HostStep, PendingStep
-from .layers import LayerFactory
 from .lean_import import PLUGINS
-from .loader import fill_with_random_weights, load_weights
-from .logits_processors import load_logits_processors
-from .model_runner import ModelRunner
 from .models import find_model_class
-from .step_program import NATIVE, record_step
-from .token_stages import make_stages
+from .models.layers import LayerFactory
+from .program.step_program import NATIVE, record_step
+from .runner.block_mover import BlockMover, shortest_time
+from .runner.bursts import Bursts
+from .runner.cuda_graphs import CudaCapture, GraphedStep
+from .runner.input_batch import InputBatch
+from .runner.launched_steps import HostStep, PendingStep
+from .runner.model_runner import ModelRunner
+from .sampling.grammar import Grammars
+from .sampling.logits_processors import load_logits_processors
+from .sampling.token_stages import make_stages
+from .weights.early_memory import take as take_early_memory
+from .weights.loader import fill_with_random_weights, load_weights
 
 logger = logging.getLogger(__name__)
 

@@ -19,15 +19,15 @@ from ..ipc.messages import SchedulerStats
 from ..ipc.params import PoolingParams, SamplingParams
 from ..ipc.threads import in_thread
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
-from .client import EngineClient
+from .clients.client import EngineClient
 from .engine_args import EngineArgs
 from .input_processor import Prompt
 from .llm_engine import TextSide, TokenizerBeside, connect, connect_async
-from .model_files import find_model_directory
+from .model_info.model_files import find_model_directory
 from .output_processor import ProcessedOutputs
 from .outputs import RequestMetrics, RequestOutput
 from .stats import Telemetry
-from .tokenizer import Tokenizer
+from .text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

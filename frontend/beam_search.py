@@ -21,7 +21,7 @@ from ..ipc.config import ModelConfig
 from ..ipc.params import ALL_LOGPROBS, RequestOutputKind, SamplingParams
 from .input_processor import ProcessedRequest
 from .outputs import PositionLogprobs, RequestOutput
-from .tokenizer import Tokenizer
+from .text.tokenizer import Tokenizer
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True):

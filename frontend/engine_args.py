@@ -15,7 +15,7 @@ from msgspec import inspect
 
 from ..ipc.config import EngineConfig, config_fields
 from ..ipc.errors import InvalidParameterError, ModelLoadError
-from .model_files import NO_GENERATION_CONFIG, find_model_directory, read_hf_config
+from .model_info.model_files import NO_GENERATION_CONFIG, find_model_directory, read_hf_config
 from .processor import prefers_bfloat16
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048

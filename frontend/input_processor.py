@@ -19,7 +19,7 @@ from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import EngineCoreRequest
 from ..ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams
-from .tokenizer import Tokenizer
+from .text.tokenizer import Tokenizer
 
 # A prompt is text, token ids, or a dict with these keys.
 Prompt = str | list[int] | dict[str, Any]

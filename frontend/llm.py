@@ -18,7 +18,7 @@ from .engine_args import EngineArgs
 from .input_processor import ProcessedRequest, Prompt
 from .llm_engine import LLMEngine
 from .outputs import RequestOutput
-from .tokenizer import Tokenizer
+from .text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
 

@@ -18,10 +18,10 @@ from ..ipc.handshake import Report, report_nothing
 from ..ipc.messages import SchedulerStats
 from ..ipc.params import PoolingParams, SamplingParams
 from ..ipc.threads import begin, in_thread
-from .client import EngineClient
+from .clients.client import EngineClient
 from .engine_args import EngineArgs
 from .input_processor import InputProcessor, ProcessedRequest, Prompt
-from .model_files import (
+from .model_info.model_files import (
     NO_GENERATION_CONFIG,
     SAMPLING_KEYS,
     default_sampling_arguments,
@@ -33,7 +33,7 @@ from .model_files import (
 from .output_processor import OutputProcessor
 from .outputs import RequestOutput
 from .stats import Telemetry
-from .tokenizer import Tokenizer
+from .text.tokenizer import Tokenizer
 from .tracing import check_endpoint
 
 logger = logging.getLogger(__name__)
@@ -169,10 +169,10 @@ def make_client(
     `client.ready.config`. `on_progress` hears how far an engine in another process is.
     """
     if engine == "inproc":
-        from .inproc_client import InprocClient
+        from .clients.inproc_client import InprocClient
 
         return InprocClient(config)
-    from .mp_client import MPClient
+    from .clients.mp_client import MPClient
 
     return MPClient(config, engine, asyncio_mode=asyncio_mode, on_progress=on_progress)
 
@@ -210,7 +210,7 @@ async def connect_async(args: EngineArgs, engine: str, on_progress: Report) -> C
     """As connect in asyncio_mode, while the running loop goes on; see AsyncLLM.start."""
     check_endpoint(args.otlp_traces_endpoint)
     if engine not in ("inproc", "process"):
-        from .mp_client import MPClient
+        from .clients.mp_client import MPClient
 
         client = await MPClient.start(args.tree(), engine, on_progress)
         try:
@@ -227,10 +227,10 @@ async def connect_async(args: EngineArgs, engine: str, on_progress: Report) -> C
     on_progress("model files", 1.0)
     beside = TokenizerBeside(config, on_progress)
     if engine == "inproc":
-        from .inproc_client import InprocClient
+        from .clients.inproc_client import InprocClient
 
         return config, await InprocClient.start(config, beside.on_progress), beside
-    from .mp_client import MPClient
+    from .clients.mp_client import MPClient
 
     return config, await MPClient.start(config, engine, beside.on_progress), beside
 

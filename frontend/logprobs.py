@@ -9,9 +9,9 @@ from __future__ import annotations
 import codecs
 
 from ..ipc.messages import Array, PromptLogprobs, TokenLogprobs
-from .detokenizer import MAX_CHARACTER_TOKENS, REPLACEMENT, piece_table
 from .outputs import Logprob, PositionLogprobs
-from .tokenizer import Tokenizer
+from .text.detokenizer import MAX_CHARACTER_TOKENS, REPLACEMENT, piece_table
+from .text.tokenizer import Tokenizer
 
 # the last tokens, as far as they belong to a character that is not complete; nearly always empty
 Context = tuple[int, ...]

@@ -25,12 +25,12 @@ from ..ipc.messages import (
     child_request_id,
 )
 from ..ipc.params import RequestOutputKind, child_seed
-from .detokenizer import IncrementalDetokenizer
 from .input_processor import ProcessedRequest
 from .logprobs import LogprobsReader, TokenTexts
 from .outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
 from .request_timing import merge_timings
-from .tokenizer import Tokenizer
+from .text.detokenizer import IncrementalDetokenizer
+from .text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, eq=False)

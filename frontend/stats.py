@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..ipc.config import EngineConfig
 from ..ipc.messages import EngineCoreOutputs, SchedulerStats
-from .client import EngineClient
+from .clients.client import EngineClient
 from .input_processor import ProcessedRequest
 from .output_processor import OutputProcessor
 

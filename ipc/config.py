@@ -95,7 +95,7 @@ class ModelConfig(Section):
         list[str],
         Meta(
             description='Your own logits processors, "package.module:name" each; see '
-            "executor/logits_processors.py."
+            "executor/sampling/logits_processors.py."
         ),
     ] = []
     # config.json with hf_overrides applied; filled when resolved, not a flag

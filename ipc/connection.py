@@ -1,7 +1,7 @@
 """A client's end of the wire: two bound sockets in a private directory, and the engine that was
 started or attached for them.
 
-Must not know: requests and outputs, or who waits for them (frontend/mp_client.py).
+Must not know: requests and outputs, or who waits for them (frontend/clients/mp_client.py).
 """
 
 from __future__ import annotations

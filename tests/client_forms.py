@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from quire import AsyncLLM, EngineArgs, LLMEngine
-from quire.frontend.inproc_client import InprocClient
+from quire.frontend.clients.inproc_client import InprocClient
 
 BLOCKING = ("inproc", "inproc with codec", "process", "daemon")
 ASYNCIO = ("inproc async", "process async")

@@ -9,7 +9,7 @@ import math
 import msgspec
 import pytest
 from quire import EngineArgs, InvalidParameterError, LLMEngine, SamplingParams
-from quire.frontend.inproc_client import InprocClient
+from quire.frontend.clients.inproc_client import InprocClient
 from quire.ipc.messages import EngineCoreRequest, FinishReason
 
 GOOD = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 from quire import LLMEngine, SamplingParams
-from quire.executor.decoder import Decoder
+from quire.executor.models.decoder import Decoder
 from quire.executor.worker import Worker
 from quire.tests import test_feature_mixes as mixes
 from quire.tests.answers import answer_alone

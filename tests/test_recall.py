@@ -6,8 +6,8 @@ import random
 
 import pytest
 from quire import LLM, SamplingParams
-from quire.frontend.model_files import find_model_directory
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.model_info.model_files import find_model_directory
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.tests.bundled_model.data import recall_prompt
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

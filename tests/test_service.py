@@ -23,7 +23,7 @@ from quire import (
     ModelLoadError,
     SamplingParams,
 )
-from quire.frontend.mp_client import MPClient
+from quire.frontend.clients.mp_client import MPClient
 from quire.ipc.messages import EngineCoreRequest
 from quire.tests.fake_engine import COMMAND, daemon
 from quire.tests.fakes import expected_output, make_config

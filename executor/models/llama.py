@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...ipc.decoder_config import DecoderConfig, parse_decoder_config
-from ..decoder import Decoder
-from ..layers import Attention, GatedMLP, LayerFactory
+from .decoder import Decoder
+from .layers import Attention, GatedMLP, LayerFactory
 
 
 class LlamaForCausalLM(Decoder):

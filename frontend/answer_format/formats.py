@@ -12,9 +12,9 @@ from typing import Any
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import StructuredOutputsParams
-from ..chat_template import template_traits
-from ..template_traits import TemplateTraits
-from ..tokenizer import Tokenizer
+from ..text.chat_template import template_traits
+from ..text.template_traits import TemplateTraits
+from ..text.tokenizer import Tokenizer
 from .forced import Functions, functions_of, write_after_reasoning, write_structure
 from .grammar_text import GrammarText
 from .json_calls import JsonCalls

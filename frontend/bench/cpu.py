@@ -17,7 +17,7 @@ import msgspec
 from ...ipc.config import EngineConfig
 from ...ipc.decoder_config import DecoderConfig
 from ...ipc.errors import QuireError
-from ..model_sizes import DTYPE_BYTES, kv_bytes_per_token, measure_model
+from ..model_info.model_sizes import DTYPE_BYTES, kv_bytes_per_token, measure_model
 
 STEP_COSTS = "quire.executor.step_costs"
 ROOM = 80  # tokens that a measured decode adds at most, rounded up

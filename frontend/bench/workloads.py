@@ -140,7 +140,7 @@ WORDS = [
 
 
 class Tokenizer(Protocol):
-    """What of a tokenizer is used; frontend/tokenizer.py has it."""
+    """What of a tokenizer is used; frontend/text/tokenizer.py has it."""
 
     special_ids: frozenset[int]
 

@@ -241,8 +241,8 @@ def describe_workload(args: argparse.Namespace) -> str:
 
 
 def load_tokenizer(name: str) -> Any:
-    from ..model_files import find_model_directory
-    from ..tokenizer import Tokenizer
+    from ..model_info.model_files import find_model_directory
+    from ..text.tokenizer import Tokenizer
 
     return Tokenizer(find_model_directory(name, weights=False))
 

@@ -17,7 +17,7 @@ from .parser import Parser
 
 if TYPE_CHECKING:
     from ..engine_args import EngineArgs
-    from ..machine_diagnosis import Finding
+    from ..model_info.machine_diagnosis import Finding
 
 USAGE = "quire doctor [MODEL] [--json] [server flags] [engine flags]"
 DESCRIPTION = "Checks this machine and MODEL for what `quire serve`, with the same flags, would stumble over. Nothing is loaded."
@@ -60,7 +60,7 @@ def diagnose(engine_args: EngineArgs, server: dict[str, Any]) -> Iterator[Findin
 
     A library that is missing ends neither the machine's checks nor the report.
     """
-    from ..machine_diagnosis import Finding, check_machine
+    from ..model_info.machine_diagnosis import Finding, check_machine
     from ..server.config import ServerConfig
 
     config = ServerConfig(**server)
@@ -68,7 +68,7 @@ def diagnose(engine_args: EngineArgs, server: dict[str, Any]) -> Iterator[Findin
         yield from check_machine(
             config.host, config.port, config.max_connections, engine_args.cpu_isa
         )
-        from ..model_diagnosis import check_model
+        from ..model_info.model_diagnosis import check_model
         from ..server.state import read_template
 
         yield from check_model(engine_args, config, read_template(config.chat_template))

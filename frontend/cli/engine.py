@@ -58,7 +58,7 @@ def warn_if_too_large(engine_args: EngineArgs, arguments: dict[str, Any]) -> Non
     """This process is about to become the daemon, which knows of no plan: what it will probably
     refuse is explained beforehand.
     """
-    from ..plan import make_plan
+    from ..model_info.plan import make_plan
 
     with contextlib.suppress(QuireError):  # a model that only a plug-in knows has no plan
         plan = make_plan(engine_args, given=arguments)

@@ -25,7 +25,7 @@ def make_parser(argv: list[str]) -> Parser:
 
 def main(argv: list[str]) -> int:
     args = make_parser(argv).parse(argv)
-    from ..model_cache import list_models
+    from ..model_info.model_cache import list_models
 
     models, warnings = list_models()
     if args.json:

@@ -22,7 +22,7 @@ from .values import format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:
     from ..engine_args import EngineArgs
-    from ..plan import Plan
+    from ..model_info.plan import Plan
 
 USAGE = "quire plan [MODEL] [--memory SIZE] [--json] [engine flags]"
 DESCRIPTION = "Reads MODEL's config.json and says what it weighs, the longest context, and how many requests run at once. Nothing is loaded."
@@ -61,7 +61,7 @@ def _size(text: str) -> int:
 def main(argv: list[str]) -> int:
     args = make_parser(argv).parse(argv)
     from ..engine_args import EngineArgs
-    from ..plan import make_plan
+    from ..model_info.plan import make_plan
 
     arguments = given(args, engine_flags())
     with naming_sources(args.settings):
@@ -194,7 +194,7 @@ def plan_beneath(args: EngineArgs, arguments: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except NotEnoughMemoryError as error:
-        from ..plan import make_plan
+        from ..model_info.plan import make_plan
 
         with contextlib.suppress(QuireError):  # a model that only a plug-in knows has no plan
             error.add_note(render(make_plan(args, given=arguments)).rstrip())

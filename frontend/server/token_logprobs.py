@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from ..detokenizer import piece_table
 from ..outputs import Logprob, PositionLogprobs
-from ..tokenizer import Tokenizer
+from ..text.detokenizer import piece_table
+from ..text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # what OpenAI writes for a probability of zero; JSON has no infinity
 

@@ -15,8 +15,8 @@ import ctypes
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 
-from ..token_bounds import composes
-from ..tokenizer import Tokenizer
+from ..text.token_bounds import composes
+from ..text.tokenizer import Tokenizer
 from .http.errors import ApiError, invalid
 from .state import ServerState
 

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 
 import torch
 from quire import LLM, SamplingParams
-from quire.executor import layers
-from quire.frontend.model_files import find_model_directory
+from quire.executor.models import layers
+from quire.frontend.model_info.model_files import find_model_directory
 from quire.kernels.cpu import attention
 from quire.kernels.cpu.linear import pack_linear
 from quire.tests.bench.report import hardware, write_result

@@ -18,7 +18,7 @@ import time
 
 import uvloop
 from quire import AsyncLLM, EngineArgs, RequestOutputKind, SamplingParams
-from quire.frontend.mp_client import MPClient
+from quire.frontend.clients.mp_client import MPClient
 from quire.tests.bench.report import hardware, write_result
 from quire.tests.fake_engine import COMMAND
 

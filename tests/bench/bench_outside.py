@@ -19,8 +19,8 @@ from time import perf_counter
 from typing import Any
 
 from quire import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
-from quire.frontend.inproc_client import InprocClient
-from quire.frontend.mp_client import MPClient
+from quire.frontend.clients.inproc_client import InprocClient
+from quire.frontend.clients.mp_client import MPClient
 from quire.tests.bench.report import hardware
 
 # tokens of a mean, and steps left out at both ends of a round; tokens of each request

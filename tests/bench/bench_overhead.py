@@ -110,10 +110,10 @@ def make_engine(vocab_size: int, mode: str, num_steps: int, async_scheduling: bo
     )
     config = args.create_engine_config()
     if mode == "inproc":
-        from quire.frontend.inproc_client import InprocClient
+        from quire.frontend.clients.inproc_client import InprocClient
 
         return LLMEngine(config, InprocClient(config, executor=make_executor(config)))
-    from quire.frontend.mp_client import MPClient
+    from quire.frontend.clients.mp_client import MPClient
 
     return LLMEngine(config, MPClient(config, command=COMMAND))
 

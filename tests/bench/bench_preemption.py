@@ -14,8 +14,8 @@ import statistics
 import time
 
 from quire import LLM, EngineArgs, SamplingParams
-from quire.executor.block_mover import shortest_time
 from quire.executor.executor import Executor
+from quire.executor.runner.block_mover import shortest_time
 from quire.ipc.messages import NewRequestData, SchedulerOutput
 from quire.tests.bench.report import hardware, write_result
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from quire.executor.executor import Executor
-from quire.executor.step_program import OPERATIONS, run_op_by_op
+from quire.executor.program.step_program import OPERATIONS, run_op_by_op
 from quire.frontend import bundled_model
 from quire.kernels import registry
 from quire.kernels.cpu.native.library import library

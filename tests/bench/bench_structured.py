@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.executor.grammar_check import CompilerSettings, GrammarCheck
-from quire.executor.grammar_compiler import GrammarCompiler, normalize
+from quire.executor.sampling.grammar_check import CompilerSettings, GrammarCheck
+from quire.executor.sampling.grammar_compiler import GrammarCompiler, normalize
 from quire.ipc.errors import InvalidParameterError
 from quire.kernels import registry
 from quire.tests.structured.generator import numbered

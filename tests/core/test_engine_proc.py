@@ -20,7 +20,7 @@ import types
 import psutil
 import pytest
 from quire.core.engine_proc import EngineCoreProc
-from quire.frontend.mp_client import MPClient
+from quire.frontend.clients.mp_client import MPClient
 from quire.ipc import engine_input as events
 from quire.ipc.codec import Decoder, Encoder
 from quire.ipc.engine_input import EngineInput
@@ -329,7 +329,7 @@ def test_no_garbage_is_looked_for_while_an_engine_starts_nor_later_in_what_it_ma
 
 PROGRAM = """
 import sys
-from quire.frontend.mp_client import MPClient
+from quire.frontend.clients.mp_client import MPClient
 from quire.tests.core.test_engine_proc import make_request, collect
 from quire.tests.fakes import make_config
 name, address = sys.argv[1:]

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 import pytest
 from quire.core.engine_core import EngineCore
 from quire.core.grammar_gate import GrammarGate
-from quire.frontend.inproc_client import InprocClient
-from quire.frontend.mp_client import MPClient
+from quire.frontend.clients.inproc_client import InprocClient
+from quire.frontend.clients.mp_client import MPClient
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.messages import EngineCoreRequest, FinishReason
 from quire.ipc.params import SamplingParams, StructuredOutputsParams

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 
 import pytest
 from quire.core import engine_core, observation, output_rows
-from quire.core.block_pool import BlockPool
 from quire.core.engine_core import EngineCore
+from quire.core.kv_cache.block_pool import BlockPool
 from quire.core.observation import MAX_STEPS, map_blocks
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.messages import EngineCoreRequest

@@ -5,8 +5,9 @@ client hears, whatever ends it.
 from concurrent.futures import Future
 
 import pytest
-from quire.core import engine_core, grammar_gate, observation, output_rows, scheduler
+from quire.core import engine_core, grammar_gate, observation, output_rows
 from quire.core import request as request_module
+from quire.core.scheduling import scheduler
 from quire.ipc.messages import EngineCoreRequest, FinishReason, RequestTiming
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
 from quire.tests.core.engine_loop import make_core, step

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from quire.executor.cuda_graphs import GraphedStep
+from quire.executor.runner.cuda_graphs import GraphedStep
 from quire.executor.worker import Worker
 
 

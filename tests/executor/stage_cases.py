@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from quire.executor.input_batch import InputBatch
-from quire.executor.logits_stages import LogitsStage
-from quire.executor.token_stages import make_stages
+from quire.executor.runner.input_batch import InputBatch
+from quire.executor.sampling.logits_stages import LogitsStage
+from quire.executor.sampling.token_stages import make_stages
 from quire.ipc.messages import NewRequestData
 from quire.ipc.params import SamplingParams
 from quire.kernels import registry

@@ -13,8 +13,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from quire.executor.logits_processors import LoadedProcessor
-from quire.executor.sampler import Sampler
+from quire.executor.sampling.logits_processors import LoadedProcessor
+from quire.executor.sampling.sampler import Sampler
 from quire.tests.executor.stage_cases import MASKED, OPS, VOCAB_SIZE, Asked, make_batch
 
 NUM_SLOTS, NUM_ROUNDS = 1024, 8

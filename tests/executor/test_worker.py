@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from quire import LLM, SamplingParams
-from quire.executor.model_runner import NULL_BLOCK
+from quire.executor.runner.model_runner import NULL_BLOCK
 from quire.executor.worker import Worker, load_plugins
 from quire.frontend import bundled_model
 from quire.ipc.errors import InvalidParameterError, ModelLoadError

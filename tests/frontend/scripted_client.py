@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from quire.frontend.client import EngineClient
+from quire.frontend.clients.client import EngineClient
 from quire.ipc.config import EngineConfig
 from quire.ipc.errors import EngineDeadError
 from quire.ipc.messages import (

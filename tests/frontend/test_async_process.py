@@ -11,7 +11,7 @@ import time
 
 import pytest
 from quire import AsyncLLM, InvalidParameterError, RequestOutputKind, SamplingParams
-from quire.frontend.mp_client import MPClient
+from quire.frontend.clients.mp_client import MPClient
 from quire.tests.fake_engine import COMMAND
 from quire.tests.frontend.tiny_tokenizers import text_config
 

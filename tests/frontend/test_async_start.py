@@ -10,12 +10,12 @@ import time
 
 import pytest
 from quire import AsyncLLM, EngineArgs, EngineDeadError, ModelLoadError, SamplingParams
-from quire.frontend.inproc_client import InprocClient
-from quire.frontend.mp_client import MPClient
+from quire.frontend.clients.inproc_client import InprocClient
+from quire.frontend.clients.mp_client import MPClient
 from quire.ipc.errors import EngineStartError
 from quire.tests.fake_engine import COMMAND, TroubledExecutor, daemon, wait_until
 from quire.tests.fakes import make_config
-from quire.tests.frontend.test_mp_client import state
+from quire.tests.frontend.clients.test_mp_client import state
 from quire.tests.frontend.tiny_tokenizers import text_config
 
 SMALL = EngineArgs(

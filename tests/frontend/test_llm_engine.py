@@ -18,8 +18,8 @@ from quire import (
     SamplingParams,
 )
 from quire.frontend import llm_engine
-from quire.frontend.inproc_client import InprocClient
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.clients.inproc_client import InprocClient
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.tests.fakes import FakeExecutor, expected_output
 from quire.tests.frontend.scripted_client import ScriptedClient
 from quire.tests.frontend.tiny_tokenizers import (

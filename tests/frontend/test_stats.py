@@ -11,7 +11,7 @@ import re
 import pytest
 from quire import AsyncLLM, EngineDeadError, InvalidParameterError, LLMEngine, SamplingParams
 from quire.frontend import stats as stats_module
-from quire.frontend.inproc_client import InprocClient
+from quire.frontend.clients.inproc_client import InprocClient
 from quire.frontend.stats import StatsLogger, format_line
 from quire.ipc.messages import SchedulerStats
 from quire.tests.fake_engine import TroubledExecutor

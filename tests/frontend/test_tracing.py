@@ -28,7 +28,7 @@ from quire import (
     SamplingParams,
 )
 from quire.frontend import tracing
-from quire.frontend.inproc_client import InprocClient
+from quire.frontend.clients.inproc_client import InprocClient
 from quire.tests.fake_engine import TroubledExecutor
 from quire.tests.frontend.tiny_tokenizers import text_config
 

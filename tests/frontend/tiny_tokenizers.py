@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.ipc.config import EngineConfig
 from quire.tests.fakes import make_config
 from quire.tests.tiny_models import save_tiny_tokenizer

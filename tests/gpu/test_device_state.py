@@ -10,10 +10,10 @@ import pytest
 import torch
 from quire import LLM, SamplingParams
 from quire.executor.device import SecondStream
-from quire.executor.launched_steps import StepLauncher
+from quire.executor.runner.launched_steps import StepLauncher
 from quire.ipc.params import SamplingParams as Params
 from quire.tests.executor.driver import start_executor
-from quire.tests.executor.test_launched_steps import DRAWN, PROMPTS, Steps
+from quire.tests.executor.runner.test_launched_steps import DRAWN, PROMPTS, Steps
 from quire.tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

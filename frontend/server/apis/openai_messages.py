@@ -1,6 +1,6 @@
 """The messages of OpenAI's chat: their shapes by role, and what of them this server cannot take.
 
-Must not know: what a template makes of them (frontend/chat_messages.py), tokens, the engine.
+Must not know: what a template makes of them (frontend/text/chat_messages.py), tokens, the engine.
 """
 
 from __future__ import annotations

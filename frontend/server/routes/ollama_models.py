@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .... import __version__
-from ...model_sizes import measure_model
+from ...model_info.model_sizes import measure_model
 from ..http.call import read_body
 from ..http.errors import ApiError, missing
 from ..http.openapi import described

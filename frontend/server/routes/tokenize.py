@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ....ipc.params import SamplingParams
-from ...tokenizer import SPECIAL_TOKEN_KEYS, Tokenizer
+from ...text.tokenizer import SPECIAL_TOKEN_KEYS, Tokenizer
 from ..apis.openai_messages import Message, plain_messages
 from ..apis.openai_tools import Tool, checked_tools
 from ..chat_run import ChatTurn, render_turn

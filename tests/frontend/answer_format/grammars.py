@@ -9,8 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from quire import StructuredOutputsParams
-from quire.executor.grammar_compiler import GrammarCompiler, normalize
-from quire.frontend.tokenizer import Tokenizer
+from quire.executor.sampling.grammar_compiler import GrammarCompiler, normalize
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.tests.tiny_models import save_tiny_tokenizer
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend

@@ -10,9 +10,9 @@ import pytest
 from quire import InvalidParameterError
 from quire.frontend.answer_format import Answer, ToolCall, detect
 from quire.frontend.answer_format.formats import TOOL_FORMATS
-from quire.frontend.chat_template import choose_template, render_chat
-from quire.frontend.model_files import find_model_directory
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.model_info.model_files import find_model_directory
+from quire.frontend.text.chat_template import choose_template, render_chat
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.tests.frontend.answer_format.cuts import function, parse
 from quire.tests.frontend.answer_format.grammars import marked_tokenizer
 from quire.tests.frontend.answer_format.templates import TEMPLATES

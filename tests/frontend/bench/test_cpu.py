@@ -9,7 +9,7 @@ import pytest
 from quire import EngineArgs, QuireError
 from quire.frontend.bench import cpu
 from quire.frontend.bench.cpu import Limits, ModelWork, Plan, model_work, run_plan
-from quire.frontend.model_sizes import kv_bytes_per_token, measure_model
+from quire.frontend.model_info.model_sizes import kv_bytes_per_token, measure_model
 
 LIMITS = Limits({1: 1e9, 2: 3e9}, {"bfloat16": 1e10, "float32": 4e10})
 

@@ -15,7 +15,7 @@ from quire.frontend.bench.offline import (
     summarize_steps,
 )
 from quire.frontend.bench.workloads import Request, WorkloadOptions, make_requests
-from quire.frontend.model_files import find_model_directory
+from quire.frontend.model_info.model_files import find_model_directory
 from quire.frontend.outputs import RequestMetrics
 from quire.ipc.params import SamplingParams
 

@@ -14,8 +14,8 @@ from quire.frontend.bench import openai_client, serve
 from quire.frontend.bench.openai_client import RequestOptions
 from quire.frontend.bench.serve import BenchmarkError, ServeOptions, ServeRun, run_serve, with_v1
 from quire.frontend.bench.workloads import WorkloadOptions, make_requests
-from quire.frontend.model_files import find_model_directory
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.model_info.model_files import find_model_directory
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.tests.scripted_server import (
     HANG,
     STREAM_HEAD,

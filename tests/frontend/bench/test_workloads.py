@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from quire import InvalidParameterError
 from quire.frontend.bench.workloads import Request, WorkloadOptions, make_requests
-from quire.frontend.model_files import find_model_directory
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.model_info.model_files import find_model_directory
+from quire.frontend.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import json
 
 import pytest
 from quire.__main__ import main
-from quire.frontend import model_cache
-from quire.frontend.model_cache import CachedModel
+from quire.frontend.model_info import model_cache
+from quire.frontend.model_info.model_cache import CachedModel
 
 READY = CachedModel(
     model="bundled",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from quire.__main__ import main
-from quire.frontend import gpu_memory
+from quire.frontend.model_info import gpu_memory
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import httpx2 as httpx
 import pytest
-from quire.frontend.mp_client import MPClient
+from quire.frontend.clients.mp_client import MPClient
 from quire.tests.fake_engine import wait_until
 from quire.tests.fakes import make_config
 from quire.tests.frontend.server.conftest import running_server, slow_engine

@@ -9,14 +9,14 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from quire.executor import device_inputs
-from quire.executor.cuda_graphs import GraphedStep
-from quire.executor.input_batch import InputBatch
-from quire.executor.layers import LayerFactory
-from quire.executor.loader import fill_with_random_weights
-from quire.executor.model_runner import ModelRunner
+from quire.executor.models.layers import LayerFactory
 from quire.executor.models.qwen3 import Qwen3ForCausalLM
-from quire.executor.token_stages import make_stages
+from quire.executor.runner import device_inputs
+from quire.executor.runner.cuda_graphs import GraphedStep
+from quire.executor.runner.input_batch import InputBatch
+from quire.executor.runner.model_runner import ModelRunner
+from quire.executor.sampling.token_stages import make_stages
+from quire.executor.weights.loader import fill_with_random_weights
 from quire.ipc.messages import NewRequestData, SchedulerOutput
 from quire.ipc.params import SamplingParams
 from quire.kernels import registry

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from quire.frontend.chat_template import render_chat
 from quire.frontend.server.apis.messages_turn import NAMES, MessagesBody, PromptBody, turn_of
 from quire.frontend.server.chat_run import ChatTurn
 from quire.frontend.server.config import ServerConfig
@@ -14,6 +13,7 @@ from quire.frontend.server.http.bodies import decode
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.http.errors import ApiError, named
 from quire.frontend.server.state import ServerState
+from quire.frontend.text.chat_template import render_chat
 from quire.tests.frontend.server.scripted import TOOL_TEMPLATE, ScriptedEngine, a_call
 
 STATE = ServerState(ServerConfig(), "scripted", ScriptedEngine([""]))

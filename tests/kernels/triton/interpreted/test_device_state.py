@@ -5,11 +5,11 @@ a reused slot among them: the reference's tokens.
 from __future__ import annotations
 
 import torch
-from quire.executor.cuda_graphs import GraphedStep
-from quire.executor.input_batch import InputBatch
-from quire.executor.model_runner import ModelRunner
 from quire.executor.models.qwen3 import Qwen3ForCausalLM
-from quire.executor.token_stages import make_stages
+from quire.executor.runner.cuda_graphs import GraphedStep
+from quire.executor.runner.input_batch import InputBatch
+from quire.executor.runner.model_runner import ModelRunner
+from quire.executor.sampling.token_stages import make_stages
 from quire.ipc.messages import NewRequestData, SchedulerOutput
 from quire.ipc.params import SamplingParams
 from quire.tests.executor.on_device import FakeCapture, LateCopies

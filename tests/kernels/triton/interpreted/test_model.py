@@ -4,10 +4,10 @@ decode; the logits are the reference's.
 
 import pytest
 import torch
-from quire.executor.layers import LayerFactory
-from quire.executor.loader import fill_with_random_weights
+from quire.executor.models.layers import LayerFactory
 from quire.executor.models.qwen2 import Qwen2ForCausalLM
 from quire.executor.models.qwen3 import Qwen3ForCausalLM
+from quire.executor.weights.loader import fill_with_random_weights
 from quire.kernels import registry
 from quire.kernels.ops import AttentionMetadata
 

@@ -1,0 +1,1 @@
+"""Who owns which KV-cache block: the manager of requests' blocks over the pool of all blocks."""

@@ -1,0 +1,1 @@
+"""Which requests run in a step: admission, the scheduler, the cost of preemption."""

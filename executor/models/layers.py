@@ -1,0 +1,395 @@
+"""The blocks that models are made of, and the factory that makes every layer with weights.
+
+Must not know: architectures, files, requests. Tensor parallelism, quantization and LoRA are other
+factories, never branches in a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...ipc.decoder_config import DecoderConfig
+from ...ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
+from ...kernels.ops import AttentionMetadata
+from ..device import copy_mapped, release_mapped
+from .rope import make_cos_sin_cache
+
+# (name in the checkpoint, the tensor it fills: a whole parameter, or a view of a merged one's rows)
+Weights = Iterator[tuple[str, torch.Tensor]]
+Multiply = Callable[[torch.Tensor], torch.Tensor]
+# ops.pack_linear, or ops.pack_quantized_linear for so many bits; and from_parts, if the
+# implementation has it (see the contract of pack_linear)
+Packer = tuple[
+    Callable[[torch.Tensor, torch.Tensor | None], Multiply],
+    Callable[[list[torch.Tensor], torch.Tensor | None], Multiply] | None,
+]
+FUSED_PARTS = (
+    "rms_norm",
+    "rotary_embedding",
+    "reshape_and_cache",
+    "fused_qk_rope_reshape_and_cache",
+)
+
+
+class Linear:
+    """y = x W^T + b, for one or several projections of the same x laid one below the other (q, k
+    and v; gate and up).
+    """
+
+    def __init__(
+        self,
+        shards: dict[str, int],
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        packer: Packer,
+    ):
+        self.shards = shards  # name in the checkpoint -> rows, in order
+        self.weight = weight  # [sum of rows, in_features]; given up once packed
+        self.bias = bias
+        self._num_unfilled = len(shards) * (1 if bias is None else 2)
+        self._pack, self._pack_parts = packer
+        # shards that stay where they are until all is packed, by the address of their rows in
+        # `weight`
+        self._stored: dict[int, torch.Tensor] = {}
+        self._multiply: Multiply | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in_features] -> [T, sum of rows]"""
+        return self._multiply(x)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, in_features] -> [R, sum of rows] f32"""
+        multiply = getattr(self._multiply, "logits", None)
+        return self._multiply(x).float() if multiply is None else multiply(x)
+
+    def fill(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """To be called once for each tensor of `weights`, see LayerFactory.fill.
+
+        With the last, the weight is packed.
+        """
+        is_shard = tensor.dim() == 2
+        if (
+            is_shard
+            and self._pack_parts is not None
+            and (values.dtype, values.device) == (tensor.dtype, tensor.device)
+        ):
+            self._stored[tensor.data_ptr()] = values
+        else:
+            copy_mapped(tensor, values)
+        self._num_unfilled -= 1
+        if not self._num_unfilled:
+            self.pack()
+
+    def pack(self) -> None:
+        """To be called once, when all values are there: lays the weight out as the device
+        multiplies it best.
+        """
+        if self._stored:
+            shards = [rows for _, rows in self.weights("") if rows.dim() == 2]
+            self._multiply = self._pack_parts(
+                [self._stored.get(rows.data_ptr(), rows) for rows in shards],
+                self.bias,
+                release=self._release,
+            )
+        else:
+            self._multiply = self._pack(self.weight, self.bias)
+        for values in self._stored.values():
+            release_mapped(values)  # again, where pieces did not end with a page
+        self.weight, self._stored = None, {}
+
+    def _release(self, rows: torch.Tensor) -> None:
+        """Of a shard that was packed out of the file: what of it is read need not stay in
+        memory.
+        """
+        if any(
+            values.data_ptr() <= rows.data_ptr() < values.data_ptr() + values.nbytes
+            for values in self._stored.values()
+        ):
+            release_mapped(rows)
+
+    def weights(self, prefix: str) -> Weights:
+        start = 0
+        for name, rows in self.shards.items():
+            yield f"{prefix}{name}.weight", self.weight[start : start + rows]
+            if self.bias is not None:
+                yield f"{prefix}{name}.bias", self.bias[start : start + rows]
+            start += rows
+
+
+class TiedHead(Linear):
+    """An output head that is the embedding's own table: one memory for both, if the packed weight
+    gives rows too.
+    """
+
+    def __init__(self, name: str, embedding: Embedding, packer: Packer):
+        super().__init__({name: len(embedding.weight)}, embedding.weight, None, packer)
+        self._tied_to = embedding
+
+    def pack(self) -> None:
+        super().pack()
+        if hasattr(self._multiply, "embedding"):
+            self._tied_to.read_from(self._multiply.embedding)
+
+
+class Embedding:
+    def __init__(self, name: str, weight: torch.Tensor, ops: Any):
+        self.name = name
+        self.weight = weight  # [vocab_size, hidden_size]; given up where a tied head holds it
+        self._embedding = ops.embedding
+        self._look_up: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, hidden_size]"""
+        return (
+            self._embedding(token_ids, self.weight)
+            if self._look_up is None
+            else self._look_up(token_ids)
+        )
+
+    def read_from(self, look_up: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """From now on `look_up` gives a token's row."""
+        self._look_up = look_up
+        self.weight = None
+
+    def weights(self, prefix: str) -> Weights:
+        yield f"{prefix}{self.name}.weight", self.weight
+
+
+class RMSNorm:
+    def __init__(self, name: str, weight: torch.Tensor, eps: float, ops: Any):
+        self.name = name
+        self.weight = weight  # [size]
+        self.eps = eps
+        self.rms_norm = ops.rms_norm
+        self.fused_add_rms_norm = ops.fused_add_rms_norm
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] -> the same shape, normalised over the last dimension"""
+        return self.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        """In place: residual += x, then x = norm(residual); both [T, size]."""
+        self.fused_add_rms_norm(x, residual, self.weight, self.eps)
+
+    def weights(self, prefix: str) -> Weights:
+        yield f"{prefix}{self.name}.weight", self.weight
+
+
+class LayerFactory:
+    """Allocates every parameter, unfilled, on one device in one dtype.
+
+    A model asks it for layers and knows no other way to get one.
+    """
+
+    def __init__(
+        self, ops: Any, dtype: torch.dtype, device: torch.device, quantization: str | None = None
+    ):
+        """quantization: "int8" or "int4" for the linear layers' weights; the head's are int8 in
+        both cases.
+        """
+        self.ops = ops  # kernels' table, selected once
+        self.dtype = dtype
+        self.device = device
+        self.weights_bytes = 0  # of all layers made so far, once they are packed
+        self._bits = QUANTIZATION_BITS.get(quantization)
+        self._unpacked: dict[int, Linear] = {}  # by the addresses of the tensors that it waits for
+
+    def fill(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Gives a tensor of the model's weight-name table its values, of whatever float dtype; to
+        be called for every one, before the model runs. `values` may lie in a file's private
+        mapping, and are of no use afterwards. A linear layer that is complete is packed, where
+        possible out of that mapping, and what it was filled in freed, so that no more than one lies
+        there twice.
+        """
+        linear = self._unpacked.pop(tensor.data_ptr(), None)
+        if linear is None:
+            copy_mapped(tensor, values)
+        else:
+            linear.fill(tensor, values)
+
+    def parameter(self, *shape: int) -> torch.Tensor:
+        parameter = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.weights_bytes += parameter.nbytes
+        return parameter
+
+    def linear(self, in_features: int, shards: dict[str, int], bias: bool = False) -> Linear:
+        """Projections of one input, merged into one multiplication.
+
+        Under tensor parallelism a rank keeps a part of every shard's rows.
+        """
+        rows = sum(shards.values())
+        return self._linear(
+            shards,
+            self.parameter(rows, in_features),
+            self.parameter(rows) if bias else None,
+            self._bits,
+        )
+
+    def row_linear(
+        self, name: str, in_features: int, out_features: int, bias: bool = False
+    ) -> Linear:
+        """A projection back to the residual stream.
+
+        Under tensor parallelism a rank keeps a part of the columns, the results are added.
+        """
+        return self.linear(in_features, {name: out_features}, bias)
+
+    def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
+        return Embedding(name, self.parameter(vocab_size, hidden_size), self.ops)
+
+    def head(self, name: str, in_features: int, out_features: int) -> Linear:
+        """An output head of its own."""
+        return self._linear(
+            {name: out_features},
+            self.parameter(out_features, in_features),
+            None,
+            self._bits and HEAD_BITS,
+        )
+
+    def tied_head(self, name: str, embedding: Embedding) -> Linear:
+        bits = self._bits and HEAD_BITS
+        return self._register(TiedHead(name, embedding, self._packer(embedding.weight, bits)))
+
+    def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
+        return RMSNorm(name, self.parameter(size), eps, self.ops)
+
+    def rope(self, config: DecoderConfig, num_positions: int) -> torch.Tensor:
+        """[num_positions, head_dim] f32, shared by all layers: see rope.make_cos_sin_cache"""
+        return make_cos_sin_cache(
+            config.rope, config.head_dim, num_positions, config.max_position_embeddings
+        ).to(self.device)
+
+    def _linear(
+        self,
+        shards: dict[str, int],
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        bits: int | None,
+    ) -> Linear:
+        return self._register(Linear(shards, weight, bias, self._packer(weight, bits)))
+
+    def _packer(self, weight: torch.Tensor, bits: int | None) -> Packer:
+        pack, options = self.ops.pack_linear, {}
+        if bits is not None:
+            self.weights_bytes += quantized_bytes(*weight.shape, bits) - weight.nbytes
+            pack, options = self.ops.pack_quantized_linear, {"bits": bits}
+        pack_parts = getattr(pack, "from_parts", None)
+        return partial(pack, **options), None if pack_parts is None else partial(
+            pack_parts, **options
+        )
+
+    def _register(self, linear: Linear) -> Linear:
+        self._unpacked |= {tensor.data_ptr(): linear for _, tensor in linear.weights("")}
+        return linear
+
+
+class Attention:
+    """Causal grouped-query attention over the paged cache, with rotary positions and, where given,
+    norms on each head's q and k.
+    """
+
+    def __init__(
+        self,
+        make: LayerFactory,
+        config: DecoderConfig,
+        cos_sin_cache: torch.Tensor,
+        layer: int,
+        qkv_bias: bool,
+        o_bias: bool,
+        qk_norm: bool,
+    ):
+        """cos_sin_cache [positions, head_dim] f32: from make.rope; layer: its index in the stack"""
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv_proj = make.linear(
+            config.hidden_size, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, qkv_bias
+        )
+        self.o_proj = make.row_linear("o_proj", q_rows, config.hidden_size, o_bias)
+        self.q_norm = (
+            make.rms_norm("q_norm", self.head_dim, config.rms_norm_eps) if qk_norm else None
+        )
+        self.k_norm = (
+            make.rms_norm("k_norm", self.head_dim, config.rms_norm_eps) if qk_norm else None
+        )
+        self.cos_sin_cache = cos_sin_cache
+        self.scale = self.head_dim**-0.5
+        self.sliding_window = config.sliding_windows[layer]
+        self.ops = make.ops
+        # [num_blocks, block_size, num_kv_heads, head_dim], bound when the cache is made
+        self.key_cache = self.value_cache = None
+        self._heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        # Only where one implementer has it and its parts: another's kernel for one of these must
+        # not be passed over.
+        self._fused = len({self.ops.chosen[op] for op in FUSED_PARTS}) == 1
+        self._norms = (
+            (self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps)
+            if qk_norm
+            else (None, None, 0.0)
+        )
+        self._q_rows = q_rows
+
+    def __call__(
+        self, x: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """x [T, hidden_size], positions [T] i64 -> [T, hidden_size]; writes the T tokens' keys and
+        values into the cache.
+        """
+        ops = self.ops
+        query, key, value = (
+            self.qkv_proj(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
+        )
+        slots = metadata.slot_mapping
+        if self._fused:
+            ops.fused_qk_rope_reshape_and_cache(
+                positions,
+                query,
+                key,
+                value,
+                self.cos_sin_cache,
+                self.key_cache,
+                self.value_cache,
+                slots,
+                *self._norms,
+            )
+        else:
+            if self.q_norm is not None:
+                query, key = self.q_norm(query), self.k_norm(key)
+            ops.rotary_embedding(positions, query, key, self.cos_sin_cache)
+            ops.reshape_and_cache(key, value, self.key_cache, self.value_cache, slots)
+        attended = ops.paged_attention(
+            query, self.key_cache, self.value_cache, metadata, self.scale, self.sliding_window
+        )
+        return self.o_proj(attended.view(len(x), self._q_rows))
+
+    def weights(self, prefix: str) -> Weights:
+        for layer in (self.qkv_proj, self.o_proj, self.q_norm, self.k_norm):
+            if layer is not None:
+                yield from layer.weights(prefix)
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x))"""
+
+    def __init__(self, make: LayerFactory, config: DecoderConfig, bias: bool):
+        size = config.intermediate_size
+        self.gate_up_proj = make.linear(
+            config.hidden_size, {"gate_proj": size, "up_proj": size}, bias
+        )
+        self.down_proj = make.row_linear("down_proj", size, config.hidden_size, bias)
+        self.silu_and_mul = make.ops.silu_and_mul
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] -> [T, hidden_size]"""
+        return self.down_proj(self.silu_and_mul(self.gate_up_proj(x)))
+
+    def weights(self, prefix: str) -> Weights:
+        yield from self.gate_up_proj.weights(prefix)
+        yield from self.down_proj.weights(prefix)

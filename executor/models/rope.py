@@ -1,0 +1,103 @@
+"""Rotary position embeddings: the table of cosines and sines that a model's config asks for.
+
+Must not know: layers, requests, how a table is applied (kernels/ops.py: rotary_embedding).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ...ipc.errors import ModelLoadError
+
+
+def inverse_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
+    """(inv_freq [head_dim // 2] f32, factor on cosines and sines) of parsed rope parameters."""
+    inv_freq = 1.0 / (
+        rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    )
+    match rope["rope_type"]:
+        case "linear":
+            return inv_freq / rope["factor"], 1.0
+        case "llama3":
+            return _llama3(inv_freq, rope), 1.0
+        case "yarn":
+            return _yarn(rope, head_dim)
+    return inv_freq, 1.0
+
+
+def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+    """Llama 3.1's: long waves are stretched by `factor`, short ones left, those between blended."""
+    original, low, high = (
+        rope["original_max_position_embeddings"],
+        rope["low_freq_factor"],
+        rope["high_freq_factor"],
+    )
+    wavelength = 2 * math.pi / inv_freq
+    stretched = inv_freq / rope["factor"]
+    smooth = (original / wavelength - low) / (high - low)
+    blended = (1 - smooth) * inv_freq / rope["factor"] + smooth * inv_freq
+    return torch.where(
+        wavelength > original / low,
+        stretched,
+        torch.where(wavelength < original / high, inv_freq, blended),
+    )
+
+
+def _yarn(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
+    """YaRN (arXiv 2309.00071, sections 3.2 and 3.4): dimensions that turn often are left, those
+    that turn seldom are stretched.
+    """
+    theta, factor, original = (
+        rope["rope_theta"],
+        rope["factor"],
+        rope["original_max_position_embeddings"],
+    )
+
+    def dimension_turning(num_rotations: float) -> float:
+        return head_dim * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = (
+        dimension_turning(rope.get("beta_fast") or 32),
+        dimension_turning(rope.get("beta_slow") or 1),
+    )
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2).float() - low) / (high - low or 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    frequencies = theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    inv_freq = 1.0 / (factor * frequencies) * (1 - kept) + 1.0 / frequencies * kept
+    return inv_freq, _yarn_attention_factor(rope)
+
+
+def _yarn_attention_factor(rope: dict[str, Any]) -> float:
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
+
+    if rope.get("attention_factor") is not None:
+        return rope["attention_factor"]
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def make_cos_sin_cache(
+    rope: dict[str, Any], head_dim: int, num_positions: int, max_position_embeddings: int
+) -> torch.Tensor:
+    """[num_positions, head_dim] f32: cosines of all angles, then their sines.
+
+    Raises ModelLoadError for rope type "dynamic" beyond `max_position_embeddings`: there its angles
+    depend on each sequence's current length, and cached keys would have been turned by others. Up
+    to there it is the default rope.
+    """
+    if rope["rope_type"] == "dynamic" and num_positions > max_position_embeddings:
+        raise ModelLoadError(
+            f"rope type 'dynamic' is supported up to "
+            f"max_position_embeddings={max_position_embeddings}; max_model_len is {num_positions}"
+        )
+    inv_freq, factor = inverse_frequencies(rope, head_dim)
+    angles = torch.arange(num_positions).float()[:, None] * inv_freq
+    return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)

@@ -1,0 +1,1 @@
+"""Records a model's step as one list of native calls."""

@@ -1,0 +1,148 @@
+"""Makes of a model's step one call, where native kernels serve all of it, and tries that against
+the model's own code.
+
+Must not know: architectures, requests, what a program consists of.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from ...kernels.cpu.native.program import recording
+from ...kernels.cpu.native.recorder import Guard, Limits, Recorder, Unrecordable
+from ...kernels.cpu.native.replay import Program
+from ...kernels.ops import AttentionMetadata
+from ...kernels.registry import OpTable
+
+logger = logging.getLogger(__name__)
+
+NATIVE = "native"
+OPERATIONS = (
+    "embedding",
+    "pack_linear",
+    "rms_norm",
+    "fused_add_rms_norm",
+    "rotary_embedding",
+    "reshape_and_cache",
+    "paged_attention",
+    "silu_and_mul",
+    "gather_rows",
+    "argmax",
+)  # what a model may be made of
+TRIED_TOKENS = 5  # of the prompt that a program is tried with: fits in one block
+
+
+def run_op_by_op(
+    model: Any,
+    ops: OpTable,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    metadata: AttentionMetadata,
+    logits_indices: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """What a program does: token_ids [T] i32, positions [T] i64, logits_indices [R] i64, ascending
+    -> hidden [T, hidden_size], logits [R, vocab_size] f32, and what argmax finds in them.
+    """
+    hidden = model(token_ids, positions, metadata)
+    logits = model.compute_logits(
+        hidden if len(logits_indices) == len(hidden) else ops.gather_rows(hidden, logits_indices)
+    )
+    return hidden, logits, *ops.argmax(logits)
+
+
+def record_step(model: Any, ops: OpTable, limits: Limits) -> Program | None:
+    """The program of a model whose layers have their caches; None where it must run operation by
+    operation: the log says why.
+
+    The caches must hold nothing yet in block 0, which no request is given: it is written for a
+    moment.
+    """
+    others = [f"{op}={ops.chosen[op]}" for op in OPERATIONS if ops.chosen.get(op) != NATIVE]
+    if len(others) == len(OPERATIONS):
+        logger.info("the model runs operation by operation: there are no native kernels for it")
+        return None
+    if others:
+        logger.warning(
+            "the model runs operation by operation, several times slower for small models, since "
+            "not all are native: %s",
+            " ".join(others),
+        )
+        return None
+    try:
+        program = _record(model, ops, limits)
+        try:
+            _try(program, model, ops)
+        finally:
+            for layer in model.attention_layers():
+                layer.key_cache[0] = layer.value_cache[0] = 0
+    except Exception as error:  # a user's model or layer may do anything
+        reason = (
+            str(error) if isinstance(error, Unrecordable) else f"{type(error).__name__}: {error}"
+        )
+        logger.warning(
+            "the model runs operation by operation, several times slower for small models; it "
+            "cannot be recorded: %s",
+            reason,
+        )
+        return None
+    logger.info(
+        "a step is one call of %d native kernels; at most %.1f MiB for what is between them",
+        len(program.calls),
+        program.num_bytes / 2**20,
+    )
+    return program
+
+
+@torch.inference_mode()
+def _record(model: Any, ops: OpTable, limits: Limits) -> Program:
+    recorder = Recorder(limits)
+    with recording(recorder, Guard()):
+        results = run_op_by_op(
+            model,
+            ops,
+            recorder.token_ids,
+            recorder.positions,
+            recorder.metadata,
+            recorder.logits_indices,
+        )
+    return Program(recorder, *results, owners=model)
+
+
+@torch.inference_mode()
+def _try(program: Program, model: Any, ops: OpTable) -> None:
+    """Runs a decode and a prompt both ways.
+
+    What the recorder cannot see, such as a layer that computes with numpy, shows in the bits.
+    """
+    num_tokens = min(TRIED_TOKENS, program.limits.num_tokens)
+    num_decodes = int(num_tokens > 1 and program.limits.num_requests > 1)
+    query_lens = [1] * num_decodes + [num_tokens - num_decodes]
+    positions = torch.tensor([0] * num_decodes + list(range(query_lens[-1])))
+    slots = positions.clone()
+    slots[:num_decodes] = -1  # reads the prompt's first key
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32),
+        seq_lens=torch.tensor(query_lens, dtype=torch.int32),
+        block_tables=torch.zeros(len(query_lens), 1, dtype=torch.int32),
+        slot_mapping=slots,
+        num_decodes=sum(length == 1 for length in query_lens),
+        query_lens=query_lens,
+        seq_lens_list=query_lens,
+    )
+    token_ids = torch.arange(num_tokens, dtype=torch.int32) % model.config.vocab_size
+    step = token_ids, positions, metadata, metadata.query_start_loc[1:].long() - 1
+    recorded = [result.clone() for result in program(*step)]
+    for name, mine, own in zip(
+        ("hidden states", "logits", "argmax", "finite rows"),
+        recorded,
+        run_op_by_op(model, ops, *step),
+    ):
+        if (
+            mine.shape != own.shape
+            or mine.dtype != own.dtype
+            or not torch.equal(*(t.contiguous().view(torch.uint8) for t in (mine, own)))
+        ):
+            raise Unrecordable(f"the record gives other {name} than the model's own code")

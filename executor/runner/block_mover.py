@@ -1,0 +1,96 @@
+"""Moves blocks of the KV cache, in every layer: to host memory and back, and from one place in the
+cache to another.
+
+Must not know: whose blocks they are, or why they move.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...ipc.messages import SchedulerOutput
+from ..device import synchronize
+
+Pairs = Sequence[tuple[int, int]]  # (from, to)
+MEASURED_BLOCKS = 8
+
+
+class BlockMover:
+    """Owns the host blocks.
+
+    `host_caches`: for each layer keys and values, each [num_host_blocks, block_size, num_kv_heads,
+    head_dim]; empty where nothing is swapped. The layers are handed in anew: their caches come and
+    go.
+    """
+
+    def __init__(self, host_caches: Sequence[tuple[torch.Tensor, torch.Tensor]], ops: Any):
+        # in the order of _caches
+        self._host_caches = [cache for layer in host_caches for cache in layer]
+        self._copy_blocks = ops.copy_blocks
+
+    def move(self, layers: Sequence[Any], step: SchedulerOutput) -> None:
+        """Out first, since what comes in may take their places; copies last, since they may be of
+        what came in.
+        """
+        if step.blocks_to_swap_out:
+            self.swap_out(layers, step.blocks_to_swap_out)
+        if step.blocks_to_swap_in:
+            self.swap_in(layers, step.blocks_to_swap_in)
+        if step.blocks_to_copy:
+            caches = _caches(layers)
+            self._copy_blocks(caches, caches, torch.tensor(step.blocks_to_copy))
+
+    def swap_out(self, layers: Sequence[Any], pairs: Pairs) -> None:
+        """pairs: (device block, host block)"""
+        self._copy_blocks(_caches(layers), self._host_caches, torch.tensor(pairs))
+
+    def swap_in(self, layers: Sequence[Any], pairs: Pairs) -> None:
+        """pairs: (host block, device block)"""
+        self._copy_blocks(self._host_caches, _caches(layers), torch.tensor(pairs))
+
+    def measure(self, layers: Sequence[Any]) -> tuple[float, float]:
+        """Seconds that a swap out and in takes whatever its size, and for each block.
+
+        To be called while the cache holds nothing.
+        """
+        most = min(MEASURED_BLOCKS, len(self._host_caches[0]), len(layers[0].key_cache) - 1)
+        one_s, all_s = (self._time(layers, count) for count in (1, most))
+        per_block_s = max(0.0, all_s - one_s) / max(1, most - 1)
+        return max(0.0, one_s - per_block_s), per_block_s
+
+    def _time(self, layers: Sequence[Any], num_blocks: int) -> float:
+        def both_ways() -> None:
+            self.swap_out(layers, [(block + 1, block) for block in range(num_blocks)])
+            self.swap_in(layers, [(block, block + 1) for block in range(num_blocks)])
+            synchronize(layers[0].key_cache.device)
+
+        return shortest_time(both_ways)
+
+
+def _caches(layers: Sequence[Any]) -> list[torch.Tensor]:
+    return [cache for layer in layers for cache in (layer.key_cache, layer.value_cache)]
+
+
+def shortest_time(
+    function: Callable[[], Any], repeats: int = 3, budget_s: float = math.inf
+) -> float:
+    """Seconds of the fastest of some runs: what the machine needs when nothing disturbs it.
+
+    The first one, which sets things up, is not timed, unless `budget_s` is over with it: then it is
+    the answer, since setting up is little of so long a run.
+    """
+    begin, seconds = time.perf_counter(), []
+    for run in range(1 + repeats):
+        start = time.perf_counter()
+        function()
+        now = time.perf_counter()
+        if now - begin > budget_s:
+            return min([*seconds, now - start])
+        if run:
+            seconds.append(now - start)
+    return min(seconds)

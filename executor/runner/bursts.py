@@ -1,0 +1,78 @@
+"""Steps with tokens to look ahead, where a recorded program takes them in one call.
+
+Must not know: the model, who decides how far to look ahead.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ...ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ...kernels.cpu.native.passes import Passes
+from ...kernels.cpu.native.replay import Program
+from ..sampling.sampler import NOT_FINITE, draw_parameters, draws
+from .input_batch import InputBatch
+from .step_inputs import StepInputMaker
+
+
+class Bursts:
+    """Decodes whose rows all look ahead equally far.
+
+    Only for rows whose tokens follow from their logits and parameters alone.
+    """
+
+    def __init__(
+        self, program: Program, batch: InputBatch, block_size: int, make_inputs: StepInputMaker
+    ):
+        self._passes = Passes(program, block_size)
+        self._batch = batch
+        self._make_inputs = make_inputs
+
+    def fits(self, scheduler_output: SchedulerOutput) -> bool:
+        """Whether run() is for this step: one token of each row, the last that is known of it, and
+        as many behind it.
+        """
+        wanted, slots = scheduler_output.num_lookahead_tokens, scheduler_output.slots
+        if (
+            not wanted[0]
+            or wanted.count(wanted[0]) != len(wanted)
+            or scheduler_output.num_scheduled_tokens.count(1) != len(slots)
+        ):
+            return False
+        return (self._batch.num_tokens[slots] - 1).tolist() == scheduler_output.num_computed_tokens
+
+    def run(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """As one step after the other would.
+
+        A row whose logits are not finite keeps the tokens before.
+        """
+        count = 1 + scheduler_output.num_lookahead_tokens[0]
+        inputs = self._make_inputs.for_burst(scheduler_output, count)
+        slots = inputs.slots
+        draw = None
+        if draws(self._batch, slots):
+            draw = (
+                *draw_parameters(self._batch, slots, torch.device("cpu")),
+                torch.from_numpy(self._batch.num_tokens[slots]),
+            )
+        tokens, is_finite = self._passes(
+            inputs.token_ids, inputs.positions, inputs.metadata, inputs.logits_indices, count, draw
+        )
+        by_row = tokens.numpy().T
+        if torch.all(is_finite):
+            self._batch.append_runs(slots, by_row)
+            return ModelRunnerOutput([count] * len(slots), by_row.ravel().tolist())
+        num_good = np.logical_and.accumulate(is_finite.numpy()).sum(axis=0).tolist()
+        for slot, row, num_tokens in zip(slots, by_row, num_good):
+            self._batch.append_runs(np.array([slot]), row[None, :num_tokens])
+        errors = {
+            slot: NOT_FINITE
+            for slot, num_tokens in zip(slots.tolist(), num_good)
+            if num_tokens < count
+        }
+        return ModelRunnerOutput(
+            num_good,
+            [token for row, n in zip(by_row.tolist(), num_good) for token in row[:n]],
+            errors=errors,
+        )

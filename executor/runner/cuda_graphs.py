@@ -1,0 +1,186 @@
+"""Decode steps from CUDA graphs: the launches of a whole model, replayed as one.
+
+Must not know: architectures, requests, who samples.
+
+A decode of a small model takes the processor longer to launch than the GPU to compute. A graph
+keeps the launches with their addresses, so the inputs of all graphs lie in one set of buffers,
+whose first rows each step fills. One graph serves every batch up to its size: the rows behind it
+compute whatever token stands there, with a context of one, and store nothing.
+
+     step of decodes ──▶ buffers[:size] ──▶ graph[size] ──▶ results[:number of requests]
+     any other step  ──▶ operation by operation
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...kernels.ops import AttentionMetadata
+from ...kernels.registry import OpTable
+from ..program.step_program import run_op_by_op
+
+logger = logging.getLogger(__name__)
+
+Tensors = tuple[torch.Tensor, ...]
+# A function of no arguments -> what replays it, and its results, which every replay overwrites
+Capture = Callable[[Callable[[], Tensors]], tuple[Callable[[], None], Tensors]]
+NOT_STORED = -1  # in a slot_mapping
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of requests that graphs are made for: 1, 2, 4, all multiples of 8 to 256, of 16 to
+    512, of 32 beyond, and max_num_seqs. So no step computes more than a few rows in vain.
+    """
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, max_num_seqs, 32)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+class GraphedStep:
+    """Serves as ModelRunner.program.
+
+    Holds addresses of weights and caches: to be made again when any of these moves.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        ops: OpTable,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        capture: Capture,
+    ):
+        self._run = partial(run_op_by_op, model, ops)
+        self._capture = capture
+        self._sizes = graph_sizes(max_num_seqs)
+        self._graphs: dict[int, tuple[Callable[[], None], Tensors]] = {}
+        self._max_model_len = max_model_len
+        self._token_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._seq_lens = torch.ones(max_num_seqs, dtype=torch.int32, device=device)
+        self._slot_mapping = torch.full(
+            (max_num_seqs,), NOT_STORED, dtype=torch.int64, device=device
+        )
+        self._block_tables = torch.zeros(
+            max_num_seqs, -(-max_model_len // block_size), dtype=torch.int32, device=device
+        )
+        self._counts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._rows = torch.arange(max_num_seqs, dtype=torch.int64, device=device)
+
+    def prepare(self) -> None:
+        """Captures the largest graph and the smallest, whose steps come first; the others are
+        captured when their first step comes. The largest first: the others find their memory in
+        what it took.
+        """
+        for size in dict.fromkeys((self._sizes[-1], self._sizes[0])):
+            self._graph(size)
+
+    def buffers(self, count: int) -> Tensors | None:
+        """Where the inputs of a step of `count` sampled decodes are read: token_ids, positions,
+        slot_mapping, seq_lens and block_tables, each with the rows of padding that its graph has.
+        Written there, they are not copied. None: there is no graph for so many.
+        """
+        if not 0 < count <= self._sizes[-1]:
+            return None
+        size = self._sizes[bisect_left(self._sizes, count)]
+        return tuple(
+            buffer[:size]
+            for buffer in (
+                self._token_ids,
+                self._positions,
+                self._slot_mapping,
+                self._seq_lens,
+                self._block_tables,
+            )
+        )
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: torch.Tensor,
+    ) -> Tensors:
+        """As run_op_by_op. A graph's results are overwritten by the next step that is replayed."""
+        count = len(metadata.query_lens)
+        if not count == metadata.num_decodes == len(logits_indices) or count > self._sizes[-1]:
+            return self._run(token_ids, positions, metadata, logits_indices)
+        size = self._sizes[bisect_left(self._sizes, count)]
+        if token_ids.data_ptr() != self._token_ids.data_ptr():
+            self._copy(count, size, token_ids, positions, metadata)
+        replay, results = self._graph(size)
+        replay()
+        return tuple(result[:count] for result in results)
+
+    def _copy(
+        self,
+        count: int,
+        size: int,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        num_blocks = metadata.block_tables.shape[1]
+        self._token_ids[:count].copy_(token_ids)
+        self._positions[:count].copy_(positions)
+        self._seq_lens[:count].copy_(metadata.seq_lens)
+        self._slot_mapping[:count].copy_(metadata.slot_mapping)
+        self._block_tables[:count, :num_blocks].copy_(metadata.block_tables)
+        self._seq_lens[count:size] = 1
+        self._slot_mapping[count:size] = NOT_STORED
+
+    def _graph(self, size: int) -> tuple[Callable[[], None], Tensors]:
+        if size not in self._graphs:
+            # What a kernel takes from the lists on the host must hold for every step to come: the
+            # longest contexts there may be.
+            metadata = AttentionMetadata(
+                query_start_loc=self._counts[: size + 1],
+                seq_lens=self._seq_lens[:size],
+                block_tables=self._block_tables[:size],
+                slot_mapping=self._slot_mapping[:size],
+                num_decodes=size,
+                query_lens=[1] * size,
+                seq_lens_list=[self._max_model_len] * size,
+            )
+
+            def step() -> Tensors:
+                # what a run before the capture has derived, no replay derives again
+                metadata.scratch.clear()
+                return self._run(
+                    self._token_ids[:size], self._positions[:size], metadata, self._rows[:size]
+                )
+
+            self._graphs[size] = self._capture(step)
+            logger.debug("captured a CUDA graph for up to %d requests", size)
+        return self._graphs[size]
+
+
+class CudaCapture:
+    """Captures functions as CUDA graphs that share one pool of memory: no two of them run at once,
+    and only the last one's results are kept.
+    """
+
+    # kernels are compiled and libraries set up in the first run, which a capture would not forgive
+    WARM_UPS = 2
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, function: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(self.WARM_UPS):
+                function()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            results = function()
+        return graph.replay, results

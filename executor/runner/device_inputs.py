@@ -1,0 +1,246 @@
+"""The slots' tables on a GPU, and a step's inputs made there of them: one copy of differences goes
+out, kernels do the rest.
+
+Must not know: the model, who samples what, why anything changes.
+
+    host    InputBatch: all that is known ──▶ differences and rows of a step, packed ─┐ one copy
+    GPU     token_ids, block_tables, parameters by slot ◀── write_runs ◀──────────────┤
+            inputs of a pass, in a graph's buffers      ◀── prepare_step_inputs ◀─────┘
+
+What the device samples it appends to its own token_ids, and the host hears of it later; so the
+host's tables know all but the newest tokens, and the device's all but what the host has sampled,
+which goes out with the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...ipc.messages import SchedulerOutput
+from ...kernels.ops import AttentionMetadata
+from ..device import packed
+from .input_batch import InputBatch
+from .step_inputs import StepInputs, StepLayout, lay_out
+
+NUM_PARAMETERS = 8  # words of a slot: see gather_sampling_parameters
+WORDS_ALIGNED = 4  # a table's rows begin at 16 bytes
+Tensors = tuple[torch.Tensor, ...]
+
+
+class DeviceTables:
+    """One memory of 32-bit words [M], and the tables that are its parts: a step's differences are
+    runs of words, whichever table they are for.
+    """
+
+    def __init__(self, batch: InputBatch, ops: Any, device: torch.device):
+        (num_slots, max_model_len), max_blocks = batch.token_ids.shape, batch.block_tables.shape[1]
+        widths = (NUM_PARAMETERS, aligned(max_blocks), aligned(max_model_len))
+        self.batch, self.device, self._write_runs = batch, device, ops.write_runs
+        self._memory = torch.zeros(num_slots * sum(widths), dtype=torch.int32, device=device)
+        self.parameters, self.block_tables, self.token_ids = (
+            table.view(num_slots, width)
+            for table, width in zip(
+                self._memory.split([num_slots * width for width in widths]), widths, strict=True
+            )
+        )
+        self._unsent_tokens: dict[int, int] = {}  # slot -> index of the first that the device lacks
+        # place in memory, words [N] i32: of other tables
+        self._unsent_runs: list[tuple[int, np.ndarray]] = []
+
+    def note_differences(self, scheduler_output: SchedulerOutput) -> None:
+        """The host's tables have them by now; the device is told with the next `ship`."""
+        batch = self.batch
+        for request in scheduler_output.new_requests:
+            self._unsent_tokens[request.slot] = 0
+            self._unsent_runs.append(
+                (
+                    self._place(self.parameters, request.slot, 0),
+                    parameter_words(batch, request.slot),
+                )
+            )
+        for slot, block_ids in zip(scheduler_output.slots, scheduler_output.new_block_ids):
+            if block_ids:
+                end = int(batch.num_blocks[slot])
+                start = end - len(block_ids)
+                self._unsent_runs.append(
+                    (
+                        self._place(self.block_tables, slot, start),
+                        batch.block_tables[slot, start:end],
+                    )
+                )
+
+    def note_sampled_by_host(self, slots: np.ndarray) -> None:
+        """Tokens that the host is about to append to `slots` [R], if it does, the device does not
+        know of.
+        """
+        for slot, num_tokens in zip(slots.tolist(), self.batch.num_tokens[slots].tolist()):
+            self._unsent_tokens.setdefault(slot, num_tokens)
+
+    def ship(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """The arrays on the device, and the tables up to date: one copy, and one launch where there
+        are differences.
+        """
+        runs, batch = self._unsent_runs, self.batch
+        for slot, start in self._unsent_tokens.items():
+            runs.append(
+                (
+                    self._place(self.token_ids, slot, start),
+                    batch.token_ids[slot, start : batch.num_tokens[slot]],
+                )
+            )
+        if runs:
+            arrays = arrays | {
+                "places": np.array([place for place, _ in runs]),
+                "starts": np.cumsum([0, *(len(words) for _, words in runs)], dtype=np.int32),
+                "words": np.concatenate([words for _, words in runs]),
+            }
+        self._unsent_tokens, self._unsent_runs = {}, []
+        tensors = packed(arrays, self.device)
+        if runs:
+            self._write_runs(
+                self._memory, *(tensors.pop(name) for name in ("places", "starts", "words"))
+            )
+        return tensors
+
+    @staticmethod
+    def _place(table: torch.Tensor, slot: int, column: int) -> int:
+        return table.storage_offset() + slot * table.shape[1] + column
+
+
+def aligned(num_words: int) -> int:
+    return -(-num_words // WORDS_ALIGNED) * WORDS_ALIGNED
+
+
+def parameter_words(batch: InputBatch, slot: int) -> np.ndarray:
+    """[8] i32: what gather_sampling_parameters reads."""
+    words = np.zeros(NUM_PARAMETERS, np.int32)
+    words.view(np.float32)[[0, 2, 3]] = (
+        batch.temperature[slot],
+        batch.top_p[slot],
+        batch.min_p[slot],
+    )
+    words[1], words.view(np.int64)[2] = batch.top_k[slot], batch.seeds[slot]
+    return words
+
+
+class DeviceInputMaker:
+    """What StepInputMaker makes, on the device, from its own tables.
+
+    `graph_buffers`: GraphedStep.buffers, or a function that gives None.
+    """
+
+    def __init__(
+        self,
+        tables: DeviceTables,
+        block_size: int,
+        ops: Any,
+        graph_buffers: Callable[[int], Tensors | None],
+    ):
+        self.tables = tables
+        self.block_size = block_size
+        self._prepare = ops.prepare_step_inputs
+        self._graph_buffers = graph_buffers
+        num_slots, device = len(tables.token_ids), tables.device
+        # query_start_loc of decodes
+        self._starts = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
+        # logits_indices of decodes
+        self._rows = torch.arange(num_slots, dtype=torch.int64, device=device)
+
+    def __call__(self, scheduler_output: SchedulerOutput) -> StepInputs:
+        """For a step whose tokens the host samples, and whose tokens so far it knows."""
+        layout = lay_out(scheduler_output, self.tables.batch.num_tokens)
+        (columns,) = self.ship([layout])
+        inputs = self.prepare(layout, columns)
+        self.tables.note_sampled_by_host(inputs.sampled_slots)
+        return inputs
+
+    def ship(self, layouts: Sequence[StepLayout]) -> list[dict[str, torch.Tensor]]:
+        """Brings the rows of all passes of a step to the device, with all that the tables lack, in
+        one copy: for each pass, what `prepare` takes, and the slots [R] i32 and positions [R] i64
+        of the tokens that it is to sample.
+        """
+        passes = [self._columns(layout) for layout in layouts]
+        tensors = self.tables.ship(
+            {
+                f"{name} {number}": column
+                for number, columns in enumerate(passes)
+                for name, column in columns.items()
+            }
+        )
+        shipped = []
+        for number, (layout, columns) in enumerate(zip(layouts, passes, strict=True)):
+            there = {name: tensors[f"{name} {number}"] for name in columns}
+            if layout.is_all_sampled_decodes():
+                count = len(layout.slots)
+                there |= {
+                    "query_start_loc": self._starts[: count + 1],
+                    "logits_indices": self._rows[:count],
+                    "sampled_slots": there["slots"],
+                }
+            shipped.append(there)
+        return shipped
+
+    @staticmethod
+    def _columns(layout: StepLayout) -> dict[str, np.ndarray]:
+        slots, positions = (
+            layout.slots.astype(np.int32),
+            layout.seq_lens[layout.sampled_rows].astype(np.int64),
+        )
+        columns = {
+            "slots": slots,
+            "num_computed": layout.num_computed.astype(np.int32),
+            "positions": positions,
+        }
+        if not layout.is_all_sampled_decodes():
+            columns["query_start_loc"] = layout.query_start_loc.astype(np.int32)
+            columns["logits_indices"], columns["sampled_slots"] = (
+                layout.logits_indices(),
+                slots[layout.sampled_rows],
+            )
+        return columns
+
+    def prepare(self, layout: StepLayout, columns: dict[str, torch.Tensor]) -> StepInputs:
+        """`columns` from `ship`.
+
+        Passes are prepared in their order, each when the one before it has sampled.
+        """
+        count, num_tokens, tables = len(layout.slots), int(layout.query_start_loc[-1]), self.tables
+        outputs = self._graph_buffers(count) if layout.is_all_sampled_decodes() else None
+        if outputs is None:
+            sizes = (
+                (num_tokens,),
+                (num_tokens,),
+                (num_tokens,),
+                (count,),
+                (count, -(-int(layout.seq_lens.max()) // self.block_size)),
+            )
+            dtypes = torch.int32, torch.int64, torch.int64, torch.int32, torch.int32
+            outputs = tuple(
+                torch.empty(size, dtype=dtype, device=tables.device)
+                for size, dtype in zip(sizes, dtypes, strict=True)
+            )
+        rows = columns["slots"], columns["num_computed"], columns["query_start_loc"]
+        self._prepare(*rows, tables.token_ids, tables.block_tables, self.block_size, *outputs)
+        token_ids, positions, slot_mapping, seq_lens, block_tables = outputs
+        return StepInputs(
+            order=layout.order,
+            slots=layout.slots,
+            token_ids=token_ids[:num_tokens],
+            positions=positions[:num_tokens],
+            metadata=AttentionMetadata(
+                query_start_loc=columns["query_start_loc"],
+                seq_lens=seq_lens[:count],
+                block_tables=block_tables[:count],
+                slot_mapping=slot_mapping[:num_tokens],
+                num_decodes=layout.num_decodes,
+                query_lens=layout.query_lens.tolist(),
+                seq_lens_list=layout.seq_lens.tolist(),
+            ),
+            sampled_rows=layout.sampled_rows,
+            sampled_slots=layout.slots[layout.sampled_rows],
+            logits_indices=columns["logits_indices"],
+        )

@@ -1,0 +1,167 @@
+"""What the runner keeps of every request: fixed slots, one row each in a few tables, from the
+request's entry to its end.
+
+Must not know: request ids, scheduling, the model. The scheduler owns slots and blocks; these tables
+are its copy, kept by differences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...ipc.errors import InvalidParameterError
+from ...ipc.messages import NewRequestData
+from ...ipc.params import ALL_LOGPROBS, SamplingParams
+
+# a smaller share would be none in 32 bits, and no token would be left
+LEAST_TOP_P = float(np.finfo(np.float32).tiny)
+NO_LOGPROBS = -1
+NOT_KNOWN = -1  # a token that the device has sampled and the host has not seen
+# of num_logprobs; whoever knows the vocabulary's size takes the smaller
+WHOLE_VOCABULARY = 2**31 - 1
+
+
+class InputBatch:
+    """Tables indexed by slot.
+
+    Rows of freed slots keep their old values; nobody reads them. `stages` (LogitsStages) keep
+    theirs, and are told here who enters and leaves.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, stages: Any):
+        max_blocks = -(-max_model_len // block_size)
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)  # prompt + output
+        self.num_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
+        self.block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, np.int64)
+        self.temperature = np.zeros(max_num_seqs, np.float32)
+        self.top_k = np.zeros(max_num_seqs, np.int32)  # 0: all
+        self.top_p = np.ones(max_num_seqs, np.float32)
+        self.min_p = np.zeros(max_num_seqs, np.float32)
+        self.seeds = np.zeros(max_num_seqs, np.int64)
+        self.num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
+        self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
+        self.prompt_logprobs_slots: set[int] = set()  # that still want some
+        self.logprobs_slots: set[int] = set()  # that want any
+        self.random_slots: set[int] = set()  # that do not simply take the largest logit
+        # of these, that keep to a part of the vocabulary: top_k, top_p, min_p
+        self.filtered_slots: set[int] = set()
+        self.stages = stages
+        # requests so far: while it stays, so does all that a slot holds but its tokens and blocks
+        self.num_added = 0
+        # the number of the request that entered the slot last
+        self.entries = np.zeros(max_num_seqs, np.int64)
+        self.refusals: dict[int, str] = {}  # slot -> why this request cannot be served
+
+    def add(self, request: NewRequestData) -> None:
+        slot, count = request.slot, len(request.token_ids)
+        self.num_added += 1
+        self.entries[slot] = self.num_added
+        self._forget_wishes(slot)
+        self.token_ids[slot, :count] = request.token_ids
+        self.num_tokens[slot] = count
+        self.num_prompt_tokens[slot] = request.num_prompt_tokens
+        self.num_blocks[slot] = 0
+        params = request.sampling_params
+        refusal = find_unsupported(params) or self._enter_stages(request)
+        if refusal is not None:
+            self.refusals[slot] = refusal
+            params = SamplingParams(temperature=0.0, seed=0)
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = max(0, min(params.top_k, 2**31 - 1))
+        self.top_p[slot] = max(params.top_p, LEAST_TOP_P)
+        self.min_p[slot] = params.min_p
+        self.seeds[slot] = params.seed or 0
+        self.num_logprobs[slot] = _num_logprobs(params.logprobs)
+        self.num_prompt_logprobs[slot] = _num_logprobs(params.prompt_logprobs)
+        wishes = (
+            (self.prompt_logprobs_slots, params.prompt_logprobs is not None),
+            (self.logprobs_slots, params.logprobs is not None),
+        )
+        is_random, is_filtered = (
+            params.temperature > 0,
+            params.top_k > 0 or params.top_p < 1 or params.min_p > 0,
+        )
+        for slots, is_wanted in (
+            *wishes,
+            (self.random_slots, is_random),
+            (self.filtered_slots, is_random and is_filtered),
+        ):
+            if is_wanted:
+                slots.add(slot)
+
+    def _enter_stages(self, request: NewRequestData) -> str | None:
+        try:
+            self.stages.enter(request)
+        except InvalidParameterError as error:
+            return str(error)
+        return None
+
+    def remove(self, slot: int) -> None:
+        self.num_tokens[slot] = self.num_blocks[slot] = 0
+        self._forget_wishes(slot)
+        self.stages.leave(slot)
+        self.refusals.pop(slot, None)
+
+    def _forget_wishes(self, slot: int) -> None:
+        for slots in (
+            self.prompt_logprobs_slots,
+            self.logprobs_slots,
+            self.random_slots,
+            self.filtered_slots,
+        ):
+            slots.discard(slot)
+
+    def append_blocks(self, slot: int, block_ids: list[int]) -> None:
+        start = self.num_blocks[slot]
+        self.block_tables[slot, start : start + len(block_ids)] = block_ids
+        self.num_blocks[slot] = start + len(block_ids)
+
+    def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
+        """One new token for each of `slots` [R], all different."""
+        num_tokens = self.num_tokens[slots]
+        self.token_ids[slots, num_tokens] = token_ids
+        self.num_tokens[slots] = num_tokens + 1
+
+    def append_runs(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
+        """As many new tokens for each of `slots` [R], all different: token_ids [R, n]."""
+        num_tokens, count = self.num_tokens[slots], token_ids.shape[1]
+        self.token_ids[slots[:, None], num_tokens[:, None] + np.arange(count)] = token_ids
+        self.num_tokens[slots] = num_tokens + count
+
+    def expect_tokens(self, slots: np.ndarray, positions: np.ndarray) -> None:
+        """One token more for each of `slots` [R], all different, at `positions` [R]: on its way,
+        see fill_in.
+        """
+        self.token_ids[slots, positions] = NOT_KNOWN
+        self.num_tokens[slots] = positions + 1
+
+    def fill_in(
+        self, slots: np.ndarray, positions: np.ndarray, entries: np.ndarray, token_ids: np.ndarray
+    ) -> None:
+        """The tokens that were expected of the requests `entries` [R]; a slot may have another one
+        by now, whose tokens these are not.
+        """
+        mine = np.flatnonzero(self.entries[slots] == entries)
+        self.token_ids[slots[mine], positions[mine]] = token_ids[mine]
+
+
+def _num_logprobs(wanted: int | None) -> int:
+    if wanted is None:
+        return NO_LOGPROBS
+    return WHOLE_VOCABULARY if wanted == ALL_LOGPROBS else min(wanted, WHOLE_VOCABULARY)
+
+
+def find_unsupported(params: SamplingParams | None) -> str | None:
+    """Why the runner cannot serve these params, or None.
+
+    The frontend refuses them first; another client might not.
+    """
+    if params is None:
+        return "pooling_params: pooling is not supported"
+    if params.seed is None:
+        return "seed: must be resolved before the engine sees the request"
+    return None

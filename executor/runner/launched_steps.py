@@ -1,0 +1,267 @@
+"""Steps whose tokens stay on the device: launched without waiting for anything, finished when
+somebody asks what they were.
+
+Must not know: stages and log-probabilities (model_runner.py runs such steps in the plain order),
+requests beyond their slot.
+
+    host          launch N      launch N + 1     finish N            launch N + 2     finish N + 1
+                     │               │         waits for (a)              │         waits for (b)
+    first stream     └▶[ inputs, model, draw, tokens into the tables ][ the next step's ][ …
+    second stream                                                 [ copy ](a)         [ copy ](b)
+
+A launch grows each sampled row's number of tokens; their values the host learns when it finishes
+the step. In between a slot may have been freed and taken by another request: what the step did on
+the device precedes, on its one stream, what the next one does there, and on the host a token is
+written only to the request that it is of. A row whose logits are not finite shows when the step is
+finished; what was launched behind it is computed in vain, with token 0 in its place, and ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ..device import CopyToHost
+from ..sampling.sampler import NOT_FINITE
+from .device_inputs import WORDS_ALIGNED, DeviceInputMaker, DeviceTables, aligned
+from .input_batch import InputBatch
+from .step_inputs import StepInputs, StepLayout, lay_out
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Expected:
+    """The tokens of one pass of a step. Columns are parallel."""
+
+    columns: np.ndarray  # [R] index into SchedulerOutput.slots
+    slots: np.ndarray  # [R]
+    positions: np.ndarray  # [R] of the new tokens in their sequences
+    entries: np.ndarray  # [R] whose slots they were: InputBatch.entries
+    place: slice  # among the step's results
+
+
+class PendingStep:
+    """A step that was launched. `result` may be called again, from the thread that launches."""
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        scheduler_output: SchedulerOutput,
+        passes: list[Expected],
+        is_plain: bool,
+        wait: Callable[[], np.ndarray],
+    ):
+        """`wait` gives the step's results [N] i32: tokens, or less than 0 where logits were not
+        finite. is_plain: one pass, of decodes that are all sampled.
+        """
+        self._batch = batch
+        self._slots = scheduler_output.slots
+        self._passes = passes
+        self._wait = wait
+        self._refusals = (
+            {slot: batch.refusals[slot] for slot in self._slots if slot in batch.refusals}
+            if batch.refusals
+            else {}
+        )
+        self._is_plain = is_plain and not self._refusals
+        self._result: ModelRunnerOutput | None = None
+
+    def result(self) -> ModelRunnerOutput:
+        """Waits for the tokens, and lets the host's tables know them."""
+        if self._result is None:
+            values = self._wait()
+            for one in self._passes:
+                self._batch.fill_in(one.slots, one.positions, one.entries, values[one.place])
+            self._result = self._told(values)
+        return self._result
+
+    def _told(self, values: np.ndarray) -> ModelRunnerOutput:
+        """Each row's tokens up to where it fails, in the order of the SchedulerOutput."""
+        num_rows = len(self._slots)
+        if self._is_plain and (values[:num_rows] >= 0).all():  # most steps
+            return ModelRunnerOutput([1] * num_rows, values[:num_rows].tolist())
+        # [rows, passes]; a row that is in one is in all before it
+        token_ids = np.zeros((num_rows, len(self._passes)), np.int64)
+        is_expected = np.zeros(token_ids.shape, bool)
+        for number, one in enumerate(self._passes):
+            token_ids[one.columns, number], is_expected[one.columns, number] = (
+                values[one.place],
+                True,
+            )
+        is_good = np.logical_and.accumulate(is_expected & (token_ids >= 0), axis=1)
+        errors = {
+            self._slots[row]: NOT_FINITE
+            for row in np.flatnonzero((is_good != is_expected).any(axis=1)).tolist()
+        } | self._refusals
+        if self._refusals:
+            is_good[[slot in self._refusals for slot in self._slots]] = False
+        return ModelRunnerOutput(
+            is_good.sum(axis=1).tolist(), token_ids[is_good].tolist(), errors=errors
+        )
+
+
+class HostStep:
+    """A step whose tokens the host samples, when somebody asks for them: until then the model
+    runs.
+    """
+
+    def __init__(self, finish: Callable[[], ModelRunnerOutput]):
+        self._finish = finish
+        self._result: ModelRunnerOutput | None = None
+
+    def result(self) -> ModelRunnerOutput:
+        if self._result is None:
+            self._result = self._finish()
+            del self._finish  # and with it the logits
+        return self._result
+
+
+class StepLauncher:
+    """`forward`: of StepInputs, what run_op_by_op gives."""
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        ops: Any,
+        tables: DeviceTables,
+        inputs: DeviceInputMaker,
+        forward: Callable,
+        copy_to_host: CopyToHost,
+    ):
+        self._batch = batch
+        self._ops = ops
+        self._tables = tables
+        self._inputs = inputs
+        self._forward = forward
+        self._copy_to_host = copy_to_host
+        # in order; the finished ones are dropped with the next launch
+        self._pending: list[PendingStep] = []
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Launches all that surrounds a model, so that no request waits until it is compiled.
+
+        The tables hold nothing yet, and nothing afterwards.
+        """
+        nothing, one = np.zeros(1, np.int64), np.ones(1, np.int64)
+        self._tables.note_sampled_by_host(nothing)  # an empty run
+        layout = StepLayout(
+            nothing, nothing, nothing, one, np.arange(2), one.astype(np.int32), 1, nothing
+        )
+        (columns,) = self._inputs.ship([layout])
+        self._inputs.prepare(layout, columns)
+        slots, results = (
+            columns["sampled_slots"],
+            torch.zeros(1, dtype=torch.int32, device=self._tables.device),
+        )
+        self._ops.gather_sampling_parameters(self._tables.parameters, slots)
+        self._ops.append_sampled_tokens(
+            self._tables.token_ids,
+            slots,
+            columns["positions"],
+            results.long(),
+            results == 0,
+            results,
+        )
+        self._copy_to_host(results)()
+
+    def finish_all(self) -> None:
+        """Waits for every step so far: from here on the host knows all tokens."""
+        for step in self._pending:
+            step.result()
+        self._pending = []
+
+    def launch(self, scheduler_output: SchedulerOutput) -> PendingStep:
+        """The differences have been applied to the host's tables.
+
+        No row may need what only the host has.
+        """
+        layouts = self._lay_out(scheduler_output)
+        counts = [len(layout.sampled_rows) for layout in layouts]
+        starts = np.cumsum([0, *map(aligned, counts)]).tolist()
+        # this step's own
+        results = torch.empty(
+            max(WORDS_ALIGNED, starts[-1]), dtype=torch.int32, device=self._tables.device
+        )
+        passes = []
+        for layout, columns, start, count in zip(
+            layouts, self._inputs.ship(layouts), starts, counts
+        ):
+            inputs = self._inputs.prepare(layout, columns)
+            self._compute(inputs, columns, results[start : start + count])
+            passes.append(self._expect(layout, slice(start, start + count)))
+        is_plain = len(layouts) == 1 and layouts[0].is_all_sampled_decodes()
+        step = PendingStep(
+            self._batch, scheduler_output, passes, is_plain, self._copy_to_host(results)
+        )
+        self._pending = [*(other for other in self._pending if other._result is None), step]
+        return step
+
+    def _lay_out(self, scheduler_output: SchedulerOutput) -> list[StepLayout]:
+        """Of the step and, where it looks ahead, of each pass behind it: decodes of the rows that
+        are to have one token more.
+        """
+        num_tokens, wanted = (
+            self._batch.num_tokens,
+            np.array(scheduler_output.num_lookahead_tokens, np.int64),
+        )
+        layouts = [lay_out(scheduler_output, num_tokens)]
+        if not wanted.any():
+            return layouts
+        slots, rows = (
+            np.array(scheduler_output.slots, np.int64),
+            np.sort(layouts[0].order[layouts[0].sampled_rows]),
+        )
+        for number in range(int(wanted.max())):
+            rows = rows[wanted[rows] > number]
+            if not len(rows):
+                break
+            num_computed, ones = num_tokens[slots[rows]] + number, np.ones(len(rows), np.int64)
+            every, starts = np.arange(len(rows)), np.arange(len(rows) + 1)
+            layouts.append(
+                StepLayout(
+                    rows,
+                    slots[rows],
+                    num_computed,
+                    ones,
+                    starts,
+                    (num_computed + 1).astype(np.int32),
+                    len(rows),
+                    every,
+                )
+            )
+        return layouts
+
+    def _compute(
+        self, inputs: StepInputs, columns: dict[str, torch.Tensor], results: torch.Tensor
+    ) -> None:
+        """results [R] i32"""
+        _, logits, token_ids, is_finite = self._forward(
+            inputs.token_ids, inputs.positions, inputs.metadata, inputs.logits_indices
+        )
+        if not len(results):
+            return
+        slots, positions, batch = columns["sampled_slots"], columns["positions"], self._batch
+        if batch.random_slots and batch.temperature[inputs.sampled_slots].any():
+            temperature, *filters, seeds = self._ops.gather_sampling_parameters(
+                self._tables.parameters, slots
+            )
+            filters = filters if batch.filtered_slots else (None, None, None)
+            token_ids = self._ops.sample_tokens(logits, temperature, *filters, seeds, positions)
+        self._ops.append_sampled_tokens(
+            self._tables.token_ids, slots, positions, token_ids, is_finite, results
+        )
+
+    def _expect(self, layout: StepLayout, place: slice) -> Expected:
+        slots, positions = (
+            layout.slots[layout.sampled_rows],
+            layout.seq_lens[layout.sampled_rows].astype(np.int64),
+        )
+        self._batch.expect_tokens(slots, positions)
+        return Expected(
+            layout.order[layout.sampled_rows], slots, positions, self._batch.entries[slots], place
+        )

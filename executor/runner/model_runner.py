@@ -1,0 +1,349 @@
+"""One step on one rank: from a SchedulerOutput to sampled tokens.
+
+Must not know: requests beyond their slot, why something was scheduled, other processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ...kernels.ops import AttentionMetadata
+from ...kernels.registry import OpTable
+from ..device import CopyToHost, SecondStream, wake_threads
+from ..program.step_program import run_op_by_op
+from ..sampling.grammar import Grammars
+from ..sampling.logprob_arrays import join_logprobs
+from ..sampling.prompt_logprobs import PromptScorer
+from ..sampling.sampler import Sampler
+from .block_mover import BlockMover
+from .bursts import Bursts
+from .cuda_graphs import GraphedStep
+from .device_inputs import DeviceInputMaker, DeviceTables
+from .input_batch import InputBatch
+from .launched_steps import HostStep, PendingStep, StepLauncher
+from .step_inputs import StepInputMaker, StepInputs
+
+NULL_BLOCK = 0  # never handed out; block tables of idle rows point at it
+
+
+class ModelRunner:
+    """Owns the slots' tables; borrows the model and the operations from the worker."""
+
+    def __init__(
+        self,
+        model: Any,
+        ops: OpTable,
+        batch: InputBatch,
+        block_size: int,
+        device: torch.device,
+        grammars: Grammars | None = None,
+    ):
+        self.model = model
+        self.ops = ops
+        # the worker's gift: what run_op_by_op does, in one call
+        self.program: Callable | None = None
+        self.bursts: Bursts | None = None  # the worker's gift: several steps in one call
+        self.batch = batch
+        self.device = device
+        self.block_size = block_size
+        self.make_inputs: Callable[[SchedulerOutput], StepInputs] = StepInputMaker(
+            batch, block_size
+        )
+        self.tables: DeviceTables | None = None
+        self.launcher: StepLauncher | None = None  # of steps whose tokens stay on the device
+        self._host_step: HostStep | None = None  # the step before, if the host samples it
+        self.grammars = grammars  # one of the batch's stages, if there is one
+        self.sampler = Sampler(ops)
+        self.block_mover: BlockMover | None = None  # the worker's gift, once there is a cache
+        self.prompt_scorer = PromptScorer(model.compute_logits, ops, model.config.vocab_size)
+        if device.type != "cpu":
+            self.keep_state_on_device(SecondStream(device))
+
+    def keep_state_on_device(self, copy_to_host: CopyToHost) -> None:
+        """From now on tables and inputs are the device's, and tokens come back by `copy_to_host`.
+
+        To be called before the first request.
+        """
+        self.tables = DeviceTables(self.batch, self.ops, self.device)
+        self.make_inputs = inputs = DeviceInputMaker(
+            self.tables, self.block_size, self.ops, self._graph_buffers
+        )
+        self.launcher = StepLauncher(
+            self.batch, self.ops, self.tables, inputs, self._forward, copy_to_host
+        )
+        self.launcher.warm_up()
+
+    def _graph_buffers(self, count: int) -> tuple[torch.Tensor, ...] | None:
+        return self.program.buffers(count) if isinstance(self.program, GraphedStep) else None
+
+    def use_model(self, model: Any) -> None:
+        """Another model of the same shape takes over, or (None) nobody: then no step may come."""
+        self.model, self.program, self.bursts = model, None, None
+        self.prompt_scorer.compute_logits = None if model is None else model.compute_logits
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Computes the scheduled tokens and samples the rows that are complete.
+
+        Logits that are not finite are their own row's error.
+        """
+        if self.launcher is not None:
+            return self.launch_model(scheduler_output).result()
+        wake_threads()
+        self._apply_differences(scheduler_output)
+        if not scheduler_output.slots:
+            return ModelRunnerOutput([], [])
+        if (
+            self.bursts is not None
+            and scheduler_output.num_lookahead_tokens
+            and self._is_burst(scheduler_output)
+        ):
+            return self.bursts.run(scheduler_output)
+        return self._end(scheduler_output, *self._begin(scheduler_output))
+
+    def _is_burst(self, scheduler_output: SchedulerOutput) -> bool:
+        return (
+            not self.batch.refusals
+            and not self._needs_host(scheduler_output.slots)
+            and self.bursts.fits(scheduler_output)
+        )
+
+    @torch.inference_mode()
+    def launch_model(self, scheduler_output: SchedulerOutput) -> PendingStep | HostStep:
+        """As execute_model where state is kept on the device, but for waiting: `result()` of what
+        it returns does that, in this same thread. Steps may be launched before the ones before have
+        been finished.
+        """
+        # it samples with the tables as they are, before this step changes them
+        if self._host_step is not None:
+            self._host_step.result()
+            self._host_step = None
+        self._apply_differences(scheduler_output)
+        self.tables.note_differences(scheduler_output)
+        if scheduler_output.slots and not self._needs_host(scheduler_output.slots):
+            return self.launcher.launch(scheduler_output)
+        # The plain order: all steps before are finished first, and this one is before the next is
+        # launched. Meanwhile the model runs.
+        self.launcher.finish_all()
+        begun = self._begin(scheduler_output) if scheduler_output.slots else None
+
+        @torch.inference_mode()
+        def finish() -> ModelRunnerOutput:
+            return (
+                ModelRunnerOutput([], []) if begun is None else self._end(scheduler_output, *begun)
+            )
+
+        self._host_step = HostStep(finish)
+        return self._host_step
+
+    def _needs_host(self, slots: list[int]) -> bool:
+        """Whether a row of the step wants what is found on the host, from tokens or logits: any
+        stage of logits_stages.py, log-probabilities.
+        """
+        batch = self.batch
+        wishes = batch.logprobs_slots, batch.prompt_logprobs_slots
+        return any(
+            some and not some.isdisjoint(slots) for some in wishes
+        ) or batch.stages.are_wanted_by(slots)
+
+    def _end(
+        self, scheduler_output: SchedulerOutput, inputs: StepInputs, *results: torch.Tensor
+    ) -> ModelRunnerOutput:
+        result = self._sample(inputs, *results)
+        return (
+            self._look_ahead(scheduler_output, result)
+            if any(scheduler_output.num_lookahead_tokens)
+            else result
+        )
+
+    def _look_ahead(
+        self, scheduler_output: SchedulerOutput, first: ModelRunnerOutput
+    ) -> ModelRunnerOutput:
+        """Goes on from each row's first sample, one token at a time, for as many as the row is to
+        have.
+        """
+        slots, wanted = scheduler_output.slots, scheduler_output.num_lookahead_tokens
+        results = [(list(range(len(slots))), first)]
+        rows = [row for row, num_sampled in enumerate(first.num_sampled) if num_sampled]
+        for count in range(1, max(wanted) + 1):
+            rows = [
+                row
+                for row in rows
+                if wanted[row] >= count and slots[row] not in results[-1][1].errors
+            ]
+            if not rows:
+                break
+            row_slots = [slots[row] for row in rows]
+            ones, num_computed = [1] * len(rows), (self.batch.num_tokens[row_slots] - 1).tolist()
+            results.append(
+                (
+                    rows,
+                    self._compute(
+                        SchedulerOutput(scheduler_output.step, row_slots, ones, num_computed, [])
+                    ),
+                )
+            )
+        return merge_outputs(slots, results)
+
+    def _compute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        return self._sample(*self._begin(scheduler_output))
+
+    def _begin(self, scheduler_output: SchedulerOutput) -> tuple[Any, ...]:
+        """StepInputs, and what the model makes of them."""
+        inputs = self.make_inputs(scheduler_output)
+        if self.grammars is not None:
+            # masks are found while the model runs
+            self.grammars.start(inputs.sampled_slots, self.batch)
+        return inputs, *self._forward(
+            inputs.token_ids, inputs.positions, inputs.metadata, inputs.logits_indices
+        )
+
+    def _forward(self, *step: Any) -> tuple[torch.Tensor, ...]:
+        """token_ids, positions, metadata and logits_indices of StepInputs -> what run_op_by_op
+        gives, valid until the next step.
+        """
+        return (
+            run_op_by_op(self.model, self.ops, *step)
+            if self.program is None
+            else self.program(*step)
+        )
+
+    def _apply_differences(self, scheduler_output: SchedulerOutput) -> None:
+        batch = self.batch
+        if (
+            scheduler_output.blocks_to_swap_out
+            or scheduler_output.blocks_to_swap_in
+            or scheduler_output.blocks_to_copy
+        ):
+            self.block_mover.move(self.model.attention_layers(), scheduler_output)
+        for slot in scheduler_output.freed_slots:
+            batch.remove(slot)
+        for request in scheduler_output.new_requests:
+            batch.add(request)
+        for slot, block_ids in zip(scheduler_output.slots, scheduler_output.new_block_ids):
+            if block_ids:
+                batch.append_blocks(slot, block_ids)
+
+    def _sample(
+        self, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor, *largest: torch.Tensor
+    ) -> ModelRunnerOutput:
+        num_rows, sampled_rows = len(inputs.slots), inputs.sampled_rows
+        prompt_logprobs, errors = [], self._refusals(inputs.slots)
+        if self.batch.prompt_logprobs_slots:
+            prompt_logprobs, failed = self.prompt_scorer(
+                hidden, inputs.slots, inputs.metadata, self.batch
+            )
+            errors = failed | errors
+        if not len(sampled_rows):
+            return ModelRunnerOutput(
+                [0] * num_rows, [], errors=errors, prompt_logprobs=prompt_logprobs
+            )
+        slots = inputs.sampled_slots
+        sampled = self.sampler(logits, self.batch, slots, largest)
+        errors = {int(slots[row]): problem for row, problem in sampled.errors.items()} | errors
+
+        good = np.array([int(slot) not in errors for slot in slots]) if errors else slice(None)
+        self.batch.append_tokens(slots[good], sampled.token_ids[good])
+        # all in the order of the SchedulerOutput
+        if len(sampled_rows) == inputs.metadata.num_decodes == num_rows and not errors:
+            num_sampled, token_ids, logprobs = (
+                [1] * num_rows,
+                sampled.token_ids.tolist(),
+                sampled.logprobs,
+            )
+        else:
+            by_request = np.full(num_rows, -1, np.int64)
+            by_request[inputs.order[sampled_rows[good]]] = sampled.token_ids[good]
+            has_token = by_request >= 0
+            num_sampled, token_ids = has_token.astype(int).tolist(), by_request[has_token].tolist()
+            logprobs = [row for row in sampled.logprobs if row.slot not in errors]
+        if self.grammars is not None and (forced := self.grammars.jump(slots[good], self.batch)):
+            order = inputs.slots[np.argsort(inputs.order)].tolist()
+            num_sampled, token_ids = insert_forced(order, num_sampled, token_ids, forced)
+        return ModelRunnerOutput(num_sampled, token_ids, logprobs, errors, prompt_logprobs)
+
+    def _refusals(self, slots: np.ndarray) -> dict[int, str]:
+        refusals = self.batch.refusals
+        return (
+            {slot: refusals[slot] for slot in slots.tolist() if slot in refusals}
+            if refusals
+            else {}
+        )
+
+    @torch.inference_mode()
+    def execute_dummy_batch(
+        self, num_tokens: int = 1, num_logits: int = 1, is_sampled: bool = False
+    ) -> None:
+        """A forward pass of `num_tokens` one-token rows, with logits of `num_logits` as for
+        prompts, and with a draw for each of these if `is_sampled`; it leaves no trace in the cache.
+        """
+
+        def filled(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.full(shape, value, dtype=dtype, device=self.device)
+
+        metadata = AttentionMetadata(
+            query_start_loc=torch.arange(num_tokens + 1, dtype=torch.int32, device=self.device),
+            seq_lens=filled(1, torch.int32, num_tokens),
+            block_tables=filled(NULL_BLOCK, torch.int32, num_tokens, 1),
+            slot_mapping=filled(-1, torch.int64, num_tokens),
+            num_decodes=num_tokens,
+            query_lens=[1] * num_tokens,
+            seq_lens_list=[1] * num_tokens,
+        )
+        token_ids, positions = (
+            filled(0, torch.int32, num_tokens),
+            filled(0, torch.int64, num_tokens),
+        )
+        _, logits, *_ = self._forward(
+            token_ids, positions, metadata, filled(0, torch.int64, num_logits)
+        )
+        if is_sampled:
+            halves, ones, seeds = (
+                filled(0.5, torch.float32, num_logits),
+                filled(1, torch.int32, num_logits),
+                filled(0, torch.int64, num_logits),
+            )
+            for filters in ((ones, halves, halves), (None, None, None)):
+                self.ops.sample_tokens(logits, halves, *filters, seeds, seeds)
+
+
+def insert_forced(
+    slots: list[int], num_sampled: list[int], token_ids: list[int], forced: dict[int, list[int]]
+) -> tuple[list[int], list[int]]:
+    """The columns of a ModelRunnerOutput with `forced`, by slot, behind each row's own tokens."""
+    counts, merged, cursor = [], [], 0
+    for slot, count in zip(slots, num_sampled, strict=True):
+        row = token_ids[cursor : cursor + count] + forced.get(slot, [])
+        cursor += count
+        counts.append(len(row))
+        merged += row
+    return counts, merged
+
+
+def merge_outputs(
+    slots: list[int], results: list[tuple[list[int], ModelRunnerOutput]]
+) -> ModelRunnerOutput:
+    """One output for several passes of one step over `slots`, each pass with the rows it was for.
+
+    A row that failed in one of them keeps
+    what came before: it may have ended there, and then failed in vain.
+    """
+    tokens: list[list[int]] = [[] for _ in slots]
+    errors = {slot: error for _, result in results for slot, error in result.errors.items()}
+    for rows, result in results:
+        token_ids = iter(result.token_ids)
+        for row, num_sampled in zip(rows, result.num_sampled, strict=True):
+            tokens[row].extend(islice(token_ids, num_sampled))
+    return ModelRunnerOutput(
+        num_sampled=[len(row) for row in tokens],
+        token_ids=[token_id for row in tokens for token_id in row],
+        logprobs=join_logprobs(result.logprobs for _, result in results),
+        errors=errors,
+        prompt_logprobs=results[0][1].prompt_logprobs,
+    )

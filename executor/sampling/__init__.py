@@ -1,0 +1,1 @@
+"""From logits to tokens: stages, penalties, grammars, processors, the draw, log-probabilities."""

@@ -1,0 +1,395 @@
+"""Structured output: which tokens each request's grammar lets through, step by step.
+
+Must not know: what a schema means, the model, who scheduled what.
+
+    a request arrives    check: a process of grammar_check.py tries the grammar ──▶ compiled here, in a thread ──▶ cache
+    it enters a slot     enter: a copy of the compiled matcher
+    each step            start: the matchers take the tokens since, and find the next masks, in a thread │ the model runs meanwhile
+                         apply: waits for the masks, and puts -inf where they have no bit
+
+A matcher depends on its request's tokens alone, so what happens between two steps (a preemption,
+several tokens at once, a sample thrown away) needs no care here: `start` reads what the slot's
+tokens are now. A finished grammar lets through end-of-sequence tokens alone, and whatever else the
+request asks comes after: where min_tokens forbids those too, no token is left, and that is the
+request's own error. A matcher that exceeds llguidance's limits is its request's error as well.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher
+
+from ...ipc.config import EngineConfig
+from ...ipc.errors import InvalidParameterError
+from ...ipc.messages import NewRequestData
+from ...ipc.params import StructuredOutputsParams
+from .grammar_check import COMPILE_STACK_BYTES, CompilerSettings, GrammarCheck
+from .grammar_compiler import GrammarCompiler, is_dead_end, normalize, refusal, shorten
+
+if TYPE_CHECKING:
+    from ..runner.input_batch import InputBatch
+
+NUM_CHECKS = 2  # processes: one grammar that uses up its time does not stop the others
+# grammars kept, the least recently used goes first; usually less than 0.1 MB each
+MAX_COMPILED = 512
+# of their texts together: compiled they are up to a hundred times as large
+MAX_COMPILED_BYTES = 4 * 2**20
+MAX_VERDICTS = 4096  # of checks kept
+
+
+@dataclass(slots=True)
+class SlotGrammar:
+    """One request's grammar. Used by the thread of masks from the slot's first `start` on."""
+
+    params: StructuredOutputsParams  # normalized
+    eos_token_ids: list[int]
+    num_consumed: int  # of the slot's tokens, prompt included
+    # what the grammar forces is what would be sampled: nothing else of the request's masks tokens
+    # or wants log-probabilities
+    can_jump: bool
+    matcher: LLMatcher | None = None  # None: not copied yet
+    # it has taken an end-of-sequence token; the request will not sample again
+    is_ended: bool = False
+    error: str | None = None
+
+
+class Grammars:
+    """The stage that masks logits (see logits_stages.py), and the way to it.
+
+    Its threads and processes start with the first grammar.
+    """
+
+    def __init__(self, config: EngineConfig, ops: Any, vocab_size: int):
+        model_config = config.model_config
+        eos = model_config.hf_config.get("eos_token_id")
+        eos_token_id = next(iter(eos), None) if isinstance(eos, list) else eos
+        directory = (
+            None
+            if model_config.skip_tokenizer_init
+            else model_config.tokenizer or model_config.model
+        )
+        self.settings = (
+            None if directory is None else CompilerSettings(directory, vocab_size, eos_token_id)
+        )
+        self.compiler = (
+            None if self.settings is None else GrammarCompiler(directory, vocab_size, eos_token_id)
+        )
+        self.ops = ops
+        scheduling = config.scheduler_config
+        self.max_num_seqs = scheduling.max_num_seqs
+        # Steps that are handed over before the last one's tokens are known, or that go on by
+        # themselves, cannot jump.
+        is_plain = not scheduling.async_scheduling and scheduling.num_scheduler_steps <= 1
+        self.jumps = (
+            scheduling.enable_jump_forward and is_plain and not model_config.logits_processors
+        )
+        self._slots: dict[int, SlotGrammar] = {}
+        # by slot [max_num_seqs, num_mask_words], once there is a grammar
+        self._bitmask = np.zeros((0, 0), np.int32)
+        self._masks: Future | None = None  # of the step that was started last
+        # slot -> num_tokens for which its mask is found or being found
+        self._started: dict[int, int] = {}
+        self._verdicts: OrderedDict[bytes, Future] = OrderedDict()
+        # with the size of its text
+        self._compiled: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()
+        self._compiled_bytes = 0
+        self._compiled_lock = threading.Lock()
+        self._checks: SimpleQueue[GrammarCheck] = SimpleQueue()
+        self._all_checks: list[GrammarCheck] = []
+        self._check_pool: ThreadPoolExecutor | None = None
+        self._mask_pool: ThreadPoolExecutor | None = None
+        self._executor: LLExecutor | None = None
+
+    # ------------------------------------------------------------ before a request is scheduled
+
+    def check(self, params: StructuredOutputsParams) -> Future[None]:
+        """Done when the grammar is known to be sound and is compiled; its exception is the
+        InvalidParameterError of one that is not.
+
+        Called by one thread. Equal grammars share one check; the answer stays known for a while.
+        """
+        try:
+            if self.compiler is None:
+                raise refusal("needs the tokenizer: this engine runs with skip_tokenizer_init=True")
+            params = normalize(params)
+        except InvalidParameterError as error:
+            future: Future[None] = Future()
+            future.set_exception(error)
+            return future
+        key = key_of(params)
+        future = self._verdicts.get(key)
+        if future is None or (future.done() and _is_failure(future)):
+            future = self._verdicts[key] = self._submit_check(key, params)
+        self._verdicts.move_to_end(key)
+        if len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return future
+
+    def _submit_check(self, key: bytes, params: StructuredOutputsParams) -> Future[None]:
+        if self._check_pool is None:
+            self._check_pool = ThreadPoolExecutor(NUM_CHECKS, "quire-grammar-check")
+            self._all_checks = [GrammarCheck(self.settings) for _ in range(NUM_CHECKS)]
+            for check in self._all_checks:
+                self._checks.put(check)
+            # read while the first check's process reads it too
+            _submit(self._check_pool, lambda: self.compiler.tokenizer)
+        future: Future[None] = Future()
+        _submit(self._check_pool, self._check, future, key, params)
+        return future
+
+    def _check(self, future: Future[None], key: bytes, params: StructuredOutputsParams) -> None:
+        """In a thread of the pool, which is also the parent of the process that it starts."""
+        check = self._checks.get()
+        try:
+            check.check(params)
+            self._compile(key, params)
+        except InvalidParameterError as error:
+            # a new one: the traceback of this would keep the whole grammar, as long as the verdict
+            # is kept
+            future.set_exception(InvalidParameterError(error.parameter, error.problem))
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        finally:
+            self._checks.put(check)
+
+    def _compile(self, key: bytes, params: StructuredOutputsParams) -> LLMatcher:
+        """From the cache, or anew. In a thread with a deep stack."""
+        with self._compiled_lock:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+                return self._compiled[key][0]
+        matcher = self.compiler.compile(params)
+        with self._compiled_lock:
+            if key not in self._compiled:  # else another thread was as fast
+                size = len(msgspec.msgpack.encode(params))
+                self._compiled[key] = matcher, size
+                self._compiled_bytes += size
+            while len(self._compiled) > MAX_COMPILED or self._compiled_bytes > MAX_COMPILED_BYTES:
+                self._compiled_bytes -= self._compiled.popitem(last=False)[1][1]
+        return matcher
+
+    # ------------------------------------------------------------ slots
+
+    def enter(self, request: NewRequestData) -> bool:
+        params = (
+            request.sampling_params.structured_outputs
+            if request.sampling_params is not None
+            else None
+        )
+        if params is None:
+            return False
+        if self.compiler is None:
+            raise refusal("needs the tokenizer: this engine runs with skip_tokenizer_init=True")
+        if not len(self._bitmask):
+            self._bitmask = np.zeros((self.max_num_seqs, self.compiler.num_mask_words), np.int32)
+            self._mask_pool = ThreadPoolExecutor(1, "quire-grammar-masks")
+        count = request.num_prompt_tokens
+        eos_token_ids = [
+            token_id
+            for token_id in request.eos_token_ids
+            if 0 <= token_id < self.compiler.vocab_size
+        ]
+        sampling = request.sampling_params
+        is_alone = not (
+            sampling.min_tokens
+            or sampling.bad_words_token_ids
+            or sampling.allowed_token_ids is not None
+        )
+        can_jump = self.jumps and is_alone and sampling.logprobs is None
+        self._slots[request.slot] = SlotGrammar(normalize(params), eos_token_ids, count, can_jump)
+        return True
+
+    def leave(self, slot: int) -> None:
+        del self._slots[slot]
+        self._started.pop(slot, None)
+
+    # ------------------------------------------------------------ the step
+
+    def start(self, slots: np.ndarray, batch: InputBatch) -> None:
+        """Begins to find the masks of those of `slots` [R] that have a grammar, after their tokens
+        so far; returns at once.
+        """
+        if not self._slots:
+            return
+        work = []
+        for slot in slots.tolist():
+            grammar = self._slots.get(slot)
+            if grammar is None:
+                continue
+            num_tokens = int(batch.num_tokens[slot])
+            if self._started.get(slot) != num_tokens:
+                work.append(
+                    (
+                        slot,
+                        grammar,
+                        batch.token_ids[slot, grammar.num_consumed : num_tokens].tolist(),
+                    )
+                )
+                grammar.num_consumed = self._started[slot] = num_tokens
+        if work:
+            self._masks = _submit(self._mask_pool, self._find_masks, work)
+
+    def apply(
+        self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, batch: InputBatch
+    ) -> dict[int, str] | None:
+        """See LogitsStage. Waits for what `start` began, or begins it."""
+        self.start(slots, batch)
+        self._masks.result()
+        bitmask = torch.from_numpy(self._bitmask[slots]).to(logits.device)
+        self.ops.apply_grammar_bitmask(logits, bitmask, torch.from_numpy(rows).to(logits.device))
+        grammars = [self._slots[slot] for slot in slots.tolist()]
+        return {
+            int(row): grammar.error
+            for row, grammar in zip(rows, grammars)
+            if grammar.error is not None
+        }
+
+    def jump(self, slots: np.ndarray, batch: InputBatch) -> dict[int, list[int]]:
+        """Appends to the slots' tokens what their grammars force behind the tokens just sampled;
+        returns it, by slot.
+
+        Where a mask has one bit, that token is sampled whatever the logits: so it needs no model.
+        Its keys and values are computed with the next step's token, as a small chunk. Also begins
+        to find the masks behind it. `slots` [R] are those that have just sampled.
+        """
+        if not self._slots or not self.jumps:
+            return {}
+        forced = {}
+        for slot in slots.tolist():
+            grammar = self._slots.get(slot)
+            if (
+                grammar is not None
+                and grammar.can_jump
+                and (token_ids := self._forced_tokens(slot, grammar, batch))
+            ):
+                forced[slot] = token_ids
+        self.start(slots, batch)
+        return forced
+
+    def _forced_tokens(self, slot: int, grammar: SlotGrammar, batch: InputBatch) -> list[int]:
+        """Here and not in the thread of masks, which has nothing to do for this slot: its last mask
+        was just used.
+        """
+        start, room = int(batch.num_tokens[slot]), batch.token_ids.shape[1]
+        can_go_on = self._advance(
+            grammar, batch.token_ids[slot, grammar.num_consumed : start].tolist()
+        )
+        grammar.num_consumed = start
+        if not can_go_on:
+            return []
+        token_ids = grammar.matcher.compute_ff_tokens()[: room - start]
+        if token_ids and not self._advance(grammar, token_ids):
+            return []
+        if (
+            len(grammar.eos_token_ids) == 1
+            and start + len(token_ids) < room
+            and grammar.matcher.is_stopped()
+        ):
+            token_ids += grammar.eos_token_ids
+            grammar.is_ended = True
+        grammar.num_consumed = batch.num_tokens[slot] = end = start + len(token_ids)
+        batch.token_ids[slot, start:end] = token_ids
+        return token_ids
+
+    # ------------------------------------------------------------ the thread of masks
+
+    def _find_masks(self, work: list[tuple[int, SlotGrammar, list[int]]]) -> None:
+        """One call for all matchers, which leaves the GIL to the step for as long as it takes."""
+        ready = [
+            (grammar.matcher, slot)
+            for slot, grammar, token_ids in work
+            if self._advance(grammar, token_ids)
+        ]
+        if ready:
+            if self._executor is None:
+                self._executor = LLExecutor(max(1, min(4, torch.get_num_threads())))
+            words = self._bitmask
+            self._executor.unsafe_compute_mask_ptr(
+                ready, words.ctypes.data, words.strides[0], len(words)
+            )
+        for slot, grammar, _ in work:
+            self._finish_mask(self._bitmask[slot], grammar)
+
+    def _advance(self, grammar: SlotGrammar, token_ids: list[int]) -> bool:
+        """Takes the tokens; returns whether there is a mask to find."""
+        if grammar.is_ended or grammar.error is not None:
+            return False
+        try:
+            if grammar.matcher is None:
+                grammar.matcher = self._compile(key_of(grammar.params), grammar.params).deep_copy()
+        except InvalidParameterError as error:
+            grammar.error = str(error)
+            return False
+        grammar.is_ended = not set(token_ids).isdisjoint(grammar.eos_token_ids)
+        # Where it refuses a token, it says what is wrong; _finish_mask asks.
+        return not grammar.is_ended and grammar.matcher.consume_tokens(token_ids)
+
+    def _finish_mask(self, words: np.ndarray, grammar: SlotGrammar) -> None:
+        """words [num_mask_words]: where llguidance has set its one end-of-sequence token, the
+        request's are set; a row that means nothing lets everything through.
+        """
+        matcher = grammar.matcher
+        if grammar.error is None and matcher.is_error():
+            problem = (
+                "the grammar came to a dead end: nothing can follow"
+                if is_dead_end(matcher)
+                else shorten(matcher.get_error())
+            )
+            grammar.error = f"structured_outputs: {problem}"
+        if grammar.error is not None or grammar.is_ended:
+            words[:] = -1
+            return
+        word, bit = divmod(self.compiler.tokenizer.eos_token, 32)
+        view = words.view(np.uint32)
+        if int(view[word]) >> bit & 1 and matcher.is_accepting():
+            view[word] &= np.uint32(~(1 << bit) & 0xFFFFFFFF)
+            for token_id in grammar.eos_token_ids:
+                view[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+
+    def shutdown(self) -> None:
+        """Ends threads and processes. May be called twice."""
+        for check in self._all_checks:
+            check.close()
+        for pool in (self._check_pool, self._mask_pool):
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
+        for check in self._all_checks:
+            check.end()
+
+
+def key_of(params: StructuredOutputsParams) -> bytes:
+    return sha256(msgspec.msgpack.encode(params)).digest()
+
+
+def _is_failure(future: Future) -> bool:
+    """Of the check itself, not of the grammar: the next one may go better."""
+    return future.exception() is not None and not isinstance(
+        future.exception(), InvalidParameterError
+    )
+
+
+_stack_lock = threading.Lock()
+
+
+def _submit(pool: ThreadPoolExecutor, function: Any, *args: Any) -> Future:
+    """Threads that a pool starts here have a deep stack: compiling recurses as deep as the grammar
+    is nested.
+    """
+    with _stack_lock:
+        before = threading.stack_size(COMPILE_STACK_BYTES)
+        try:
+            return pool.submit(function, *args)
+        finally:
+            threading.stack_size(before)

@@ -1,0 +1,221 @@
+"""A process that compiles grammars to see whether they can be: one that would crash, never end, or
+eat all memory does so here.
+
+Must not know: torch, slots, steps, requests.
+
+    engine: GrammarCheck.check ──parameters──▶ child: compile, walk a few tokens ──what is wrong, or ""──▶ engine
+                               no answer in time, or the child's death: refused, and the next check starts a new child
+
+llguidance keeps to limits of its own almost everywhere, but an intersection of a hundred regexes
+compiles for ever, and a chain of ten thousand $refs overflows the stack. The child has a smaller
+stack than the thread that compiles in the engine what has passed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import struct
+import subprocess
+import sys
+import threading
+from typing import BinaryIO
+
+import msgspec
+import psutil
+
+from ...ipc.errors import InvalidParameterError
+from ...ipc.params import StructuredOutputsParams
+from ...ipc.process import die_with_parent
+from .grammar_compiler import GrammarCompiler, refusal
+
+# for one grammar; a usual one takes milliseconds, so a busy machine refuses nobody's
+TIME_LIMIT_S = 1.5
+START_LIMIT_S = 60.0  # until it has read the tokenizer
+MEMORY_LIMIT_BYTES = 512 * 2**20  # beyond what the child has once it has read the tokenizer
+CHECK_STACK_BYTES = 8 * 2**20
+# address space, of which a compilation that passed the check touches an eighth
+COMPILE_STACK_BYTES = 64 * 2**20
+
+_LENGTH = struct.Struct("<I")
+
+
+class CompilerSettings(msgspec.Struct, array_like=True, frozen=True):
+    """What the child makes its GrammarCompiler of."""
+
+    tokenizer_directory: str
+    vocab_size: int
+    eos_token_id: int | None
+
+
+class GrammarCheck:
+    """One child, started by the first check. Used by one thread at a time."""
+
+    def __init__(self, settings: CompilerSettings):
+        self.settings = settings
+        self._child: subprocess.Popen | None = None
+        self._is_closed = False
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Normalized `params`.
+
+        Returns within about two seconds. Raises InvalidParameterError for a grammar that is
+        unsound, or that costs too much.
+        """
+        # it died of something else, between two checks
+        if self._child is not None and self._child.poll() is not None:
+            self.end()
+        child = self._child or self._start()
+        try:
+            _write(child.stdin, msgspec.msgpack.encode(params))
+            if not select.select([child.stdout], [], [], TIME_LIMIT_S)[0]:
+                raise refusal(f"takes longer than {TIME_LIMIT_S} s to compile")
+            problem = _read(child.stdout)
+        except (OSError, EOFError):
+            code = self.end()
+            raise refusal(
+                f"ended the process that tried to compile it (exit code {code}): it needs too much "
+                f"memory or nests too deeply"
+            ) from None
+        except BaseException:
+            self.end()
+            raise
+        if problem:
+            raise msgspec.msgpack.decode(problem, type=Problem).error()
+
+    def close(self) -> None:
+        """A check that waits for the child fails, and none starts another.
+
+        Any thread may call it; `end` follows when no check runs.
+        """
+        self._is_closed = True
+        child = self._child
+        if child is not None:
+            child.kill()
+
+    def _start(self) -> subprocess.Popen:
+        if self._is_closed:
+            raise refusal("cannot be checked: the engine is leaving")
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "quire.executor.sampling.grammar_check",
+            str(os.getpid()),
+        ]
+        # Its stderr is of no use: where it dies, how is told by the exit code, and what llguidance
+        # panics about it also answers.
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._child = child = subprocess.Popen(command, start_new_session=True, **pipes)
+        try:
+            _write(child.stdin, msgspec.msgpack.encode(self.settings))
+            if not select.select([child.stdout], [], [], START_LIMIT_S)[0]:
+                raise TimeoutError
+            problem = _read(child.stdout)
+        except (OSError, EOFError) as error:
+            code = self.end()
+            raise RuntimeError(
+                f"the process that checks grammars did not start ({type(error).__name__}, exit "
+                f"code {code})"
+            ) from None
+        if problem:
+            self.end()
+            raise msgspec.msgpack.decode(problem, type=Problem).error()
+        return child
+
+    def end(self) -> int | None:
+        """Ends the child; its exit code, if there was one."""
+        child, self._child = self._child, None
+        if child is None:
+            return None
+        child.kill()
+        for pipe in (child.stdin, child.stdout):
+            try:
+                pipe.close()
+            except OSError:  # what it had not read yet
+                pass
+        return child.wait()
+
+    def __del__(self) -> None:
+        self.end()
+
+
+class Problem(msgspec.Struct, array_like=True, frozen=True):
+    """An InvalidParameterError on its way to the engine."""
+
+    parameter: str
+    problem: str
+
+    def error(self) -> InvalidParameterError:
+        return InvalidParameterError(self.parameter, self.problem)
+
+
+def _write(pipe: BinaryIO, payload: bytes) -> None:
+    pipe.write(_LENGTH.pack(len(payload)) + payload)
+    pipe.flush()
+
+
+def _read(pipe: BinaryIO) -> bytes:
+    """Raises EOFError when the other end is gone."""
+    head = pipe.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        raise EOFError
+    payload = pipe.read(_LENGTH.unpack(head)[0])
+    if len(payload) < _LENGTH.unpack(head)[0]:
+        raise EOFError
+    return payload
+
+
+# ---------------------------------------------------------------- the child
+
+
+def answer(compiler: GrammarCompiler, params: StructuredOutputsParams) -> bytes:
+    """Empty where the grammar can be used, or a Problem."""
+    try:
+        compiler.try_out(compiler.compile(params))
+    except InvalidParameterError as error:
+        return msgspec.msgpack.encode(Problem(error.parameter, error.problem))
+    except Exception as error:
+        return msgspec.msgpack.encode(
+            Problem("structured_outputs", f"cannot be compiled: {type(error).__name__}")
+        )
+    return b""
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answers until the engine is gone."""
+    compiler = GrammarCompiler(
+        *msgspec.structs.astuple(msgspec.msgpack.decode(_read(requests), type=CompilerSettings))
+    )
+    try:
+        compiler.tokenizer  # noqa: B018  read now: its time and memory are no grammar's
+    except InvalidParameterError as error:
+        return _write(answers, msgspec.msgpack.encode(Problem(error.parameter, error.problem)))
+    limit = psutil.Process().memory_info().vms + MEMORY_LIMIT_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _write(answers, b"")
+    while True:
+        _write(
+            answers,
+            answer(compiler, msgspec.msgpack.decode(_read(requests), type=StructuredOutputsParams)),
+        )
+
+
+def main(parent_pid: int) -> None:
+    die_with_parent(parent_pid)
+    threading.stack_size(CHECK_STACK_BYTES)
+    thread = threading.Thread(target=_serve_pipes, daemon=True)
+    thread.start()
+    thread.join()
+
+
+def _serve_pipes() -> None:
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        serve(sys.stdin.buffer, sys.stdout.buffer)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,248 @@
+"""From what a request says its output must be to a matcher of llguidance's, under limits of size,
+time and memory.
+
+Must not know: torch, slots, steps, or which process it runs in (the engine's, and the one of
+grammar_check.py).
+
+The dialects are llguidance's: JSON schema (draft 2020-12; a keyword it does not implement is an
+error, never ignored), Rust's `regex` without look-around, word boundaries and back-references (the
+whole output matches, with anchors or without), Lark with llguidance's extensions, or GBNF. A choice
+is a regex of escaped characters.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from pathlib import Path
+
+import llguidance
+import msgspec
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from ...ipc.errors import InvalidParameterError
+from ...ipc.params import StructuredOutputsParams
+
+MAX_GRAMMAR_BYTES = 512 * 1024  # of a schema, a regex, a grammar, or all choices together, in UTF-8
+MAX_GRAMMAR_SOURCE_BYTES = 128 * 1024  # of a grammar, which Python reads line by line
+# of one thread's time; 10 to 50 us are usual, the first of a schema takes some milliseconds
+MAX_MASK_S = 0.1
+NUM_WALKS, WALK_TOKENS = 3, 12  # tried on a new grammar
+# llguidance's own limits but for the states, of 1 to 2 kB each: what one request's matcher may grow
+# to is about 100 MB.
+LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
+
+
+def refusal(problem: str) -> InvalidParameterError:
+    return InvalidParameterError("structured_outputs", problem)
+
+
+def normalize(params: StructuredOutputsParams) -> StructuredOutputsParams:
+    """The same with its schema as text.
+
+    Raises InvalidParameterError for a dict that is no JSON, for text that UTF-8 cannot hold, and
+    for more of it than anybody should have to read.
+    """
+    if isinstance(params.json, dict):
+        try:
+            params = msgspec.structs.replace(
+                params, json=json.dumps(params.json, ensure_ascii=False)
+            )
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidParameterError(
+                "structured_outputs.json", f"must be a JSON schema: {error}"
+            ) from None
+    for name in ("json", "regex", "choice", "grammar", "whitespace_pattern"):
+        value = getattr(params, name) or ""
+        limit = MAX_GRAMMAR_SOURCE_BYTES if name == "grammar" else MAX_GRAMMAR_BYTES
+        try:
+            size = len("".join(value).encode())
+        except UnicodeEncodeError:
+            raise InvalidParameterError(
+                f"structured_outputs.{name}",
+                "must be text that UTF-8 can hold, not half characters",
+            ) from None
+        if size > limit:
+            raise InvalidParameterError(
+                f"structured_outputs.{name}", f"must have at most {limit} bytes, got {size}"
+            )
+    return params
+
+
+def to_llguidance(params: StructuredOutputsParams) -> str:
+    """The grammar of normalized `params` in llguidance's words.
+
+    Raises InvalidParameterError for what cannot even be put so; the rest, the compiler says.
+    """
+    options: dict[str, object] = (
+        {"whitespace_flexible": False} if params.disable_any_whitespace else {}
+    )
+    if params.whitespace_pattern is not None:
+        options["whitespace_pattern"] = params.whitespace_pattern
+    try:
+        if params.json is not None:
+            return LLMatcher.grammar_from_json_schema(params.json, overrides=options)
+        if params.json_object:
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=options)
+        if params.regex is not None:
+            return LLMatcher.grammar_from_regex(params.regex)
+        if params.choice is not None:
+            return LLMatcher.grammar_from_regex("|".join(map(escape, params.choice)))
+        is_json = params.grammar.lstrip().startswith("{")
+        return llguidance.grammar_from("llguidance" if is_json else "grammar", params.grammar)
+    except Exception as error:  # GBNF's reader raises what it likes
+        raise refusal(f"cannot be read: {shorten(str(error))}") from None
+
+
+def without_forcing(grammar: str) -> str:
+    """The same grammar, walked byte by byte where it leaves no choice.
+
+    llguidance writes forced text as the tokenizer would, and so takes an added token where the text
+    looks like one: "a<end>" with a token <end>. It then refuses that token, for added tokens are no
+    text to it.
+    """
+    (only,) = json.loads(grammar)["grammars"]
+    rules = only["lark_grammar"] or f"start: %json {json.dumps(only['json_schema'])}"
+    return json.dumps(
+        {"grammars": [{"lark_grammar": f'%llguidance {{"no_forcing": true}}\n{rules}'}]}
+    )
+
+
+class AddedToken(msgspec.Struct):
+    content: str
+
+
+class TokenizerFile(msgspec.Struct):
+    """What we read of a tokenizer.json ourselves."""
+
+    added_tokens: list[AddedToken] = []
+
+
+def escape(text: str) -> str:
+    """A regex that matches this text alone."""
+    return "".join(
+        c if c == " " or (c.isascii() and c.isalnum()) else f"\\x{{{ord(c):x}}}" for c in text
+    )
+
+
+def shorten(error: str) -> str:
+    """llguidance repeats the user's grammar in its errors; the beginning is enough."""
+    text = " ".join(error.replace("<non-verbose/>", "").split())
+    return text if len(text) <= 300 else f"{text[:300]}…"
+
+
+def is_dead_end(matcher: LLMatcher) -> bool:
+    """Of a matcher in error: nothing can follow, and the grammar is not at an end.
+
+    Else a limit was exceeded.
+    """
+    return matcher.get_error().startswith("NoExtension")
+
+
+class GrammarCompiler:
+    """`tokenizer_directory` holds the tokenizer.json; `vocab_size` is the model's: ids beyond the
+    tokenizer are never allowed.
+
+    Any thread may call it; the tokenizer is read by the first that needs it (0.02 s with 2,000
+    tokens, 1 s with 152,000), and stays.
+    """
+
+    def __init__(self, tokenizer_directory: str, vocab_size: int, eos_token_id: int | None):
+        self.tokenizer_directory = tokenizer_directory
+        self.vocab_size = vocab_size
+        # the model's first; None: llguidance finds one by its name
+        self.eos_token_id = eos_token_id
+        self.limits = LLParserLimits(**LIMITS)
+        self._tokenizer: LLTokenizer | None = None
+        self._added_texts: list[str] = []
+        self._lock = threading.Lock()
+
+    @property
+    def num_mask_words(self) -> int:
+        return -(-self.vocab_size // 32)
+
+    @property
+    def tokenizer(self) -> LLTokenizer:
+        """Raises InvalidParameterError for a tokenizer that llguidance cannot use."""
+        with self._lock:
+            if self._tokenizer is None:
+                path = Path(self.tokenizer_directory) / "tokenizer.json"
+                try:
+                    text = path.read_text(encoding="utf-8")
+                    self._added_texts = [
+                        token.content
+                        for token in msgspec.json.decode(text, type=TokenizerFile).added_tokens
+                        if token.content
+                    ]
+                    self._tokenizer = LLTokenizer(
+                        text, n_vocab=self.vocab_size, eos_token=self.eos_token_id
+                    )
+                except (OSError, ValueError) as error:
+                    raise refusal(
+                        f"is not possible with this model's tokenizer: {shorten(str(error))}"
+                    ) from None
+            return self._tokenizer
+
+    def compile(self, params: StructuredOutputsParams) -> LLMatcher:
+        """A matcher before its first token.
+
+        Takes about a millisecond, most of it without the GIL, and a deep stack: see grammar.py.
+
+        Not to be called for what grammar_check.py has not passed: time and memory have no limit
+        here. Raises InvalidParameterError.
+        """
+        tokenizer, grammar = self.tokenizer, to_llguidance(params)
+        if self._names_added_token(params):
+            grammar = without_forcing(grammar)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=self.limits)
+        if matcher.is_error():
+            raise refusal(f"cannot be compiled: {shorten(matcher.get_error())}")
+        return matcher
+
+    def _names_added_token(self, params: StructuredOutputsParams) -> bool:
+        """Whether the text that the output must have may hold that of an added token.
+
+        A grammar names tokens as it likes.
+        """
+        texts = [
+            *(params.choice or []),
+            *(text.replace("\\", "") for text in (params.json, params.regex) if text),
+        ]
+        return any(added in text for text in texts for added in self._added_texts)
+
+    def try_out(self, matcher: LLMatcher) -> None:
+        """Walks a few tokens into a fresh matcher, at random but always alike.
+
+        Raises InvalidParameterError where its masks take too
+        long or exceed llguidance's limits, and where it accepts nothing at all.
+        """
+        draw = random.Random(0)
+        for _ in range(NUM_WALKS):
+            copy = matcher.deep_copy()
+            for index in range(WALK_TOKENS):
+                allowed = self._timed_mask(copy)
+                if copy.is_error() and not is_dead_end(copy):
+                    raise refusal(f"is too complex: {shorten(copy.get_error())}")
+                if index == 0 and (copy.is_error() or not len(allowed)):
+                    raise refusal("accepts no output at all")
+                others = allowed[allowed != self.tokenizer.eos_token]
+                if copy.is_error() or not len(others):
+                    break
+                copy.consume_token(int(draw.choice(others)))
+
+    def _timed_mask(self, matcher: LLMatcher) -> np.ndarray:
+        """The ids that may come next, as the matcher has them."""
+        words = np.zeros(self.num_mask_words, np.int32)
+        start = time.thread_time()
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        seconds = time.thread_time() - start
+        if seconds > MAX_MASK_S:
+            raise refusal(
+                f"is too complex: finding the tokens that may come next took {seconds:.1f} s"
+            )
+        return np.flatnonzero(
+            np.unpackbits(words.view(np.uint8), bitorder="little")[: self.vocab_size]
+        )

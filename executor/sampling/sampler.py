@@ -1,0 +1,147 @@
+"""From logits to tokens: one row per request that samples in this step.
+
+Must not know: the model, the cache, who scheduled what.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...ipc.messages import SlotLogprobs
+from ..runner.input_batch import NO_LOGPROBS, InputBatch
+from .logprob_arrays import to_array
+
+NOT_FINITE = "the model's logits for this request are not finite (NaN or infinity)"
+
+
+@dataclass(frozen=True)
+class SamplerOutput:
+    """Rows parallel with the slots that were given. token_ids of rows in `errors` mean nothing."""
+
+    token_ids: np.ndarray  # [R] i64
+    errors: dict[int, str]  # row -> what went wrong with this request alone
+    logprobs: list[SlotLogprobs]
+
+
+class Sampler:
+    def __init__(self, ops: Any):
+        self.ops = ops
+        # What the rows of the last draw asked for: where the same ones go on, the runner gives the
+        # same array of slots.
+        self._slots: np.ndarray | None = None
+        self._num_added = -1
+        self._parameters: list[torch.Tensor | None] = []
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        batch: InputBatch,
+        slots: np.ndarray,
+        largest: tuple[torch.Tensor, ...] | None = None,
+    ) -> SamplerOutput:
+        """logits [R, vocab_size] f32 on the device, overwritten; slots [R], all different;
+        `largest`: what argmax finds in the logits, if that is known. Each token is a function of
+        its row, its request's parameters and tokens, its seed and its position alone. The order of
+        the stages: logits_stages.py.
+        """
+        token_ids, is_finite = (
+            column.numpy(force=True) for column in largest or self.ops.argmax(logits)
+        )
+        errors, logprobs, raw_logits = {}, [], None
+        if not is_finite.all():
+            errors = dict.fromkeys(np.flatnonzero(~is_finite).tolist(), NOT_FINITE)
+            self._clear(logits, errors)
+        if batch.logprobs_slots and len(
+            wanted := np.flatnonzero(batch.num_logprobs[slots] != NO_LOGPROBS)
+        ):
+            raw_logits = self._keep(logits, wanted, batch)
+        if batch.stages.num_slots:
+            staged = batch.stages(logits, slots, batch)
+            self._clear(logits, staged)
+            errors = staged | errors
+        if draws(batch, slots):
+            token_ids = self._draw(logits, batch, slots)
+        elif batch.stages.num_slots:  # they may have made another one the largest
+            token_ids = self.ops.argmax(logits)[0].numpy(force=True)
+        if raw_logits is not None:
+            logprobs = self._gather_logprobs(raw_logits, wanted, token_ids, batch, slots, errors)
+        return SamplerOutput(token_ids, errors, logprobs)
+
+    @staticmethod
+    def _keep(logits: torch.Tensor, rows: np.ndarray, batch: InputBatch) -> torch.Tensor:
+        """[N, vocab_size] of `rows` [N] as the model gave them: a copy, unless all are wanted and
+        nobody will change them.
+        """
+        if len(rows) == len(logits) and not batch.stages.num_slots:
+            return logits
+        return logits[torch.from_numpy(rows).to(logits.device)]
+
+    @staticmethod
+    def _clear(logits: torch.Tensor, rows: dict[int, str]) -> None:
+        """What nobody will look at must still be something to draw from."""
+        if rows:
+            logits.index_fill_(0, torch.tensor(list(rows), device=logits.device), 0.0)
+
+    def _draw(self, logits: torch.Tensor, batch: InputBatch, slots: np.ndarray) -> np.ndarray:
+        """[R] i64"""
+        if slots is not self._slots or batch.num_added != self._num_added:
+            self._slots, self._num_added = slots, batch.num_added
+            self._parameters = draw_parameters(batch, slots, logits.device)
+        # the new token's index in the sequence
+        positions = torch.from_numpy(batch.num_tokens[slots]).to(logits.device)
+        return self.ops.sample_tokens(logits, *self._parameters, positions).numpy(force=True)
+
+    def _gather_logprobs(
+        self,
+        raw_logits: torch.Tensor,
+        rows: np.ndarray,
+        token_ids: np.ndarray,
+        batch: InputBatch,
+        slots: np.ndarray,
+        errors: dict[int, str],
+    ) -> list[SlotLogprobs]:
+        """raw_logits [N, vocab_size] of `rows` [N].
+
+        One call per k: what a row gets must not depend on its neighbours' k.
+        """
+        counts = np.minimum(batch.num_logprobs[slots[rows]], raw_logits.shape[1])
+        chosen = torch.from_numpy(token_ids[rows]).to(raw_logits.device)
+        entries: dict[int, SlotLogprobs] = {}
+        for k in np.unique(counts).tolist():
+            mine = np.flatnonzero(counts == k)
+            index = torch.from_numpy(mine).to(raw_logits.device)
+            some = raw_logits if len(mine) == len(rows) else raw_logits[index]
+            ids, logprobs, ranks = (
+                t.numpy(force=True) for t in self.ops.gather_logprobs(some, chosen[index], k)
+            )
+            for i, row in enumerate(rows[mine].tolist()):
+                one = slice(i, i + 1)
+                entries[row] = SlotLogprobs(
+                    int(slots[row]),
+                    to_array(ids[one]),
+                    to_array(logprobs[one]),
+                    to_array(ranks[one]),
+                )
+        return [entries[row] for row in rows.tolist() if row not in errors]
+
+
+def draws(batch: InputBatch, slots: np.ndarray) -> bool:
+    """Whether any of `slots` [R] does not simply take its largest logit."""
+    return bool(batch.random_slots) and bool(batch.temperature[slots].any())
+
+
+def draw_parameters(
+    batch: InputBatch, slots: np.ndarray, device: torch.device
+) -> list[torch.Tensor | None]:
+    """The columns [R] that sample_tokens wants of `slots` [R], but for the positions."""
+    filters = (
+        (batch.top_k, batch.top_p, batch.min_p) if batch.filtered_slots else (None, None, None)
+    )
+    columns = batch.temperature, *filters, batch.seeds
+    return [
+        None if values is None else torch.from_numpy(values[slots]).to(device) for values in columns
+    ]

@@ -1,0 +1,1 @@
+"""Weights: checkpoint files and the memory they are read into."""

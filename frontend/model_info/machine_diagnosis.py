@@ -1,0 +1,405 @@
+"""Checks of the machine: processor, cores, memory, GPU, libraries, port, disks, limits. Each is a
+Finding, with what to do about it.
+
+Must not know: torch, a model, how findings are printed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import psutil
+
+from ...ipc.errors import QuireError
+from ...ipc.machine import available_cores, cgroup_cpu_quota, cgroup_free_memory, free_memory_bytes
+from ..processor import (
+    NATIVE_BFLOAT16,
+    are_kernels_built,
+    native_isas,
+    prefers_bfloat16,
+    read_processor,
+)
+
+GIB = 2**30
+# What the kernels make use of, best first; the first line that holds says how the model is
+# multiplied.
+X86_FEATURES = (
+    "amx_bf16",
+    "amx_int8",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx_vnni",
+    "avx512f",
+    "avx2",
+    "fma",
+)
+ARM_FEATURES = ("sve2", "sve", "bf16", "i8mm", "asimd")
+CUDA_LIBRARY = "libcuda.so.1"
+
+
+class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
+    name: str
+    status: Literal["pass", "warn", "fail"]
+    detail: str
+    fix: str = ""
+
+
+def check_machine(
+    host: str, port: int, max_connections: int, cpu_isa: str = "auto"
+) -> Iterator[Finding]:
+    """All checks, in the order in which they are to be read."""
+    yield check_python()
+    yield from check_packages()
+    yield check_cpu(cpu_isa)
+    yield check_kernels(cpu_isa)
+    yield check_cores()
+    yield check_memory()
+    yield check_swap()
+    yield check_gpu()
+    yield check_port(host, port)
+    yield check_open_files(max_connections)
+    yield from check_disks()
+    yield check_hub()
+
+
+# ------------------------------------------------------------ software
+
+
+def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Finding:
+    detail = f"{platform.python_version()} at {sys.executable}"
+    if (3, 11) <= version < (3, 13):
+        return Finding("python", "pass", detail)
+    return Finding("python", "fail", detail, "Quire runs on Python 3.11 and 3.12")
+
+
+def check_packages() -> Iterator[Finding]:
+    """The libraries that Quire asks for, in the versions it asks for. Nothing is imported."""
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = [Requirement(text) for text in metadata.requires("quire") or ()]
+    except metadata.PackageNotFoundError:
+        yield Finding(
+            "libraries",
+            "warn",
+            "quire is not installed as a package, so nothing says which versions it needs",
+            "pip install -e .",
+        )
+        return
+    found, problems = [], []
+    for requirement in requirements:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            only_gpu = requirement.name == "triton"  # wheels of torch for CPUs come without
+            problems.append(
+                (
+                    requirement,
+                    "warn" if only_gpu else "fail",
+                    "is missing" + " (only GPUs need it)" * only_gpu,
+                )
+            )
+            continue
+        found.append(f"{requirement.name} {version}")
+        if version not in requirement.specifier and not requirement.specifier.contains(
+            version.split("+")[0], prereleases=True
+        ):
+            problems.append(
+                (requirement, "fail", f"is {version}, Quire needs {requirement.specifier}")
+            )
+    for requirement, status, problem in problems:
+        yield Finding(
+            requirement.name,
+            status,
+            problem,
+            f"pip install '{requirement.name}{requirement.specifier}'",
+        )
+    yield Finding("libraries", "pass", ", ".join(found))
+
+
+# ------------------------------------------------------------ processor and memory
+
+
+def check_cpu(cpu_isa: str = "auto") -> Finding:
+    name, present = read_processor()
+    features = [name for name in X86_FEATURES + ARM_FEATURES if name in present]
+    detail = f"{name}: {', '.join(features) or 'no vector instructions known here'}"
+    if NATIVE_BFLOAT16 & present:
+        return Finding("processor", "pass", f"{detail}; bfloat16 is multiplied natively")
+    if not {"avx2", "asimd"} & present:
+        return Finding(
+            "processor",
+            "warn",
+            detail,
+            "without AVX2 everything is slow; another machine, or another type of virtual CPU",
+        )
+    dtype = "bfloat16, by native kernels" if prefers_bfloat16(cpu_isa) else "float32"
+    return Finding("processor", "pass", f"{detail}; no native bfloat16, so dtype=auto is {dtype}")
+
+
+def check_kernels(cpu_isa: str) -> Finding:
+    """Whether the native kernels were built, and which instruction set they would use.
+
+    The library itself is not asked: that takes torch.
+    """
+    isas = native_isas()
+    if cpu_isa == "none":
+        return Finding(
+            "native kernels",
+            "pass",
+            "not wanted (cpu_isa=none): torch's kernels serve, several times slower for small "
+            "models",
+        )
+    if cpu_isa != "auto" and cpu_isa not in isas:
+        return Finding(
+            "native kernels",
+            "fail",
+            f"this processor has no {cpu_isa}",
+            f"--cpu-isa {isas[0] if isas else 'none'}, or none of this flag",
+        )
+    if not isas:
+        return Finding(
+            "native kernels", "pass", "none for this processor (x86 with AVX2): torch's serve"
+        )
+    if not are_kernels_built():
+        fix = "a C++ compiler (apt install g++), then install Quire again (pip install -e .)"
+        return Finding(
+            "native kernels",
+            "warn",
+            "not built: torch's kernels serve, several times slower for small models",
+            fix,
+        )
+    return Finding(
+        "native kernels",
+        "pass",
+        f"{isas[0] if cpu_isa == 'auto' else cpu_isa} (of {', '.join(isas)})",
+    )
+
+
+def check_cores() -> Finding:
+    cores, total = available_cores(), psutil.cpu_count() or 1
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    quota = cgroup_cpu_quota()
+    load = psutil.getloadavg()[0]
+    detail = f"{cores} for Quire: {affinity} of {total} by affinity, cgroup quota {'none' if quota is None else f'{quota:g}'}, load {load:.1f}"
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if wanted.isdigit() and int(wanted) > cores:
+        return Finding(
+            "cores",
+            "warn",
+            f"{detail}; OMP_NUM_THREADS={wanted} is more",
+            f"OMP_NUM_THREADS={cores}, or none",
+        )
+    if load > total + 1:
+        return Finding(
+            "cores",
+            "warn",
+            f"{detail}: other programs want more cores than there are",
+            "stop them, or give Quire cores of its own (taskset)",
+        )
+    return Finding("cores", "pass", detail)
+
+
+def check_memory() -> Finding:
+    memory, limit, free = psutil.virtual_memory(), cgroup_free_memory(), free_memory_bytes()
+    bound = (
+        "no cgroup limit"
+        if limit is None or limit > memory.total
+        else f"{limit / GIB:.1f} GiB left in the cgroup"
+    )
+    detail = f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} available, {bound}"
+    if free < GIB // 2:
+        return Finding(
+            "memory",
+            "fail",
+            detail,
+            "the engine takes 0.3 GiB before any model: free memory, or raise the container's "
+            "limit",
+        )
+    if free < 2 * GIB:
+        return Finding("memory", "warn", detail, "only small models fit: quire plan MODEL")
+    return Finding("memory", "pass", detail)
+
+
+def check_swap() -> Finding:
+    swap = psutil.swap_memory()
+    detail = f"{swap.total / GIB:.1f} GiB, {swap.used / GIB:.1f} used"
+    if swap.total and swap.used > swap.total / 4:
+        return Finding(
+            "swap",
+            "warn",
+            detail,
+            "weights or cache on a disk make every step wait for it: free memory, or swapoff -a && "
+            "swapon -a",
+        )
+    return Finding("swap", "pass", detail)
+
+
+def check_gpu() -> Finding:
+    """NVIDIA's driver is asked itself; torch is not needed for that."""
+    try:
+        cuda = ctypes.CDLL(CUDA_LIBRARY)
+    except OSError:
+        nodes = Path("/dev/nvidiactl").exists()
+        if nodes:
+            return Finding(
+                "gpu",
+                "warn",
+                "there is an NVIDIA GPU, but its library libcuda is not here",
+                "give the container the driver (--gpus all)",
+            )
+        return Finding("gpu", "pass", "none; the model runs on the processor")
+    code, names, version = cuda.cuInit(0), [], ctypes.c_int()
+    if code:
+        return Finding(
+            "gpu",
+            "warn",
+            f"libcuda is here, but cuInit fails with error {code}",
+            "nvidia-smi says what the driver misses",
+        )
+    count = ctypes.c_int()
+    cuda.cuDriverGetVersion(ctypes.byref(version))
+    cuda.cuDeviceGetCount(ctypes.byref(count))
+    for index in range(count.value):
+        name, device, size = ctypes.create_string_buffer(128), ctypes.c_int(), ctypes.c_size_t()
+        cuda.cuDeviceGet(ctypes.byref(device), index)
+        cuda.cuDeviceGetName(name, len(name), device)
+        cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+        names.append(f"{name.value.decode()} ({size.value / GIB:.0f} GiB)")
+    detail = f"{', '.join(names) or 'none'}; driver for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+    if not names:
+        return Finding("gpu", "pass", detail)
+    return Finding(
+        "gpu",
+        "warn",
+        f"{detail}; the model runs on the processor all the same",
+        "nothing, or --device cuda, which has not been proven on a GPU yet",
+    )
+
+
+# ------------------------------------------------------------ port, files, hub
+
+
+def check_port(host: str, port: int) -> Finding:
+    if port == 0:
+        return Finding("port", "pass", "any free one")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        fix = (
+            "--host: an address of this machine"
+            if isinstance(error, socket.gaierror)
+            else f"--port {port + 1}, or end what holds it (ss -ltnp)"
+        )
+        return Finding(
+            "port", "fail", f"{host}:{port} cannot be had: {error.strerror or error}", fix
+        )
+    return Finding("port", "pass", f"{host}:{port} is free")
+
+
+def check_open_files(max_connections: int) -> Finding:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = max_connections + 256  # sockets, model files, libraries
+    detail = f"{'no limit' if soft == resource.RLIM_INFINITY else soft}, of which max_connections={max_connections} takes most"
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        fix = (
+            f"ulimit -n {needed}"
+            if hard in (resource.RLIM_INFINITY,) or hard >= needed
+            else f"raise the hard limit of {hard} (limits.conf, LimitNOFILE)"
+        )
+        return Finding(
+            "open files", "warn", detail, f"{fix}, or --max-connections {max(1, soft - 256)}"
+        )
+    return Finding("open files", "pass", detail)
+
+
+def check_disks() -> Iterator[Finding]:
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    yield _check_space(
+        "temporary files",
+        Path(tempfile.gettempdir()),
+        GIB // 10,
+        "TMPDIR: a directory that can be written and has room",
+    )
+    yield check_socket_directory()
+    if Path("/dev/shm").is_dir():
+        yield _check_space(
+            "/dev/shm",
+            Path("/dev/shm"),
+            64 * 2**20,
+            "a larger one for the container (--shm-size 1g)",
+        )
+    yield _check_space(
+        "hub cache", cache, 5 * GIB, "HF_HOME: a disk with room; quire models lists what is there"
+    )
+
+
+def check_socket_directory() -> Finding:
+    """The engine's process is reached through socket files, whose paths may not be long."""
+    from ...ipc.sockets import runtime_directory
+
+    try:
+        return Finding("sockets", "pass", f"in {runtime_directory()}")
+    except QuireError as error:
+        return Finding(
+            "sockets",
+            "fail",
+            str(error),
+            "XDG_RUNTIME_DIR: a directory of your own with a short path",
+        )
+
+
+def _check_space(name: str, directory: Path, least: int, fix: str) -> Finding:
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    detail = f"{directory}: {free / GIB:.1f} GiB free" + (
+        "" if existing == directory else ", not made yet"
+    )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return Finding(
+            name,
+            "fail" if name == "temporary files" else "warn",
+            f"{directory} cannot be written",
+            fix,
+        )
+    return Finding(name, "pass", detail) if free >= least else Finding(name, "warn", detail, fix)
+
+
+def check_hub() -> Finding:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return Finding("hub", "pass", "offline (HF_HUB_OFFLINE): only models that are here already")
+    token = (
+        "with a token"
+        if (constants.HF_TOKEN_PATH and Path(constants.HF_TOKEN_PATH).exists())
+        or os.environ.get("HF_TOKEN")
+        else "without a token"
+    )
+    return Finding(
+        "hub",
+        "pass",
+        f"models by name come from {constants.ENDPOINT}, {token}; HF_HUB_OFFLINE=1 keeps it to "
+        f"what is here",
+    )

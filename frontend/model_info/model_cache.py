@@ -1,0 +1,126 @@
+"""What the hub's cache on this machine holds: models, their sizes, whether Quire runs them, and
+what is missing.
+
+Must not know: the network, torch, how a list is shown.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...ipc import decoder_config
+from ...ipc.errors import ModelLoadError
+from .model_files import BUNDLED, find_model_directory, missing_weight_files, read_json
+from .model_sizes import measure_model
+
+
+class CachedModel(msgspec.Struct, frozen=True, kw_only=True):
+    model: str  # as --model takes it
+    revision: str  # branches and tags that lead here, or the commit
+    directory: str
+    size_bytes: int
+    dtype: str | None  # that the weights were saved in, as config.json says
+    architecture: str | None
+    num_parameters: int | None  # None where the architecture is not supported
+    problems: list[str]  # why it cannot run as it is; empty: ready
+
+
+def list_models() -> tuple[list[CachedModel], list[str]]:
+    """The bundled model and every snapshot of a model in the cache; and what is wrong with the
+    cache itself.
+    """
+    bundled = find_model_directory(BUNDLED)
+    models = [
+        describe(
+            BUNDLED,
+            "",
+            bundled,
+            sum(path.stat().st_size for path in bundled.iterdir() if path.is_file()),
+        )
+    ]
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
+    except CacheNotFound:
+        return models, []
+    for repository in sorted(cache.repos, key=lambda repository: repository.repo_id.lower()):
+        if repository.repo_type != "model":
+            continue
+        num_partial = len(list((repository.repo_path / "blobs").glob("*.incomplete")))
+        partial = (
+            [f"{num_partial} interrupted download{'s' * (num_partial > 1)}"] if num_partial else []
+        )
+        for revision in sorted(repository.revisions, key=lambda revision: -revision.last_modified):
+            name = ", ".join(sorted(revision.refs)) or revision.commit_hash[:12]
+            models.append(
+                describe(
+                    repository.repo_id, name, revision.snapshot_path, revision.size_on_disk, partial
+                )
+            )
+    return models, [str(warning).splitlines()[0] for warning in cache.warnings]
+
+
+def describe(
+    model: str, revision: str, directory: Path, size_bytes: int, problems: Iterable[str] = ()
+) -> CachedModel:
+    problems, hf_config, sizes = list(problems), {}, None
+    try:
+        hf_config = read_json(directory / "config.json")
+        sizes = _measure_quietly(hf_config)
+    except ModelLoadError as error:
+        problems.append(_short(error, directory))
+    try:
+        if missing := missing_weight_files(directory):
+            problems.append(
+                f"no {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            )
+    except ModelLoadError as error:
+        problems.append(_short(error, directory))
+    if not (directory / "tokenizer.json").is_file():
+        problems.append("no tokenizer.json")
+    architectures = hf_config.get("architectures")
+    return CachedModel(
+        model=model,
+        revision=revision,
+        directory=str(directory),
+        size_bytes=size_bytes,
+        dtype=_text(hf_config.get("dtype") or hf_config.get("torch_dtype")),
+        architecture=sizes.architecture
+        if sizes
+        else _text(architectures[0])
+        if isinstance(architectures, list) and architectures
+        else None,
+        num_parameters=sizes.num_parameters if sizes else None,
+        problems=problems,
+    )
+
+
+def _measure_quietly(hf_config: dict[str, Any]) -> Any:
+    """Keys that nobody knows are worth a warning where a model is loaded, not in a list of
+    fifty.
+    """
+    level = decoder_config.logger.level
+    decoder_config.logger.setLevel(logging.ERROR)
+    try:
+        return measure_model(hf_config)
+    except (TypeError, ValueError, AttributeError) as error:  # a config.json of any shape
+        raise ModelLoadError(f"config.json cannot be understood: {error}") from error
+    finally:
+        decoder_config.logger.setLevel(level)
+
+
+def _short(error: Exception, directory: Path) -> str:
+    """Without the path, which stands in the row."""
+    text = str(error).replace(f"{directory} has no ", "no ").replace(f"{directory}/", "")
+    return text.partition("; supported:")[0]
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,336 @@
+"""Checks of a model: files, memory, and whether template, tokenizer and the ends of sequence agree.
+Each is a Finding.
+
+Must not know: torch, an engine, how findings are printed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...ipc.errors import InvalidParameterError, ModelLoadError, QuireError
+from ..answer_format import detect
+from ..engine_args import EngineArgs
+from ..server.config import ServerConfig
+from ..text.tokenizer import Tokenizer
+from .machine_diagnosis import Finding
+from .model_files import (
+    eos_token_ids,
+    find_cached_directory,
+    find_model_directory,
+    missing_weight_files,
+    read_generation_config,
+    read_hf_config,
+)
+from .model_sizes import measure_model
+from .plan import make_plan
+
+GIB = 2**30
+MARK = "QUIRE-MARK"  # a word that no template writes
+
+
+def check_model(
+    args: EngineArgs, server: ServerConfig = ServerConfig(), chat_template: str | None = None
+) -> Iterator[Finding]:
+    """What comes first and fails makes the rest pointless.
+
+    `chat_template`: text, or the name of one of the model's, in place of its own.
+    """
+    try:
+        directory = find_cached_directory(args.model, args.revision) or find_model_directory(
+            args.model, revision=args.revision, weights=False
+        )
+        hf_config = read_hf_config(directory, args.hf_overrides)
+        sizes = measure_model(hf_config)
+    except QuireError as error:
+        yield Finding(
+            "model",
+            "fail",
+            str(error),
+            "quire models lists what is here; the message says what is supported",
+        )
+        return
+    yield Finding(
+        "model",
+        "pass",
+        f"{sizes.architecture}, {sizes.num_parameters / 1e6:,.1f} million parameters, at "
+        f"{directory}",
+    )
+    yield check_weights(directory, args)
+    yield check_plan(args)
+    if args.skip_tokenizer_init:
+        return
+    try:
+        tokenizer = Tokenizer(
+            directory
+            if args.tokenizer is None
+            else find_model_directory(args.tokenizer, weights=False)
+        )
+    except ModelLoadError as error:
+        yield Finding(
+            "tokenizer",
+            "fail",
+            str(error),
+            "a tokenizer.json (transformers' save_pretrained writes one), or --tokenizer",
+        )
+        return
+    yield check_vocabulary(tokenizer, sizes.config.vocab_size)
+    generation_config = read_generation_config(directory) | args.override_generation_config
+    try:
+        ends, of_config = eos_token_ids(generation_config, hf_config), eos_token_ids({}, hf_config)
+    except ModelLoadError as error:
+        yield Finding(
+            "ends",
+            "fail",
+            str(error),
+            "correct the file, or --override-generation-config '{\"eos_token_id\": [ID]}'",
+        )
+        return
+    yield check_ends(tokenizer, ends, of_config, sizes.config.vocab_size)
+    yield from check_template(tokenizer, ends, chat_template)
+    yield check_answers(tokenizer, server, chat_template)
+
+
+def check_weights(directory: Path, args: EngineArgs) -> Finding:
+    if args.load_format == "dummy":
+        return Finding(
+            "weights", "warn", "load_format=dummy: random ones", "leave it out for the model's own"
+        )
+    try:
+        missing = missing_weight_files(directory)
+    except ModelLoadError as error:
+        return Finding("weights", "fail", str(error), "a sound copy of the file")
+    if missing:
+        is_cached = "snapshots" in directory.parts
+        fix = (
+            f"hf download {args.model}, or leave it to the first start"
+            if is_cached
+            else "copy them there; Quire reads safetensors only"
+        )
+        return Finding(
+            "weights",
+            "warn" if is_cached else "fail",
+            f"{len(missing)} missing: {', '.join(missing[:3])}",
+            fix,
+        )
+    num_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    return Finding("weights", "pass", f"{num_bytes / GIB:.2f} GiB in safetensors files")
+
+
+def check_plan(args: EngineArgs) -> Finding:
+    try:
+        plan = make_plan(args)
+    except QuireError as error:
+        return Finding("fits", "fail", str(error), "the message says what is possible")
+    detail = f"{plan.weights_bytes / GIB:.2f} GiB of weights as {plan.weights_kind} in {plan.memory_bytes / GIB:.1f} GiB of free memory"
+    if plan.fits:
+        longest = max(plan.concurrency)
+        return Finding(
+            "fits",
+            "pass",
+            f"{detail}; {plan.concurrency[longest]} requests of {longest} tokens at once",
+        )
+    if plan.longest_context:
+        detail += f"; a sequence of at most {plan.longest_context} tokens fits, max_model_len is {plan.max_model_len}"
+    return Finding(
+        "fits",
+        "fail",
+        detail,
+        " ".join(plan.flags)
+        or f"at least {plan.least_memory_bytes / GIB:.1f} GiB; quire plan {plan.model}",
+    )
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Finding:
+    largest = max(tokenizer.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    detail = f"{tokenizer.vocab_size} tokens, the model has rows for {vocab_size}"
+    if largest >= vocab_size:
+        return Finding(
+            "tokenizer",
+            "fail",
+            f"{detail}; its largest id is {largest}",
+            "the tokenizer is another model's: --tokenizer",
+        )
+    return Finding("tokenizer", "pass", detail)
+
+
+def check_ends(
+    tokenizer: Tokenizer, used: list[int], of_config: list[int], vocab_size: int
+) -> Finding:
+    """config.json, generation_config.json and the tokenizer may each name tokens that end a
+    sequence; the engine takes the second's, or else the first's (`used`), and the tokenizer's
+    beside them.
+    """
+    own = tokenizer.eos_token_id
+    ends = list(dict.fromkeys([*used, *([] if own is None else [own])]))
+    if not ends:
+        return Finding(
+            "ends",
+            "warn",
+            "no end-of-sequence token: answers end at max_tokens only",
+            "--override-generation-config '{\"eos_token_id\": [ID]}'",
+        )
+    if bad := [i for i in ends if not 0 <= i < vocab_size]:
+        return Finding(
+            "ends",
+            "fail",
+            f"id {bad[0]} is none of the model's {vocab_size}",
+            "the files are of different models",
+        )
+    disagreements = [_tokens(tokenizer, ends)]
+    if lost := [i for i in of_config if i not in ends]:
+        disagreements.append(
+            f"config.json also names {_tokens(tokenizer, lost)}, which generation_config.json "
+            f"overrules"
+        )
+    if own is not None and used and own not in used:
+        disagreements.append(
+            f"the tokenizer's {_tokens(tokenizer, [own])} is not among those of the configuration, "
+            f"and is used as well"
+        )
+    if len(disagreements) == 1:
+        return Finding("ends", "pass", disagreements[0])
+    fix = f"if an answer stops early or runs on: --override-generation-config '{json.dumps({'eos_token_id': ends})}'"
+    return Finding("ends", "warn", "; ".join(disagreements), fix)
+
+
+def check_template(
+    tokenizer: Tokenizer, config_ends: list[int], template: str | None
+) -> Iterator[Finding]:
+    """What the chat template writes, against what the tokenizer adds and what ends a sequence."""
+    if not tokenizer.chat_templates and template is None:
+        yield Finding(
+            "template",
+            "warn",
+            "none: this is a base model, or its template is lost",
+            "quire generate; --chat-template FILE for quire serve",
+        )
+        return
+    if template is not None and template not in tokenizer.chat_templates and "{" not in template:
+        names = ", ".join(sorted(tokenizer.chat_templates)) or "it has none"
+        yield Finding(
+            "template",
+            "fail",
+            f"{template} is no file, nor one of the model's: {names}",
+            "--chat-template FILE",
+        )
+        return
+    question = [{"role": "user", "content": "Hello"}]
+    try:
+        prompt = tokenizer.apply_chat_template(
+            question, chat_template=template, add_generation_prompt=True, tokenize=False
+        )
+        without = tokenizer.apply_chat_template(question, chat_template=template, tokenize=False)
+    except InvalidParameterError as error:
+        yield Finding("template", "fail", str(error), "--chat-template FILE with one that works")
+        return
+    yield _check_bos(tokenizer, prompt)
+    if prompt == without:
+        fix = "a template that begins the assistant's turn where add_generation_prompt is true"
+        yield Finding(
+            "generation prompt",
+            "warn",
+            "the template writes none: the model may go on with the user's turn",
+            fix,
+        )
+    else:
+        yield Finding("generation prompt", "pass", repr(prompt.removeprefix(without)))
+    yield from _check_turn_end(tokenizer, question, config_ends, template)
+
+
+def check_answers(tokenizer: Tokenizer, server: ServerConfig, template: str | None) -> Finding:
+    """How the server will read what the model writes: recognised from the template, unless the
+    flags say.
+    """
+    templates = tokenizer.chat_templates
+    text = (
+        templates.get(template, template)
+        if template
+        else templates.get("tool_use") or templates.get("default") or ""
+    )
+    try:
+        found = detect(text, server.tool_call_parser, server.reasoning_parser, tokenizer)
+        found.require_tools()
+        tools = found.tool_name
+    except InvalidParameterError as error:
+        if error.parameter != "tools":
+            return Finding(
+                "answers", "fail", str(error), "one of the names that the message gives, or auto"
+            )
+        tools = f"none (tools {error.problem})"
+    return Finding(
+        "answers", "pass", f"tool calls: {tools}; reasoning: {found.reasoning_name or 'none'}"
+    )
+
+
+def _check_bos(tokenizer: Tokenizer, prompt: str) -> Finding:
+    bos, ids = tokenizer.bos_token_id, tokenizer.encode(prompt, add_special_tokens=False)
+    added = bos is not None and tokenizer.encode("Hello")[:1] == [bos]
+    if bos is not None and ids[:2] == [bos, bos]:
+        return Finding(
+            "BOS",
+            "fail",
+            f"the template writes {tokenizer.bos_token} twice",
+            "a template that writes it once",
+        )
+    if added and ids[:1] != [bos]:
+        detail = f"the tokenizer puts {tokenizer.bos_token} before a plain prompt, the template before no chat"
+        return Finding(
+            "BOS",
+            "warn",
+            detail,
+            "a template that begins with {{ bos_token }}, if the model was trained so",
+        )
+    if added:
+        detail = f"{tokenizer.bos_token} once; a chat that a program renders itself and sends as a plain prompt would get it twice"
+        return Finding("BOS", "pass", detail)
+    return Finding(
+        "BOS",
+        "pass",
+        "none" if ids[:1] != [bos] else f"{tokenizer.bos_token} once, from the template",
+    )
+
+
+def _check_turn_end(
+    tokenizer: Tokenizer,
+    question: list[dict[str, str]],
+    config_ends: list[int],
+    template: str | None,
+) -> Iterator[Finding]:
+    """The token that the template puts behind an answer is the one that the model learned to stop
+    with.
+    """
+    try:
+        text = tokenizer.apply_chat_template(
+            [*question, {"role": "assistant", "content": MARK}],
+            chat_template=template,
+            tokenize=False,
+        )
+    except InvalidParameterError as error:
+        yield Finding(
+            "end of turn",
+            "warn",
+            f"the template does not take an answer: {error}",
+            "a template that does, or no conversations",
+        )
+        return
+    behind = tokenizer.encode(text.rpartition(MARK)[2], add_special_tokens=False)
+    special = [i for i in behind if i in tokenizer.special_ids]
+    ends = {*config_ends, tokenizer.eos_token_id}
+    if special and special[0] not in ends:
+        fix = f"--override-generation-config '{json.dumps({'eos_token_id': [special[0], *config_ends]})}'"
+        yield Finding(
+            "end of turn",
+            "warn",
+            f"{_tokens(tokenizer, special[:1])} ends an answer in the template, and no sequence: "
+            f"answers run on",
+            fix,
+        )
+    elif special:
+        yield Finding("end of turn", "pass", _tokens(tokenizer, special[:1]))
+
+
+def _tokens(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return ", ".join(f"{tokenizer.id_to_token(i)} ({i})" for i in ids)

@@ -1,0 +1,174 @@
+"""Finds a model's directory (bundled, local, or on the hub) and reads its config.json and
+generation_config.json.
+
+Must not know: weights, torch, tokenizers, how the engine uses a configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ...ipc.errors import ModelLoadError
+
+BUNDLED = "bundled"
+CONFIG_PATTERNS = ["*.json", "*.jinja", "additional_chat_templates/*.jinja"]
+WEIGHT_PATTERNS = ["*.safetensors"]
+# of the configuration's `generation_config`: SamplingParams' own defaults
+NO_GENERATION_CONFIG = "none"
+# Of generation_config.json -> of SamplingParams.
+SAMPLING_KEYS = {
+    key: key for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+} | {"max_new_tokens": "max_tokens"}
+
+
+def find_model_directory(model: str, *, revision: str | None = None, weights: bool = True) -> Path:
+    """The absolute directory that holds the model's files, downloaded first if `model` is a name on
+    the hub.
+
+    Raises ModelLoadError naming the model: no such directory, and no such model on the hub or no
+    network.
+    """
+    if model == BUNDLED:
+        return Path(__file__).resolve().parents[1] / "bundled_model"
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists():
+        raise ModelLoadError(
+            f"model {model!r} is a file; a model is a directory that holds config.json and "
+            f"*.safetensors"
+        )
+    if _looks_like_a_path(model):
+        raise ModelLoadError(f"model {model!r}: there is no such directory")
+    return _download(model, revision, CONFIG_PATTERNS + (WEIGHT_PATTERNS if weights else []))
+
+
+def find_cached_directory(model: str, revision: str | None = None) -> Path | None:
+    """Where a hub's model lies in the cache, without a look at the network; None for one that is
+    not there, and for what is no hub's name.
+    """
+    if model == BUNDLED or Path(model).expanduser().exists() or _looks_like_a_path(model):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:
+        return None
+    # not resolved: the file is a link to its blob
+    return Path(found).absolute().parent if isinstance(found, str) else None
+
+
+def _looks_like_a_path(model: str) -> bool:
+    return model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1
+
+
+def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns)).resolve()
+    except Exception as error:
+        # the hub's client lets through its own, its HTTP library's and the system's exceptions
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelLoadError(
+            f"model {model!r}: there is no such directory, and the hub did not give it: {reason}"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises ModelLoadError naming the file when it is missing, unreadable or not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelLoadError(f"{path.parent} has no {path.name}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def read_json_if_exists(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def missing_weight_files(directory: Path) -> list[str]:
+    """The safetensors files that the engine would look for and not find.
+
+    Raises ModelLoadError for an index that cannot be read.
+    """
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file() or not index.is_file():
+        return [] if single.is_file() else [single.name]
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+        raise ModelLoadError(f"{index} has no weight_map of names")
+    return [shard for shard in sorted(set(shards.values())) if not (directory / shard).is_file()]
+
+
+def read_ahead(directory: Path) -> None:
+    """Asks the system for the weight files' contents, so that they come from the disk while an
+    engine still starts. A wish: nothing fails.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in sorted(directory.glob("*.safetensors")):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+def read_hf_config(directory: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    """config.json with `overrides` laid over it; objects are merged, key by key."""
+    return _merged(read_json(directory / "config.json"), overrides)
+
+
+def _merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in overrides.items():
+        both_objects = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = _merged(result[key], value) if both_objects else value
+    return result
+
+
+def read_generation_config(directory: Path) -> dict[str, Any]:
+    """generation_config.json, or {} where the model has none."""
+    return read_json_if_exists(directory / "generation_config.json")
+
+
+def eos_token_ids(generation_config: dict[str, Any], hf_config: dict[str, Any]) -> list[int]:
+    """End-of-sequence ids, those of generation_config.json before those of config.json.
+
+    One id or a list, null, or absent.
+    """
+    value = generation_config.get("eos_token_id")
+    if value is None:
+        value = hf_config.get("eos_token_id")
+    if value is None:
+        return []
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ModelLoadError(
+            f"eos_token_id of generation_config.json or config.json must be an id or a list of "
+            f"ids, not {value!r}"
+        )
+    return ids
+
+
+def default_sampling_arguments(generation_config: dict[str, Any]) -> dict[str, Any]:
+    """What generation_config.json recommends, as arguments of SamplingParams; the keys are those
+    that vLLM takes.
+    """
+    return {
+        parameter: value
+        for key, parameter in SAMPLING_KEYS.items()
+        if (value := generation_config.get(key)) is not None
+    }

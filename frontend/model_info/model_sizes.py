@@ -1,0 +1,155 @@
+"""What a model weighs, from its config.json alone: parameters, bytes of weights, bytes of KV cache
+per token.
+
+Must not know: torch, weights' files, memory. tests/frontend/model_info/test_model_sizes.py compares it with
+the models in executor/models/.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...ipc.decoder_config import DecoderConfig, parse_decoder_config
+from ...ipc.errors import ModelLoadError
+from ...ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# kernels/triton/cut.py: tokens listed for a cut, their orders and masses
+SAMPLING_ROW_BYTES = 2 * 8192 * 8
+ATTENTION_PIECES = 32  # kernels/triton/attention_decode.py
+KV_SCALE_BYTES = 4  # of a head in int8 (kernels/ops.py: kv_cache_row)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """None: as config.json says (attention_bias)."""
+
+    honours: tuple[str, ...]
+    default_head_dim: int | None = None
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    qk_norm: bool = False
+
+    def parse(self, hf_config: dict[str, Any]) -> DecoderConfig:
+        return parse_decoder_config(
+            hf_config, default_head_dim=self.default_head_dim, honours=self.honours
+        )
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture(honours=("attention_bias", "mlp_bias")),
+    "MistralForCausalLM": Architecture(honours=("sliding_window",)),
+    "Qwen2ForCausalLM": Architecture(
+        honours=("attention_bias", "use_sliding_window"), qkv_bias=True, o_bias=False
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        honours=("attention_bias", "use_sliding_window"), default_head_dim=128, qk_norm=True
+    ),
+}
+
+
+def kv_bytes_per_token(config: DecoderConfig, dtype: str, kv_cache_dtype: str = "auto") -> int:
+    """Keys and values of all layers."""
+    head_bytes = {
+        "auto": config.head_dim * DTYPE_BYTES[dtype],
+        "fp8": config.head_dim,
+        "int8": config.head_dim + KV_SCALE_BYTES,
+    }
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_bytes[kv_cache_dtype]
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    architecture: str
+    config: DecoderConfig
+    num_parameters: int
+
+    def weights_bytes(self, dtype: str, quantization: str | None = None) -> int:
+        """As the engine packs them; with quantization the embedding of an untied head, biases and
+        norms stay of the dtype.
+        """
+        if quantization is None:
+            return self.num_parameters * DTYPE_BYTES[dtype]
+        linears = [
+            (shape, QUANTIZATION_BITS[quantization]) for shape in _linear_shapes(self.config)
+        ]
+        linears.append(((self.config.vocab_size, self.config.hidden_size), HEAD_BITS))
+        rest = self.num_parameters - sum(rows * columns for (rows, columns), _ in linears)
+        return rest * DTYPE_BYTES[dtype] + sum(
+            quantized_bytes(*shape, bits) for shape, bits in linears
+        )
+
+    def step_bytes(self, dtype: str, num_tokens: int, num_logits: int) -> int:
+        """What a step on a GPU holds at once at most, by estimate: the residual stream and the
+        widest layer's inputs and outputs, logits and a copy of them, what sampling and the pieces
+        of a decode's attention keep. The engine measures it.
+        """
+        config = self.config
+        attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+        per_token = (
+            2 * config.hidden_size + max(attention, 3 * config.intermediate_size)
+        ) * DTYPE_BYTES[dtype]
+        pieces = config.num_attention_heads * ATTENTION_PIECES * (config.head_dim + 2) * 4
+        return num_tokens * per_token + num_logits * (
+            2 * config.vocab_size * 4 + SAMPLING_ROW_BYTES + pieces
+        )
+
+
+def measure_model(hf_config: dict[str, Any]) -> ModelSizes:
+    """Raises ModelLoadError, in the engine's own words, for a model that it would refuse."""
+    name = find_architecture(hf_config)
+    config = ARCHITECTURES[name].parse(hf_config)
+    return ModelSizes(name, config, _count_parameters(config, ARCHITECTURES[name]))
+
+
+def find_architecture(hf_config: dict[str, Any]) -> str:
+    """The first supported name in `architectures`.
+
+    Raises ModelLoadError that lists what is supported.
+    """
+    architectures = hf_config.get("architectures") or []
+    for name in architectures:
+        if name in ARCHITECTURES:
+            return name
+    named = (
+        f"architecture {', '.join(map(str, architectures))} is not supported"
+        if architectures
+        else "config.json names no architecture"
+    )
+    raise ModelLoadError(f"{named}; supported: {', '.join(sorted(ARCHITECTURES))}")
+
+
+def _count_parameters(config: DecoderConfig, architecture: Architecture) -> int:
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_rows, kv_rows = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    has_qkv_bias = config.attention_bias if architecture.qkv_bias is None else architecture.qkv_bias
+    has_o_bias = config.attention_bias if architecture.o_bias is None else architecture.o_bias
+    attention = (
+        (hidden + has_qkv_bias) * (q_rows + 2 * kv_rows)
+        + (q_rows + has_o_bias) * hidden
+        + 2 * head_dim * architecture.qk_norm
+    )
+    mlp = 3 * hidden * inner + (2 * inner + hidden) * config.mlp_bias
+    norms = 2 * hidden
+    # a tied head is the embedding's own table
+    embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    return embeddings + config.num_hidden_layers * (attention + mlp + norms) + hidden
+
+
+def _linear_shapes(config: DecoderConfig) -> list[tuple[int, int]]:
+    """(rows, columns) of every linear layer's weight as executor/models/layers.py merges them, without the
+    head's.
+    """
+    hidden, inner, q_rows = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads * config.head_dim,
+    )
+    qkv_rows = q_rows + 2 * config.num_key_value_heads * config.head_dim
+    return [
+        (qkv_rows, hidden),
+        (hidden, q_rows),
+        (2 * inner, hidden),
+        (hidden, inner),
+    ] * config.num_hidden_layers

@@ -1,0 +1,336 @@
+"""What a model needs and what a machine gives, before anything is loaded: the figures that the
+engine will come to when it starts.
+
+Must not know: torch, weights' files, how a plan is shown.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+import msgspec
+
+from ...ipc.config import EngineConfig, config_fields
+from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
+from ...ipc.machine import free_memory_bytes
+from ...ipc.memory_plan import (
+    CPU_MEMORY_FRACTION,
+    QUANTIZATION_BITS,
+    affordable_blocks,
+    fitting_tokens,
+    free_of_share,
+    plan_num_blocks,
+)
+from ..engine_args import EngineArgs, model_context
+from .gpu_memory import gpu_memory_bytes
+from .model_files import find_cached_directory, find_model_directory
+from .model_sizes import ModelSizes, kv_bytes_per_token, measure_model
+
+# of a GPU, for CUDA itself and cuBLAS's workspace: an estimate, nobody has measured it
+CUDA_BYTES = 640 * 2**20
+# the engine process without weights and cache (260 MiB measured: Python and torch), and a frontend
+# (100)
+RUNTIME_BYTES = 384 * 2**20
+CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
+# of the arguments; the plan decides them
+NOT_COPIED = frozenset({"model", "max_model_len", "kv_cache_memory_bytes"})
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    model: str  # as the user calls it
+    architecture: str
+    num_parameters: int
+    dtype: str
+    weights_bytes: int
+    quantization: str | None  # of the linear layers' weights
+    # of "bfloat16" and "float32" unquantized, of "int8" and "int4" with this dtype
+    weights_bytes_by_dtype: dict[str, int]
+    kv_bytes_per_token: int
+    block_size: int
+    model_context: int | None
+    max_model_len: int  # asked for; by default the model's context
+    device: str
+    memory_bytes: int  # all of a GPU's
+    memory_is_named: bool  # else it is what this machine has free, or its GPU
+    memory_share: float  # gpu_memory_utilization
+    # of a GPU: what gpu_memory_utilization leaves to others, and what these have beyond that
+    withheld_bytes: int
+    runtime_bytes: int
+    step_bytes: int  # on a GPU: activations, graphs and requests' tables, by estimate
+    num_blocks: int  # KV-cache blocks that the engine will make; 0: it will refuse to start
+    kv_cache_bytes: int
+    # tokens of one sequence that fit, no more than the model takes; 0: not even the weights and one
+    # block fit
+    longest_context: int
+    # tokens per request -> requests that run at once, no more than max_num_seqs
+    concurrency: dict[int, int]
+    flags: list[str]  # that make it run, empty where nothing does
+    # the dtype of `flags`, where this one does not fit at all and that one does
+    fits_as: str | None
+
+    @property
+    def weights_kind(self) -> str:
+        return self.quantization or self.dtype
+
+    @property
+    def fits(self) -> bool:
+        return self.num_blocks > 0
+
+    @property
+    def least_memory_bytes(self) -> int:
+        """Memory for the weights and one sequence of max_model_len, as the engine divides it when
+        left to itself.
+        """
+        if self.device == "cuda":
+            needed = (
+                self.weights_bytes
+                + self.runtime_bytes
+                + self.step_bytes
+                + self.least_kv_cache_bytes
+            )
+            total = ceil(needed / self.memory_share)
+            return total + (int(total * self.memory_share) < needed)
+        return (
+            self.weights_bytes
+            + self.runtime_bytes
+            + ceil(self.least_kv_cache_bytes / CPU_MEMORY_FRACTION)
+        )
+
+    @property
+    def least_kv_cache_bytes(self) -> int:
+        """KV cache for one sequence of max_model_len, the null block included."""
+        return (
+            (1 + -(-self.max_model_len // self.block_size))
+            * self.block_size
+            * self.kv_bytes_per_token
+        )
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left for the KV cache and everything else; negative where the weights do not
+        fit.
+        """
+        return (
+            self.memory_bytes
+            - self.withheld_bytes
+            - self.weights_bytes
+            - self.runtime_bytes
+            - self.step_bytes
+        )
+
+
+def make_plan(
+    args: EngineArgs, memory_bytes: int | None = None, given: dict[str, Any] | None = None
+) -> Plan:
+    """The plan for `args` on this machine, or for `memory_bytes` (on a GPU all that it has).
+
+    Raises what the engine would for a model that it does not run.
+
+    `given`: the arguments that the user chose, for the flags to copy.
+    """
+    config = resolve(args)
+    sizes = measure_model(config.model_config.hf_config)
+    _refuse_what_no_engine_takes(config, sizes.config.head_dim)
+    memory = _measure_memory(config, memory_bytes)
+    step_bytes = _estimate_step(config, sizes) if memory.is_gpu else 0
+    dtype, block_size = config.model_config.dtype, config.cache_config.block_size
+    bytes_per_token = kv_bytes_per_token(sizes.config, dtype, config.cache_config.kv_cache_dtype)
+    block_bytes = bytes_per_token * block_size
+    quantization = config.model_config.quantization
+    weights_bytes = sizes.weights_bytes(dtype, quantization)
+    free = (
+        memory.total_bytes
+        - memory.withheld_bytes
+        - weights_bytes
+        - memory.runtime_bytes
+        - step_bytes
+    )
+    room = affordable_blocks(config, block_bytes, free) if free > 0 else 0
+    context = model_context(config.model_config.hf_config)
+    longest = min(fitting_tokens(config, room), context or fitting_tokens(config, room))
+    try:
+        num_blocks = plan_num_blocks(config, block_bytes, free) if free > 0 else 0
+    except NotEnoughMemoryError:
+        num_blocks = 0
+    lengths = sorted({*(length for length in CONTEXTS if length < longest), longest} - {0})
+    most, usable = config.scheduler_config.max_num_seqs, (num_blocks or room) - 1
+    # a GPU's engine measures what here is estimated
+    is_exact = memory_bytes is not None and not memory.is_gpu
+    flags, fits_as = (
+        _flags(
+            config, longest, (num_blocks or room) * block_bytes if is_exact else None, given or {}
+        ),
+        None,
+    )
+    if not longest and dtype == "float32":
+        arguments = {name: getattr(args, name) for name in config_fields()} | {"dtype": "bfloat16"}
+        flags = make_plan(
+            EngineArgs(**arguments), memory_bytes, {**(given or {}), "dtype": "bfloat16"}
+        ).flags
+        fits_as = "bfloat16" if flags else None
+    return Plan(
+        model=args.model,
+        architecture=sizes.architecture,
+        num_parameters=sizes.num_parameters,
+        dtype=dtype,
+        weights_bytes=weights_bytes,
+        quantization=quantization,
+        weights_bytes_by_dtype={name: sizes.weights_bytes(name) for name in ("bfloat16", "float32")}
+        | {
+            name: sizes.weights_bytes(dtype, name)
+            for name in QUANTIZATION_BITS
+            if not memory.is_gpu
+        },
+        kv_bytes_per_token=bytes_per_token,
+        block_size=block_size,
+        model_context=context,
+        max_model_len=config.model_config.max_model_len,
+        device=config.device_config.device,
+        memory_share=config.cache_config.gpu_memory_utilization,
+        memory_bytes=memory.total_bytes,
+        memory_is_named=memory_bytes is not None,
+        withheld_bytes=memory.withheld_bytes,
+        runtime_bytes=memory.runtime_bytes,
+        step_bytes=step_bytes,
+        num_blocks=num_blocks,
+        kv_cache_bytes=num_blocks * block_bytes,
+        longest_context=longest,
+        concurrency={length: min(most, usable // -(-length // block_size)) for length in lengths},
+        flags=flags,
+        fits_as=fits_as,
+    )
+
+
+class Memory(msgspec.Struct, frozen=True):
+    total_bytes: int
+    withheld_bytes: int
+    runtime_bytes: int
+    is_gpu: bool
+
+
+def _measure_memory(config: EngineConfig, memory_bytes: int | None) -> Memory:
+    """Of this machine, or of one that has `memory_bytes`: free ones on a CPU, all of a GPU's, which
+    is then taken to be idle.
+    """
+    if config.device_config.device != "cuda":
+        return Memory(
+            free_memory_bytes() if memory_bytes is None else memory_bytes, 0, RUNTIME_BYTES, False
+        )
+    share = config.cache_config.gpu_memory_utilization
+    if memory_bytes is not None:
+        return Memory(
+            memory_bytes,
+            memory_bytes - free_of_share(memory_bytes, memory_bytes, share),
+            CUDA_BYTES,
+            True,
+        )
+    free, total = gpu_memory_bytes()  # with CUDA in use: it takes no more
+    return Memory(total, total - free_of_share(free, total, share), 0, True)
+
+
+def _estimate_step(config: EngineConfig, sizes: ModelSizes) -> int:
+    """What the worker measures: the largest step, and the largest that has a graph, whose memory is
+    its own; and the tables of requests.
+    """
+    scheduler_config, model_config = config.scheduler_config, config.model_config
+    most_tokens, most_requests = (
+        scheduler_config.max_num_batched_tokens,
+        scheduler_config.max_num_seqs,
+    )
+    steps = sum(
+        sizes.step_bytes(model_config.dtype, tokens, min(tokens, most_requests))
+        for tokens in (most_tokens, most_requests)
+    )
+    return (
+        steps
+        + most_requests
+        * (
+            model_config.max_model_len
+            + model_config.max_model_len // config.cache_config.block_size
+        )
+        * 4
+    )
+
+
+def resolve(args: EngineArgs) -> EngineConfig:
+    """The configuration that the engine would receive.
+
+    Of the model only small files are wanted, and a model in the hub's cache needs no network.
+    """
+    arguments = {name: getattr(args, name) for name in config_fields()}
+    directory = find_cached_directory(args.model, args.revision) or find_model_directory(
+        args.model, revision=args.revision, weights=False
+    )
+    arguments |= {
+        "model": str(directory),
+        "tokenizer": None,
+        "generation_config": "none",
+        "load_format": "dummy",
+    }
+    return EngineArgs(**arguments).create_engine_config()
+
+
+def _refuse_what_no_engine_takes(config: EngineConfig, head_dim: int) -> None:
+    """What no engine takes: the engine's own refusals, in short."""
+    kv_cache_dtype = config.cache_config.kv_cache_dtype
+    if config.device_config.device == "cuda":
+        if kv_cache_dtype == "int8":
+            raise InvalidParameterError(
+                "kv_cache_dtype",
+                "int8 is served by the native kernels for CPUs; on a GPU use fp8 or auto",
+            )
+        if config.model_config.quantization is not None:
+            raise InvalidParameterError(
+                "quantization",
+                f"{config.model_config.quantization} needs the native CPU kernels; leave it out",
+            )
+        return
+    if not {"reshape_and_cache", "paged_attention"} <= config.device_config.kernels.keys():
+        if kv_cache_dtype == "fp8":
+            raise InvalidParameterError(
+                "kv_cache_dtype", "fp8 is served by the kernels for NVIDIA GPUs; use int8 or auto"
+            )
+        if kv_cache_dtype == "int8" and (head_dim % 16 or head_dim > 256):
+            raise InvalidParameterError(
+                "kv_cache_dtype",
+                f"int8 needs a head_dim that is a multiple of 16 up to 256, the model has "
+                f"{head_dim}; use auto",
+            )
+    if config.model_config.dtype == "float16":
+        raise InvalidParameterError(
+            "dtype", "float16 is not supported on a CPU; use bfloat16 or float32"
+        )
+
+
+def _flags(
+    config: EngineConfig, longest: int, kv_cache_bytes: int | None, given: dict[str, Any]
+) -> list[str]:
+    if not longest:
+        return []
+    flags: dict[str, Any] = {name: value for name, value in given.items() if name not in NOT_COPIED}
+    if config.model_config.max_model_len > longest:
+        flags["max_model_len"] = round_down(longest) if kv_cache_bytes is None else longest
+    elif "max_model_len" in given:
+        flags["max_model_len"] = given["max_model_len"]
+    if config.cache_config.kv_cache_memory_bytes is not None:
+        flags["kv_cache_memory_bytes"] = config.cache_config.kv_cache_memory_bytes
+    elif kv_cache_bytes is not None:
+        # a machine other than this one: what it has free, its engine would measure itself
+        flags["kv_cache_memory_bytes"] = kv_cache_bytes
+    return [word for name, value in flags.items() for word in _words(name, value)]
+
+
+def round_down(length: int) -> int:
+    """Free memory changes by the minute; a figure to copy leaves a little."""
+    step = 1024 if length >= 8192 else 256 if length >= 1024 else 1
+    return length // step * step
+
+
+def _words(name: str, value: Any) -> list[str]:
+    option = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [option if value else option.replace("--", "--no-", 1)]
+    if isinstance(value, list):
+        return [word for item in value for word in (option, str(item))]
+    return [option, msgspec.json.encode(value).decode() if isinstance(value, dict) else str(value)]

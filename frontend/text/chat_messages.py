@@ -1,0 +1,178 @@
+"""Messages of a conversation as clients write them, brought into the form that chat templates
+expect.
+
+Must not know: jinja2, any one model, requests.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from ...ipc.checks import shown
+from ...ipc.errors import InvalidParameterError
+
+# type of a part -> where its text is
+TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+SHORT_ID_LENGTH = 9  # what Mistral's templates accept
+
+
+def normalize_messages(messages: Any) -> list[dict[str, Any]]:
+    """Copies of the messages: content as text, arguments of tool calls as dicts where their JSON
+    text is one, reasoning of earlier turns under both of its names, and the function's name on a
+    tool's answer.
+
+    Raises InvalidParameterError that names the place, such as
+    messages[2].tool_calls[0].function.name.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise InvalidParameterError("messages", "must be a list of at least one message")
+    normalized: list[dict[str, Any]] = []
+    names: dict[str, str] = {}  # id of a call -> its function
+    for i, message in enumerate(messages):
+        path = f"messages[{i}]"
+        if not isinstance(message, dict):
+            raise InvalidParameterError(
+                path, f"must be an object with a `role`, got {shown(message)}"
+            )
+        if not isinstance(message.get("role"), str):
+            raise InvalidParameterError(
+                f"{path}.role", f"must be a string, got {shown(message.get('role'))}"
+            )
+        copy = dict(message)
+        if "content" in copy:
+            copy["content"] = _content_text(copy["content"], f"{path}.content")
+        if copy.get("tool_calls"):
+            copy["tool_calls"] = _tool_calls(copy["tool_calls"], f"{path}.tool_calls")
+            names |= {
+                call["id"]: call["function"]["name"]
+                for call in copy["tool_calls"]
+                if isinstance(call.get("id"), str)
+            }
+        elif "tool_calls" in copy:
+            del copy["tool_calls"]  # null or []: templates ask whether it is there
+        if copy["role"] == "tool" and "name" not in copy and copy.get("tool_call_id") in names:
+            copy["name"] = names[copy["tool_call_id"]]
+        if isinstance(reasoning := copy.get("reasoning_content", copy.get("reasoning")), str):
+            copy["reasoning_content"] = copy["reasoning"] = reasoning
+        normalized.append(copy)
+    return normalized
+
+
+def _content_text(content: Any, path: str) -> str | None:
+    """Parts of text are joined by newlines, as in vLLM."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidParameterError(
+            path, f"must be a string, null or a list of parts, got {shown(content)}"
+        )
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        text = (
+            part
+            if isinstance(part, str)
+            else part.get(TEXT_KEYS[kind])
+            if isinstance(kind, str) and kind in TEXT_KEYS
+            else None
+        )
+        if not isinstance(text, str):
+            raise InvalidParameterError(
+                f"{path}[{i}]",
+                f"must be a part of type text with its `text`: this model reads text alone; got "
+                f"{shown(part)}",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise InvalidParameterError(path, f"must be a list, got {shown(calls)}")
+    normalized = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise InvalidParameterError(
+                f"{path}[{i}].function",
+                f"must be an object with `name` and `arguments`, got {shown(function)}",
+            )
+        if not isinstance(function.get("name"), str):
+            raise InvalidParameterError(
+                f"{path}[{i}].function.name", f"must be a string, got {shown(function.get('name'))}"
+            )
+        arguments = _arguments(function.get("arguments"), f"{path}[{i}].function.arguments")
+        normalized.append(
+            {**call, "type": "function", "function": {**function, "arguments": arguments}}
+        )
+    return normalized
+
+
+def _arguments(arguments: Any, path: str) -> dict[str, Any] | str:
+    """A model may have written arguments that are no JSON; the conversation goes on with them as
+    they are.
+    """
+    if arguments is None or arguments == "":
+        return {}
+    if isinstance(arguments, dict):
+        return arguments
+    if not isinstance(arguments, str):
+        raise InvalidParameterError(path, f"must be JSON text, got {shown(arguments)}")
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+# ---------------------------------------------------------------- what only some templates want
+
+
+def with_arguments_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that put the arguments behind a text."""
+
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        text = (
+            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        )
+        return {**call, "function": {**call["function"], "arguments": text}}
+
+    return [
+        {**m, "tool_calls": [as_text(call) for call in m["tool_calls"]]} if "tool_calls" in m else m
+        for m in messages
+    ]
+
+
+def with_empty_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that cannot write null."""
+    return [{**m, "content": m.get("content") or ""} if "tool_calls" in m else m for m in messages]
+
+
+def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that refuse ids of any other form than Mistral's own."""
+
+    def short(identifier: Any) -> str:
+        return re.sub(r"[^A-Za-z0-9]", "", str(identifier))[-SHORT_ID_LENGTH:].rjust(
+            SHORT_ID_LENGTH, "0"
+        )
+
+    shortened = []
+    for message in messages:
+        copy = dict(message)
+        if "tool_calls" in copy:
+            copy["tool_calls"] = [
+                {**call, "id": short(call.get("id", i))}
+                for i, call in enumerate(copy["tool_calls"])
+            ]
+        if "tool_call_id" in copy:
+            copy["tool_call_id"] = short(copy["tool_call_id"])
+        shortened.append(copy)
+    return shortened
+
+
+def with_system_for_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that do not know OpenAI's newer name of the role."""
+    return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]

@@ -1,0 +1,379 @@
+"""From tokens to text, one token at a time: incremental decoding, and stop strings found in what it
+gives.
+
+Must not know: messages, other requests, who reads the text.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from typing import Any, Protocol
+
+from ...ipc.messages import FinishReason
+from ...ipc.params import SamplingParams
+from .tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"
+# of byte-fallback vocabularies, "<0x0A>", in upper case
+BYTE_TOKENS = {f"<0X{byte:02X}>": bytes([byte]) for byte in range(256)}
+MAX_CHARACTER_TOKENS = 4  # a character has at most four bytes, and a token at least one
+
+
+class TokenDecoder(Protocol):
+    """What both ways of decoding offer.
+
+    All results of `decode`, then `flush`, put together are the text of all tokens.
+    """
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text that these tokens complete."""
+
+    def flush(self) -> str:
+        """At the end: what is left, an incomplete character as U+FFFD."""
+
+
+class IncrementalDetokenizer:
+    """The text of one request's output while it grows, cut at the first stop string.
+
+    The stop string that is complete first wins, of several with the same end the one that comes
+    first in the list: so the text does not depend on how it was split into tokens. Text that may
+    turn out to be the beginning of a stop string is held back until it is decided.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompt_token_ids: list[int], params: SamplingParams
+    ):
+        self._decoder = (
+            make_decoder(tokenizer, prompt_token_ids, params)
+            if tokenizer is not None and params.detokenize
+            else None
+        )
+        self._stops = params.stop_list
+        self._include_stop = params.include_stop_str_in_output
+        # a stop string that is complete within these does not count
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        # decoded and not shown: it ends in what may be the beginning of a stop string
+        self._held = ""
+        self._shown: list[str] = []
+        self._num_taken = 0  # entries of _shown that take_delta has given
+
+    @property
+    def text(self) -> str:
+        self._shown[:] = ["".join(self._shown)]
+        return self._shown[0]
+
+    def take_delta(self) -> str:
+        """The text shown since the last call. (A reader uses either this or `text`.)"""
+        start, self._num_taken = self._num_taken, len(self._shown)
+        return self._shown[start] if start + 1 == self._num_taken else "".join(self._shown[start:])
+
+    def update(
+        self, token_ids: list[int], finish_reason: FinishReason | None = None
+    ) -> tuple[int, str | None]:
+        """Appends new tokens; `finish_reason` is given with the last ones.
+
+        Returns how many of them belong to the output (fewer than all when a stop string ends it
+        early) and that stop string.
+        """
+        if self._decoder is None:
+            return len(token_ids), None
+        if finish_reason is None and token_ids and not self._stops:  # nearly all
+            self._shown.append(self._decoder.decode(token_ids))
+            return len(token_ids), None
+        # The token that ended the request is an output token, but no text.
+        hidden = 1 if finish_reason is FinishReason.STOP and not self._include_stop else 0
+        texts = token_ids[: len(token_ids) - hidden]
+        if self._stops:
+            for num_used, token_id in enumerate(texts, 1):
+                self._num_tokens += 1
+                if stop := self._search(self._decoder.decode([token_id])):
+                    return num_used, stop
+        elif texts:
+            self._shown.append(self._decoder.decode(texts))
+        if finish_reason is None:
+            return len(token_ids), None
+        stop = self._search(self._decoder.flush())
+        if stop is None:
+            self._shown.append(self._held)
+            self._held = ""
+        return len(token_ids), stop
+
+    def _search(self, new_text: str) -> str | None:
+        """Adds text; shows what is safe; returns the stop string if one is now complete."""
+        num_searched = len(self._held)
+        self._held += new_text
+        found = (
+            find_stop(self._held, self._stops, num_searched)
+            if self._num_tokens > self._min_tokens
+            else None
+        )
+        if found is not None:
+            start, end, stop = found
+            self._shown.append(self._held[: end if self._include_stop else start])
+            self._held = ""
+            return stop
+        num_safe = len(self._held) - max(
+            (length_of_possible_stop(self._held, stop) for stop in self._stops), default=0
+        )
+        if num_safe:
+            self._shown.append(self._held[:num_safe])
+            self._held = self._held[num_safe:]
+        return None
+
+
+def find_stop(text: str, stops: list[str], num_searched: int) -> tuple[int, int, str] | None:
+    """(start, end, stop) of the match with the first end behind `num_searched` characters; of
+    several the first of `stops`; None without.
+    """
+    best = None
+    for stop in stops:
+        start = text.find(stop, max(0, num_searched - len(stop) + 1))
+        if start != -1 and (best is None or start + len(stop) < best[1]):
+            best = (start, start + len(stop), stop)
+    return best
+
+
+def length_of_possible_stop(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with, without being all of it."""
+    start = max(0, len(text) - len(stop) + 1)
+    while (start := text.find(stop[0], start)) != -1:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start += 1
+    return 0
+
+
+# ---------------------------------------------------------------- decoding
+
+
+def make_decoder(
+    tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams
+) -> TokenDecoder:
+    """The exact and fast way for byte-level and byte-fallback vocabularies, the general one for any
+    other.
+    """
+    table = piece_table(tokenizer, params.skip_special_tokens)
+    if table is not None:
+        return PieceDecoder(table, prompt_token_ids)
+    return WindowDecoder(
+        tokenizer,
+        prompt_token_ids,
+        params.skip_special_tokens,
+        params.spaces_between_special_tokens,
+    )
+
+
+def piece_table(tokenizer: Tokenizer, skip_special_tokens: bool) -> PieceTable | None:
+    """The tokenizer's own, made once; None where its decoder does more than put pieces together."""
+    if skip_special_tokens not in tokenizer.piece_tables:
+        tokenizer.piece_tables[skip_special_tokens] = _make_piece_table(
+            tokenizer, skip_special_tokens
+        )
+    return tokenizer.piece_tables[skip_special_tokens]
+
+
+class PieceTable(dict[int, bytes]):
+    """Token id -> the bytes it adds to the text, found when first asked for."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        *,
+        byte_level: bool,
+        num_stripped: int = 0,
+    ):
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._byte_of_character = _byte_level_alphabet() if byte_level else None
+        self._texts: dict[int, str | None] = {}
+        # spaces that the decoder takes off the beginning of a text
+        self.num_stripped = num_stripped
+        self.errors = "replace" if byte_level else "quire.replace_each_byte"
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        piece = b"" if token is None or token_id in self._skipped else self._bytes_of(token)
+        self[token_id] = piece
+        return piece
+
+    def text_of(self, token_id: int) -> str | None:
+        """The token's text if it is made of whole characters, or None."""
+        if token_id not in self._texts:
+            try:
+                self._texts[token_id] = self[token_id].decode()
+            except UnicodeDecodeError:
+                self._texts[token_id] = None
+        return self._texts[token_id]
+
+    def _bytes_of(self, token: str) -> bytes:
+        if self._byte_of_character is not None:
+            values = [self._byte_of_character.get(character) for character in token]
+            return token.encode() if None in values else bytes(values)
+        byte = BYTE_TOKENS.get(token.upper()) if token.startswith("<0x") else None
+        return token.replace("▁", " ").encode() if byte is None else byte
+
+
+class PieceDecoder:
+    """Puts the tokens' bytes together and reads them as UTF-8; the few bytes of an unfinished
+    character wait. O(1) per token.
+
+    Equal to decoding everything at once, with one exception in byte-fallback vocabularies: there a
+    run of byte tokens with one invalid byte is all U+FFFD, in here the complete characters before
+    that byte have been shown and stay.
+    """
+
+    def __init__(self, table: PieceTable, prompt_token_ids: list[int]):
+        self._table = table
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(table.errors)
+        # A prompt given as ids may end within a character. The output may complete it; if it does
+        # not, its U+FFFD is the prompt's.
+        self._utf8.decode(b"".join(table[i] for i in prompt_token_ids[-MAX_CHARACTER_TOKENS:]))
+        num_begun = len(self._utf8.getstate()[0])
+        self._is_within_character = num_begun > 0
+        self._num_of_prompt = min(num_begun, 1) if table.errors == "replace" else num_begun
+        at_start = table.num_stripped and not any(table[i] for i in prompt_token_ids)
+        self._num_to_strip = table.num_stripped if at_start else 0
+
+    def decode(self, token_ids: list[int]) -> str:
+        table = self._table
+        if (
+            len(token_ids) == 1
+            and not self._is_within_character
+            and (text := table.text_of(token_ids[0])) is not None
+        ):
+            return self._own(text)  # by far the most common, in a third of the time
+        text = self._utf8.decode(b"".join([table[i] for i in token_ids]))
+        self._is_within_character = bool(self._utf8.getstate()[0])
+        return self._own(text)
+
+    def flush(self) -> str:
+        return self._own(self._utf8.decode(b"", final=True))
+
+    def _own(self, text: str) -> str:
+        """Without what is the prompt's, or would be stripped from a whole text."""
+        if not (self._num_of_prompt or self._num_to_strip):
+            return text
+        if self._num_of_prompt and text:
+            text = text[self._num_of_prompt :] if text.startswith(REPLACEMENT) else text
+            self._num_of_prompt = 0
+        if self._num_to_strip and text:
+            num_spaces = len(text) - len(text.lstrip(" "))
+            num_taken = min(num_spaces, self._num_to_strip)
+            # Spaces may come one token at a time: go on until something else comes.
+            self._num_to_strip = self._num_to_strip - num_taken if num_spaces == len(text) else 0
+            text = text[num_taken:]
+        return text
+
+
+class WindowDecoder:
+    """Decodes the last few tokens twice, with and without the new one; the difference is the new
+    text. For decoders of any kind.
+
+    The prefix-offset method of Hugging Face's text-generation-inference: the spaces of new tokens
+    depend on the ones before.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: list[int],
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool,
+    ):
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._spaces = skip_special_tokens or spaces_between_special_tokens
+        self._context = prompt_token_ids[-MAX_CHARACTER_TOKENS:]
+        self._pending: list[int] = []
+        self._last_was_added = False
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(map(self._decode_one, token_ids))
+
+    def flush(self) -> str:
+        return self._take()
+
+    def _decode_one(self, token_id: int) -> str:
+        added = self._tokenizer.added_tokens.get(token_id)
+        follows_added, self._last_was_added = self._last_was_added, added is not None
+        if added is not None and follows_added and not self._spaces:
+            text = self._take() + added
+            self._context = [token_id]
+            return text
+        self._pending.append(token_id)
+        unfinished = (
+            self._text(self._context + self._pending).endswith(REPLACEMENT)
+            and len(self._pending) < MAX_CHARACTER_TOKENS
+        )
+        return "" if unfinished else self._take()
+
+    def _take(self) -> str:
+        before, after = self._text(self._context), self._text(self._context + self._pending)
+        if len(after) > len(before):
+            self._context, self._pending = self._pending, []
+            return after[len(before) :]
+        # Nothing to see yet (a skipped special token, say): the context stays, the token is
+        # forgotten.
+        self._pending = []
+        return ""
+
+    def _text(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+
+
+def _make_piece_table(tokenizer: Tokenizer, skip_special_tokens: bool) -> PieceTable | None:
+    decoder = tokenizer.backend.decoder
+    if decoder is None:
+        return None
+    description = json.loads(decoder.__getstate__())
+    steps = description["decoders"] if description["type"] == "Sequence" else [description]
+    kinds = [step["type"] for step in steps]
+    if [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]:
+        return PieceTable(tokenizer, skip_special_tokens, byte_level=True)
+    if (
+        kinds[:3] == ["Replace", "ByteFallback", "Fuse"]
+        and _is_space(steps[0])
+        and (num := _num_stripped(steps[3:])) is not None
+    ):
+        return PieceTable(tokenizer, skip_special_tokens, byte_level=False, num_stripped=num)
+    return None
+
+
+def _is_space(step: dict[str, Any]) -> bool:
+    return step["pattern"] == {"String": "▁"} and step["content"] == " "
+
+
+def _num_stripped(steps: list[dict[str, Any]]) -> int | None:
+    """Spaces taken off the text's beginning by the steps behind Fuse; None if they do anything
+    else.
+    """
+    if not steps:
+        return 0
+    is_strip = (
+        len(steps) == 1
+        and steps[0]["type"] == "Strip"
+        and steps[0]["content"] == " "
+        and steps[0]["stop"] == 0
+    )
+    return steps[0]["start"] if is_strip else None
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's writing of bytes as visible characters: printable Latin-1 stands for itself, the rest
+    for 256, 257, … in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    return REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error("quire.replace_each_byte", _replace_each_byte)

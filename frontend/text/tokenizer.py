@@ -1,0 +1,197 @@
+"""Tokenizer: text to token ids and back, from a model directory's tokenizer.json and
+tokenizer_config.json.
+
+Must not know: transformers, requests, how text is streamed (detokenizer.py).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ...ipc.errors import InvalidParameterError, ModelLoadError
+from ..model_info.model_files import read_json_if_exists
+from . import token_bounds
+from .chat_template import choose_template, read_chat_templates, render_chat
+
+SPECIAL_TOKEN_KEYS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class Tokenizer:
+    """As transformers' AutoTokenizer for a directory with a tokenizer.json: same ids, same text,
+    same chat prompts.
+
+    What stands around a prompt (a BOS, say) is up to tokenizer.json's post-processor; add_bos_token
+    and add_eos_token are ignored. Raises ModelLoadError when tokenizer.json is missing or corrupt.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        config = read_json_if_exists(self.directory / "tokenizer_config.json")
+        special = {**read_json_if_exists(self.directory / "special_tokens_map.json"), **config}
+        self.special_tokens_map = {
+            key: text for key in SPECIAL_TOKEN_KEYS if (text := _token_text(special.get(key)))
+        }
+        self.backend = _load_backend(self.directory / "tokenizer.json")
+        _add_missing_tokens(self.backend, config, self.special_tokens_map)
+        self.added_tokens = {
+            i: token.content for i, token in self.backend.get_added_tokens_decoder().items()
+        }
+        self.special_ids = frozenset(
+            i for i, token in self.backend.get_added_tokens_decoder().items() if token.special
+        )
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+        self.chat_templates = read_chat_templates(self.directory, config)
+        # detokenizer.py's, by skip_special_tokens; they grow as ids are met
+        self.piece_tables: dict[bool, Any] = {}
+
+    def _special_id(self, key: str) -> int | None:
+        text = self.special_tokens_map.get(key)
+        return None if text is None else self.backend.token_to_id(text)
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.special_tokens_map.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special_tokens_map.get("eos_token")
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included. The model's embedding may have more rows."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    @cached_property
+    def max_token_length(self) -> int | None:
+        """The most characters of text that one token stands for, so that a text of n characters has
+        at least n / max_token_length tokens; None where that cannot be known for sure. Of a
+        normalizer that composes characters (NFC) the text after it is meant.
+        """
+        return token_bounds.max_token_length(self.backend)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids.
+
+        Raises InvalidParameterError for what is no text, a lone surrogate included.
+        """
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise InvalidParameterError(
+                "prompt",
+                f"must be text that UTF-8 can hold, got {type(text).__name__} {text!r:.40}",
+            ) from None
+
+    def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        return [
+            encoding.ids
+            for encoding in self.backend.encode_batch(texts, add_special_tokens=add_special_tokens)
+        ]
+
+    def decode(self, token_ids: int | list[int], skip_special_tokens: bool = False) -> str:
+        """All at once.
+
+        Ids outside the vocabulary give nothing; bytes that are no UTF-8 give U+FFFD.
+        """
+        return self.backend.decode(
+            [token_ids] if isinstance(token_ids, int) else token_ids,
+            skip_special_tokens=skip_special_tokens,
+        )
+
+    def token_to_id(self, token: str) -> int | None:
+        return self.backend.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary writes it ("Ġworld"), not as text."""
+        return self.backend.id_to_token(token_id)
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict] | None = None,
+        documents: list[dict] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **variables: Any,
+    ) -> str | list[int]:
+        """The prompt of a conversation: token ids, or its text with tokenize=False.
+
+        `chat_template` is a template, or the name of one of the model's; the model's default
+        otherwise. `variables` reach the template.
+        """
+        if tokenize not in (True, False):
+            raise InvalidParameterError("tokenize", f"must be True or False, got {tokenize!r}")
+        text = render_chat(
+            choose_template(self.chat_templates, chat_template, with_tools=tools is not None),
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables={**self.special_tokens_map, **variables},
+        )
+        # The template has written the special tokens; adding them again would double the BOS.
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+def _token_text(token: Any) -> str | None:
+    """tokenizer_config.json gives a special token as its text or as an object with `content`."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _load_backend(path: Path) -> tokenizers.Tokenizer:
+    if not path.exists():
+        remedy = (
+            "name a tokenizer= that has one, or give skip_tokenizer_init=True to work on token ids"
+        )
+        raise ModelLoadError(f"{path.parent} has no {path.name}; {remedy}")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    backend.no_truncation()  # some files carry the settings of their training
+    backend.no_padding()
+    return backend
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens_map: dict[str, str]
+) -> None:
+    """Tokens that only tokenizer_config.json knows, in the order of their ids."""
+    known = backend.get_added_tokens_decoder()
+    described = sorted(
+        (int(i), token) for i, token in config.get("added_tokens_decoder", {}).items()
+    )
+    flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
+    for token_id, token in described:
+        if token_id not in known:
+            added = tokenizers.AddedToken(
+                token["content"], **{flag: bool(token.get(flag)) for flag in flags}
+            )
+            (backend.add_special_tokens if added.special else backend.add_tokens)([added])
+    present = {token.content for token in backend.get_added_tokens_decoder().values()}
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    named = [
+        *special_tokens_map.values(),
+        *map(_token_text, extra.values() if isinstance(extra, dict) else extra),
+    ]
+    backend.add_special_tokens([text for text in dict.fromkeys(named) if text not in present])

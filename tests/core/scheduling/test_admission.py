@@ -1,0 +1,72 @@
+"""Where a request begins and whether it fits, asked of the two functions alone."""
+
+from quire.core.kv_cache.kv_cache_manager import KVCacheManager
+from quire.core.request import Request
+from quire.core.scheduling.admission import Start, find_start, has_room
+from quire.ipc.messages import EngineCoreRequest
+from quire.ipc.params import SamplingParams
+
+BLOCK = 16
+
+
+def request(name: str, num_tokens: int, first: int = 0, arrival: int = 0) -> Request:
+    message = EngineCoreRequest(
+        name, [(first + i) % 90 for i in range(num_tokens)], SamplingParams(seed=0, max_tokens=5)
+    )
+    return Request(message, max_model_len=500, key=(0, arrival))
+
+
+def compute(manager: KVCacheManager, request: Request) -> None:
+    manager.allocate_slots(request, request.num_tokens)
+    request.num_computed_tokens = request.num_executed_tokens = request.num_tokens
+    manager.cache_blocks(request, request.num_tokens)
+
+
+def test_a_request_begins_behind_what_is_cached():
+    manager, first, second = KVCacheManager(20, BLOCK), request("a", 40), request("b", 40)
+    assert find_start(manager, second) == Start(0, [])
+    compute(manager, first)
+    start = find_start(manager, second)
+    assert (start.num_tokens, [b.block_id for b in start.blocks], start.source) == (
+        32,
+        manager.get_block_ids("a")[:2],
+        None,
+    )
+
+
+def test_a_swapped_request_begins_where_it_was():
+    manager, swapped = KVCacheManager(20, BLOCK, False, 10), request("a", 40)
+    compute(manager, swapped)
+    manager.swap_out(swapped)
+    swapped.num_computed_tokens, swapped.num_swapped_tokens = 0, 40
+    assert find_start(manager, swapped) == Start(40, [])
+
+
+def test_a_sibling_waits_for_the_prompt_and_then_begins_at_its_last_token():
+    manager = KVCacheManager(20, BLOCK, enable_caching=False)
+    family = [request(str(i), 40, arrival=i) for i in range(3)]
+    for member in family:
+        member.siblings = family
+    assert find_start(manager, family[0]) == Start(0, [])
+    assert find_start(manager, family[1]) is None
+    compute(manager, family[0])
+    start = find_start(manager, family[2])
+    table = manager.get_block_ids("0")
+    assert (start.num_tokens, [b.block_id for b in start.blocks], start.source.block_id) == (
+        39,
+        table[:2],
+        table[2],
+    )
+    manager.free(family.pop(0))
+    assert find_start(manager, family[0]) == Start(0, []) and find_start(manager, family[1]) is None
+
+
+def test_room_is_asked_for_the_whole_prompt_and_for_what_others_still_need():
+    manager = KVCacheManager(11, BLOCK)  # ten to give
+    running, new = request("a", 80), request("b", 96, first=7)
+    manager.allocate_slots(running, 32)  # two of its five
+    running.num_computed_tokens = 32
+    # 8 are free, 3 of them spoken for, 6 needed
+    assert not has_room(manager, [running], new, Start(0, []))
+    assert has_room(manager, [running], request("c", 80), Start(0, []))
+    assert has_room(manager, [], new, Start(0, []))

@@ -1,0 +1,148 @@
+"""Who gives way and how: the policy alone, and the scheduler under pressure."""
+
+import pytest
+from quire.core.request import Request
+from quire.core.scheduling.preemption import PreemptionPolicy
+from quire.ipc.messages import EngineCoreRequest, PreemptionCosts
+from quire.ipc.params import SamplingParams
+from quire.tests.core.scheduling.test_scheduler import Loop, distinct
+
+# swapping wins from 40 tokens on
+COSTS = PreemptionCosts(recompute_s_per_token=1.0, swap_s=20.0, swap_s_per_token=0.5)
+
+
+def request(name: str, num_computed_tokens: int, priority: int = 0, arrival: int = 0) -> Request:
+    message = EngineCoreRequest(name, [1], SamplingParams(seed=0, max_tokens=5))
+    made = Request(message, max_model_len=100, key=(priority, arrival))
+    made.num_computed_tokens = num_computed_tokens
+    return made
+
+
+@pytest.mark.parametrize(
+    ("mode", "short", "long"),
+    [("auto", False, True), ("swap", True, True), ("recompute", False, False)],
+)
+def test_each_request_goes_the_way_that_costs_less(mode, short, long):
+    policy = PreemptionPolicy(mode, COSTS)
+    assert policy.prefers_swap(request("short", 39)) is short
+    assert policy.prefers_swap(request("long", 41)) is long
+
+
+def test_the_victim_is_the_one_that_costs_least_to_bring_back():
+    policy = PreemptionPolicy("auto", COSTS)
+    running = [request(str(i), n, arrival=i) for i, n in enumerate((5, 80, 30, 60, 30))]
+    # of the two shortest the last to come; never the head, short as it is
+    assert policy.choose_victim(running, 1) == 4
+    assert policy.choose_victim(running[:4], 1) == 2
+    assert policy.choose_victim(running[:4], 3) == 3  # those before have a row in this step
+    assert policy.choose_victim(running[:2], 1) == 1
+    assert policy.choose_victim(running[:2], 0) == 1
+
+
+def test_the_worst_priority_gives_way_first():
+    running = [
+        request("a", 90, 0, 2),
+        request("b", 5, 0, 3),
+        request("c", 90, 1, 0),
+        request("d", 70, 1, 1),
+    ]
+    assert PreemptionPolicy("recompute", COSTS).choose_victim(running, 0) == 3
+
+
+def pressed(**arguments) -> Loop:
+    """Three requests that cannot stay together: 4 blocks each at the end, 8 in all."""
+    settings = dict(num_gpu_blocks_override=9, max_model_len=128, enable_prefix_caching=False)
+    loop = Loop(**{**settings, **arguments})
+    for i, num_prompt in enumerate((32, 31, 30)):
+        loop.add(str(i), distinct(i, num_prompt), max_tokens=24)
+    return loop
+
+
+def step_until_swapped(loop: Loop) -> None:
+    for _ in range(100):
+        if loop.state("swapped"):
+            return
+        loop.step()
+    raise AssertionError("nobody was swapped out")
+
+
+def test_swapped_blocks_come_back_and_nothing_is_computed_twice():
+    loop = pressed(preemption_mode="swap")
+    step_until_swapped(loop)
+    (swapped,) = loop.state("swapped")
+    assert loop.scheduler.stats().num_swapped == 1
+    loop.run()
+    stats = loop.scheduler.stats()
+    assert stats.num_preemptions > 0 and stats.num_recomputed_tokens == 0
+    assert stats.num_blocks_swapped_out == stats.num_blocks_swapped_in > 0
+    computed = sum(step.total_num_scheduled_tokens for step in loop.executor.steps)
+    assert computed == 32 + 31 + 30 + 3 * 23
+    assert (
+        swapped in loop.ends
+        and loop.scheduler.kv_cache_manager.num_free_host_blocks == loop.executor.num_host_blocks
+    )
+
+
+def test_where_the_host_is_full_it_is_recomputed():
+    loop = pressed(preemption_mode="swap", swap_space=1 / 1024)  # of the fake executor: one block
+    loop.run()
+    stats = loop.scheduler.stats()
+    assert stats.num_recomputed_tokens > 0 and stats.num_blocks_swapped_out == 0
+
+
+def test_what_the_cache_still_holds_is_not_copied_in():
+    loop = Loop(preemption_mode="swap", num_gpu_blocks_override=7, max_model_len=96)
+    for i in range(2):  # they share their first block, which the one that stays keeps in place
+        loop.add(str(i), distinct(0, 16) + distinct(5 + i, 15), max_tokens=40)
+    loop.run()
+    stats = loop.scheduler.stats()
+    assert 0 < stats.num_blocks_swapped_in < stats.num_blocks_swapped_out
+
+
+def test_a_swapped_request_can_be_aborted():
+    loop = pressed(preemption_mode="swap")
+    step_until_swapped(loop)
+    (request_id,) = loop.state("swapped")
+    assert [r.request_id for r in loop.scheduler.abort_requests([request_id], 0)] == [request_id]
+    loop.scheduler.check_integrity()
+    loop.run()
+    assert loop.scheduler.kv_cache_manager.num_free_host_blocks == loop.executor.num_host_blocks
+
+
+def test_preempt_all_forgets_what_was_swapped():
+    loop = pressed(preemption_mode="swap")
+    step_until_swapped(loop)
+    loop.scheduler.preempt_all()
+    loop.scheduler.check_integrity()
+    assert loop.state("running") == loop.state("swapped") == [] and len(loop.state("waiting")) == 3
+    assert loop.scheduler.kv_cache_manager.num_free_blocks == 8
+    loop.run()
+
+
+def test_the_preempted_keeps_its_place():
+    loop = pressed(preemption_mode="recompute")
+    loop.add("late", distinct(9, 20), max_tokens=4)
+    order = []
+    for _ in range(200):
+        if not loop.scheduler.has_unfinished_requests():
+            break
+        loop.step()
+        order += [new.request_id for new in loop.executor.steps[-1].new_requests]
+    # both gave way, and came back as they had come
+    assert order == ["0", "1", "2", "late", "2", "late"]
+
+
+def test_a_batch_of_long_prompts_does_not_thrash():
+    """Twelve prompts of half the cache each, in chunks: two run at a time, and next to nothing is
+    computed twice.
+    """
+    cache = dict(
+        num_gpu_blocks_override=33, enable_prefix_caching=False, preemption_mode="recompute"
+    )
+    loop = Loop(max_model_len=512, max_num_batched_tokens=32, max_num_seqs=12, **cache)
+    for i in range(12):
+        loop.add(str(i), distinct(i, 230), max_tokens=10)
+    loop.run(5000)
+    stats = loop.scheduler.stats()
+    assert stats.num_prompt_tokens >= 12 * 230
+    assert stats.num_recomputed_tokens <= 0.02 * stats.num_prompt_tokens, stats

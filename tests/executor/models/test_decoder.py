@@ -1,0 +1,34 @@
+"""The shared stack: its weight-name table is the checkpoint's, its layers own distinct caches."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from quire.executor.models import find_model_class
+from quire.executor.models.layers import LayerFactory
+from quire.kernels import registry
+from safetensors import safe_open
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("overrides", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
+def test_table_is_what_transformers_saves(kind, overrides, tiny):
+    directory = tiny(kind, **overrides)
+    hf_config = json.loads((directory / "config.json").read_text())
+    model_class = find_model_class(hf_config)
+    make = LayerFactory(registry.select("cpu", torch.float32), torch.float32, torch.device("cpu"))
+    model = model_class(model_class.parse_config(hf_config), make, 64)
+    table = list(model.weights())
+    with safe_open(directory / "model.safetensors", framework="pt") as file:
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
+    assert {name: tuple(tensor.shape) for name, tensor in table} == stored
+    assert len(table) == len(stored)
+    tied = list(model.tied_weights())
+    assert tied == (["lm_head.weight"] if overrides else [])
+    assert (
+        len(model.attention_layers())
+        == hf_config["num_hidden_layers"]
+        == len(set(map(id, model.attention_layers())))
+    )

@@ -1,0 +1,250 @@
+"""A model's step as one call: where it is made and made again, what is said where it cannot be, and
+the same bits as operation by operation.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from quire.executor.executor import Executor
+from quire.executor.models.layers import RMSNorm
+from quire.executor.models.qwen2 import Qwen2ForCausalLM
+from quire.executor.program.step_program import OPERATIONS
+from quire.ipc.params import SamplingParams
+from quire.kernels import registry
+from quire.tests.executor.driver import Row, generate, greedy, start_executor
+
+is_native = all(
+    "native" in {found.name for found in registry.implementations(op)} for op in OPERATIONS
+)
+needs_native = pytest.mark.skipif(not is_native, reason="the native library is not built")
+PROMPTS = [[5], list(range(40)), [7, 8, 9] * 5, list(range(200, 217))]
+MODELS = {
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "llama": ("llama", {"mlp_bias": True, "intermediate_size": 100}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+}
+
+
+@pytest.fixture
+def said(caplog):
+    """said() -> the worker's sentences about recording."""
+    caplog.set_level(logging.INFO, logger="quire.executor.program.step_program")
+    return lambda: [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "quire.executor.program.step_program"
+    ]
+
+
+def run_randomly(executor: Executor, seed: int) -> list[Row]:
+    """Greedy and drawn requests with log-probabilities of prompt and output, their prompts cut at
+    random places.
+    """
+    chance = random.Random(seed)
+    prompts = [
+        [chance.randrange(300) for _ in range(chance.choice((1, 3, 16, 40, 70)))] for _ in range(7)
+    ]
+    params = SamplingParams(
+        temperature=chance.choice((0.0, 0.8)), seed=seed, logprobs=3, prompt_logprobs=2
+    )
+    return generate(executor, prompts, 9, params, chunk=lambda row: chance.choice((1, 5, 70)))
+
+
+def assert_same_bits(rows: list[Row], others: list[Row]) -> None:
+    for row, other in zip(rows, others, strict=True):
+        assert row.error is None and row.output == other.output and len(row.output) == 9
+        assert row.prompt_logprobs.keys() == other.prompt_logprobs.keys()
+        for mine, theirs in zip(
+            [*row.logprobs, *row.prompt_logprobs.values()],
+            [*other.logprobs, *other.prompt_logprobs.values()],
+            strict=True,
+        ):
+            assert (
+                mine[0].tolist() == theirs[0].tolist()
+                and mine[1].tobytes() == theirs[1].tobytes()
+                and mine[2] == theirs[2]
+            )
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_one_call_gives_the_bits_of_single_operations(model, dtype, tiny, said):
+    kind, overrides = MODELS[model]
+    executor = start_executor(tiny(kind, **overrides), dtype=dtype, max_num_batched_tokens=512)
+    assert executor.worker.runner.program is not None, said()
+    recorded = [run_randomly(executor, seed) for seed in range(3)]
+    executor.worker.runner.program = None
+    for seed, rows in enumerate(recorded):
+        assert_same_bits(rows, run_randomly(executor, seed))
+
+
+@needs_native
+def test_engines_keep_to_their_own_buffers(tiny):
+    """Two of different shapes, step by step in turn."""
+    first, second = (
+        start_executor(tiny("qwen2")),
+        start_executor(tiny("qwen3", tie_word_embeddings=True), dtype="bfloat16"),
+    )
+    alone = [run_randomly(executor, 1) for executor in (first, second)]
+    turns = [run_randomly(executor, seed) for seed in (1, 2) for executor in (first, second)]
+    for rows, others in zip(alone, turns[:2], strict=True):
+        assert_same_bits(rows, others)
+
+
+@needs_native
+def test_a_program_is_made_anew_when_weights_or_cache_move(tiny):
+    executor = start_executor(tiny("qwen2"))
+    worker, made = executor.worker, []
+    expected = run_randomly(executor, 0)
+
+    def program_is_new() -> None:
+        assert worker.runner.program is not None and worker.runner.program not in made
+        made.append(worker.runner.program)
+
+    program_is_new()
+    worker.sleep(["kv_cache"])
+    assert worker.runner.program is None
+    worker.wake_up(["kv_cache"])
+    program_is_new()
+    assert_same_bits(run_randomly(executor, 0), expected)
+    worker.sleep(["weights", "kv_cache"])
+    worker.wake_up(["weights", "kv_cache"])
+    program_is_new()
+    assert_same_bits(run_randomly(executor, 0), expected)
+    worker.load_weights(str(tiny("qwen2", seed=1)))
+    program_is_new()
+    others = run_randomly(executor, 0)
+    assert_same_bits(others, run_randomly(start_executor(tiny("qwen2", seed=1)), 0))
+    assert [row.output for row in others] != [row.output for row in expected]
+    worker.sleep(["kv_cache"])
+    # while there is no cache: recorded when it is there again
+    worker.load_weights(str(tiny("qwen2")))
+    assert worker.runner.program is None
+    worker.wake_up(["kv_cache"])
+    program_is_new()
+    assert_same_bits(run_randomly(executor, 0), expected)
+
+
+@needs_native
+def test_a_step_beyond_the_limits_is_refused(tiny):
+    executor = start_executor(tiny("qwen2"), max_num_batched_tokens=32)
+    with pytest.raises(
+        ValueError,
+        match="larger than the one that was recorded: num_tokens is 40, but must be at most 32",
+    ):
+        generate(executor, [list(range(40))], 1)
+
+
+# ------------------------------------------------------------ operation by operation
+
+
+def outputs(executor: Executor) -> list[list[int]]:
+    return [row.output for row in generate(executor, PROMPTS, 8, greedy())]
+
+
+@needs_native
+@pytest.mark.parametrize("op", ["rms_norm", "paged_attention", "pack_linear", "embedding"])
+def test_a_mixed_table_runs_op_by_op_and_says_so(op, tiny, said):
+    expected = outputs(start_executor(tiny("qwen2")))
+    executor = start_executor(tiny("qwen2"), kernels={op: "cpu"})
+    assert executor.worker.runner.program is None
+    assert said()[-1].endswith(f"since not all are native: {op}=cpu")
+    assert outputs(executor) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"cpu_isa": "none"}, {"kernels": dict.fromkeys(OPERATIONS, "reference")}], ids=str
+)
+def test_without_native_kernels_it_runs_op_by_op(arguments, tiny, said):
+    executor = start_executor(tiny("qwen2"), **arguments)
+    assert executor.worker.runner.program is None
+    assert said() == ["the model runs operation by operation: there are no native kernels for it"]
+    assert all(len(output) == 8 for output in outputs(executor))
+
+
+class Doubled(Qwen2ForCausalLM):
+    """A user's model, which computes with torch between its layers."""
+
+    def __call__(self, token_ids, positions, metadata):
+        return super().__call__(token_ids, positions, metadata) * 2
+
+
+class Numpy(Qwen2ForCausalLM):
+    """Another, which leaves torch altogether."""
+
+    def __call__(self, token_ids, positions, metadata):
+        hidden = super().__call__(token_ids, positions, metadata)
+        if hidden.numpy().any():
+            np.negative(hidden.numpy(), out=hidden.numpy())
+        return hidden
+
+
+class Branching(Qwen2ForCausalLM):
+    """Another, which decides by the size of the step."""
+
+    def __call__(self, token_ids, positions, metadata):
+        hidden = super().__call__(token_ids, positions, metadata)
+        if len(token_ids) < 100:
+            self.norm.add(hidden, hidden)
+        return hidden
+
+
+class Failing(Qwen2ForCausalLM):
+    """Another, which breaks on what is no real step."""
+
+    def __call__(self, token_ids, positions, metadata):
+        if len(token_ids) > 100:
+            raise IndexError("so many tokens")
+        return super().__call__(token_ids, positions, metadata)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("model_class", "reason"),
+    [
+        (Doubled, "cannot be recorded: aten.mul.Tensor is none of the native kernels"),
+        (
+            Numpy,
+            "cannot be recorded: the record gives other hidden states than the model's own code",
+        ),
+        (
+            Branching,
+            "cannot be recorded: the record gives other hidden states than the model's own code",
+        ),
+        (Failing, "cannot be recorded: IndexError: so many tokens"),
+    ],
+)
+def test_a_model_that_cannot_be_recorded_runs_op_by_op(
+    model_class, reason, tiny, said, monkeypatch
+):
+    monkeypatch.setattr("quire.executor.worker.find_model_class", lambda hf_config: model_class)
+    executor = start_executor(tiny("qwen2"))
+    assert executor.worker.runner.program is None
+    assert said()[-1].endswith(reason)
+    assert all(len(output) == 8 for output in outputs(executor))
+
+
+@needs_native
+def test_a_users_layer_keeps_working(tiny, said, monkeypatch):
+    """In place of one of ours, in the middle of the stack."""
+
+    class Norm(RMSNorm):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+    expected = outputs(start_executor(tiny("qwen3")))
+    monkeypatch.setattr("quire.executor.models.layers.RMSNorm", Norm)
+    executor = start_executor(tiny("qwen3"))
+    assert (
+        executor.worker.runner.program is None
+        and "aten.square.default is none of the native kernels" in said()[-1]
+    )
+    assert outputs(executor) == expected

@@ -1,0 +1,234 @@
+"""Inputs made on the device are those made on the host, whatever slots go through; and what is
+copied there, how often.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from quire.executor.runner import device_inputs
+from quire.executor.runner.device_inputs import DeviceInputMaker, DeviceTables, aligned
+from quire.executor.runner.input_batch import InputBatch
+from quire.executor.runner.step_inputs import StepInputMaker, StepInputs, lay_out
+from quire.executor.sampling.logits_stages import LogitsStages
+from quire.ipc.messages import NewRequestData, SchedulerOutput
+from quire.ipc.params import SamplingParams
+from quire.kernels import registry
+
+CPU = torch.device("cpu")
+NUM_SLOTS, MAX_LEN, BLOCK_SIZE = 6, 61, 8
+
+
+class Runner:
+    """Tables on the host and on the device, kept by the differences of steps; blocks come as the
+    tokens need them.
+    """
+
+    def __init__(self, graph_buffers=lambda count: None) -> None:
+        ops = registry.select("cpu", torch.float32)
+        self.batch = InputBatch(NUM_SLOTS, MAX_LEN, BLOCK_SIZE, LogitsStages((), NUM_SLOTS))
+        self.tables = DeviceTables(self.batch, ops, CPU)
+        self.make = DeviceInputMaker(self.tables, BLOCK_SIZE, ops, graph_buffers)
+        self.num_computed: dict[int, int] = {}
+        self.new: list[NewRequestData] = []
+        self.freed: list[int] = []
+
+    def add(self, slot: int, rng: random.Random) -> None:
+        params = SamplingParams(
+            temperature=rng.random(),
+            top_k=rng.randrange(50),
+            top_p=rng.random(),
+            min_p=rng.random() / 9,
+            seed=rng.randrange(2**63),
+        )
+        tokens = rng.choices(range(300), k=rng.choice([1, 1, 5, 9, 20]))
+        self.new.append(NewRequestData(slot, f"r{rng.random()}", tokens, len(tokens), params))
+        self.num_computed[slot] = 0
+
+    def free(self, slot: int) -> None:
+        self.freed.append(slot)
+        del self.num_computed[slot]
+
+    def schedule(self, lengths: dict[int, int], rng: random.Random) -> SchedulerOutput:
+        """By slot: its tokens of this step; and what happened before it."""
+        for slot in self.freed:
+            self.batch.remove(slot)
+        for request in self.new:
+            self.batch.add(request)
+        new_block_ids = []
+        for slot, length in lengths.items():
+            needed = -(-(self.num_computed[slot] + length) // BLOCK_SIZE) - int(
+                self.batch.num_blocks[slot]
+            )
+            new_block_ids.append(rng.choices(range(1, 9999), k=needed))
+            self.batch.append_blocks(slot, new_block_ids[-1])
+        output = SchedulerOutput(
+            0,
+            list(lengths),
+            list(lengths.values()),
+            [self.num_computed[slot] for slot in lengths],
+            new_block_ids,
+            self.new,
+            self.freed,
+        )
+        self.new, self.freed = [], []
+        self.tables.note_differences(output)
+        for slot, length in lengths.items():
+            self.num_computed[slot] += length
+        return output
+
+
+def assert_equal(mine: StepInputs, oracle: StepInputs) -> None:
+    for name in ("order", "slots", "sampled_rows", "sampled_slots"):
+        np.testing.assert_array_equal(getattr(mine, name), getattr(oracle, name), name)
+    for name in ("token_ids", "positions", "logits_indices"):
+        torch.testing.assert_close(getattr(mine, name), getattr(oracle, name), rtol=0, atol=0)
+    for name in ("query_start_loc", "seq_lens", "slot_mapping"):
+        torch.testing.assert_close(
+            getattr(mine.metadata, name), getattr(oracle.metadata, name), rtol=0, atol=0
+        )
+    for name in ("num_decodes", "query_lens", "seq_lens_list"):
+        assert getattr(mine.metadata, name) == getattr(oracle.metadata, name), name
+    for row, length in enumerate(oracle.metadata.seq_lens_list):
+        blocks = -(-length // BLOCK_SIZE)
+        assert (
+            mine.metadata.block_tables[row, :blocks].tolist()
+            == oracle.metadata.block_tables[row, :blocks].tolist()
+        )
+
+
+@pytest.mark.parametrize("has_buffers", [False, True])
+def test_over_random_lives_of_slots(has_buffers):
+    """Requests come and go, prompts are cut, rows pause or fail, the host samples or the device
+    does, the host adds tokens of its own.
+    """
+    size = NUM_SLOTS + 2
+    buffers = tuple(
+        torch.full(shape, -9, dtype=dtype)
+        for shape, dtype in (
+            ((size,), torch.int32),
+            ((size,), torch.int64),
+            ((size,), torch.int64),
+            ((size,), torch.int32),
+            ((size, 8), torch.int32),
+        )
+    )
+    num_in_buffers = 0
+    for seed in range(8):
+        rng, runner = (
+            random.Random(seed),
+            Runner((lambda count: buffers) if has_buffers else (lambda count: None)),
+        )
+        batch = runner.batch
+        for _ in range(50):
+            for slot in range(NUM_SLOTS):
+                if slot in runner.num_computed and (
+                    batch.num_tokens[slot] > MAX_LEN - 5 or rng.random() < 0.03
+                ):
+                    runner.free(slot)
+                if slot not in runner.num_computed and rng.random() < 0.3:
+                    runner.add(slot, rng)
+            new = {request.slot: len(request.token_ids) for request in runner.new}
+            left = {
+                slot: new.get(slot, int(batch.num_tokens[slot])) - done
+                for slot, done in runner.num_computed.items()
+            }
+            lengths = {
+                slot: n if rng.random() < 0.9 else rng.randint(1, n)
+                for slot, n in left.items()
+                if n and (slot in new or rng.random() < 0.95)
+            }
+            if not lengths:
+                continue
+            output = runner.schedule(lengths, rng)
+            oracle = StepInputMaker(batch, BLOCK_SIZE)(output)
+            is_host_to_sample = rng.random() < 0.5
+            if is_host_to_sample:
+                inputs = runner.make(output)
+            else:
+                layout = lay_out(output, batch.num_tokens)
+                (columns,) = runner.make.ship([layout])
+                inputs = runner.make.prepare(layout, columns)
+            assert_equal(inputs, oracle)
+            num_in_buffers += inputs.token_ids.data_ptr() == buffers[0].data_ptr()
+            slots, sampled = (
+                oracle.sampled_slots,
+                np.array([rng.randrange(300) for _ in oracle.sampled_slots], np.int64),
+            )
+            good = np.array([rng.random() < 0.95 for _ in slots], bool)
+            if not is_host_to_sample:
+                results = torch.zeros(len(slots), dtype=torch.int32)
+                ops = registry.select("cpu", torch.float32)
+                sampling = (
+                    columns["sampled_slots"],
+                    columns["positions"],
+                    torch.from_numpy(sampled),
+                    torch.from_numpy(good),
+                )
+                ops.append_sampled_tokens(runner.tables.token_ids, *sampling, results)
+                assert results.tolist() == np.where(good, sampled, -1).tolist()
+                for column, name in zip(
+                    ops.gather_sampling_parameters(
+                        runner.tables.parameters, columns["sampled_slots"]
+                    ),
+                    ("temperature", "top_k", "top_p", "min_p", "seeds"),
+                    strict=True,
+                ):
+                    assert column.tolist() == getattr(batch, name)[slots].tolist(), name
+            batch.append_tokens(slots[good], sampled[good])
+            for slot in slots[~good].tolist():
+                runner.free(slot)
+            # as where a grammar forces tokens
+            if is_host_to_sample and good.any() and rng.random() < 0.1:
+                batch.append_tokens(slots[good][:1], np.array([7]))
+    assert (num_in_buffers > 50) == has_buffers
+
+
+def test_one_copy_a_step_and_only_of_what_is_new(monkeypatch):
+    copies: list[dict[str, np.ndarray]] = []
+    packed = device_inputs.packed
+    monkeypatch.setattr(
+        device_inputs,
+        "packed",
+        lambda arrays, device: copies.append(dict(arrays)) or packed(arrays, device),
+    )
+    rng, runner = random.Random(0), Runner()
+    for slot in (4, 1):
+        runner.add(slot, rng)
+        runner.new[-1] = NewRequestData(slot, str(slot), list(range(9)), 9, SamplingParams(seed=1))
+    output = runner.schedule({4: 9, 1: 9}, rng)
+    (columns,) = runner.make.ship([lay_out(output, runner.batch.num_tokens)])
+    # tokens, parameters, blocks
+    assert len(copies) == 1 and len(copies[0]["words"]) == 2 * (9 + 8 + 2)
+    # what the device has sampled: it knows
+    runner.batch.append_tokens(np.array([4, 1]), np.array([5, 6]))
+    for step in range(3):
+        output = runner.schedule({4: 1, 1: 1}, rng)
+        runner.make.ship([lay_out(output, runner.batch.num_tokens)])
+        assert (
+            len(copies) == 2 + step
+            and "words" not in copies[-1]
+            and sum(array.nbytes for array in copies[-1].values()) == 2 * (4 + 4 + 8)
+        )
+        runner.batch.append_tokens(np.array([4, 1]), np.array([5, 6]))
+    for _ in range(2):
+        output = runner.schedule({4: 1, 1: 1}, rng)
+        copies.clear()
+        runner.make(output)  # for the host to sample
+        runner.batch.append_tokens(np.array([4, 1]), np.array([8, 9]))
+    assert (
+        len(copies) == 1 and copies[0]["words"].tolist() == [8, 9] and len(copies[0]["starts"]) == 3
+    )
+
+
+def test_rows_of_tables_begin_at_sixteen_bytes():
+    tables = Runner().tables
+    assert tables.token_ids.shape == (NUM_SLOTS, 64) and tables.block_tables.shape == (NUM_SLOTS, 8)
+    for table in (tables.parameters, tables.block_tables, tables.token_ids):
+        assert (
+            (table.data_ptr() - tables.parameters.data_ptr()) % 16 == table.stride(0) * 4 % 16 == 0
+        )
+    assert [aligned(n) for n in (0, 1, 4, 5)] == [0, 4, 4, 8]

@@ -1,0 +1,142 @@
+"""A step's inputs: made of the step before's where that is possible, they are those that would be
+made anew.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from quire.executor.runner.input_batch import InputBatch
+from quire.executor.runner.step_inputs import StepInputMaker, StepInputs
+from quire.executor.sampling.logits_stages import LogitsStages
+from quire.ipc.messages import NewRequestData, SchedulerOutput
+from quire.ipc.params import SamplingParams
+
+NUM_SLOTS, MAX_LEN, BLOCK_SIZE = 6, 64, 8
+
+
+class Tables:
+    """Plays the runner: slots' tables with blocks for all they may hold, and steps."""
+
+    def __init__(self) -> None:
+        self.batch = InputBatch(NUM_SLOTS, MAX_LEN, BLOCK_SIZE, LogitsStages((), NUM_SLOTS))
+        self.make = StepInputMaker(self.batch, BLOCK_SIZE)
+        self.num_computed: dict[int, int] = {}
+
+    def add(self, slot: int, num_tokens: int, rng: random.Random) -> NewRequestData:
+        request = NewRequestData(
+            slot,
+            f"r{rng.random()}",
+            rng.choices(range(300), k=num_tokens),
+            num_tokens,
+            SamplingParams(seed=0),
+        )
+        self.batch.add(request)
+        self.batch.append_blocks(slot, rng.sample(range(1, 1000), MAX_LEN // BLOCK_SIZE))
+        self.num_computed[slot] = 0
+        return request
+
+    def step(
+        self, lengths: dict[int, int], new: list[NewRequestData] | None = None
+    ) -> tuple[StepInputs, StepInputs]:
+        """By slot: its tokens of this step.
+
+        (The inputs, those of a maker that knows nothing of the steps before).
+        """
+        slots = list(lengths)
+        output = SchedulerOutput(
+            0,
+            slots,
+            list(lengths.values()),
+            [self.num_computed[slot] for slot in slots],
+            [[] for _ in slots],
+            new or [],
+        )
+        for slot, length in lengths.items():
+            self.num_computed[slot] += length
+        return self.make(output), StepInputMaker(self.batch, BLOCK_SIZE)(output)
+
+    def sample(self, inputs: StepInputs) -> None:
+        self.batch.append_tokens(
+            inputs.sampled_slots, np.arange(100, 100 + len(inputs.sampled_slots))
+        )
+
+
+def assert_equal(one: StepInputs, other: StepInputs) -> None:
+    for name in ("order", "slots", "sampled_rows", "sampled_slots"):
+        assert getattr(one, name).tolist() == getattr(other, name).tolist(), name
+    for name in ("token_ids", "positions", "logits_indices"):
+        assert (
+            torch.equal(getattr(one, name), getattr(other, name))
+            and getattr(one, name).dtype == getattr(other, name).dtype
+        ), name
+    mine, theirs = one.metadata, other.metadata
+    for name in ("query_start_loc", "seq_lens", "block_tables", "slot_mapping"):
+        assert (
+            torch.equal(getattr(mine, name), getattr(theirs, name))
+            and getattr(mine, name).dtype == getattr(theirs, name).dtype
+        ), name
+    for name in ("num_decodes", "query_lens", "seq_lens_list"):
+        assert getattr(mine, name) == getattr(theirs, name), name
+    assert mine.scratch == {}
+
+
+def test_over_random_lives_of_slots():
+    """Requests come and go, prompts are cut, rows pause, fail to sample, or gain several tokens at
+    once.
+    """
+    num_reused = 0
+    for seed in range(40):
+        rng, tables = random.Random(seed), Tables()
+        last: StepInputs | None = None
+        for _ in range(60):
+            new = []
+            for slot in range(NUM_SLOTS):
+                length = int(tables.batch.num_tokens[slot])
+                if slot in tables.num_computed and (length > MAX_LEN - 4 or rng.random() < 0.02):
+                    tables.batch.remove(slot)
+                    del tables.num_computed[slot]
+                if slot not in tables.num_computed and rng.random() < 0.2:
+                    new.append(tables.add(slot, rng.choice([1, 1, 5, 9, 20]), rng))
+            lengths = {}
+            for slot, num_computed in tables.num_computed.items():
+                left = int(tables.batch.num_tokens[slot]) - num_computed
+                if left and (rng.random() < 0.98 or any(request.slot == slot for request in new)):
+                    lengths[slot] = left if rng.random() < 0.9 else rng.randint(1, left)
+            if not lengths:
+                continue
+            inputs, anew = tables.step(
+                lengths, [request for request in new if request.slot in lengths]
+            )
+            assert_equal(inputs, anew)
+            num_reused += last is not None and inputs.positions is last.positions
+            last = inputs
+            if rng.random() < 0.97:
+                tables.sample(inputs)
+            # as where a grammar forces tokens
+            if rng.random() < 0.03 and len(inputs.sampled_slots):
+                tables.batch.append_tokens(inputs.sampled_slots[:1], np.array([7]))
+            # who was not sampled has nothing to compute: its request fails
+            for slot in list(tables.num_computed):
+                if tables.num_computed[slot] >= tables.batch.num_tokens[slot]:
+                    tables.batch.remove(slot)
+                    del tables.num_computed[slot]
+    assert num_reused > 300
+
+
+def test_a_new_request_in_the_same_slot_is_not_the_old_one():
+    """At the very position where the old one would have gone on: as with a preempted one's blocks
+    found in the cache.
+    """
+    rng, tables = random.Random(1), Tables()
+    request = tables.add(2, 9, rng)
+    inputs, _ = tables.step({2: 9}, [request])
+    for _ in range(2):
+        tables.sample(inputs)
+        inputs, _ = tables.step({2: 1})
+    tables.batch.remove(2)
+    request = tables.add(2, 12, rng)
+    tables.num_computed[2] = 11
+    assert_equal(*tables.step({2: 1}, [request]))

@@ -1,0 +1,431 @@
+"""Masks of requests in slots: what they let through after which tokens, whatever happened between
+two steps; checks and their cache.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from quire.executor.runner.input_batch import InputBatch
+from quire.executor.sampling import grammar
+from quire.executor.sampling.grammar import Grammars
+from quire.executor.sampling.token_stages import make_stages
+from quire.ipc.errors import InvalidParameterError
+from quire.ipc.messages import NewRequestData
+from quire.ipc.params import SamplingParams, StructuredOutputsParams
+from quire.kernels import registry
+from quire.tests.executor.driver import make_config
+from quire.tests.structured.generator import numbered
+from quire.tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, save_tiny_model
+from tokenizers import Tokenizer
+
+OPS = registry.select("cpu", torch.float32)
+MASKED = float("-inf")
+OTHER_EOS = 300
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory) -> Tokenizer:
+    return Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+class Bench:
+    """Slots with requests of one prompt token, and one row of flat logits for each."""
+
+    def __init__(self, directory, tokenizer: Tokenizer, **arguments):
+        self.tokenizer = tokenizer
+        self.grammars = Grammars(make_config(directory, **arguments), OPS, VOCAB_SIZE)
+        self.batch = InputBatch(8, 64, 16, make_stages(OPS, VOCAB_SIZE, 8, 64, (), self.grammars))
+
+    def enter(self, slot: int, output: str = "", eos: list[int] | None = None, **params) -> None:
+        kinds = {
+            name: params.pop(name) for name in ("regex", "choice", "grammar") if name in params
+        }
+        if kinds:
+            params["structured_outputs"] = StructuredOutputsParams(**kinds)
+        sampling = SamplingParams(seed=0, temperature=0.0, **params)
+        token_ids = [5, *self.tokenizer.encode(output).ids]
+        self.batch.add(
+            NewRequestData(
+                slot,
+                f"r{slot}",
+                token_ids,
+                1,
+                sampling,
+                eos_token_ids=[EOS_TOKEN_ID] if eos is None else eos,
+            )
+        )
+
+    def append(self, slot: int, text: str) -> None:
+        for token_id in self.tokenizer.encode(text).ids:
+            self.batch.append_tokens(np.array([slot]), np.array([token_id]))
+
+    def step(self, *slots: int, begin: bool = True) -> tuple[list[set[str]], dict[int, str]]:
+        """What each slot's row lets through, as texts; errors by row."""
+        if begin:
+            self.grammars.start(np.array(slots), self.batch)
+        logits = torch.zeros(len(slots), VOCAB_SIZE)
+        errors = self.batch.stages(logits, np.array(slots), self.batch)
+        return [self._texts(row) for row in logits.numpy()], errors
+
+    def _texts(self, row: np.ndarray) -> set[str]:
+        allowed = np.flatnonzero(row != MASKED).tolist()
+        return (
+            {self.tokenizer.id_to_token(i) or f"<{i}>" for i in allowed}
+            if len(allowed) < VOCAB_SIZE
+            else {"everything"}
+        )
+
+
+@pytest.fixture
+def bench(directory, tokenizer) -> Iterator[Bench]:
+    bench = Bench(directory, tokenizer)
+    yield bench
+    bench.grammars.shutdown()
+
+
+END = "<|im_end|>"
+
+
+def test_rows_without_a_grammar_are_left_alone_and_cost_nothing(bench):
+    bench.enter(0)
+    assert bench.step(0) == ([{"everything"}], {})
+    assert bench.grammars._mask_pool is None and not bench.batch.stages.num_slots
+
+
+def test_a_row_follows_its_tokens_and_ends_with_end_of_sequence(bench):
+    bench.enter(0)
+    bench.enter(1, choice=["xy", "xyz"])
+    assert bench.step(0, 1) == ([{"everything"}, {"x"}], {})
+    bench.append(1, "x")
+    assert bench.step(1)[0] == [{"y"}]
+    bench.append(1, "y")
+    assert bench.step(1)[0] == [{"z", END}]
+    bench.append(1, "z")
+    assert bench.step(1)[0] == [{END}]
+
+
+@pytest.mark.parametrize("begin", [True, False], ids=["started", "not started"])
+def test_rows_may_come_in_any_order_and_choice(bench, begin):
+    for slot, text in enumerate(["ab", "cd", "ef"]):
+        bench.enter(slot, choice=[text])
+    assert bench.step(2, 0, begin=begin)[0] == [{"e"}, {"a"}]
+    bench.append(0, "a")
+    assert bench.step(1, 0, 2, begin=begin)[0] == [{"c"}, {"b"}, {"e"}]
+
+
+def test_several_tokens_between_two_steps_or_none(bench):
+    bench.enter(0, choice=["abcd"])
+    assert bench.step(0)[0] == bench.step(0)[0] == [{"a"}]  # a sample that was thrown away
+    bench.append(0, "abc")
+    assert bench.step(0)[0] == [{"d"}]
+
+
+def test_after_a_preemption_the_output_so_far_is_taken(bench):
+    bench.enter(0, choice=["abcd", "axyz"])
+    bench.step(0)
+    bench.batch.remove(0)
+    bench.enter(0, choice=["zz"])  # the slot is another's meanwhile
+    bench.enter(3, output="ax", choice=["abcd", "axyz"])
+    assert bench.step(0, 3)[0] == [{"z"}, {"y"}]
+
+
+def test_the_prompt_is_not_part_of_the_output(bench):
+    bench.tokenizer.encode("a")
+    params = SamplingParams(seed=0, structured_outputs=StructuredOutputsParams(choice=["abc"]))
+    prompt = bench.tokenizer.encode("abab").ids
+    bench.batch.add(
+        NewRequestData(0, "r", prompt, len(prompt), params, eos_token_ids=[EOS_TOKEN_ID])
+    )
+    assert bench.step(0)[0] == [{"a"}]
+
+
+def test_a_request_ends_with_its_own_end_of_sequence_tokens(bench):
+    bench.enter(0, output="a", choice=["a"], eos=[OTHER_EOS, EOS_TOKEN_ID, VOCAB_SIZE + 7])
+    bench.enter(1, output="a", choice=["a"], eos=[OTHER_EOS])
+    assert bench.step(0, 1)[0] == [{"<|endoftext|>", END}, {"<|endoftext|>"}]
+
+
+def test_what_comes_after_the_end_means_nothing_and_hurts_nobody(bench):
+    """A step that was handed over before the request was known to end."""
+    bench.enter(0, choice=["a"])
+    bench.enter(1, choice=["b"])
+    bench.append(0, f"a{END}")
+    assert bench.step(0, 1) == ([{"everything"}, {"b"}], {})
+    bench.append(0, "qqq")
+    assert bench.step(0, 1) == ([{"everything"}, {"b"}], {})
+
+
+def test_min_tokens_beyond_the_grammars_end_is_that_requests_error(bench):
+    bench.enter(0, output="a", choice=["a"], min_tokens=4)
+    bench.enter(1, output="a", choice=["ab"], min_tokens=4)
+    texts, errors = bench.step(0, 1)
+    assert list(errors) == [0] and "min_tokens" in errors[0] and texts[1] == {"b"}
+
+
+def test_a_token_the_grammar_does_not_allow_is_that_requests_error(bench):
+    bench.enter(0, choice=["ab"])
+    bench.enter(1, choice=["cd"])
+    bench.append(0, "x")
+    texts, errors = bench.step(0, 1)
+    assert (
+        list(errors) == [0] and errors[0].startswith("structured_outputs: ") and texts[1] == {"c"}
+    )
+    assert list(bench.step(0, 1)[1]) == [0]
+
+
+def test_limits_that_are_exceeded_later_are_that_requests_error(bench):
+    bench.enter(0, regex="((a{1,100}){1,100}){1,100}", max_tokens=1000)
+    bench.enter(1, choice=["cd"])
+    bench.batch.token_ids = np.pad(bench.batch.token_ids, ((0, 0), (0, 2000)))
+    bench.append(0, "a" * 1500)
+    texts, errors = bench.step(0, 1)
+    assert list(errors) == [0] and "too many expressions" in errors[0] and texts[1] == {"c"}
+
+
+def test_a_dead_end_is_told_in_words(bench):
+    bench.enter(0, output="a", grammar='start: "a" T\nT: /b/ & /c/')
+    assert "dead end" in bench.step(0)[1][0]
+
+
+def test_an_unsound_grammar_that_nobody_checked_is_that_requests_error(bench):
+    bench.enter(0, regex="a(")
+    bench.enter(1, choice=["cd"])
+    texts, errors = bench.step(0, 1)
+    assert "unclosed group" in errors[0] and texts[1] == {"c"}
+
+
+def test_equal_grammars_are_compiled_once_and_do_not_share_their_state(bench, monkeypatch):
+    compiled = []
+    compile_ = bench.grammars.compiler.compile
+    monkeypatch.setattr(
+        bench.grammars.compiler,
+        "compile",
+        lambda params: compiled.append(params) or compile_(params),
+    )
+    bench.enter(0, choice=["abc"])
+    bench.enter(1, choice=["abc"])
+    bench.append(0, "a")
+    assert bench.step(0, 1)[0] == [{"b"}, {"a"}] and len(compiled) == 1
+
+
+def test_the_cache_forgets_the_least_recently_used(bench, monkeypatch):
+    monkeypatch.setattr(grammar, "MAX_COMPILED", 2)
+    for slot, text in enumerate("abcb"):
+        bench.enter(slot, choice=[text])
+    bench.step(0, 1, 2, 3)
+    assert len(bench.grammars._compiled) == 2
+    assert bench.step(0, 1, 2, 3)[0] == [{"a"}, {"b"}, {"c"}, {"b"}]
+
+
+def test_large_grammars_leave_the_cache_earlier(bench, monkeypatch):
+    monkeypatch.setattr(grammar, "MAX_COMPILED_BYTES", 1000)
+    bench.enter(0, choice=["a" * 300])
+    bench.enter(1, choice=["b" * 900])
+    bench.enter(2, choice=["c" * 2000])
+    assert bench.step(0, 1, 2)[0] == [{"a"}, {"b"}, {"c"}]
+    assert not bench.grammars._compiled and bench.grammars._compiled_bytes == 0
+
+
+def test_a_refusal_does_not_keep_the_grammar(bench):
+    error = bench.grammars.check(StructuredOutputsParams(regex="a(")).exception(60)
+    assert isinstance(error, InvalidParameterError) and error.__traceback__ is None
+
+
+def test_masks_are_found_beside_the_step(bench, monkeypatch):
+    """`start` returns while they are being found; `apply` waits for them."""
+    may_go_on = threading.Event()
+    find = bench.grammars._find_masks
+    monkeypatch.setattr(
+        bench.grammars, "_find_masks", lambda work: may_go_on.wait(30) and find(work)
+    )
+    bench.enter(0, choice=["ab"])
+    bench.grammars.start(np.array([0]), bench.batch)
+    assert not bench.grammars._masks.done()
+    may_go_on.set()
+    assert bench.step(0, begin=False)[0] == [{"a"}]
+
+
+# ---------------------------------------------------------------- tokens without the model
+
+
+def jump(bench: Bench, *slots: int) -> dict[int, str]:
+    forced = bench.grammars.jump(np.array(slots), bench.batch)
+    for slot, token_ids in forced.items():
+        end = bench.batch.num_tokens[slot]
+        assert bench.batch.token_ids[slot, end - len(token_ids) : end].tolist() == token_ids
+    return {
+        slot: bench.tokenizer.decode(token_ids, skip_special_tokens=False)
+        for slot, token_ids in forced.items()
+    }
+
+
+def test_what_is_forced_is_appended_and_the_masks_go_on_behind_it(bench):
+    bench.enter(0, choice=["xabc1", "xabc2", "y"])
+    bench.enter(1, choice=["ab", "cd"])
+    bench.enter(2)
+    bench.step(0, 1, 2)
+    bench.append(0, "x")
+    bench.append(1, "c")
+    bench.append(2, "q")
+    assert jump(bench, 0, 1, 2) == {0: "abc", 1: f"d{END}"}
+    assert bench.step(0, 1)[0] == [{"1", "2"}, {"everything"}]
+    bench.append(0, "2")
+    assert jump(bench, 0, 1) == {0: END}
+
+
+def test_one_of_several_end_of_sequence_tokens_is_the_models_choice(bench):
+    bench.enter(0, choice=["ab", "cd"], eos=[EOS_TOKEN_ID, OTHER_EOS])
+    bench.step(0)
+    bench.append(0, "a")
+    assert jump(bench, 0) == {0: "b"}
+    assert bench.step(0)[0] == [{"<|endoftext|>", END}]
+
+
+def test_nothing_is_forced_beyond_the_context(bench):
+    bench.enter(0, choice=["a" + "b" * 100, "c"])
+    bench.step(0)
+    bench.append(0, "a")
+    assert jump(bench, 0) == {0: "b" * 62}  # 64, less the prompt and the sampled token
+    assert bench.batch.num_tokens[0] == 64
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        dict(min_tokens=2),
+        dict(logprobs=0),
+        dict(allowed_token_ids=[1, 2]),
+        dict(bad_words_token_ids=[[1]]),
+    ],
+    ids=str,
+)
+def test_who_asks_for_what_only_a_step_can_tell_does_not_jump(bench, params):
+    bench.enter(0, choice=["ab", "cd"], **params)
+    bench.step(0)
+    bench.append(0, "a")
+    assert jump(bench, 0) == {}
+    assert "b" in bench.step(0)[0][0] or bench.step(0)[1]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [dict(enable_jump_forward=False), dict(async_scheduling=True), dict(num_scheduler_steps=2)],
+    ids=str,
+)
+def test_settings_under_which_nobody_jumps(directory, tokenizer, settings):
+    bench = Bench(directory, tokenizer, **settings)
+    bench.enter(0, choice=["ab", "cd"])
+    bench.step(0)
+    bench.append(0, "a")
+    assert jump(bench, 0) == {} and bench.step(0)[0] == [{"b"}]
+    bench.grammars.shutdown()
+
+
+def test_a_grammar_in_error_forces_nothing(bench):
+    bench.enter(0, choice=["ab", "cd"])
+    bench.step(0)
+    bench.append(0, "x")
+    assert jump(bench, 0) == {}
+    assert list(bench.step(0)[1]) == [0]
+
+
+def allowed_ids(bench: Bench, slot: int) -> list[int]:
+    """Without end-of-sequence; none where the grammar has ended or failed."""
+    logits = torch.zeros(1, VOCAB_SIZE)
+    errors = bench.batch.stages(logits, np.array([slot]), bench.batch)
+    allowed = np.flatnonzero(logits[0].numpy() != MASKED).tolist()
+    return (
+        []
+        if errors or len(allowed) == VOCAB_SIZE
+        else [token_id for token_id in allowed if token_id != EOS_TOKEN_ID]
+    )
+
+
+def test_forced_tokens_are_those_that_masks_leave_one_by_one(bench):
+    """On random grammars: the tokens of `jump` against masks with one bit."""
+    num_forced, draw, batch = 0, random.Random(0), bench.batch
+    for seed, params in numbered(30_000, 60):
+        for slot in (0, 1):
+            bench.enter(slot, structured_outputs=params)
+        while (allowed := allowed_ids(bench, 0)) and batch.num_tokens[0] < 40:
+            token_id = draw.choice(allowed)
+            for slot in (0, 1):
+                batch.append_tokens(np.array([slot]), np.array([token_id]))
+            jump(bench, 0)
+            end = batch.num_tokens[0] - (
+                batch.token_ids[0, batch.num_tokens[0] - 1] == EOS_TOKEN_ID
+            )
+            while batch.num_tokens[1] < end:
+                (token_id,) = allowed_ids(bench, 1)
+                batch.append_tokens(np.array([1]), np.array([token_id]))
+                num_forced += 1
+            assert (batch.token_ids[0, :end] == batch.token_ids[1, :end]).all(), (seed, params)
+        for slot in (0, 1):
+            batch.remove(slot)
+    assert num_forced > 50
+
+
+# ---------------------------------------------------------------- checks
+
+
+def test_a_check_lets_through_and_refuses(bench):
+    bench.grammars.check(StructuredOutputsParams(json={"type": "object"})).result(60)
+    assert bench.grammars._compiled  # so that nothing is compiled when it enters
+    error = bench.grammars.check(StructuredOutputsParams(regex="a(")).exception(60)
+    assert isinstance(error, InvalidParameterError) and error.parameter == "structured_outputs"
+    error = bench.grammars.check(StructuredOutputsParams(regex="\ud800")).exception(60)
+    assert error.parameter == "structured_outputs.regex"
+
+
+def test_equal_grammars_share_one_check(bench, monkeypatch):
+    monkeypatch.setattr(grammar, "MAX_VERDICTS", 2)
+    first = bench.grammars.check(StructuredOutputsParams(json={"type": "object"}))
+    assert bench.grammars.check(StructuredOutputsParams(json='{"type": "object"}')) is first
+    for text in "ab":
+        bench.grammars.check(StructuredOutputsParams(choice=[text])).result(60)
+    assert bench.grammars.check(StructuredOutputsParams(json={"type": "object"})) is not first
+
+
+def test_a_check_that_failed_by_itself_is_tried_again(bench, monkeypatch):
+    def fail(self, params):
+        raise RuntimeError("no process")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar.GrammarCheck, "check", fail)
+        assert isinstance(
+            bench.grammars.check(StructuredOutputsParams(choice=["a"])).exception(60), RuntimeError
+        )
+    assert bench.grammars.check(StructuredOutputsParams(choice=["a"])).exception(60) is None
+
+
+def test_without_a_tokenizer_it_is_refused(directory, tokenizer):
+    bench = Bench(directory, tokenizer, skip_tokenizer_init=True)
+    error = bench.grammars.check(StructuredOutputsParams(choice=["a"])).exception(1)
+    assert "skip_tokenizer_init" in str(error)
+    bench.enter(0, choice=["a"])
+    assert "skip_tokenizer_init" in bench.batch.refusals[0]
+    bench.grammars.shutdown()
+
+
+def test_shutdown_leaves_no_thread_and_no_process(directory, tokenizer):
+    threads, children = set(threading.enumerate()), psutil.Process().children()
+    bench = Bench(directory, tokenizer)
+    bench.enter(0, choice=["a"])
+    bench.step(0)
+    bench.grammars.check(StructuredOutputsParams(choice=["a"])).result(60)
+    assert len(psutil.Process().children()) > len(children)
+    bench.grammars.shutdown()
+    bench.grammars.shutdown()
+    assert set(threading.enumerate()) == threads and psutil.Process().children() == children

@@ -1,0 +1,189 @@
+"""The process that tries grammars: what it lets through, what kills it, and that its death costs
+one grammar alone.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+import psutil
+import pytest
+from quire.executor.sampling import grammar_check
+from quire.executor.sampling.grammar_check import CompilerSettings, GrammarCheck, Problem, serve
+from quire.ipc.errors import InvalidParameterError
+from quire.ipc.params import StructuredOutputsParams
+from quire.tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, save_tiny_tokenizer
+
+FINE = StructuredOutputsParams(choice=["yes", "no"])
+ENDLESS = StructuredOutputsParams(
+    grammar="start: T\nT: " + " & ".join(f"/.*a{i}.*/" for i in range(200))
+)
+CHAIN = {
+    f"a{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/a{i + 1}"}], "minItems": 1}
+    for i in range(5000)
+}
+DEEP = StructuredOutputsParams(
+    json=json.dumps({"$ref": "#/$defs/a0", "$defs": CHAIN | {"a5000": {"type": "null"}}})
+)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> CompilerSettings:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    save_tiny_tokenizer(directory)
+    return CompilerSettings(str(directory), VOCAB_SIZE, EOS_TOKEN_ID)
+
+
+@pytest.fixture
+def check(settings):
+    check = GrammarCheck(settings)
+    yield check
+    check.close()
+    check.end()
+
+
+def pid_of(check: GrammarCheck) -> int:
+    return check._child.pid
+
+
+def test_the_process_starts_with_the_first_grammar_and_stays(check):
+    before = psutil.Process().children()
+    assert check._child is None
+    check.check(FINE)
+    pid = pid_of(check)
+    with pytest.raises(InvalidParameterError, match="structured_outputs: cannot be compiled"):
+        check.check(StructuredOutputsParams(regex="a("))
+    check.check(FINE)
+    assert pid_of(check) == pid
+    assert check.end() == -signal.SIGKILL and psutil.Process().children() == before
+
+
+def test_idle_it_uses_no_processor(check):
+    check.check(FINE)
+    process = psutil.Process(pid_of(check))
+    before = process.cpu_times()
+    time.sleep(0.5)
+    after = process.cpu_times()
+    assert after.user + after.system - before.user - before.system < 0.1
+
+
+def test_a_grammar_that_compiles_for_ever_is_refused_and_the_next_is_checked(check, monkeypatch):
+    monkeypatch.setattr(grammar_check, "TIME_LIMIT_S", 0.5)
+    check.check(FINE)
+    pid = pid_of(check)
+    with pytest.raises(InvalidParameterError, match="takes longer than 0.5 s to compile"):
+        check.check(ENDLESS)
+    assert not psutil.pid_exists(pid)
+    check.check(FINE)
+
+
+def test_a_grammar_that_overflows_the_stack_ends_the_process_alone(check):
+    with pytest.raises(
+        InvalidParameterError,
+        match="ended the process that tried to compile it .exit code -11.: .* nests too deeply",
+    ):
+        check.check(DEEP)
+    check.check(FINE)
+
+
+def test_a_process_that_died_between_two_checks_is_no_refusal(check):
+    check.check(FINE)
+    psutil.Process(pid_of(check)).kill()
+    check._child.wait()
+    check.check(FINE)
+
+
+def test_memory_is_limited(settings, monkeypatch):
+    """In a child of its own: the limit is the process's."""
+    code = (
+        "import threading, io, resource; from quire.executor import grammar_check as g\n"
+        "g.MEMORY_LIMIT_BYTES = 0\n"
+        "class Stop(Exception): pass\n"
+        "class Requests(io.BytesIO):\n"
+        "    def read(self, n):\n"
+        "        data = super().read(n)\n"
+        "        if not data: raise Stop\n"
+        "        return data\n"
+        "import msgspec, sys\n"
+        "out = io.BytesIO(); settings = io.BytesIO(); g._write(settings, sys.stdin.buffer.read())\n"
+        "try: g.serve(Requests(settings.getvalue()), out)\n"
+        "except Stop: pass\n"
+        "assert resource.getrlimit(resource.RLIMIT_AS)[0] < 2**40\n"
+        "try: bytearray(2**28)\n"
+        "except MemoryError: print('limited')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=msgspec.msgpack.encode(settings),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == b"limited\n", done.stderr.decode()
+
+
+def test_closing_ends_a_check_that_runs(check, monkeypatch):
+    monkeypatch.setattr(grammar_check, "TIME_LIMIT_S", 60.0)
+    check.check(FINE)
+    threading.Timer(0.2, check.close).start()
+    with pytest.raises(InvalidParameterError):
+        check.check(ENDLESS)
+    with pytest.raises(InvalidParameterError, match="the engine is leaving"):
+        check.check(FINE)
+
+
+def test_a_tokenizer_that_cannot_be_used_is_told_in_words(tmp_path):
+    check = GrammarCheck(CompilerSettings(str(tmp_path), 10, None))
+    with pytest.raises(InvalidParameterError, match="is not possible with this model's tokenizer"):
+        check.check(FINE)
+    assert check._child is None
+
+
+def test_a_process_that_does_not_start_is_no_refusal(settings, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="did not start"):
+        GrammarCheck(settings).check(FINE)
+
+
+def test_it_dies_with_its_parent(settings):
+    code = (
+        "import sys, os, msgspec; from quire.executor.sampling.grammar_check import *\n"
+        "check = GrammarCheck(msgspec.msgpack.decode(sys.stdin.buffer.read(), "
+        "type=CompilerSettings))\n"
+        "check.check(StructuredOutputsParams(choice=['a']))\n"
+        "print(check._child.pid, flush=True); os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=msgspec.msgpack.encode(settings),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    pid = int(done.stdout)
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the child lives on"
+        time.sleep(0.01)
+
+
+def test_the_child_answers_each_grammar_and_leaves_when_nobody_asks(settings, monkeypatch):
+    # this process shall keep its own
+    monkeypatch.setattr(grammar_check.resource, "setrlimit", lambda *_: None)
+    requests, answers = io.BytesIO(), io.BytesIO()
+    for message in (settings, FINE, StructuredOutputsParams(regex="a(")):
+        grammar_check._write(requests, msgspec.msgpack.encode(message))
+    requests.seek(0)
+    with pytest.raises(EOFError):
+        serve(requests, answers)
+    answers.seek(0)
+    ready, fine, bad = (grammar_check._read(answers) for _ in range(3))
+    assert (ready, fine) == (b"", b"")
+    assert "unclosed group" in msgspec.msgpack.decode(bad, type=Problem).problem

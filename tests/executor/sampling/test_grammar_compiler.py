@@ -1,0 +1,209 @@
+"""What a grammar of each kind accepts, what is refused and in which words, what costs too much."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quire.executor.sampling.grammar_compiler import (
+    MAX_GRAMMAR_BYTES,
+    GrammarCompiler,
+    escape,
+    normalize,
+    to_llguidance,
+)
+from quire.ipc.errors import InvalidParameterError
+from quire.ipc.params import StructuredOutputsParams
+from quire.tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, save_tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory) -> GrammarCompiler:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    save_tiny_tokenizer(directory)
+    return GrammarCompiler(str(directory), VOCAB_SIZE, EOS_TOKEN_ID)
+
+
+def accepts(compiler: GrammarCompiler, text: str, **params) -> bool:
+    """The whole text, and an end after it."""
+    matcher = compiler.compile(normalize(StructuredOutputsParams(**params)))
+    return matcher.consume_tokens(compiler.tokenizer.tokenize_str(text)) and matcher.is_accepting()
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("params", "good", "bad"),
+    [
+        (
+            dict(json=PERSON),
+            ['{"a": 1}', '{"a":1}', '{\n "a" : 1\n}'],
+            ['{"a": "1"}', "{}", '{"a": 1', '{"a": 1} ', "[]"],
+        ),
+        (dict(json=json.dumps(PERSON)), ['{"a": 1}'], ['{"a": "1"}']),
+        (dict(json=PERSON, disable_any_whitespace=True), ['{"a":1}'], ['{"a": 1}']),
+        (dict(json=PERSON, whitespace_pattern=" ?"), ['{"a":1}', '{"a": 1}'], ['{"a":  1}']),
+        (dict(json={"enum": ["x", 1, None]}), ['"x"', "1", "null"], ["x", "2"]),
+        (dict(json_object=True), ["{}", '{"x": [1, {"y": null}]}'], ["[]", "1", "{"]),
+        (dict(json_object=True, disable_any_whitespace=True), ['{"x":[1,2]}'], ['{"x": [1,2]}']),
+        (dict(regex="[0-9]{2,3}"), ["12", "123"], ["1", "1234", "12x"]),
+        (dict(regex="a|bc"), ["a", "bc"], ["ac", "c"]),  # the alternatives are whole outputs
+        (dict(regex="^ab+$"), ["ab", "abb"], ["a", "b", "xab"]),
+        (dict(regex="\\w+é?/\n"), ["xé/\n"], ["xé/"]),
+        (
+            dict(choice=["yes", "no", "a|b", ".*"]),
+            ["yes", "no", "a|b", ".*"],
+            ["y", "a", "b", "xx", "yes "],
+        ),
+        (dict(grammar='start: "x" digits\ndigits: /[0-9]+/'), ["x1", "x123"], ["x", "1"]),  # Lark
+        (dict(grammar='root ::= "x" [0-9]+'), ["x1", "x123"], ["x", "1"]),  # GBNF
+        # llguidance's own
+        (dict(grammar='{"grammars": [{"json_schema": {"type": "integer"}}]}'), ["12"], ["x"]),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_each_kind_accepts(compiler, params, good, bad):
+    assert [text for text in good if not accepts(compiler, text, **params)] == []
+    assert [text for text in bad if accepts(compiler, text, **params)] == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(min_size=1, max_size=8), st.text(min_size=1, max_size=8))
+def test_a_choice_is_exactly_its_texts(compiler, text, other):
+    assert accepts(compiler, text, choice=[text, "zzz"])
+    assert accepts(compiler, other, choice=[text]) == (other == text)
+    assert re.fullmatch("[A-Za-z0-9 ]|(\\\\x\\{[0-9a-f]+\\})", escape(text[0]))
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (dict(regex="(?=a)"), "look-around"),
+        (dict(regex="a("), "unclosed group"),
+        (dict(regex="\\ba"), "lookarounds not supported"),
+        (dict(regex="(a)\\1"), "backreferences are not supported"),
+        (dict(json="{"), "EOF"),
+        (dict(json={"type": "objekt"}), "Invalid type: objekt"),
+        # not implemented is not ignored
+        (dict(json={"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (dict(json={"$ref": "file:///etc/passwd"}), "does not fetch"),
+        (dict(json={"a": {1, 2}}), "must be a JSON schema"),
+        (dict(regex="\ud800"), "half characters"),
+        (dict(choice=["\ud800"]), "half characters"),
+        (dict(json={"enum": ["\ud800"]}), "half characters"),
+        (dict(json={"enum": [float("nan")]}), "structured_outputs"),
+        (dict(grammar="start: /a"), "lexer error"),
+        (dict(grammar="{}"), "structured_outputs"),
+        (dict(json={"type": "object"}, whitespace_pattern="("), "structured_outputs"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_refusals_say_what_is_wrong(compiler, params, words):
+    with pytest.raises(InvalidParameterError, match=words) as caught:
+        compiler.compile(normalize(StructuredOutputsParams(**params)))
+    assert caught.value.parameter.startswith("structured_outputs") and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "params", [dict(json={"$ref": "#"}), dict(grammar="start: a\na: b\nb: a")], ids=str
+)
+def test_a_grammar_that_accepts_nothing_is_refused(compiler, params):
+    matcher = compiler.compile(normalize(StructuredOutputsParams(**params)))
+    with pytest.raises(InvalidParameterError, match="accepts no output at all"):
+        compiler.try_out(matcher)
+
+
+def test_a_grammar_that_soon_exceeds_a_limit_is_refused(compiler, monkeypatch):
+    matcher = compiler.compile(StructuredOutputsParams(regex="((a{1,100}){1,100}){1,100}"))
+    monkeypatch.setattr("quire.executor.sampling.grammar_compiler.WALK_TOKENS", 1000)
+    with pytest.raises(
+        InvalidParameterError, match="too complex: lexer error: too many expressions"
+    ):
+        compiler.try_out(matcher)
+
+
+def test_a_grammar_with_slow_masks_is_refused(compiler, monkeypatch):
+    matcher = compiler.compile(StructuredOutputsParams(regex="[a-z]+"))
+    compiler.try_out(matcher)
+    monkeypatch.setattr("quire.executor.sampling.grammar_compiler.MAX_MASK_S", -1.0)
+    with pytest.raises(InvalidParameterError, match="finding the tokens that may come next took"):
+        compiler.try_out(matcher)
+
+
+def test_trying_out_leaves_the_matcher_fresh(compiler):
+    matcher = compiler.compile(StructuredOutputsParams(choice=["yes"]))
+    compiler.try_out(matcher)
+    assert matcher.consume_tokens(compiler.tokenizer.tokenize_str("yes")) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("name", ["json", "regex", "grammar", "choice", "whitespace_pattern"])
+def test_sizes_are_limited(name):
+    text = "x" * (MAX_GRAMMAR_BYTES + 1)
+    value = {"choice": [text[:9], text[9:]], "json": {"title": text}}.get(name, text)
+    others = {"json_object": True} if name == "whitespace_pattern" else {}
+    with pytest.raises(
+        InvalidParameterError, match=f"structured_outputs.{name}: must have at most"
+    ):
+        normalize(StructuredOutputsParams(**{name: value}, **others))
+    normalize(StructuredOutputsParams(regex=text[1:]))
+
+
+def test_ids_beyond_the_tokenizer_and_special_tokens_are_never_allowed(compiler):
+    matcher = compiler.compile(StructuredOutputsParams(regex="(?s:.*)"))
+    words = np.zeros(compiler.num_mask_words, np.int32)
+    matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    assert allowed.max() < 300 or allowed.tolist()[-1] == EOS_TOKEN_ID
+    assert set(range(303, VOCAB_SIZE)).isdisjoint(allowed) and {300, 301}.isdisjoint(allowed)
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(InvalidParameterError, match="not possible with this model's tokenizer"):
+        GrammarCompiler(str(tmp_path), 100, 0).tokenizer
+    Path(tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InvalidParameterError, match="not possible with this model's tokenizer"):
+        GrammarCompiler(str(tmp_path), 100, 0).tokenizer
+
+
+def test_users_options_come_before_those_in_the_schema():
+    schema = {"x-guidance": {"whitespace_flexible": True}}
+    text = to_llguidance(
+        normalize(StructuredOutputsParams(json=schema, disable_any_whitespace=True))
+    )
+    assert (
+        json.loads(text)["grammars"][0]["json_schema"]["x-guidance"]["whitespace_flexible"] is False
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        (dict(choice=["a<|im_end|>b"]), "a<|im_end|>b"),
+        (dict(regex="a<\\|im_end\\|>b"), "a<|im_end|>b"),
+        (dict(json={"enum": ["é<|im_end|>"]}), '"é<|im_end|>"'),
+    ],
+    ids=["choice", "regex", "json"],
+)
+def test_text_that_looks_like_an_added_token_is_written_as_text(params, text):
+    directory = Path(__file__).parents[3] / "frontend" / "bundled_model"
+    compiler = GrammarCompiler(str(directory), 2048, 0)
+    matcher = compiler.compile(normalize(StructuredOutputsParams(**params)))
+    compiler.try_out(matcher)
+    written = []
+    while not matcher.is_accepting():
+        allowed = compiler._timed_mask(matcher)
+        assert len(allowed) and min(allowed) > 2, "the added tokens are 0, 1 and 2"
+        written.append(int(allowed[-1]))
+        assert matcher.consume_token(written[-1])
+    assert compiler.tokenizer.decode_str(written) == text

@@ -1,0 +1,432 @@
+"""MPClient when something dies, does not start, is forgotten or read late: every waiter is told,
+nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from quire.frontend.clients.mp_client import MAX_QUEUED_OUTPUTS, MPClient
+from quire.ipc.errors import (
+    EngineDeadError,
+    EngineStartError,
+    InvalidParameterError,
+    RemoteTraceback,
+)
+from quire.ipc.messages import EngineCoreRequest
+from quire.ipc.params import SamplingParams
+from quire.ipc.sockets import DIRECTORY_PREFIX, runtime_directory
+from quire.tests.fake_engine import COMMAND, daemon, wait_until
+from quire.tests.fakes import make_config
+
+LONG = EngineCoreRequest("long", [1, 2], SamplingParams(temperature=0.0, seed=0, max_tokens=250))
+CAUSE = "was killed by SIGKILL"
+
+
+def open_client(
+    engine: str = "process", *, asyncio_mode: bool = False, command=COMMAND, **arguments
+) -> MPClient:
+    return MPClient(
+        make_config(**{"startup_timeout_s": 30.0, **arguments}),
+        engine,
+        asyncio_mode=asyncio_mode,
+        command=command,
+    )
+
+
+def engine_pid(client: MPClient) -> int:
+    return client._connection.engine_pid
+
+
+def kill_later(pid: int, delay_s: float = 0.2) -> list[float]:
+    """Kills `pid` after a moment; the list then holds the time."""
+    killed_at: list[float] = []
+
+    def kill() -> None:
+        time.sleep(delay_s)
+        killed_at.append(time.monotonic())
+        os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=kill).start()
+    return killed_at
+
+
+# ---------------------------------------------------------------- the engine dies
+
+
+def test_death_while_idle():
+    client = open_client()
+    os.kill(engine_pid(client), signal.SIGKILL)
+    wait_until(lambda: psutil.Process(engine_pid(client)).status() == psutil.STATUS_ZOMBIE)
+    with pytest.raises(EngineDeadError, match=CAUSE):
+        client.call_utility("ping")
+    with pytest.raises(EngineDeadError, match=CAUSE):
+        client.add_request(LONG)
+    client.shutdown()
+
+
+WAITS = {
+    "get_output": lambda client: [client.get_output() for _ in range(1000)],
+    "utility": lambda client: [client.call_utility("ping") for _ in range(10**6)],
+}
+
+
+# Again and again: the first calls may be answered before the long step begins.
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_death_while_blocked(wait):
+    client = open_client(hf_overrides={"delay_s": 20.0})
+    client.add_request(LONG)
+    killed_at = kill_later(engine_pid(client))
+    with pytest.raises(EngineDeadError, match=CAUSE):
+        wait(client)
+    assert time.monotonic() - killed_at[0] < 2
+    client.shutdown()
+
+
+def test_death_with_tasks_waiting():
+    async def main() -> None:
+        client = open_client(asyncio_mode=True)
+        # it must answer none of them, however the machine's load deals out the time
+        os.kill(engine_pid(client), signal.SIGSTOP)
+        client.add_request(LONG)
+        tasks = [asyncio.create_task(client.get_output_async())] + [
+            asyncio.create_task(client.call_utility_async("ping")) for _ in range(3)
+        ]
+        killed_at = kill_later(engine_pid(client))
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        assert time.monotonic() - killed_at[0] < 2
+        assert [type(result) for result in results] == [EngineDeadError] * 4 and all(
+            CAUSE in str(result) for result in results
+        )
+        with pytest.raises(EngineDeadError, match=CAUSE):
+            await client.get_output_async()
+        client.shutdown()
+
+    asyncio.run(main())
+
+
+def test_outputs_sent_before_death_are_read_first():
+    client = open_client(hf_overrides={"raise_at_step": 5})
+    client.add_request(LONG)
+    wait_until(lambda: psutil.Process(engine_pid(client)).status() == psutil.STATUS_ZOMBIE)
+    assert sum(len(client.get_output().token_ids) for _ in range(5)) == 5
+    with pytest.raises(EngineDeadError, match="scripted failure at step 5.*exited with code 1"):
+        client.get_output()
+    client.shutdown()
+
+
+def test_a_daemons_death(tmp_path):
+    with daemon(tmp_path, make_config(hf_overrides={"delay_s": 20.0})) as (address, process):
+        client = open_client(address)
+        client.add_request(LONG)
+        killed_at = kill_later(process.pid)
+        with pytest.raises(EngineDeadError, match=f"the engine .pid {process.pid}. is gone"):
+            client.get_output()
+        assert time.monotonic() - killed_at[0] < 2
+        client.shutdown()
+
+
+# ---------------------------------------------------------------- it does not start
+
+
+@pytest.mark.parametrize(
+    ("trouble", "expected", "text"),
+    [
+        ("fail", ValueError, "made of cheese"),
+        ("die", EngineDeadError, "SIGKILL"),
+        ("exit", EngineStartError, "exited with code 7; its last words:\n    famous last words"),
+    ],
+)
+def test_start_up_failures(trouble, expected, text):
+    children = psutil.Process().children()
+    with pytest.raises(expected, match=text) as caught:
+        open_client(hf_overrides={"at_load": trouble})
+    if trouble == "fail":
+        assert type(caught.value) is ValueError and isinstance(
+            caught.value.__cause__, RemoteTraceback
+        )
+        assert "in load_model" in str(caught.value.__cause__)
+    assert psutil.Process().children() == children
+
+
+def test_a_parameter_keeps_its_name():
+    with pytest.raises(InvalidParameterError, match="KV cache of 3 blocks") as caught:
+        open_client(num_gpu_blocks_override=3)
+    assert caught.value.parameter == "max_model_len"
+
+
+def test_the_deadline():
+    begin = time.monotonic()
+    with pytest.raises(EngineStartError, match="did not answer in time .*startup_timeout_s"):
+        open_client(hf_overrides={"at_load": "hang"}, startup_timeout_s=1.0)
+    assert time.monotonic() - begin < 10
+
+
+def test_a_program_that_is_no_engine():
+    with pytest.raises(EngineStartError, match="(?s)exited with code 1.*No module named"):
+        open_client(command=[sys.executable, "-m", "quire.no_such_engine"])
+
+
+# ---------------------------------------------------------------- the frontend dies, or forgets
+
+PROGRAM = """
+import sys, time
+from quire.tests.frontend.clients.test_mp_client import open_client, LONG, engine_pid
+client = open_client(hf_overrides={"delay_s": float(sys.argv[1])})
+client.add_request(LONG)
+print(engine_pid(client), client._connection.directory.path, flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def run_program(delay_s: float, life_s: float) -> tuple[subprocess.Popen, int, Path]:
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(delay_s), str(life_s)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    pid, path = program.stdout.readline().split()
+    return program, int(pid), Path(path)
+
+
+@pytest.mark.parametrize("delay_s", [0.01, 30.0], ids=["short steps", "in a long step"])
+def test_a_killed_frontend_takes_its_engine_with_it(delay_s):
+    program, pid, path = run_program(delay_s, 100)
+    assert psutil.pid_exists(pid) and path.exists()
+    program.kill()
+    took = wait_until(
+        lambda: (
+            not path.exists()
+            and not (
+                psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+            )
+        )
+    )
+    assert took < 2
+    program.communicate()
+
+
+def test_a_script_that_forgets_to_close():
+    program, pid, path = run_program(0.01, 0)
+    assert program.wait(10) == 0
+    assert not path.exists() and not psutil.pid_exists(pid)
+    program.communicate()
+
+
+def test_a_forgotten_client_is_collected():
+    client = open_client()
+    pid, path = engine_pid(client), client._connection.directory.path
+    del client
+    gc.collect()
+    assert not path.exists() and not psutil.pid_exists(pid)
+
+
+def state() -> tuple:
+    """Threads (of Python and of ZMQ), descriptors, children and socket directories of this
+    process.
+    """
+    directories = [
+        path.name
+        for path in runtime_directory().glob(DIRECTORY_PREFIX + "*")
+        if path.lstat().st_uid == os.getuid()
+    ]
+    return (
+        threading.active_count(),
+        len(os.listdir("/proc/self/task")),
+        len(os.listdir("/proc/self/fd")),
+        len(psutil.Process().children()),
+        len(directories),
+    )
+
+
+def test_nothing_is_left(tmp_path, monkeypatch):
+    private = tmp_path / "run"
+    private.mkdir()
+    # other programs' directories come and go in the common one
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(private))
+
+    async def use_async() -> None:
+        client = open_client(asyncio_mode=True)
+        client.add_request(LONG)
+        await client.get_output_async()
+        waiter = asyncio.create_task(client.get_output_async())
+        assert await client.call_utility_async("ping") == "pong"
+        waiter.cancel()
+        client.shutdown()
+
+    def use(address: str) -> None:
+        for engine in ("process", address):
+            client = open_client(engine)
+            client.add_request(LONG)
+            client.get_output()
+            client.shutdown()
+        asyncio.run(use_async())
+
+    def fail() -> None:
+        dying = open_client()
+        os.kill(engine_pid(dying), signal.SIGKILL)
+        dying.shutdown()
+        with pytest.raises(ValueError):
+            open_client(hf_overrides={"at_load": "fail"})
+
+    with daemon(tmp_path, make_config()) as (address, _):
+        use(address)  # first uses open what stays, e.g. the event loop's modules
+        before = state()
+        for _ in range(5):
+            use(address)
+        fail()
+        assert state() == before
+
+
+# ---------------------------------------------------------------- asyncio, and reading late
+
+
+def test_a_late_reader_gets_everything():
+    client = open_client(max_model_len=2048, num_gpu_blocks_override=300)
+    client.add_request(
+        EngineCoreRequest("a", [1], SamplingParams(temperature=0.0, seed=0, max_tokens=1500))
+    )
+    wait_until(lambda: client._connection.pull.poll(0))
+    time.sleep(0.5)
+    first = client.get_output()
+    assert len(client._outputs) <= MAX_QUEUED_OUTPUTS
+    tokens, finished = list(first.token_ids), False
+    while not finished:
+        outputs = client.get_output()
+        assert outputs.first_indices == [len(tokens)]
+        tokens, finished = tokens + outputs.token_ids, bool(outputs.finished)
+    assert len(tokens) == 1500
+    client.shutdown()
+
+
+def test_a_late_task_gets_everything_and_others_are_served():
+    async def main() -> None:
+        client = open_client(asyncio_mode=True, max_model_len=2048, num_gpu_blocks_override=300)
+        await client.call_utility_async("ping")
+        client.add_request(
+            EngineCoreRequest("a", [1], SamplingParams(temperature=0.0, seed=0, max_tokens=1500))
+        )
+        cpu = time.process_time()
+        await asyncio.sleep(1.5)  # nobody reads; the loop must neither read on without end nor spin
+        assert len(client._outputs) <= MAX_QUEUED_OUTPUTS and time.process_time() - cpu < 0.5
+        assert await asyncio.wait_for(client.call_utility_async("ping"), 5) == "pong"
+        num_tokens, finished = 0, False
+        while not finished:
+            outputs = await asyncio.wait_for(client.get_output_async(), 5)
+            assert outputs.first_indices == [num_tokens]
+            num_tokens, finished = num_tokens + len(outputs.token_ids), bool(outputs.finished)
+        assert num_tokens == 1500
+        client.shutdown()
+
+    asyncio.run(main())
+
+
+def test_no_wake_up_is_lost():
+    """ZMQ's descriptor is edge-triggered: a message that comes between the last look and the reset
+    must not wait for the next one.
+    """
+
+    async def main() -> None:
+        client = open_client(asyncio_mode=True)
+        for _ in range(2000):  # after each answer the engine is silent: nothing later would wake us
+            assert await asyncio.wait_for(client.call_utility_async("ping"), 10) == "pong"
+        for _ in range(20):
+            client.add_request(LONG)
+            num_tokens = 0
+            while num_tokens < 250:
+                num_tokens += len((await asyncio.wait_for(client.get_output_async(), 10)).token_ids)
+                assert await asyncio.wait_for(client.call_utility_async("ping"), 10) == "pong"
+        client.shutdown()
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_wait_loses_nothing():
+    async def main() -> None:
+        client = open_client(asyncio_mode=True, hf_overrides={"delay_s": 0.01})
+        client.add_request(LONG)
+        num_tokens = num_cancelled = 0
+        while num_tokens < 250:
+            try:
+                outputs = await asyncio.wait_for(client.get_output_async(), 0.008)
+            except TimeoutError:
+                num_cancelled += 1
+                continue
+            assert outputs.first_indices == [num_tokens]
+            num_tokens += 1
+        assert num_cancelled > 0
+        call = asyncio.create_task(client.call_utility_async("ping"))
+        await asyncio.sleep(0)
+        call.cancel()
+        assert await client.call_utility_async("ping") == "pong"
+        client.shutdown()
+
+    asyncio.run(main())
+
+
+def test_one_client_over_two_loops():
+    client = open_client(asyncio_mode=True)
+    assert asyncio.run(client.call_utility_async("ping")) == "pong"
+    assert asyncio.run(client.call_utility_async("ping")) == "pong"
+    client.shutdown()
+
+
+def test_waiters_of_a_client_that_is_shut_down():
+    async def main() -> None:
+        client = open_client(asyncio_mode=True)
+        waiter = asyncio.create_task(client.get_output_async())
+        await asyncio.sleep(0.05)
+        client.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await asyncio.wait_for(waiter, 2)
+
+    asyncio.run(main())
+
+
+def test_blocking_reads_are_refused_in_asyncio_mode():
+    client = open_client(asyncio_mode=True)
+    with pytest.raises(RuntimeError, match="get_output_async"):
+        client.get_output()
+    client.shutdown()
+
+
+def test_an_idle_loop_uses_no_cpu():
+    async def main() -> None:
+        client = open_client(asyncio_mode=True)
+        waiter = asyncio.create_task(client.get_output_async())
+        await asyncio.sleep(0.1)
+        cpu = time.process_time()
+        await asyncio.sleep(2)
+        assert time.process_time() - cpu < 0.02
+        waiter.cancel()
+        client.shutdown()
+
+    asyncio.run(main())
+
+
+def test_the_epoch_comes_back():
+    client = MPClient(make_config(), epoch=7, command=COMMAND)
+    client.add_request(LONG)
+    assert client.ready.epoch == client.get_output().epoch == 7
+    client.shutdown()
+
+
+def test_no_torch_here():
+    modules = "quire.frontend.clients.mp_client, quire.frontend.clients.inproc_client, quire.core.engine_proc"
+    script = f"import sys, {modules}; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True
+        ).stdout.strip()
+        == "[]"
+    )

@@ -1,0 +1,159 @@
+"""The list of models: the bundled one and a made-up cache of the hub, with snapshots that lack
+something.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire.frontend.model_info.model_cache import CachedModel, list_models
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "torch_dtype": "float16",
+}
+WHOLE = {"config.json": json.dumps(CONFIG), "model.safetensors": "x" * 1000, "tokenizer.json": "{}"}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def add(
+    cache: Path,
+    name: str,
+    files: dict[str, str],
+    commit: str = "a" * 40,
+    ref: str | None = "main",
+    kind: str = "models",
+) -> Path:
+    repository = cache / f"{kind}--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / commit
+    for folder in (repository / "blobs", repository / "refs", snapshot):
+        folder.mkdir(parents=True, exist_ok=True)
+    for file, text in files.items():
+        blob = repository / "blobs" / f"{commit[:4]}-{file}"
+        blob.write_text(text)
+        (snapshot / file).symlink_to(blob)
+    if ref:
+        (repository / "refs" / ref).write_text(commit)
+    return repository
+
+
+def listed(*names: str) -> dict[str, CachedModel]:
+    models, warnings = list_models()
+    assert warnings == [] and models[0].model == "bundled" and models[0].problems == []
+    return {f"{model.model}@{model.revision}": model for model in models[1:]}
+
+
+def test_no_cache_is_no_error(cache: Path) -> None:
+    assert listed() == {}
+    cache.mkdir()
+    assert listed() == {}
+
+
+def test_what_is_whole_is_ready(cache: Path) -> None:
+    add(cache, "somebody/small", WHOLE)
+    add(cache, "somebody/small", WHOLE | {"model.safetensors": "y" * 7}, commit="b" * 40, ref=None)
+    add(cache, "somebody/data", {"a.txt": "x"}, kind="datasets")
+    models = listed()
+    assert set(models) == {"somebody/small@main", f"somebody/small@{'b' * 12}"}
+    model = models["somebody/small@main"]
+    assert (model.dtype, model.architecture, model.problems) == ("float16", "LlamaForCausalLM", [])
+    assert model.num_parameters == 2 * 100 * 8 + (8 * 8 * 4 + 3 * 8 * 16 + 16) + 8
+    assert (
+        model.size_bytes == sum(map(len, WHOLE.values())) and Path(model.directory).name == "a" * 40
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"model.safetensors": None}, "no model.safetensors"),
+        ({"tokenizer.json": None}, "no tokenizer.json"),
+        ({"config.json": None}, "no config.json"),
+        ({"config.json": "{"}, "config.json cannot be read"),
+        (
+            {"config.json": json.dumps({**CONFIG, "architectures": ["GPT2LMHeadModel"]})},
+            "architecture GPT2LMHeadModel is not supported",
+        ),
+        (
+            {"config.json": json.dumps({**CONFIG, "architectures": 3})},
+            "config.json cannot be understood",
+        ),
+        (
+            {"config.json": json.dumps({**CONFIG, "quantization_config": {}})},
+            "quantization_config={} is not supported",
+        ),
+        (
+            {
+                "model.safetensors": None,
+                "model.safetensors.index.json": json.dumps(
+                    {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
+                ),
+            },
+            "no 1.safetensors and 1 more",
+        ),
+        (
+            {
+                "model.safetensors": None,
+                "model.safetensors.index.json": json.dumps({"weight_map": {"a": 1}}),
+            },
+            "has no weight_map of names",
+        ),
+    ],
+)
+def test_what_is_missing_or_not_supported_is_said(
+    changes: dict[str, Any], problem: str, cache: Path
+) -> None:
+    add(
+        cache,
+        "somebody/spoilt",
+        {name: text for name, text in (WHOLE | changes).items() if text is not None},
+    )
+    [model] = listed().values()
+    assert (
+        len(model.problems) == 1
+        and problem in model.problems[0]
+        and str(cache) not in model.problems[0]
+    )
+
+
+def test_interrupted_downloads(cache: Path) -> None:
+    repository = add(
+        cache,
+        "somebody/half",
+        {name: text for name, text in WHOLE.items() if name != "model.safetensors"},
+    )
+    (repository / "blobs" / "abc.incomplete").write_text("x")
+    assert listed()["somebody/half@main"].problems == [
+        "1 interrupted download",
+        "no model.safetensors",
+    ]
+
+
+def test_unknown_keys_are_no_noise_in_a_list(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    add(cache, "somebody/new", WHOLE | {"config.json": json.dumps({**CONFIG, "some_new_key": 1})})
+    with caplog.at_level(logging.WARNING):
+        listed()
+    assert not caplog.records
+
+
+def test_a_damaged_cache_is_a_warning(cache: Path) -> None:
+    (cache / "models--somebody--nothing").mkdir(parents=True)
+    models, warnings = list_models()
+    assert len(models) == 1 and len(warnings) == 1 and "\n" not in warnings[0]

@@ -1,0 +1,156 @@
+"""Where a model is found, and what its files say or fail to say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from quire import ModelLoadError
+from quire.frontend.model_info import model_files
+from quire.frontend.model_info.model_files import (
+    default_sampling_arguments,
+    eos_token_ids,
+    find_model_directory,
+    read_ahead,
+    read_generation_config,
+    read_hf_config,
+)
+
+
+def test_bundled_and_local_directories(tmp_path, monkeypatch) -> None:
+    assert (
+        find_model_directory("bundled") == Path(model_files.__file__).parents[1] / "bundled_model"
+    )
+    assert find_model_directory(str(tmp_path)) == tmp_path.resolve()
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    # a directory wins over a name on the hub
+    assert find_model_directory("mine") == tmp_path.resolve() / "mine"
+
+
+@pytest.mark.parametrize(
+    "model", ["/nowhere/model", "./model", "~/no-such-model", "a/b/c", "model/"]
+)
+def test_a_path_that_does_not_exist_never_asks_the_hub(model, monkeypatch) -> None:
+    monkeypatch.setattr(model_files, "_download", lambda *_: pytest.fail("asked the hub"))
+    with pytest.raises(
+        ModelLoadError, match=f"model {re.escape(repr(model))}: there is no such directory"
+    ):
+        find_model_directory(model)
+
+
+def test_a_file_is_not_a_model(tmp_path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ModelLoadError, match="is a file"):
+        find_model_directory(str(tmp_path / "model.gguf"))
+
+
+def test_hub_names_are_downloaded_with_only_the_files_needed(tmp_path, monkeypatch) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def download(model, *, revision, allow_patterns):
+        asked.append((model, revision, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert find_model_directory("org/model", revision="v1") == tmp_path.resolve()
+    find_model_directory("org/model", weights=False)
+    assert [(m, r, "*.safetensors" in p) for m, r, p in asked] == [
+        ("org/model", "v1", True),
+        ("org/model", None, False),
+    ]
+
+
+def test_without_a_network_the_model_is_named_in_one_line(monkeypatch) -> None:
+    import huggingface_hub
+
+    def download(*_, **__):
+        raise ConnectionError("Name or service not known\nmore\nlines")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ModelLoadError) as raised:
+        find_model_directory("org/model")
+    assert (
+        str(raised.value)
+        == "model 'org/model': there is no such directory, and the hub did not give it: Name or "
+        "service not known"
+    )
+
+
+def test_config_with_overrides(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"a": 1, "rope_parameters": {"x": 1, "y": 2}}))
+    assert read_hf_config(tmp_path, {"a": 2, "b": 3, "rope_parameters": {"y": 5}}) == {
+        "a": 2,
+        "b": 3,
+        "rope_parameters": {"x": 1, "y": 5},
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "has no config.json"),
+        (b"{", r"config\.json cannot be read"),
+        (b"\xff\xfe", r"config\.json cannot be read"),
+        (b"[" * 200_000, r"config\.json cannot be read"),
+        (b"[1]", r"config\.json must hold a JSON object, not a list"),
+    ],
+)
+def test_bad_config_files_are_named(tmp_path, content, problem) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelLoadError, match=problem):
+        read_hf_config(tmp_path, {})
+
+
+def test_generation_config(tmp_path) -> None:
+    assert read_generation_config(tmp_path) == {}
+    given = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": None,
+        "max_new_tokens": 99,
+        "do_sample": True,
+        "repetition_penalty": 1.1,
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    arguments = default_sampling_arguments(read_generation_config(tmp_path))
+    assert arguments == {
+        "temperature": 0.6,
+        "top_k": 20,
+        "max_tokens": 99,
+        "repetition_penalty": 1.1,
+    }
+
+
+def test_eos_token_ids() -> None:
+    assert eos_token_ids({}, {}) == []
+    assert eos_token_ids({}, {"eos_token_id": 5}) == [5]
+    assert eos_token_ids({"eos_token_id": [1, 2]}, {"eos_token_id": 5}) == [1, 2]
+    assert eos_token_ids({"eos_token_id": None}, {"eos_token_id": [5]}) == [5]
+    assert eos_token_ids({"eos_token_id": 0}, {"eos_token_id": 5}) == [0]
+    with pytest.raises(ModelLoadError, match="eos_token_id"):
+        eos_token_ids({"eos_token_id": "</s>"}, {})
+
+
+def test_reading_ahead_asks_for_the_weights_alone_and_never_fails(tmp_path, monkeypatch) -> None:
+    asked = []
+    for name in ("b.safetensors", "a.safetensors", "config.json"):
+        (tmp_path / name).write_bytes(b"x" * 10)
+    (tmp_path / "c.safetensors").mkdir()  # cannot be opened
+    monkeypatch.setattr(
+        model_files.os,
+        "posix_fadvise",
+        lambda fd, *what: asked.append((os.readlink(f"/proc/self/fd/{fd}"), what)),
+        raising=False,
+    )
+    read_ahead(tmp_path)
+    assert asked == [
+        (str(tmp_path / f"{name}.safetensors"), (0, 0, os.POSIX_FADV_WILLNEED)) for name in "ab"
+    ]
+    read_ahead(tmp_path / "nowhere")

@@ -1,0 +1,344 @@
+"""The plan's figures are the engine's: bytes of weights and cache, what does not fit, and the
+largest value that does.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from quire import LLM, EngineArgs, InvalidParameterError, ModelLoadError
+from quire.frontend.model_info import plan as planning
+from quire.frontend.model_info.plan import CUDA_BYTES, RUNTIME_BYTES, Plan, make_plan, round_down
+from quire.ipc.errors import NotEnoughMemoryError
+from quire.ipc.memory_plan import free_of_share
+from quire.tests.tiny_models import save_tiny_model
+
+GIB = 2**30
+# 11.6 GiB of weights and 128 KiB of KV cache per token, both in bfloat16.
+BIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A config.json alone: a plan needs no more."""
+    directory = tmp_path_factory.mktemp("big")
+    (directory / "config.json").write_text(json.dumps(BIG))
+    return str(directory)
+
+
+def plan(model: str, memory_bytes: int | None = None, **arguments: Any) -> Plan:
+    return make_plan(EngineArgs(model, **arguments), memory_bytes, arguments)
+
+
+SLOW = {"pack_quantized_linear": "reference"}  # is there without the native library too
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "arguments"),
+    [
+        ("bundled", {}, {"max_num_seqs": 4}),
+        ("qwen2", {"tie_word_embeddings": True}, {"kv_cache_memory_bytes": 2**22}),
+        ("qwen3", {}, {"num_gpu_blocks_override": 77, "dtype": "bfloat16", "max_model_len": 500}),
+        (
+            "llama",
+            {"attention_bias": True, "mlp_bias": True},
+            {"max_num_seqs": 3, "dtype": "float32", "block_size": 32},
+        ),
+        (
+            "qwen2",
+            {"tie_word_embeddings": True},
+            {"quantization": "int4", "dtype": "bfloat16", "kernels": SLOW},
+        ),
+        ("qwen3", {}, {"quantization": "int8", "kernels": SLOW}),
+    ],
+)
+def test_the_engine_allocates_what_the_plan_says(
+    kind: str, config: dict[str, Any], arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    model = kind if kind == "bundled" else str(save_tiny_model(tmp_path, kind, **config))
+    stated = plan(model, **arguments)
+    with LLM(model, engine="inproc", **arguments) as llm:
+        [usage] = llm.collective_rpc("memory_usage")
+        ready = llm.llm_engine.client.ready
+    assert (stated.weights_bytes, stated.kv_cache_bytes) == (
+        usage["weights_bytes"],
+        usage["kv_cache_bytes"],
+    )
+    assert (stated.num_blocks, stated.kv_cache_bytes) == (ready.num_blocks, ready.kv_cache_bytes)
+    assert (stated.dtype, stated.max_model_len) == (
+        ready.config.model_config.dtype,
+        ready.config.model_config.max_model_len,
+    )
+
+
+def test_memory_is_divided(big: str) -> None:
+    stated = plan(big, 40 * GIB, dtype="bfloat16")
+    room = int(0.4 * (40 * GIB - stated.weights_bytes - RUNTIME_BYTES)) // (16 * 2**17)
+    assert stated.kv_bytes_per_token == 2**17 and stated.num_blocks == room
+    assert stated.longest_context == stated.model_context == 32_768
+    assert stated.concurrency == {
+        1024: (room - 1) // 64,
+        4096: (room - 1) // 256,
+        16_384: (room - 1) // 1024,
+        32_768: (room - 1) // 2048,
+    }
+    assert stated.flags == ["--dtype", "bfloat16", "--kv-cache-memory-bytes", str(room * 2**21)]
+    assert plan(big, 40 * GIB, dtype="bfloat16", max_num_seqs=2).concurrency == {
+        1024: 2,
+        4096: 2,
+        16_384: 2,
+        32_768: 2,
+    }
+
+
+def test_a_shorter_context_fits(big: str) -> None:
+    stated = plan(big, 16 * GIB, dtype="bfloat16")
+    assert 0 < stated.longest_context < 32_768 and not stated.fits and stated.num_blocks == 0
+    assert stated.flags[2:4] == ["--max-model-len", str(stated.longest_context)]
+    fitting = plan(big, 16 * GIB, dtype="bfloat16", max_model_len=stated.longest_context)
+    assert fitting.fits and fitting.concurrency[stated.longest_context] == 1
+    assert not plan(big, 16 * GIB, dtype="bfloat16", max_model_len=stated.longest_context + 1).fits
+
+
+@pytest.mark.parametrize("length", [1, 1000, 32_768])
+def test_the_least_memory_is_the_least(big: str, length: int) -> None:
+    least = plan(big, GIB, dtype="bfloat16", max_model_len=length).least_memory_bytes
+    assert plan(big, least, dtype="bfloat16", max_model_len=length).fits
+    assert not plan(big, least - 16, dtype="bfloat16", max_model_len=length).fits
+
+
+def test_where_nothing_fits_half_the_bytes_may(big: str) -> None:
+    stated = plan(big, 20 * GIB, dtype="float32")
+    assert (stated.longest_context, stated.num_blocks, stated.concurrency, stated.fits_as) == (
+        0,
+        0,
+        {},
+        "bfloat16",
+    )
+    assert stated.flags[:2] == ["--dtype", "bfloat16"]
+    nothing = plan(big, 2 * GIB, dtype="float32")
+    assert (nothing.flags, nothing.fits_as, nothing.free_bytes < 0) == ([], None, True)
+
+
+def test_the_flags_hold_what_was_chosen(big: str) -> None:
+    stated = plan(
+        big,
+        60 * GIB,
+        dtype="bfloat16",
+        enable_prefix_caching=False,
+        kernels={"rms_norm": "reference"},
+        logits_processors=["a:b"],
+    )
+    assert stated.flags[:7] == [
+        "--dtype",
+        "bfloat16",
+        "--no-enable-prefix-caching",
+        "--kernels",
+        '{"rms_norm":"reference"}',
+        "--logits-processors",
+        "a:b",
+    ]
+    assert [round_down(length) for length in (16, 1023, 1025, 8191, 8192, 20_000)] == [
+        16,
+        1023,
+        1024,
+        7936,
+        8192,
+        19_456,
+    ]
+
+
+def test_this_machines_memory_is_what_is_free(big: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "free_memory_bytes", lambda: 16 * GIB)
+    here, named = plan(big, dtype="bfloat16"), plan(big, 16 * GIB, dtype="bfloat16")
+    assert not here.memory_is_named and here.longest_context == named.longest_context
+    assert here.flags == [
+        "--dtype",
+        "bfloat16",
+        "--max-model-len",
+        str(round_down(named.longest_context)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fitting"),
+    [({"kv_cache_memory_bytes": 20 * 768 * 16}, 304), ({"num_gpu_blocks_override": 9}, 128)],
+)
+def test_the_engines_refusal_gives_the_largest_value_and_it_works(
+    arguments: dict[str, Any], fitting: int, tmp_path: Path
+) -> None:
+    # in float32 a token takes 3 layers x 2 x 2 heads x 16 x 4 bytes
+    model = str(save_tiny_model(tmp_path, "qwen2"))
+    arguments["dtype"] = "float32"
+    with pytest.raises(NotEnoughMemoryError, match=f"lower max_model_len to at most {fitting}$"):
+        LLM(model, engine="inproc", **arguments)
+    assert plan(model, **arguments).longest_context == fitting
+    with LLM(model, engine="inproc", **arguments, max_model_len=fitting):
+        pass
+
+
+def test_models_that_the_engine_refuses_have_no_plan(big: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({**BIG, "quantization_config": {"quant_method": "gptq"}})
+    )
+    with pytest.raises(ModelLoadError, match="quantization_config"):
+        plan(str(tmp_path))
+    with pytest.raises(InvalidParameterError, match="max_model_len: must be at most 32768"):
+        plan(big, max_model_len=40_000)
+    with pytest.raises(
+        InvalidParameterError, match="quantization: int8 needs the native CPU kernels"
+    ):
+        plan(big, 80 * GIB, device="cuda", quantization="int8")
+    with pytest.raises(
+        InvalidParameterError, match="kv_cache_dtype: fp8 is served by the kernels for NVIDIA GPUs"
+    ):
+        plan(big, kv_cache_dtype="fp8")
+    with pytest.raises(
+        InvalidParameterError,
+        match="kv_cache_dtype: int8 is served by the native kernels for CPUs; on a GPU use fp8 or "
+        "auto",
+    ):
+        plan(big, 80 * GIB, device="cuda", kv_cache_dtype="int8")
+    with pytest.raises(
+        InvalidParameterError,
+        match="kv_cache_dtype: int8 needs a head_dim that is a multiple of 16 up to 256, the model "
+        "has 72; use auto",
+    ):
+        plan(big, kv_cache_dtype="int8", hf_overrides={"head_dim": 72})
+    with pytest.raises(InvalidParameterError, match="dtype: float16 is not supported on a CPU"):
+        plan(big, dtype="float16")
+    with pytest.raises(ModelLoadError, match="no such directory"):
+        plan("./nowhere")
+
+
+def test_a_model_in_the_hubs_cache_needs_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--somebody--big"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    (repository / "blobs").mkdir()
+    (repository / "blobs" / "b1").write_text(json.dumps(BIG))
+    (snapshot / "config.json").symlink_to(repository / "blobs" / "b1")
+    monkeypatch.setattr(planning, "find_model_directory", None)  # would look at the network
+    assert plan("somebody/big", 60 * GIB, dtype="bfloat16").model == "somebody/big"
+
+
+# ---------------------------------------------------------------- GPUs
+
+
+def test_a_gpus_memory_is_divided_as_the_worker_does_it(
+    big: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """executor/worker.py: what is free of the share once the weights are there, less the largest
+    step and the largest graph.
+    """
+    monkeypatch.setattr(planning, "gpu_memory_bytes", lambda: (60 * GIB, 80 * GIB))
+    for share in (0.9, 0.5):
+        stated = plan(big, device="cuda", gpu_memory_utilization=share, max_num_seqs=64)
+        free = free_of_share(60 * GIB - stated.weights_bytes, 80 * GIB, share) - stated.step_bytes
+        assert (stated.memory_bytes, stated.runtime_bytes, stated.memory_is_named) == (
+            80 * GIB,
+            0,
+            False,
+        )
+        assert stated.num_blocks == free // (16 * 2**17) and stated.free_bytes == free
+        assert stated.flags == [
+            "--device",
+            "cuda",
+            "--gpu-memory-utilization",
+            str(share),
+            "--max-num-seqs",
+            "64",
+        ]
+    # no more than all requests need
+    assert plan(big, device="cuda", max_num_seqs=2).num_blocks == 1 + 2 * 32_768 // 16
+    assert stated.dtype == "bfloat16" and set(stated.weights_bytes_by_dtype) == {
+        "bfloat16",
+        "float32",
+    }
+
+
+def test_a_named_gpu_is_idle(big: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = plan(big, 24 * GIB, device="cuda")
+    monkeypatch.setattr(planning, "gpu_memory_bytes", lambda: (24 * GIB - CUDA_BYTES, 24 * GIB))
+    assert (
+        msgspec.structs.replace(
+            plan(big, device="cuda"),
+            memory_is_named=True,
+            runtime_bytes=CUDA_BYTES,
+            withheld_bytes=named.withheld_bytes,
+        )
+        == named
+    )
+
+
+def test_in_fp8_twice_as_much_fits(big: str) -> None:
+    plain, small = (
+        plan(big, 24 * GIB, device="cuda", kv_cache_dtype=name) for name in ("auto", "fp8")
+    )
+    assert (
+        small.kv_bytes_per_token * 2 == plain.kv_bytes_per_token
+        and small.num_blocks // 2 == plain.num_blocks
+    )
+    assert (
+        small.concurrency[1024] == 2 * plain.concurrency[1024] + 1
+        or small.concurrency[1024] == 2 * plain.concurrency[1024]
+    )
+
+
+def test_in_int8_nearly_twice_as_much_fits(big: str) -> None:
+    plain, small = (
+        plan(big, 24 * GIB, dtype="bfloat16", kv_cache_dtype=name) for name in ("auto", "int8")
+    )
+    assert 1.8 < plain.kv_bytes_per_token / small.kv_bytes_per_token < 2
+    assert small.num_blocks * small.kv_bytes_per_token == pytest.approx(
+        plain.num_blocks * plain.kv_bytes_per_token, rel=0.01
+    )
+
+
+def test_a_shorter_context_fits_a_smaller_gpu(big: str) -> None:
+    stated = plan(big, 18 * GIB, device="cuda")
+    assert (
+        not stated.fits
+        and stated.flags[:3] == ["--device", "cuda", "--max-model-len"]
+        and 0 < int(stated.flags[3]) <= stated.longest_context
+    )
+    # without a size for the cache: the engine measures
+    assert plan(big, 18 * GIB, device="cuda", max_model_len=int(stated.flags[3])).fits
+    assert plan(big, 12 * GIB, device="cuda").flags == []
+
+
+@pytest.mark.parametrize("share", [0.9, 0.37, 1.0])
+def test_the_least_gpu_is_the_least(big: str, share: float) -> None:
+    arguments = {"device": "cuda", "gpu_memory_utilization": share, "max_model_len": 5000}
+    least = plan(big, GIB, **arguments).least_memory_bytes
+    assert plan(big, least, **arguments).fits and not plan(big, least - 16, **arguments).fits
+
+
+def test_the_estimate_grows_with_the_step(big: str) -> None:
+    small, large = (
+        plan(big, 80 * GIB, device="cuda", max_num_batched_tokens=tokens).step_bytes
+        for tokens in (1000, 2000)
+    )
+    assert large - small == 1000 * (2 * 4096 + 3 * 11_008) * 2
+    assert plan(big, 80 * GIB, device="cuda", max_num_seqs=1).step_bytes < small

@@ -1,0 +1,169 @@
+"""Messages as clients write them, and what becomes of them before a template sees them."""
+
+from __future__ import annotations
+
+import pytest
+from quire import InvalidParameterError
+from quire.frontend.text.chat_messages import (
+    normalize_messages,
+    with_arguments_as_text,
+    with_empty_content,
+    with_short_ids,
+    with_system_for_developer,
+)
+
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "f", "arguments": '{"a": [1, "é"]}'},
+}
+CONVERSATION = [
+    {"role": "user", "content": "What?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Hm."},
+    {
+        "role": "tool",
+        "tool_call_id": "call_1",
+        "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
+    },
+]
+
+
+def with_arguments(arguments) -> list[dict]:
+    return [
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    ]
+
+
+def test_a_conversation_with_a_call() -> None:
+    _, assistant, tool = normalize_messages(CONVERSATION)
+    assert assistant["tool_calls"] == [
+        {**CALL, "function": {"name": "f", "arguments": {"a": [1, "é"]}}}
+    ]
+    assert assistant["content"] is None
+    assert assistant["reasoning_content"] == assistant["reasoning"] == "Hm."
+    assert tool == {"role": "tool", "tool_call_id": "call_1", "name": "f", "content": "one\ntwo"}
+    assert CONVERSATION[1]["tool_calls"][0]["function"]["arguments"] == '{"a": [1, "é"]}', (
+        "the client's own messages must stay as they are"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ("", {}),
+        (None, {}),
+        ({"a": 1}, {"a": 1}),
+        ('{"a": ', '{"a": '),
+        ("[1]", "[1]"),
+    ],
+)
+def test_arguments(arguments, expected) -> None:
+    assert (
+        normalize_messages(with_arguments(arguments))[0]["tool_calls"][0]["function"]["arguments"]
+        == expected
+    )
+
+
+def test_no_calls_are_no_key() -> None:
+    for nothing in (None, []):
+        assert normalize_messages(
+            [{"role": "assistant", "content": "x", "tool_calls": nothing}]
+        ) == [{"role": "assistant", "content": "x"}]
+
+
+def test_both_names_of_reasoning() -> None:
+    for key in ("reasoning", "reasoning_content"):
+        (message,) = normalize_messages([{"role": "assistant", "content": "x", key: "Hm."}])
+        assert message == {
+            "role": "assistant",
+            "content": "x",
+            "reasoning": "Hm.",
+            "reasoning_content": "Hm.",
+        }
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("x", "x"),
+        (None, None),
+        ([], ""),
+        (
+            [
+                {"type": "text", "text": "a"},
+                {"type": "input_text", "text": "b"},
+                "c",
+                {"text": "d"},
+            ],
+            "a\nb\nc\nd",
+        ),
+        ([{"type": "refusal", "refusal": "No."}], "No."),
+    ],
+)
+def test_content(content, text) -> None:
+    assert normalize_messages([{"role": "user", "content": content}])[0]["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("messages", "parameter", "problem"),
+    [
+        ([], "messages", "at least one message"),
+        ("hello", "messages", "must be a list"),
+        (["hello"], "messages[0]", "must be an object with a `role`"),
+        ([{"content": "x"}], "messages[0].role", "must be a string, got None"),
+        ([CONVERSATION[0], {"role": "user", "content": 5}], "messages[1].content", "got 5"),
+        (
+            [{"role": "user", "content": ["a", {"type": "image_url"}]}],
+            "messages[0].content[1]",
+            "this model reads text alone",
+        ),
+        (
+            [{"role": "user", "content": [{"type": ["x"]}]}],
+            "messages[0].content[0]",
+            "must be a part of type text",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": {"a": 1}}],
+            "messages[0].tool_calls",
+            "must be a list",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"type": "custom"}]}],
+            "messages[0].tool_calls[0].function",
+            "`name` and `arguments`",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {}}]}],
+            "messages[0].tool_calls[0].function.name",
+            "must be a string",
+        ),
+        (with_arguments([1]), "messages[0].tool_calls[0].function.arguments", "must be JSON text"),
+    ],
+)
+def test_errors_name_the_place(messages, parameter, problem) -> None:
+    with pytest.raises(InvalidParameterError) as raised:
+        normalize_messages(messages)
+    assert raised.value.parameter == parameter
+    assert problem in raised.value.problem
+
+
+def test_forms_that_some_templates_want() -> None:
+    user, assistant, tool = normalize_messages(CONVERSATION)
+    assert (
+        with_arguments_as_text([assistant])[0]["tool_calls"][0]["function"]["arguments"]
+        == '{"a": [1, "é"]}'
+    )
+    assert (
+        with_arguments_as_text(normalize_messages(with_arguments("{broken")))[0]["tool_calls"][0][
+            "function"
+        ]["arguments"]
+        == "{broken"
+    )
+    assert [m["content"] for m in with_empty_content([user, assistant])] == ["What?", ""]
+    shortened = with_short_ids([assistant, tool])
+    assert shortened[0]["tool_calls"][0]["id"] == shortened[1]["tool_call_id"] == "0000call1"
+    assert [m["role"] for m in with_system_for_developer([{"role": "developer"}, user])] == [
+        "system",
+        "user",
+    ]

@@ -1,0 +1,183 @@
+"""The tokenizer against transformers' AutoTokenizer on the same files."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from quire import InvalidParameterError, ModelLoadError
+from quire.frontend.model_info.model_files import find_model_directory
+from quire.frontend.text.tokenizer import Tokenizer
+from quire.tests.frontend.tiny_tokenizers import TEXTS, tiny_tokenizer, tiny_tokenizer_directory
+
+BUNDLED = find_model_directory("bundled")
+SPECIAL = "<|im_start|>user\nhi<|im_end|></s><s>"
+
+
+def directories() -> dict[str, Path]:
+    found = {
+        kind: tiny_tokenizer_directory(kind)
+        for kind in ("byte_level", "byte_fallback_strip", "word_piece")
+    }
+    return found | ({"bundled": BUNDLED} if (BUNDLED / "tokenizer.json").exists() else {})
+
+
+@pytest.fixture(params=["byte_level", "byte_fallback_strip", "word_piece", "bundled"])
+def directory(request) -> Path:
+    if request.param not in directories():
+        pytest.skip("the bundled model has no tokenizer yet")
+    return directories()[request.param]
+
+
+def changed_copy(tmp_path: Path, kind: str = "byte_level", **config) -> Path:
+    """A copy of a tiny tokenizer with changed keys in tokenizer_config.json."""
+    shutil.copytree(tiny_tokenizer_directory(kind), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    return tmp_path
+
+
+def oracle(directory: Path):
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(directory)
+
+
+def assert_equal(ours: Tokenizer, theirs) -> None:
+    rng = random.Random(0)
+    texts = [
+        *TEXTS,
+        SPECIAL,
+        "",
+        *("".join(rng.choices("abc ▁é好🤖\n<|>", k=20)) for _ in range(20)),
+    ]
+    for text in texts:
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.encode(text, add_special_tokens=False) == theirs.encode(
+            text, add_special_tokens=False
+        )
+    assert ours.encode_batch(texts) == theirs(texts)["input_ids"]
+    for _ in range(50):
+        ids = [rng.randrange(len(theirs)) for _ in range(10)]
+        for skip in (True, False):
+            assert ours.decode(ids, skip) == theirs.decode(
+                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            )
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert (ours.bos_token, ours.eos_token) == (theirs.bos_token, theirs.eos_token)
+    assert ours.vocab_size == len(ours) == len(theirs)
+    assert ours.special_ids == set(theirs.all_special_ids) | {
+        i for i, t in theirs.added_tokens_decoder.items() if t.special
+    }
+
+
+def test_same_as_transformers(directory) -> None:
+    assert_equal(Tokenizer(directory), oracle(directory))
+
+
+@pytest.mark.parametrize("add_bos", [True, False, None])
+@pytest.mark.parametrize("add_eos", [True, False, None])
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback_strip"])
+def test_tokens_around_a_prompt_as_in_transformers(tmp_path, kind, add_bos, add_eos) -> None:
+    flags = {
+        key: value
+        for key, value in (("add_bos_token", add_bos), ("add_eos_token", add_eos))
+        if value is not None
+    }
+    bos = {"bos_token": "<|im_start|>"} if kind == "byte_level" else {}
+    directory = changed_copy(tmp_path, kind, **flags, **bos)
+    assert_equal(Tokenizer(directory), oracle(directory))
+
+
+def test_tokens_known_only_to_the_config_as_in_transformers(tmp_path) -> None:
+    described = {
+        "303": {"content": "<tool>", "special": True, "normalized": False},
+        "304": {"content": "<plain>", "special": False, "lstrip": True, "normalized": False},
+    }
+    flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)
+    pad = {"__type": "AddedToken", "content": "<pad>", "special": True, **flags}
+    directory = changed_copy(
+        tmp_path,
+        added_tokens_decoder=described,
+        pad_token=pad,
+        additional_special_tokens=["<extra>"],
+    )
+    ours, theirs = Tokenizer(directory), oracle(directory)
+    for text in ("a <tool> b <plain> c", "<pad><extra>"):
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text), True) == theirs.decode(
+            theirs.encode(text), skip_special_tokens=True
+        )
+
+
+def test_settings_of_the_training_do_not_cut_or_pad_prompts(tmp_path) -> None:
+    directory = changed_copy(tmp_path)
+    backend = Tokenizer(directory).backend
+    backend.enable_truncation(3)
+    backend.enable_padding(length=5)
+    backend.save(str(directory / "tokenizer.json"))
+    assert Tokenizer(directory).encode("abcdefgh") == tiny_tokenizer().encode("abcdefgh")
+    assert len(Tokenizer(directory).encode("ab")) == 2
+
+
+def test_ids_and_tokens() -> None:
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.token_to_id("<|im_end|>") == tokenizer.eos_token_id == 302
+    assert tokenizer.id_to_token(302) == "<|im_end|>"
+    assert tokenizer.token_to_id("nothing") is None and tokenizer.id_to_token(99_999) is None
+    assert tokenizer.decode(tokenizer.token_to_id("Ġthe")) == " the"
+    assert tokenizer.bos_token_id is None
+    for text in (5, "half a character \ud800"):
+        with pytest.raises(InvalidParameterError, match="prompt: must be text"):
+            tokenizer.encode(text)
+
+
+def test_chat_template_text_and_ids() -> None:
+    tokenizer, messages = tiny_tokenizer(), [{"role": "user", "content": "hi"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    assert ids == tokenizer.encode(text, add_special_tokens=False) and ids[0] == 301
+    assert (
+        tokenizer.apply_chat_template(
+            messages, chat_template="{{ eos_token }}{{ extra }}", extra=5, tokenize=False
+        )
+        == "<|im_end|>5"
+    )
+    with pytest.raises(InvalidParameterError, match="tokenize"):
+        tokenizer.apply_chat_template(messages, tokenize="no")
+
+
+def test_bad_files_are_named(tmp_path) -> None:
+    with pytest.raises(
+        ModelLoadError, match=f"{tmp_path} has no tokenizer.json.*skip_tokenizer_init"
+    ):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ModelLoadError, match=r"tokenizer_config\.json must hold a JSON object"):
+        Tokenizer(tmp_path)
+
+
+def test_the_frontend_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; from quire import LLM, AsyncLLM, EngineArgs; from quire.frontend.text.tokenizer "
+        "import Tokenizer\n"
+        f"t = Tokenizer({str(tiny_tokenizer_directory())!r}); "
+        f"t.apply_chat_template([dict(role='user', content='x')])\n"
+        "print([m for m in ('torch', 'transformers', 'numpy', 'huggingface_hub', 'tqdm') if m in "
+        "sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

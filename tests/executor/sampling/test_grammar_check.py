@@ -103,7 +103,7 @@ def test_a_process_that_died_between_two_checks_is_no_refusal(check):
 def test_memory_is_limited(settings, monkeypatch):
     """In a child of its own: the limit is the process's."""
     code = (
-        "import threading, io, resource; from quire.executor import grammar_check as g\n"
+        "import threading, io, resource; from quire.executor.sampling import grammar_check as g\n"
         "g.MEMORY_LIMIT_BYTES = 0\n"
         "class Stop(Exception): pass\n"
         "class Requests(io.BytesIO):\n"

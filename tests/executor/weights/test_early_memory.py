@@ -39,7 +39,7 @@ def test_the_matrices_of_a_model_and_what_they_take_packed(tiny):
 
 BEGIN = """
 import sys
-from quire.executor import early_memory
+from quire.executor.weights import early_memory
 from quire.frontend.engine_args import EngineArgs
 thread = early_memory.begin(EngineArgs(sys.argv[1], hf_overrides={"tie_word_embeddings": sys.argv[2] == "tied"}, cpu_isa=sys.argv[3]).create_engine_config())
 if thread is not None: thread.join()

@@ -318,9 +318,9 @@ class OutputProcessor:
                     extras.logprobs, num_known, num_known + num_used
                 )
                 completion.logprobs += positions
-                completion.cumulative_logprob += sum(
-                    next(iter(position.values())).logprob for position in positions
-                )
+                # One addition per token: the sum must not depend on how rows split the tokens.
+                for position in positions:
+                    completion.cumulative_logprob += next(iter(position.values())).logprob
         if stop is not None:
             self._finish(state, completion, FinishReason.STOP, stop_reason=stop)
         elif finished is not None:

@@ -198,6 +198,24 @@ def test_log_probabilities() -> None:
     assert output.outputs[0].logprobs is None and output.outputs[0].cumulative_logprob is None
 
 
+def test_cumulative_logprob_does_not_depend_on_how_rows_split_the_tokens() -> None:
+    """Near-certain tokens beside unlikely ones: additions in another order round differently."""
+    token_ids, sums = list(range(40, 52)), set()
+    values = [-1.7e-10, -3.1, -2.3e-9, -17.9] * 3
+    for size in (1, 2, 3, 5, 12):
+        processor, [i] = started("r", logprobs=0)
+        for start in range(0, 12, size):
+            chunk = token_ids[start : start + size]
+            reason = FinishReason.LENGTH if start + size >= 12 else None
+            outputs = row(i, start, chunk, reason, num_logprobs=0)
+            [columns] = outputs.logprobs
+            data = array("f", values[start : start + size]).tobytes()
+            columns = replace(columns, logprobs=Array("f4", (len(chunk), 1), data))
+            processed = run(processor, replace(outputs, logprobs=[columns]))
+        sums.add(processed.request_outputs[0].outputs[0].cumulative_logprob)
+    assert len(sums) == 1
+
+
 def test_the_sampled_token_among_the_candidates_appears_once() -> None:
     processor, [i] = started("r", logprobs=1)
     outputs = row(i, 0, [40], FinishReason.LENGTH, num_logprobs=1)

@@ -81,7 +81,7 @@ def cpu_parser(argv: list[str]) -> Parser:
 def cpu(argv: list[str]) -> int:
     args = cpu_parser(argv).parse(argv)
     _check(args)
-    from ..bench.cpu import Plan, model_work, run_plan
+    from ..bench.cpu import ROOM, Plan, model_work, run_plan
     from ..engine_args import EngineArgs
 
     arguments = given(args, engine_flags())
@@ -89,7 +89,7 @@ def cpu(argv: list[str]) -> int:
     work, longest = model_work(asked), asked.model_config.max_model_len
     plan = Plan(
         [(batch, args.context) for batch in args.batch_sizes],
-        [min(args.prefill_len, longest - 1)],
+        [max(1, min(args.prefill_len, longest - ROOM))],
         args.seconds,
     )
     limits, phases = run_plan(fitting(asked, plan, work), plan, work, None)

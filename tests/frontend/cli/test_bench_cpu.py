@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from quire import EngineArgs, InvalidParameterError
 from quire.__main__ import main
-from quire.frontend.bench.cpu import Limits, Phase, Plan, model_work
+from quire.frontend.bench import cpu
+from quire.frontend.bench.cpu import ROOM, Limits, Phase, Plan, model_work
 from quire.frontend.cli.bench_cpu import BATCHES, cpu_parser, draw, fitting, format_limits, sweeps
+from quire.ipc.config import EngineConfig
 
 
 def call(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
@@ -55,6 +58,24 @@ def test_phases_beside_their_limits(capsys: pytest.CaptureFixture, tmp_path: Pat
         for p in found["phases"]
     )
     assert found["limits"]["read_bandwidth"]["1"] > 0 and found["machine"]["num_cores"] >= 1
+
+
+def test_the_defaults_fit_the_bundled_model(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default prompt is as long as the model's context and leaves room for its answer."""
+    measured: list[Plan] = []
+
+    def measure(config: EngineConfig, plan: Plan, *_: Any) -> tuple[Limits, list[Phase]]:
+        assert config.model_config.max_model_len >= plan.max_model_len
+        measured.append(plan)
+        return Limits({1: 1e9}, {"float32": 1e9}), []
+
+    monkeypatch.setattr(cpu, "run_plan", measure)
+    code, _, err = call(capsys)
+    assert (code, err) == (0, "")
+    context = EngineArgs().create_engine_config().model_config.max_model_len
+    assert measured == [Plan([(1, 128), (32, 128)], [context - ROOM], 1.0)]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""Routes that change the engine for everybody: pause, resume, sleep, wake, forget the prefix cache,
-LoRA. They answer only with --admin.
+"""Routes that change the engine for all clients: pause, resume, sleep, wake up, reset the prefix
+cache, LoRA. They answer 403 without --admin. Every query parameter is checked before the engine is
+called.
 
 Must not know: how the engine does it.
 """
@@ -21,7 +22,8 @@ from ..http.errors import ApiError, invalid, unsupported
 from ..http.sse import Json
 from ..state import ServerState
 
-Action = Callable[[AsyncLLM, Request], Awaitable[dict[str, Any]]]
+Action = Callable[..., Awaitable[dict[str, Any]]]  # (engine, **query parameters)
+Reader = Callable[[str, list[str]], Any]  # (name, values) -> value; raises ApiError
 
 
 class LoadLora(msgspec.Struct):
@@ -39,78 +41,136 @@ class UnloadLora(msgspec.Struct):
     lora_int_id: int | None = None
 
 
-async def pause(engine: AsyncLLM, request: Request) -> dict[str, Any]:
-    """?mode=abort|wait|keep; vLLM's older wait_for_inflight_requests=true is mode=wait, and
-    clear_cache=true (its default) empties the prefix cache.
+async def pause(
+    engine: AsyncLLM,
+    mode: str | None = None,
+    wait_for_inflight_requests: bool = False,
+    clear_cache: bool = True,
+) -> dict[str, Any]:
+    """`wait_for_inflight_requests` is vLLM's older name of mode=wait. `clear_cache` empties the
+    prefix cache, except with mode=keep.
     """
-    waits = _flag(request, "wait_for_inflight_requests", default=False)
-    mode = request.query_params.get("mode", "wait" if waits else "abort")
+    mode = mode or ("wait" if wait_for_inflight_requests else "abort")
     await engine.pause(mode)
-    if mode != "keep" and _flag(request, "clear_cache", default=True):
+    if mode != "keep" and clear_cache:
         await engine.reset_prefix_cache()
     return {"status": "paused"}
 
 
-async def resume(engine: AsyncLLM, request: Request) -> dict[str, Any]:
+async def resume(engine: AsyncLLM) -> dict[str, Any]:
     await engine.resume()
     return {"status": "resumed"}
 
 
-async def is_paused(engine: AsyncLLM, request: Request) -> dict[str, Any]:
+async def is_paused(engine: AsyncLLM) -> dict[str, Any]:
     return {"is_paused": await engine.is_paused()}
 
 
-async def sleep(engine: AsyncLLM, request: Request) -> dict[str, Any]:
-    level = request.query_params.get("level", "1")
-    if level not in ("1", "2"):
-        raise invalid(
-            "level",
-            f"'level' must be 1 (frees the KV cache) or 2 (the weights too), got {level!r:.40}.",
-        )
+async def sleep(engine: AsyncLLM, level: str = "1") -> dict[str, Any]:
+    """Level 1 frees the KV cache, level 2 the weights too."""
     await engine.sleep(int(level))
     return {"status": "asleep"}
 
 
-async def wake_up(engine: AsyncLLM, request: Request) -> dict[str, Any]:
-    """?tags=weights&tags=kv_cache wakes these alone."""
-    await engine.wake_up(request.query_params.getlist("tags") or None)
+async def wake_up(engine: AsyncLLM, tags: list[str] | None = None) -> dict[str, Any]:
+    """?tags=weights&tags=kv_cache wakes only these."""
+    await engine.wake_up(tags)
     return {"status": "asleep" if await engine.is_sleeping() else "awake"}
 
 
-async def is_sleeping(engine: AsyncLLM, request: Request) -> dict[str, Any]:
+async def is_sleeping(engine: AsyncLLM) -> dict[str, Any]:
     return {"is_sleeping": await engine.is_sleeping()}
 
 
-async def reset_prefix_cache(engine: AsyncLLM, request: Request) -> dict[str, Any]:
-    """`reset`: false where running requests hold blocks of it; ?reset_running_requests=true
-    computes those again.
+async def reset_prefix_cache(
+    engine: AsyncLLM, reset_running_requests: bool = False
+) -> dict[str, Any]:
+    """`reset` is false if running requests hold blocks; `reset_running_requests` recomputes
+    them.
     """
-    running = _flag(request, "reset_running_requests", default=False)
-    return {"reset": await engine.reset_prefix_cache(running)}
+    return {"reset": await engine.reset_prefix_cache(reset_running_requests)}
 
 
-ACTIONS: dict[str, tuple[str, Action]] = {
-    "/pause": ("POST", pause),
-    "/resume": ("POST", resume),
-    "/is_paused": ("GET", is_paused),
-    "/sleep": ("POST", sleep),
-    "/wake_up": ("POST", wake_up),
-    "/is_sleeping": ("GET", is_sleeping),
-    "/reset_prefix_cache": ("POST", reset_prefix_cache),
+# ---------------------------------------------------------------- query parameters
+
+
+def _flag(name: str, values: list[str]) -> bool:
+    value = values[-1].lower()
+    if value not in ("true", "false", "1", "0"):
+        raise invalid(name, f"'{name}' must be true or false, got {values[-1]!r:.40}.")
+    return value in ("true", "1")
+
+
+def _one_of(*choices: str) -> Reader:
+    def read(name: str, values: list[str]) -> str:
+        return _some_of(*choices)(name, values)[-1]
+
+    return read
+
+
+def _some_of(*choices: str) -> Reader:
+    def read(name: str, values: list[str]) -> list[str]:
+        for value in values:
+            if value not in choices:
+                raise invalid(name, f"'{name}' must be {' or '.join(choices)}, got {value!r:.40}.")
+        return values
+
+    return read
+
+
+# path -> (method, action, its query parameters)
+ACTIONS: dict[str, tuple[str, Action, dict[str, Reader]]] = {
+    "/pause": (
+        "POST",
+        pause,
+        {
+            "mode": _one_of("abort", "wait", "keep"),
+            "wait_for_inflight_requests": _flag,
+            "clear_cache": _flag,
+        },
+    ),
+    "/resume": ("POST", resume, {}),
+    "/is_paused": ("GET", is_paused, {}),
+    "/sleep": ("POST", sleep, {"level": _one_of("1", "2")}),
+    "/wake_up": ("POST", wake_up, {"tags": _some_of("weights", "kv_cache")}),
+    "/is_sleeping": ("GET", is_sleeping, {}),
+    "/reset_prefix_cache": ("POST", reset_prefix_cache, {"reset_running_requests": _flag}),
 }
+
+
+def read_query(request: Request, readers: dict[str, Reader]) -> dict[str, Any]:
+    """The values of the query parameters that were sent.
+
+    Raises ApiError 400 for a bad value and for a name that is not in `readers`.
+    """
+    query = request.query_params
+    for name in query:
+        if name not in readers:
+            known = ", ".join(readers) or "none"
+            raise invalid(
+                name,
+                f"Unknown query parameter {name!r:.40}; this route knows: {known}.",
+                "unknown_parameter",
+            )
+    return {name: readers[name](name, query.getlist(name)) for name in query}
 
 
 def routes(state: ServerState) -> list[Route]:
     def check_allowed() -> None:
         if not state.server_config.admin:
-            message = "This route changes the engine for everybody and is switched off; start the server with --admin to have it."
+            message = (
+                "This route changes the engine for all clients and is disabled; --admin enables it."
+            )
             raise ApiError(403, message, code="admin_disabled")
 
-    def endpoint(action: Action) -> Callable[[Request], Awaitable[Response]]:
+    def endpoint(
+        action: Action, readers: dict[str, Reader]
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def run(request: Request) -> Response:
             check_allowed()
+            parameters = read_query(request, readers)
             try:
-                return Json(await action(state.ready_engine(), request))
+                return Json(await action(state.ready_engine(), **parameters))
             except EnginePausedError as error:
                 raise ApiError(409, f"{error}.", code="engine_paused") from None
 
@@ -134,20 +194,11 @@ def routes(state: ServerState) -> list[Route]:
         )
 
     actions = [
-        Route(path, endpoint(action), methods=[method])
-        for path, (method, action) in ACTIONS.items()
+        Route(path, endpoint(action, readers), methods=[method])
+        for path, (method, action, readers) in ACTIONS.items()
     ]
     lora = [
         Route("/v1/load_lora_adapter", load_lora, methods=["POST"]),
         Route("/v1/unload_lora_adapter", unload_lora, methods=["POST"]),
     ]
     return [*actions, *lora]
-
-
-def _flag(request: Request, name: str, *, default: bool) -> bool:
-    value = request.query_params.get(name)
-    if value is None:
-        return default
-    if value.lower() not in ("true", "false", "1", "0"):
-        raise invalid(name, f"'{name}' must be true or false, got {value!r:.40}.")
-    return value.lower() in ("true", "1")

@@ -5,12 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import httpx2 as httpx
 import pytest
+from quire.frontend.server.app import make_app
+from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.routes.admin import ACTIONS
+from quire.frontend.server.state import ServerState
 from quire.tests.fake_engine import wait_until
 from quire.tests.frontend.server.conftest import running_server, slow_engine
+from quire.tests.frontend.server.scripted import talk
 
 LORA = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
@@ -102,13 +107,35 @@ def test_the_prefix_cache(admin: httpx.Client) -> None:
         ("/pause?mode=later", "mode"),
         ("/sleep?level=3", "level"),
         ("/pause?clear_cache=perhaps", "clear_cache"),
+        ("/pause?mode=keep&clear_cache=", "clear_cache"),
+        ("/pause?wait_for_inflight_requests=2", "wait_for_inflight_requests"),
+        ("/pause?mod=keep", "mod"),
+        ("/resume?mode=keep", "mode"),
         ("/wake_up?tags=all", "tags"),
+        ("/wake_up?tags=weights&tags=all", "tags"),
+        ("/reset_prefix_cache?reset_running_requests=maybe", "reset_running_requests"),
     ],
 )
-def test_what_is_refused(admin: httpx.Client, path: str, param: str) -> None:
+def test_a_refused_call_changes_nothing(admin: httpx.Client, path: str, param: str) -> None:
+    running = Generating(admin, 20)
+    wait_until(lambda: admin.get("/v1/engine/state").json()["counters"]["num_running"] == 1)
     answer = admin.post(path)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
-    admin.post("/resume")
+    assert admin.get("/is_paused").json() == {"is_paused": False}
+    assert admin.get("/is_sleeping").json() == {"is_sleeping": False}
+    running.join(timeout=10)
+    assert running.answer.json()["usage"]["completion_tokens"] == 20
+
+
+@pytest.mark.parametrize("path", ACTIONS)
+def test_no_action_calls_the_engine_before_every_parameter_is_read(path: str) -> None:
+    """The engine of this app raises AttributeError whatever it is asked."""
+    method, _, readers = ACTIONS[path]
+    state = ServerState(ServerConfig(admin=True), "m")
+    state.engine = SimpleNamespace(errored=False)
+    for name in [*readers, "unknown"]:
+        answer = talk(make_app(state), lambda client: client.request(method, f"{path}?{name}=?"))
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == name
 
 
 def test_lora_does_not_exist_yet(admin: httpx.Client) -> None:
@@ -130,7 +157,7 @@ def test_lora_does_not_exist_yet(admin: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("path", "method"),
     [
-        *((path, method) for path, (method, _) in ACTIONS.items()),
+        *((path, method) for path, (method, *_) in ACTIONS.items()),
         *((path, "POST") for path in LORA),
     ],
 )

@@ -42,9 +42,7 @@ def are_kernels_built() -> bool:
     it.
     """
     choice = os.environ.get("QUIRE_NATIVE")
-    return choice != "0" and (
-        Path(choice).exists() if choice else any(NATIVE_KERNELS.glob("_native*.so"))
-    )
+    return choice != "0" and (Path(choice) if choice else NATIVE_KERNELS / "_native.so").exists()
 
 
 def prefers_bfloat16(cpu_isa: str) -> bool:

@@ -66,6 +66,7 @@ SOCKETS_ALLOWED = {"frontend/clients/mp_client.py", "core/engine_proc.py"}
 MIRRORS = {
     "__init__.py": "tests/test_costs.py",
     "__main__.py": "tests/frontend/test_cli.py",
+    "setup.py": "tests/test_packaging.py",
     **{
         f"frontend/cli/{name}.py": "tests/frontend/test_cli.py"
         for name in ("chat", "engine", "flags", "parser", "generate", "session", "terminal")

@@ -116,15 +116,15 @@ def _load(choice: str | None) -> Library | None:
     """
     if choice == "0":
         return None
-    built = [Path(choice)] if choice else sorted(Path(__file__).parent.glob("_native*.so"))
-    if not built:
+    path = Path(choice) if choice else Path(__file__).with_name("_native.so")
+    if not choice and not path.exists():
         logger.warning(
             "native CPU kernels are not built (no C++ compiler at installation): torch's serve, "
             "several times slower"
         )
         return None
     try:
-        loaded = Library(built[0])
+        loaded = Library(path)
     except OSError as error:
         logger.warning(
             "native CPU kernels cannot be loaded, torch's serve, several times slower: %s", error

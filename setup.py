@@ -1,0 +1,27 @@
+"""Build steps that pyproject.toml cannot state: file name and wheel tag of the native library.
+
+Must not know: anything else about the package; its metadata is in pyproject.toml.
+"""
+
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+
+class BuildNativeLibrary(build_ext):
+    """Names the library `_native.so`: it is loaded through ctypes and uses no Python API."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"
+
+
+class PlatformWheel(bdist_wheel):
+    """Tags the wheel `py3-none-<platform>`: one wheel serves every supported Python version."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(cmdclass={"build_ext": BuildNativeLibrary, "bdist_wheel": PlatformWheel})

@@ -1,0 +1,142 @@
+"""The package as its users get it: metadata, sdist, wheel, an installation in a new environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+READ_BUILD = """
+import runpy, setuptools
+
+def show(**arguments):
+    build = setuptools.Distribution(arguments)
+    build.parse_config_files()
+    wheel, library = map(build.get_command_obj, ("bdist_wheel", "build_ext"))
+    wheel.ensure_finalized()
+    library.ensure_finalized()
+    print(*wheel.get_tag())
+    print(library.get_ext_filename("quire.kernels.cpu.native._native"))
+
+setuptools.setup = show
+runpy.run_path("setup.py")
+"""
+
+
+def run(*words: str | Path, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        words,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def test_the_build_names_library_and_wheel_without_a_python_version() -> None:
+    tag, library = run(sys.executable, "-c", READ_BUILD, cwd=ROOT).splitlines()[-2:]
+    python, abi, platform = tag.split()
+    assert (python, abi) == ("py3", "none")
+    assert platform == sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert Path(library) == Path("quire/kernels/cpu/native/_native.so")
+
+
+def test_the_native_library_uses_no_python_api() -> None:
+    for path in (ROOT / "kernels/cpu/native/src").iterdir():
+        assert "Python.h" not in path.read_text(), path
+
+
+def test_versions_of_python() -> None:
+    assert PROJECT["requires-python"] == ">=3.11,<3.15"
+    named = {line.split(" :: ")[-1] for line in PROJECT["classifiers"] if "Python ::" in line}
+    assert named == {"3.11", "3.12", "3.13", "3.14"}
+
+
+def test_the_license_is_apache_2() -> None:
+    text = (ROOT / "LICENSE").read_text()
+    assert PROJECT["license"] == "Apache-2.0" and PROJECT["license-files"] == ["LICENSE"]
+    assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
+
+
+def test_the_changelog_has_this_version() -> None:
+    assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(sdist, wheel): the sdist is made of the tracked files, the wheel of the sdist."""
+    scratch = tmp_path_factory.mktemp("packaging")
+    checkout = scratch / "checkout"
+    for name in run("git", "ls-files", "-z", cwd=ROOT).split("\0"):
+        if name and (ROOT / name).is_file():
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, checkout / name)
+    build = "from setuptools.build_meta import *; import sys; print(build_{}(sys.argv[1]))"
+    run(sys.executable, "-c", build.format("sdist"), scratch / "dist", cwd=checkout)
+    [sdist] = (scratch / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(scratch / "unpacked", filter="data")
+    [unpacked] = (scratch / "unpacked").iterdir()
+    run(sys.executable, "-c", build.format("wheel"), scratch / "dist", cwd=unpacked)
+    [wheel] = (scratch / "dist").glob("*.whl")
+    return sdist, wheel
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory, distributions) -> Path:
+    """`bin` of a new virtual environment with the wheel installed.
+
+    The dependencies come from the running environment, so that nothing is downloaded.
+    """
+    home = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", home, cwd=home)
+    [site_packages] = home.glob("lib/python*/site-packages")
+    mine = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (site_packages / "dependencies.pth").write_text("\n".join(mine))
+    options = ("--no-deps", "--no-index", "--ignore-installed", "--quiet")
+    run(home / "bin/python", "-m", "pip", "install", *options, distributions[1], cwd=home)
+    return home / "bin"
+
+
+@pytest.mark.packaging
+@pytest.mark.timeout(900)
+def test_sdist_and_wheel_hold_what_they_should(distributions) -> None:
+    sdist, wheel = distributions
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "docs/serving.md", "setup.py"} <= names
+    assert {"kernels/cpu/native/src/abi.h", "frontend/bundled_model/model.safetensors"} <= names
+    assert wheel.name.split("-")[2:4] == ["py3", "none"]
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"quire/__init__.py", "quire/frontend/server/page/index.html"} <= names
+    assert "quire/frontend/bundled_model/model.safetensors" in names
+    assert [name for name in names if name.endswith(".so")] == [
+        "quire/kernels/cpu/native/_native.so"
+    ]
+    assert not [name for name in names if name.startswith(("quire/tests", "quire/setup", "tests"))]
+
+
+@pytest.mark.packaging
+@pytest.mark.timeout(900)
+def test_the_wheel_does_the_main_job(environment: Path, tmp_path: Path) -> None:
+    words = ("generate", "Once upon a time", "--max-tokens", "8")
+    assert run(environment / "quire", *words, cwd=tmp_path, HF_HUB_OFFLINE="1").strip()
+    where = "import quire, quire.kernels.cpu.native.library as l; print(quire.__file__, l.library)"
+    home, library = run(environment / "python", "-c", where, cwd=tmp_path).split(maxsplit=1)
+    assert Path(home).is_relative_to(environment.parent)
+    assert "Library" in library, "the wheel's native library is not loaded"

@@ -407,8 +407,9 @@ class EngineCore:
         "time": now. "step": the number of the last step, -1 before the first. "steps": of those
         newer than `since_step`, at most the last 512, see StepRecords.newer_than. "requests": see
         observation.describe_requests; state "waiting", "running", "swapped", "held" (by a pause) or
-        "grammar". "num_blocks", "blocks", "blocks_per_cell": the KV cache in at most `max_blocks`
-        letters, see observation.map_blocks. "counters": get_metrics().
+        "grammar". "num_blocks": of the KV cache. "blocks", "blocks_per_cell", "block_counts": its
+        blocks in at most `max_blocks` letters, and how many are in each state, see
+        observation.map_blocks. "counters": get_metrics().
         """
         return observe(self.scheduler, self.gate, self._step_records, since_step, max_blocks) | {
             "counters": self.get_metrics()

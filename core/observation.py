@@ -119,16 +119,14 @@ def observe(
 ) -> dict[str, Any]:
     """All but the counters, in plain values; see EngineCore.observe."""
     check_observe(since_step, max_blocks)
-    blocks, blocks_per_cell = map_blocks(scheduler.kv_cache_manager.block_pool, max_blocks)
+    pool = scheduler.kv_cache_manager.block_pool
     return {
         "time": time.monotonic(),
         "step": records.last_step,
         "steps": records.newer_than(since_step),
         "requests": [*describe_requests(scheduler), *map(_describe_gated, gate)],
-        "num_blocks": scheduler.kv_cache_manager.block_pool.num_blocks,
-        "blocks": blocks,
-        "blocks_per_cell": blocks_per_cell,
-    }
+        "num_blocks": pool.num_blocks,
+    } | map_blocks(pool, max_blocks)
 
 
 def describe_requests(scheduler: Scheduler) -> list[dict[str, Any]]:
@@ -180,21 +178,27 @@ def _describe_gated(gated: GatedRequest) -> dict[str, Any]:
     }
 
 
-def map_blocks(pool: BlockPool, max_cells: int) -> tuple[str, int]:
-    """One letter per cell, and blocks per cell. "-" the null block, "." free, "c" free and
-    findable, "u" used by one request, "s" by more; of a cell with several blocks the busiest of
-    theirs, in this order.
+def map_blocks(pool: BlockPool, max_cells: int) -> dict[str, Any]:
+    """The KV cache as at most `max_cells` letters, and how many blocks are in each state.
+
+    "blocks": one letter per cell, for the blocks up to the last that was ever taken; the blocks
+    after it are free. "-" the null block, "." free, "c" free and in the prefix cache, "u" used by
+    one request, "s" used by several; of a cell with several blocks the busiest, in this order.
+    "blocks_per_cell": the number of blocks of each cell; the last cell may have fewer.
+    "block_counts": blocks that are "free", "cached", "used" and "shared", without the null block.
     """
-    busy = bytes(
+    busy = b"\0" + bytes(
         [
             (3 if n == 1 else 4) if (n := block.ref_cnt) else (1 if block.block_hash is None else 2)
-            for block in pool.blocks
+            for block in pool.blocks[1:]
         ]
     )
-    busy = b"\0" + busy[1:] + b"\1" * (pool.num_blocks - len(busy))  # those that nobody has had yet
+    counts = {name: busy.count(i) for i, name in enumerate(("free", "cached", "used", "shared"), 1)}
+    counts["free"] += pool.num_blocks - len(busy)
     blocks_per_cell = -(-len(busy) // max_cells)
     if blocks_per_cell > 1:
         busy = bytes(
             [max(busy[i : i + blocks_per_cell]) for i in range(0, len(busy), blocks_per_cell)]
         )
-    return busy.translate(LETTERS).decode(), blocks_per_cell
+    cells = busy.translate(LETTERS).decode()
+    return {"blocks": cells, "blocks_per_cell": blocks_per_cell, "block_counts": counts}

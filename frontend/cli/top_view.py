@@ -107,20 +107,17 @@ def _figure(n: float, words: str) -> Text:
 
 
 def _cache(state: dict[str, Any], width: int) -> Text:
-    """Of all blocks but the null block: what requests hold, what a prompt could still hit, what is
-    empty.
-    """
-    cells = state["blocks"]
-    counted = {kind: cells.count(kind) for kind in "usc."}
-    num_cells = max(1, sum(counted.values()))
-    used, cached = counted["u"] + counted["s"], counted["c"]
+    """The blocks without the null block: those that requests hold, those in the prefix cache."""
+    counts = state["block_counts"]
+    num_blocks = max(1, sum(counts.values()))
+    used, cached = counts["used"] + counts["shared"], counts["cached"]
     counters = state["counters"]
     usage = (
         1 - counters["num_free_blocks"] / (counters["num_blocks"] - 1)
         if counters["num_blocks"] > 1
         else 0.0
     )
-    bar = _bar(width - 42, [(used / num_cells, USED), (cached / num_cells, CACHED)])
+    bar = _bar(width - 42, [(used / num_blocks, USED), (cached / num_blocks, CACHED)])
     return Text.assemble(
         "KV cache ",
         bar,

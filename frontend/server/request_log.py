@@ -31,6 +31,7 @@ class RequestLog:
     """The last `capacity` finished requests by id, oldest out first."""
 
     def __init__(self, capacity: int = MAX_REQUESTS):
+        self.num_added = 0  # since the start, those that were dropped since included
         self._capacity = capacity
         self._requests: OrderedDict[str, FinishedRequest] = OrderedDict()
 
@@ -44,6 +45,7 @@ class RequestLog:
         """
         # at most 4096, 32 KiB: a quarter of the list's memory
         moments = array("d", metrics.token_ts)
+        self.num_added += 1
         self._requests.pop(request_id, None)
         self._requests[request_id] = FinishedRequest(
             request_id, replace(metrics, token_ts=moments), summary

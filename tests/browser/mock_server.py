@@ -1,5 +1,6 @@
-"""A scripted server for the page: a chat stream, an engine that appears to work, loading and
-failing on request.
+"""A scripted server for the page: streams, an engine that appears to work, loading, failing.
+
+Must not know: an engine, a model, a browser.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import uvicorn
@@ -22,24 +24,10 @@ from starlette.routing import Route
 
 BLOCK_SIZE, NUM_BLOCKS, STEP_S, MAX_MODEL_LEN = 16, 960, 0.012, 2048
 CHUNK = 96  # prompt tokens of one request per step
-ANSWERS = {
-    "xss": 'Look: <img src=x onerror="window.hacked=1"> <script>window.hacked=2</script> and '
-    "[a](javascript:window.hacked=3).\n```html\n<b>not bold</b>\n```\n",
-    "code": "The sum of a list, in **Python**:\n\n```python\ndef total(numbers: list[float]) -> "
-    "float:\n    result = 0.0\n    for number in numbers:\n"
-    "        result += number\n    return result\n```\n\nCall it as `total([1, 2, 3])`; an empty "
-    "list gives `0.0`.",
-    "short": "Yes.",
-    "long": "The rain began before the lamps were lit. " * 200,
-}
-STORY = (
-    "A quire is a small gathering of sheets, folded once and set one inside the other. Four make a "
-    "section, and sections make a book.\n\n"
-    "The engine gathers in the same way. Requests that arrive at different times are laid side by "
-    "side in one step: some bring the last "
-    "piece of a long prompt, others need only their next token. What two prompts have in common is "
-    "computed once and shared."
-)
+ANSWERS = {  # by the message that asks for it; every other message gets the story
+    path.stem: path.read_text().rstrip("\n")
+    for path in (Path(__file__).parent / "answers").glob("*.md")
+} | {"short": "Yes.", "long": "The rain began before the lamps were lit. " * 200}
 
 
 @dataclass
@@ -64,6 +52,10 @@ class Mock:
     def __init__(self) -> None:
         self.mode = "ready"
         self.percent = 42.0
+        self.has_chat_template = True
+        self.num_queued = 0
+        self.num_blocks = NUM_BLOCKS
+        self.num_finished = 0
         self.token_s = 0.012  # between two chunks of a stream
         self.began = time.monotonic()
         self.last = self.began
@@ -71,7 +63,8 @@ class Mock:
         self.steps: list[list[float]] = []
         self.jobs: list[Job] = []
         self.finished: list[dict] = []
-        self.bodies: list[dict] = []  # of the chat requests
+        self.bodies: list[dict] = []  # of chat and completion requests
+        self.paths: list[str] = []  # of all requests
         self.num_polls = 0
         self.num_aborted = 0
         self.blocks = ["-"] + ["."] * (NUM_BLOCKS - 1)
@@ -172,6 +165,11 @@ class Mock:
             if self.blocks[i] in "us":
                 self.blocks[i] = "c"
         self.counters[f"num_finished_{reason}"] += 1
+        self.note(job, reason)
+
+    def note(self, job: Job, reason: str) -> None:
+        self.num_finished += 1
+
         self.finished.insert(
             0,
             {
@@ -192,12 +190,13 @@ class Mock:
         self.num_polls += 1
         self.advance()
         running = [job for job in self.jobs if job.state == "running"]
-        free = sum(mark in ".c" for mark in self.blocks)
-        gauges = {
-            "num_running": len(running),
-            "num_waiting": len(self.jobs) - len(running),
-            "num_free_blocks": free,
-            "num_blocks": NUM_BLOCKS,
+        marks = {"used": "u", "shared": "s", "cached": "c", "free": "."}
+        counts = {name: self.blocks.count(mark) for name, mark in marks.items()}
+        counts["free"] += self.num_blocks - len(self.blocks)
+        gauges = {"num_running": len(running), "num_waiting": len(self.jobs) - len(running)}
+        gauges |= {
+            "num_free_blocks": counts["free"] + counts["cached"],
+            "num_blocks": self.num_blocks,
         }
         return {
             "time": time.monotonic(),
@@ -219,15 +218,18 @@ class Mock:
                 }
                 for job in self.jobs
             ],
-            "num_blocks": NUM_BLOCKS,
-            "blocks": "".join(self.blocks),
+            "num_blocks": self.num_blocks,
+            "blocks": "".join(self.blocks).rstrip("."),
             "blocks_per_cell": 1,
+            "block_counts": counts,
             "counters": self.counters | gauges,
             "model": "quire-demo",
             "max_model_len": MAX_MODEL_LEN,
             "block_size": BLOCK_SIZE,
             "uptime_s": time.monotonic() - self.began,
-            "num_queued": 0,
+            "num_queued": self.num_queued,
+            "num_finished": self.num_finished,
+            "has_chat_template": self.has_chat_template,
         }
 
     def refusal(self) -> Response | None:
@@ -308,7 +310,7 @@ def story_of(summary: dict) -> dict:
     }
 
 
-def make_app(mock: Mock) -> Starlette:
+def make_app(mock: Mock):
     def guarded(handler):
         async def route(request: Request) -> Response:
             return mock.refusal() or await handler(request)
@@ -358,7 +360,7 @@ def make_app(mock: Mock) -> Starlette:
         job = mock.add(
             212, 128, body.get("max_tokens", 400), f"chatcmpl-{len(mock.bodies):06x}aa41c93e7d"
         )
-        text = ANSWERS.get(asked, STORY)
+        text = ANSWERS.get(asked, ANSWERS["story"])
         words = [word + " " for word in text.split(" ")]
         words[-1] = words[-1][:-1]
         job.ends_at = len(words)
@@ -368,10 +370,16 @@ def make_app(mock: Mock) -> Starlette:
         )
 
     async def completions(request: Request) -> Response:
-        """Several prompts in one call, as the page's burst sends them."""
+        """Several prompts in one call, as the page's burst sends them, or one as a stream."""
         body = await request.json()
         mock.bodies.append(body)
         mock.advance()
+        if body.get("stream"):
+            job = mock.add(9, 0, body["max_tokens"], f"cmpl-{len(mock.bodies):06x}cc41c93e7d")
+            words = [" and", " so", " *it*", " went", " on."]
+            return StreamingResponse(
+                stream(mock, job, words, completes=True), media_type="text/event-stream"
+            )
         jobs = [
             mock.add(120, 96, body["max_tokens"], f"cmpl-{len(mock.bodies):06x}bb41c93e7d-{i}")
             for i in range(len(body["prompt"]))
@@ -394,17 +402,40 @@ def make_app(mock: Mock) -> Starlette:
         Route("/v1/chat/completions", guarded(chat), methods=["POST"]),
         Route("/v1/completions", guarded(completions), methods=["POST"]),
     ]
-    return Starlette(routes=routes)
+    app = Starlette(routes=routes)
+
+    async def behind_a_proxy(scope, receive, send) -> None:
+        """Answers below /some/prefix too, as a proxy does that takes its prefix off."""
+        if scope["type"] == "http":
+            mock.paths.append(scope["path"])
+            scope = scope | {"path": scope["path"].removeprefix("/some/prefix") or "/"}
+        await app(scope, receive, send)
+
+    return behind_a_proxy
 
 
-async def stream(mock: Mock, job: Job, words: list[str], *, breaks: bool, thinks: bool):
-    """Chunks as the chat API sends them, with a comment among them; `breaks`: an error in the
-    middle, `thinks`: reasoning first.
+async def stream(
+    mock: Mock,
+    job: Job,
+    words: list[str],
+    *,
+    breaks: bool = False,
+    thinks: bool = False,
+    completes: bool = False,
+):
+    """Chunks with a comment among them, as the chat API sends them.
+
+    `breaks`: an error in the middle. `thinks`: reasoning first. `completes`: chunks as the
+    completions API sends them.
     """
 
+    def data(value: object) -> str:
+        return f"data: {json.dumps(value)}\n\n"
+
     def event(delta: dict, **more: object) -> str:
-        choice = {"index": 0, "delta": delta, "finish_reason": None} | more
-        return f"data: {json.dumps({'id': job.id[:-17], 'object': 'chat.completion.chunk', 'choices': [choice], 'usage': None})}\n\n"
+        said = {"text": delta.get("content", "")} if completes else {"delta": delta}
+        choice = {"index": 0, "finish_reason": None} | said | more
+        return data({"id": job.id[:-17], "choices": [choice], "usage": None})
 
     try:
         yield event({"role": "assistant", "content": ""})
@@ -413,7 +444,7 @@ async def stream(mock: Mock, job: Job, words: list[str], *, breaks: bool, thinks
         yield ": keep-alive\n\n"
         for i, word in enumerate(words):
             if breaks and i == 5:
-                yield f"data: {json.dumps({'error': {'message': 'The engine failed in the middle.', 'type': 'server_error'}})}\n\n"
+                yield data({"error": {"message": "The engine failed in the middle."}})
                 return
             await asyncio.sleep(mock.token_s)
             yield event({"content": word})

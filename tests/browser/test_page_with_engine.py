@@ -1,12 +1,14 @@
 """The page over a real server with the bundled model: what it asks for is what the server gives.
 
+Must not know: what the model says.
+
 Not run by default; conftest.py says how.
 """
 
 import json
 
 import pytest
-from quire.tests.browser.test_page import say, wait_for
+from quire.tests.browser.steps import say, wait_for
 from quire.tests.frontend.server.conftest import running_server
 
 pytestmark = pytest.mark.browser
@@ -22,13 +24,12 @@ def address():
 def page(chromium, address):
     context, problems = chromium.new_context(viewport={"width": 1280, "height": 860}), []
     page = context.new_page()
-    # 503: while it loads
     page.on(
         "console",
         lambda m: (
             m.type in ("error", "warning") and "503" not in m.text and problems.append(m.text)
         ),
-    )
+    )  # 503: while it loads
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.goto(address)
     page.wait_for_selector("#health[data-is=ready]", timeout=90_000)
@@ -47,7 +48,7 @@ def test_an_answer_with_its_times_and_its_time_line(page) -> None:
     assert page.locator("[role=alert]").count() == 0
     page.click(".answer :text('Time line')")
     page.wait_for_selector("#life-picture svg")
-    assert page.locator("#life-picture .f-output").count() > 1 and "computes" in page.inner_text(
+    assert page.locator("#life-picture .f-output").count() > 1 and "step 0: " in page.inner_text(
         "#life-events"
     )
     with page.expect_download() as download:
@@ -66,8 +67,5 @@ def test_the_engine_is_seen_at_work_and_stopped(page) -> None:
     wait_for(page, "/execute .*s, process/.test(document.getElementById('steps').ariaLabel)")
     page.click("#burst:has-text('Stop them')")
     wait_for(page, "document.getElementById('health').textContent === 'idle'")
-    wait_for(
-        page,
-        "[...document.querySelectorAll('#recent-rows td:last-child')].some((cell) => "
-        "cell.textContent === 'abort')",
-    )
+    cells = "[...document.querySelectorAll('#recent-rows .request > :last-child')]"
+    wait_for(page, f"{cells}.some((cell) => cell.textContent === 'abort')")

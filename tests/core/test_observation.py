@@ -42,16 +42,15 @@ def check(core: EngineCore) -> None:
         core.scheduler_state(),
         core.scheduler.kv_cache_manager.block_pool,
     )
-    letters = Counter(seen["blocks"])
-    assert (
-        seen["blocks"][0] == "-"
-        and letters["-"] == 1
-        and letters.total() == seen["num_blocks"] == core.ready.num_blocks
-    )
-    assert (
-        letters["."] + letters["c"] == state["num_free_blocks"]
-        and letters["u"] + letters["s"] == pool.num_used_blocks
-    )
+    letters, counts = Counter(seen["blocks"]), seen["block_counts"]
+    assert seen["num_blocks"] == core.ready.num_blocks
+    assert letters.total() == len(pool.blocks) <= seen["num_blocks"]
+    assert seen["blocks"][0] == "-" and letters["-"] == 1
+    assert sum(counts.values()) == seen["num_blocks"] - 1
+    assert letters["c"] == counts["cached"]
+    assert (letters["u"], letters["s"]) == (counts["used"], counts["shared"])
+    assert counts["free"] + counts["cached"] == state["num_free_blocks"]
+    assert letters["u"] + letters["s"] == pool.num_used_blocks
     assert letters["c"] == sum(
         block.ref_cnt == 0 for block in pool.blocks if block.block_hash is not None
     )
@@ -280,6 +279,16 @@ def test_requests_wherever_they_are():
     assert core.observe()["requests"] == []
 
 
+def test_a_map_is_as_large_as_what_was_taken():
+    """A large cache with few blocks in use: each of them is one letter."""
+    pool = BlockPool(65_000)
+    assert map_blocks(pool, 100)["blocks"] == "-"
+    pool.free_blocks(pool.get_new_blocks(99)[50:])
+    seen = map_blocks(pool, 100)
+    assert (seen["blocks"], seen["blocks_per_cell"]) == ("-" + "u" * 50 + "." * 49, 1)
+    assert seen["block_counts"] == {"free": 64_949, "cached": 0, "used": 50, "shared": 0}
+
+
 def test_a_map_with_several_blocks_to_a_cell():
     pool = BlockPool(11)
     pool.get_new_blocks(10)
@@ -288,7 +297,12 @@ def test_a_map_with_several_blocks_to_a_cell():
         pool.cache(block, bytes([block.block_id]))
     pool.touch(blocks[2:3])
     pool.free_blocks(reversed(blocks[4:]))
-    told = {max_cells: map_blocks(pool, max_cells) for max_cells in (11, 10, 6, 5, 3, 2, 1)}
+    maps = {max_cells: map_blocks(pool, max_cells) for max_cells in (11, 10, 6, 5, 3, 2, 1)}
+    counts = [seen["block_counts"] for seen in maps.values()]
+    assert counts == [{"free": 2, "cached": 5, "used": 2, "shared": 1}] * len(maps)
+    told = {
+        max_cells: (seen["blocks"], seen["blocks_per_cell"]) for max_cells, seen in maps.items()
+    }
     assert told == {
         11: ("-usuccccc..", 1),
         10: ("usccc.", 2),

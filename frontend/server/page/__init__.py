@@ -1,4 +1,4 @@
-"""The page at /: data only, the file beside this one.
+"""The page at /: HTML, style sheets and scripts, which routes/page.py joins into one document.
 
 Must not know: anything.
 """

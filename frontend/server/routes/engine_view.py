@@ -38,6 +38,8 @@ def routes(state: ServerState) -> list[Route]:
             "uptime_s": time.monotonic() - state.began,
             # here, since the engine holds as many as it may
             "num_queued": state.admission.num_waiting,
+            "num_finished": state.request_log.num_added,  # by this server since its start
+            "has_chat_template": bool(state.template_text),
         }
         return Json(observed | about)
 

@@ -1,11 +1,12 @@
-"""/: the page on which one sees the engine work.
+"""The page at /: joins its files into one HTML document and serves it under a strict policy.
 
-Must not know: what the page shows or asks for.
+Must not know: what the page shows, or which requests it sends.
 """
 
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import re
 from pathlib import Path
@@ -16,33 +17,57 @@ from starlette.routing import Route
 
 from ..state import ServerState
 
-FILE = Path(__file__).parent.parent / "page" / "index.html"
+FOLDER = Path(__file__).parent.parent / "page"
+STYLE_SHEET = re.compile(r'<link rel="stylesheet" href="([\w./]+)" />')
+SCRIPT = re.compile(r'<script src="([\w./]+)"></script>')
 
 
 def routes(state: ServerState) -> list[Route]:
     if not state.server_config.page:
         return []
-    body = FILE.read_bytes()
+    html = join_page()
+    body = html.encode()
+    compressed = gzip.compress(body, mtime=0)
+    etag = f'W/"{hashlib.sha256(body).hexdigest()[:32]}"'
     headers = {
-        "content-security-policy": content_security_policy(body.decode()),
+        "content-security-policy": content_security_policy(html),
         "referrer-policy": "no-referrer",
         "x-content-type-options": "nosniff",
         "cache-control": "no-cache",
+        "vary": "accept-encoding",
+        "etag": etag,
     }
 
     async def page(request: Request) -> Response:
-        """Also while the model loads, which is what it then shows.
-
-        It holds no secret: its requests need a key like all others.
-        """
-        return Response(body, media_type="text/html", headers=headers)
+        """Serves the page, also while the model loads. It holds no secret: its requests need a
+        key like all others."""
+        if etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        if not _takes_gzip(request.headers.get("accept-encoding", "")):
+            return Response(body, media_type="text/html", headers=headers)
+        gzipped = headers | {"content-encoding": "gzip"}
+        return Response(compressed, media_type="text/html", headers=gzipped)
 
     return [Route("/", page)]
 
 
+def join_page(folder: Path = FOLDER) -> str:
+    """page.html with every style sheet and script that it names in place of the reference."""
+
+    def style(match: re.Match[str]) -> str:
+        return f"<style>{(folder / match[1]).read_text(encoding='utf-8')}</style>"
+
+    def script(match: re.Match[str]) -> str:
+        return f"<script>{(folder / match[1]).read_text(encoding='utf-8')}</script>"
+
+    html = (folder / "page.html").read_text(encoding="utf-8")
+    return SCRIPT.sub(script, STYLE_SHEET.sub(style, html))
+
+
 def content_security_policy(html: str) -> str:
-    """Nothing runs but the file's own script and style, known by their digests, and nothing is
-    fetched but from this server.
+    """Allows the document's own scripts and style sheets, by digest, and requests to its server.
+
+    Trusted Types: only DOMPurify can turn a string into markup, and no string becomes a script.
     """
     return "; ".join(
         [
@@ -54,13 +79,22 @@ def content_security_policy(html: str) -> str:
             "base-uri 'none'",
             "form-action 'none'",
             "frame-ancestors 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types dompurify",
         ]
     )
 
 
 def _digests(html: str, tag: str) -> str:
     texts = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-    return " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-        for text in texts
-    )
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+def _takes_gzip(accept_encoding: str) -> bool:
+    """Whether gzip is named without a weight of 0."""
+    for coding in accept_encoding.lower().split(","):
+        name, _, weight = coding.partition(";")
+        if name.strip() == "gzip":
+            return re.fullmatch(r"\s*q\s*=\s*0(\.0*)?\s*", weight) is None
+    return False

@@ -63,7 +63,9 @@ def test_the_state_of_the_engine(server: httpx.Client) -> None:
         and state["uptime_s"] > 0
         and state["num_queued"] == 0
     )
-    assert len(state["blocks"]) == -(-state["num_blocks"] // state["blocks_per_cell"]) <= 4096
+    assert len(state["blocks"]) <= min(4096, state["num_blocks"])
+    assert sum(state["block_counts"].values()) == state["num_blocks"] - 1
+    assert state["num_finished"] > 0 and state["has_chat_template"] is True
     assert set(state["blocks"]) <= set("-.cus") and "c" in state["blocks"]
     assert (
         state["counters"]["num_generation_tokens"] >= 12 and state["steps"][-1][0] == state["step"]

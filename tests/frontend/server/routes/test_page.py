@@ -1,85 +1,145 @@
-"""The page's file and how it is served: small, self-contained, confined by its headers. What it
-does is in tests/browser.
+"""The page's files and how they are served. What the page does is tested in tests/browser.
+
+Must not know: a browser.
 """
 
 import base64
+import gzip
 import hashlib
+import json
 import re
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx2 as httpx
 import pytest
-from quire.frontend.server.routes.page import FILE, content_security_policy, routes
+from quire.frontend.server.request_log import MAX_REQUESTS
+from quire.frontend.server.routes.page import FOLDER, content_security_policy, join_page, routes
 
-HTML = FILE.read_text()
-WITHOUT_NAMESPACES = HTML.replace("http://www.w3.org/2000/svg", "")
+HTML = join_page()
+VENDOR = FOLDER / "vendor"
+LIBRARIES = json.loads((VENDOR / "libraries.json").read_text())
+OWN = {path.name: path.read_text() for path in FOLDER.glob("*.*") if path.suffix != ".py"}
+SCRIPTS = {name: text for name, text in OWN.items() if name.endswith(".js")}
 
 
-def test_it_is_one_small_file() -> None:
-    assert len(HTML.encode()) <= 100_000
-    assert re.findall(r"<script\b[^>]*>", HTML) == ["<script>"] and re.findall(
-        r"<style\b[^>]*>", HTML
-    ) == ["<style>"]
+def elements(tag: str) -> list[str]:
+    return re.findall(rf"<{tag}>(.*?)</{tag}>", HTML, re.DOTALL)
+
+
+def test_every_file_is_in_the_document_once() -> None:
+    assert sorted(elements("style")) == sorted(t for n, t in OWN.items() if n.endswith(".css"))
+    libraries = [(VENDOR / name).read_text() for name in LIBRARIES]
+    assert sorted(elements("script")) == sorted([*SCRIPTS.values(), *libraries])
+    assert re.findall(r"<link(?! rel=\"icon\"|\s+rel=\"icon\")|<script[^>]", HTML) == []
+
+
+def test_the_libraries_are_those_that_were_vetted() -> None:
+    """The text of a release, unchanged, with its licence beside it."""
+    assert (
+        {path.name for path in VENDOR.glob("*.js")} == set(LIBRARIES) == {"marked.js", "purify.js"}
+    )
+    for name, record in LIBRARIES.items():
+        data = (VENDOR / name).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == record["sha256"]
+        assert record["version"] in data[:300].decode()
+        assert (VENDOR / name).with_suffix(".LICENSE").stat().st_size > 1000
+        assert record["license"] in ("MIT", "MPL-2.0 OR Apache-2.0")
+
+
+def test_nothing_ends_a_script_early() -> None:
+    """An inlined `</script` would, and so would `<script` after an `<!--`."""
+    for text in elements("script"):
+        assert re.search(r"</?script|</?style", text, re.IGNORECASE) is None
+
+
+def test_it_is_small() -> None:
+    num_bytes = len(HTML.encode())
+    assert num_bytes <= 200_000 and len(gzip.compress(HTML.encode())) <= 60_000
+    assert {name: n for name, text in OWN.items() if (n := text.count("\n")) > 500} == {}
 
 
 def test_it_names_nothing_outside() -> None:
-    assert re.findall(r"(?:https?:)?//[\w-]+\.\w+\S*|@import|url\(", WITHOUT_NAMESPACES) == []
-    assert [
-        link
-        for link in re.findall(r"""(?:src|href)=["']([^"']*)""", HTML)
-        if not link.startswith("data:")
-    ] == []
+    own = "".join(OWN.values()).replace("http://www.w3.org/2000/svg", "")
+    assert re.findall(r"(?:https?:)?//[\w-]+\.\w+\S*|@import|url\(", own) == []
+    links = re.findall(r"""(?:src|href)=["']([^"']*)""", OWN["page.html"])
+    files = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.*")}
+    assert [link for link in links if not link.startswith("data:") and link not in files] == []
+
+
+def test_its_requests_are_relative() -> None:
+    """All go through call(), which puts the page's own address before them."""
+    scripts = "".join(SCRIPTS.values())
+    assert scripts.count("fetch(") == 1 and "fetch(ROOT + path" in scripts
+    paths = re.findall(r"""(?:call|post)\(\s*["'`]([^"'`$?]+)""", scripts)
+    assert len(paths) >= 4 and [path for path in paths if not path.startswith("v1/")] == []
+    assert re.findall(r"""["'`]/(?:v1|health|metrics)""", scripts) == []
 
 
 @pytest.mark.parametrize(
     "way",
     [
-        "innerHTML",
-        "outerHTML",
-        "insertAdjacentHTML",
-        "document.write",
-        "DOMParser",
-        "createContextualFragment",
-        "eval(",
-        "Function(",
-        "srcdoc",
+        "innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser",
+        "createContextualFragment", "eval(", "Function(", "srcdoc", "createPolicy", "setHTML",
     ],
-)
+)  # fmt: skip
 def test_text_cannot_become_markup_or_code(way: str) -> None:
-    assert way not in HTML
+    """In the page's own scripts; DOMPurify alone makes nodes of a string."""
+    assert [name for name, text in SCRIPTS.items() if way in text] == []
 
 
 def test_nothing_in_it_breaks_its_own_policy() -> None:
     """Inline handlers and style attributes would be refused by the browser, silently."""
-    markup = re.sub(r"<(script|style)>.*?</\1>", "", HTML, flags=re.DOTALL)
-    assert re.findall(r"\s(?:on\w+|style)\s*=", markup) == []
-    assert 'setAttribute("style"' not in HTML
+    assert re.findall(r"\s(?:on\w+|style)\s*=", OWN["page.html"]) == []
+    assert [name for name, text in SCRIPTS.items() if 'setAttribute("style"' in text] == []
+
+
+def test_it_asks_for_as_many_requests_as_the_server_keeps() -> None:
+    assert f"const KEPT = {MAX_REQUESTS};" in SCRIPTS["requests.js"]
 
 
 def test_it_is_served_with_a_policy_that_fits(server: httpx.Client) -> None:
     answer = server.get("/")
-    assert (
-        answer.status_code == 200
-        and answer.headers["content-type"] == "text/html; charset=utf-8"
-        and answer.text == HTML
-    )
-    policy = dict(
-        part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; ")
-    )
-    script = HTML.split("<script>")[1].split("</script>")[0]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert (
-        policy["script-src"] == f"'sha256-{digest}'"
-        and policy["default-src"] == "'none'"
-        and policy["connect-src"] == "'self'"
-    )
+    assert answer.status_code == 200 and answer.text == HTML
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    policy = answer.headers["content-security-policy"].split("; ")
+    policy = dict(part.split(" ", 1) for part in policy)
+    for directive, tag in (("script-src", "script"), ("style-src", "style")):
+        digests = [hashlib.sha256(text.encode()).digest() for text in elements(tag)]
+        expected = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
+        assert policy[directive].split() == expected
+    assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
     assert "unsafe" not in str(policy) and policy["frame-ancestors"] == "'none'"
+    assert policy["trusted-types"] == "dompurify"
+
+
+def test_it_is_compressed_and_not_sent_twice(server: httpx.Client) -> None:
+    plain = server.get("/", headers={"accept-encoding": "identity"})
+    assert "content-encoding" not in plain.headers and plain.text == HTML
+    for refused in ("gzip;q=0, br", "x-gzip", ""):
+        answer = server.get("/", headers={"accept-encoding": refused})
+        assert "content-encoding" not in answer.headers, refused
+    packed = server.get("/", headers={"accept-encoding": "br, GZIP;q=0.5"})
+    assert packed.headers["content-encoding"] == "gzip" and packed.text == HTML
+    assert int(packed.headers["content-length"]) < 0.4 * int(plain.headers["content-length"])
+    again = server.get("/", headers={"if-none-match": plain.headers["etag"]})
+    assert again.status_code == 304 and again.content == b""
+    assert server.get("/", headers={"if-none-match": '"another"'}).status_code == 200
 
 
 def test_the_policy_is_that_of_the_text() -> None:
-    assert content_security_policy("<script>a</script><style>b</style>") != content_security_policy(
-        "<script>A</script><style>b</style>"
-    )
+    policies = {content_security_policy(f"<script>{a}</script><style>b</style>") for a in "aA"}
+    assert len(policies) == 2
+
+
+def test_a_package_contains_it() -> None:
+    root = Path(__file__).parents[4]
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = settings["package-data"]["quire.frontend.server.page"]
+    packed = {path for pattern in patterns for path in FOLDER.glob(pattern)}
+    code = {*FOLDER.glob("*.py"), *FOLDER.rglob("*.pyc")}
+    assert {path for path in FOLDER.rglob("*") if path.is_file()} - code == packed
 
 
 def test_it_can_be_left_out() -> None:

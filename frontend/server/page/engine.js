@@ -1,0 +1,161 @@
+"use strict";
+/* The engine as it is polled: its health, its figures, its counters. A hidden tab polls nothing. */
+
+const engine = {
+  model: "",
+  state: null, // the last answer of /v1/engine/state
+  samples: [], // { time, output, prompt }: the token counters of the last minute
+  steps: [],
+  since: -1,
+  idle: true,
+};
+let timer = 0;
+let asking = null; // the AbortController of the poll under way
+let askAgain = false;
+
+const isHidden = () => document.visibilityState === "hidden";
+
+/* Polls now, or as soon as the poll under way has ended. */
+function poke() {
+  if (asking) {
+    askAgain = true;
+    return;
+  }
+  clearTimeout(timer);
+  if (!isHidden()) poll();
+}
+document.addEventListener("visibilitychange", () => {
+  if (!isHidden()) return poke();
+  clearTimeout(timer);
+  asking?.abort();
+  flush(); // a phone may end the page without another word
+});
+
+async function poll() {
+  asking = new AbortController();
+  const begin = performance.now();
+  let wait;
+  try {
+    const answer = await call(`v1/engine/state?since=${engine.since}`, { signal: asking.signal });
+    take(await answer.json());
+    health("ready");
+    const isUnseen = narrow.matches && document.body.dataset.view === "chat";
+    wait = engine.idle ? 1000 : isUnseen ? 700 : 250;
+    wait = Math.max(wait, 4 * (performance.now() - begin)); // thousands of requests take longer
+  } catch (error) {
+    wait = error.name === "AbortError" ? 0 : trouble(error);
+  }
+  asking = null;
+  if (askAgain) wait = Math.min(wait, 60);
+  askAgain = false;
+  if (!isHidden()) timer = setTimeout(poll, wait);
+}
+
+function health(is, words) {
+  const ready = engine.idle ? "idle" : "at work";
+  const labels = { ready, loading: "loading", gone: "no engine", locked: "asks for a key" };
+  $("health").dataset.is = is;
+  put($("health"), labels[is] || "connecting");
+  const isTold = is === "loading" || is === "gone";
+  $("engine").classList.toggle("stale", is !== "ready");
+  $("notice").hidden = !isTold;
+  if (!isTold) return;
+  $("notice").dataset.is = is;
+  put($("notice-text"), words);
+}
+
+/* Shows what is wrong. Returns the milliseconds until the next poll. */
+function trouble(error) {
+  if (error.status === 401 || error.status === 403) {
+    health("locked");
+    return 3000;
+  }
+  const isLoading = error.body?.error?.code === "model_loading";
+  $("notice-bar").hidden = !isLoading;
+  if (isLoading) {
+    health("loading", error.message);
+    $("notice-bar").value = Number(/(\d+)\s?%/.exec(error.message)?.[1] ?? 0);
+    return 400;
+  }
+  const isRefusal = error instanceof Refusal;
+  if (!isRefusal) health("gone", `The server's answer is not readable: ${error.message}`);
+  else if (error.status) health("gone", `The engine does not work: ${error.message}`);
+  else health("gone", `${error.message} The page asks again every two seconds.`);
+  return 2000;
+}
+
+/* ---------------------------------------------------------------- what is shown */
+
+function take(state) {
+  const before = engine.state;
+  const isAnother = before && state.step < before.step; // the engine was started again
+  if (isAnother) Object.assign(engine, { steps: [], samples: [] });
+  engine.state = state;
+  engine.model = state.model;
+  engine.since = state.step;
+  engine.steps = engine.steps.concat(state.steps).slice(-240);
+  engine.idle = state.requests.length + state.num_queued === 0;
+  const { counters, time } = state;
+  const { num_generation_tokens: output, num_prompt_tokens: prompt } = counters;
+  engine.samples.push({ time, output, prompt });
+  while (engine.samples.length > 2 && engine.samples[1].time < time - 62) engine.samples.shift();
+  showMode();
+  figures(state);
+  showRequests(state);
+  fetchFinished();
+  counts(counters);
+  noteBlocks(state);
+  redraw();
+}
+
+/* Tokens per second over the second (or the poll) that ends with sample i. */
+function rate(i, name) {
+  const { samples } = engine;
+  let j = i;
+  while (j > 0 && samples[i].time - samples[j].time < 0.8) j--;
+  if (i === j) return 0;
+  return (samples[i][name] - samples[j][name]) / (samples[i].time - samples[j].time);
+}
+
+function upTime(s) {
+  const hours = Math.floor(s / 3600);
+  const minutes = Math.floor(s / 60) % 60;
+  if (hours) return `${several(hours, "hour")} ${several(minutes, "minute")}`;
+  return minutes ? several(minutes, "minute") : several(Math.floor(s), "second");
+}
+
+function figures(state) {
+  const { counters, requests } = state;
+  const last = engine.samples.length - 1;
+  const output = whole(rate(last, "output"));
+  const live = requests.filter((request) => request.state === "running").length;
+  const all = requests.length + state.num_queued;
+  document.title = engine.idle ? `Quire, ${state.model}` : `${output} tokens/s, Quire`;
+  put($("model"), state.model);
+  put($("tab-engine"), all ? `Engine (${whole(all)})` : "Engine");
+  put($("rate"), output);
+  put($("prefill-rate"), `${whole(rate(last, "prompt"))} prompt tokens per second`);
+  put($("running"), whole(live));
+  put($("waiting"), whole(all - live));
+  put($("finished"), whole(state.num_finished));
+  const usage = state.num_blocks > 1 ? 1 - counters.num_free_blocks / (state.num_blocks - 1) : 0;
+  put($("usage"), `${(100 * usage).toFixed(usage && usage < 0.1 ? 1 : 0)} %`);
+  const { prefix_cache_hits: hits, prefix_cache_queries: queries } = counters;
+  put($("hits"), queries ? `${Math.round((100 * hits) / queries)} %` : "–");
+  put($("preemptions"), whole(counters.num_preemptions));
+  const context = `a context of ${whole(state.max_model_len)} tokens`;
+  const blocks = `${whole(state.num_blocks)} blocks of ${state.block_size} tokens`;
+  put($("about"), `Up ${upTime(state.uptime_s)}, ${context}, ${blocks}.`);
+}
+
+function counts(counters) {
+  if (!$("counters-box").open) return;
+  const names = Object.keys(counters);
+  if ($("counters").children.length !== names.length) {
+    const words = (name) => name.replace(/^num_/, "").replaceAll("_", " ");
+    const entry = (name) => h("div", {}, h("dt", { textContent: words(name) }), h("dd"));
+    $("counters").replaceChildren(...names.map(entry));
+  }
+  names.forEach((name, i) => put($("counters").children[i].lastChild, whole(counters[name])));
+}
+$("counters-box").ontoggle = () => engine.state && counts(engine.state.counters);

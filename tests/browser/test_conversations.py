@@ -1,0 +1,158 @@
+"""Conversations in the browser's storage: what survives a reload, the list, what deletes them.
+
+Must not know: how the page stores them.
+
+Not run by default; conftest.py says how.
+"""
+
+import pytest
+from quire.tests.browser.steps import ask, last_answer, say, wait_for, wait_until
+
+pytestmark = pytest.mark.browser
+
+
+def titles(page) -> list[str]:
+    if not page.is_visible("#list"):
+        page.click("#list-open")
+    found = page.locator("#list-rows .name").all_inner_texts()
+    page.keyboard.press("Escape")
+    return found
+
+
+def test_a_conversation_survives_a_reload(page, mock) -> None:
+    ask(page, "markdown")
+    ask(page, "short")
+    before = page.inner_text("#log")
+    page.reload()
+    page.wait_for_selector("#health[data-is=ready]")
+    assert page.inner_text("#log") == before and "212 prompt tokens" in before
+    assert page.inner_text("#title") == "markdown" and page.locator(".answer table").count() == 1
+    ask(page, "and now?")
+    assert len(mock.bodies[2]["messages"]) == 5
+
+
+def test_an_answer_that_streams_during_a_reload_is_kept_as_far_as_it_came(page, mock) -> None:
+    say(page, "long")
+    wait_for(page, "document.querySelector('.answer .text')?.textContent.length > 50")
+    page.reload()
+    page.wait_for_selector(".answer .meta :text('stopped')")
+    wait_until(page, lambda: mock.num_aborted == 1)
+    assert last_answer(page).startswith("The rain began")
+    page.click(":text('Regenerate')")
+    page.wait_for_selector(".answer.streaming")
+
+
+def test_conversations_are_listed_opened_and_deleted(page, mock) -> None:
+    for text in ("first", "second", "third"):
+        ask(page, text)
+        page.click("#new")
+        assert page.locator(".turn").count() == 0 and page.is_visible("#welcome")
+    assert titles(page) == ["third", "second", "first"]
+    page.click("#list-open")
+    page.click(".pick:has-text('first')")
+    assert page.inner_text(".turn.user .text") == "first" and not page.is_visible("#list")
+    ask(page, "more")
+    assert len(mock.bodies[3]["messages"]) == 3 and titles(page) == ["first", "third", "second"]
+    page.click("#list-open")
+    page.click("[aria-label='Delete “third”']")
+    assert page.locator("#list-rows .name").all_inner_texts() == ["first", "second"]
+    page.click("#undo")
+    assert page.locator("#list-rows .name").all_inner_texts() == ["first", "third", "second"]
+    page.click("[aria-label='Delete “first”']")  # the one that is shown
+    assert page.is_visible("#welcome") and page.inner_text("#title") == ""
+    page.keyboard.press("Escape")
+    page.reload()
+    assert titles(page) == ["third", "second"]
+    page.click("#list-open")
+    page.click("#delete-all")
+    stored = "Object.keys(localStorage).filter((name) => name.startsWith('quire-conversation'))"
+    assert page.evaluate(stored) == [] and page.locator("#list-rows li").count() == 0
+    page.click("#undo")
+    assert titles(page) == ["third", "second"]
+
+
+def test_a_new_conversation_ends_the_answer_that_streams(page, mock) -> None:
+    say(page, "long")
+    wait_for(page, "document.querySelector('.answer .text')?.textContent.length > 20")
+    page.click("#new")
+    wait_until(page, lambda: mock.num_aborted == 1)
+    ask(page, "short")
+    assert page.locator(".turn").count() == 2 and last_answer(page) == "Yes."
+    assert titles(page) == ["short", "long"]
+
+
+def test_tabs_keep_apart_what_they_show(open_page) -> None:
+    page = open_page()
+    ask(page, "first")
+    other = open_page(context=page.context)
+    assert other.is_visible("#welcome")
+    ask(other, "second")
+    ask(page, "short")
+    for tab in (page, other):
+        assert sorted(titles(tab)) == ["first", "second"]
+    page.reload()
+    assert page.locator(".turn").count() == 4
+
+
+@pytest.mark.parametrize("forbidden", [["localStorage"], ["localStorage", "sessionStorage"]])
+def test_without_storage_the_page_still_works(open_page, mock, forbidden: list[str]) -> None:
+    """A tab keeps what only its sessionStorage can keep; without that, memory has to do."""
+    deny = "".join(
+        f"Object.defineProperty(window, '{name}', {{ get() {{ throw new Error('no') }} }});"
+        for name in forbidden
+    )
+    page = open_page(before=deny)
+    ask(page, "short")
+    page.click("#new")
+    assert titles(page) == ["short"]
+    page.reload()
+    page.wait_for_selector("#health[data-is=ready]")
+    assert titles(page) == (["short"] if len(forbidden) == 1 else [])
+
+
+def test_a_full_storage_drops_the_oldest(page) -> None:
+    for text in ("first", "second"):
+        ask(page, text)
+        page.click("#new")
+    fill = """(() => {
+        const names = Object.keys(localStorage).filter((name) => name.startsWith('quire-conv'));
+        const old = JSON.parse(localStorage.getItem(names.find((name) =>
+            JSON.parse(localStorage.getItem(name)).title === 'first')));
+        old.turns[0].reasoning = 'x'.repeat(1000000);
+        localStorage.setItem('quire-conversation-' + old.id, JSON.stringify(old));
+        for (let size = 1 << 22; size >= 1; size >>= 1)
+            for (let i = 0; i < 4; i++)
+                try { localStorage.setItem(`fill-${size}-${i}`, 'x'.repeat(size)); } catch {}
+    })()"""
+    page.evaluate(fill)
+    ask(page, "third")
+    assert titles(page) == ["third", "second"]
+
+
+def test_entries_that_are_not_readable_are_passed_over(page) -> None:
+    ask(page, "short")
+    entries = {"broken": "{", "empty": "null", "other": '{"id": "x", "turns": []}', "bare": "[]"}
+    for name, text in entries.items():
+        page.evaluate(
+            "([n, t]) => localStorage.setItem(n, t)", [f"quire-conversation-{name}", text]
+        )
+    page.reload()
+    page.wait_for_selector(".answer .meta button")
+    assert titles(page) == ["short"]
+
+
+def test_a_stored_conversation_is_as_harmless_as_an_answer(page) -> None:
+    """Another program of the same origin may have written it."""
+    ask(page, "short")
+    page.evaluate("""(() => {
+        const name = Object.keys(localStorage).find((one) => one.startsWith('quire-conversation-'));
+        const hostile = '<img src=x onerror=window.hacked=1>';
+        const entry = { ...JSON.parse(localStorage.getItem(name)), title: hostile, turns: [
+            { role: hostile, content: hostile, told: { id: hostile, total: hostile } },
+            { role: 'user', content: 7 } ] };
+        localStorage.setItem(name, JSON.stringify(entry));
+    })()""")
+    page.reload()
+    page.wait_for_selector(".answer .meta button")
+    page.click("#list-open")
+    assert page.evaluate("window.hacked") is None and page.locator("#chat img").count() == 0

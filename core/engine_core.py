@@ -498,15 +498,18 @@ def check_request(request: EngineCoreRequest, config: EngineConfig) -> None:
     _check_params(request.sampling_params, config)
     _check_token_ids(request, config)
     vocab_size = config.model_config.hf_config["vocab_size"]
-    may_end = request.sampling_params.structured_outputs is None or any(
-        0 <= token_id < vocab_size for token_id in request.eos_token_ids
-    )
-    _require(
-        may_end,
-        "ignore_eos",
-        "must be False with structured_outputs, whose end is an end-of-sequence token; and the "
-        "model must have one",
-    )
+    if request.sampling_params.structured_outputs is not None:
+        _require(
+            not request.sampling_params.ignore_eos,
+            "ignore_eos",
+            "must be False with structured_outputs, whose end is an end-of-sequence token",
+        )
+        _require(
+            any(0 <= token_id < vocab_size for token_id in request.eos_token_ids),
+            "structured_outputs",
+            f"needs an end-of-sequence token between 0 and {vocab_size - 1}, the model's "
+            f"vocabulary, to end with; got {request.eos_token_ids}",
+        )
     _require(
         type(request.priority) is int, "priority", f"must be an integer, got {request.priority!r}"
     )

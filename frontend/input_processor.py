@@ -188,6 +188,8 @@ class InputProcessor:
             "must be False with structured_outputs: an end-of-sequence token is how such an output "
             "ends",
         )
+        if params.structured_outputs is not None:
+            self._check_end_token()
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             if ids := getattr(params, name):
                 self._check_range(name, ids)
@@ -199,6 +201,18 @@ class InputProcessor:
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(params, name)) is not None:
                 self._check_num_logprobs(name, value)
+
+    def _check_end_token(self) -> None:
+        """A structured output ends with an end-of-sequence token that the model can sample."""
+        ids, vocab_size = self._eos_token_ids, self._vocab_size
+        can_end = any(vocab_size is None or 0 <= token_id < vocab_size for token_id in ids)
+        require(
+            can_end,
+            "structured_outputs",
+            "needs an end-of-sequence token to end with: eos_token_id of generation_config.json or "
+            f"config.json must be between 0 and {(vocab_size or 0) - 1}, the model's vocabulary, "
+            f"got {ids or None}",
+        )
 
     def _check_num_logprobs(self, name: str, value: int) -> None:
         """max_logprobs counts the whole vocabulary as what it is."""

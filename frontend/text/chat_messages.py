@@ -19,9 +19,11 @@ SHORT_ID_LENGTH = 9  # what Mistral's templates accept
 
 
 def normalize_messages(messages: Any) -> list[dict[str, Any]]:
-    """Copies of the messages: content as text, arguments of tool calls as dicts where their JSON
-    text is one, reasoning of earlier turns under both of its names, and the function's name on a
-    tool's answer.
+    """Copies of the messages: keys whose value is None left out, content as text, arguments of tool
+    calls as dicts where their JSON text is one, reasoning of earlier turns under both of its names,
+    and the function's name on a tool's answer.
+
+    A template sees a missing key as empty, as in transformers; None it would write as "None".
 
     Raises InvalidParameterError that names the place, such as
     messages[2].tool_calls[0].function.name.
@@ -40,7 +42,7 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
             raise InvalidParameterError(
                 f"{path}.role", f"must be a string, got {shown(message.get('role'))}"
             )
-        copy = dict(message)
+        copy = {key: value for key, value in message.items() if value is not None}
         if "content" in copy:
             copy["content"] = _content_text(copy["content"], f"{path}.content")
         if copy.get("tool_calls"):
@@ -51,7 +53,7 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
                 if isinstance(call.get("id"), str)
             }
         elif "tool_calls" in copy:
-            del copy["tool_calls"]  # null or []: templates ask whether it is there
+            del copy["tool_calls"]  # []: templates test whether the key exists
         if copy["role"] == "tool" and "name" not in copy and copy.get("tool_call_id") in names:
             copy["name"] = names[copy["tool_call_id"]]
         if isinstance(reasoning := copy.get("reasoning_content", copy.get("reasoning")), str):
@@ -60,9 +62,9 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     return normalized
 
 
-def _content_text(content: Any, path: str) -> str | None:
+def _content_text(content: Any, path: str) -> str:
     """Parts of text are joined by newlines, as in vLLM."""
-    if content is None or isinstance(content, str):
+    if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidParameterError(
@@ -147,7 +149,7 @@ def with_arguments_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def with_empty_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that cannot write null."""
+    """For templates that fail on a message without content."""
     return [{**m, "content": m.get("content") or ""} if "tool_calls" in m else m for m in messages]
 
 

@@ -84,8 +84,8 @@ def render_chat(
 ) -> str:
     """The prompt's text.
 
-    With continue_final_message it ends where the last message's content ends, so that the model
-    goes on with it.
+    `tools` reaches the template as given: [] is not None. With continue_final_message the text ends
+    where the last message's content ends, so that the model continues it.
 
     Raises InvalidParameterError naming the place in `messages`, `tools` (of a template that ignores
     them) or `chat_template`, with the template's own words where it refuses.
@@ -106,7 +106,7 @@ def render_chat(
     try:
         text = _compile(template).render(
             messages=messages,
-            tools=tools or None,
+            tools=tools,
             documents=documents,
             add_generation_prompt=add_generation_prompt,
             **(variables or {}),

@@ -4,8 +4,8 @@ conversation.
 Must not know: jinja2, how a template is rendered (chat_template.py passes that in), marks of any
 model.
 
-Templates differ in what they read: arguments as an object or as text, null or empty content beside
-calls, ids of any form or of one. A wrong guess fails, or worse writes Python's None into the
+Templates differ in what they read: arguments as an object or as text, no content or empty content
+beside calls, ids of any form or of one. A wrong guess fails, or worse writes Python's None into the
 prompt; nothing in the text of a template says it as surely as a trial does.
 """
 
@@ -43,7 +43,7 @@ PROBE_CALL = {
 }
 USER = {"role": "user", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be brief."}
-CALLING = {"role": "assistant", "content": None, "tool_calls": [PROBE_CALL]}
+CALLING = {"role": "assistant", "tool_calls": [PROBE_CALL]}
 
 
 @dataclass(frozen=True)

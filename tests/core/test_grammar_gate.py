@@ -156,10 +156,15 @@ def test_a_client_that_leaves_takes_its_waiting_requests_along():
 
 def test_a_request_without_an_end_of_sequence_token_is_refused():
     core = make_core()
-    for eos in ([], [97]):  # ignore_eos; an id outside the vocabulary
-        params = SamplingParams(seed=0, structured_outputs=StructuredOutputsParams(regex="x"))
+    structure = StructuredOutputsParams(regex="x")
+    for ignore_eos, eos, parameter in (
+        (True, [], "ignore_eos"),
+        (False, [], "structured_outputs"),
+        (False, [97], "structured_outputs"),  # beyond the vocabulary: the request is not to blame
+    ):
+        params = SamplingParams(seed=0, structured_outputs=structure, ignore_eos=ignore_eos)
         core.add_request(EngineCoreRequest("a", [1], params, eos_token_ids=eos))
-        assert run(core)["a"][2].startswith("ignore_eos: ")
+        assert run(core)["a"][2].startswith(f"{parameter}: ")
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import pytest
-from quire import InvalidParameterError, PoolingParams, SamplingParams
+from quire import (
+    InvalidParameterError,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from quire.frontend.input_processor import InputProcessor, derive_seed
 from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
 
@@ -116,6 +122,21 @@ def test_max_tokens_is_cut_to_the_context() -> None:
 def test_end_of_sequence_ids() -> None:
     assert core_request().eos_token_ids == EOS
     assert core_request(params=SamplingParams(ignore_eos=True)).eos_token_ids == []
+
+
+@pytest.mark.parametrize("ids", [[], [320], [-1, 10**6]])
+def test_a_structured_output_needs_a_token_to_end_with(ids) -> None:
+    """The model's fault is not reported as the request's ignore_eos."""
+    processor = InputProcessor(text_config(), tiny_tokenizer(), ids)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    with pytest.raises(InvalidParameterError, match="between 0 and 319, the model's voc") as raised:
+        processor.process_inputs("r", "a", params)
+    assert raised.value.parameter == "structured_outputs"
+    params = msgspec.structs.replace(params, ignore_eos=True)
+    with pytest.raises(InvalidParameterError, match="ignore_eos: must be False"):
+        processor.process_inputs("r", "a", params)
+    processor = InputProcessor(text_config(), tiny_tokenizer(), [320, 319])
+    processor.process_inputs("r", "a", msgspec.structs.replace(params, ignore_eos=False))
 
 
 def test_seeds_are_the_scripts_and_each_requests_own() -> None:

@@ -39,7 +39,7 @@ def test_a_conversation_with_a_call() -> None:
     assert assistant["tool_calls"] == [
         {**CALL, "function": {"name": "f", "arguments": {"a": [1, "é"]}}}
     ]
-    assert assistant["content"] is None
+    assert "content" not in assistant
     assert assistant["reasoning_content"] == assistant["reasoning"] == "Hm."
     assert tool == {"role": "tool", "tool_call_id": "call_1", "name": "f", "content": "one\ntwo"}
     assert CONVERSATION[1]["tool_calls"][0]["function"]["arguments"] == '{"a": [1, "é"]}', (
@@ -72,6 +72,11 @@ def test_no_calls_are_no_key() -> None:
         ) == [{"role": "assistant", "content": "x"}]
 
 
+def test_keys_without_a_value_are_left_out() -> None:
+    message = {"role": "assistant", "content": None, "name": None, "tool_calls": None}
+    assert normalize_messages([message]) == [{"role": "assistant"}]
+
+
 def test_both_names_of_reasoning() -> None:
     for key in ("reasoning", "reasoning_content"):
         (message,) = normalize_messages([{"role": "assistant", "content": "x", key: "Hm."}])
@@ -87,7 +92,6 @@ def test_both_names_of_reasoning() -> None:
     ("content", "text"),
     [
         ("x", "x"),
-        (None, None),
         ([], ""),
         (
             [

@@ -100,10 +100,27 @@ def test_content_in_parts_becomes_text() -> None:
     assert (
         render_chat("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "one\ntwo"
     )
-    assert (
-        render_chat("{{ messages[0].content is none }}", [{"role": "assistant", "content": None}])
-        == "True"
-    )
+
+
+WITHOUT_CONTENT = [CHAT[1], {"role": "assistant", "content": None, "name": None}]
+
+
+@pytest.mark.parametrize("tools", [None, []])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}[{{ m.content }}]{% endfor %}",
+        "{% for m in messages %}[{{ m.content | trim }}{{ m.content ~ 'x' }}]{% endfor %}",
+        "{{ 'content' in messages[1] }} {{ messages[1].content is none }} {{ messages[1].name }}",
+        "{% if tools is not none %}You have {{ tools | length }} tools.{% endif %} {{ tools }}",
+    ],
+)
+def test_no_content_and_no_tools_are_as_in_transformers(oracle, template, tools) -> None:
+    """content=None is a missing key, not the word None; [] reaches the template as []."""
+    ours = Tokenizer(tiny_tokenizer_directory())
+    options = {"chat_template": template, "tokenize": False, "tools": tools}
+    expected = oracle.apply_chat_template(WITHOUT_CONTENT, **options)
+    assert ours.apply_chat_template(WITHOUT_CONTENT, **options) == expected
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,11 @@ CONVERSATION = [
         ),
         (
             template(content="{{ m.content }}"),
+            {},
+            '[user] What?[assistant] f {"a": "é"}[tool] 42',
+        ),
+        (
+            template(content="{{ '' + m.content }}"),
             {"empty_content": True},
             '[user] What?[assistant] f {"a": "é"}[tool] 42',
         ),

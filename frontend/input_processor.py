@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -34,6 +34,9 @@ class ProcessedRequest:
     request_id: str  # the user's
     prompt: str | None
     core_request: EngineCoreRequest
+    # clock_offset + time.monotonic() = seconds since 1970, by the wall clock at arrival. Later
+    # moments of the request are taken this way, so that a clock that is set changes no duration.
+    clock_offset: float = field(default_factory=lambda: time.time() - time.monotonic())
 
 
 class InputProcessor:
@@ -70,17 +73,20 @@ class InputProcessor:
         self._check_params(params)
         text, token_ids, cache_salt = self._read_prompt(prompt)
         token_ids = self._check_prompt(token_ids, params.truncate_prompt_tokens)
+        clock_offset = time.time() - time.monotonic()
+        if arrival_time is None:
+            arrival_time = clock_offset + time.monotonic()
         core_request = EngineCoreRequest(
             # the user's ids need not be unique over clients, or over time
             request_id=f"{request_id}-{secrets.token_hex(8)}",
             prompt_token_ids=token_ids,
             sampling_params=self._complete(params, len(token_ids)),
             eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
-            arrival_time=time.time() if arrival_time is None else arrival_time,
+            arrival_time=arrival_time,
             priority=priority,
             cache_salt=cache_salt,
         )
-        return ProcessedRequest(request_id, text, core_request)
+        return ProcessedRequest(request_id, text, core_request, clock_offset)
 
     # ------------------------------------------------------------ prompt
 

@@ -60,6 +60,7 @@ class RequestState:
     request_id: str
     prompt: str | None
     core_request: EngineCoreRequest
+    clock_offset: float  # as in ProcessedRequest
     metrics: RequestMetrics
     completions: list[CompletionState]
     is_delta: bool
@@ -111,10 +112,10 @@ class OutputProcessor:
         # id, under which it may be refused whole.
         self._by_engine_id: dict[str, tuple[RequestState, list[CompletionState]]] = {}
         self._token_texts = None if tokenizer is None else TokenTexts(tokenizer)
-        # with each request that ends, and _clock_offset
+        # with each request that ends, and what to add to the engine's clock for seconds since 1970
         self.on_finished: Callable[[RequestState, float], None] | None = None
         self._engine_ts = 0.0  # the engine's clock when its last outputs left
-        self._clock_offset = 0.0  # what to add to it for time.time()
+        self._clock_offset = 0.0  # what to add to it for time.monotonic()
         self.record_token_times = False  # fill RequestMetrics.token_ts
         # rows of an earlier engine; rows of requests that ended here are expected, and not counted
         self.num_dropped_rows = 0
@@ -137,6 +138,7 @@ class OutputProcessor:
             request_id=request.request_id,
             prompt=request.prompt,
             core_request=core_request,
+            clock_offset=request.clock_offset,
             metrics=RequestMetrics(
                 core_request.arrival_time, num_prompt_tokens=len(core_request.prompt_token_ids)
             ),
@@ -230,7 +232,7 @@ class OutputProcessor:
             self.num_dropped_rows += len(outputs.request_ids)
             return ProcessedOutputs([], [])
         self._epoch = outputs.epoch
-        now = time.time()
+        now = time.monotonic()
         self._engine_ts, self._clock_offset = outputs.timestamp, now - outputs.timestamp
         for timing in outputs.timings:
             self._note_timing(outputs.request_ids[timing.row], timing)
@@ -307,10 +309,10 @@ class OutputProcessor:
                 new_token_ids if num_used == len(new_token_ids) else new_token_ids[:num_used]
             )
             metrics = state.metrics
-            metrics.last_token_time = now
+            metrics.last_token_time = state.clock_offset + now
             metrics.num_generation_tokens += num_used
             if metrics.first_token_time is None:
-                metrics.first_token_time = now
+                metrics.first_token_time = state.clock_offset + now
             if new_token_ts is not None and (room := MAX_TOKEN_TS - len(metrics.token_ts)):
                 metrics.token_ts += new_token_ts[: min(num_used, room)]
             if extras.logprobs is not None and completion.logprobs_reader is not None:
@@ -370,14 +372,14 @@ class OutputProcessor:
         del self._by_engine_id[completion.engine_id]
         state.num_unfinished -= 1
         if state.num_unfinished == 0:
-            state.metrics.finished_time = time.time()
+            state.metrics.finished_time = state.clock_offset + time.monotonic()
             # a stop string, an abort: the engine has not told the end
             if state.metrics.first_token_ts:
                 state.metrics.last_token_ts = max(state.metrics.last_token_ts, self._engine_ts)
             self._by_engine_id.pop(state.core_request.request_id, None)
             del self._requests[state.request_id]
             if self.on_finished is not None:
-                self.on_finished(state, self._clock_offset)
+                self.on_finished(state, state.clock_offset + self._clock_offset)
 
     def _note_timing(self, engine_id: str, timing: RequestTiming) -> None:
         if (entry := self._by_engine_id.get(engine_id)) is not None:

@@ -30,8 +30,9 @@ class RequestMetrics:
 
     One object per request: it goes on changing until the request is finished.
 
-    The *_time fields are moments of time.time() in the frontend, None until they have come. The
-    *_ts fields are moments of the engine's own clock, 0.0 until known: good for differences only.
+    The *_time fields are seconds since 1970, None until they have come. The later ones are
+    arrival_time plus the monotonic time since then: setting the system's clock changes no
+    difference. The *_ts fields are moments of the engine's monotonic clock, 0.0 until known.
     With n > 1: the first token of any completion, the last of all.
     """
 

@@ -127,7 +127,7 @@ class RequestTracer:
     def finish(self, state: RequestState, clock_offset: float) -> None:
         """The request has ended.
 
-        `clock_offset` + a moment of the engine's clock = seconds of time.time().
+        `clock_offset` + a moment of the engine's clock = seconds since 1970.
         """
         begun = self._begun.pop(state.request_id, None)
         if begun is None:
@@ -140,7 +140,11 @@ class RequestTracer:
     def fail(self, error: Exception) -> None:
         """Nothing that has begun will be finished."""
         for begun in self._begun.values():
-            metrics = RequestMetrics(begun.request.core_request.arrival_time)
+            request = begun.request
+            metrics = RequestMetrics(
+                request.core_request.arrival_time,
+                finished_time=request.clock_offset + time.monotonic(),
+            )
             self._make_spans(begun, {}, metrics, 0.0, (type(error).__name__, str(error)))
         self._begun.clear()
 
@@ -160,7 +164,7 @@ class RequestTracer:
         """`error`: its type and its message."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-        end = metrics.finished_time or time.time()
+        end = metrics.finished_time
 
         def wall(engine_ts: float) -> int:
             """Nanoseconds, inside the root span."""

@@ -79,7 +79,7 @@ class EngineCoreRequest(Message, tag="add"):
     sampling_params: SamplingParams | None = None
     pooling_params: PoolingParams | None = None
     eos_token_ids: list[int] = []  # empty when ignore_eos
-    arrival_time: float = 0.0  # time.time() in the frontend, seconds
+    arrival_time: float = 0.0  # seconds since 1970, by the frontend's wall clock
     priority: int = 0  # lower runs first
     cache_salt: str | None = None  # prefix-cache blocks are shared only between equal salts
     # output tokens already emitted by an engine that died; they are not emitted again

@@ -287,6 +287,24 @@ def test_the_scan_sees_what_it_forbids() -> None:
         assert list(forbidden(ast.parse(bad))), bad
 
 
+WALL_CLOCK = re.compile(r"\btime\.time(_ns)?\(|\bdatetime\.(now|utcnow)\(")
+# What tells a date: `created` of an answer, the server's start, a template's strftime_now. Durations
+# are differences of time.monotonic() or of an event loop's clock.
+TELLS_A_DATE = {
+    "frontend/input_processor.py",
+    "frontend/server/apis/chat_answer.py",
+    "frontend/server/apis/completion_answer.py",
+    "frontend/server/apis/responses_answer.py",
+    "frontend/server/routes/ollama.py",
+    "frontend/server/state.py",
+    "frontend/text/chat_template.py",
+}
+
+
+def test_the_wall_clock_tells_dates_only() -> None:
+    assert {name_of(p) for p in PACKAGE if WALL_CLOCK.search(p.read_text())} == TELLS_A_DATE
+
+
 def test_no_utils() -> None:
     assert [
         name_of(path)

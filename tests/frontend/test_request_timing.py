@@ -12,6 +12,7 @@ from quire.frontend.input_processor import InputProcessor
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.outputs import RequestMetrics
 from quire.frontend.request_timing import merge_timings
+from quire.frontend.server.meters import Meters
 from quire.ipc.messages import FinishReason, RequestTiming
 from quire.tests.frontend.scripted_client import row
 from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
@@ -123,6 +124,33 @@ def test_metrics_of_a_request_that_ends_in_the_engine():
         2,
     )
     assert metrics.e2e_latency == metrics.finished_time - 500.0 >= metrics.time_to_first_token > 0
+
+
+def test_a_wall_clock_that_is_set_changes_no_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour back while the request runs: latencies follow the monotonic clock."""
+    wall, steady = [1e9], [50.0]
+    monkeypatch.setattr("time.time", lambda: wall[0])
+    monkeypatch.setattr("time.monotonic", lambda: steady[0])
+    ended: list[float] = []
+    request = InputProcessor(text_config(), tiny_tokenizer(), []).process_inputs(
+        "r", "a prompt", SamplingParams()
+    )
+    processor = OutputProcessor(tiny_tokenizer())
+    processor.on_finished = lambda state, clock_offset: ended.append(17.0 + clock_offset)
+    metrics = processor.add_request(request)
+    engine_id = request.core_request.request_id
+    wall[0] -= 3600
+    steady[0] += 2
+    processor.process_outputs(replace(row(engine_id, 0, HELLO[:1]), timestamp=14.0))
+    wall[0] += 7200
+    steady[0] += 3
+    end = replace(row(engine_id, 1, HELLO[1:], FinishReason.LENGTH), timestamp=17.0)
+    processor.process_outputs(end)
+    assert (metrics.arrival_time, metrics.time_to_first_token, metrics.e2e_latency) == (1e9, 2, 5)
+    assert ended == [1e9 + 5]  # a trace shows the engine's last moment at the request's end
+    meters = Meters()
+    meters.request_ended(SamplingParams(), metrics, "length")
+    assert meters.histograms["e2e_request_latency_seconds"].sum == 5.0
 
 
 def test_a_stop_string_ends_the_decode_when_its_token_came():

@@ -14,22 +14,12 @@ import msgspec
 from msgspec import inspect
 
 from ..ipc.config import EngineConfig, config_fields
-from ..ipc.errors import InvalidParameterError, ModelLoadError
+from ..ipc.errors import InvalidParameterError
+from ..ipc.rope_config import model_context
 from .model_info.model_files import NO_GENERATION_CONFIG, find_model_directory, read_hf_config
 from .processor import prefers_bfloat16
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
-# Keys of config.json that give the longest sequence a model was made for; the smallest of those
-# present counts.
-CONTEXT_KEYS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "max_sequence_length",
-)
-# With these, max_position_embeddings already is the length after scaling.
-ROPE_TYPES_ALREADY_SCALED = frozenset({"default", "llama3", "longrope", "su", "mrope"})
 # A frontend's own choices even when it attaches to a daemon: they change how it makes requests, not
 # the engine.
 FRONTEND_ARGUMENTS = frozenset(
@@ -290,31 +280,6 @@ def _resolve_max_model_len(wanted: int | None, hf_config: dict[str, Any]) -> int
             f"change it)",
         )
     return wanted or context
-
-
-def model_context(hf_config: dict[str, Any]) -> int | None:
-    """Longest sequence in tokens, rope scaling included, by vLLM's rules; None where config.json
-    does not say.
-    """
-    lengths = [hf_config[key] for key in CONTEXT_KEYS if hf_config.get(key) is not None]
-    if not all(isinstance(length, int) and length >= 1 for length in lengths):
-        raise ModelLoadError(
-            f"config.json: {', '.join(CONTEXT_KEYS)} must be positive integers, got {lengths}"
-        )
-    if not lengths:
-        return None
-    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type in ROPE_TYPES_ALREADY_SCALED or not isinstance(
-        factor := rope.get("factor", 1.0), (int, float)
-    ):
-        return min(lengths)
-    base = (
-        rope.get("original_max_position_embeddings", min(lengths))
-        if rope_type == "yarn"
-        else min(lengths)
-    )
-    return int(base * factor)
 
 
 def _resolve_scheduler(wanted: Any, max_model_len: int) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import ModelLoadError
+from .rope_config import parse_rope_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -94,28 +95,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
 }
-_ROPE_KEYS = {  # by type: required, optional
-    "default": (set(), set()),
-    "linear": ({"factor"}, set()),
-    "dynamic": ({"factor"}, {"original_max_position_embeddings"}),
-    "llama3": (
-        {"factor", "low_freq_factor", "high_freq_factor"},
-        {"original_max_position_embeddings"},
-    ),
-    "yarn": (
-        {"factor"},
-        {
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        },
-    ),
-}
-DEFAULT_THETA = 10000.0
 FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 DEFAULT_MAX_WINDOW_LAYERS = 28  # transformers'
 _REQUIRED = (
@@ -144,7 +123,7 @@ class DecoderConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
-    rope: dict[str, Any]  # see parse_rope_parameters
+    rope: dict[str, Any]  # see rope_config.parse_rope_parameters
     # of each layer: how many positions a token sees, its own the last; 0: all before it
     sliding_windows: tuple[int, ...] = ()
 
@@ -275,46 +254,3 @@ def _check_sizes(config: DecoderConfig) -> None:
         )
     if config.head_dim % 2:
         raise ModelLoadError(f"config.json: head_dim must be even, got {config.head_dim}")
-
-
-def parse_rope_parameters(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """The rope part of a config in one form: rope_type, rope_theta, and the type's own keys,
-    checked.
-
-    Raises ModelLoadError for an unknown type, a missing key, or a key whose meaning is not known
-    here: it would change the angles.
-    """
-    given = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        raise ModelLoadError(f"rope parameters must be an object, got {given!r}")
-    parameters = {key: value for key, value in given.items() if value is not None}
-    rope_type = parameters.pop("rope_type", None) or parameters.get("type", "default")
-    parameters.pop("type", None)
-    if rope_type not in _ROPE_KEYS:
-        raise ModelLoadError(
-            f"rope type {rope_type!r} is not supported; supported: {', '.join(_ROPE_KEYS)}"
-        )
-    if (
-        parameters.pop("partial_rotary_factor", hf_config.get("partial_rotary_factor") or 1.0)
-        != 1.0
-    ):
-        raise ModelLoadError("partial_rotary_factor other than 1 is not supported")
-    theta = parameters.pop("rope_theta", hf_config.get("rope_theta") or DEFAULT_THETA)
-    required, optional = _ROPE_KEYS[rope_type]
-    if missing := required - parameters.keys():
-        raise ModelLoadError(f"rope type {rope_type!r} lacks {', '.join(sorted(missing))}")
-    if unknown := parameters.keys() - required - optional:
-        raise ModelLoadError(f"rope type {rope_type!r} does not know {', '.join(sorted(unknown))}")
-    for key, value in {"rope_theta": theta, **parameters}.items():
-        if not isinstance(value, (int, float)):
-            raise ModelLoadError(f"rope parameter {key} must be a number, got {value!r}")
-    if rope_type in ("llama3", "yarn"):
-        # As transformers: the key beside the rope parameters wins, and the model's own length
-        # stands in for a missing one.
-        original = parameters.get(
-            "original_max_position_embeddings", hf_config["max_position_embeddings"]
-        )
-        parameters["original_max_position_embeddings"] = (
-            hf_config.get("original_max_position_embeddings") or original
-        )
-    return {"rope_type": rope_type, "rope_theta": theta, **parameters}

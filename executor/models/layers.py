@@ -259,9 +259,7 @@ class LayerFactory:
 
     def rope(self, config: DecoderConfig, num_positions: int) -> torch.Tensor:
         """[num_positions, head_dim] f32, shared by all layers: see rope.make_cos_sin_cache"""
-        return make_cos_sin_cache(
-            config.rope, config.head_dim, num_positions, config.max_position_embeddings
-        ).to(self.device)
+        return make_cos_sin_cache(config.rope, config.head_dim, num_positions).to(self.device)
 
     def _linear(
         self,

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from ...ipc.errors import ModelLoadError
-
 
 def inverse_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
     """(inv_freq [head_dim // 2] f32, factor on cosines and sines) of parsed rope parameters."""
@@ -84,20 +82,12 @@ def _yarn_attention_factor(rope: dict[str, Any]) -> float:
     return mscale(1.0)
 
 
-def make_cos_sin_cache(
-    rope: dict[str, Any], head_dim: int, num_positions: int, max_position_embeddings: int
-) -> torch.Tensor:
+def make_cos_sin_cache(rope: dict[str, Any], head_dim: int, num_positions: int) -> torch.Tensor:
     """[num_positions, head_dim] f32: cosines of all angles, then their sines.
 
-    Raises ModelLoadError for rope type "dynamic" beyond `max_position_embeddings`: there its angles
-    depend on each sequence's current length, and cached keys would have been turned by others. Up
-    to there it is the default rope.
+    Rope type "dynamic" has the default's angles: ipc/rope_config.model_context keeps num_positions
+    below the length where they would change.
     """
-    if rope["rope_type"] == "dynamic" and num_positions > max_position_embeddings:
-        raise ModelLoadError(
-            f"rope type 'dynamic' is supported up to "
-            f"max_position_embeddings={max_position_embeddings}; max_model_len is {num_positions}"
-        )
     inv_freq, factor = inverse_frequencies(rope, head_dim)
     angles = torch.arange(num_positions).float()[:, None] * inv_freq
     return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)

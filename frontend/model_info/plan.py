@@ -22,7 +22,8 @@ from ...ipc.memory_plan import (
     free_of_share,
     plan_num_blocks,
 )
-from ..engine_args import EngineArgs, model_context
+from ...ipc.rope_config import model_context
+from ..engine_args import EngineArgs
 from .gpu_memory import gpu_memory_bytes
 from .model_files import find_cached_directory, find_model_directory
 from .model_sizes import ModelSizes, kv_bytes_per_token, measure_model

@@ -9,10 +9,8 @@ import msgspec
 import pytest
 from quire import EngineArgs, InvalidParameterError, ModelLoadError
 from quire.frontend import engine_args
-from quire.frontend.engine_args import describe_type, model_context
+from quire.frontend.engine_args import describe_type
 from quire.ipc.config import EngineConfig, config_fields
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
 
 
 @pytest.fixture
@@ -146,35 +144,6 @@ def test_context_length(model) -> None:
         unknown.create_engine_config()
     with pytest.raises(ModelLoadError, match="max_position_embeddings"):
         EngineArgs(model, hf_overrides={"max_position_embeddings": "long"}).create_engine_config()
-
-
-@pytest.mark.parametrize(
-    ("hf_config", "context"),
-    [
-        ({}, None),
-        ({"max_position_embeddings": 100, "max_seq_len": 50}, 50),
-        ({"max_position_embeddings": 100, "rope_scaling": None}, 100),
-        (
-            {
-                "max_position_embeddings": 100,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-            },
-            100,
-        ),
-        (
-            {
-                "max_position_embeddings": 100,
-                "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
-            },
-            100,
-        ),
-        ({"max_position_embeddings": 100, "rope_scaling": {"type": "dynamic", "factor": 4}}, 400),
-        ({"max_position_embeddings": 100, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 400),
-        ({"max_position_embeddings": 400, "rope_parameters": YARN}, 400),
-    ],
-)
-def test_model_context(hf_config, context) -> None:
-    assert model_context(hf_config) == context
 
 
 def test_scheduler_budget(model) -> None:

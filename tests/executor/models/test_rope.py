@@ -1,14 +1,11 @@
-"""The rope tables against transformers' ROPE_INIT_FUNCTIONS, in both forms of config, and every
-refusal.
-"""
+"""The rope tables against transformers' ROPE_INIT_FUNCTIONS, in both forms of config."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from quire.executor.models.rope import inverse_frequencies, make_cos_sin_cache
-from quire.ipc.decoder_config import parse_rope_parameters
-from quire.ipc.errors import ModelLoadError
+from quire.ipc.rope_config import parse_rope_parameters
 
 BASE = {"max_position_embeddings": 4096, "hidden_size": 256, "num_attention_heads": 4}
 LLAMA3 = {
@@ -74,78 +71,13 @@ def test_equals_transformers(name, form):
     assert factor == pytest.approx(expected_factor, rel=1e-12)
 
 
-def test_absent_parameters_mean_the_default():
-    assert parse_rope_parameters({"rope_scaling": None, "rope_theta": None}) == {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-    }
-
-
-def test_original_length_beside_the_parameters_wins():
-    hf_config = {
-        **BASE,
-        "original_max_position_embeddings": 700,
-        "rope_parameters": dict(SCALINGS["yarn"]),
-    }
-    assert parse_rope_parameters(hf_config)["original_max_position_embeddings"] == 700
-
-
 def test_cache_holds_cosines_then_sines():
     rope = parse_rope_parameters({**BASE, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}})
     inv_freq, factor = inverse_frequencies(rope, 8)
-    cache = make_cos_sin_cache(rope, 8, num_positions=5, max_position_embeddings=4096)
+    cache = make_cos_sin_cache(rope, 8, num_positions=5)
     assert cache.dtype == torch.float32 and cache.shape == (5, 8) and factor > 1
     for position in range(5):
         angles = position * inv_freq
         torch.testing.assert_close(
             cache[position], torch.cat((angles.cos(), angles.sin())) * factor
         )
-
-
-@pytest.mark.parametrize(
-    ("hf_config", "message"),
-    [
-        (
-            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-            "rope type 'longrope' is not supported; supported: default, linear",
-        ),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-            "does not know full_attention",
-        ),
-        ({"rope_scaling": {"type": "linear"}}, "'linear' lacks factor"),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "'llama3' lacks high_freq_factor, low_freq_factor",
-        ),
-        (
-            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "short_factor": [1.0]}},
-            "does not know short_factor",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 4]}},
-            "does not know mrope_section",
-        ),
-        (
-            {"rope_scaling": {"type": "linear", "factor": "2"}},
-            "rope parameter factor must be a number, got '2'",
-        ),
-        ({"rope_theta": [1]}, r"rope parameter rope_theta must be a number, got \[1\]"),
-        ({"rope_scaling": "linear"}, "rope parameters must be an object, got 'linear'"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        (
-            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor",
-        ),
-    ],
-)
-def test_what_is_not_handled_is_refused(hf_config, message):
-    with pytest.raises(ModelLoadError, match=message):
-        parse_rope_parameters({**BASE, **hf_config})
-
-
-def test_dynamic_is_refused_where_its_angles_would_depend_on_the_sequence():
-    rope = parse_rope_parameters({**BASE, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})
-    assert make_cos_sin_cache(rope, 8, 4096, 4096).shape == (4096, 8)
-    with pytest.raises(ModelLoadError, match="max_position_embeddings=4096; max_model_len is 4097"):
-        make_cos_sin_cache(rope, 8, 4097, 4096)

@@ -64,6 +64,8 @@ SLOW = {"pack_quantized_linear": "reference"}  # is there without the native lib
             {"quantization": "int4", "dtype": "bfloat16", "kernels": SLOW},
         ),
         ("qwen3", {}, {"quantization": "int8", "kernels": SLOW}),
+        # the plan and the loader once disagreed on how far this type reaches
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, {}),
     ],
 )
 def test_the_engine_allocates_what_the_plan_says(

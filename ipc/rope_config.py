@@ -1,0 +1,146 @@
+"""What a config.json says about rotary position embeddings: their parameters in one form, and the
+longest sequence that they allow.
+
+Must not know: tensors, layers, how an angle is computed, which architectures there are.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any
+
+from .errors import ModelLoadError
+
+_ROPE_KEYS = {  # by type: required, optional
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "dynamic": ({"factor"}, {"original_max_position_embeddings"}),
+    "llama3": (
+        {"factor", "low_freq_factor", "high_freq_factor"},
+        {"original_max_position_embeddings"},
+    ),
+    "yarn": (
+        {"factor"},
+        {
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        },
+    ),
+}
+_POSITIVE = frozenset(
+    {
+        "rope_theta",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+    }
+)
+DEFAULT_THETA = 10000.0
+# Keys of config.json that give the longest sequence a model was made for; the smallest of those
+# present counts.
+CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+)
+# max_position_embeddings is the length after scaling, or, for "dynamic", the length up to which no
+# scaling takes place. Beyond it the angles of "dynamic" depend on the current length of each
+# sequence, so cached keys would have the wrong ones; Quire does not go there.
+_NOT_LENGTHENED = frozenset({"default", "llama3", "longrope", "su", "mrope", "dynamic"})
+
+
+def model_context(hf_config: dict[str, Any]) -> int | None:
+    """Longest sequence in tokens, rope scaling included; None where config.json does not say.
+
+    The only place that decides it: configuration, plan and model all use this length. As vLLM's,
+    except for "dynamic". Raises ModelLoadError, naming the key, for what is no length or factor.
+    """
+    lengths = {key: hf_config[key] for key in CONTEXT_KEYS if hf_config.get(key) is not None}
+    for key, length in lengths.items():
+        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+            raise ModelLoadError(f"config.json: {key} must be a positive integer, got {length!r}")
+    if not lengths:
+        return None
+    rope_type, parameters = _rope_of(hf_config)
+    factor = parameters.get("factor", 1.0)
+    if rope_type in _NOT_LENGTHENED:
+        return min(lengths.values())
+    _check_number("factor", factor)
+    base = min(lengths.values())
+    if rope_type == "yarn":
+        base = parameters.get("original_max_position_embeddings", base)
+        _check_number("original_max_position_embeddings", base)
+    return int(base * factor)
+
+
+def _rope_of(hf_config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(type, parameters that are not null, the type not among them)"""
+    given = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise ModelLoadError(f"rope parameters must be an object, got {given!r:.100}")
+    parameters = {key: value for key, value in given.items() if value is not None}
+    old_name = parameters.pop("type", "default")
+    rope_type = parameters.pop("rope_type", None) or old_name
+    if not isinstance(rope_type, str):
+        raise ModelLoadError(f"rope type must be a string, got {rope_type!r:.100}")
+    return rope_type, parameters
+
+
+def _check_number(key: str, value: Any) -> None:
+    if not isinstance(value, (int, float)):
+        raise ModelLoadError(f"rope parameter {key} must be a number, got {value!r:.100}")
+    if not isfinite(value) or (key in _POSITIVE and value <= 0):
+        wanted = "positive and finite" if key in _POSITIVE else "finite"
+        raise ModelLoadError(f"rope parameter {key} must be {wanted}, got {value!r:.100}")
+
+
+def parse_rope_parameters(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """The rope part of a config in one form: rope_type, rope_theta, and the type's own keys,
+    checked.
+
+    Raises ModelLoadError for an unknown type, a missing key, or a key whose meaning is not known
+    here: it would change the angles.
+    """
+    rope_type, parameters = _rope_of(hf_config)
+    if rope_type not in _ROPE_KEYS:
+        raise ModelLoadError(
+            f"rope type {rope_type!r} is not supported; supported: {', '.join(_ROPE_KEYS)}"
+        )
+    if (
+        parameters.pop("partial_rotary_factor", hf_config.get("partial_rotary_factor") or 1.0)
+        != 1.0
+    ):
+        raise ModelLoadError("partial_rotary_factor other than 1 is not supported")
+    theta = parameters.pop("rope_theta", hf_config.get("rope_theta") or DEFAULT_THETA)
+    required, optional = _ROPE_KEYS[rope_type]
+    if missing := required - parameters.keys():
+        raise ModelLoadError(f"rope type {rope_type!r} lacks {', '.join(sorted(missing))}")
+    if unknown := parameters.keys() - required - optional:
+        raise ModelLoadError(f"rope type {rope_type!r} does not know {', '.join(sorted(unknown))}")
+    for key, value in {"rope_theta": theta, **parameters}.items():
+        _check_number(key, value)
+    if theta <= 1:
+        raise ModelLoadError(f"rope parameter rope_theta must be more than 1, got {theta}")
+    if rope_type == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
+        raise ModelLoadError("rope parameter low_freq_factor must be less than high_freq_factor")
+    if rope_type in ("llama3", "yarn"):
+        # As transformers: the key beside the rope parameters wins, and the model's own length
+        # stands in for a missing one.
+        original = parameters.get(
+            "original_max_position_embeddings", hf_config["max_position_embeddings"]
+        )
+        key = "original_max_position_embeddings"
+        parameters[key] = hf_config.get(key) or original
+        _check_number(key, parameters[key])
+    return {"rope_type": rope_type, "rope_theta": theta, **parameters}

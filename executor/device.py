@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import torch
 
+from ..ipc.config import resolved
 from ..ipc.errors import InvalidParameterError
 from ..ipc.machine import available_cores, free_memory_bytes
 from ..ipc.memory_plan import free_of_share
@@ -109,7 +110,7 @@ def select_cpu_isa(name: str) -> str:
             "cpu_isa", f"this processor has no {name}; it has {', '.join(library.isas)}"
         )
     library.use_isa(library.isas[0] if name == "auto" else name)
-    return library.isa
+    return resolved(library.isa)
 
 
 def set_num_threads(num_threads: int | None) -> int:

@@ -81,7 +81,10 @@ class Executor:
         Its exception is the InvalidParameterError of one that
         is not. Never blocks; the answer takes at most some seconds, mostly milliseconds.
         """
-        return self.worker.grammars.check(params)
+        grammars = self.worker.grammars
+        if grammars is None:
+            raise RuntimeError("the executor has no model: it was not loaded, or it was shut down")
+        return grammars.check(params)
 
     def submit_model(
         self, scheduler_output: SchedulerOutput

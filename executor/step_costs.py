@@ -16,7 +16,7 @@ import time
 
 import msgspec
 
-from ..ipc.config import EngineConfig
+from ..ipc.config import EngineConfig, resolved
 from ..ipc.messages import NewRequestData, SchedulerOutput
 from ..ipc.params import SamplingParams
 from ..kernels.cpu.limits import Multiplier, Reader, gemm_flops, read_bandwidth
@@ -82,7 +82,7 @@ class StepTimer:
         self._executor = executor
         self._meters = meters
         self._block_size = config.cache_config.block_size
-        self._budget = config.scheduler_config.max_num_batched_tokens
+        self._budget = resolved(config.scheduler_config.max_num_batched_tokens)
         self._vocab_size = vocab_size
 
     def decode(self, batch: int, context: int, seconds: float) -> Times:

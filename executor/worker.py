@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..ipc.config import EngineConfig
+from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError, ModelLoadError
 from ..ipc.memory_plan import check_weights_fit, plan_num_blocks, plan_num_host_blocks
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
@@ -89,7 +89,7 @@ class Worker:
         self.cpu_isa = devices.select_cpu_isa(config.device_config.cpu_isa)
         logger.info("%d threads, native kernels: %s", self.num_threads, self.cpu_isa)
         self.model: Any = None
-        self.runner: ModelRunner | None = None
+        self.runner: ModelRunner  # made by load_model
         self.grammars: Grammars | None = None
         self.asleep: set[str] = set()  # of "weights" and "kv_cache": what is not there
         self._directory: Path | None = None  # where the weights in use came from; None: random ones
@@ -129,7 +129,8 @@ class Worker:
             self._directory = Path(model_config.model)
         with early_memory(take_early_memory()):
             self.model = self._build_model(self._directory, report)
-        max_num_seqs, max_model_len = scheduler_config.max_num_seqs, model_config.max_model_len
+        max_num_seqs = scheduler_config.max_num_seqs
+        max_model_len = resolved(model_config.max_model_len)
         self.grammars = Grammars(self.config, ops, shape.vocab_size)
         stages = make_stages(
             ops, shape.vocab_size, max_num_seqs, max_model_len, processors, self.grammars
@@ -191,7 +192,8 @@ class Worker:
             self.device, self.config.cache_config.gpu_memory_utilization
         )
         # of a step; of graphs, which have memory of their own
-        for num_tokens in (scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs):
+        max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
+        for num_tokens in (max_num_tokens, scheduler_config.max_num_seqs):
             num_logits = min(num_tokens, scheduler_config.max_num_seqs)
             num_bytes -= devices.peak_bytes(
                 self.device,
@@ -229,29 +231,29 @@ class Worker:
         config = self.config
         max_num_seqs, max_num_tokens = (
             config.scheduler_config.max_num_seqs,
-            config.scheduler_config.max_num_batched_tokens,
+            resolved(config.scheduler_config.max_num_batched_tokens),
         )
         if self.device.type == "cpu":
             self.runner.program = program = record_step(
                 self.model, self._ops, Limits(max_num_tokens, max_num_seqs, max_num_seqs)
             )
-            can_burst = program is not None and self._ops.chosen.get("sample_tokens") == NATIVE
+            can_burst = self._ops.chosen.get("sample_tokens") == NATIVE
             self.runner.bursts = (
                 Bursts(
                     program,
                     self.runner.batch,
                     config.cache_config.block_size,
-                    self.runner.make_inputs,
+                    self.runner.host_inputs,
                 )
-                if can_burst
+                if program is not None and can_burst
                 else None
             )
         elif not config.device_config.enforce_eager:
-            sizes = max_num_seqs, config.model_config.max_model_len, config.cache_config.block_size
-            self.runner.program = GraphedStep(
-                self.model, self._ops, *sizes, self.device, CudaCapture()
-            )
-            self.runner.program.prepare()
+            max_model_len = resolved(config.model_config.max_model_len)
+            sizes = max_num_seqs, max_model_len, config.cache_config.block_size
+            graphs = GraphedStep(self.model, self._ops, *sizes, self.device, CudaCapture())
+            self.runner.program = graphs
+            graphs.prepare()
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
         """Sets host memory aside for blocks of preempted requests.
@@ -266,11 +268,14 @@ class Worker:
             self._num_host_blocks = plan_num_host_blocks(
                 self.config, self.block_bytes, devices.free_bytes(torch.device("cpu"))
             )
-        self._make_block_mover()
+        mover = self._make_block_mover()
         if mode != "auto" or not self._num_host_blocks:
             return self._num_host_blocks, PreemptionCosts()
         scheduler_config = self.config.scheduler_config
-        most_tokens = min(scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs)
+        most_tokens = min(
+            resolved(scheduler_config.max_num_batched_tokens), scheduler_config.max_num_seqs
+        )
+        recompute_s = 0.0
         for num_tokens in sorted({min(count, most_tokens) for count in MEASURED_TOKENS}):
 
             def recompute(num_tokens: int = num_tokens) -> None:
@@ -282,7 +287,7 @@ class Worker:
             # more tokens would take longer, and change nothing: swapping is cheaper by far
             if pass_s > MEASURING_BUDGET_S / 4:
                 break
-        swap_s, swap_s_per_block = self.runner.block_mover.measure(self.model.attention_layers())
+        swap_s, swap_s_per_block = mover.measure(self.model.attention_layers())
         costs = PreemptionCosts(recompute_s, swap_s, swap_s_per_block / block_size)
         logger.info("swap space: %d blocks; %s", self._num_host_blocks, costs)
         return self._num_host_blocks, costs
@@ -294,17 +299,17 @@ class Worker:
         """
         return self._weights_bytes if self.runner.bursts is not None else 0
 
-    def _make_block_mover(self) -> None:
-        host_caches = []
-        for layer in self.model.attention_layers() if self._num_host_blocks else ():
-            host_caches.append(
-                devices.host_zeros(
-                    self._cache_shape(layer, self._num_host_blocks),
-                    self.kv_cache_dtype,
-                    self.device,
-                ).unbind(0)
-            )
-        self.runner.block_mover = BlockMover(host_caches, self._ops)
+    def _make_block_mover(self) -> BlockMover:
+        layers = self.model.attention_layers() if self._num_host_blocks else ()
+        host_caches = [
+            (cache[0], cache[1]) for cache in (self._host_cache(layer) for layer in layers)
+        ]
+        self.runner.block_mover = mover = BlockMover(host_caches, self._ops)
+        return mover
+
+    def _host_cache(self, layer: Any) -> torch.Tensor:
+        shape = self._cache_shape(layer, self._num_host_blocks)
+        return devices.host_zeros(shape, self.kv_cache_dtype, self.device)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         return self.runner.execute_model(scheduler_output)
@@ -398,7 +403,9 @@ class Worker:
         """Lets go of model and cache. May be called twice."""
         if self.grammars is not None:
             self.grammars.shutdown()
-        self.model = self.runner = self.grammars = None
+        self.model = self.grammars = None
+        if hasattr(self, "runner"):
+            del self.runner
 
 
 def check_quantization(

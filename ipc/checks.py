@@ -36,7 +36,7 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def require_int(parameter: str, value: object, low: int, high: int, meaning: str = "") -> None:
+def require_int(parameter: str, value: Any, low: int, high: int, meaning: str = "") -> None:
     """`meaning` explains special values, in brackets behind the range."""
     if not (is_int(value) and low <= value <= high):
         top = "2**63 - 1" if high == INT64_MAX else high
@@ -57,7 +57,7 @@ def is_finite(value: object) -> bool:
         return False
 
 
-def require_text(parameter: str, value: object) -> None:
+def require_text(parameter: str, value: Any) -> None:
     """Python's strings may hold half characters, which neither the tokenizer nor a message can."""
     require(isinstance(value, str), parameter, f"must be a string, got {shown(value)}")
     try:
@@ -69,7 +69,7 @@ def require_text(parameter: str, value: object) -> None:
         ) from None
 
 
-def require_texts(parameter: str, values: object, most: int) -> None:
+def require_texts(parameter: str, values: Any, most: int) -> None:
     """A list of strings, none of them empty."""
     require(isinstance(values, list), parameter, f"must be a list of strings, got {shown(values)}")
     require(len(values) <= most, parameter, f"must hold at most {most} strings, got {len(values)}")
@@ -78,7 +78,7 @@ def require_texts(parameter: str, values: object, most: int) -> None:
         require(value, parameter, "must not hold an empty string")
 
 
-def require_token_ids(parameter: str, values: object) -> None:
+def require_token_ids(parameter: str, values: Any) -> None:
     """A list of integers that a vocabulary could have; which ones this model has, the
     InputProcessor knows.
     """

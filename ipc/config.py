@@ -7,13 +7,23 @@ Must not know: files on disk, torch, or how a value is used. frontend/engine_arg
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
+
+
+T = TypeVar("T")
+
+
+def resolved(value: T | None) -> T:
+    """`value` of a resolved configuration, in which None no longer stands for a default."""
+    if value is None:
+        raise ValueError("the configuration is not resolved")
+    return value
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,7 +33,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True):
     model: Annotated[
         str,
         Meta(
@@ -102,14 +112,14 @@ class ModelConfig(Section):
     hf_config: dict[str, Any] = {}
 
 
-class LoadConfig(Section):
+class LoadConfig(Section, frozen=True):
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"],
         Meta(description="auto and safetensors read the model's weights; dummy makes random ones."),
     ] = "auto"
 
 
-class CacheConfig(Section):
+class CacheConfig(Section, frozen=True):
     block_size: Annotated[
         Literal[8, 16, 32, 64, 128], Meta(description="Tokens per KV-cache block.")
     ] = 16
@@ -150,7 +160,7 @@ class CacheConfig(Section):
     ] = True
 
 
-class SchedulerConfig(Section):
+class SchedulerConfig(Section, frozen=True):
     max_num_seqs: Annotated[
         PositiveInt, Meta(description="Most requests that run in one step.")
     ] = 256
@@ -196,7 +206,7 @@ class SchedulerConfig(Section):
     ] = True
 
 
-class DeviceConfig(Section):
+class DeviceConfig(Section, frozen=True):
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = (
         "auto"
     )
@@ -230,7 +240,7 @@ class DeviceConfig(Section):
     ] = {}
 
 
-class ServiceConfig(Section):
+class ServiceConfig(Section, frozen=True):
     startup_timeout_s: Annotated[
         float, Meta(gt=0, description="Deadline for the engine to come up, in seconds.")
     ] = 600.0
@@ -257,7 +267,7 @@ class ServiceConfig(Section):
     disable_log_stats: Annotated[bool, Meta(description="Do not collect statistics.")] = False
 
 
-class EngineConfig(Section):
+class EngineConfig(Section, frozen=True):
     """The whole tree.
 
     `resolved` is what the engine receives: no "auto" and no None that means "default" is left in

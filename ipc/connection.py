@@ -122,12 +122,12 @@ class Connection:
     ) -> None:
         self.stop_watching()
         self.loop = loop
-        loop.add_reader(self.pull.get(zmq.FD), on_readable)
+        loop.add_reader(self.pull.FD, on_readable)
         loop.add_reader(self.pidfd, on_death)
 
     def stop_watching(self) -> None:
         if self.loop is not None and not self.loop.is_closed():
-            self.loop.remove_reader(self.pull.get(zmq.FD))
+            self.loop.remove_reader(self.pull.FD)
             self.loop.remove_reader(self.pidfd)
         self.loop = None
 

@@ -238,7 +238,7 @@ def parse_sliding_windows(hf_config: dict[str, Any], honours: tuple[str, ...]) -
             f"config.json: layer_types has {len(layer_types)} entries for "
             f"num_hidden_layers={num_layers}"
         )
-    return tuple(window if layer_type == SLIDING else 0 for layer_type in layer_types)
+    return tuple((window or 0) if layer_type == SLIDING else 0 for layer_type in layer_types)
 
 
 def _check_sizes(config: DecoderConfig) -> None:

@@ -258,7 +258,7 @@ class EngineInput:
         self.events.put(ClientJoined(client_index, message.output_address))
 
     def _close_listener(self) -> None:
-        if self._listener is not None:
+        if self._listener is not None and self._listener_path is not None:
             self._unwatch(self._listener)
             self._listener_path.unlink(missing_ok=True)
             self._listener.close(linger=0)
@@ -284,7 +284,8 @@ class EngineInput:
                 self.events.put(LeaveSignal())
 
     def _on_parent_gone(self) -> None:
-        remove_directory(self._sockets_path)
+        if self._sockets_path is not None:
+            remove_directory(self._sockets_path)
         self._leave_at_once(1)
 
     def _leave_at_once(self, exit_code: int) -> None:
@@ -292,6 +293,6 @@ class EngineInput:
 
         The kernel takes back the rest.
         """
-        if self._listener is not None:
+        if self._listener is not None and self._listener_path is not None:
             self._listener_path.unlink(missing_ok=True)
         os._exit(exit_code)

@@ -162,7 +162,7 @@ def _receive(connection: Connection, awaited: Awaited) -> Any:
         if not ready:
             raise _too_late(awaited)
         # dead; what it said is read first
-        if source not in ready and not source.poll(LAST_WORDS_S * 1000):
+        if source not in ready and not source.poll(int(LAST_WORDS_S * 1000)):
             raise _died(connection, awaited)
     return message
 
@@ -177,7 +177,7 @@ async def _receive_async(connection: Connection, awaited: Awaited) -> Any:
         False,
         awaited.deadline,
     )
-    watched = (awaited.source.get(zmq.FD), connection.pidfd)
+    watched = (awaited.source.FD, connection.pidfd)
     for fd in watched:
         loop.add_reader(fd, news.set)
     try:

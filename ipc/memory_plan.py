@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from .config import EngineConfig
+from .config import EngineConfig, resolved
 from .errors import NotEnoughMemoryError
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def plan_num_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> 
     Raises NotEnoughMemoryError when a sequence of max_model_len would not fit: with no other left
     to preempt, it could never end.
     """
-    cache_config, max_model_len = config.cache_config, config.model_config.max_model_len
+    cache_config, max_model_len = config.cache_config, resolved(config.model_config.max_model_len)
     blocks_per_sequence = -(-max_model_len // cache_config.block_size)
     wanted = 1 + blocks_per_sequence * config.scheduler_config.max_num_seqs
     num_blocks = affordable_blocks(config, block_bytes, free_bytes)
@@ -119,5 +119,7 @@ def plan_num_host_blocks(config: EngineConfig, block_bytes: int, free_bytes: int
     if num_bytes < wanted_bytes:
         sizes = wanted_bytes / 2**30, num_bytes / 2**30, 100 * SWAP_MEMORY_FRACTION
         logger.info("swap_space: %.1f GiB wanted, %.1f GiB taken, %d %% of the free memory", *sizes)
-    blocks_per_sequence = -(-config.model_config.max_model_len // config.cache_config.block_size)
+    blocks_per_sequence = -(
+        -resolved(config.model_config.max_model_len) // config.cache_config.block_size
+    )
     return min(num_bytes // block_bytes, blocks_per_sequence * config.scheduler_config.max_num_seqs)

@@ -54,7 +54,7 @@ class Array:
             self.data
         ) == bytes(other.data)
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"Array({self.dtype!r}, {self.shape!r}, <{memoryview(self.data).nbytes} bytes>)"
@@ -63,7 +63,7 @@ class Array:
 # ---------------------------------------------------------------- frontend -> engine core
 
 
-class EngineCoreRequest(Message, tag="add"):
+class EngineCoreRequest(Message, tag="add", frozen=True):
     """One request.
 
     Exactly one of the two params is given; `sampling_params.seed` and `max_tokens` are resolved
@@ -91,7 +91,7 @@ def child_request_id(request_id: str, index: int) -> str:
     return f"{index}_{request_id}"
 
 
-class AbortRequests(Message, tag="abort"):
+class AbortRequests(Message, tag="abort", frozen=True):
     """Ends these requests; unknown ids (already finished) are ignored, others' requests too.
 
     Each live one is answered with ABORT.
@@ -100,7 +100,7 @@ class AbortRequests(Message, tag="abort"):
     request_ids: list[str]
 
 
-class PaceOutputs(Message, tag="pace"):
+class PaceOutputs(Message, tag="pace", frozen=True):
     """This client wants about so many rows in a second, those of several steps in one message; 0,
     as it begins: each step's at once.
 
@@ -112,7 +112,7 @@ class PaceOutputs(Message, tag="pace"):
     rows_per_s: Annotated[int, Meta(ge=0)]
 
 
-class UtilityCall(Message, tag="call"):
+class UtilityCall(Message, tag="call", frozen=True):
     """Calls one of EngineCore.UTILITIES. `args` are plain msgpack values."""
 
     call_id: int
@@ -120,11 +120,11 @@ class UtilityCall(Message, tag="call"):
     args: list[Any] = []
 
 
-class Detach(Message, tag="detach"):
+class Detach(Message, tag="detach", frozen=True):
     """This client leaves; its requests are aborted, a daemon lives on."""
 
 
-class Shutdown(Message, tag="shutdown"):
+class Shutdown(Message, tag="shutdown", frozen=True):
     """The engine finishes (`drain`) or aborts what runs, and exits.
 
     From a child's own parent only.
@@ -133,14 +133,14 @@ class Shutdown(Message, tag="shutdown"):
     drain: bool = False
 
 
-class Config(Message, tag="config"):
+class Config(Message, tag="config", frozen=True):
     """The answer to HELLO of a spawned engine: what to run."""
 
     config: EngineConfig
     epoch: int = 0
 
 
-class Attach(Message, tag="attach"):
+class Attach(Message, tag="attach", frozen=True):
     """A program asks a daemon to serve it: the daemon connects to these addresses and answers
     HELLO, READY.
     """
@@ -168,17 +168,17 @@ ClientMessage = (
 PROTOCOL = 3
 
 
-class Hello(Message, tag="hello"):
+class Hello(Message, tag="hello", frozen=True):
     protocol: int
     pid: int
 
 
-class Progress(Message, tag="progress"):
+class Progress(Message, tag="progress", frozen=True):
     stage: str  # "import", "load weights", "kv cache"
     fraction: float  # of the stage, 0..1
 
 
-class Ready(Message, tag="ready"):
+class Ready(Message, tag="ready", frozen=True):
     """The engine serves.
 
     `config` is what it runs with: an attaching client learns its model from here.
@@ -190,7 +190,7 @@ class Ready(Message, tag="ready"):
     epoch: int = 0
 
 
-class Failed(Message, tag="failed"):
+class Failed(Message, tag="failed", frozen=True):
     """Start-up failed: the child's own exception, to be raised again in the caller."""
 
     error_type: str  # name of the exception class
@@ -199,7 +199,7 @@ class Failed(Message, tag="failed"):
     parameter: str | None = None  # of an InvalidParameterError
 
 
-class SchedulerStats(Message):
+class SchedulerStats(Message, frozen=True):
     """Taken after a step. Counters count from the engine's start."""
 
     num_running: int = 0
@@ -228,7 +228,7 @@ class SchedulerStats(Message):
     num_failed_utilities: int = 0  # counter: calls that raised
 
 
-class TransportStats(Message):
+class TransportStats(Message, frozen=True):
     """What the host of an engine counts, a process or a client of its own.
 
     Counters, from the engine's start; part of get_metrics.
@@ -239,7 +239,7 @@ class TransportStats(Message):
     num_overflowed_clients: int = 0  # a daemon's clients that did not read their outputs
 
 
-class Finished(Message):
+class Finished(Message, frozen=True):
     row: int  # index into EngineCoreOutputs.request_ids
     reason: FinishReason
     stop_reason: int | None = None  # the stop token id that was hit
@@ -248,7 +248,7 @@ class Finished(Message):
     parameter: str | None = None
 
 
-class TokenLogprobs(Message):
+class TokenLogprobs(Message, frozen=True):
     """Log-probabilities of the new tokens of one row, before temperature and truncation. k = the
     request's `logprobs`.
 
@@ -262,7 +262,7 @@ class TokenLogprobs(Message):
     ranks: Array
 
 
-class PromptLogprobs(Message):
+class PromptLogprobs(Message, frozen=True):
     """Log-probabilities of some of the row's prompt tokens; a prompt comes in several of these, one
     per chunk, some of them perhaps twice (after a preemption). `first_index` is the index in the
     prompt of the first token scored, at least 1: nothing comes before token 0.
@@ -278,7 +278,7 @@ class PromptLogprobs(Message):
     ranks: Array
 
 
-class RequestTiming(Message):
+class RequestTiming(Message, frozen=True):
     """The engine's part of a request's life, with its first token, its first after a preemption,
     and its last row; each replaces the one before. Moments of time.monotonic() in seconds; 0.0: it
     did not come to that. An abort or an error counts as the last token's moment.
@@ -296,7 +296,7 @@ class RequestTiming(Message):
     prefill_chunks: list[tuple[int, float, float, int]] = []
 
 
-class EngineCoreOutputs(Message, tag="outputs"):
+class EngineCoreOutputs(Message, tag="outputs", frozen=True):
     """What one step gave one client, or several steps (PaceOutputs), in columns; row i is
     request_ids[i]. A row may have no tokens (an abort, an error).
     """
@@ -351,13 +351,13 @@ class EngineCoreOutputs(Message, tag="outputs"):
             raise ValueError(f"EngineCoreOutputs speaks of rows {rows}, it has {num_rows}")
 
 
-class UtilityResult(Message, tag="result"):
+class UtilityResult(Message, tag="result", frozen=True):
     call_id: int
     result: Any = None
     failure: Failed | None = None
 
 
-class EngineDead(Message, tag="dead"):
+class EngineDead(Message, tag="dead", frozen=True):
     """The engine's last words before it exits because of an error that was not one request's."""
 
     cause: str
@@ -369,7 +369,7 @@ EngineMessage = EngineCoreOutputs | UtilityResult | EngineDead | Hello | Progres
 # ---------------------------------------------------------------- engine core -> executor, and back
 
 
-class NewRequestData(Message):
+class NewRequestData(Message, frozen=True):
     """A request enters a slot: for the first time, or again after a preemption (then token_ids
     holds its output too).
     """
@@ -384,7 +384,7 @@ class NewRequestData(Message):
     eos_token_ids: list[int] = []
 
 
-class SchedulerOutput(Message):
+class SchedulerOutput(Message, frozen=True):
     """One step's work, as differences.
 
     Columns are parallel with `slots`, in the order in which requests were scheduled.
@@ -417,7 +417,7 @@ class SchedulerOutput(Message):
         return sum(self.num_scheduled_tokens)
 
 
-class PreemptionCosts(Message):
+class PreemptionCosts(Message, frozen=True):
     """What it takes on this machine to bring a preempted request back, in seconds; measured by the
     executor at start-up.
     """
@@ -427,7 +427,7 @@ class PreemptionCosts(Message):
     swap_s_per_token: float = 0.0
 
 
-class SlotLogprobs(Message):
+class SlotLogprobs(Message, frozen=True):
     """One sampled row's log-probabilities: token_ids i4 [num_tokens, k + 1], logprobs f4 the same,
     ranks i4 [num_tokens].
     """
@@ -438,7 +438,7 @@ class SlotLogprobs(Message):
     ranks: Array
 
 
-class SlotPromptLogprobs(Message):
+class SlotPromptLogprobs(Message, frozen=True):
     """Log-probabilities of the prompt tokens that one row's chunk predicts; see PromptLogprobs."""
 
     slot: int
@@ -448,7 +448,7 @@ class SlotPromptLogprobs(Message):
     ranks: Array
 
 
-class ModelRunnerOutput(Message):
+class ModelRunnerOutput(Message, frozen=True):
     """Parallel with SchedulerOutput.slots. num_sampled[i] is 0 for a prompt that is not yet
     complete, or for a row in `errors` (with lookahead it counts what came before the error); more
     than 1 with lookahead, or where a grammar left no choice.

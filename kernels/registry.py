@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -70,6 +70,10 @@ class OpTable:
         self.chosen = {op: implementation.name for op, implementation in implementations.items()}
         for op, implementation in implementations.items():
             setattr(self, op, implementation.function)
+
+    if TYPE_CHECKING:  # the attributes that __init__ sets
+
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
     def __str__(self) -> str:
         return " ".join(f"{op}={name}" for op, name in self.chosen.items())

@@ -24,8 +24,8 @@ Multiply = Callable[[torch.Tensor], torch.Tensor]
 # ops.pack_linear, or ops.pack_quantized_linear for so many bits; and from_parts, if the
 # implementation has it (see the contract of pack_linear)
 Packer = tuple[
-    Callable[[torch.Tensor, torch.Tensor | None], Multiply],
-    Callable[[list[torch.Tensor], torch.Tensor | None], Multiply] | None,
+    Callable[..., Multiply],
+    Callable[..., Multiply] | None,
 ]
 FUSED_PARTS = (
     "rms_norm",
@@ -33,6 +33,10 @@ FUSED_PARTS = (
     "reshape_and_cache",
     "fused_qk_rope_reshape_and_cache",
 )
+
+
+def _not_packed(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("a linear layer is called before all its weights are there")
 
 
 class Linear:
@@ -48,14 +52,21 @@ class Linear:
         packer: Packer,
     ):
         self.shards = shards  # name in the checkpoint -> rows, in order
-        self.weight = weight  # [sum of rows, in_features]; given up once packed
+        self._weight: torch.Tensor | None = weight  # None once packed
         self.bias = bias
         self._num_unfilled = len(shards) * (1 if bias is None else 2)
         self._pack, self._pack_parts = packer
         # shards that stay where they are until all is packed, by the address of their rows in
         # `weight`
         self._stored: dict[int, torch.Tensor] = {}
-        self._multiply: Multiply | None = None
+        self._multiply: Multiply = _not_packed
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[sum of rows, in_features], until it is packed."""
+        if self._weight is None:
+            raise RuntimeError("the weight is packed: its rows are no longer in one tensor")
+        return self._weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in_features] -> [T, sum of rows]"""
@@ -88,7 +99,7 @@ class Linear:
         """To be called once, when all values are there: lays the weight out as the device
         multiplies it best.
         """
-        if self._stored:
+        if self._stored and self._pack_parts is not None:
             shards = [rows for _, rows in self.weights("") if rows.dim() == 2]
             self._multiply = self._pack_parts(
                 [self._stored.get(rows.data_ptr(), rows) for rows in shards],
@@ -99,7 +110,7 @@ class Linear:
             self._multiply = self._pack(self.weight, self.bias)
         for values in self._stored.values():
             release_mapped(values)  # again, where pieces did not end with a page
-        self.weight, self._stored = None, {}
+        self._weight, self._stored = None, {}
 
     def _release(self, rows: torch.Tensor) -> None:
         """Of a shard that was packed out of the file: what of it is read need not stay in
@@ -131,16 +142,24 @@ class TiedHead(Linear):
 
     def pack(self) -> None:
         super().pack()
-        if hasattr(self._multiply, "embedding"):
-            self._tied_to.read_from(self._multiply.embedding)
+        look_up = getattr(self._multiply, "embedding", None)
+        if look_up is not None:
+            self._tied_to.read_from(look_up)
 
 
 class Embedding:
     def __init__(self, name: str, weight: torch.Tensor, ops: Any):
         self.name = name
-        self.weight = weight  # [vocab_size, hidden_size]; given up where a tied head holds it
+        self._weight: torch.Tensor | None = weight  # None where a tied head holds it
         self._embedding = ops.embedding
         self._look_up: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[vocab_size, hidden_size], unless a tied head holds it."""
+        if self._weight is None:
+            raise RuntimeError("the embedding's rows are read from the tied head")
+        return self._weight
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, hidden_size]"""
@@ -153,7 +172,7 @@ class Embedding:
     def read_from(self, look_up: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """From now on `look_up` gives a token's row."""
         self._look_up = look_up
-        self.weight = None
+        self._weight = None
 
     def weights(self, prefix: str) -> Weights:
         yield f"{prefix}{self.name}.weight", self.weight
@@ -195,7 +214,7 @@ class LayerFactory:
         self.dtype = dtype
         self.device = device
         self.weights_bytes = 0  # of all layers made so far, once they are packed
-        self._bits = QUANTIZATION_BITS.get(quantization)
+        self._bits = QUANTIZATION_BITS[quantization] if quantization else None
         self._unpacked: dict[int, Linear] = {}  # by the addresses of the tensors that it waits for
 
     def fill(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -271,9 +290,12 @@ class LayerFactory:
         return self._register(Linear(shards, weight, bias, self._packer(weight, bits)))
 
     def _packer(self, weight: torch.Tensor, bits: int | None) -> Packer:
-        pack, options = self.ops.pack_linear, {}
+        pack: Callable[..., Multiply] = self.ops.pack_linear
+        options: dict[str, int] = {}
         if bits is not None:
-            self.weights_bytes += quantized_bytes(*weight.shape, bits) - weight.nbytes
+            self.weights_bytes += (
+                quantized_bytes(weight.shape[0], weight.shape[1], bits) - weight.nbytes
+            )
             pack, options = self.ops.pack_quantized_linear, {"bits": bits}
         pack_parts = getattr(pack, "from_parts", None)
         return partial(pack, **options), None if pack_parts is None else partial(
@@ -329,7 +351,7 @@ class Attention:
         self._fused = len({self.ops.chosen[op] for op in FUSED_PARTS}) == 1
         self._norms = (
             (self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps)
-            if qk_norm
+            if self.q_norm is not None and self.k_norm is not None
             else (None, None, 0.0)
         )
         self._q_rows = q_rows
@@ -358,7 +380,7 @@ class Attention:
                 *self._norms,
             )
         else:
-            if self.q_norm is not None:
+            if self.q_norm is not None and self.k_norm is not None:
                 query, key = self.q_norm(query), self.k_norm(key)
             ops.rotary_embedding(positions, query, key, self.cos_sin_cache)
             ops.reshape_and_cache(key, value, self.key_cache, self.value_cache, slots)

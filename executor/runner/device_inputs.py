@@ -108,7 +108,7 @@ class DeviceTables:
 
     @staticmethod
     def _place(table: torch.Tensor, slot: int, column: int) -> int:
-        return table.storage_offset() + slot * table.shape[1] + column
+        return int(table.storage_offset()) + slot * table.shape[1] + column
 
 
 def aligned(num_words: int) -> int:

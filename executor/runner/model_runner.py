@@ -52,9 +52,8 @@ class ModelRunner:
         self.batch = batch
         self.device = device
         self.block_size = block_size
-        self.make_inputs: Callable[[SchedulerOutput], StepInputs] = StepInputMaker(
-            batch, block_size
-        )
+        self.host_inputs = StepInputMaker(batch, block_size)
+        self.make_inputs: Callable[[SchedulerOutput], StepInputs] = self.host_inputs
         self.tables: DeviceTables | None = None
         self.launcher: StepLauncher | None = None  # of steps whose tokens stay on the device
         self._host_step: HostStep | None = None  # the step before, if the host samples it
@@ -99,20 +98,16 @@ class ModelRunner:
         self._apply_differences(scheduler_output)
         if not scheduler_output.slots:
             return ModelRunnerOutput([], [])
-        if (
-            self.bursts is not None
-            and scheduler_output.num_lookahead_tokens
-            and self._is_burst(scheduler_output)
-        ):
-            return self.bursts.run(scheduler_output)
+        if scheduler_output.num_lookahead_tokens and (bursts := self._bursts_for(scheduler_output)):
+            return bursts.run(scheduler_output)
         return self._end(scheduler_output, *self._begin(scheduler_output))
 
-    def _is_burst(self, scheduler_output: SchedulerOutput) -> bool:
-        return (
-            not self.batch.refusals
-            and not self._needs_host(scheduler_output.slots)
-            and self.bursts.fits(scheduler_output)
-        )
+    def _bursts_for(self, scheduler_output: SchedulerOutput) -> Bursts | None:
+        """What decodes several tokens of each row in one call, if that serves this step."""
+        bursts = self.bursts
+        if bursts is None or self.batch.refusals or self._needs_host(scheduler_output.slots):
+            return None
+        return bursts if bursts.fits(scheduler_output) else None
 
     @torch.inference_mode()
     def launch_model(self, scheduler_output: SchedulerOutput) -> PendingStep | HostStep:
@@ -120,17 +115,19 @@ class ModelRunner:
         it returns does that, in this same thread. Steps may be launched before the ones before have
         been finished.
         """
+        tables, launcher = self.tables, self.launcher
+        assert tables is not None and launcher is not None  # keep_state_on_device made both
         # it samples with the tables as they are, before this step changes them
         if self._host_step is not None:
             self._host_step.result()
             self._host_step = None
         self._apply_differences(scheduler_output)
-        self.tables.note_differences(scheduler_output)
+        tables.note_differences(scheduler_output)
         if scheduler_output.slots and not self._needs_host(scheduler_output.slots):
-            return self.launcher.launch(scheduler_output)
+            return launcher.launch(scheduler_output)
         # The plain order: all steps before are finished first, and this one is before the next is
         # launched. Meanwhile the model runs.
-        self.launcher.finish_all()
+        launcher.finish_all()
         begun = self._begin(scheduler_output) if scheduler_output.slots else None
 
         @torch.inference_mode()
@@ -221,6 +218,7 @@ class ModelRunner:
             or scheduler_output.blocks_to_swap_in
             or scheduler_output.blocks_to_copy
         ):
+            assert self.block_mover is not None  # there is a cache
             self.block_mover.move(self.model.attention_layers(), scheduler_output)
         for slot in scheduler_output.freed_slots:
             batch.remove(slot)

@@ -81,8 +81,9 @@ class Grammars:
         self.settings = (
             None if directory is None else CompilerSettings(directory, vocab_size, eos_token_id)
         )
+        # None: the engine runs without a tokenizer, and requests with a grammar are refused
         self.compiler = (
-            None if self.settings is None else GrammarCompiler(directory, vocab_size, eos_token_id)
+            None if directory is None else GrammarCompiler(directory, vocab_size, eos_token_id)
         )
         self.ops = ops
         scheduling = config.scheduler_config
@@ -119,30 +120,35 @@ class Grammars:
         Called by one thread. Equal grammars share one check; the answer stays known for a while.
         """
         try:
-            if self.compiler is None:
-                raise refusal("needs the tokenizer: this engine runs with skip_tokenizer_init=True")
+            self._require_compiler()
             params = normalize(params)
         except InvalidParameterError as error:
             future: Future[None] = Future()
             future.set_exception(error)
             return future
         key = key_of(params)
-        future = self._verdicts.get(key)
-        if future is None or (future.done() and _is_failure(future)):
-            future = self._verdicts[key] = self._submit_check(key, params)
+        known = self._verdicts.get(key)
+        if known is None or (known.done() and _is_failure(known)):
+            known = self._verdicts[key] = self._submit_check(key, params)
         self._verdicts.move_to_end(key)
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
-        return future
+        return known
+
+    def _require_compiler(self) -> GrammarCompiler:
+        if self.compiler is None:
+            raise refusal("needs the tokenizer: this engine runs with skip_tokenizer_init=True")
+        return self.compiler
 
     def _submit_check(self, key: bytes, params: StructuredOutputsParams) -> Future[None]:
-        if self._check_pool is None:
+        if self._check_pool is None and self.settings is not None:
             self._check_pool = ThreadPoolExecutor(NUM_CHECKS, "quire-grammar-check")
             self._all_checks = [GrammarCheck(self.settings) for _ in range(NUM_CHECKS)]
             for check in self._all_checks:
                 self._checks.put(check)
             # read while the first check's process reads it too
-            _submit(self._check_pool, lambda: self.compiler.tokenizer)
+            compiler = self._require_compiler()
+            _submit(self._check_pool, lambda: compiler.tokenizer)
         future: Future[None] = Future()
         _submit(self._check_pool, self._check, future, key, params)
         return future
@@ -170,7 +176,7 @@ class Grammars:
             if key in self._compiled:
                 self._compiled.move_to_end(key)
                 return self._compiled[key][0]
-        matcher = self.compiler.compile(params)
+        matcher = self._require_compiler().compile(params)
         with self._compiled_lock:
             if key not in self._compiled:  # else another thread was as fast
                 size = len(msgspec.msgpack.encode(params))
@@ -190,16 +196,13 @@ class Grammars:
         )
         if params is None:
             return False
-        if self.compiler is None:
-            raise refusal("needs the tokenizer: this engine runs with skip_tokenizer_init=True")
+        compiler = self._require_compiler()
         if not len(self._bitmask):
-            self._bitmask = np.zeros((self.max_num_seqs, self.compiler.num_mask_words), np.int32)
+            self._bitmask = np.zeros((self.max_num_seqs, compiler.num_mask_words), np.int32)
             self._mask_pool = ThreadPoolExecutor(1, "quire-grammar-masks")
         count = request.num_prompt_tokens
         eos_token_ids = [
-            token_id
-            for token_id in request.eos_token_ids
-            if 0 <= token_id < self.compiler.vocab_size
+            token_id for token_id in request.eos_token_ids if 0 <= token_id < compiler.vocab_size
         ]
         sampling = request.sampling_params
         is_alone = not (
@@ -246,7 +249,8 @@ class Grammars:
     ) -> dict[int, str] | None:
         """See LogitsStage. Waits for what `start` began, or begins it."""
         self.start(slots, batch)
-        self._masks.result()
+        if self._masks is not None:
+            self._masks.result()
         bitmask = torch.from_numpy(self._bitmask[slots]).to(logits.device)
         self.ops.apply_grammar_bitmask(logits, bitmask, torch.from_numpy(rows).to(logits.device))
         grammars = [self._slots[slot] for slot in slots.tolist()]
@@ -289,13 +293,15 @@ class Grammars:
         grammar.num_consumed = start
         if not can_go_on:
             return []
-        token_ids = grammar.matcher.compute_ff_tokens()[: room - start]
+        matcher = grammar.matcher
+        assert matcher is not None  # _advance has made it
+        token_ids = matcher.compute_ff_tokens()[: room - start]
         if token_ids and not self._advance(grammar, token_ids):
             return []
         if (
             len(grammar.eos_token_ids) == 1
             and start + len(token_ids) < room
-            and grammar.matcher.is_stopped()
+            and matcher.is_stopped()
         ):
             token_ids += grammar.eos_token_ids
             grammar.is_ended = True
@@ -310,7 +316,7 @@ class Grammars:
         ready = [
             (grammar.matcher, slot)
             for slot, grammar, token_ids in work
-            if self._advance(grammar, token_ids)
+            if self._advance(grammar, token_ids) and grammar.matcher is not None
         ]
         if ready:
             if self._executor is None:
@@ -341,17 +347,17 @@ class Grammars:
         request's are set; a row that means nothing lets everything through.
         """
         matcher = grammar.matcher
-        if grammar.error is None and matcher.is_error():
+        if grammar.error is None and matcher is not None and matcher.is_error():
             problem = (
                 "the grammar came to a dead end: nothing can follow"
                 if is_dead_end(matcher)
                 else shorten(matcher.get_error())
             )
             grammar.error = f"structured_outputs: {problem}"
-        if grammar.error is not None or grammar.is_ended:
+        if grammar.error is not None or grammar.is_ended or matcher is None:
             words[:] = -1
             return
-        word, bit = divmod(self.compiler.tokenizer.eos_token, 32)
+        word, bit = divmod(self._require_compiler().tokenizer.eos_token, 32)
         view = words.view(np.uint32)
         if int(view[word]) >> bit & 1 and matcher.is_accepting():
             view[word] &= np.uint32(~(1 << bit) & 0xFFFFFFFF)
@@ -383,13 +389,15 @@ def _is_failure(future: Future) -> bool:
 _stack_lock = threading.Lock()
 
 
-def _submit(pool: ThreadPoolExecutor, function: Any, *args: Any) -> Future:
+def _submit(pool: ThreadPoolExecutor | None, function: Any, *args: Any) -> Future:
     """Threads that a pool starts here have a deep stack: compiling recurses as deep as the grammar
     is nested.
     """
     with _stack_lock:
         before = threading.stack_size(COMPILE_STACK_BYTES)
         try:
+            if pool is None:
+                raise RuntimeError("no grammar has been asked for: its threads do not run")
             return pool.submit(function, *args)
         finally:
             threading.stack_size(before)

@@ -21,7 +21,7 @@ import struct
 import subprocess
 import sys
 import threading
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 import msgspec
 import psutil
@@ -69,10 +69,9 @@ class GrammarCheck:
             self.end()
         child = self._child or self._start()
         try:
-            _write(child.stdin, msgspec.msgpack.encode(params))
-            if not select.select([child.stdout], [], [], TIME_LIMIT_S)[0]:
+            problem = _ask(child, params, TIME_LIMIT_S)
+            if problem is None:
                 raise refusal(f"takes longer than {TIME_LIMIT_S} s to compile")
-            problem = _read(child.stdout)
         except (OSError, EOFError):
             code = self.end()
             raise refusal(
@@ -107,13 +106,17 @@ class GrammarCheck:
         ]
         # Its stderr is of no use: where it dies, how is told by the exit code, and what llguidance
         # panics about it also answers.
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._child = child = subprocess.Popen(command, start_new_session=True, **pipes)
+        self._child = child = subprocess.Popen(
+            command,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
         try:
-            _write(child.stdin, msgspec.msgpack.encode(self.settings))
-            if not select.select([child.stdout], [], [], START_LIMIT_S)[0]:
+            problem = _ask(child, self.settings, START_LIMIT_S)
+            if problem is None:
                 raise TimeoutError
-            problem = _read(child.stdout)
         except (OSError, EOFError) as error:
             code = self.end()
             raise RuntimeError(
@@ -132,10 +135,9 @@ class GrammarCheck:
             return None
         child.kill()
         for pipe in (child.stdin, child.stdout):
-            try:
-                pipe.close()
-            except OSError:  # what it had not read yet
-                pass
+            with contextlib.suppress(OSError):  # what it had not read yet
+                if pipe is not None:
+                    pipe.close()
         return child.wait()
 
     def __del__(self) -> None:
@@ -152,12 +154,24 @@ class Problem(msgspec.Struct, array_like=True, frozen=True):
         return InvalidParameterError(self.parameter, self.problem)
 
 
-def _write(pipe: BinaryIO, payload: bytes) -> None:
+def _ask(child: subprocess.Popen[bytes], message: object, timeout_s: float) -> bytes | None:
+    """Sends `message` and returns the answer, or None where there is none within `timeout_s`.
+
+    Raises OSError or EOFError when the child is gone.
+    """
+    assert child.stdin is not None and child.stdout is not None  # both are pipes
+    _write(child.stdin, msgspec.msgpack.encode(message))
+    if not select.select([child.stdout], [], [], timeout_s)[0]:
+        return None
+    return _read(child.stdout)
+
+
+def _write(pipe: IO[bytes], payload: bytes) -> None:
     pipe.write(_LENGTH.pack(len(payload)) + payload)
     pipe.flush()
 
 
-def _read(pipe: BinaryIO) -> bytes:
+def _read(pipe: IO[bytes]) -> bytes:
     """Raises EOFError when the other end is gone."""
     head = pipe.read(_LENGTH.size)
     if len(head) < _LENGTH.size:

@@ -17,6 +17,7 @@ import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import llguidance
 import msgspec
@@ -77,7 +78,7 @@ def to_llguidance(params: StructuredOutputsParams) -> str:
 
     Raises InvalidParameterError for what cannot even be put so; the rest, the compiler says.
     """
-    options: dict[str, object] = (
+    options: Any = (  # llguidance.JsonCompileOptions, which exists in its stubs only
         {"whitespace_flexible": False} if params.disable_any_whitespace else {}
     )
     if params.whitespace_pattern is not None:
@@ -91,8 +92,9 @@ def to_llguidance(params: StructuredOutputsParams) -> str:
             return LLMatcher.grammar_from_regex(params.regex)
         if params.choice is not None:
             return LLMatcher.grammar_from_regex("|".join(map(escape, params.choice)))
-        is_json = params.grammar.lstrip().startswith("{")
-        return llguidance.grammar_from("llguidance" if is_json else "grammar", params.grammar)
+        text = params.grammar or ""
+        is_json = text.lstrip().startswith("{")
+        return llguidance.grammar_from("llguidance" if is_json else "grammar", text)
     except Exception as error:  # GBNF's reader raises what it likes
         raise refusal(f"cannot be read: {shorten(str(error))}") from None
 
@@ -209,7 +211,11 @@ class GrammarCompiler:
         """
         texts = [
             *(params.choice or []),
-            *(text.replace("\\", "") for text in (params.json, params.regex) if text),
+            *(
+                text.replace("\\", "")
+                for text in (params.json, params.regex)
+                if isinstance(text, str)
+            ),
         ]
         return any(added in text for text in texts for added in self._added_texts)
 

@@ -54,7 +54,7 @@ def load_logits_processors(paths: Sequence[str]) -> list[LoadedProcessor]:
     return [LoadedProcessor(path, _load(path)) for path in paths]
 
 
-def _load(path: str) -> Callable[[SamplingParams], Processor | None]:
+def _load(path: str) -> Any:
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise InvalidParameterError(

@@ -51,6 +51,7 @@ class LogitsStage(Protocol):
 
         Raises InvalidParameterError where it asks for the impossible: its own error.
         """
+        ...
 
     def leave(self, slot: int) -> None:
         """The request is gone; only called for slots that wanted the stage."""

@@ -31,7 +31,7 @@ class PromptScorer:
     def __init__(
         self, compute_logits: Callable[[torch.Tensor], torch.Tensor], ops: Any, vocab_size: int
     ):
-        self.compute_logits = compute_logits
+        self.compute_logits: Callable[[torch.Tensor], torch.Tensor] | None = compute_logits
         self.ops = ops
         self.vocab_size = vocab_size
         self.max_piece = max(1, LOGITS_BYTES // (4 * vocab_size))  # tokens
@@ -93,6 +93,7 @@ class PromptScorer:
         targets = torch.from_numpy(token_ids.astype(np.int64)).to(hidden.device)
         for start in range(0, num_tokens, self.max_piece):
             piece = slice(start, start + self.max_piece)
+            assert self.compute_logits is not None  # no step runs without a model
             found = self.ops.gather_logprobs(self.compute_logits(hidden[piece]), targets[piece], k)
             for column, values in zip(columns, found):
                 column[piece] = values.numpy(force=True)

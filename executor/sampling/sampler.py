@@ -55,9 +55,8 @@ class Sampler:
         if not is_finite.all():
             errors = dict.fromkeys(np.flatnonzero(~is_finite).tolist(), NOT_FINITE)
             self._clear(logits, errors)
-        if batch.logprobs_slots and len(
-            wanted := np.flatnonzero(batch.num_logprobs[slots] != NO_LOGPROBS)
-        ):
+        wanted = np.flatnonzero(batch.num_logprobs[slots] != NO_LOGPROBS)
+        if batch.logprobs_slots and len(wanted):
             raw_logits = self._keep(logits, wanted, batch)
         if batch.stages.num_slots:
             staged = batch.stages(logits, slots, batch)

@@ -65,10 +65,11 @@ def index_pairs(
     """The index of logits[row, token] for every token of every row: rows [R], token_ids one array
     per row -> two tensors [N] i64.
     """
-    columns = np.repeat(rows, [len(ids) for ids in token_ids]), np.concatenate(token_ids)
-    return tuple(
-        torch.from_numpy(column.astype(np.int64, copy=False)).to(device) for column in columns
-    )
+
+    def moved(column: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(column.astype(np.int64, copy=False)).to(device)
+
+    return moved(np.repeat(rows, [len(ids) for ids in token_ids])), moved(np.concatenate(token_ids))
 
 
 class AllowedTokenIds:

@@ -142,7 +142,10 @@ def find_weight_files(directory: Path) -> list[Path]:
 
 
 def fill_with_random_weights(
-    model: Any, seed: int, report: Report, fill: Fill = torch.Tensor.copy_
+    model: Any,
+    seed: int,
+    report: Report,
+    fill: Fill = torch.Tensor.copy_,  # type: ignore[assignment]
 ) -> None:
     """load_format="dummy": normal with standard deviation 0.02 (norms around 1), the same for the
     same seed on every machine. `fill` as in load_weights.

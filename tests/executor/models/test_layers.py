@@ -49,9 +49,9 @@ def test_a_linear_is_packed_and_its_weight_freed_with_its_last_tensor():
     layer = make.linear(32, {"q_proj": 16, "k_proj": 8}, bias=True)
     table = dict(layer.weights(""))
     for name, tensor in table.items():
-        assert layer.weight is not None, name
+        assert layer._weight is not None, name
         make.fill(tensor, torch.zeros(tensor.shape))
-    assert layer.weight is None and (layer(torch.ones(1, 32)) == 0).all()
+    assert layer._weight is None and (layer(torch.ones(1, 32)) == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_tied_table_lies_in_memory_once_where_the_packed_head_gives_its_rows()
         assert torch.equal(
             embedding(torch.tensor([49, 0, 17], dtype=torch.int32)), table[[49, 0, 17]]
         ), implementation.name
-        weights[implementation.name] = embedding.weight
+        weights[implementation.name] = embedding._weight
     assert weights["reference"] is not None and weights.get("native") is None
 
 

@@ -31,6 +31,17 @@ def test_an_answer_streams_and_tells_its_times(page, mock) -> None:
     assert mock.bodies[0]["messages"] == [{"role": "user", "content": "Why?"}]
 
 
+def test_an_answer_that_comes_at_once_has_no_rate(page, mock) -> None:
+    """The browser may get all of it in one piece: its clock then says nothing of the engine."""
+    mock.token_s = 0
+    ask(page, "short")
+    meta = page.inner_text(".answer .meta")
+    assert "1 output tokens" in meta and "tokens/s" not in meta
+    ask(page, "Why?")
+    rate = re.search(r"([\d,]+) tokens/s", page.inner_text(".answer:last-child .meta"))
+    assert rate is None or int(rate[1].replace(",", "")) < 100 / 0.05
+
+
 def test_reasoning_is_shown_apart(page, mock) -> None:
     ask(page, "think")
     assert page.locator(".thinking div").text_content() == "One moment."

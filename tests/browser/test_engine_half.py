@@ -73,7 +73,7 @@ def test_a_list_of_thousands_scrolls_and_counts(page, mock) -> None:
         page.wait_for_timeout(100)
         seen = sight(page, "#rows")
         first = int(seen[0][1:])
-        assert seen == [f"r{first + i:04d}" for i in range(len(seen))] and len(seen) >= 7
+        assert seen == [f"r{first + i:04d}" for i in range(len(seen))] and len(seen) >= 6
         assert page.locator("#rows .request").count() < 40
     assert seen[-1] == "r2499"
     page.wait_for_timeout(600)  # a poll does not move the list
@@ -137,16 +137,14 @@ def test_the_map_is_as_large_as_what_is_in_use(page, mock) -> None:
     """Of a large cache the map shows the blocks that were taken, and says which those are."""
     mock.num_blocks = 65_000
     mock.blocks = list("-" + "u" * 90 + "c" * 10)
-    page.wait_for_selector("#cache-told:text('90 of 64,999 blocks in use, the first 128 below')")
+    page.wait_for_selector("#cache-told:text-is('first 128 of 65,000 blocks')")
     counts = [page.inner_text(f"#n-{name}") for name in ("used", "shared", "cached", "free")]
     assert counts == ["90", "0", "10", "64,899"]
     page.hover("#cache", position={"x": 3 * 28 + 5, "y": 5})
     assert page.inner_text("#cache-tip") == "block 3: used"
     high = page.locator("#cache").bounding_box()["height"]
     mock.blocks = list("-" + "u" * 3000)
-    page.wait_for_selector(
-        "#cache-told:text('3,000 of 64,999 blocks in use, the first 4,096 below')"
-    )
+    page.wait_for_selector("#cache-told:text-is('first 4,096 of 65,000 blocks')")
     page.wait_for_timeout(100)
     assert page.locator("#cache").bounding_box()["height"] < 1.6 * high
 

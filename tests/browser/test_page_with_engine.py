@@ -6,8 +6,11 @@ Not run by default; conftest.py says how.
 """
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
+from quire.frontend import bundled_model
 from quire.tests.browser.steps import say, wait_for
 from quire.tests.frontend.server.conftest import running_server
 
@@ -20,22 +23,60 @@ def address():
         yield str(client.base_url)
 
 
+@pytest.fixture(scope="module")
+def address_without_template(tmp_path_factory):
+    """The bundled model, but for its chat template."""
+    directory = tmp_path_factory.mktemp("model") / "plain"
+    source = Path(bundled_model.__file__).parent
+    shutil.copytree(source, directory, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    with running_server(str(directory), wait=False) as client:
+        yield str(client.base_url)
+
+
 @pytest.fixture
-def page(chromium, address):
-    context, problems = chromium.new_context(viewport={"width": 1280, "height": 860}), []
-    page = context.new_page()
-    page.on(
-        "console",
-        lambda m: (
-            m.type in ("error", "warning") and "503" not in m.text and problems.append(m.text)
-        ),
-    )  # 503: while it loads
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.goto(address)
-    page.wait_for_selector("#health[data-is=ready]", timeout=90_000)
-    yield page
-    context.close()
+def open_page(chromium):
+    contexts, problems = [], []
+
+    def note(message) -> None:
+        if message.type in ("error", "warning") and "503" not in message.text:  # while it loads
+            problems.append(message.text)
+
+    def open_one(address: str):
+        contexts.append(chromium.new_context(viewport={"width": 1280, "height": 860}))
+        page = contexts[-1].new_page()
+        page.on("console", note)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(address)
+        page.wait_for_selector("#health[data-is=ready]", timeout=90_000)
+        return page
+
+    yield open_one
+    for context in contexts:
+        context.close()
     assert problems == []
+
+
+@pytest.fixture
+def page(open_page, address):
+    return open_page(address)
+
+
+def test_a_model_without_a_template_continues_a_text(open_page, address_without_template) -> None:
+    page = open_page(address_without_template)
+    page.wait_for_selector("#mode:disabled:text('Mode: completion')")
+    page.click("#parameters-open")
+    page.fill("[name=max_tokens]", "8")
+    say(page, "Once upon a time")
+    page.wait_for_selector(".answer .meta :text('cut at its limit')")
+    first = page.locator(".answer .text").text_content()
+    page.click(".answer :text('Continue')")
+    page.wait_for_selector(".answer.streaming", state="detached")
+    page.wait_for_selector(".answer .meta :text('Continue')")
+    assert first and page.locator(".answer .text").text_content().startswith(first)
+    assert page.locator("[role=alert]").count() == 0
 
 
 def test_an_answer_with_its_times_and_its_time_line(page) -> None:

@@ -151,7 +151,8 @@ function finish(turn) {
   const { usage } = told;
   const parts = [];
   if (told.first != null) parts.push([seconds(told.first), " to first token"]);
-  if (usage && told.last > told.first && usage.completion_tokens > 1) {
+  // An answer that arrived at once, or nearly so, does not show how fast its tokens were made.
+  if (usage && told.last - told.first >= 0.05 && usage.completion_tokens > 1) {
     const rate = (usage.completion_tokens - 1) / (told.last - told.first);
     parts.push([whole(rate), " tokens/s"]);
   }

@@ -64,10 +64,9 @@ function tellCache(cells) {
     $("cache-bar").children[i].style.width = `${(100 * counts[kind]) / Math.max(1, all - 1)}%`;
   });
   const shown = Math.min(all, cells * cache.perCell);
-  const parts = [`${whole(counts.used + counts.shared)} of ${whole(all - 1)} blocks in use`];
-  if (shown < all) parts.push(`the first ${whole(shown)} below`);
-  if (cache.perCell > 1) parts.push(`${cache.perCell} in each square`);
-  put($("cache-told"), parts.join(", "));
+  const each = cache.perCell > 1 ? `, ${cache.perCell} in each square` : "";
+  const part = shown < all ? `first ${whole(shown)} of ` : "";
+  put($("cache-told"), `${part}${several(all, "block")}${each}`);
   const states = Object.values(MARKS).map((kind) => `${counts[kind]} ${kind}`);
   $("cache").setAttribute("aria-label", `KV cache: ${states.join(", ")}`);
 }

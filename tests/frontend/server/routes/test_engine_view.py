@@ -80,6 +80,7 @@ def test_a_request_is_seen_while_it_runs_and_as_an_abort_when_its_client_has_lef
 ) -> None:
     name = f"left-{streams}"
     seen = leave_in_the_middle(slow, name, stream=streams)
+    assert slow.get("/v1/engine/state").json()["has_chat_template"] is False
     assert (
         seen["state"] == "running"
         and seen["max_tokens"] == 5000

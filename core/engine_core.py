@@ -56,6 +56,7 @@ class EngineCore:
                 "observe",
                 "scheduler_state",
                 "get_metrics",
+                "status",
                 "check_integrity",
                 "execute_dummy_batch",
             }
@@ -421,6 +422,17 @@ class EngineCore:
         The table is in frontend/stats.py.
         """
         return msgspec.structs.asdict(self.scheduler.stats()) | self.host_counters()
+
+    def status(self) -> dict[str, Any]:
+        """What a metrics page shows beside get_metrics(), in time that does not grow with the
+        number of requests: what is "asleep", "num_held" requests (by a pause, part of num_waiting),
+        and "step_tokens", see StepRecords.step_tokens.
+        """
+        return {
+            "asleep": sorted(self.pausing.asleep),
+            "num_held": len(self.scheduler.held),
+            "step_tokens": self._step_records.step_tokens(),
+        }
 
     def check_integrity(self) -> bool:
         """True, or AssertionError naming what does not hold."""

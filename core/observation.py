@@ -18,6 +18,7 @@ execute parts follow each other, and the rest hides behind them.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from typing import Any
 
@@ -30,6 +31,8 @@ from .scheduling.scheduler import ScheduledStep, Scheduler
 
 MAX_STEPS = 512  # that are kept
 MAX_CELLS = 2**16  # of a map
+# Upper bounds of the histogram of tokens per step; vLLM's.
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 LETTERS = bytes.maketrans(bytes(range(5)), b"-.cus")  # from how busy a block is
 
 
@@ -42,6 +45,10 @@ class StepRecords:
         self._ring: deque[tuple] = deque(maxlen=MAX_STEPS)
         self._executed_time = 0.0  # of the step before
         self._num_preemptions = self._num_generation_tokens = 0  # accounted for
+        # Steps by the number of tokens in them, computed of prompts and sampled; the last count is
+        # of those beyond STEP_TOKENS.
+        self._step_counts = [0] * (len(STEP_TOKENS) + 1)
+        self._num_step_tokens = 0  # of all steps
 
     def begin(self, step: ScheduledStep, start_time: float, counters: Counters) -> None:
         """It has been scheduled, from `start_time` on."""
@@ -59,6 +66,10 @@ class StepRecords:
         """Its result came at `executed_time`, and has been processed."""
         start_time, scheduled_time, num_preemptions = step.scheduling
         num_generation_tokens = counters.num_generation_tokens
+        num_prefill = sum([num_tokens for _, num_tokens in step.prefills]) if step.prefills else 0
+        num_decode = num_generation_tokens - self._num_generation_tokens
+        self._step_counts[bisect_left(STEP_TOKENS, num_prefill + num_decode)] += 1
+        self._num_step_tokens += num_prefill + num_decode
         self._ring.append(
             (
                 step.output.step,
@@ -66,13 +77,23 @@ class StepRecords:
                 scheduled_time - start_time,
                 executed_time - self.execute_time(step),
                 time.monotonic() - executed_time,
-                sum([num_tokens for _, num_tokens in step.prefills]) if step.prefills else 0,
-                num_generation_tokens - self._num_generation_tokens,
+                num_prefill,
+                num_decode,
                 len(step.requests),
                 num_preemptions,
             )
         )
         self._executed_time, self._num_generation_tokens = executed_time, num_generation_tokens
+
+    def step_tokens(self) -> dict[str, Any]:
+        """The histogram of tokens per step since the engine's start: `bounds`, `counts` (of each
+        bucket by itself, the last without a bound) and `sum`.
+        """
+        return {
+            "bounds": list(STEP_TOKENS),
+            "counts": list(self._step_counts),
+            "sum": self._num_step_tokens,
+        }
 
     def expected_s(self, num_tokens: int) -> float:
         """About the longest that a step of so many tokens will take: as long for each of them as in

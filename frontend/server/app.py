@@ -139,13 +139,15 @@ class App:
                 call.watcher.cancel()
             meters.num_http_requests -= 1
             meters.num_body_bytes -= call.num_body_bytes
-            meters.http_requests[
+            duration_s = loop.time() - call.began
+            meters.http_ended(
                 scope["method"],
                 self._paths.get(scope.get("endpoint"), "other"),
                 CLIENT_LEFT if call.is_disconnected else status,
-            ] += 1
+                duration_s,
+            )
             if self.state.server_config.access_log:
-                took_ms = 1000 * (loop.time() - call.began)
+                took_ms = 1000 * duration_s
                 shown = "left" if call.is_disconnected else status
                 # as it was sent: the decoded one may hold line breaks
                 path = scope["raw_path"].decode("ascii", "replace")

@@ -87,6 +87,7 @@ REQUEST_S = (
     1920,
     7680,
 )
+HTTP_S = (0.1, 0.5, 1)
 COMPLETIONS = (1, 2, 5, 10, 20, 50, 100)
 TOKENS = tuple(mantissa * 10**exponent for exponent in range(6) for mantissa in (1, 2, 5)) + (
     1_000_000,
@@ -132,6 +133,7 @@ class Meters:
         # with n > 1 that of the last completion
         self.requests_by_reason: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
         self.http_requests: Counter[tuple[str, str, int]] = Counter()  # by (method, route, status)
+        self.http_durations: dict[tuple[str, str], Histogram] = {}  # by (method, route)
         self.num_http_requests = 0  # that are under way
         self.num_body_bytes = 0  # of all requests under way
         self.connections_refused: Counter[str] = Counter()  # by code; before there was a request
@@ -168,6 +170,13 @@ class Meters:
             "request_params_n": Histogram("Completions asked for.", COMPLETIONS),
             "request_params_max_tokens": Histogram("max_tokens where it was asked for.", TOKENS),
         }
+
+    def http_ended(self, method: str, route: str, status: int, duration_s: float) -> None:
+        """An HTTP request has been answered, or its client has left."""
+        self.http_requests[method, route, status] += 1
+        if (histogram := self.http_durations.get((method, route))) is None:
+            histogram = self.http_durations[method, route] = Histogram("", HTTP_S)
+        histogram.observe(duration_s)
 
     def request_ended(
         self, params: SamplingParams, metrics: RequestMetrics, reason: str, queued_s: float = 0.0

@@ -134,6 +134,9 @@ def test_steps_in_order_and_only_the_new_ones(arguments):
     assert [record[5] for record in steps] == [16, 16, 8] + [0] * (len(steps) - 3)
     assert [record[6] for record in steps][:2] == [0, 0] and sum(record[6] for record in steps) == 9
     assert all(record[7] == 1 and record[8] == 0 for record in steps)
+    tokens = core.status()["step_tokens"]
+    assert tokens["sum"] == 40 + 9 and sum(tokens["counts"]) == len(steps)
+    assert tokens["counts"][tokens["bounds"].index(16)] >= 2  # the chunks of 16
     assert [record[1] for record in steps] == sorted(record[1] for record in steps) and seen[
         "time"
     ] >= steps[-1][1]

@@ -2,19 +2,24 @@
 
 Must not know: who counts, and when.
 
-The names are vLLM's under the prefix quire:, and with --vllm-metrics under vllm: too. What vLLM
-does not have has our prefix alone.
+The names are vLLM's under the prefix quire:, and with --vllm-metrics under vllm: too. Metrics that
+vLLM does not have are under quire: alone. http_requests_total and http_request_duration_seconds
+have no prefix, as in vLLM.
+
+The answer is text 0.0.4 whatever the Accept header says: prometheus-client escapes the colon of a
+name in OpenMetrics, which Prometheus 2 prefers, and dashboards ask for vllm:num_requests_running.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -26,14 +31,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ....ipc.errors import EngineDeadError
+from ..meters import Histogram
 from ..state import ServerState
 
 ENGINE_TIMEOUT_S = 2.0  # for its counters; a longer step must not make the scrape fail
 LABELS = ("model_name", "engine")
+# Routes that are asked by probes and scrapers; http_requests_total leaves them out, as vLLM does.
+PROBES = frozenset({"/health", "/health/ready", "/metrics", "/ping", "/load", "/version"})
 
 # vLLM's name -> (ours in get_metrics, what it is)
 COUNTERS = {
-    "prompt_tokens": ("num_prompt_tokens", "Prompt tokens computed."),
     "generation_tokens": ("num_generation_tokens", "Tokens generated."),
     "prefix_cache_queries": (
         "prefix_cache_queries",
@@ -69,10 +76,9 @@ def routes(state: ServerState) -> list[Route]:
 
     async def metrics(request: Request) -> Response:
         await collector.ask_engine()
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
         # some milliseconds, in which streams go on
-        text = await asyncio.to_thread(encode, registry)
-        return Response(text, headers={"content-type": content_type})
+        text = await asyncio.to_thread(generate_latest, registry)
+        return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
     return [Route("/metrics", metrics)]
 
@@ -83,6 +89,7 @@ class Collector:
     def __init__(self, state: ServerState):
         self._state = state
         self._of_engine: dict[str, int] = {}
+        self._status: dict[str, Any] = {}
         self._is_engine_up = False
 
     async def ask_engine(self) -> None:
@@ -91,7 +98,10 @@ class Collector:
         self._is_engine_up = False
         if engine is not None:
             try:
-                self._of_engine = await asyncio.wait_for(engine.get_metrics(), ENGINE_TIMEOUT_S)
+                async with asyncio.timeout(ENGINE_TIMEOUT_S):
+                    self._of_engine, self._status = await asyncio.gather(
+                        engine.get_metrics(), engine.call_utility("status")
+                    )
                 self._is_engine_up = True
             except (EngineDeadError, TimeoutError):
                 pass
@@ -102,6 +112,7 @@ class Collector:
 
     def collect(self) -> Iterator[Metric]:
         yield from self._as_vllm("quire:")
+        yield from self._http()
         yield from self._own()
         if self._state.server_config.vllm_metrics:
             yield from self._as_vllm("vllm:")
@@ -126,6 +137,7 @@ class Collector:
         }
         for name, (value, about) in gauges.items():
             yield _with(GaugeMetricFamily(prefix + name, about, labels=LABELS), values, value)
+        yield from self._of_the_scheduler(prefix, num_queued)
         for name, (key, about) in COUNTERS.items():
             yield _with(
                 CounterMetricFamily(prefix + name, about, labels=LABELS), values, counts.get(key, 0)
@@ -139,9 +151,7 @@ class Collector:
             by_reason.add_metric((*values, reason), count)
         yield by_reason
         for name, histogram in state.meters.histograms.items():
-            family = HistogramMetricFamily(prefix + name, histogram.about, labels=LABELS)
-            family.add_metric(values, histogram.cumulative(), histogram.sum)
-            yield family
+            yield _histogram(prefix + name, histogram.about, LABELS, {values: histogram})
         if state.engine is not None:
             yield self._cache_config(prefix, num_blocks)
 
@@ -155,6 +165,76 @@ class Collector:
             prefix + "cache_config_info", "The KV cache's settings.", labels=tuple(settings)
         )
         return _with(family, tuple(map(str, settings.values())), 1)
+
+    def _of_the_scheduler(self, prefix: str, num_queued: int) -> Iterator[Metric]:
+        """Where prompt tokens came from, why requests wait, what sleeps, how large steps are."""
+        counts, status = self._of_engine, self._status
+        values = (self._state.model_name, "0")
+        computed, cached = counts.get("num_prompt_tokens", 0), counts.get("prefix_cache_hits", 0)
+        for name, about, count in (
+            ("prompt_tokens", "Prompt tokens, cached ones included.", computed + cached),
+            ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", cached),
+        ):
+            yield _with(CounterMetricFamily(prefix + name, about, labels=LABELS), values, count)
+        by_source = CounterMetricFamily(
+            prefix + "prompt_tokens_by_source", "Prompt tokens.", labels=(*LABELS, "source")
+        )
+        by_source.add_metric((*values, "local_compute"), computed)
+        by_source.add_metric((*values, "local_cache_hit"), cached)
+        yield by_source
+
+        num_held, asleep = status.get("num_held", 0), status.get("asleep", ())
+        num_waiting = counts.get("num_waiting", 0) + counts.get("num_swapped", 0) + num_queued
+        by_reason = GaugeMetricFamily(
+            prefix + "num_requests_waiting_by_reason",
+            "Requests that wait for room (capacity), or are held by a pause (deferred).",
+            labels=(*LABELS, "reason"),
+        )
+        by_reason.add_metric((*values, "capacity"), num_waiting - num_held)
+        by_reason.add_metric((*values, "deferred"), num_held)
+        yield by_reason
+        sleep_state = GaugeMetricFamily(
+            prefix + "engine_sleep_state",
+            "1 for the state that the engine is in. weights_offloaded: level 1; discard_all: 2.",
+            labels=(*LABELS, "sleep_state"),
+        )
+        now = (
+            "awake" if not asleep else "discard_all" if "weights" in asleep else "weights_offloaded"
+        )
+        for name in ("awake", "weights_offloaded", "discard_all"):
+            sleep_state.add_metric((*values, name), int(name == now))
+        yield sleep_state
+
+        if (steps := status.get("step_tokens")) is not None:
+            histogram = Histogram("Tokens per engine step, prefill and decode.", steps["bounds"])
+            histogram.counts, histogram.sum = steps["counts"], steps["sum"]
+            yield _histogram(
+                prefix + "iteration_tokens_total", histogram.about, LABELS, {values: histogram}
+            )
+
+    def _http(self) -> Iterator[Metric]:
+        """The names and labels of prometheus-fastapi-instrumentator, which vLLM uses."""
+        meters = self._state.meters
+        requests = Counter[tuple[str, str, str]]()
+        for (method, route, status), count in meters.http_requests.items():
+            if route not in PROBES:
+                requests[route, method, f"{status // 100}xx"] += count
+        yield _by(
+            "http_requests",
+            "HTTP requests that have ended, without those of probes.",
+            ("handler", "method", "status"),
+            requests,
+        )
+        yield _histogram(
+            "http_request_duration_seconds",
+            "Seconds to serve an HTTP request, streaming included.",
+            ("handler", "method"),
+            {
+                (route, method): histogram
+                for (method, route), histogram in meters.http_durations.items()
+                if route not in PROBES
+            },
+        )
 
     def _own(self) -> Iterator[Metric]:
         """What only we have."""
@@ -220,6 +300,18 @@ class Collector:
 
 def _with(family: Any, values: tuple[str, ...], value: float) -> Metric:
     family.add_metric(values, value)
+    return family
+
+
+def _histogram(
+    name: str,
+    about: str,
+    labels: tuple[str, ...],
+    histograms: dict[tuple[str, ...], Histogram],
+) -> Metric:
+    family = HistogramMetricFamily(name, about, labels=labels)
+    for values, histogram in histograms.items():
+        family.add_metric(values, histogram.cumulative(), histogram.sum)
     return family
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..ipc.config import EngineConfig, resolved
+from ..ipc.decoder_config import unread_keys
 from ..ipc.errors import InvalidParameterError, ModelLoadError
 from ..ipc.memory_plan import check_weights_fit, plan_num_blocks, plan_num_host_blocks
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
@@ -108,6 +109,8 @@ class Worker:
         processors = load_logits_processors(model_config.logits_processors)
         self._model_class = find_model_class(model_config.hf_config)
         shape = self._model_class.parse_config(model_config.hf_config)
+        if unread := unread_keys(model_config.hf_config):
+            logger.warning("config.json: keys that Quire does not use: %s", ", ".join(unread))
         sizes = {
             "head_dim": shape.head_dim,
             "num_heads": shape.num_attention_heads,

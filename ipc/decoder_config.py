@@ -5,69 +5,97 @@ Must not know: tensors, layers, how any of it is computed, which architectures t
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import ModelLoadError
-from .rope_config import parse_rope_parameters
+from .rope_config import CONTEXT_KEYS, parse_rope_parameters
 
-logger = logging.getLogger(__name__)
-
-# Keys that say nothing about the mathematics of inference (or say it again: dtype comes from the
-# engine's own configuration).
-_HARMLESS = {
-    "architectures",
-    "model_type",
-    "transformers_version",
-    "_name_or_path",
-    "torch_dtype",
-    "dtype",
-    "use_cache",
-    "initializer_range",
-    "attention_dropout",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "pretraining_tp",
-    "max_window_layers",
-    "sliding_window",
-    "auto_map",
-    "id2label",
-    "label2id",
-    "attention_probs_dropout_prob",
-    "hidden_dropout",
-    "hidden_dropout_prob",
-    "embd_pdrop",
-    "resid_pdrop",
-    "return_dict",
-    "output_attentions",
-    "output_hidden_states",
-    "torchscript",
-    "tie_encoder_decoder",
-    "is_encoder_decoder",
-    "is_decoder",
-    "cross_attention_hidden_size",
-    "add_cross_attention",
-    "gradient_checkpointing",
-    "problem_type",
-    "task_specific_params",
-    "tokenizer_class",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-    "chunk_size_feed_forward",
-    "use_bfloat16",
-    "max_length",
-    "do_sample",
-    "prefix",
-    "finetuning_task",
-    "pruned_heads",
-    "decoder_start_token_id",
-    "sep_token_id",
-}
+# Keys that change no result: names, training, how transformers runs a model, its defaults of
+# sampling (generation_config.json gives those), or what the engine's own configuration decides.
+_HARMLESS = frozenset(
+    [
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "dtype",
+        "experts_implementation",
+        "finetuning_task",
+        "id2label",
+        "keys_to_ignore_at_inference",
+        "label2id",
+        "model_type",
+        "name_or_path",
+        "num_labels",
+        "problem_type",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_bfloat16",
+        "add_cross_attention",
+        "chunk_size_feed_forward",
+        "cross_attention_hidden_size",
+        "gradient_checkpointing",
+        "initializer_range",
+        "is_composition",
+        "is_decoder",
+        "is_encoder_decoder",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "output_scores",
+        "pretraining_tp",
+        "pruned_heads",
+        "return_dict",
+        "return_dict_in_generate",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "torchscript",
+        "use_cache",
+        "use_return_dict",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "length_penalty",
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "prefix",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "suppress_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+    ]
+)
+_HARMLESS_ENDINGS = ("_token_id", "_token_ids", "_token", "_dropout", "_pdrop", "_dropout_prob")
+# Keys that are read, beside those of DecoderConfig.
+_READ = frozenset(
+    {
+        "layer_types",
+        "max_window_layers",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "sliding_window",
+        *CONTEXT_KEYS,
+    }
+)
 # Keys that would change the mathematics, with the values under which they do not. Anything else is
 # refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -97,6 +125,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 DEFAULT_MAX_WINDOW_LAYERS = 28  # transformers'
+# Far above any model: beyond them a config.json is a mistake, which must not cost time or memory.
+MOST = {"num_hidden_layers": 1024, "num_attention_heads": 65_536, "num_key_value_heads": 65_536}
+MOST_OF_A_SIZE = 2**31 - 1
 _REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -140,37 +171,63 @@ def parse_decoder_config(
     if missing := [key for key in _REQUIRED if hf_config.get(key) is None]:
         raise ModelLoadError(f"config.json lacks {', '.join(missing)}")
     _refuse_unhandled(hf_config, honours)
-    num_heads, num_kv_heads = (
-        hf_config["num_attention_heads"],
-        hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"],
-    )
+    sizes = {key: _size(hf_config, key) for key in _REQUIRED}
+    hidden_size, num_heads = sizes["hidden_size"], sizes["num_attention_heads"]
     config = DecoderConfig(
-        **{key: hf_config[key] for key in _REQUIRED},
-        num_key_value_heads=num_kv_heads,
-        head_dim=hf_config.get("head_dim")
-        or default_head_dim
-        or hf_config["hidden_size"] // num_heads,
-        rms_norm_eps=hf_config.get("rms_norm_eps", 1e-6),
-        tie_word_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
-        attention_bias=bool(hf_config.get("attention_bias", False)),
-        mlp_bias=bool(hf_config.get("mlp_bias", False)),
+        **sizes,
+        num_key_value_heads=_size(hf_config, "num_key_value_heads", num_heads),
+        head_dim=_size(hf_config, "head_dim", default_head_dim or hidden_size // num_heads),
+        rms_norm_eps=_epsilon(hf_config),
+        tie_word_embeddings=_switch(hf_config, "tie_word_embeddings"),
+        attention_bias=_switch(hf_config, "attention_bias"),
+        mlp_bias=_switch(hf_config, "mlp_bias"),
         rope=parse_rope_parameters(hf_config),
     )
-    _check_sizes(config)
-    config = replace(config, sliding_windows=parse_sliding_windows(hf_config, honours))
-    unread = (
-        hf_config.keys()
-        - _HARMLESS
-        - _NEUTRAL.keys()
-        - config.__dataclass_fields__.keys()
-        - {"layer_types"}
-    )
-    if unread:
-        logger.warning(
-            "config.json: keys that Quire does not know were not used: %s",
-            ", ".join(sorted(unread)),
+    if num_heads % config.num_key_value_heads:
+        raise ModelLoadError(
+            f"config.json: num_attention_heads={num_heads} is not a multiple of "
+            f"num_key_value_heads={config.num_key_value_heads}"
         )
-    return config
+    if config.head_dim % 2:
+        raise ModelLoadError(f"config.json: head_dim must be even, got {config.head_dim}")
+    return replace(config, sliding_windows=parse_sliding_windows(hf_config, honours))
+
+
+def unread_keys(hf_config: dict[str, Any]) -> list[str]:
+    """Keys that Quire does not use and that could change results, sorted."""
+    known = _HARMLESS | _READ | _NEUTRAL.keys() | DecoderConfig.__dataclass_fields__.keys()
+    return sorted(
+        key
+        for key in hf_config.keys() - known
+        if not key.startswith("_") and not key.endswith(_HARMLESS_ENDINGS)
+    )
+
+
+def _size(hf_config: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = hf_config.get(key)
+    value = default if value is None else value
+    most = MOST.get(key, MOST_OF_A_SIZE)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelLoadError(f"config.json: {key} must be a positive integer, got {value!r:.100}")
+    if value > most:
+        raise ModelLoadError(f"config.json: {key} must be at most {most:,}, got {value!r:.100}")
+    return value
+
+
+def _switch(hf_config: dict[str, Any], key: str) -> bool:
+    value = hf_config.get(key)
+    if value not in (None, False, True):
+        raise ModelLoadError(f"config.json: {key} must be true or false, got {value!r:.100}")
+    return bool(value)
+
+
+def _epsilon(hf_config: dict[str, Any]) -> float:
+    value = hf_config.get("rms_norm_eps", 1e-6)
+    if not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ModelLoadError(
+            f"config.json: rms_norm_eps must be a number from 0 to 1, got {value!r:.100}"
+        )
+    return value
 
 
 def _refuse_unhandled(hf_config: dict[str, Any], honours: tuple[str, ...]) -> None:
@@ -179,7 +236,7 @@ def _refuse_unhandled(hf_config: dict[str, Any], honours: tuple[str, ...]) -> No
         if value is None or key in honours or value in neutral:
             continue
         allowed = f"; supported: {', '.join(repr(v) for v in neutral)}" if neutral else ""
-        raise ModelLoadError(f"config.json: {key}={value!r} is not supported{allowed}")
+        raise ModelLoadError(f"config.json: {key}={value!r:.100} is not supported{allowed}")
 
 
 def parse_sliding_windows(hf_config: dict[str, Any], honours: tuple[str, ...]) -> tuple[int, ...]:
@@ -196,29 +253,29 @@ def parse_sliding_windows(hf_config: dict[str, Any], honours: tuple[str, ...]) -
         hf_config.get("sliding_window"),
         hf_config.get("layer_types"),
     )
-    has_switch, switch = "use_sliding_window" in honours, hf_config.get("use_sliding_window")
-    is_on = window is not None and bool(switch if has_switch else "sliding_window" in honours)
-    if is_on and (not isinstance(window, int) or window < 1):
-        raise ModelLoadError(
-            f"config.json: sliding_window must be a positive integer, got {window!r}"
-        )
+    if layer_types is not None and not isinstance(layer_types, list):
+        raise ModelLoadError(f"config.json: layer_types must be a list, got {layer_types!r:.100}")
+    has_switch, switch = "use_sliding_window" in honours, _switch(hf_config, "use_sliding_window")
+    is_on = window is not None and (switch if has_switch else "sliding_window" in honours)
+    if is_on:
+        window = _size(hf_config, "sliding_window")
     # Qwen's configs carry a length that use_sliding_window=false switches off.
     if (
         window is not None
         and not is_on
         and not has_switch
-        and switch is not False
+        and hf_config.get("use_sliding_window") is None
         and not layer_types
     ):
         raise ModelLoadError(
-            f"config.json: sliding_window={window} is not supported unless use_sliding_window is "
+            f"config.json: sliding_window={window!r:.100} is not supported unless use_sliding_window is "
             f"false"
         )
     if not layer_types:
         first = hf_config.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS) if has_switch else 0
         if not isinstance(first, int) or first < 0:
             raise ModelLoadError(
-                f"config.json: max_window_layers must be an integer, at least 0, got {first!r}"
+                f"config.json: max_window_layers must be an integer, at least 0, got {first!r:.100}"
             )
         layer_types = [SLIDING if is_on and layer >= first else FULL for layer in range(num_layers)]
     elif is_on and not has_switch:  # transformers' Mistral would not look at them
@@ -228,7 +285,7 @@ def parse_sliding_windows(hf_config: dict[str, Any], honours: tuple[str, ...]) -
     supported = [FULL, SLIDING] if is_on else [FULL]
     if unknown := {str(layer_type) for layer_type in layer_types} - set(supported):
         raise ModelLoadError(
-            f"config.json: layer_types of {', '.join(sorted(unknown))} are not supported; "
+            f"config.json: layer_types of {', '.join(sorted(unknown)):.100} are not supported; "
             f"supported: {', '.join(supported)}"
         )
     if not is_on:
@@ -239,18 +296,3 @@ def parse_sliding_windows(hf_config: dict[str, Any], honours: tuple[str, ...]) -
             f"num_hidden_layers={num_layers}"
         )
     return tuple((window or 0) if layer_type == SLIDING else 0 for layer_type in layer_types)
-
-
-def _check_sizes(config: DecoderConfig) -> None:
-    for key in (*_REQUIRED, "num_key_value_heads", "head_dim"):
-        value = getattr(config, key)
-        if not isinstance(value, int) or value < 1:
-            raise ModelLoadError(f"config.json: {key} must be a positive integer, got {value!r}")
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads % kv_heads:
-        raise ModelLoadError(
-            f"config.json: num_attention_heads={heads} is not a multiple of "
-            f"num_key_value_heads={kv_heads}"
-        )
-    if config.head_dim % 2:
-        raise ModelLoadError(f"config.json: head_dim must be even, got {config.head_dim}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ...ipc.errors import ModelLoadError
+from ...ipc.architectures import find_architecture
 
 _MODELS: dict[str, str | type] = {
     "LlamaForCausalLM": "llama",
@@ -27,20 +27,12 @@ def register_model(architecture: str, model_class: type) -> None:
 
 
 def find_model_class(hf_config: dict[str, Any]) -> type:
-    """The class for the first supported name in `architectures`.
+    """The class of the first supported name in `architectures`; without that key, of `model_type`.
 
     Raises ModelLoadError that lists what is supported.
     """
-    architectures = hf_config.get("architectures") or []
-    for architecture in architectures:
-        found = _MODELS.get(architecture)
-        if isinstance(found, str):
-            return getattr(import_module(f".{found}", __name__), architecture)
-        if found is not None:
-            return found
-    named = (
-        f"architecture {', '.join(architectures)} is not supported"
-        if architectures
-        else "config.json names no architecture"
-    )
-    raise ModelLoadError(f"{named}; supported: {', '.join(sorted(_MODELS))}")
+    architecture = find_architecture(hf_config, _MODELS)
+    found = _MODELS[architecture]
+    if isinstance(found, str):
+        return getattr(import_module(f".{found}", __name__), architecture)
+    return found

@@ -6,14 +6,12 @@ Must not know: the network, torch, how a list is shown.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ...ipc import decoder_config
 from ...ipc.errors import ModelLoadError
 from .model_files import BUNDLED, find_model_directory, missing_weight_files, read_json
 from .model_sizes import measure_model
@@ -73,7 +71,7 @@ def describe(
     problems, hf_config, sizes = list(problems), {}, None
     try:
         hf_config = read_json(directory / "config.json")
-        sizes = _measure_quietly(hf_config)
+        sizes = measure_model(hf_config)
     except ModelLoadError as error:
         problems.append(_short(error, directory))
     try:
@@ -100,20 +98,6 @@ def describe(
         num_parameters=sizes.num_parameters if sizes else None,
         problems=problems,
     )
-
-
-def _measure_quietly(hf_config: dict[str, Any]) -> Any:
-    """Keys that nobody knows are worth a warning where a model is loaded, not in a list of
-    fifty.
-    """
-    level = decoder_config.logger.level
-    decoder_config.logger.setLevel(logging.ERROR)
-    try:
-        return measure_model(hf_config)
-    except (TypeError, ValueError, AttributeError) as error:  # a config.json of any shape
-        raise ModelLoadError(f"config.json cannot be understood: {error}") from error
-    finally:
-        decoder_config.logger.setLevel(level)
 
 
 def _short(error: Exception, directory: Path) -> str:

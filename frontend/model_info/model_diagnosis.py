@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...ipc.decoder_config import unread_keys
 from ...ipc.errors import InvalidParameterError, ModelLoadError, QuireError
 from ..answer_format import detect
 from ..engine_args import EngineArgs
@@ -58,6 +59,13 @@ def check_model(
         f"{sizes.architecture}, {sizes.num_parameters / 1e6:,.1f} million parameters, at "
         f"{directory}",
     )
+    if unread := unread_keys(hf_config):
+        yield Finding(
+            "config",
+            "warn",
+            f"keys of config.json that Quire does not use: {', '.join(unread)}",
+            "check on the model's page that none of them changes how it computes",
+        )
     yield check_weights(directory, args)
     yield check_plan(args)
     if args.skip_tokenizer_init:

@@ -1,17 +1,18 @@
 """What a model weighs, from its config.json alone: parameters, bytes of weights, bytes of KV cache
 per token.
 
-Must not know: torch, weights' files, memory. tests/frontend/model_info/test_model_sizes.py compares it with
-the models in executor/models/.
+Must not know: torch, weights' files, memory. tests/frontend/model_info/test_model_sizes.py
+compares it with the models in executor/models/.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from ...ipc.decoder_config import DecoderConfig, parse_decoder_config
-from ...ipc.errors import ModelLoadError
+from ...ipc.architectures import ARCHITECTURES, find_architecture
+from ...ipc.decoder_config import DecoderConfig
 from ...ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -19,34 +20,6 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SAMPLING_ROW_BYTES = 2 * 8192 * 8
 ATTENTION_PIECES = 32  # kernels/triton/attention_decode.py
 KV_SCALE_BYTES = 4  # of a head in int8 (kernels/ops.py: kv_cache_row)
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """None: as config.json says (attention_bias)."""
-
-    honours: tuple[str, ...]
-    default_head_dim: int | None = None
-    qkv_bias: bool | None = None
-    o_bias: bool | None = None
-    qk_norm: bool = False
-
-    def parse(self, hf_config: dict[str, Any]) -> DecoderConfig:
-        return parse_decoder_config(
-            hf_config, default_head_dim=self.default_head_dim, honours=self.honours
-        )
-
-
-ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture(honours=("attention_bias", "mlp_bias")),
-    "MistralForCausalLM": Architecture(honours=("sliding_window",)),
-    "Qwen2ForCausalLM": Architecture(
-        honours=("attention_bias", "use_sliding_window"), qkv_bias=True, o_bias=False
-    ),
-    "Qwen3ForCausalLM": Architecture(
-        honours=("attention_bias", "use_sliding_window"), default_head_dim=128, qk_norm=True
-    ),
-}
 
 
 def kv_bytes_per_token(config: DecoderConfig, dtype: str, kv_cache_dtype: str = "auto") -> int:
@@ -100,46 +73,13 @@ def measure_model(hf_config: dict[str, Any]) -> ModelSizes:
     """Raises ModelLoadError, in the engine's own words, for a model that it would refuse."""
     name = find_architecture(hf_config)
     config = ARCHITECTURES[name].parse(hf_config)
-    return ModelSizes(name, config, _count_parameters(config, ARCHITECTURES[name]))
-
-
-def find_architecture(hf_config: dict[str, Any]) -> str:
-    """The first supported name in `architectures`.
-
-    Raises ModelLoadError that lists what is supported.
-    """
-    architectures = hf_config.get("architectures") or []
-    for name in architectures:
-        if name in ARCHITECTURES:
-            return name
-    named = (
-        f"architecture {', '.join(map(str, architectures))} is not supported"
-        if architectures
-        else "config.json names no architecture"
-    )
-    raise ModelLoadError(f"{named}; supported: {', '.join(sorted(ARCHITECTURES))}")
-
-
-def _count_parameters(config: DecoderConfig, architecture: Architecture) -> int:
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q_rows, kv_rows = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    has_qkv_bias = config.attention_bias if architecture.qkv_bias is None else architecture.qkv_bias
-    has_o_bias = config.attention_bias if architecture.o_bias is None else architecture.o_bias
-    attention = (
-        (hidden + has_qkv_bias) * (q_rows + 2 * kv_rows)
-        + (q_rows + has_o_bias) * hidden
-        + 2 * head_dim * architecture.qk_norm
-    )
-    mlp = 3 * hidden * inner + (2 * inner + hidden) * config.mlp_bias
-    norms = 2 * hidden
-    # a tied head is the embedding's own table
-    embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
-    return embeddings + config.num_hidden_layers * (attention + mlp + norms) + hidden
+    num_parameters = sum(map(prod, ARCHITECTURES[name].weight_shapes(config).values()))
+    return ModelSizes(name, config, num_parameters)
 
 
 def _linear_shapes(config: DecoderConfig) -> list[tuple[int, int]]:
-    """(rows, columns) of every linear layer's weight as executor/models/layers.py merges them, without the
-    head's.
+    """(rows, columns) of every linear layer's weight as executor/models/layers.py merges them,
+    without the head's.
     """
     hidden, inner, q_rows = (
         config.hidden_size,

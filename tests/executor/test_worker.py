@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -218,3 +219,18 @@ def test_a_broken_plugin_is_named(tmp_path, monkeypatch):
         match=r"the plugin mine = my_kernels cannot be loaded: ValueError: no such device",
     ):
         load_plugins()
+
+
+def test_unread_keys_of_the_configuration_are_logged_once(tiny, tmp_path, caplog):
+    """Frontend and engine read config.json; one of them reports, and only what could change
+    results. A config without `architectures` loads by its model_type.
+    """
+    directory = shutil.copytree(tiny("qwen2"), tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    del config["architectures"]
+    config |= {"_model_name_or_path": "x", "unk_token_id": 0, "clip_qkv": 8.0}
+    (directory / "config.json").write_text(json.dumps(config))
+    with LLM(str(directory), engine="inproc", kv_cache_memory_bytes=2**20, max_model_len=64):
+        pass
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert messages == ["config.json: keys that Quire does not use: clip_qkv"]

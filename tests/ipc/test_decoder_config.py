@@ -1,11 +1,9 @@
-"""config.json: what is read, what is refused, what is warned about."""
+"""config.json: what is read, what is refused, what is reported."""
 
 from __future__ import annotations
 
-import logging
-
 import pytest
-from quire.ipc.decoder_config import parse_decoder_config
+from quire.ipc.decoder_config import MOST, parse_decoder_config, unread_keys
 from quire.ipc.errors import ModelLoadError
 from quire.tests.tiny_models import KINDS, make_tiny_config
 
@@ -29,13 +27,8 @@ def test_defaults_are_transformers_own():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_configs_that_transformers_writes_need_no_warning(kind, caplog):
-    with caplog.at_level(logging.WARNING):
-        parse_decoder_config(
-            make_tiny_config(kind).to_dict(),
-            honours=("sliding_window",) if kind == "mistral" else (),
-        )
-    assert not caplog.records
+def test_all_keys_that_transformers_writes_are_known(kind):
+    assert unread_keys(make_tiny_config(kind).to_dict()) == []
 
 
 @pytest.mark.parametrize("key", MINIMAL)
@@ -71,6 +64,10 @@ def test_a_missing_key_is_named(key):
         ({"head_dim": 15}, "head_dim must be even"),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer, got '64'"),
         ({"vocab_size": -1}, "vocab_size must be a positive integer"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a positive integer, got 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 1,024, got 1000000000"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number from 0 to 1, got '1e-6'"),
     ],
 )
 def test_what_would_change_the_mathematics_is_refused(override, message):
@@ -91,10 +88,60 @@ def test_neutral_values_and_honoured_keys_pass():
     ).mlp_bias
 
 
-def test_unknown_keys_are_warned_about(caplog):
-    with caplog.at_level(logging.WARNING):
-        parse_decoder_config({**MINIMAL, "wobble": 3})
-    assert "wobble" in caplog.text
+def test_only_unread_keys_that_could_change_results_are_reported():
+    harmless = {
+        "_model_name_or_path": "x",
+        "unk_token_id": 0,
+        "embd_dropout": 0.1,
+        "max_seq_len": 2048,
+        "top_k": 50,
+    }
+    assert unread_keys({**MINIMAL, **harmless}) == []
+    assert unread_keys({**MINIMAL, **harmless, "wobble": 3, "clip_qkv": 8}) == [
+        "clip_qkv",
+        "wobble",
+    ]
+
+
+WEIRD = [0, -1, True, 0.5, 10**9, 10**30, float("nan"), float("inf"), "4", [], [1], {}, {"a": {}}]
+KEYS = [
+    *MINIMAL,
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "hidden_act",
+    "quantization_config",
+    "use_sliding_window",
+    "sliding_window",
+    "max_window_layers",
+    "layer_types",
+    "rope_scaling",
+    "rope_parameters",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+]
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("honours", [(), ("use_sliding_window",), ("sliding_window",)])
+def test_a_value_of_any_kind_is_read_or_refused_in_one_sentence(key, honours):
+    """No other exception leaves the parser, and what it accepts is finite and of the right type."""
+    for value in WEIRD:
+        for base in (MINIMAL, {**MINIMAL, "use_sliding_window": True, "sliding_window": 9}):
+            hf_config = {**base, "rope_scaling": {"type": "yarn", "factor": 2.0}, key: value}
+            try:
+                config = parse_decoder_config(hf_config, honours=honours)
+            except ModelLoadError as error:
+                assert "\n" not in str(error) and len(str(error)) < 300
+            else:
+                assert 1 <= config.num_hidden_layers <= MOST["num_hidden_layers"]
+                assert len(config.sliding_windows) == config.num_hidden_layers
+                assert all(type(window) is int for window in config.sliding_windows)
+                assert config.head_dim > 0 and 0 <= config.rms_norm_eps < 1
 
 
 QWEN, MISTRAL = ("use_sliding_window",), ("sliding_window",)

@@ -93,7 +93,7 @@ def test_what_is_whole_is_ready(cache: Path) -> None:
         ),
         (
             {"config.json": json.dumps({**CONFIG, "architectures": 3})},
-            "config.json cannot be understood",
+            "architectures must be a list of names",
         ),
         (
             {"config.json": json.dumps({**CONFIG, "quantization_config": {}})},

@@ -67,6 +67,7 @@ TEMPLATE = "tokenizer_config.json"
 # what is wrong -> (how it comes about, finding, status, words)
 CASES: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
     "no config": (remove("config.json"), "model", "fail", "has no config.json"),
+    "unread key": (edit("config.json", clip_qkv=8.0), "config", "warn", "does not use: clip_qkv"),
     "architecture": (
         edit("config.json", architectures=["OtherForCausalLM"]),
         "model",

@@ -12,13 +12,10 @@ from quire.executor import models
 from quire.executor.models.layers import LayerFactory
 from quire.frontend.model_info import model_sizes
 from quire.frontend.model_info.model_sizes import (
-    ARCHITECTURES,
     DTYPE_BYTES,
-    find_architecture,
     kv_bytes_per_token,
     measure_model,
 )
-from quire.ipc.errors import ModelLoadError
 from quire.ipc.memory_plan import QUANTIZATION_BITS
 from quire.kernels import registry
 from quire.kernels.ops import kv_cache_row
@@ -36,10 +33,6 @@ CASES = [
     for variant in VARIANTS
     if kind in "qwen2 qwen3" or "attention_bias" not in variant
 ] + [("llama", {"mlp_bias": True, "head_dim": 10})]
-
-
-def test_the_frontend_knows_the_executors_models() -> None:
-    assert set(ARCHITECTURES) == set(models._MODELS)
 
 
 @pytest.mark.parametrize(("kind", "variant"), CASES)
@@ -81,30 +74,6 @@ def test_sizes_are_those_of_the_layers(kind: str, variant: dict[str, Any]) -> No
 
 def test_bytes_of_a_type_are_torchs() -> None:
     assert {name: getattr(torch, name).itemsize for name in DTYPE_BYTES} == DTYPE_BYTES
-
-
-@pytest.mark.parametrize(
-    "hf_config",
-    [
-        {},
-        {"architectures": []},
-        {"architectures": ["NobodysForCausalLM"]},
-        {"architectures": ["A", "B"]},
-    ],
-)
-def test_an_unknown_architecture_is_refused_as_the_executor_does(hf_config: dict[str, Any]) -> None:
-    with pytest.raises(ModelLoadError) as ours:
-        find_architecture(hf_config)
-    with pytest.raises(ModelLoadError) as theirs:
-        models.find_model_class(hf_config)
-    assert str(ours.value) == str(theirs.value)
-
-
-def test_of_several_architectures_the_first_supported_counts() -> None:
-    assert (
-        find_architecture({"architectures": ["Other", "Qwen3ForCausalLM", "LlamaForCausalLM"]})
-        == "Qwen3ForCausalLM"
-    )
 
 
 @pytest.mark.parametrize(

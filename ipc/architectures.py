@@ -1,0 +1,113 @@
+"""The decoder architectures that Quire runs: how each reads its config.json, and the names and shapes
+of the tensors that its checkpoint holds.
+
+Must not know: tensors' values, layers, how any of it is computed. executor/models/ builds the
+models; tests/executor/test_models.py compares their tensors with this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .decoder_config import DecoderConfig, parse_decoder_config
+from .errors import ModelLoadError
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`honours` and `default_head_dim`: as parse_decoder_config takes them. A bias of None is as
+    config.json says (attention_bias).
+    """
+
+    model_type: str
+    honours: tuple[str, ...]
+    default_head_dim: int | None = None
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    qk_norm: bool = False
+
+    def parse(self, hf_config: dict[str, Any]) -> DecoderConfig:
+        return parse_decoder_config(
+            hf_config, default_head_dim=self.default_head_dim, honours=self.honours
+        )
+
+    def weight_shapes(self, config: DecoderConfig) -> dict[str, list[int]]:
+        """Shape of every tensor that a checkpoint must hold, by name. A tied head is not among
+        them, see tied_weights.
+        """
+        hidden, embedding = config.hidden_size, [config.vocab_size, config.hidden_size]
+        shapes = {"model.embed_tokens.weight": embedding}
+        for layer in range(config.num_hidden_layers):
+            for name, shape in self._layer(config):
+                shapes[f"model.layers.{layer}.{name}"] = shape
+        shapes["model.norm.weight"] = [hidden]
+        if not config.tie_word_embeddings:
+            shapes["lm_head.weight"] = embedding
+        return shapes
+
+    def tied_weights(self, config: DecoderConfig) -> dict[str, str]:
+        """Tensors that a checkpoint may hold besides, and what each is a copy of."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
+
+    def _layer(self, config: DecoderConfig) -> Iterator[tuple[str, list[int]]]:
+        hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+        q_rows = config.num_attention_heads * head_dim
+        kv_rows = config.num_key_value_heads * head_dim
+        qkv_bias = config.attention_bias if self.qkv_bias is None else self.qkv_bias
+        o_bias = config.attention_bias if self.o_bias is None else self.o_bias
+        for name, rows, columns, bias in (
+            ("self_attn.q_proj", q_rows, hidden, qkv_bias),
+            ("self_attn.k_proj", kv_rows, hidden, qkv_bias),
+            ("self_attn.v_proj", kv_rows, hidden, qkv_bias),
+            ("self_attn.o_proj", hidden, q_rows, o_bias),
+            ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+            ("mlp.up_proj", inner, hidden, config.mlp_bias),
+            ("mlp.down_proj", hidden, inner, config.mlp_bias),
+        ):
+            yield f"{name}.weight", [rows, columns]
+            if bias:
+                yield f"{name}.bias", [rows]
+        if self.qk_norm:
+            yield "self_attn.q_norm.weight", [head_dim]
+            yield "self_attn.k_norm.weight", [head_dim]
+        yield "input_layernorm.weight", [hidden]
+        yield "post_attention_layernorm.weight", [hidden]
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture("llama", honours=("attention_bias", "mlp_bias")),
+    "MistralForCausalLM": Architecture("mistral", honours=("sliding_window",)),
+    "Qwen2ForCausalLM": Architecture(
+        "qwen2", honours=("attention_bias", "use_sliding_window"), qkv_bias=True, o_bias=False
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        "qwen3",
+        honours=("attention_bias", "use_sliding_window"),
+        default_head_dim=128,
+        qk_norm=True,
+    ),
+}
+
+
+def find_architecture(hf_config: dict[str, Any], supported: Iterable[str] = ARCHITECTURES) -> str:
+    """The first supported name in `architectures`; without that key, the one of `model_type`.
+
+    Raises ModelLoadError that lists what is supported.
+    """
+    names = hf_config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelLoadError(f"config.json: architectures must be a list of names, got {names!r}")
+    model_type = hf_config.get("model_type")
+    of_type = [name for name, known in ARCHITECTURES.items() if known.model_type == model_type]
+    supported = sorted(supported)
+    for name in names or of_type:
+        if name in supported:
+            return name
+    if names:
+        problem = f"architecture {', '.join(names)} is not supported"
+    else:
+        problem = "config.json names no architecture"
+        problem += f", and model_type {model_type!r} is not supported" if model_type else ""
+    raise ModelLoadError(f"{problem}; supported: {', '.join(supported)}")

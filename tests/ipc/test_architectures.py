@@ -1,0 +1,78 @@
+"""The table of architectures says what the executor's models say: which there are, how config.json is
+read, which tensors a checkpoint must hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from quire.executor import models
+from quire.executor.models.layers import LayerFactory
+from quire.ipc.architectures import ARCHITECTURES, find_architecture
+from quire.ipc.errors import ModelLoadError
+from quire.kernels import registry
+from quire.tests.tiny_models import KINDS, make_tiny_config
+
+
+def test_the_table_has_the_executors_models() -> None:
+    assert set(ARCHITECTURES) == set(models._MODELS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "variant", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}]
+)
+def test_tensors_are_those_of_the_model(kind: str, variant: dict[str, Any]) -> None:
+    hf_config = make_tiny_config(kind).to_dict() | variant
+    name = find_architecture(hf_config)
+    if not set(variant) <= {"tie_word_embeddings", *ARCHITECTURES[name].honours}:
+        with pytest.raises(ModelLoadError, match="is not supported"):
+            ARCHITECTURES[name].parse(hf_config)
+        return
+    model_class = models.find_model_class(hf_config)
+    config = model_class.parse_config(hf_config)
+    cpu = torch.device("cpu")
+    make = LayerFactory(registry.select("cpu", torch.float32), torch.float32, cpu)
+    model = model_class(config, make, 64)
+    assert ARCHITECTURES[name].parse(hf_config) == config
+    expected = {name: list(tensor.shape) for name, tensor in model.weights()}
+    assert ARCHITECTURES[name].weight_shapes(config) == expected
+    assert ARCHITECTURES[name].tied_weights(config) == model.tied_weights()
+
+
+@pytest.mark.parametrize(
+    "hf_config",
+    [
+        {},
+        {"architectures": []},
+        {"architectures": ["GPT2LMHeadModel"]},
+        {"architectures": "LlamaForCausalLM"},
+        {"architectures": [["LlamaForCausalLM"]]},
+        {"architectures": 7},
+        {"model_type": "gpt2"},
+        {"model_type": ["llama"]},
+        {"architectures": ["GPT2LMHeadModel"], "model_type": "llama"},
+    ],
+)
+def test_an_unknown_architecture_is_refused_in_the_same_words(hf_config: dict[str, Any]) -> None:
+    with pytest.raises(ModelLoadError, match=r"^[^\n]{,300}$") as ours:
+        find_architecture(hf_config)
+    with pytest.raises(ModelLoadError) as theirs:
+        models.find_model_class(hf_config)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_of_several_architectures_the_first_supported_counts() -> None:
+    names = ["Other", "Qwen3ForCausalLM", "LlamaForCausalLM"]
+    assert find_architecture({"architectures": names}) == "Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_model_type_stands_in_for_a_missing_architecture(kind: str) -> None:
+    hf_config = make_tiny_config(kind).to_dict()
+    hf_config["architectures"] = None
+    name = find_architecture(hf_config)
+    assert name.lower() == f"{kind}forcausallm"
+    assert models.find_model_class(hf_config).__name__ == name

@@ -1,7 +1,6 @@
-"""The operations of a model (ops.py), their implementations, and the choice among them
-(registry.py).
+"""The operations of a model (`ops.py`), their implementations and the registry that selects them.
 
-Must not know: text, requests, sockets, or any other package of quire but the errors of ipc.
+Must not know: text, requests, sockets, or any other package of quire except the errors of `ipc`.
 """
 
 from . import ops, registry

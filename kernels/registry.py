@@ -1,7 +1,6 @@
-"""Which implementation of each operation runs: registration, and the choice made once when a model
-is loaded.
+"""Which implementation of each operation runs: registration, and selection when a model is loaded.
 
-Must not know: what any operation computes (ops.py says that), models, requests.
+Must not know: what an operation computes (ops.py), models, requests.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ logger = logging.getLogger(__name__)
 CONTRACTS: dict[str, Callable] = {}
 # operation -> implementation's name -> implementation
 _implementations: dict[str, dict[str, Implementation]] = {}
-_unimported: dict[str, str] = {}  # device -> module that registers more
+_unimported: dict[str, str] = {}  # device -> module that registers more implementations
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a predicate may ask.
+    """What a predicate may depend on.
 
-    Sizes are 0 where they are not known; an implementation that needs one must then decline.
+    Sizes are 0 where they are unknown; an implementation that needs one must then decline.
     """
 
     device: str  # torch's device type: "cpu", "cuda"
@@ -40,12 +39,12 @@ class Facts:
     num_heads: int = 0
     num_kv_heads: int = 0
     block_size: int = 0
-    cpu_isa: str = "auto"  # of native kernels; "none": there shall be none
-    kv_cache_dtype: torch.dtype | None = None  # None: dtype
+    cpu_isa: str = "auto"  # instruction set of the native kernels; "none" disables them
+    kv_cache_dtype: torch.dtype | None = None  # None: as dtype
 
     @property
     def converts_kv(self) -> bool:
-        """Keys and values are not kept in the type that they are computed in."""
+        """Whether keys and values are stored in another dtype than they are computed in."""
         return self.kv_cache_dtype not in (None, self.dtype)
 
 
@@ -59,11 +58,10 @@ class Implementation:
 
 
 class OpTable:
-    """The chosen implementations, one attribute per operation: `ops.rms_norm(x, weight, eps)` is a
-    plain function call.
+    """The selected implementations, one attribute per operation.
 
-    Several tables may live in one process, one per engine. `chosen` maps operation to
-    implementation's name.
+    `ops.rms_norm(x, weight, eps)` is a plain function call. Each engine has its own table. `chosen`
+    maps an operation to its implementation's name.
     """
 
     def __init__(self, implementations: Mapping[str, Implementation]):
@@ -80,8 +78,8 @@ class OpTable:
 
 
 def operation(contract: Callable) -> Callable:
-    """Declares an operation in ops.py: the decorated function gives its name, signature and
-    docstring, and has no body.
+    """Declares an operation in ops.py: the decorated function supplies name, signature and
+    docstring.
 
     Returns a function for occasional calls, which runs the default choice for its arguments' device
     and floating-point dtype.
@@ -113,14 +111,12 @@ def register(
     predicate: Callable[[Facts], bool] = lambda facts: True,
     priority: int = 100,
 ) -> Callable:
-    """Decorator: makes a function the implementation `name` of the operation `op`.
+    """Decorator: registers a function as the implementation `name` of the operation `op`.
 
-    Works from any package.
-
-    Of the implementations whose predicate holds, the one of highest priority is chosen (Quire's
-    own: reference 0, cpu 10, triton 20; so one from outside wins by default). Parameters must be
-    called as in the contract. Raises InvalidParameterError if they are not, or if the name is
-    taken.
+    It works from any package. Of the implementations whose predicate holds, the one with the
+    highest priority is selected (Quire's own: reference 0, cpu 10, triton 20), so an external one
+    wins by default. Raises InvalidParameterError if its parameters are not named as in the
+    contract, or if the name is taken.
     """
     _check_op("op", op)
 
@@ -141,27 +137,28 @@ def register(
 
 
 def unregister(op: str, name: str) -> None:
-    """Takes an implementation out again. Tables that were already selected keep it."""
+    """Removes an implementation. Tables that are already selected keep it."""
     _check_name("name", op, name)
     del _implementations[op][name]
     _default_table.cache_clear()
 
 
 def import_when_asked(device: str, module: str) -> None:
-    """Names a module that registers implementations for `device`, and that nobody else has a use
-    for: Triton takes a third of a second.
+    """Names a module that registers implementations for `device`, imported when they are needed.
+
+    Importing Triton takes a third of a second.
     """
     _unimported[device] = module
 
 
 def import_implementations(device: str) -> None:
-    """Makes those known that are imported only where they can run."""
+    """Imports the modules that register implementations for `device`."""
     if (module := _unimported.pop(device, None)) is not None:
         import_module(module)
 
 
 def implementations(op: str) -> tuple[Implementation, ...]:
-    """All of one operation's implementations, in order of registration."""
+    """All implementations of one operation, in order of registration."""
     _check_op("op", op)
     return tuple(_implementations[op].values())
 
@@ -172,11 +169,11 @@ def select(
     overrides: Mapping[str, str] | None = None,
     **sizes: Any,
 ) -> OpTable:
-    """Chooses one implementation per operation and logs the table.
+    """Selects one implementation per operation and logs the table.
 
     `overrides` (config.device_config.kernels) maps operation to implementation's name; `sizes` are
-    the further fields of Facts. Raises InvalidParameterError on an unknown operation or name (it
-    lists the valid ones), and on an override that cannot run here.
+    the remaining fields of Facts. Raises InvalidParameterError for an unknown operation or name (it
+    lists the valid ones), and for an override that cannot run here.
     """
     facts = Facts(torch.device(device).type, dtype, **sizes)
     import_implementations(facts.device)
@@ -197,7 +194,7 @@ def _choose(op: str, facts: Facts, override: str | None) -> Implementation:
                 "kernels", f"implementation {override!r} of {op} does not run with {facts}"
             )
         return chosen
-    # max() keeps the first of equals: of two with one priority, the one registered first.
+    # max() keeps the first of equals: the one registered first.
     return max(
         (i for i in _implementations[op].values() if i.predicate(facts)), key=lambda i: i.priority
     )

@@ -172,7 +172,7 @@ def check_kernels(cpu_isa: str) -> Finding:
         )
     if not isas:
         return Finding(
-            "native kernels", "pass", "none for this processor (x86 with AVX2): torch's serve"
+            "native kernels", "pass", "none for this processor (x86 with AVX2): torch's kernels run"
         )
     if not are_kernels_built():
         fix = "a C++ compiler (apt install g++), then install Quire again (pip install -e .)"

@@ -1,17 +1,17 @@
-"""Attention over the paged cache on the CPU: gather the context, then torch's flash attention over
-it.
+"""Paged attention on the CPU: gathers the context, then calls torch's flash attention.
 
 Must not know: models, requests.
 
-Decode: requests of similar length share one gather and one attention call; no loop over requests. A
-KV head's query heads are the rows of one small matrix, [requests, NKV, group, D], so that its keys
-and values are read once: about twice as fast as enable_gqa. Prefill: one request at a time; its
-query heads see the KV heads through a view of stride 0. Sliding window: what lies before that of a
-request's first token is not gathered. Soft-cap: torch's attention has none, products do.
+Decode: requests of similar length share one gather and one attention call; there is no loop over
+requests. The query heads of a KV head become the rows of one small matrix, [requests, NKV, group,
+D], so keys and values are read once. This is about twice as fast as `enable_gqa`. Prefill: one
+request at a time; query heads see the KV heads through a view of stride 0. Sliding window:
+positions before the window of a request's first token are not gathered. Soft-cap: torch's attention
+has none, so matrix products compute it.
 
-The gather goes by token, not by block (index_select costs the same), and a padded position repeats
-the request's own first token: what lies in unwritten or foreign slots is never read. Masking alone
-would not do: NaN plus -inf is NaN, and so is 0 times NaN.
+The gather works by token, not by block (`index_select` costs the same). A padded position repeats
+the request's own first token, so unwritten slots and slots of other requests are never read. A mask
+alone is not enough: NaN plus -inf is NaN, and so is 0 times NaN.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ..ops import AttentionMetadata
 from ..registry import register
 from .device import PRIORITY, has_plain_cache
 
-# one more gather and attention call costs about as much as this many tokens of padding
+# One more gather and attention call costs about as much as this many tokens of padding.
 CALL_COST_TOKENS = 512
-# of keys in one bucket of several requests: keys and values stay in the cache between gather and
-# attention
+# Most keys in one bucket of several requests. Keys and values then stay in the cache between gather
+# and attention.
 GATHER_BYTES = 2**22
-QUERY_TILE = 256  # query tokens per call where a mask is needed: bounds the mask
+QUERY_TILE = 256  # query tokens per call where a mask is needed; bounds the mask
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ def paged_attention(
 def _gather(
     key_cache: Tensor, value_cache: Tensor, slots: Tensor, buffers: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values at slots [n], each [n, NKV, D], in the buffers [2, >= n, NKV * D]: valid
-    until the next call.
+    """Gathers keys and values at slots [n], each [n, NKV, D], into the buffers [2, >= n, NKV * D].
 
-    Memory that is fresh for each call would cost more in page faults than the copy itself.
+    The result is valid until the next call. Freshly allocated memory would cost more in page faults
+    than the copy itself.
     """
     gathered = buffers[:, : len(slots)]
     for cache, rows in zip((key_cache, value_cache), gathered.unbind(0)):
@@ -105,8 +105,9 @@ def _gather(
 def _plan_once(
     metadata: AttentionMetadata, key_cache: Tensor, sliding_window: int
 ) -> tuple[list[Bucket], list[Tensor], Tensor]:
-    """The decode buckets, each prefill's slots, and buffers for the largest of these; kept in
-    metadata.scratch for the other layers.
+    """Plans the decode buckets, the prefill slots and buffers for the largest of them.
+
+    The plan is kept in `metadata.scratch` for the other layers.
     """
     key = ("cpu attention", *key_cache.shape[1:], key_cache.dtype, sliding_window)
     if key not in metadata.scratch:
@@ -143,9 +144,10 @@ def _first_seen(position: int, sliding_window: int) -> int:
 
 
 def group_by_length(lengths: list[int], call_cost: int, max_tokens: int) -> list[list[int]]:
-    """Splits rows into groups of similar length, longest first: a group closes when its padding
-    would exceed `call_cost` tokens, or its size `max_tokens`. So all padding together stays below
-    call_cost times the number of groups.
+    """Splits rows into groups of similar length, longest first.
+
+    A group closes when its padding would exceed `call_cost` tokens, or its size `max_tokens`. Total
+    padding therefore stays below `call_cost` times the number of groups.
     """
     groups: list[list[int]] = []
     longest = padding = 0
@@ -165,7 +167,7 @@ def _make_bucket(
     block_size: int,
     dtype: torch.dtype,
 ) -> Bucket:
-    """seen: how many positions each of the batch's requests attends to, its last ones."""
+    """`seen`: how many positions each request of the batch attends to, counted from its last."""
     is_everyone = len(rows) == metadata.num_decodes
     index = slice(len(rows)) if is_everyone else torch.tensor(rows)
     longest, shortest = seen[rows[0]], seen[rows[-1]]
@@ -184,8 +186,10 @@ def _make_bucket(
 
 
 def _slots_of(block_tables: Tensor, first: Tensor, length: int, block_size: int) -> Tensor:
-    """block_tables [..., max_blocks], first [...] -> [..., length] i64: the slots of `length`
-    positions from `first` on. Those behind a table's end are taken from its last block.
+    """block_tables [..., max_blocks], first [...] -> [..., length] i64: slots of `length`
+    positions.
+
+    Positions start at `first`. Positions past the end of a table use its last block.
     """
     position = first[..., None] + torch.arange(length)
     blocks = block_tables.long().gather(
@@ -207,9 +211,8 @@ def _capped_attention(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """As F.scaled_dot_product_attention, with softcap tanh(logit / softcap) for each logit.
-
-    In fp32.
+    """As `F.scaled_dot_product_attention`, with softcap tanh(logit / softcap) for each logit,
+    in fp32.
     """
     logits = softcap * torch.tanh(
         query.float() @ keys.float().transpose(-1, -2) * (scale / softcap)
@@ -227,8 +230,10 @@ def _decode(
     out: Tensor,
     attend: Callable[..., Tensor],
 ) -> None:
-    """query and out [num_decodes, NQ, D]; context: the bucket's keys and values, each [b * L, NKV,
-    D]. Fills the bucket's rows of out.
+    """Computes a bucket's rows of `out`.
+
+    query and out are [num_decodes, NQ, D]. `context` holds the bucket's keys and values, each [b *
+    L, NKV, D].
     """
     if bucket.rows is not None:
         query = query.index_select(0, bucket.rows)
@@ -250,8 +255,10 @@ def _prefill(
     attend: Callable[..., Tensor],
     sliding_window: int,
 ) -> None:
-    """One request: query and out [Lq, NQ, D], the last Lq tokens of its context; context: its keys
-    and values, each [Lk, NKV, D], as far as the first of these tokens sees.
+    """Computes one request: query and out [Lq, NQ, D] are the last Lq tokens of its context.
+
+    `context` holds its keys and values, each [Lk, NKV, D], starting at the first position that a
+    query sees.
     """
     num_queries, num_kv_heads = len(query), context[0].shape[1]
     num_before = len(context[0]) - num_queries
@@ -268,7 +275,7 @@ def _prefill(
         return
     for start in range(0, num_queries, QUERY_TILE):
         end = min(start + QUERY_TILE, num_queries)
-        # the keys that some query of the tile sees
+        # keys that at least one query of the tile sees
         first, stop = _first_seen(num_before + start, sliding_window), num_before + end
         distance = torch.arange(num_before + start, stop)[:, None] - torch.arange(first, stop)
         is_unseen = (distance < 0) | (distance >= (sliding_window or stop))

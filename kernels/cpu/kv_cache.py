@@ -1,4 +1,4 @@
-"""Writing to the paged KV cache on the CPU, and copying its blocks.
+"""Writes to the paged KV cache on the CPU and copies its blocks.
 
 Must not know: models, requests.
 """
@@ -17,8 +17,8 @@ def reshape_and_cache(
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         stored = (slot_mapping >= 0).nonzero().flatten()
         key, value, slot_mapping = key[stored], value[stored], slot_mapping[stored]
-    # one token's heads as a row of a matrix: index_copy_ is a third faster on two dimensions than
-    # on three
+    # One token's heads form a row of a matrix: `index_copy_` is a third faster in two dimensions
+    # than in three.
     row = key_cache.stride(1)
     key_cache.view(-1, row).index_copy_(0, slot_mapping, key.flatten(1))
     value_cache.view(-1, row).index_copy_(0, slot_mapping, value.flatten(1))
@@ -28,7 +28,7 @@ def reshape_and_cache(
 def copy_blocks(sources: list[Tensor], destinations: list[Tensor], pairs: Tensor) -> None:
     from_blocks, to_blocks = pairs.T.contiguous()
     for source, destination in zip(sources, destinations, strict=True):
-        if source.element_size() == 1:  # torch copies no rows of fp8
+        if source.element_size() == 1:  # torch cannot copy rows of fp8
             source, destination = source.view(torch.uint8), destination.view(torch.uint8)
         destination.flatten(1).index_copy_(
             0, to_blocks, source.flatten(1).index_select(0, from_blocks)

@@ -1,5 +1,4 @@
-"""What this machine can do at most: how fast its threads read memory, how fast they multiply
-matrices.
+"""Measures this machine's limits: memory bandwidth and matrix-product throughput of its threads.
 
 Must not know: models, requests, what the limits are compared with.
 """
@@ -14,13 +13,14 @@ import torch.nn.functional as F
 
 from .. import registry
 
-# rows, in, out: large enough for any blocking, small enough for a cache
+# rows, in, out: large enough for any blocking, small enough for the cache
 GEMM_SHAPES = ((512, 2048, 2048), (1024, 1024, 4096))
 
 
 def read_bandwidth(num_bytes: int, num_threads: int, seconds: float) -> float:
-    """Bytes per second at which threads read num_bytes again and again, at best: from the caches if
-    they fit there, as weights would be.
+    """Best rate in bytes per second at which threads read `num_bytes` repeatedly.
+
+    Data that fits the caches is read from them, as weights would be.
     """
     memory = torch.ones(max(num_bytes // 4, 1), dtype=torch.float32)
     before = torch.get_num_threads()
@@ -32,26 +32,26 @@ def read_bandwidth(num_bytes: int, num_threads: int, seconds: float) -> float:
 
 
 class Reader:
-    """Reads `num_bytes` of memory by torch's threads as they are set, in turns with something else
-    that is timed.
-    """
+    """Reads `num_bytes` of memory with torch's threads, alternating with another measurement."""
 
     def __init__(self, num_bytes: int):
         self._memory = torch.ones(max(num_bytes // 4, 1), dtype=torch.float32)
 
     def rates(self, count: int) -> list[float]:
-        """Bytes per second of `count` readings in a row; one before them is not timed."""
+        """Bytes per second of `count` consecutive reads. One read before them is not timed."""
         return _rates(self._memory.sum, self._memory.nbytes, count)
 
 
 class Multiplier:
-    """Multiplies matrices in the fastest way that is to be had in one of `dtypes`, on the threads
-    that are set, in turns with something else that is timed.
+    """Multiplies matrices in the fastest available way for one of `dtypes`, with the current
+    threads.
+
+    Runs alternate with another measurement.
     """
 
     @torch.inference_mode()
     def __init__(self, dtypes: Iterable[torch.dtype], seconds: float):
-        """It is looked for in so many seconds, about."""
+        """The search for the fastest way takes about `seconds`."""
         products = [product for dtype in dtypes for product in _products(dtype)]
         self._x, self._columns_out, self._multiply = max(
             products, key=lambda product: _flops(*product, seconds / len(products))
@@ -59,22 +59,25 @@ class Multiplier:
 
     @torch.inference_mode()
     def rates(self, count: int) -> list[float]:
-        """Operations per second of `count` products in a row; one before them is not timed."""
+        """Operations per second of `count` consecutive products. One product before them is not
+        timed.
+        """
         return _rates(
             lambda: self._multiply(self._x), 2 * self._x.numel() * self._columns_out, count
         )
 
 
 def gemm_flops(dtype: torch.dtype, seconds: float) -> float:
-    """Operations per second of the fastest product of matrices that is to be had in `dtype`, int8
-    too: torch's or the registry's own, on the threads that are set.
+    """Operations per second of the fastest matrix product available in `dtype`, which may be int8.
+
+    Candidates are torch's products and the registry's own, with the current threads.
     """
     return max(_flops(*product, seconds / 4) for product in _products(dtype))
 
 
 def _products(dtype: torch.dtype):
-    """(x, its product's columns, how it is multiplied); what this processor has no instructions for
-    is left out.
+    """Yields (x, columns of the product, function that multiplies), skipping what this processor
+    lacks.
     """
     if dtype == torch.int8:
         yield from _int8_products()
@@ -92,7 +95,7 @@ def _products(dtype: torch.dtype):
 
 
 def _int8_products():
-    """The registry's own takes x as bfloat16, and quantizes it."""
+    """The registry's own product takes x as bfloat16 and quantizes it."""
     pack = registry.select("cpu", torch.bfloat16).pack_quantized_linear
     for rows, columns_in, columns_out in GEMM_SHAPES:
         yield (
@@ -119,7 +122,9 @@ def _flops(
 
 
 def _rates(function: Callable[[], object], amount: float, count: int) -> list[float]:
-    """`amount` by the seconds of each of `count` runs in a row; one before them is not timed."""
+    """`amount` divided by the seconds of each of `count` consecutive runs. One run before is not
+    timed.
+    """
     function()
     rates = []
     for _ in range(count):
@@ -130,7 +135,7 @@ def _rates(function: Callable[[], object], amount: float, count: int) -> list[fl
 
 
 def _shortest(function: Callable[[], object], seconds: float) -> float:
-    """Of as many runs as `seconds` allow, two at least; the first is not timed."""
+    """The shortest of as many runs as fit `seconds`, at least two. The first is not timed."""
     function()
     best, end = float("inf"), time.perf_counter() + seconds
     while best == float("inf") or time.perf_counter() < end:

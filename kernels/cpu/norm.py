@@ -10,8 +10,8 @@ from torch import Tensor
 from ..registry import register
 from .device import PRIORITY, is_cpu
 
-# F.rms_norm is torch's own composition in fp32, in one call from Python. Given the weight it would
-# multiply before it rounds to dtype, other than the contract says; without one it rounds first.
+# F.rms_norm computes in fp32, in one call from Python. With the weight it would multiply before
+# rounding to dtype, unlike the contract; without the weight it rounds first.
 
 
 @register("rms_norm", name="cpu", predicate=is_cpu, priority=PRIORITY)

@@ -26,8 +26,10 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cach
 
 
 def _join_neighbours(query: Tensor, key: Tensor) -> Tensor | None:
-    """[T, NQ + NKV, D] over the same memory, where the key heads follow the query heads in each row
-    of one projection. Halves the calls.
+    """[T, NQ + NKV, D] over the same memory, where each row holds the key heads after the query
+    heads.
+
+    This halves the number of calls.
     """
     follows = key.storage_offset() == query.storage_offset() + query.shape[1] * query.shape[2]
     if (

@@ -1,4 +1,4 @@
-"""Sampling on the CPU: each row pays only for what it asks.
+"""Sampling on the CPU: the cost of a row depends on its own parameters.
 
 Must not know: models, requests.
 """
@@ -15,11 +15,11 @@ from ..reference.sampling import GREEDY_BELOW, gumbel_from_words, no_filters
 from ..registry import register
 from .device import PRIORITY, is_cpu
 
-NOISE_CHUNK = 2**15  # tokens per pass of the generator, so that its temporaries stay in the cache
+NOISE_CHUNK = 2**15  # tokens per pass of the generator; temporaries stay in the cache
 LOGPROBS_CHUNK = 2**18  # logits per pass of gather_logprobs, likewise
 
-# Philox's constants: a word's mask and width, the multipliers of (c0, c2) [2, 1, 1], what each
-# round adds to the key [rounds, 2, 1, 1]
+# Philox's constants: the mask and width of a word, the multipliers of (c0, c2) [2, 1, 1], and the
+# key increments of the rounds [rounds, 2, 1, 1].
 WORD, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)[:, None, None]
 KEY_STEPS = (
@@ -29,8 +29,9 @@ KEY_STEPS = (
 
 
 class Filters(NamedTuple):
-    """What a row's choice depends on besides its logits; each [R], as in sample_tokens, but top_k
-    is V where it keeps all.
+    """The parameters of a row's choice besides its logits; each [R], as in sample_tokens.
+
+    top_k is V where it keeps all tokens.
     """
 
     temperature: Tensor
@@ -46,8 +47,8 @@ class Filters(NamedTuple):
 
 @register("argmax", name="cpu", predicate=is_cpu, priority=PRIORITY)
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    # A sum is not finite exactly where a term is not (finite logits are far from overflowing it):
-    # one pass, one number per row.
+    # A sum is finite exactly if every term is (finite logits are far from overflowing it): one
+    # pass, one number per row.
     return _argmax(logits), logits.sum(-1).isfinite()
 
 
@@ -83,19 +84,20 @@ def sample_tokens(
 
 
 def _argmax(values: Tensor) -> Tensor:
-    """[R, V] -> [R], the lowest index of equals. numpy's is vectorised, torch's on a CPU is not: at
-    [32, 4096] 8 us against 180.
+    """[R, V] -> [R], the lowest index of equals.
+
+    numpy's argmax is vectorised, torch's on a CPU is not: 8 us against 180 at [32, 4096].
     """
     return torch.from_numpy(values.numpy().argmax(-1))
 
 
 def _scale(values: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
-    """values [R, ...] / temperature [R], shifted by the rows' largest logits [R, 1]"""
+    """values [R, ...] / temperature [R], after subtracting the rows' largest logits [R, 1]"""
     return (values - largest).div_(temperature[:, None])
 
 
 def _sample_all(logits: Tensor, filters: Filters) -> Tensor:
-    """logits [R, V] -> token ids [R], of rows without filters."""
+    """logits [R, V] -> token ids [R], for rows without filters."""
     token_ids = torch.empty(len(logits), dtype=torch.int64)
     for rows in torch.arange(len(logits)).split(max(1, NOISE_CHUNK // logits.shape[1])):
         some, chosen = logits[rows], filters.at(rows)
@@ -109,10 +111,10 @@ def _sample_all(logits: Tensor, filters: Filters) -> Tensor:
 def _sample_filtered(logits: Tensor, filters: Filters) -> Tensor:
     """logits [R, V] -> token ids [R].
 
-    First with each row's largest logits alone; rows whose filters reach further, with more of them.
+    Tries the largest logits of each row first, then more of them for rows whose filters need more.
     """
-    # In a small vocabulary 1024 would be (nearly) all of it, and sorting that costs more than to
-    # come again for the rows that need it.
+    # In a small vocabulary 1024 is nearly all of it, and sorting it costs more than a second pass
+    # for the rows that need it.
     num_candidates = 256 if int(filters.top_k.max()) <= 128 or logits.shape[1] <= 8192 else 1024
     token_ids, needs_more = _draw(logits, num_candidates, filters)
     while len(rows := needs_more.nonzero().flatten()):
@@ -122,10 +124,10 @@ def _sample_filtered(logits: Tensor, filters: Filters) -> Tensor:
 
 
 def _draw(logits: Tensor, num_candidates: int, filters: Filters) -> tuple[Tensor, Tensor]:
-    """One token per row of logits [R, V] from its largest.
+    """Draws one token per row of logits [R, V] from its largest candidates.
 
-    Returns token ids [R], and [R] bool: the filters reach the last candidate, so that this row
-    needs more of them.
+    Returns token ids [R] and [R] bool: True where the filters reach the last candidate, so that the
+    row needs more candidates.
     """
     is_partial = 2 * num_candidates < logits.shape[1]
     values, ids = (
@@ -141,8 +143,8 @@ def _draw(logits: Tensor, num_candidates: int, filters: Filters) -> tuple[Tensor
     )
     weights = torch.where(kept, weights, 0.0)
     total = weights.sum(-1)
-    # The mass that top_p is a share of: where the other filters keep all candidates, that of the
-    # whole row (top_k then keeps all, or reaches the last candidate, and the row comes again).
+    # top_p is a share of this mass. Where the other filters keep all candidates, it is the mass of
+    # the whole row (top_k then keeps all, or reaches the last candidate and the row is repeated).
     for row in kept[:, -1].nonzero().flatten().tolist() if is_partial else ():
         all_weights = _scale(logits[row, None], largest[row], filters.temperature[row, None]).exp_()
         total[row] = torch.where(all_weights >= filters.min_p[row], all_weights, 0.0).sum(
@@ -156,7 +158,7 @@ def _draw(logits: Tensor, num_candidates: int, filters: Filters) -> tuple[Tensor
         (kept & (values == last)).any(-1) if is_partial else torch.zeros(len(ids), dtype=torch.bool)
     )
 
-    width = max(1, int(kept.sum(-1).max()))  # of rows of NaN nothing is kept
+    width = max(1, int(kept.sum(-1).max()))  # rows with NaN keep nothing
     noise = _gumbel_at(ids[:, :width], filters.seeds, filters.positions)
     best = (
         noise.add_(scaled[:, :width])
@@ -167,10 +169,9 @@ def _draw(logits: Tensor, num_candidates: int, filters: Filters) -> tuple[Tensor
 
 
 def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row, values and ids [R, count], descending, equals by id.
+    """The `count` largest logits of each row: values and ids [R, count], descending, equals by id.
 
-    Which of those equal to the last one are among
-    them is arbitrary.
+    Which of the logits equal to the last one are among them is arbitrary.
     """
     ids = logits.topk(count, sorted=False).indices.sort().values
     values, order = logits.gather(1, ids).sort(descending=True, stable=True)
@@ -179,9 +180,10 @@ def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @register("gather_logprobs", name="cpu", predicate=is_cpu, priority=PRIORITY)
 def gather_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A few rows at a time: what is derived from them stays in the cache, and no second [B, V] is
-    ever made. Ranks are counted in numpy: torch's sum over booleans takes longer than the
-    logarithms.
+    """See the contract. Works on a few rows at a time, so that temporaries stay in the cache and no
+    second [B, V] is allocated.
+
+    Ranks are counted in numpy: torch's sum over booleans takes longer than the logarithms.
     """
     num_rows, chosen = max(1, LOGPROBS_CHUNK // logits.shape[1]), token_ids[:, None]
     if len(logits) <= num_rows:
@@ -218,18 +220,19 @@ def random_gumbel(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
 
 
 def _gumbel_at(ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """random_gumbel of some tokens only: ids [R, C] -> [R, C] fp32."""
+    """`random_gumbel` for some tokens only: ids [R, C] -> [R, C] fp32."""
     words = _words(ids >> 2, seeds, positions)
     return gumbel_from_words(words.gather(-1, (ids & 3)[..., None]).squeeze(-1))
 
 
 def _words(quads: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """The four Philox words of each quad of tokens: quads [R or 1, C], seeds and positions [R] ->
-    [R, C, 4] i64.
+    """The four Philox words of each quad of tokens: quads [R or 1, C], seeds and positions [R]
+    -> [R,
+    C, 4] i64.
 
-    The reference's rounds in numpy, whose calls cost less and which flips without copying: twice as
-    fast as torch. The counter's words go in pairs, (c0, c2) and (c1, c3); of the second, high bits
-    are cut off only where they would be multiplied.
+    The reference's rounds in numpy, which is twice as fast as torch here. The words of the counter
+    are kept in pairs, (c0, c2) and (c1, c3). The high bits of the second pair are masked only
+    before a multiplication.
     """
     quads, seeds, positions = (
         tensor.numpy().view(np.uint64) for tensor in (quads, seeds, positions)

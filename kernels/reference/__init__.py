@@ -1,7 +1,6 @@
-"""The specification: every operation in plain torch, as plainly as it can be written, on any
-device.
+"""The specification: every operation in plain torch, on any device.
 
-Must not know: speed. Loops are welcome here.
+Must not know: speed. Loops are fine here.
 """
 
 from . import activation, attention, grammar, linear, norm, quantized, rotary, sampling, slots

@@ -1,4 +1,4 @@
-"""Gated activations, as specified.
+"""Specification of gated activations.
 
 Must not know: speed.
 """

@@ -1,4 +1,4 @@
-"""The paged KV cache and attention over it, as specified: one request and one query head at a time.
+"""Specification of the paged KV cache and of attention, one request and one query head at a time.
 
 Must not know: speed.
 """

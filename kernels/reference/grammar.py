@@ -1,4 +1,4 @@
-"""The mask of a grammar, as specified.
+"""Specification of grammar masks.
 
 Must not know: speed, where masks come from.
 """

@@ -1,5 +1,4 @@
-"""How a KV cache holds a token's heads in types other than the model's, as specified
-(kernels/ops.py: reshape_and_cache).
+"""Specification of KV caches of other dtypes than the model's (kernels/ops.py: reshape_and_cache).
 
 Must not know: speed.
 """
@@ -16,7 +15,7 @@ LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 def store(heads: Tensor, cache: Tensor, block: int, offset: int, is_key: bool) -> None:
     """heads [NKV, D] of a token -> its slot of a cache."""
-    # they end at 448: what lies beyond becomes that, a NaN stays one
+    # values beyond 448 are clamped to it; NaN stays NaN
     if cache.dtype == torch.float8_e4m3fn:
         heads = heads.float().clamp(-LARGEST_FP8, LARGEST_FP8).to(cache.dtype)
     if cache.dtype != torch.int8:
@@ -30,7 +29,7 @@ def store(heads: Tensor, cache: Tensor, block: int, offset: int, is_key: bool) -
 
 
 def load(cache: Tensor, blocks: Tensor, offsets: Tensor, is_key: bool) -> Tensor:
-    """What slots hold, blocks and offsets [n] i64 -> [n, NKV, D] fp32."""
+    """Blocks and offsets [n] i64 of slots -> their values [n, NKV, D] fp32."""
     if cache.dtype != torch.int8:
         return cache[blocks, offsets].float()
     numbers, scales = parts(cache)
@@ -39,8 +38,8 @@ def load(cache: Tensor, blocks: Tensor, offsets: Tensor, is_key: bool) -> Tensor
 
 
 def parts(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a cache in int8 [num_blocks, block_size, NKV, D + 4] its numbers [num_blocks, block_size,
-    NKV, D] and scales [num_blocks, NKV, block_size].
+    """Splits an int8 cache [num_blocks, block_size, NKV, D + 4] into its integers [num_blocks,
+    block_size, NKV, D] and scales [num_blocks, NKV, block_size].
     """
     block_size, num_kv_heads, row = cache.shape[1:]
     numbers, scales = cache.flatten(1).split(
@@ -52,13 +51,15 @@ def parts(cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hadamard_size(head_dim: int) -> int:
-    """The largest power of two that divides it."""
+    """The largest power of two that divides `head_dim`."""
     return head_dim & -head_dim
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """x [..., D] fp32: each block of hadamard_size(D) times that Hadamard matrix (Sylvester's), not
-    normalised; added up from the widest stride down.
+    """x [..., D] fp32: multiplies each block of hadamard_size(D) by that Hadamard matrix
+    (Sylvester's).
+
+    Not normalised; added from the widest stride down.
     """
     stride = hadamard_size(x.shape[-1]) // 2
     while stride:

@@ -1,4 +1,4 @@
-"""Products with weights, and rows of tables, as specified.
+"""Specification of linear layers and row gathers.
 
 Must not know: speed.
 """

@@ -1,4 +1,4 @@
-"""RMS norms, as specified.
+"""Specification of RMS norms.
 
 Must not know: speed.
 """

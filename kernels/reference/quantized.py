@@ -1,10 +1,11 @@
-"""Products with int8 and int4 weights, as specified: the same whole numbers, scales and order of
-sums as the fast implementations.
+"""Specification of int8 and int4 linear layers: the integers, scales and summation order of the
+fast
+implementations.
 
 Must not know: speed.
 
-A fused multiply-add rounds once; here it is taken in fp64 and rounded to fp32, which is the same
-but for one case in 2**29.
+A fused multiply-add rounds once. Here it is computed in fp64 and rounded to fp32, which differs in
+one case in 2**29.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from ..registry import register
 
-GROUP = {8: 256, 4: 64}  # along k, by bits
-LEAST = 1e-30  # a group with nothing larger counts as zeros
+GROUP = {8: 256, 4: 64}  # weights along k, by bits
+LEAST = 1e-30  # a group whose values are all smaller counts as zeros
 
 
 class QuantizedLinear:
@@ -28,7 +29,7 @@ class QuantizedLinear:
             GROUP[bits],
         )
         quantize = quantize_int8 if bits == 8 else quantize_int4
-        # [N, groups, group] whole, [N, groups]
+        # [N, groups, group] integers, [N, groups]
         self.numbers, self.scales = quantize(in_groups(weight.float(), self.group))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ class QuantizedLinear:
         return total if self.bias is None else total + self.bias.float()
 
     def embedding(self, token_ids: Tensor) -> Tensor:
-        # whole numbers know no -0.0
+        # integers have no -0.0
         rows = (self.numbers[token_ids.long()] + 0.0) * self.scales[token_ids.long()].unsqueeze(-1)
         return rows.flatten(1)[:, : self.in_features].to(self.dtype)
 
@@ -59,13 +60,14 @@ def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def in_groups(x: Tensor, group: int) -> Tensor:
-    """[rows, k] -> [rows, groups, group], zeros behind the last k"""
+    """[rows, k] -> [rows, groups, group], padded with zeros"""
     return F.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, groups, group] -> whole numbers in +-127, and scales [rows, groups]; NaN where a group
-    is not finite.
+    """[rows, groups, group] -> integers in +-127 and scales [rows, groups]; NaN where a group
+    is not
+    finite.
     """
     finite, largest = x.isfinite().all(-1), x.abs().amax(-1)
     counts = finite & (largest > LEAST)
@@ -85,12 +87,10 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers in -8 to 7 times a factor in +-15 for each half of a group; the group's scale is
-    searched for.
-    """
+    """Integers in -8 to 7, times a factor in +-15 for each half group; searches the group's scale."""
     finite, halves = weight.isfinite().all(-1), weight.unflatten(-1, (2, -1)).nan_to_num()
     high, low = halves.amax(-1), halves.amin(-1)
-    wanted = torch.where(high > -low, high, low) / -8  # takes the weight of largest magnitude to -8
+    wanted = torch.where(high > -low, high, low) / -8  # maps the weight of largest magnitude to -8
     largest = wanted.abs().amax(-1)
     counts = largest > LEAST
     best_error, best_scale, best_factors = (

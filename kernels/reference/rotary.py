@@ -1,4 +1,4 @@
-"""Rotary position embedding, as specified.
+"""Specification of rotary position embedding.
 
 Must not know: speed.
 """

@@ -1,4 +1,4 @@
-"""Sampling, as specified: Philox numbers, filters over one sorted row, Gumbel-max.
+"""Specification of sampling: Philox numbers, filters over one sorted row, Gumbel-max.
 
 Must not know: speed.
 """
@@ -10,20 +10,20 @@ from torch import Tensor
 
 from ..registry import register
 
-# temperatures under this are greedy, as in vLLM: dividing by them would overflow
+# Lower temperatures are greedy, as in vLLM: dividing by them would overflow.
 GREEDY_BELOW = 1e-5
-LARGEST_U = 1 - 2**-24  # the largest fp32 below 1: keeps the noise finite
+LARGEST_U = 1 - 2**-24  # the largest fp32 below 1; keeps the noise finite
 WORD = 0xFFFFFFFF
 
 
 def philox4x32(
     counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor], rounds: int = 10
 ) -> tuple[Tensor, ...]:
-    """Four words of counter, two of key -> four random words.
+    """Four words of counter and two of key -> four random words.
 
     Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Words are
-    i64 tensors holding 32 bits each, shapes that broadcast together. The product of two words wraps
-    in i64, but its 64 bits are right; an arithmetic shift and a mask then give its high word.
+    i64 tensors that hold 32 bits each; shapes broadcast. The product of two words wraps in i64, but
+    its 64 bits are correct; an arithmetic shift and a mask give its high word.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -76,7 +76,7 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def no_filters(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """top_k, top_p and min_p that keep all."""
+    """top_k, top_p and min_p that keep all tokens."""
     return (
         torch.zeros(num_rows, dtype=torch.int32, device=device),
         torch.ones(num_rows, device=device),
@@ -101,8 +101,8 @@ def sample_tokens(
     noise = random_gumbel(seeds, positions, logits.shape[1])
     for row in range(len(logits)):
         if temperature[row] >= GREEDY_BELOW:
-            # Less the largest before the division: a temperature near 0 would leave no room for the
-            # noise.
+            # Subtracting the largest logit before the division leaves room for the noise at
+            # temperatures near 0.
             scaled = (logits[row] - logits[row].max()) / temperature[row]
             order = logits[row].argsort(descending=True, stable=True)
             kept = keep_tokens(scaled, order, top_k[row], top_p[row], min_p[row])
@@ -113,10 +113,11 @@ def sample_tokens(
 def keep_tokens(
     scaled: Tensor, order: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """Which tokens of one row the filters leave. scaled [V] fp32: logits / temperature, largest 0;
-    order [V]; filters []. Sums in fp64.
+    """Which tokens of one row the filters keep.
+
+    scaled [V] fp32: logits / temperature, largest 0; order [V]; filters []. Sums are in fp64.
     """
-    weights = scaled[order].double().exp()  # softmax but for a factor
+    weights = scaled[order].double().exp()  # softmax up to a factor
     kept = weights >= min_p
     if 0 < top_k < len(kept):
         kept[top_k:] = False

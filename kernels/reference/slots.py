@@ -1,5 +1,4 @@
-"""The tables of a step's state, by slot, as specified: differences written, inputs made, tokens
-appended.
+"""Specification of a step's state by slot: writing differences, preparing inputs, appending tokens.
 
 Must not know: speed, who owns the tables.
 """

@@ -1,13 +1,14 @@
-"""Native kernels for x86 CPUs: a C++ library of our own (src/), called with raw pointers; no link
-to torch, no compiler at run time.
+"""Native kernels for x86 CPUs: a C++ library (src/) called with raw pointers.
 
 Must not know: models, requests.
 
-    ops.rms_norm(x, w, eps) ─▶ norm.py: a Call struct ─▶ library.run([call]) ─▶ run.cpp ─▶ norm.inl, compiled per instruction set
-    a model's step          ─▶ program.py: all its Calls, recorded once ─────▶ one library.run per step
+The library does not link to torch and needs no compiler at run time.
 
-Where the library was not built, or the processor has not even AVX2, nothing is registered and
-torch's kernels serve.
+    ops.rms_norm(x, w, eps) ─▶ norm.py: a Call ─▶ library.run ─▶ run.cpp ─▶ norm.inl, one per ISA
+    a model's step          ─▶ program.py: all Calls, recorded once ─────▶ one library.run per step
+
+Where the library is not built, or the processor lacks AVX2, nothing is registered and torch's
+kernels run instead.
 """
 
 from .library import library

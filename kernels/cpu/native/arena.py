@@ -1,4 +1,4 @@
-"""Where in one memory each buffer lies: two that live at the same time never overlap.
+"""Places buffers in one arena so that two that live at the same time never overlap.
 
 Must not know: tensors, calls.
 """
@@ -12,13 +12,13 @@ from typing import NamedTuple
 class Lifetime(NamedTuple):
     num_bytes: int
     first: int  # the call that writes it
-    last: int  # the last one that touches it
+    last: int  # the last call that reads or writes it
 
 
 def place(buffers: Sequence[Lifetime]) -> tuple[list[int], int]:
-    """Each buffer's offset, and how many bytes they take together.
+    """Returns each buffer's offset, and the size of the arena in bytes.
 
-    The largest come first, each in the lowest gap that it fits in.
+    The largest buffers come first, each in the lowest gap that fits.
     """
     offsets = [0] * len(buffers)
     placed: list[int] = []

@@ -9,7 +9,7 @@ from enum import IntEnum
 ABI_VERSION = 5
 
 BF16, F32, INT8 = 0, 1, 2
-ALL_TOKENS, ALL_LOGITS = -1, -2  # as `rows`: the step's num_tokens, its num_logits
+ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
 
 
 class Op(IntEnum):

@@ -1,7 +1,6 @@
-"""The call that draws tokens: the operation makes it, and runs of several steps, which have one for
-each.
+"""The call that samples tokens, shared by the operation and by multi-step runs.
 
-Must not know: who draws, models.
+Must not know: who samples, models.
 """
 
 import torch
@@ -22,8 +21,9 @@ def sample_call(
     positions: Tensor,
     token_ids: Tensor,
 ) -> tuple[Sample, list[Tensor]]:
-    """sample_tokens' arguments, and where its result goes -> the call, and what has to live until
-    it has run, beside logits and token_ids.
+    """Makes the call for `sample_tokens` with these arguments and this result.
+
+    Returns the call and the objects that must live until it has run, besides logits and token_ids.
     """
     top_k, top_p, min_p = (
         (top_k, top_p, min_p) if top_k is not None else no_filters(len(temperature), logits.device)

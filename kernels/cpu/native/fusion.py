@@ -1,7 +1,8 @@
-"""Neighbours among recorded calls that one kernel does at once: fewer barriers between threads, and
-less memory in between.
+"""Fuses neighbouring recorded calls into one kernel: fewer barriers and less memory traffic.
 
-Must not know: tensors, models. A fused call gives the bits of the calls that it stands for.
+Must not know: tensors, models.
+
+A fused call gives the same bits as the calls that it replaces.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from collections.abc import Iterable
 from .calls import Call, Epilogue, Linear, Op, Rotary, RotaryAndWriteKv, SiluAndMul, WriteKv
 from .recorder import Recorder
 
-GATED_MULTIPLE = 32  # of the outputs of a linear layer that gates (src/abi.h: Epilogue)
+GATED_MULTIPLE = 32  # of the outputs of a gated linear layer (src/abi.h: Epilogue)
 
 
 def fuse(recorder: Recorder, results: Iterable[int]) -> list[Call]:
-    """The recorder's calls, some of them in one.
+    """Returns the recorder's calls, some of them fused.
 
-    `results`: buffers that are read when all calls are done.
+    `results`: buffers that are read after all calls.
     """
-    # of a buffer: (index of the call, field), in order
+    # buffer -> (index of the call, field), in order
     uses: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for index, call in enumerate(recorder.calls):
         for operand in recorder.operands(call):
@@ -38,9 +39,7 @@ def fuse(recorder: Recorder, results: Iterable[int]) -> list[Call]:
 
 
 def _gate(calls: list[Call | None], index: int, uses: list[tuple[int, str]]) -> None:
-    """Linear, then SiluAndMul of the whole result, which nobody else reads: Linear with that
-    epilogue.
-    """
+    """Fuses Linear with SiluAndMul of its whole result, where nothing else reads that result."""
     if len(uses) != 2 or uses[0][1] != "out" or uses[1] != (index, "x"):
         return
     linear, gate = calls[uses[0][0]], calls[index]
@@ -62,7 +61,7 @@ def _gate(calls: list[Call | None], index: int, uses: list[tuple[int, str]]) -> 
 
 
 def _rotate_and_write(calls: list[Call | None], index: int) -> None:
-    """Rotary, then WriteKv of the key that it rotated."""
+    """Fuses Rotary with WriteKv of the key that it rotates."""
     rotary, write = calls[index - 1], calls[index]
     if type(rotary) is not Rotary or (rotary.key, rotary.key_row, rotary.key_head) != (
         write.key,

@@ -1,4 +1,4 @@
-"""Finds the compiled library, chooses the instruction set, runs calls.
+"""Loads the compiled library, selects the instruction set and runs calls.
 
 Must not know: tensors, operations.
 """
@@ -14,17 +14,17 @@ from .calls import ABI_VERSION, Call, Step
 
 logger = logging.getLogger(__name__)
 
-ISAS = ("amx", "avx512", "avx2")  # the best first
+ISAS = ("amx", "avx512", "avx2")  # best first
 
 
 class Library:
-    """The loaded library. One set of threads and one instruction set per process, whoever calls."""
+    """The loaded library. The process has one set of threads and one instruction set."""
 
     def __init__(self, path: Path):
         self._dll = ctypes.CDLL(str(path))
         if (version := self._dll.quire_abi_version()) != ABI_VERSION:
             raise OSError(
-                f"{path} has interface {version}, this package needs {ABI_VERSION}: build it again "
+                f"{path} has ABI version {version}, this package needs {ABI_VERSION}: rebuild it "
                 f"(pip install)"
             )
         self._dll.quire_wake.restype = None
@@ -37,27 +37,29 @@ class Library:
             ctypes.c_int64,
             ctypes.c_void_p,
         )
-        # that this processor can run
+        # those that this processor can run
         self.isas = tuple(isa for isa in ISAS if self._dll.quire_isa_supported(isa.encode()))
         self.isa: str | None = None
 
     def use_isa(self, isa: str) -> None:
-        """For all later calls. Raises ValueError if this processor has it not."""
+        """Selects the instruction set of all later calls.
+
+        Raises ValueError if this processor does not have it.
+        """
         if self._dll.quire_use_isa(isa.encode()) != 0:
             raise ValueError(
-                f"instruction set {isa!r} is not to be had here; there are: "
+                f"instruction set {isa!r} is not available here; available: "
                 f"{', '.join(self.isas) or 'none'}"
             )
         self.isa = isa
 
     def set_num_threads(self, num_threads: int, cores: list[int] | None = None) -> None:
-        """For all later calls; the caller's thread is one of them.
+        """Sets the number of threads of all later calls; the caller's thread is one of them.
 
-        Raises OSError if the system gives no more.
-
-        `cores`: the core that each is pinned to, -1: none. By default each has one of its own if
-        there are as many as the process may use; otherwise the system finds free ones. The caller's
-        is not pinned: where it is found on another's core, that thread moves to the first.
+        `cores`: the core that each thread is pinned to, or -1. By default each thread has its own
+        core if there are as many as the process may use; otherwise the system schedules them. The
+        caller's thread is not pinned: if it runs on another thread's core, that thread moves to the
+        first core. Raises OSError if the system does not start the threads.
         """
         if cores is None:
             allowed = sorted(os.sched_getaffinity(0))
@@ -69,23 +71,24 @@ class Library:
             )
         if self._dll.quire_set_threads(num_threads, (ctypes.c_int32 * num_threads)(*cores)) != 0:
             raise OSError(
-                f"the system gives this process no {num_threads} threads; native kernels run on "
+                f"the system does not start {num_threads} threads; native kernels run on "
                 f"the caller's alone"
             )
 
     def wake(self) -> None:
-        """A hint that a run comes within a tenth of a millisecond: threads that sleep wake up while
-        the caller prepares it.
+        """Hints that a run follows within 0.1 ms: sleeping threads wake up while the caller
+        prepares
+        it.
         """
         self._dll.quire_wake()
 
     def run(self, call: Call, step: Step) -> None:
-        """One operation, now. Its operands must stay alive until it returns."""
+        """Runs one operation. Its operands must stay alive until this returns."""
         pointer = ctypes.c_void_p(ctypes.addressof(call))
         self._check(self._dll.quire_run(ctypes.addressof(pointer), 1, ctypes.addressof(step)))
 
     def run_all(self, pointers: ctypes.Array, step: Step) -> None:
-        """The calls at `pointers`, an array of their addresses, in order."""
+        """Runs the calls at `pointers`, an array of their addresses, in order."""
         self._check(
             self._dll.quire_run(ctypes.addressof(pointers), len(pointers), ctypes.addressof(step))
         )
@@ -99,27 +102,29 @@ class Library:
         in_features: int,
         packed: int,
     ) -> None:
-        """abi.h: quire_pack_linear. Addresses of the weight and of memory for the packed one."""
+        """See quire_pack_linear in abi.h. Takes the addresses of the weight and of the packed
+        memory.
+        """
         self._dll.quire_pack_linear(weight, weight_row, dtype, out_features, in_features, packed)
 
     def _check(self, result: int) -> None:
         if result != 0:
             raise RuntimeError(
-                f"call {-1 - result} is no operation that the native kernels have for {self.isa}"
+                f"call {-1 - result} is not an operation of the native kernels for {self.isa}"
             )
 
 
 def _load(choice: str | None) -> Library | None:
-    """The library with its best instruction set; None, with a notice, where there is none to use.
+    """Loads the library with its best instruction set, or logs why there is none and returns None.
 
-    `choice`: "0" for none, or another's path.
+    `choice`: "0" disables it; any other text is the path of a library.
     """
     if choice == "0":
         return None
     path = Path(choice) if choice else Path(__file__).with_name("_native.so")
     if not choice and not path.exists():
         logger.warning(
-            "native CPU kernels are not built (no C++ compiler at installation): torch's serve, "
+            "native CPU kernels are not built (no C++ compiler at installation): torch's kernels run instead, "
             "several times slower"
         )
         return None
@@ -127,12 +132,13 @@ def _load(choice: str | None) -> Library | None:
         loaded = Library(path)
     except OSError as error:
         logger.warning(
-            "native CPU kernels cannot be loaded, torch's serve, several times slower: %s", error
+            "native CPU kernels cannot be loaded, torch's kernels run instead, several times slower: %s",
+            error,
         )
         return None
     if not loaded.isas:
         logger.warning(
-            "native CPU kernels need a processor with AVX2: torch's serve, several times slower"
+            "native CPU kernels need a processor with AVX2: torch's kernels run instead, several times slower"
         )
         return None
     loaded.use_isa(loaded.isas[0])

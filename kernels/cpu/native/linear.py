@@ -1,4 +1,4 @@
-"""Linear layers by the native library, their weights packed once.
+"""Linear layers of the native library, whose weights are packed once.
 
 Must not know: models, requests.
 """
@@ -18,25 +18,25 @@ from .program import empty, num_rows, submit
 from .tensors import DTYPES, PRIORITY, as_matrix, is_native
 from .weights import empty_weight
 
-_PANEL = 16  # outputs whose weights lie together (src/abi.h: quire_pack_linear)
-_PIECE_BYTES = 16 * 2**20  # of a weight, packed before `release` is called
+_PANEL = 16  # outputs whose weights are stored together (src/abi.h: quire_pack_linear)
+_PIECE_BYTES = 16 * 2**20  # of a weight, packed between two calls of `release`
 
 Release = Callable[[Tensor], Any]
 
 
 class PackedLinear:
-    """y = x W^T + b, for a bf16 or fp32 weight that never changes again.
+    """y = x W^T + b for a bf16 or fp32 weight that does not change.
 
-    A row's bits do not depend on the rows beside it.
+    The bits of a row do not depend on the rows beside it.
     """
 
     def __init__(
         self, parts: Sequence[Tensor], bias: Tensor | None, release: Release | None = None
     ):
-        """parts [n, in], one below the other the weight [out, in]; bias [out], of the same dtype.
+        """parts [n, in], stacked, are the weight [out, in]; bias [out] has the same dtype.
 
-        The weight is copied, the bias kept.
-        `release` is called with rows of the parts, when they are packed.
+        The weight is copied; the bias is kept. `release` is called with rows of the parts once they
+        are packed.
         """
         self.out_features, self.in_features = sum(map(len, parts)), parts[0].shape[1]
         self.dtype = parts[0].dtype
@@ -44,7 +44,7 @@ class PackedLinear:
         self._pack(parts, release)
 
     def _pack(self, parts: Sequence[Tensor], release: Release | None) -> None:
-        """weight: [panels, lines, 16, numbers of 4 bytes], zeros where it ends."""
+        """Packs to [panels, lines, 16, numbers of 4 bytes], padded with zeros."""
         per_line = 4 // self.dtype.itemsize
         shape = -(-self.out_features // _PANEL), -(-self.in_features // per_line), _PANEL, per_line
         self.weight = empty_weight(*shape, dtype=self.dtype)
@@ -64,7 +64,7 @@ class PackedLinear:
         return self._multiply(x, self.out_features, Epilogue.PLAIN, self.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out] fp32, the sums as they are"""
+        """[T, in] -> [T, out] fp32, without rounding to dtype"""
         return self._multiply(x, self.out_features, Epilogue.PLAIN, torch.float32)
 
     @property
@@ -72,15 +72,14 @@ class PackedLinear:
         return self.out_features % (2 * _PANEL) == 0
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out / 2]: the operation silu_and_mul on what a plain call gives, bit for
-        bit. Only where `can_gate`.
+        """[T, in] -> [T, out / 2]: `silu_and_mul` of a plain call's result, bit for bit.
+
+        Requires `can_gate`.
         """
         return self._multiply(x, self.out_features // 2, Epilogue.GATED, self.dtype)
 
     def embedding(self, token_ids: Tensor) -> Tensor:
-        """[T] -> [T, in]: the operation embedding on the weight, which need not be kept unpacked
-        for it.
-        """
+        """[T] -> [T, in]: the operation `embedding` on the packed weight."""
         if token_ids.dtype != torch.int32:
             token_ids = token_ids.int()
         out = empty(len(token_ids), self.in_features, dtype=self.dtype)
@@ -132,8 +131,10 @@ pack_linear.from_parts = PackedLinear
 def by_panel(
     parts: Sequence[Tensor], release: Release | None = None
 ) -> Iterator[tuple[int, Tensor]]:
-    """Pieces that each begin with a panel, as matrices, and which panel that is; parts that do not
-    are joined before. When the next one is asked for, `release` gets the one before.
+    """Yields matrices that each begin with a panel, and the index of that panel.
+
+    Parts that do not begin with a panel are joined first. When the next matrix is requested,
+    `release` receives the one before.
     """
     if any(len(part) % _PANEL for part in parts[:-1]):
         parts = [torch.cat(list(parts))]

@@ -1,4 +1,4 @@
-"""RMS norms by the native library.
+"""RMS norms of the native library.
 
 Must not know: models, requests.
 """

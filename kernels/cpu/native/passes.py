@@ -1,7 +1,6 @@
-"""Several decoding steps of a recorded model as one run: between two of them each row's token goes
-from the logits into the next step.
+"""Runs several decoding steps of a recorded model at once, feeding each sampled token to the next.
 
-Must not know: models, requests, who wants how many steps.
+Must not know: models, requests, who chooses the number of steps.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from .replay import Program
 class Passes:
     """Runs a program that ends with argmax over its logits.
 
-    Threads sleep, and Python waits, once for all the steps.
+    The thread pool starts once, and Python waits once, for all steps.
     """
 
     def __init__(self, program: Program, block_size: int):
         self._program = program
         self._block_size = block_size
-        self._runs: dict[tuple[int, bool], _Run] = {}  # by number of steps, and whether they draw
+        self._runs: dict[tuple[int, bool], _Run] = {}  # by number of steps, and whether they sample
 
     def __call__(
         self,
@@ -38,12 +37,14 @@ class Passes:
         count: int,
         draw: tuple[Tensor | None, ...] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The step's tensors as a Program takes them, all its rows decodes with room for `count`
-        tokens in their block tables: they are overwritten. draw: sample_tokens' columns for the
-        first step; None: the largest logits are taken.
+        """Runs `count` decoding steps.
 
-        Returns token_ids [count, B] i64, and is_finite [count, B] bool: a row's tokens from its
-        first False on mean nothing. Both are overwritten by the next run.
+        The arguments are the step's tensors as a Program takes them; all rows are decodes whose
+        block tables have room for `count` tokens. The tensors are overwritten. `draw` holds
+        `sample_tokens`' columns for the first step; None takes the largest logits.
+
+        Returns token_ids [count, B] i64 and is_finite [count, B] bool. From a row's first False on,
+        its tokens are meaningless. The next run overwrites both.
         """
         step = self._program.fill_step(token_ids, positions, metadata, logits_indices)
         run = self._runs.get((count, draw is not None))
@@ -64,7 +65,7 @@ class Passes:
 
 
 class _Run:
-    """The calls of `count` steps, and where their tokens are kept."""
+    """The calls of `count` steps, and the memory of their tokens."""
 
     def __init__(self, program: Program, block_size: int, count: int, draws: bool):
         self.logits, largest, is_finite = program.of_logits
@@ -73,7 +74,7 @@ class _Run:
             torch.zeros(count, max_rows, dtype=torch.int64),
             torch.zeros(count, max_rows, dtype=torch.bool),
         )
-        # used where it draws
+        # used for sampling
         self.drawn, self.positions = torch.zeros(2, max_rows, dtype=torch.int64)
         self.sample = Sample()
         chosen, positions = (self.drawn, self.positions.data_ptr()) if draws else (largest, None)

@@ -1,5 +1,4 @@
-"""Where a wrapper's call goes: to the library at once, or, while a model is recorded, to the
-recorder, which runs nothing.
+"""Routes a wrapper's call: to the library, or to the recorder while a model is recorded.
 
 Must not know: any operation, models, requests.
 """
@@ -26,7 +25,7 @@ _NO_STEP = Step()
 
 
 class _Thread(threading.local):
-    # of this thread alone: another engine's step may be running in another
+    # thread-local: another engine may run a step in another thread
     recorder: Recorder | None = None
 
 
@@ -34,21 +33,21 @@ _thread = _Thread()
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Memory for an operation's result. Every wrapper takes its results from here."""
+    """Allocates an operation's result. Every wrapper allocates its results here."""
     recorder = _thread.recorder
     return torch.empty(shape, dtype=dtype) if recorder is None else recorder.empty(shape, dtype)
 
 
 def num_rows(x: Tensor) -> int:
-    """A call's `rows` for operands with as many rows as x."""
+    """The `rows` of a call whose operands have as many rows as x."""
     recorder = _thread.recorder
     return len(x) if recorder is None else recorder.num_rows(x)
 
 
 def submit(call: Call, step: Step = _NO_STEP) -> None:
-    """Does the call.
+    """Runs or records the call.
 
-    `step`: where it finds what differs from step to step, if it reads any of that.
+    `step`: values that differ between steps, if the call reads any.
     """
     recorder = _thread.recorder
     if recorder is None:
@@ -59,7 +58,7 @@ def submit(call: Call, step: Step = _NO_STEP) -> None:
 
 @contextlib.contextmanager
 def recording(recorder: Recorder, guard: TorchDispatchMode) -> Iterator[None]:
-    """Within it, this thread's calls are recorded."""
+    """A context in which this thread's calls are recorded."""
     _thread.recorder = recorder
     try:
         with guard:

@@ -1,19 +1,18 @@
-"""Linear layers over int8 and int4 weights by the native library, and the look-up in a table that
-is such a layer too.
+"""Linear layers with int8 and int4 weights, and embedding look-ups in such weights.
 
 Must not know: models, requests.
 
-What is computed, kernels/reference/quantized.py says in torch; why in this way:
-- Weights in groups along k, with a scale each: int8 in groups of 256, 8.06 bits per weight; int4 in
-  groups of 64, 4.5 bits (two halves, each with a whole factor, under one scale, so that a weight is
-  an int8 as well). Measured on the bundled model, int8's perplexity rises by at most 0.03 % in
-  groups of 32 to 256, and int4's less than with a scale of its own for each 32 (llama.cpp's Q4_0,
-  also 4.5 bits).
-- x is quantized on the way, with a scale per token and group, so that integer products do the work.
-  Such groups keep an outlier's coarse scale to its neighbours. A sum's two fp32 multiplications by
-  scales take the place of two products in the processor: 1/8 of the time of products of a group of
-  64, 1/32 in one of 256.
-- Whole numbers are summed exactly. So few rows and many may go by different instructions, and every
+kernels/reference/quantized.py specifies the arithmetic in torch. The reasons for it:
+
+- Weights have one scale per group along k: int8 in groups of 256 (8.06 bits per weight), int4 in
+  groups of 64 (4.5 bits: two halves, each with an integer factor, under one scale, so that a weight
+  is also an int8). On the bundled model, int8 raises the perplexity by at most 0.03 % with groups
+  of 32 to 256, and int4 raises it less than one scale per 32 weights does (llama.cpp's Q4_0, also
+  4.5 bits).
+- x is quantized with one scale per token and group, so that the products are integer products. A
+  group confines the coarse scale of an outlier. The two fp32 multiplications by scales per group
+  cost 1/8 of a group's products with 64 weights and 1/32 with 256.
+- Integers are summed exactly, so few rows and many rows may use different instructions, and every
   instruction set gives the same bits.
 """
 
@@ -32,17 +31,17 @@ from .program import empty, num_rows, submit
 from .tensors import DTYPES, PRIORITY, as_matrix, is_native
 from .weights import empty_weight
 
-_PANEL, _DEPTH = 16, 64  # numbers along k come in multiples of the latter
+_PANEL, _DEPTH = 16, 64  # k is padded to a multiple of _DEPTH
 _GROUP = {8: 256, 4: 64}
-_SCALE_BYTES = {8: 2 * _PANEL, 4: 4 * _PANEL}  # of a panel's group
+_SCALE_BYTES = {8: 2 * _PANEL, 4: 4 * _PANEL}  # per panel and group
 _QUANTIZE = {8: Op.QUANTIZE_INT8, 4: Op.QUANTIZE_INT4}
 _LINEAR = {8: Op.LINEAR_INT8, 4: Op.LINEAR_INT4}
 
 
 class PackedQuantizedLinear(PackedLinear):
-    """A PackedLinear whose weight is quantized here: only how it is stored and multiplied differs.
+    """A PackedLinear whose weight is quantized; only storage and multiplication differ.
 
-    A row's bits do not depend on the rows beside it.
+    The bits of a row do not depend on the rows beside it.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class PackedQuantizedLinear(PackedLinear):
         bits: int,
         release: Release | None = None,
     ):
-        """As PackedLinear, of bf16 or fp32."""
+        """As PackedLinear, for bf16 or fp32 weights."""
         self.bits = bits
         super().__init__(parts, bias, release)
 
@@ -78,13 +77,10 @@ class PackedQuantizedLinear(PackedLinear):
                 self.in_features,
                 len(part),
             )
-            library.run(call, Step())  # at once: it is no part of a model's step
+            library.run(call, Step())  # at once: this is not part of a model's step
 
     def embedding(self, token_ids: Tensor) -> Tensor:
-        """[T] -> [T, in]: the rows of the weight as they are multiplied by, rounded to its dtype.
-
-        Of 8 bits only.
-        """
+        """[T] -> [T, in]: rows of the quantized weight, rounded to its dtype. 8 bits only."""
         if token_ids.dtype != torch.int32:
             token_ids = token_ids.int()
         out = empty(len(token_ids), self.in_features, dtype=self.dtype)

@@ -1,17 +1,16 @@
-"""Turns a model's code into a list of calls: it runs once, as the largest step there may be, on
-tensors that nobody computes.
+"""Records a model's step as a list of calls, by running its code once on tensors without data.
 
 Must not know: models, requests, what an operation computes.
 
     recorder = Recorder(limits)
-    with recording(recorder):            # program.py: from here on wrappers hand their calls over
+    with recording(recorder):  # program.py: wrappers now pass their calls to the recorder
         hidden = model(recorder.token_ids, recorder.positions, recorder.metadata)
         ...
-    program = Program(recorder, ...)     # replay.py: buffers get their places, the calls run as a whole
+    program = Program(recorder, ...)  # replay.py: places the buffers and runs the calls together
 
-A recorded tensor has addresses of its own, which tell later what a call reads and writes; the
-memory behind them is never written. So what would compute on it outside a recorded call is refused
-here, by the guard: the program would lack it.
+A recorded tensor has an address of its own, which identifies what a call reads and writes. The
+memory behind it is never written. The guard refuses any computation on recorded tensors outside
+recorded calls, because the program would lack it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Unrecordable(Exception):
 
 
 class Limits(NamedTuple):
-    """The largest step there may be."""
+    """The largest step that is recorded."""
 
     num_tokens: int  # T
     num_requests: int  # B
@@ -55,11 +54,11 @@ class Limits(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """An address in a call that is a recorded tensor's."""
+    """The address in a call that belongs to a recorded tensor."""
 
     field: str
     buffer: int  # index into Recorder.buffers
-    offset: int  # of the address in the buffer, in bytes
+    offset: int  # of the address within the buffer, in bytes
 
 
 class Recorder:
@@ -69,12 +68,12 @@ class Recorder:
     """
 
     def __init__(self, limits: Limits):
-        # an operand's number of rows tells which of the two it has
+        # the number of rows of an operand tells tokens from logits
         num_logits = limits.num_logits + (limits.num_logits == limits.num_tokens)
         self.limits = limits
         self.calls: list[Call] = []
         self._rows = {limits.num_tokens: ALL_TOKENS, num_logits: ALL_LOGITS}
-        # kept until the recorder goes, so that no address comes twice
+        # kept alive so that no address is used twice
         self._memory: list[mmap.mmap] = []
         # (address, bytes) of every tensor that a call made, ascending
         self.buffers: list[tuple[int, int]] = []
@@ -101,7 +100,7 @@ class Recorder:
             if isinstance(tensor, Tensor)
         }
 
-    # ------------------------------------------------------------ what program.py hands on
+    # ------------------------------------------------------------ called by program.py
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         tensor = self._make(shape, dtype)
@@ -117,7 +116,7 @@ class Recorder:
         return self._rows[len(x)]
 
     def submit(self, call: Call, step: Step) -> None:
-        """Checks that the call reads this step's tensors, not what the model has made of them."""
+        """Checks that the call reads this step's tensors and not copies that the model made."""
         for name, kind in step._fields_:
             if (
                 kind is c_void_p
@@ -137,15 +136,15 @@ class Recorder:
 
     def _make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
-        # only addresses: no page is touched
+        # addresses only: no page is touched
         memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.append(memory)
         return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes].view(dtype).view(*shape)
 
-    # ------------------------------------------------------------ afterwards
+    # ------------------------------------------------------------ after recording
 
     def operands(self, call: Call) -> list[Operand]:
-        """Those of a recorded call, once all are recorded."""
+        """The recorded tensors of a call. Valid once all calls are recorded."""
         return [
             Operand(name, *found)
             for name, address in pointers(call)
@@ -153,27 +152,25 @@ class Recorder:
         ]
 
     def find(self, address: int) -> tuple[int, int] | None:
-        """(buffer, offset) of an address; None: it is no recorded tensor's, but a weight's or a
-        cache's.
-        """
+        """(buffer, offset) of an address, or None for an address of a weight or a cache."""
         index = bisect.bisect(self.buffers, (address, math.inf)) - 1
         start, num_bytes = self.buffers[index]
         return (index, address - start) if start <= address < start + num_bytes else None
 
 
 class Guard(TorchDispatchMode):
-    """Lets views of tensors through; refuses whatever would compute."""
+    """Allows views of tensors and refuses every computation."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch would import its compiler, two seconds and 100 MB, for what is never compiled
+        # without this, torch imports its compiler (two seconds, 100 MB), which is never used here
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **kwargs or {}) if func.is_view else None
-        # Some that are views mostly, like reshape, may copy.
+        # operations that usually return views, like reshape, may copy
         known = {
             _storage(value)
             for value in (*args, *(kwargs or {}).values())
@@ -192,7 +189,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def pointers(call: Call) -> list[tuple[str, int]]:
-    """(field, address) of a call's operands; none of those that it was not given."""
+    """Yields (field, address) of a call's operands, skipping absent ones."""
     fields = (
         (name, getattr(call, name))
         for kind in type(call).__mro__
@@ -203,7 +200,7 @@ def pointers(call: Call) -> list[tuple[str, int]]:
 
 
 class _Unknown:
-    """Stands for what only a real step knows on the host."""
+    """Stands for values that only a real step has on the host."""
 
 
 def _refuse(self: _Unknown, *_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A recorded model: its calls with all addresses in place, run as one for every step.
+"""Replays a recorded model: its calls, with all addresses filled in, run as one.
 
 Must not know: models, requests, any operation.
 """
@@ -28,18 +28,20 @@ INPUT_DTYPES = (
     torch.int32,
     torch.int64,
 )
-ALIGNMENT = 64  # bytes: a cache line, a vector of AVX-512, a row of a tile
+ALIGNMENT = 64  # bytes: a cache line, an AVX-512 vector, a tile row
 
 
 class Program:
-    """The step of one model in one place.
+    """The recorded step of one model.
 
-    Holds addresses of weights and caches: to be made again when any of these moves.
+    It holds the addresses of weights and caches. Make a new one when any of them moves.
     """
 
     def __init__(self, recorder: Recorder, hidden: Tensor, *of_logits: Tensor, owners: Any):
-        """hidden [T, hidden_size] and of_logits [R, ...], recorded tensors: what a step gives.
-        owners: whatever keeps weights and caches alive.
+        """`hidden` [T, hidden_size] and `of_logits` [R, ...] are recorded tensors: the step's
+        results.
+
+        `owners` keeps weights and caches alive.
         """
         results = [hidden, *of_logits]
         found = [recorder.find(tensor.data_ptr()) for tensor in results]
@@ -53,30 +55,31 @@ class Program:
         self._step = Step()
         # [R of limits, ...], valid after a step
         self._hidden, *self.of_logits = self._settle(recorder, results, found)
-        self._counts = -1, -1  # T and R of the last step,
-        self._results: tuple[Tensor, ...] = ()  # and what it gave
+        self._counts = -1, -1  # T and R of the last step
+        self._results: tuple[Tensor, ...] = ()  # the results of the last step
         self._pointers = (ctypes.c_void_p * len(self.calls))(*map(ctypes.addressof, self.calls))
 
     def _settle(
         self, recorder: Recorder, results: list[Tensor], found: list[tuple[int, int]]
     ) -> list[Tensor]:
-        """Moves every recorded operand into the arena, and gives the results' tensors there. found:
-        buffer and offset of each result.
+        """Moves every recorded operand into the arena and returns the results' tensors there.
+
+        `found`: buffer and offset of each result.
         """
         calls = self.calls
         operands = [recorder.operands(call) for call in calls]
-        # by buffer; one that fusion left without a use takes no place
+        # by buffer; a buffer that fusion made unused takes no space
         lifetimes: dict[int, Lifetime] = {}
         for time, used in enumerate([*operands, found]):
-            for buffer in {operand[-2] for operand in used}:  # of results: (buffer, offset)
+            for buffer in {operand[-2] for operand in used}:  # results are (buffer, offset)
                 num_bytes = -(-recorder.buffers[buffer][1] // ALIGNMENT) * ALIGNMENT
                 first = lifetimes[buffer].first if buffer in lifetimes else time
                 lifetimes[buffer] = Lifetime(num_bytes, first, time)
         places, self.num_bytes = place(list(lifetimes.values()))
         offsets = dict(zip(lifetimes, places))
-        # taken page by page, as steps grow
+        # pages are allocated as steps grow
         memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        arena = torch.frombuffer(memory, dtype=torch.uint8)  # keeps it
+        arena = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory` alive
         for call, used in zip(calls, operands):
             for operand in used:
                 setattr(
@@ -96,11 +99,12 @@ class Program:
         metadata: AttentionMetadata,
         logits_indices: Tensor,
     ) -> tuple[Tensor, ...]:
-        """token_ids [T] i32, positions [T] i64, logits_indices [R] i64 -> hidden [T, hidden_size]
-        and the others [R, ...].
+        """token_ids [T] i32, positions [T] i64, logits_indices [R] i64 -> hidden [T,
+        hidden_size] and
+        the other results [R, ...].
 
-        All are overwritten by the next step. Raises ValueError for a step that is larger than the
-        recorded one, TypeError for other integers.
+        The next step overwrites all results. Raises ValueError for a step larger than the recorded
+        one, and TypeError for other integer types.
         """
         step = self.fill_step(token_ids, positions, metadata, logits_indices)
         library.run_all(self._pointers, step)
@@ -120,8 +124,9 @@ class Program:
         metadata: AttentionMetadata,
         logits_indices: Tensor,
     ) -> Step:
-        """What the library is told of a step; valid until the next one's, and while these tensors
-        live. Raises as a call does.
+        """Fills in the values that differ between steps. Raises as a call does.
+
+        The result is valid until the next step's, and while these tensors live.
         """
         inputs = (
             token_ids,
@@ -132,13 +137,13 @@ class Program:
             metadata.block_tables,
             logits_indices,
         )
-        # kernels would read past their ends
+        # kernels would read past the end of these
         if tuple([tensor.dtype for tensor in inputs]) != INPUT_DTYPES:
             raise TypeError(
                 f"a step's tensors must be of {INPUT_DTYPES}, not "
                 f"{[tensor.dtype for tensor in inputs]}"
             )
-        # len() is Python's: slower
+        # len() is a Python function and slower
         num_tokens, num_requests, num_logits = (
             token_ids.shape[0],
             metadata.seq_lens.shape[0],

@@ -1,5 +1,4 @@
-"""Rotary position embedding and the writing to the paged KV cache by the native library. fusion.py
-makes one call of the two.
+"""Rotary position embedding and KV-cache writes of the native library. fusion.py fuses the two.
 
 Must not know: models, requests.
 """

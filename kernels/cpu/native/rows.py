@@ -1,5 +1,4 @@
-"""Rows of tables by the native library: the embedding's, and those of the tokens whose logits are
-wanted.
+"""Row gathers of the native library: embeddings, and the rows whose logits are needed.
 
 Must not know: models, requests.
 """

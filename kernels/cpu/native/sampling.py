@@ -1,4 +1,4 @@
-"""Sampling by the native library: the largest logit, the draw, log-probabilities.
+"""Sampling of the native library: argmax, sampling, log-probabilities.
 
 Must not know: models, requests.
 """

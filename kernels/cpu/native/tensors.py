@@ -1,4 +1,4 @@
-"""What every wrapper here shares: where native kernels serve, and how a tensor becomes an address.
+"""Shared by all wrappers: where native kernels apply, and how a tensor becomes an address.
 
 Must not know: any operation.
 """
@@ -11,11 +11,11 @@ from torch import Tensor
 from ...registry import Facts
 from .calls import BF16, F32, INT8
 
-PRIORITY = 15  # above kernels/cpu, below a user's own
+PRIORITY = 15  # above kernels/cpu, below a user's kernel
 
 DTYPES = {torch.bfloat16: BF16, torch.float32: F32}
 CACHE_DTYPES = DTYPES | {torch.int8: INT8}
-# src/kv_cache.inl: the latter of head_dim, where the cache is in int8
+# see src/kv_cache.inl; the latter are head_dims of an int8 cache
 MAX_HEAD_DIM, INT8_MULTIPLE = 256, 16
 
 
@@ -34,8 +34,8 @@ def has_native_cache(facts: Facts) -> bool:
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """x [..., size] as [rows, size] with a free row stride and contiguous rows; a copy only where
-    no view can be.
+    """x [..., size] as [rows, size], with a free row stride and contiguous rows. Copies only if
+    needed.
     """
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()

@@ -1,5 +1,4 @@
-"""Memory for packed weights, in huge pages where the system has them: they are read from end to end
-in every step.
+"""Memory for packed weights, in huge pages where the system has them.
 
 Must not know: how a weight is packed.
 """
@@ -21,24 +20,24 @@ _ALIGNMENT = 64
 
 
 class _Piece:
-    """Memory that several weights share, so that small ones are in huge pages too.
+    """Memory shared by several weights, so that small ones are in huge pages too.
 
-    It lives as long as one of them.
+    It lives as long as any of them.
     """
 
     def __init__(self, memory: mmap.mmap):
-        """memory: a private mapping, larger than what it is to hold by one huge page."""
+        """`memory`: a private mapping, one huge page larger than its contents."""
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
-        # what is not used is never touched, and takes no memory
+        # unused pages are never touched and take no memory
         self.start = -whole.data_ptr() % _HUGE_PAGE_BYTES
         self.end = self.start + len(memory) - _HUGE_PAGE_BYTES
         self.memory = weakref.ref(memory)
-        self._untaken: mmap.mmap | None = memory  # until somebody holds a part of it
+        self._untaken: mmap.mmap | None = memory  # until a weight holds a part of it
 
     def take(self, num_bytes: int) -> Tensor | None:
-        """None: it is full, or gone with its last weight."""
+        """Returns None if it is full, or released with its last weight."""
         memory = self.memory()
         if memory is None or self.start + num_bytes > self.end:
             return None
@@ -50,7 +49,7 @@ class _Piece:
         return taken
 
     def give_back(self) -> None:
-        """The pages of what nobody has taken, if the system had given them already."""
+        """Releases the pages that no weight uses, if the system has already mapped them."""
         memory, start = self.memory(), -(-self.start // mmap.PAGESIZE) * mmap.PAGESIZE
         if memory is not None and start < len(memory):
             memory.madvise(mmap.MADV_DONTNEED, start, len(memory) - start)
@@ -61,9 +60,9 @@ _last: _Piece | None = None
 
 @contextlib.contextmanager
 def early_memory(memory: mmap.mmap | None) -> Iterator[None]:
-    """Within it, weights lie in `memory` until it is full (see _Piece.__init__); None: as ever.
+    """A context in which weights are placed in `memory` until it is full (see _Piece.__init__).
 
-    What is not used is given back afterwards.
+    None: weights are allocated as usual. Unused pages are released afterwards.
     """
     global _last
     if memory is None:
@@ -80,7 +79,7 @@ def early_memory(memory: mmap.mmap | None) -> Iterator[None]:
 
 
 def empty_weight(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Not filled, 64-byte aligned."""
+    """Uninitialised memory, 64-byte aligned."""
     global _last
     num_bytes = math.prod(shape) * dtype.itemsize
     taken = _last.take(num_bytes) if _last is not None else None

@@ -73,7 +73,7 @@ def test_a_library_that_is_damaged_or_old_is_a_notice(tmp_path, caplog):
     damaged = tmp_path / "_native.so"
     damaged.write_bytes(b"no library")
     assert _load(str(damaged)) is None
-    assert "native CPU kernels cannot be loaded, torch's serve" in caplog.text
+    assert "native CPU kernels cannot be loaded, torch's kernels run" in caplog.text
     with pytest.raises(OSError):
         Library(damaged)
     assert _load("0") is None

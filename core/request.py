@@ -10,12 +10,15 @@ import struct
 import time
 from enum import IntEnum
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..ipc.messages import EngineCoreRequest, FinishReason, RequestTiming, child_request_id
 from ..ipc.params import child_seed
+
+if TYPE_CHECKING:
+    from .forks import Family
 
 MAX_PREEMPTION_TIMES = 32
 MAX_PREFILL_CHUNKS = 512
@@ -97,6 +100,7 @@ class Request:
         "block_hashes",
         "client_index",
         "eos_token_ids",
+        "family",
         "first_token_time",
         "key",
         "max_output_tokens",
@@ -111,7 +115,6 @@ class Request:
         "num_recomputed_tokens",
         "num_resumed_tokens",
         "num_swapped_tokens",
-        "parent_id",
         "preemption_times",
         "prefill_chunks",
         "queued_time",
@@ -120,7 +123,6 @@ class Request:
         "request_id",
         "sampling_params",
         "scheduled_time",
-        "siblings",
         "slot",
         "status",
         "stop_reason",
@@ -155,9 +157,7 @@ class Request:
         self.num_pending_tokens = 0
         # computed tokens whose KV entries wait in host memory, while SWAPPED
         self.num_swapped_tokens = 0
-        self.parent_id: str | None = None  # of the message with n > 1 that this is a part of
-        # the unfinished requests of one message with n > 1, this one included, in order; else empty
-        self.siblings: list[Request] = []
+        self.family: Family | None = None  # of the message with n > 1 that this is a part of
         # tokens below this index are computed a second time
         self.num_computed_before_preemption = 0
         # prompt tokens found in the prefix cache at first admission; None: not admitted yet

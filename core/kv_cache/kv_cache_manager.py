@@ -9,9 +9,21 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from hashlib import sha256
+from typing import NamedTuple
 
 from ..request import Request
 from .block_pool import BlockPool, KVCacheBlock
+
+
+class ParkedBlocks(NamedTuple):
+    """Blocks that an ended request left for others. A block that was taken for something else has
+    lost its name.
+    """
+
+    blocks: list[KVCacheBlock]
+    names: list[bytes]  # a block's hash, or a name of its own if it has none
+    own_names: frozenset[bytes]  # given by `park`
 
 
 class KVCacheManager:
@@ -111,6 +123,35 @@ class KVCacheManager:
     def get_blocks(self, request: Request, num_blocks: int) -> list[KVCacheBlock]:
         """The first blocks of a running request, for another one to hold too."""
         return self._tables[request.request_id][:num_blocks]
+
+    def park(self, request: Request, num_blocks: int) -> ParkedBlocks:
+        """Makes the first blocks of a running request findable for others.
+
+        Called before the request ends. Nothing is reserved: the blocks are free when nobody holds
+        them, and evicted like cached ones.
+        """
+        blocks, names, own_names = self.get_blocks(request, num_blocks), [], set()
+        root = sha256(b"parked:" + request.request_id.encode("utf-8", "surrogatepass")).digest()
+        for index, block in enumerate(blocks):
+            if block.block_hash is None:
+                name = root + index.to_bytes(4)  # longer than any hash of content
+                self.block_pool.cache(block, name)
+                own_names.add(name)
+            names.append(block.block_hash)
+        return ParkedBlocks(blocks, names, frozenset(own_names))
+
+    def holds_parked(self, parked: ParkedBlocks) -> bool:
+        """Whether none of the blocks was taken for something else."""
+        return all(
+            block.block_hash == name
+            for block, name in zip(parked.blocks, parked.names, strict=True)
+        )
+
+    def unpark(self, parked: ParkedBlocks) -> None:
+        """Nobody will ask for these blocks again."""
+        for block, name in zip(parked.blocks, parked.names, strict=True):
+            if name in parked.own_names and block.block_hash == name:
+                self.block_pool.uncache(block)
 
     # ------------------------------------------------------------ host memory
 

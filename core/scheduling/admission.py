@@ -6,9 +6,9 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
+from ..forks import Family
 from ..kv_cache.block_pool import KVCacheBlock
 from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..request import Request
@@ -27,42 +27,49 @@ class Start(NamedTuple):
 
 def find_start(manager: KVCacheManager, request: Request) -> Start | None:
     """The tokens that need not be computed: cached ones, those it had when it was swapped out, or
-    the prompt of a sibling. None: it has to wait until its sibling has computed that.
+    the prompt of its family. None: it has to wait until the family's first member has computed
+    that.
     """
-    if request.siblings and not request.num_output_tokens and not request.num_swapped_tokens:
-        source = next(
-            (r for r in request.siblings if r.num_executed_tokens >= r.num_prompt_tokens), None
-        )
-        if source is None and request.siblings[0] is not request:
-            return None
-        if source is not None:
-            # All but the last token of the prompt, whose logits everyone needs for a draw of their
-            # own.
-            num_tokens = request.num_prompt_tokens - 1
-            num_blocks, num_more = divmod(num_tokens, manager.block_size)
-            blocks = manager.get_blocks(source, num_blocks + 1)
-            return Start(
-                num_tokens,
-                blocks[:num_blocks],
-                blocks[num_blocks] if num_more else None,
-                is_fork=True,
-            )
+    family = request.family
+    if family is not None and not request.num_output_tokens and not request.num_swapped_tokens:
+        start = _find_prompt(manager, request, family)
+        if start is not None or family.first is not request:
+            return start
     blocks = manager.get_computed_blocks(request)
     return Start(max(len(blocks) * manager.block_size, request.num_swapped_tokens), blocks)
 
 
-def has_room(
-    manager: KVCacheManager, running: Iterable[Request], request: Request, start: Start
-) -> bool:
-    """Whether all tokens of the request, not only this step's, fit beside what the `running` ones
-    still need for theirs. Else prompts that are computed in chunks would be admitted together and
-    preempt each other half-way. With nobody running it always fits.
-    """
-    block_size = manager.block_size
-    num_reserved = sum(
-        -(-other.num_tokens // block_size) - -(-other.num_computed_tokens // block_size)
-        for other in running
-        if other.num_computed_tokens < other.num_tokens
+def _find_prompt(manager: KVCacheManager, request: Request, family: Family) -> Start | None:
+    """All but the last token of the prompt, whose logits everyone needs for a draw of their own."""
+    num_tokens = request.num_prompt_tokens - 1
+    num_full_blocks, num_more = divmod(num_tokens, manager.block_size)
+    if family.parked is not None and manager.holds_parked(family.parked):
+        blocks = family.parked.blocks
+    elif (source := family.find_source()) is not None:
+        blocks = manager.get_blocks(source, num_full_blocks + (num_more > 0))
+    else:
+        return None
+    if not num_more:
+        return Start(num_tokens, blocks, is_fork=True)
+    if blocks[-1].ref_cnt == 0:
+        # Nobody holds the partial block, so the request takes it instead of a copy: a free block
+        # could be given away before it is copied.
+        return Start(num_tokens, blocks, is_fork=True)
+    return Start(num_tokens, blocks[:-1], blocks[-1], is_fork=True)
+
+
+def num_missing_blocks(block_size: int, request: Request) -> int:
+    """Blocks that a running request will need for the rest of its known tokens."""
+    num_missing = -(-request.num_tokens // block_size) - -(
+        -request.num_computed_tokens // block_size
     )
-    num_needed = -(-request.num_tokens // block_size) - len(start.blocks)
+    return max(0, num_missing)
+
+
+def has_room(manager: KVCacheManager, num_reserved: int, request: Request, start: Start) -> bool:
+    """Whether all tokens of the request, not only this step's, fit beside the `num_reserved` blocks
+    that running ones still need for theirs. Otherwise prompts that are computed in chunks would be
+    admitted together and preempt each other half-way. With nobody running it always fits.
+    """
+    num_needed = -(-request.num_tokens // manager.block_size) - len(start.blocks)
     return manager.num_free_after(num_needed + num_reserved, start.blocks) >= 0

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -40,10 +40,11 @@ from ...ipc.messages import (
     SlotLogprobs,
 )
 from ..counters import Counters
+from ..forks import Family
 from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..output_rows import OutputRows
 from ..request import Request, RequestStatus, split
-from .admission import Start, find_start, has_room
+from .admission import Start, find_start, has_room, num_missing_blocks
 from .preemption import PreemptionPolicy
 
 _by_key = attrgetter("key")
@@ -114,8 +115,8 @@ class Scheduler:
             num_blocks, cache.block_size, cache.enable_prefix_caching, num_host_blocks
         )
         self.requests: dict[str, Request] = {}
-        # by the id of a message with n > 1: its unfinished requests
-        self._families: dict[str, list[Request]] = {}
+        # by the id of a message with n > 1
+        self._families: dict[str, Family] = {}
         self.waiting: list[Request] = []  # sorted by key
         self.running: list[Request] = []  # sorted by key
         self.held: dict[str, Request] = {}  # in order of arrival; see hold_arrivals
@@ -162,9 +163,9 @@ class Scheduler:
                 insort(self.waiting, request, key=_by_key)
             requests.append(request)
         if len(requests) > 1:
-            self._families[message.request_id] = requests
+            family = self._families[message.request_id] = Family(message.request_id, requests)
             for request in requests:
-                request.parent_id, request.siblings = message.request_id, requests
+                request.family = family
 
     def is_in_use(self, request_id: str) -> bool:
         return request_id in self.requests or request_id in self._families
@@ -199,8 +200,9 @@ class Scheduler:
         """
         aborted = []
         for request_id in request_ids:
-            known = self.requests.get(request_id)
-            for request in [known] if known else list(self._families.get(request_id, ())):
+            known, family = self.requests.get(request_id), self._families.get(request_id)
+            members = list(family.members.values()) if family is not None else []
+            for request in [known] if known is not None else members:
                 if request.client_index == client_index:
                     self._finish(request, FinishReason.ABORT)
                     aborted.append(request)
@@ -229,14 +231,14 @@ class Scheduler:
             queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
             del queue[bisect_left(queue, request.key, key=_by_key)]
         self._release_slot(request)
+        if request.family is not None:
+            self._leave_family(request, request.family, reason)
         if reason is FinishReason.ERROR:
             self.kv_cache_manager.discard(request)
         else:
             self.kv_cache_manager.free(request)
         if request.num_swapped_tokens:
             self._leave_host(request)
-        if request.siblings:
-            self._leave_family(request)
         del self.requests[request.request_id]
         request.finish(reason)
         self.counters.count_end(reason)
@@ -249,10 +251,22 @@ class Scheduler:
         ]
         request.num_swapped_tokens = 0
 
-    def _leave_family(self, request: Request) -> None:
-        request.siblings.remove(request)
-        if not request.siblings:
-            del self._families[request.parent_id]
+    def _leave_family(self, request: Request, family: Family, reason: FinishReason) -> None:
+        """Called while the request still holds its blocks. Those of the prompt stay findable for
+        members that have not begun, if the request was the last that had them.
+        """
+        manager = self.kv_cache_manager
+        has_prompt = family.has_prompt(request) and reason is not FinishReason.ERROR
+        family.leave(request)
+        is_parked = family.parked is not None and manager.holds_parked(family.parked)
+        if family.parked is not None and not (is_parked and family.members):
+            manager.unpark(family.parked)
+            family.parked = None
+        if not family.members:
+            del self._families[family.request_id]
+        elif has_prompt and not is_parked and family.find_source() is None:
+            num_blocks = -(-(request.num_prompt_tokens - 1) // manager.block_size)
+            family.parked = manager.park(request, num_blocks)
 
     def _release_slot(self, request: Request) -> None:
         if request.slot is not None:
@@ -364,21 +378,23 @@ class Scheduler:
         Nobody overtakes a head that does not fit; a request
         that waits for the prompt its sibling computes stands aside.
         """
-        index = 0
+        index, num_reserved, block_size = 0, None, self.kv_cache_manager.block_size
         while index < len(self.waiting) and budget > 0 and self._free_slots:
             request = self.waiting[index]
             start = find_start(self.kv_cache_manager, request)
-            if start is None:
-                index += 1
+            if start is None:  # nor may the rest of its family begin
+                index = bisect_right(self.waiting, request.family.last_key, key=_by_key)
                 continue
+            if num_reserved is None:
+                num_reserved = sum(num_missing_blocks(block_size, other) for other in self.running)
             num_tokens = min(request.num_tokens - start.num_tokens, self.max_chunk_tokens)
             if num_tokens > budget:
                 if not self.enable_chunked_prefill:
                     break
                 num_tokens = budget
-            if not has_room(self.kv_cache_manager, self.running, request, start):
+            if not has_room(self.kv_cache_manager, num_reserved, request, start):
                 break
-            num_in_blocks = len(start.blocks) * self.kv_cache_manager.block_size
+            num_in_blocks = len(start.blocks) * block_size
             block_ids = self.kv_cache_manager.allocate_slots(
                 request, start.num_tokens - num_in_blocks + num_tokens, start.blocks
             )
@@ -388,6 +404,7 @@ class Scheduler:
             self._admit(step, request, start, block_ids)
             self._add_row(step, request, num_tokens, 0, block_ids)
             budget -= num_tokens
+            num_reserved += num_missing_blocks(block_size, request)
 
     def _admit(
         self, step: ScheduledStep, request: Request, start: Start, block_ids: list[int]
@@ -405,6 +422,8 @@ class Scheduler:
         request.num_computed_tokens = start.num_tokens
         request.slot = heapq.heappop(self._free_slots)
         insort(self.running, request, key=_by_key)
+        if request.family is not None:
+            request.family.note_start(request)
         if request.scheduled_time == 0.0:
             request.scheduled_time = time.monotonic()
         # hits after a preemption are its own old blocks: they say nothing about the cache
@@ -656,9 +675,9 @@ class Scheduler:
                 (r in swapped) == (r.num_swapped_tokens > 0) for r in self.requests.values()
             ),
             "families are of unfinished requests": sorted(
-                r.request_id for f in self._families.values() for r in f
+                request_id for family in self._families.values() for request_id in family.members
             )
-            == sorted(r.request_id for r in self.requests.values() if r.siblings),
+            == sorted(r.request_id for r in self.requests.values() if r.family is not None),
         }
         broken = [claim for claim, holds in expected.items() if not holds]
         if broken:

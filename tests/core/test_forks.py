@@ -2,6 +2,8 @@
 they write, and live their own lives.
 """
 
+import sys
+
 import pytest
 from quire.core.request import split
 from quire.ipc.messages import EngineCoreRequest, FinishReason, child_request_id
@@ -9,7 +11,7 @@ from quire.ipc.params import SamplingParams, child_seed
 from quire.tests.core.scheduling.test_scheduler import Loop, distinct
 from quire.tests.fakes import expected_output
 
-BLOCK = 16
+BLOCK, EOS = 16, 10**6
 
 
 def family(loop: Loop, num_prompt: int, n: int, **fields) -> dict[str, tuple]:
@@ -148,3 +150,101 @@ def test_a_child_that_fails_leaves_the_others():
     assert loop.ends.pop("1_r") == (FinishReason.ERROR, None)
     del expected["1_r"]
     assert_answers(loop, expected)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_siblings_run_together_when_the_first_ends_on_its_first_token(caching):
+    loop = Loop(max_model_len=1024, max_num_batched_tokens=1024, enable_prefix_caching=caching)
+    expected = family(loop, 800, 8, eos_token_ids=[EOS])
+    loop.executor.tokens["0_r", 0] = EOS
+    loop.add("late", distinct(3, 5))
+    assert loop.step() == {"0_r": 800, "late": 5}
+    assert loop.ends["0_r"] == (FinishReason.STOP, None)
+    assert loop.step() == {"late": 1, **{f"{i}_r": 1 for i in range(1, 8)}}
+    loop.run()
+    assert loop.tokens["0_r"] == [EOS]
+    del expected["0_r"]
+    assert_answers(loop, expected)
+    # the prompt once, and its last token again for each of the others
+    assert loop.scheduler.stats().num_prompt_tokens == 5 + 800 + 7
+    assert loop.scheduler.kv_cache_manager.num_free_blocks == 256
+
+
+@pytest.mark.parametrize("num_prompt", [1, 16, 17, 33, 40])
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 8])
+def test_every_sibling_that_ends_leaves_the_prompt_to_the_rest(num_prompt, max_num_seqs):
+    loop = Loop(max_num_seqs=max_num_seqs, enable_prefix_caching=False)
+    expected = family(loop, num_prompt, 9, max_tokens=1)
+    loop.run()
+    assert_answers(loop, expected)
+    assert loop.scheduler.stats().num_prompt_tokens == num_prompt + 8
+    # no block keeps a name that only the family knew
+    assert loop.scheduler.kv_cache_manager.block_pool.num_cached_blocks == 0
+
+
+def test_a_first_sibling_that_is_aborted_after_its_prompt_leaves_it_to_the_rest():
+    loop = Loop(max_num_seqs=1, enable_prefix_caching=False)
+    expected = family(loop, 40, 3)
+    loop.step()
+    loop.scheduler.abort_requests(["0_r"], 0)
+    assert loop.step() == {"1_r": 1}
+    loop.run()
+    del expected["0_r"]
+    assert_answers(loop, expected)
+
+
+def test_a_failed_sibling_leaves_nothing():
+    loop = Loop(max_num_seqs=1, enable_prefix_caching=False)
+    expected = family(loop, 40, 3)
+    loop.executor.errors["0_r", 0] = "a scripted failure"
+    assert loop.step() == {"0_r": 40}
+    assert loop.step() == {"1_r": 40}
+    loop.run()
+    del expected["0_r"]
+    assert_answers(loop, expected)
+
+
+def test_a_prompt_whose_blocks_were_taken_is_computed_again():
+    """Nothing is reserved for siblings that wait: somebody else's blocks come first."""
+    loop = Loop(max_num_seqs=1, enable_prefix_caching=False)
+    expected = family(loop, 40, 2, eos_token_ids=[EOS])
+    loop.executor.tokens["0_r", 0] = EOS
+    assert loop.step() == {"0_r": 40}
+    pool = loop.scheduler.kv_cache_manager.block_pool
+    pool.free_blocks(reversed(pool.get_new_blocks(pool.num_free_blocks)))
+    assert loop.step() == {"1_r": 40}
+    loop.run()
+    del expected["0_r"]
+    assert_answers(loop, expected)
+
+
+def instructions(n: int, **arguments) -> int:
+    """Bytecodes that the scheduler runs for one request with n completions, from first to last."""
+    loop = Loop(num_gpu_blocks_override=4 * n + 50, enable_prefix_caching=False, **arguments)
+    family(loop, 40, n, max_tokens=2)
+    scheduler, count = loop.scheduler, 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        count += event == "opcode"
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return trace
+
+    def traced(function, *arguments):
+        sys.settrace(trace)
+        try:
+            return function(*arguments)
+        finally:
+            sys.settrace(None)
+
+    while scheduler.has_unfinished_requests():
+        step = traced(scheduler.schedule)
+        result = loop.executor.execute_model(step.output)
+        traced(scheduler.update_from_output, step, result, loop.rows)
+    return count
+
+
+@pytest.mark.parametrize("max_num_seqs", [256, 2])
+def test_the_work_for_n_completions_grows_like_n(max_num_seqs):
+    arguments = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 256}
+    assert instructions(160, **arguments) < 4.4 * instructions(40, **arguments)

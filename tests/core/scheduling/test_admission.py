@@ -1,8 +1,9 @@
 """Where a request begins and whether it fits, asked of the two functions alone."""
 
+from quire.core.forks import Family
 from quire.core.kv_cache.kv_cache_manager import KVCacheManager
-from quire.core.request import Request
-from quire.core.scheduling.admission import Start, find_start, has_room
+from quire.core.request import Request, RequestStatus
+from quire.core.scheduling.admission import Start, find_start, has_room, num_missing_blocks
 from quire.ipc.messages import EngineCoreRequest
 from quire.ipc.params import SamplingParams
 
@@ -44,21 +45,26 @@ def test_a_swapped_request_begins_where_it_was():
 
 def test_a_sibling_waits_for_the_prompt_and_then_begins_at_its_last_token():
     manager = KVCacheManager(20, BLOCK, enable_caching=False)
-    family = [request(str(i), 40, arrival=i) for i in range(3)]
-    for member in family:
-        member.siblings = family
-    assert find_start(manager, family[0]) == Start(0, [])
-    assert find_start(manager, family[1]) is None
-    compute(manager, family[0])
-    start = find_start(manager, family[2])
+    members = [request(str(i), 40, arrival=i) for i in range(3)]
+    family = Family("r", members)
+    for member in members:
+        member.family = family
+    assert find_start(manager, members[0]) == Start(0, [])
+    assert find_start(manager, members[1]) is None
+    compute(manager, members[0])
+    members[0].status = RequestStatus.RUNNING
+    family.note_start(members[0])
+    start = find_start(manager, members[2])
     table = manager.get_block_ids("0")
     assert (start.num_tokens, [b.block_id for b in start.blocks], start.source.block_id) == (
         39,
         table[:2],
         table[2],
     )
-    manager.free(family.pop(0))
-    assert find_start(manager, family[0]) == Start(0, []) and find_start(manager, family[1]) is None
+    family.leave(members[0])
+    manager.free(members[0])
+    assert find_start(manager, members[1]) == Start(0, [])
+    assert find_start(manager, members[2]) is None
 
 
 def test_room_is_asked_for_the_whole_prompt_and_for_what_others_still_need():
@@ -67,6 +73,7 @@ def test_room_is_asked_for_the_whole_prompt_and_for_what_others_still_need():
     manager.allocate_slots(running, 32)  # two of its five
     running.num_computed_tokens = 32
     # 8 are free, 3 of them spoken for, 6 needed
-    assert not has_room(manager, [running], new, Start(0, []))
-    assert has_room(manager, [running], request("c", 80), Start(0, []))
-    assert has_room(manager, [], new, Start(0, []))
+    assert num_missing_blocks(BLOCK, running) == 3
+    assert not has_room(manager, 3, new, Start(0, []))
+    assert has_room(manager, 3, request("c", 80), Start(0, []))
+    assert has_room(manager, 0, new, Start(0, []))

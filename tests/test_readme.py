@@ -1,4 +1,6 @@
-"""The README is true: its blocks run, its names exist, its commands are those of .ci/run."""
+"""README and docs/ are true: their blocks run, their names and files exist, links lead somewhere."""
+
+from __future__ import annotations
 
 import ast
 import os
@@ -11,28 +13,39 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+REFERENCE = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/*.md"))]
+PAGES = [*REFERENCE, "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
+NOT_RUN = "<!-- not run by tests/test_readme.py: "
+FILE = re.compile(r"<!-- file: (\S+) -->")
 
 
-def blocks() -> list[tuple[str, str]]:
-    """(language, code) of the blocks to run; a comment in the line above says why one is not."""
+def read_blocks(page: str) -> list[tuple[str, str, str]]:
+    """(language, the line above, code) of every fenced block of a page."""
     found, last = [], ""
     language, code = None, []
-    for line in README.splitlines():
-        if language is None and (match := re.fullmatch(r"```(\w+)", line)):
+    for line in (ROOT / page).read_text().splitlines():
+        if language is None and (match := re.fullmatch(r"```(\w*)", line)):
             language, code = match[1], []
-        elif language is None and line == "```":
-            language, code = "picture", []
         elif language is not None and line == "```":
-            if language in ("bash", "python") and not last.startswith(
-                "<!-- not run by tests/test_readme.py: "
-            ):
-                found.append((language, "\n".join(code)))
+            found.append((language, last, "\n".join(code)))
             language = None
         elif language is not None:
             code.append(line)
-        else:
+        elif line.strip():
             last = line
     return found
+
+
+def blocks_to_run() -> list[tuple[str, int, str, str]]:
+    """(page, index, language, code). A comment above a block says why it is not run."""
+    return [
+        (page, index, language, code)
+        for page in REFERENCE
+        for index, (language, above, code) in enumerate(read_blocks(page))
+        if language in ("bash", "python")
+        and not above.startswith(NOT_RUN)
+        and not FILE.match(above)
+    ]
 
 
 def definitions() -> set[str]:
@@ -54,10 +67,15 @@ def definitions() -> set[str]:
 
 @pytest.mark.timeout(320)  # a block starts several engines; seconds each on a quiet machine
 @pytest.mark.parametrize(
-    "index", range(len(blocks())), ids=lambda index: f"{index}-{blocks()[index][0]}"
+    ("page", "language", "code"),
+    [pytest.param(page, *rest, id=f"{page}-{i}") for page, i, *rest in blocks_to_run()],
 )
-def test_blocks_run(index: int, tmp_path: Path) -> None:
-    language, code = blocks()[index]
+def test_blocks_run(page: str, language: str, code: str, tmp_path: Path) -> None:
+    """In a folder that has the files which the page shows under `<!-- file: NAME -->`."""
+    for _, above, text in read_blocks(page):
+        if match := FILE.match(above):
+            (tmp_path / match[1]).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / match[1]).write_text(text + "\n")
     command = (
         ["bash", "-euo", "pipefail", "-c", code]
         if language == "bash"
@@ -84,7 +102,8 @@ def test_blocks_run(index: int, tmp_path: Path) -> None:
 
 
 def test_there_are_blocks_of_both_kinds() -> None:
-    assert {language for language, _ in blocks()} == {"bash", "python"} and len(blocks()) >= 4
+    in_readme = [language for page, _, language, _ in blocks_to_run() if page == "README.md"]
+    assert set(in_readme) == {"bash", "python"} and len(in_readme) >= 2
 
 
 def test_names_in_the_life_of_a_request_exist() -> None:
@@ -94,12 +113,43 @@ def test_names_in_the_life_of_a_request_exist() -> None:
     assert sorted(set(named) - definitions()) == []
 
 
-def test_files_named_in_the_readme_exist() -> None:
-    paths = re.findall(r"`((?:[\w.]+/)+[\w.]*|[A-Z]+\.md)`", README)
-    assert len(paths) > 8 and [path for path in paths if not (ROOT / path).exists()] == []
+@pytest.mark.parametrize("page", PAGES)
+def test_files_named_on_a_page_exist(page: str) -> None:
+    """Paths in back quotes (relative to the root, * and folders included) and links."""
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    folders = "frontend|core|executor|kernels|ipc|tests|docs|examples"
+    paths = re.findall(rf"`((?:{folders})/[\w./*-]*|[A-Z]+\.md)`", text)
+    assert [path for path in paths if not list(ROOT.glob(path.rstrip("/")))] == []
+    links = re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", text)
+    local = [a or b for a, b in links if not (a or b).startswith(("http", "#", "mailto:"))]
+    base = (ROOT / page).parent
+    assert [link for link in local if not (base / link.split("#")[0]).exists()] == []
+    for link in local:
+        target, _, anchor = link.partition("#")
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", (base / target).read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
+            assert anchor in anchors, link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_are_at_most_100_columns(page: str) -> None:
+    """But rows of tables, and what holds a link, which cannot be cut."""
+    lines = (ROOT / page).read_text().splitlines()
+    too_long = [line for line in lines if len(line) > 100 and not line.startswith(("|", "<"))]
+    assert [line for line in too_long if "](http" not in line] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 200
+
+
+def test_every_page_of_the_docs_is_in_the_readme() -> None:
+    assert [page for page in REFERENCE[1:] if f"({page})" not in README] == []
 
 
 def test_ci_runs_the_commands_of_the_readme() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     for command in ("pip install", "-e '.[test]'", 'quire generate "Once upon a time"', "pytest"):
         assert command in script and command in README
+    assert ".ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()

@@ -8,6 +8,7 @@ checks those).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -40,6 +41,11 @@ class RequestOutputKind(IntEnum):
     FINAL_ONLY = 2  # one output, when the request is finished
 
 
+# What may stand between two tokens of JSON by default: nothing, one space, or one line break and an
+# indentation. Without a bound a small model can write whitespace until its context is full.
+JSON_WHITESPACE = r"( |\n[ \t]{0,20})?"
+
+
 class StructuredOutputsParams(
     msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True
 ):
@@ -55,8 +61,9 @@ class StructuredOutputsParams(
     choice: list[str] | None = None  # the output is one of these
     grammar: str | None = None  # Lark, or llguidance's own JSON
     json_object: bool = False  # any JSON object
-    whitespace_pattern: str | None = None  # between JSON's tokens; a regular expression
-    disable_any_whitespace: bool = False  # JSON without any
+    # between two tokens of JSON, in place of JSON_WHITESPACE; a regular expression
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False  # JSON without any, unless whitespace_pattern is given
 
     def __post_init__(self) -> None:
         given = [name for name in STRUCTURED_KINDS if getattr(self, name) not in (None, False)]
@@ -93,6 +100,20 @@ class StructuredOutputsParams(
             "structured_outputs.choice",
             "must be a list of strings, none of them empty, at least one",
         )
+
+    def json_options(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a JSON schema, under its key "x-guidance".
+
+        `own` are those that the schema itself holds. The request's come first, then the schema's,
+        then the default.
+        """
+        if self.whitespace_pattern is not None:
+            return {**own, "whitespace_pattern": self.whitespace_pattern}
+        if self.disable_any_whitespace:
+            return {**own, "whitespace_flexible": False, "whitespace_pattern": None}
+        if "whitespace_flexible" in own or "whitespace_pattern" in own:
+            return dict(own)
+        return {**own, "whitespace_pattern": JSON_WHITESPACE}
 
 
 STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object")

@@ -78,16 +78,14 @@ def to_llguidance(params: StructuredOutputsParams) -> str:
 
     Raises InvalidParameterError for what cannot even be put so; the rest, the compiler says.
     """
-    options: Any = (  # llguidance.JsonCompileOptions, which exists in its stubs only
-        {"whitespace_flexible": False} if params.disable_any_whitespace else {}
-    )
-    if params.whitespace_pattern is not None:
-        options["whitespace_pattern"] = params.whitespace_pattern
     try:
-        if params.json is not None:
-            return LLMatcher.grammar_from_json_schema(params.json, overrides=options)
-        if params.json_object:
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=options)
+        if params.json is not None or params.json_object:
+            schema: Any = params.json if params.json is not None else '{"type": "object"}'
+            if schema.strip() == "true":
+                schema = "{}"  # the same, and it can hold options
+            # llguidance.JsonCompileOptions, which exists in its stubs only
+            options: Any = params.json_options(own_options(schema))
+            return LLMatcher.grammar_from_json_schema(schema, overrides=options)
         if params.regex is not None:
             return LLMatcher.grammar_from_regex(params.regex)
         if params.choice is not None:
@@ -97,6 +95,15 @@ def to_llguidance(params: StructuredOutputsParams) -> str:
         return llguidance.grammar_from("llguidance" if is_json else "grammar", text)
     except Exception as error:  # GBNF's reader raises what it likes
         raise refusal(f"cannot be read: {shorten(str(error))}") from None
+
+
+def own_options(schema: str) -> dict[str, Any]:
+    """What a schema says to llguidance itself."""
+    if "x-guidance" not in schema:  # so that large schemas are not read twice
+        return {}
+    read = json.loads(schema)
+    own = read.get("x-guidance") if isinstance(read, dict) else None
+    return own if isinstance(own, dict) else {}
 
 
 def without_forcing(grammar: str) -> str:

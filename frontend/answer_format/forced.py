@@ -67,10 +67,13 @@ def write_structure(grammar: GrammarText, params: StructuredOutputsParams) -> st
     if params.json is not None or params.json_object:
         schema = params.json if params.json is not None else {"type": "object"}
         schema = json.loads(schema) if isinstance(schema, str) else schema
-        spacing = {"whitespace_flexible": False} if params.disable_any_whitespace else {}
-        if params.whitespace_pattern is not None:
-            spacing["whitespace_pattern"] = params.whitespace_pattern
-        return f"%json {json.dumps({**schema, 'x-guidance': spacing} if isinstance(schema, dict) else schema)}"
+        if schema is True:
+            schema = {}
+        if isinstance(schema, dict):
+            own = schema.get("x-guidance")
+            options = params.json_options(own if isinstance(own, dict) else {})
+            schema = {**schema, "x-guidance": options}
+        return f"%json {json.dumps(schema)}"
     if params.regex is not None:
         return grammar.regex(params.regex)
     if params.choice is not None:

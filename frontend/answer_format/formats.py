@@ -241,6 +241,7 @@ class AnswerFormat:
         *,
         parallel_tool_calls: bool = True,
         prompt_text: str = "",
+        compact_json: bool = False,
     ) -> StructuredOutputsParams | None:
         """What makes the model call a tool where `tool_choice` demands it ("required", or for one
         of `tools` {"name": ...}, or the same within {"function": ...}), with arguments that keep to
@@ -248,7 +249,8 @@ class AnswerFormat:
         understands all of it.
 
         A function that was named is called once, as is any without `parallel_tool_calls`. The model
-        reasons first where its prompt lets it. Raises InvalidParameterError for a model that cannot
+        reasons first where its prompt lets it. With `compact_json` arguments that are JSON have no
+        whitespace. Raises InvalidParameterError for a model that cannot
         call tools.
         """
         if tool_choice in ("auto", "none"):
@@ -258,7 +260,7 @@ class AnswerFormat:
         if isinstance(tool_choice, dict):
             wanted = tool_choice.get("function", tool_choice)["name"]
             functions = [(name, schema) for name, schema in functions if name == wanted]
-        grammar = self._grammar()
+        grammar = self._grammar(compact_json)
         several = parallel_tool_calls and self.several_calls and not isinstance(tool_choice, dict)
         return self._finished(grammar, self._calls(grammar, functions, several), prompt_text)
 
@@ -268,6 +270,7 @@ class AnswerFormat:
         *,
         parallel_tool_calls: bool = True,
         prompt_text: str = "",
+        compact_json: bool = False,
     ) -> StructuredOutputsParams | None:
         """What holds the arguments of calls that the model makes of its own accord to the schemas
         of those tools that are `strict`; between calls it writes what it likes. None if no tool is,
@@ -276,7 +279,7 @@ class AnswerFormat:
         is_strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict")}
         if not is_strict or self.tool_format is None or not self.tool_format.start:
             return None
-        grammar, several = self._grammar(), parallel_tool_calls and self.several_calls
+        grammar, several = self._grammar(compact_json), parallel_tool_calls and self.several_calls
         functions = [
             (name, schema if name in is_strict else ANY_OBJECT)
             for name, schema in functions_of(tools)
@@ -292,6 +295,7 @@ class AnswerFormat:
         *,
         tools: list[dict[str, Any]] | None = None,
         parallel_tool_calls: bool = True,
+        compact_json: bool = False,
     ) -> StructuredOutputsParams:
         """The same structure for the answer of a model that may reason before it, or call `tools`
         in its place. Without this the structure would begin within the reasoning, and no tool could
@@ -303,7 +307,7 @@ class AnswerFormat:
         calls = self.tool_format is not None and bool(tools)
         if not reasons and not calls:
             return params
-        grammar = self._grammar()
+        grammar = self._grammar(compact_json)
         answer = write_structure(grammar, params)
         if calls:
             answer = grammar.any_of(
@@ -319,10 +323,9 @@ class AnswerFormat:
     def _calls(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
         return f"{grammar.literal(self.tool_format.start)} {self.tool_format.write(grammar, functions, several)}"
 
-    def _grammar(self) -> GrammarText:
-        return GrammarText(
-            {text: i for i, text in self.tokenizer.added_tokens.items()} if self.tokenizer else {}
-        )
+    def _grammar(self, compact_json: bool) -> GrammarText:
+        added_tokens = self.tokenizer.added_tokens if self.tokenizer else {}
+        return GrammarText({text: i for i, text in added_tokens.items()}, compact_json)
 
     def _finished(
         self, grammar: GrammarText, answer: str, prompt_text: str

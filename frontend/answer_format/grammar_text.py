@@ -12,6 +12,7 @@ from typing import Any
 
 # As Python's json.dumps writes, and with it most chat templates.
 USUAL_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+NO_SPACING = {"whitespace_flexible": False}
 ANY_TEXT = "/(?s:.*)/"
 # With these a schema may allow properties that `properties` does not list.
 OPEN_KEYWORDS = frozenset(
@@ -32,10 +33,13 @@ OPEN_KEYWORDS = frozenset(
 class GrammarText:
     """`added_tokens` (text -> id) are matched as tokens, never as text: so llguidance wants it, and
     so the model was trained.
+
+    `compact_json`: the JSON that `json` and `arguments` write has no whitespace.
     """
 
-    def __init__(self, added_tokens: Mapping[str, int]):
+    def __init__(self, added_tokens: Mapping[str, int], compact_json: bool = False):
         self._added_tokens = added_tokens
+        self._spacing = NO_SPACING if compact_json else USUAL_SPACING
         alternatives = "|".join(
             re.escape(token) for token in sorted(added_tokens, key=len, reverse=True)
         )
@@ -67,7 +71,7 @@ class GrammarText:
         return self.rule(f"/{escaped}/".replace("\n", r"\n"))
 
     def json(self, schema: dict[str, Any]) -> str:
-        return f"%json {json.dumps({**schema, 'x-guidance': USUAL_SPACING})}"
+        return f"%json {json.dumps({**schema, 'x-guidance': self._spacing})}"
 
     def arguments(self, schema: dict[str, Any]) -> str:
         """An object for a function with this schema.

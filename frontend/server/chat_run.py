@@ -59,6 +59,7 @@ class ChatTurn:
     priority: int = 0
     cache_salt: str | None = None
     names: dict[str, str] = field(default_factory=lambda: {"prompt": "messages"})
+    compact_json: bool = False  # of arguments that a grammar writes
 
     @property
     def wants_tools(self) -> bool:
@@ -155,7 +156,11 @@ def shape_answer(
     """
     asked, options = (
         params.structured_outputs,
-        {"parallel_tool_calls": turn.parallel_tool_calls, "prompt_text": text},
+        {
+            "parallel_tool_calls": turn.parallel_tool_calls,
+            "prompt_text": text,
+            "compact_json": turn.compact_json,
+        },
     )
     tools = turn.tools if turn.wants_tools else []
     shape = format.forced(tools, turn.tool_choice, **options) if tools else None

@@ -90,6 +90,14 @@ class ServerConfig(Section):
     chat_template_kwargs: Annotated[
         dict[str, Any], Meta(description="Variables that every chat template receives.")
     ] = {}
+    disable_any_whitespace: Annotated[
+        bool,
+        Meta(
+            description="JSON in structured outputs has no whitespace, unless a request sets "
+            "disable_any_whitespace or a whitespace pattern. Default: at most one space, or one "
+            "line break and an indentation, between two tokens of JSON."
+        ),
+    ] = False
 
     max_concurrent_requests: Annotated[
         PositiveInt | None,

@@ -1,5 +1,5 @@
 """What an answer must be: OpenAI's response_format, vLLM's structured_outputs and its older
-guided_*, as StructuredOutputsParams.
+guided_*, as StructuredOutputsParams; and which whitespace its JSON may have.
 
 Must not know: grammars (the engine compiles them and says what is wrong), prompts.
 """
@@ -7,7 +7,7 @@ Must not know: grammars (the engine compiles them and says what is wrong), promp
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,18 +15,23 @@ from ...ipc.errors import InvalidParameterError
 from ...ipc.params import StructuredOutputsParams
 from .http.errors import invalid, missing, refused, unsupported
 
+if TYPE_CHECKING:
+    from .sampling import SamplingBody
+
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of schemas and of functions
 GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
-    "guided_whitespace_pattern": "whitespace_pattern",
 }
+SPACING = ("whitespace_pattern", "disable_any_whitespace")
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """vLLM's extension: exactly one of the first five."""
+    """vLLM's extension: exactly one of the first five, unless another field says what the answer
+    must be; then only the last two.
+    """
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -37,12 +42,12 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     disable_any_whitespace: bool | None = None
 
 
-def structured_outputs_of(body: Any) -> StructuredOutputsParams | None:
-    """Of a SamplingBody, which may ask in one of three ways."""
+def structured_outputs_of(body: SamplingBody) -> StructuredOutputsParams | None:
+    """Of a body, which may ask in one of three ways. Without its whitespace options."""
     guided = {name: kind for name, kind in GUIDED.items() if getattr(body, name) is not None}
-    ways = {
+    ways: dict[str, Any] = {
         "response_format": response_format(body.response_format),
-        "structured_outputs": body.structured_outputs,
+        "structured_outputs": kinds_of(body.structured_outputs),
     }
     ways |= {
         next(iter(guided), "guided"): {kind: getattr(body, name) for name, kind in guided.items()}
@@ -51,19 +56,54 @@ def structured_outputs_of(body: Any) -> StructuredOutputsParams | None:
     given = [name for name, wanted in ways.items() if wanted is not None]
     if len(given) > 1:
         raise invalid(given[1], f"Give '{given[0]}' or '{given[1]}', not both.")
-    if not given:
+    if not given and body.structured_outputs is None:
         return None
-    wanted = ways[given[0]]
+    wanted = ways[given[0]] if given else {}
     if isinstance(wanted, StructuredOutputsParams):
         return wanted
-    fields = msgspec.structs.asdict(wanted) if isinstance(wanted, StructuredOutputs) else wanted
     try:
-        return StructuredOutputsParams(
-            **{name: value for name, value in fields.items() if value is not None}
-        )
+        return StructuredOutputsParams(**wanted)
     except InvalidParameterError as error:
         own = {f"structured_outputs.{kind}": name for name, kind in guided.items()}
         raise refused(error.parameter, error.problem, own) from None
+
+
+def kinds_of(stated: StructuredOutputs | None) -> dict[str, Any] | None:
+    """What `stated` says the answer must be, without its whitespace options."""
+    if stated is None:
+        return None
+    fields = msgspec.structs.asdict(stated)
+    return {n: v for n, v in fields.items() if v is not None and n not in SPACING} or None
+
+
+def with_whitespace(
+    params: StructuredOutputsParams | None, body: SamplingBody, default_compact: bool
+) -> StructuredOutputsParams | None:
+    """`params` with the whitespace options of a body, whichever field asked for the structure."""
+    if params is None or (params.json is None and not params.json_object):
+        return params
+    stated = body.structured_outputs or StructuredOutputs()
+    pattern = stated.whitespace_pattern
+    if pattern is None:
+        pattern = body.guided_whitespace_pattern
+    return msgspec.structs.replace(
+        params,
+        whitespace_pattern=pattern,
+        disable_any_whitespace=wants_compact_json(body, default_compact),
+    )
+
+
+def wants_compact_json(body: Any, default: bool) -> bool:
+    """Whether the JSON of an answer, and of the tool calls in it, has no whitespace.
+
+    `body` is that of any API.
+    """
+    stated = getattr(body, "structured_outputs", None)
+    for holder in (stated, body):
+        wanted = getattr(holder, "disable_any_whitespace", None)
+        if wanted is not None:
+            return wanted
+    return default
 
 
 def response_format(wanted: dict[str, Any] | None) -> StructuredOutputsParams | None:

@@ -17,7 +17,13 @@ from ...ipc.params import RequestOutputKind, SamplingParams
 from .config import ServerConfig
 from .http.call import Call
 from .http.errors import invalid, refused, unsupported
-from .response_format import GUIDED, StructuredOutputs, structured_outputs_of
+from .response_format import (
+    GUIDED,
+    StructuredOutputs,
+    kinds_of,
+    structured_outputs_of,
+    with_whitespace,
+)
 
 MAX_STOPS = 16  # OpenAI allows 4; its clients' users of other servers are used to more
 MAX_LOGPROBS = 20
@@ -160,6 +166,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
+    disable_any_whitespace: bool | None = None  # whichever field asks for JSON
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -182,6 +189,10 @@ def check_fields(body: SamplingBody, call: Call) -> None:
         value = getattr(body, name, None)
         if value is not None and value not in harmless:
             call.ignored_params.append(name)
+    spacing = ("disable_any_whitespace", "guided_whitespace_pattern")
+    stated = [name for name in spacing if getattr(body, name) is not None]
+    if stated and structured_outputs_of(body) is None and not getattr(body, "tools", None):
+        call.ignored_params += stated
     if body.stream_options is not None:
         if not body.stream:
             raise invalid(
@@ -245,8 +256,13 @@ def sampling_params(
         "structured_outputs": structured_outputs_of(body),
         "output_kind": RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
     }
+    fixed |= overrides
+    structured = fixed["structured_outputs"]
     try:
-        return SamplingParams(**start | given | fixed | overrides)
+        fixed["structured_outputs"] = with_whitespace(
+            structured, body, config.disable_any_whitespace
+        )
+        return SamplingParams(**start | given | fixed)
     except InvalidParameterError as error:
         if names is None:
             raise
@@ -257,9 +273,11 @@ def field_names(body: SamplingBody) -> dict[str, str]:
     """The engine's parameters -> the fields of this body that asked for them, where their names
     differ.
     """
-    if body.structured_outputs is not None:
+    if kinds_of(body.structured_outputs) is not None:
         return {}
     guided = next((name for name in GUIDED if getattr(body, name) is not None), "response_format")
-    return dict.fromkeys(
-        ("structured_outputs", *(f"structured_outputs.{kind}" for kind in GUIDED.values())), guided
-    )
+    names = ("structured_outputs", *(f"structured_outputs.{kind}" for kind in GUIDED.values()))
+    found = dict.fromkeys(names, guided)
+    if body.guided_whitespace_pattern is not None:
+        found["structured_outputs.whitespace_pattern"] = "guided_whitespace_pattern"
+    return found

@@ -60,7 +60,6 @@ def random_params(seed: int) -> StructuredOutputsParams:
     kind = rng.choices(["json", "regex", "choice", "json_object"], [50, 33, 15, 2])[0]
     if kind == "json":
         schema = random_schema(rng, 3)
-        # A small model that may write blanks without end does so, and then shows nothing.
         whitespace = rng.choices(
             [{}, {"disable_any_whitespace": True}, {"whitespace_pattern": " ?"}], [1, 6, 3]
         )[0]
@@ -228,6 +227,21 @@ def _reference(rng: random.Random, depth: int) -> dict[str, Any]:
         "required": ["next"],
         "additionalProperties": False,
     }
+
+
+def is_bounded(schema: Any) -> bool:
+    """Whether every value has a limited length: no recursion, no properties or items beside those
+    listed, no number with any number of decimals.
+
+    Of what else has no limit (fractions of a second, repetition in a pattern) it knows nothing.
+    """
+    if isinstance(schema, list):
+        return all(map(is_bounded, schema))
+    if not isinstance(schema, dict):
+        return True
+    is_open = schema.get("type") == "object" and schema.get("additionalProperties") is not False
+    is_endless = schema.get("type") == "number" and "multipleOf" not in schema
+    return not (is_open or is_endless or "$ref" in schema) and all(map(is_bounded, schema.values()))
 
 
 # ---------------------------------------------------------------- the judges

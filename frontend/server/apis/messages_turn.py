@@ -15,6 +15,7 @@ from ....ipc.params import StructuredOutputsParams
 from ..chat_run import ChatTurn, thinking_variables
 from ..http.call import Call
 from ..http.errors import invalid, missing, unsupported
+from ..response_format import wants_compact_json
 from ..sampling import SamplingBody, sampling_params
 from ..state import ServerState
 from .anthropic_messages import AnthropicMessage, SystemBlock, plain_messages
@@ -81,6 +82,7 @@ class MessagesBody(PromptBody, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
     metadata: dict[str, Any] | None = None  # whom the request is for: changes no answer
     service_tier: str | None = None  # there is one
+    disable_any_whitespace: bool | None = None  # what users of other servers know
 
 
 def turn_of(state: ServerState, call: Call, body: PromptBody, request_id: str) -> ChatTurn:
@@ -96,6 +98,7 @@ def turn_of(state: ServerState, call: Call, body: PromptBody, request_id: str) -
             top_k=body.top_k,
             stop=body.stop_sequences,
             stream=body.stream,
+            disable_any_whitespace=body.disable_any_whitespace,
         )
     defaults = state.ready_engine().get_default_sampling_params()
     structured = _structured_outputs(body.output_config)
@@ -129,6 +132,7 @@ def turn_of(state: ServerState, call: Call, body: PromptBody, request_id: str) -
         add_generation_prompt=not continues,
         continue_final_message=continues,
         names=NAMES,
+        compact_json=wants_compact_json(body, state.server_config.disable_any_whitespace),
     )
 
 

@@ -17,6 +17,7 @@ from ..chat_run import ChatRun, ChatTurn, prepare_chat, thinking_variables
 from ..generation import Job, check_context
 from ..http.call import Call
 from ..http.errors import invalid, missing, unsupported
+from ..response_format import wants_compact_json
 from ..sampling import MAX_LOGPROBS, Number, SamplingBody, sampling_params
 from ..state import ServerState
 from ..tokenizing import tokenize_all
@@ -122,6 +123,7 @@ class OllamaBody(msgspec.Struct, kw_only=True):
     stream: bool | None = None  # unless false
     think: bool | str | None = None
     keep_alive: Number | str | None = None  # the model stays as long as the server
+    disable_any_whitespace: bool | None = None  # what users of other servers know
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -188,6 +190,7 @@ def sampling(state: ServerState, body: OllamaBody) -> SamplingParams:
         presence_penalty=options.presence_penalty,
         frequency_penalty=options.frequency_penalty,
         stream=body.stream is not False,
+        disable_any_whitespace=body.disable_any_whitespace,
     )
     max_tokens = options.num_predict if (options.num_predict or 0) > 0 else None
     defaults = state.ready_engine().get_default_sampling_params()
@@ -247,6 +250,7 @@ def _turn(
         template_variables=thinking_variables(state, call, thinks, effort, ("think", "think")),
         add_generation_prompt=not continues,
         continue_final_message=continues,
+        compact_json=wants_compact_json(body, state.server_config.disable_any_whitespace),
         names=CHAT_NAMES if isinstance(body, OllamaChatBody) else GENERATE_NAMES,
     )
 

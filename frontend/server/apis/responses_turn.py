@@ -15,6 +15,7 @@ from ....ipc.params import StructuredOutputsParams
 from ..chat_run import ChatTurn, thinking_variables
 from ..http.call import Call
 from ..http.errors import invalid, missing, unsupported
+from ..response_format import wants_compact_json
 from ..sampling import MAX_LOGPROBS, Probability, SamplingBody, sampling_params
 from ..state import ServerState
 from .responses_items import Item, messages_of
@@ -130,6 +131,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     min_p: Probability | None = None
     seed: Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    disable_any_whitespace: bool | None = None
 
 
 def check_body(body: ResponsesBody) -> None:
@@ -177,16 +179,18 @@ def turn_of(
     """
     format = _structured_outputs(body.text and body.text.format)
     wants_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or [])
+    sampling = SamplingBody(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        seed=body.seed,
+        # which token belongs to which item shows only as they come
+        stream=body.stream or wants_logprobs,
+        disable_any_whitespace=body.disable_any_whitespace,
+    )
     params = sampling_params(
-        SamplingBody(
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            min_p=body.min_p,
-            seed=body.seed,
-            # which token belongs to which item shows only as they come
-            stream=body.stream or wants_logprobs,
-        ),
+        sampling,
         state.ready_engine().get_default_sampling_params(),
         state.server_config,
         max_tokens=body.max_output_tokens,
@@ -213,6 +217,7 @@ def turn_of(
         body.parallel_tool_calls is not False,
         variables | (body.chat_template_kwargs or {}),
         names=NAMES,
+        compact_json=wants_compact_json(body, state.server_config.disable_any_whitespace),
     )
 
 

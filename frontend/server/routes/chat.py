@@ -19,6 +19,7 @@ from ..chat_run import ChatTurn, prepare_chat
 from ..http.call import Call, call_of, read_body
 from ..http.errors import invalid
 from ..http.openapi import described
+from ..response_format import wants_compact_json
 from ..sampling import MAX_LOGPROBS, SamplingBody, check_fields, field_names, sampling_params
 from ..state import ServerState
 
@@ -132,6 +133,7 @@ def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         names=names,
+        compact_json=wants_compact_json(body, state.server_config.disable_any_whitespace),
     )
 
 

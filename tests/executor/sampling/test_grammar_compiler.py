@@ -54,6 +54,7 @@ PERSON = {
         (dict(json=json.dumps(PERSON)), ['{"a": 1}'], ['{"a": "1"}']),
         (dict(json=PERSON, disable_any_whitespace=True), ['{"a":1}'], ['{"a": 1}']),
         (dict(json=PERSON, whitespace_pattern=" ?"), ['{"a":1}', '{"a": 1}'], ['{"a":  1}']),
+        (dict(json="true"), ['{"a": [1]}', "null"], ['{"a":  1}']),
         (dict(json={"enum": ["x", 1, None]}), ['"x"', "1", "null"], ["x", "2"]),
         (dict(json_object=True), ["{}", '{"x": [1, {"y": null}]}'], ["[]", "1", "{"]),
         (dict(json_object=True, disable_any_whitespace=True), ['{"x":[1,2]}'], ['{"x": [1,2]}']),
@@ -184,6 +185,40 @@ def test_users_options_come_before_those_in_the_schema():
     assert (
         json.loads(text)["grammars"][0]["json_schema"]["x-guidance"]["whitespace_flexible"] is False
     )
+
+
+VALUE = {"a": [1, {"b": []}], "c d": "x  y"}
+WRITTEN = [json.dumps(VALUE, indent=indent) for indent in (None, 0, 1, 2, 4, "\t")]
+WRITTEN.append(json.dumps(VALUE, separators=(",", ":")))
+TOO_MUCH = ['{  "a": 1}', '{\n\n"a": 1}', "{\n" + 21 * " " + '"a": 1}', '{"a":\r1}', '{ \n"a": 1}']
+
+
+@pytest.mark.parametrize(
+    "params", [dict(json=json.dumps({"type": "object"})), dict(json={}), dict(json_object=True)]
+)
+def test_whitespace_is_bounded_by_default(compiler, params):
+    """As JSON is usually written, and no more."""
+    assert [text for text in WRITTEN if not accepts(compiler, text, **params)] == []
+    assert [text for text in TOO_MUCH if accepts(compiler, text, **params)] == []
+    as_before = params | dict(whitespace_pattern=r"[ \n\r\t]+")
+    assert [text for text in TOO_MUCH if not accepts(compiler, text, **as_before)] == []
+
+
+@pytest.mark.parametrize(
+    ("own", "good", "bad"),
+    [
+        ({"whitespace_flexible": True}, '{   "a": 1}', '{   "a": 1} '),
+        ({"whitespace_flexible": False}, '{"a":1}', '{"a": 1}'),
+        ({"whitespace_pattern": "\t"}, '{\t"a":1}', '{"a": 1}'),
+        ({"item_separator": ";"}, '{"a": 1;"b":2}', '{"a":  1}'),
+    ],
+    ids=str,
+)
+def test_a_schemas_own_options_come_before_the_default(compiler, own, good, bad):
+    schema = {"type": "object", "x-guidance": own}
+    assert accepts(compiler, good, json=schema) and not accepts(compiler, bad, json=schema)
+    compact = dict(json=schema, disable_any_whitespace=True)
+    assert accepts(compiler, '{"a":1}', **compact) and not accepts(compiler, '{"a": 1}', **compact)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,17 @@
 """The three ways of asking for structured output, and what is wrong with each."""
 
+import msgspec
 import pytest
+from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.response_format import (
     StructuredOutputs,
     response_format,
     structured_outputs_of,
 )
-from quire.frontend.server.sampling import SamplingBody
+from quire.frontend.server.sampling import SamplingBody, sampling_params
+from quire.ipc.params import SamplingParams, StructuredOutputsParams
+from quire.tests.frontend.server.scripted import ScriptedEngine, post, scripted_app
 
 SCHEMA = {"type": "object"}
 
@@ -65,12 +69,6 @@ def test_what_is_wrong_is_named(wanted: dict, param: str) -> None:
 
 def test_vllms_ways() -> None:
     assert structured_outputs_of(SamplingBody()) is None
-    assert (
-        structured_outputs_of(
-            SamplingBody(guided_json=SCHEMA, guided_whitespace_pattern=" ")
-        ).whitespace_pattern
-        == " "
-    )
     assert structured_outputs_of(SamplingBody(guided_choice=["a"])).choice == ["a"]
     assert (
         structured_outputs_of(
@@ -99,3 +97,105 @@ def test_too_much_or_too_little(body: SamplingBody, param: str) -> None:
     with pytest.raises(ApiError) as caught:
         structured_outputs_of(body)
     assert caught.value.param == param
+
+
+# Every field of OpenAI's APIs that asks for JSON.
+ASKING = [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+    {"response_format": {"type": "json_object"}},
+    {"guided_json": SCHEMA},
+    {"structured_outputs": {"json": SCHEMA}},
+    {"structured_outputs": {"json_object": True}},
+]
+
+
+def spacing_of(fields: dict, *, default: bool = False) -> tuple[bool, str | None]:
+    body = msgspec.convert(fields, SamplingBody)
+    config = ServerConfig(disable_any_whitespace=default)
+    params = sampling_params(body, SamplingParams(), config, max_tokens=9, logprobs=None)
+    structured = params.structured_outputs
+    assert structured.json == SCHEMA or structured.json_object
+    return structured.disable_any_whitespace, structured.whitespace_pattern
+
+
+@pytest.mark.parametrize("asking", ASKING, ids=str)
+def test_whitespace_options_work_beside_every_field(asking: dict) -> None:
+    stated = asking.get("structured_outputs", {})
+    assert spacing_of(asking) == (False, None)
+    assert spacing_of(asking | {"disable_any_whitespace": True}) == (True, None)
+    within = {"structured_outputs": {**stated, "disable_any_whitespace": True}}
+    assert spacing_of(asking | within) == (True, None)
+    assert spacing_of(asking | {"guided_whitespace_pattern": " "}) == (False, " ")
+    within = {"structured_outputs": {**stated, "whitespace_pattern": " "}}
+    assert spacing_of(asking | within) == (False, " ")
+
+
+@pytest.mark.parametrize("asking", ASKING, ids=str)
+def test_the_servers_default_gives_way_to_the_request(asking: dict) -> None:
+    assert spacing_of(asking, default=True) == (True, None)
+    assert spacing_of(asking | {"disable_any_whitespace": False}, default=True) == (False, None)
+    stated = asking.get("structured_outputs", {})
+    within = {"structured_outputs": {**stated, "disable_any_whitespace": False}}
+    assert spacing_of(asking | within, default=True) == (False, None)
+
+
+def test_whitespace_options_change_nothing_but_json() -> None:
+    body = SamplingBody(guided_regex="a", disable_any_whitespace=True)
+    params = sampling_params(body, SamplingParams(), ServerConfig(), max_tokens=9, logprobs=None)
+    assert params.structured_outputs == StructuredOutputsParams(regex="a")
+
+
+HI = [{"role": "user", "content": "hi"}]
+OTHER_APIS = [
+    (
+        "/v1/responses",
+        {"input": "hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+    ),
+    ("/v1/responses", {"input": "hi", "text": {"format": {"type": "json_object"}}}),
+    ("/api/chat", {"model": "bundled", "messages": HI, "format": "json"}),
+    ("/api/generate", {"model": "bundled", "prompt": "hi", "format": SCHEMA}),
+    (
+        "/v1/messages",
+        {
+            "max_tokens": 9,
+            "messages": HI,
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), OTHER_APIS, ids=str)
+def test_the_option_and_the_servers_default_reach_every_api(path: str, body: dict) -> None:
+    """The template lets the model reason first, so the options are in a grammar."""
+    cases = [({}, {}, False), ({"disable_any_whitespace": True}, {}, True)]
+    cases += [({}, {"disable_any_whitespace": True}, True)]
+    for fields, settings, is_compact in cases:
+        engine = ScriptedEngine(["{}"])
+        answer = post(scripted_app(engine, **settings), path, body | fields)
+        assert answer.status_code == 200, answer.text
+        grammar = engine.params[0].structured_outputs.grammar
+        assert ('"whitespace_flexible": false' in grammar) is is_compact, grammar
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_the_option_reaches_the_arguments_of_forced_calls(compact: bool) -> None:
+    engine = ScriptedEngine(['<tool_call>{"name": "f", "arguments": {}}</tool_call>'])
+    body = {"messages": HI, "tools": [TOOL], "tool_choice": "required"}
+    answer = post(
+        scripted_app(engine), "/v1/chat/completions", body | {"disable_any_whitespace": compact}
+    )
+    assert answer.status_code == 200 and "x-ignored-params" not in answer.headers
+    assert ('"item_separator"' in engine.params[0].structured_outputs.grammar) is not compact
+
+
+def test_an_option_without_json_is_said_to_be_ignored() -> None:
+    answer = post(
+        scripted_app(ScriptedEngine(["hi"])),
+        "/v1/chat/completions",
+        {"messages": HI, "disable_any_whitespace": True},
+    )
+    assert answer.headers["x-ignored-params"] == "disable_any_whitespace"

@@ -30,6 +30,7 @@ _HOME = {
     "EngineStartError": "ipc.errors",
     "EngineDeadError": "ipc.errors",
     "EnginePausedError": "ipc.errors",
+    "EngineUsageError": "ipc.errors",
 }
 
 __all__ = ["__version__", *_HOME]

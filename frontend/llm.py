@@ -14,6 +14,7 @@ import msgspec
 from ..ipc.errors import InvalidParameterError
 from ..ipc.params import RequestOutputKind, SamplingParams
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
+from .clients.guard import Guard
 from .engine_args import EngineArgs
 from .input_processor import ProcessedRequest, Prompt
 from .llm_engine import LLMEngine
@@ -30,11 +31,15 @@ class LLM:
     process), "inproc" (this process), or the address of a running daemon ("ipc://..."). arguments:
     those of EngineArgs: tokenizer, dtype, max_model_len, max_num_seqs, enable_prefix_caching, seed,
     …
+
+    Threads may share one: their calls run one after the other. A fork of the process cannot use it
+    (EngineUsageError).
     """
 
     def __init__(self, model: str = "bundled", *, engine: str = "process", **arguments: Any):
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model, **arguments), engine)
         self._num_requests = 0
+        self._turn = Guard(waits=True)
 
     def __enter__(self) -> Self:
         return self
@@ -45,9 +50,13 @@ class LLM:
     def close(self) -> None:
         """Ends the engine, or leaves the daemon.
 
-        May be called twice; the LLM is of no use afterwards.
+        May be called twice and by any thread: another thread's call ends with EngineDeadError, as
+        does every later call. In a fork of the process it does nothing.
         """
-        self.llm_engine.shutdown()
+        self.llm_engine.client.shutdown()  # another thread's call ends, and gives up its turn
+        if not self._turn.is_in_fork:
+            with self._turn:
+                self.llm_engine.shutdown()
 
     def get_tokenizer(self) -> Tokenizer | None:
         return self.llm_engine.get_tokenizer()
@@ -61,43 +70,55 @@ class LLM:
     # As in LLMEngine, where each is described.
 
     def get_metrics(self) -> dict[str, int]:
-        return self.llm_engine.get_metrics()
+        with self._turn:
+            return self.llm_engine.get_metrics()
 
     def scheduler_state(self) -> dict[str, Any]:
-        return self.llm_engine.scheduler_state()
+        with self._turn:
+            return self.llm_engine.scheduler_state()
 
     def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
-        return self.llm_engine.observe(since_step, max_blocks)
+        with self._turn:
+            return self.llm_engine.observe(since_step, max_blocks)
 
     def set_tracer_provider(self, provider: Any) -> None:
         self.llm_engine.set_tracer_provider(provider)
 
     def pause(self, mode: str = "abort") -> None:
-        self.llm_engine.pause(mode)
+        with self._turn:
+            self.llm_engine.pause(mode)
 
     def resume(self) -> None:
-        self.llm_engine.resume()
+        with self._turn:
+            self.llm_engine.resume()
 
     def is_paused(self) -> bool:
-        return self.llm_engine.is_paused()
+        with self._turn:
+            return self.llm_engine.is_paused()
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        return self.llm_engine.reset_prefix_cache(reset_running)
+        with self._turn:
+            return self.llm_engine.reset_prefix_cache(reset_running)
 
     def sleep(self, level: int = 1) -> None:
-        self.llm_engine.sleep(level)
+        with self._turn:
+            self.llm_engine.sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        self.llm_engine.wake_up(tags)
+        with self._turn:
+            self.llm_engine.wake_up(tags)
 
     def is_sleeping(self) -> bool:
-        return self.llm_engine.is_sleeping()
+        with self._turn:
+            return self.llm_engine.is_sleeping()
 
     def load_weights(self, path: str) -> None:
-        self.llm_engine.load_weights(path)
+        with self._turn:
+            self.llm_engine.load_weights(path)
 
     def collective_rpc(self, method: str, args: list[Any] | None = None) -> list[Any]:
-        return self.llm_engine.collective_rpc(method, args)
+        with self._turn:
+            return self.llm_engine.collective_rpc(method, args)
 
     def generate(
         self,
@@ -125,7 +146,8 @@ class LLM:
             sampling_params = self.get_default_sampling_params()
         params = _one_each("sampling_params", sampling_params, len(several))
         priorities = _one_each("priority", 0 if priority is None else priority, len(several))
-        outputs = self._run(self._process(several, params, priorities), use_tqdm, trace_headers)
+        with self._turn:
+            outputs = self._run(self._process(several, params, priorities), use_tqdm, trace_headers)
         if len(outputs) == 1 and (parameter := outputs[0].error_parameter) is not None:
             raise InvalidParameterError(parameter, outputs[0].error.removeprefix(f"{parameter}: "))
         return outputs
@@ -167,8 +189,16 @@ class LLM:
         message in `error`, the others go on.
         """
         several = _prompt_list(prompts)
+        with self._turn:
+            searches = self._search(several, params, use_tqdm)
+        return [search.output(self.get_tokenizer()) for search in searches]
+
+    def _search(
+        self, prompts: list[Prompt], params: BeamSearchParams, use_tqdm: bool | Callable[..., Any]
+    ) -> list[BeamSearch]:
+        """Beam searches of all prompts, run to their ends."""
         step_params = first_params(params)
-        requests = self._process(several, [step_params] * len(several), [0] * len(several))
+        requests = self._process(prompts, [step_params] * len(prompts), [0] * len(prompts))
         searches = [
             BeamSearch(request, params, self.llm_engine.config.model_config) for request in requests
         ]
@@ -190,7 +220,7 @@ class LLM:
                         )
         finally:
             progress.close()
-        return [search.output(self.get_tokenizer()) for search in searches]
+        return searches
 
     def chat(
         self,

@@ -52,6 +52,8 @@ class Connection:
         self.pull = bind_pull(
             self.context, self.directory.address(OUTPUT_SOCKET), max_message_bytes
         )
+        # readable once wake() was called: ends a poll that waits for the engine
+        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.encoder = Encoder(max_message_bytes)
         self.decoder = Decoder(EngineMessage, max_message_bytes)
         self.num_bad_frames = 0  # from the engine, dropped
@@ -99,6 +101,11 @@ class Connection:
     def send(self, message: ClientMessage) -> None:
         """Never blocks. Raises zmq.ZMQError when the engine has gone."""
         self.router.send_multipart([ENGINE_IDENTITY, *self.encoder.encode(message)], zmq.NOBLOCK)
+
+    def wake(self) -> None:
+        """Makes wake_fd readable, for good. May be called by any thread."""
+        if not self.is_closed:
+            os.eventfd_write(self.wake_fd, 1)
 
     def decode(self, frames: list) -> Any:
         """The engine's message in these frames, or None where there is none: that is counted."""
@@ -149,6 +156,7 @@ class Connection:
             self.process.close(self.shutdown_timeout_s)
         elif self.pidfd >= 0:
             os.close(self.pidfd)
+        os.close(self.wake_fd)
         self.router.close()
         self.pull.close(linger=0)
         self.context.term()

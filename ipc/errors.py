@@ -35,6 +35,10 @@ class ModelLoadError(QuireError, RuntimeError):
     """The model's files are missing, corrupt, or of an architecture that Quire does not run."""
 
 
+class EngineUsageError(QuireError, RuntimeError):
+    """The engine was called from a fork of its process, or by two threads at once."""
+
+
 class EnginePausedError(QuireError, RuntimeError):
     """The engine is paused or asleep, and what was asked of it needs it to go on: resume() or
     wake_up() first.

@@ -73,7 +73,9 @@ def daemon(directory: Path, **settings) -> Iterator[str]:
     """`quire engine` with these settings, its socket in `directory`; ended by SIGTERM."""
     address = f"ipc://{directory / 'engine.sock'}"
     flags = [
-        f"--{name.replace('_', '-')}={value}" for name, value in {**DEFAULTS, **settings}.items()
+        f"--{name.replace('_', '-')}={item}"
+        for name, value in {**DEFAULTS, **settings}.items()
+        for item in (value if isinstance(value, list) else [value])
     ]
     process = subprocess.Popen(
         [sys.executable, "-m", "quire", "engine", "--listen", address, *flags], cwd=directory

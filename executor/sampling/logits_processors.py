@@ -18,9 +18,9 @@ the same tensor, changed in place or not, or a new one of the same shape. Severa
 of the configuration.
 
 A request that was preempted comes in again and gets new processors: what one needs, it must find in
-its arguments, so that the result does not depend on who else was there. An exception, in factory or
-processor, is the error of that request alone. They run in the engine's step: as long as they take,
-everybody waits.
+its arguments, so that the result does not depend on who else was there. An exception in factory or
+processor, sys.exit() included, is the error of that request alone. Processors run in the engine's
+step: all requests wait for them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def _load(path: str) -> Any:
         found = importlib.import_module(module_name)
         for attribute in name.split("."):
             found = getattr(found, attribute)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit() in the user's module too
         raise InvalidParameterError(
             "logits_processors", f"{path} cannot be imported: {_describe(error)}"
         ) from error
@@ -77,7 +79,7 @@ def _load(path: str) -> Any:
     return found
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -93,7 +95,9 @@ class UserProcessors:
         for loaded in self.loaded:
             try:
                 processor = loaded.make(request.sampling_params)
-            except Exception as error:
+            except KeyboardInterrupt:  # the terminal's, not the request's
+                raise
+            except BaseException as error:  # sys.exit() ends the request, not the engine
                 raise InvalidParameterError(
                     "logits_processors", f"{loaded.path} failed on the request: {_describe(error)}"
                 ) from error
@@ -131,7 +135,9 @@ class UserProcessors:
         for path, processor in self._processors[slot]:
             try:
                 logits = processor(prompt_token_ids, output_token_ids, logits)
-            except Exception as error:
+            except KeyboardInterrupt:  # the terminal's, not the request's
+                raise
+            except BaseException as error:  # sys.exit() ends the request, not the engine
                 raise InvalidParameterError(
                     "logits_processors", f"{path} failed: {_describe(error)}"
                 ) from error

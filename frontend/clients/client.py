@@ -11,6 +11,8 @@ from typing import Any
 from ...ipc.messages import EngineCoreOutputs, EngineCoreRequest, Ready
 from ...ipc.threads import in_thread
 
+CLOSED = "this client was shut down"
+
 
 class EngineClient(ABC):
     """An engine as the frontend sees it.
@@ -18,9 +20,11 @@ class EngineClient(ABC):
     All forms give the same outputs, order, errors and utilities.
 
     One client is used either from blocking code (get_output, call_utility) or from one asyncio loop
-    (the `_async` pair), by one thread. The other methods never block and serve both. When the
-    engine is gone every method, and every waiter inside one, raises EngineDeadError with the cause;
-    `shutdown` never raises and may be called twice.
+    (the `_async` pair), by one thread at a time. The other methods never block and serve both. When
+    the engine is gone every method, and every waiter inside one, raises EngineDeadError with the
+    cause. A second thread, and every call in a fork of the process, gets EngineUsageError.
+    `shutdown` never raises, may be called twice and by any thread: calls of others then end with
+    EngineDeadError. In a fork it does nothing.
     """
 
     is_shared = False  # others may use the engine too: it is a daemon

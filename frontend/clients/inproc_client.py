@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import queue
 import threading
 import weakref
@@ -28,7 +29,8 @@ from ...ipc.errors import EngineDeadError, EnginePausedError
 from ...ipc.failures import unpack_exception
 from ...ipc.handshake import Report
 from ...ipc.threads import in_thread
-from .client import EngineClient
+from .client import CLOSED, EngineClient
+from .guard import Guard
 
 MAX_QUEUED_OUTPUTS = 256  # the thread steps this far ahead of its reader
 CLIENT = 0  # our index in the core
@@ -54,6 +56,7 @@ class LocalEngine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closing = False
+        self._owner_pid = os.getpid()
 
     def submit(self, function: Callable[[], None]) -> None:
         """Runs `function` on the core between two steps: now, or in the thread that owns it."""
@@ -182,9 +185,12 @@ class LocalEngine:
         except RuntimeError:  # the loop was closed with its task still waiting
             self.waiter = None
 
-    def close(self, cause: str = "this client was shut down") -> None:
-        """Ends the thread after its present step, and lets go of the model. May be called twice."""
-        if self._is_closing:
+    def close(self, cause: str = CLOSED) -> None:
+        """Ends the thread after its present step, and lets go of the model. May be called twice.
+
+        In a fork it does nothing: threads do not survive a fork, and cannot be joined there.
+        """
+        if self._is_closing or os.getpid() != self._owner_pid:
             return
         self._is_closing = True
         self.death = self.death or EngineDeadError(cause)
@@ -229,6 +235,7 @@ class InprocClient(EngineClient):
         engine.core.host_counters = engine.count_transport
         engine.core.hand_out = engine.hand_out
         engine.core.gate.wake = engine.wake_thread
+        self._guard = Guard()
         self._close = weakref.finalize(self, engine.close)  # also at exit, for scripts that forget
         self.ready = engine.core.ready
         max_message_bytes = config.service_config.max_message_bytes
@@ -265,18 +272,21 @@ class InprocClient(EngineClient):
 
     def add_request(self, request: m.EngineCoreRequest) -> None:
         core = self._engine.core
-        received = self._carry(request)
-        if received is not None:
-            self._engine.submit(lambda: core.add_request(received, CLIENT))
+        with self._guard:
+            received = self._carry(request)
+            if received is not None:
+                self._engine.submit(lambda: core.add_request(received, CLIENT))
 
     def abort_requests(self, request_ids: list[str]) -> None:
         core = self._engine.core
         if request_ids:
-            self._engine.submit(lambda: core.abort_requests(request_ids, CLIENT))
+            with self._guard:
+                self._engine.submit(lambda: core.abort_requests(request_ids, CLIENT))
 
     def pace_outputs(self, rows_per_s: int) -> None:
         core = self._engine.core
-        self._engine.submit(lambda: core.pace_outputs(rows_per_s, CLIENT))
+        with self._guard:
+            self._engine.submit(lambda: core.pace_outputs(rows_per_s, CLIENT))
 
     def _carry(self, request: m.EngineCoreRequest) -> m.EngineCoreRequest | None:
         """The request as the engine receives it; None if it did not survive and was answered, as
@@ -310,25 +320,30 @@ class InprocClient(EngineClient):
             raise RuntimeError(
                 "this client belongs to an asyncio loop: await get_output_async() instead"
             )
-        while not engine.outputs:
-            if engine.death is not None:
-                raise engine.death
-            if engine.core.is_idle():
-                # there is no other client that could change it
-                if stall := engine.core.pausing.describe_stall():
-                    raise EnginePausedError(stall)
-                raise RuntimeError(
-                    "no request of this client is unfinished: there is nothing to wait for"
-                )
-            # raised in the next turn, behind the rows that came before it
-            with contextlib.suppress(EngineDeadError):
-                engine.step()
-        return self._deliver()
+        with self._guard:
+            while not engine.outputs:
+                if engine.death is not None:
+                    raise engine.death
+                if engine.core.is_idle():
+                    # there is no other client that could change it
+                    if stall := engine.core.pausing.describe_stall():
+                        raise EnginePausedError(stall)
+                    raise RuntimeError(
+                        "no request of this client is unfinished: there is nothing to wait for"
+                    )
+                # raised in the next turn, behind the rows that came before it
+                with contextlib.suppress(EngineDeadError):
+                    engine.step()
+            return self._deliver()
 
     def call_utility(self, method: str, *args: Any) -> Any:
-        engine, future = self._engine, self._begin_call(method, args)
-        while not engine.has_thread and not future.done():
-            engine.step()  # the result comes with a step, and nobody else makes one
+        engine = self._engine
+        with self._guard:
+            future = self._begin_call(method, args)
+            while not engine.has_thread and not future.done():
+                if engine.death is not None:
+                    raise engine.death
+                engine.step()  # the result comes with a step, and nobody else makes one
         return future.result()
 
     def _begin_call(self, method: str, args: tuple) -> Future:
@@ -347,6 +362,7 @@ class InprocClient(EngineClient):
     # ------------------------------------------------------------ asyncio
 
     async def get_output_async(self) -> m.EngineCoreOutputs:
+        self._guard.check_process()
         engine = self._engine
         engine.start_thread()
         while not engine.outputs:
@@ -365,8 +381,13 @@ class InprocClient(EngineClient):
         return outputs
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
+        self._guard.check_process()
         self._engine.start_thread()
         return await asyncio.wrap_future(self._begin_call(method, args))
 
     def shutdown(self) -> None:
-        self._close()
+        if self._guard.is_in_fork:
+            return  # the engine is the parent's
+        # ends a call of another thread after its present step
+        self._engine.death = self._engine.death or EngineDeadError(CLOSED)
+        self._guard.close(self._close, CLOSED)

@@ -31,7 +31,8 @@ from ...ipc.handshake import (
 )
 from ...ipc.sockets import receive
 from ...ipc.threads import in_thread
-from .client import EngineClient
+from .client import CLOSED, EngineClient
+from .guard import Guard
 
 if TYPE_CHECKING:  # 6 MB and 30 ms, which blocking programs need not pay
     import asyncio
@@ -69,6 +70,7 @@ class MPClient(EngineClient):
         self._connection, self.ready = connected or open_connection(
             config, engine, on_progress, epoch=epoch, command=command
         )
+        self._guard = Guard()
         # also at exit, for scripts that forget
         self._close = weakref.finalize(self, self._connection.close)
         self.asyncio_mode = asyncio_mode
@@ -88,6 +90,7 @@ class MPClient(EngineClient):
         self._poller = zmq.Poller()
         self._poller.register(self._connection.pull, zmq.POLLIN)
         self._poller.register(self._connection.pidfd, zmq.POLLIN)
+        self._poller.register(self._connection.wake_fd, zmq.POLLIN)
 
     @classmethod
     async def start(
@@ -126,20 +129,29 @@ class MPClient(EngineClient):
         self._send(m.PaceOutputs(rows_per_s))
 
     def shutdown(self) -> None:
+        if self._guard.is_in_fork:
+            return  # the engine is the parent's
         self._leave()
-        self._close()
+        self._guard.close(self._close, CLOSED)
 
     async def shutdown_async(self) -> None:
+        if self._guard.is_in_fork:
+            return
         self._leave()
-        await in_thread(self._close)
+        await in_thread(lambda: self._guard.close(self._close, CLOSED))
 
     def _leave(self) -> None:
-        """Nobody waits any more, and no loop watches."""
+        """Ends every wait, also that of another thread, and the loop's watching."""
         if self._death is None:
-            self._fail_waiters("this client was shut down")
+            self._fail_waiters(CLOSED)
+            self._connection.wake()
 
     def _send(self, message: m.ClientMessage) -> None:
         self._raise_if_dead()
+        with self._guard:
+            self._send_now(message)
+
+    def _send_now(self, message: m.ClientMessage) -> None:
         try:
             self._connection.send(message)
         except zmq.ZMQError as error:  # no peer: the engine has died, or has cut the connection
@@ -219,8 +231,10 @@ class MPClient(EngineClient):
     # ------------------------------------------------------------ blocking
 
     def _wait(self) -> None:
-        """Blocks until something was read."""
+        """Blocks until something was read, the engine has died, or another thread has closed us."""
         ready = dict(self._poller.poll())
+        if self._death is not None:
+            return  # the callers raise it
         if self._connection.pidfd in ready:
             self._on_death()
         else:
@@ -231,28 +245,30 @@ class MPClient(EngineClient):
             raise RuntimeError(
                 "this client belongs to an asyncio loop: await get_output_async() instead"
             )
-        if not self._outputs:
-            self._raise_if_dead()
-            self._read()
-        while not self._outputs:
-            self._raise_if_dead()
-            if not self._may_be_stalled:
-                self._wait()
-            elif (stall := self.call_utility("stall_reason")) is None:
-                self._may_be_stalled = False
-            elif not self._outputs:
-                raise EnginePausedError(stall)
-        return self._outputs.popleft()
+        with self._guard:
+            if not self._outputs:
+                self._raise_if_dead()
+                self._read()
+            while not self._outputs:
+                self._raise_if_dead()
+                if not self._may_be_stalled:
+                    self._wait()
+                elif (stall := self.call_utility("stall_reason")) is None:
+                    self._may_be_stalled = False
+                elif not self._outputs:
+                    raise EnginePausedError(stall)
+            return self._outputs.popleft()
 
     def call_utility(self, method: str, *args: Any) -> Any:
-        call_id = self._begin_call(method, args, None)
-        try:
-            while call_id not in self._results:
-                self._raise_if_dead()
-                self._wait()
-            return self._result_of(self._results.pop(call_id))
-        finally:
-            self._calls.pop(call_id, None)
+        with self._guard:
+            call_id = self._begin_call(method, args, None)
+            try:
+                while call_id not in self._results:
+                    self._raise_if_dead()
+                    self._wait()
+                return self._result_of(self._results.pop(call_id))
+            finally:
+                self._calls.pop(call_id, None)
 
     # ------------------------------------------------------------ asyncio
 
@@ -281,6 +297,7 @@ class MPClient(EngineClient):
             self._read()
 
     async def get_output_async(self) -> m.EngineCoreOutputs:
+        self._guard.check_process()
         while not self._outputs:
             self._raise_if_dead()
             self._watch()

@@ -212,7 +212,7 @@ def test_close_and_context_manager(monkeypatch) -> None:
         assert llm.get_default_sampling_params() == SamplingParams()
         assert llm.get_metrics()["called"] == "get_metrics"
         assert llm.reset_prefix_cache() == {"called": "reset_prefix_cache"}
-    assert llm.llm_engine.client.num_shutdowns == 1
+    assert llm.llm_engine.client.num_shutdowns >= 1
     llm.close()
     with pytest.raises(EngineDeadError):
         llm.generate("abc", PARAMS, use_tqdm=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -129,6 +131,8 @@ def test_failures_are_their_requests_own():
         def process(prompt, output, logits):
             if params.extra_args["how"] == "raise":
                 raise ZeroDivisionError("by nothing")
+            if params.extra_args["how"] == "exit":
+                sys.exit("enough")
             answers = {
                 "none": None,
                 "short": logits[:3],
@@ -140,13 +144,13 @@ def test_failures_are_their_requests_own():
 
         return process if params.extra_args else None
 
-    ways = ["raise", "none", "short", "ints", "sparse", "nan"]
+    ways = ["raise", "none", "short", "ints", "sparse", "nan", "exit"]
     batch = make_batch(
         Asked(), *(Asked({"extra_args": {"how": how}}) for how in ways), processors=loaded(failing)
     )
-    logits = make_logits(7)
+    logits = make_logits(8)
     rows, errors = run_stages(batch, logits)
-    assert list(errors) == [1, 2, 3, 4, 5, 6]
+    assert sorted(errors) == [1, 2, 3, 4, 5, 6, 7]
     path = "logits_processors: tests:failing"
     assert errors[1] == f"{path} failed: ZeroDivisionError: by nothing"
     assert errors[2] == f"{path} must return a tensor, got None"
@@ -155,13 +159,30 @@ def test_failures_are_their_requests_own():
         for row in (3, 4, 5)
     )
     assert "NaN" in errors[6]
+    assert errors[7] == f"{path} failed: SystemExit: enough"
     np.testing.assert_array_equal(rows[0], logits[0])
+
+
+def exiting_factory(params):
+    sys.exit(3)
+
+
+def test_an_interrupt_is_the_terminals_and_not_the_requests():
+    def interrupted(params):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_batch(Asked(), processors=loaded(interrupted))
 
 
 def test_a_failing_factory_refuses_the_request():
     batch = make_batch(Asked(), processors=loaded(broken_factory))
     assert batch.refusals == {
         0: "logits_processors: tests:broken_factory failed on the request: KeyError: 'no such word'"
+    }
+    batch = make_batch(Asked(), processors=loaded(exiting_factory))
+    assert batch.refusals == {
+        0: "logits_processors: tests:exiting_factory failed on the request: SystemExit: 3"
     }
 
 

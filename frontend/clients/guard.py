@@ -1,0 +1,79 @@
+"""Guard: who may call an engine client. One thread at a time, of the process that made the client,
+until it is closed.
+
+Must not know: what a call does, how a client reaches its engine.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from ...ipc.errors import EngineDeadError, EngineUsageError
+
+
+class Guard:
+    """`with guard:` around every call. Calls of one thread may nest.
+
+    waits: a second thread waits for its turn; otherwise it gets EngineUsageError. In a fork of the
+    owning process every call raises EngineUsageError: sockets and threads do not survive a fork.
+    """
+
+    def __init__(self, *, waits: bool = False):
+        self._owner_pid = os.getpid()
+        self._waits = waits
+        self._lock = threading.RLock()
+        self._depth = 0  # of nested calls of the thread that holds the lock
+        self._closed: EngineDeadError | None = None
+        self._close_later: Callable[[], object] | None = None
+
+    @property
+    def is_in_fork(self) -> bool:
+        return os.getpid() != self._owner_pid
+
+    def check_process(self) -> None:
+        """Raises EngineUsageError in a fork of the process that made this."""
+        if self.is_in_fork:
+            raise EngineUsageError(
+                f"this engine belongs to process {self._owner_pid}, and process {os.getpid()} is a "
+                f"fork of it: create the LLM in the process that uses it, or let multiprocessing "
+                f'start processes with the method "spawn"'
+            )
+
+    def __enter__(self) -> None:
+        self.check_process()
+        if not self._lock.acquire(blocking=self._waits):
+            raise self._closed or EngineUsageError(
+                "another thread is in a call of this engine: LLMEngine and its clients serve one "
+                "thread at a time (LLM lets its callers wait, AsyncLLM runs their requests together)"
+            )
+        self._depth += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._depth -= 1
+        try:
+            if self._depth == 0 and self._close_later is not None:
+                close, self._close_later = self._close_later, None
+                close()
+        finally:
+            self._lock.release()
+
+    def close(self, function: Callable[[], object], cause: str) -> None:
+        """Calls function() when no call is under way.
+
+        Waits for another thread's call, which must have been told to end. Inside a call of this
+        thread (a signal handler, a progress bar's callback) the function runs when that call ends.
+        """
+        self._closed = self._closed or EngineDeadError(cause)
+        with self._lock:
+            if self._depth:
+                self._close_later = function
+            else:
+                function()

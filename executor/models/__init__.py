@@ -1,6 +1,9 @@
-"""Which class runs which architecture. `register_model` adds one from outside the package.
+"""Maps architectures to model classes; `register_model` adds one from outside the package.
 
-Must not know: how any model is built; its module is imported when it is asked for.
+Must not know: how a model is built; its module is imported on first use.
+
+`llama.py`, `qwen2.py` and `qwen3.py` are the architectures; `decoder.py`, `layers.py` and `rope.py`
+are shared by them.
 """
 
 from __future__ import annotations
@@ -19,17 +22,18 @@ _MODELS: dict[str, str | type] = {
 
 
 def register_model(architecture: str, model_class: type) -> None:
-    """Makes `model_class` the model of configs that name `architecture`. models/llama.py shows what
-    such a class has: parse_config(hf_config) -> DecoderConfig, and the constructor (config, make:
-    LayerFactory, max_model_len).
+    """Registers `model_class` for configs that name `architecture`.
+
+    The class needs `parse_config(hf_config) -> DecoderConfig` and the constructor `(config, make:
+    LayerFactory, max_model_len)`; models/llama.py is an example.
     """
     _MODELS[architecture] = model_class
 
 
 def find_model_class(hf_config: dict[str, Any]) -> type:
-    """The class of the first supported name in `architectures`; without that key, of `model_type`.
+    """Returns the class of the first supported name in `architectures`, or else of `model_type`.
 
-    Raises ModelLoadError that lists what is supported.
+    Raises ModelLoadError, which lists what is supported.
     """
     architecture = find_architecture(hf_config, _MODELS)
     found = _MODELS[architecture]

@@ -1,7 +1,7 @@
 """The stack that most decoder-only models share: embedding, pre-norm layers of attention and MLP, a
 final norm, a head.
 
-Must not know: which architecture is built of it (models/), files, requests.
+Must not know: the architectures that are built from it, files, requests.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class DecoderLayer:
 class Decoder:
     """A causal language model.
 
-    `make_attention`, a function of the layer's index, and `make_mlp` build one layer's blocks: all
-    in which the architectures differ.
+    `make_attention`, a function of the layer's index, and `make_mlp` build the blocks of a layer.
+    Architectures differ only in these.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Decoder:
         positions: torch.Tensor,
         metadata: AttentionMetadata,
     ):
-        """The rest of a layer once its input is normed.
+        """Runs the rest of a layer on its normalized input.
 
-        `residual` grows in place; what comes back is yet to be added to it.
+        Adds to `residual` in place. The caller still adds the result to it.
         """
         x = layer.self_attn(x, positions, metadata)
         layer.post_attention_layernorm.add(x, residual)
@@ -95,7 +95,7 @@ class Decoder:
         return self.lm_head.logits(hidden)
 
     def weights(self) -> Weights:
-        """The weight-name table: every name the checkpoint must have, once, and the tensor it
+        """The weight-name table: every name that the checkpoint must have, with the tensor it
         fills.
         """
         yield from self.embed_tokens.weights("model.")
@@ -106,8 +106,8 @@ class Decoder:
             yield from self.lm_head.weights("")
 
     def tied_weights(self) -> dict[str, str]:
-        """Names a checkpoint may have beside: copies of what is already in the table, and the names
-        of what they must equal.
+        """Names that a checkpoint may have in addition, with the names whose tensors they must
+        equal.
         """
         return (
             {"lm_head.weight": "model.embed_tokens.weight"}
@@ -116,5 +116,5 @@ class Decoder:
         )
 
     def attention_layers(self) -> list[Attention]:
-        """In the order of the stack; each owns its key_cache and value_cache."""
+        """The attention layers in order; each owns its key_cache and value_cache."""
         return [layer.self_attn for layer in self.layers]

@@ -1,7 +1,7 @@
-"""The blocks that models are made of, and the factory that makes every layer with weights.
+"""The layers that models are made of, and the factory that makes every layer with weights.
 
-Must not know: architectures, files, requests. Tensor parallelism, quantization and LoRA are other
-factories, never branches in a model.
+Must not know: architectures, files, requests. Tensor parallelism, quantization and LoRA belong to
+the factory, never to branches in a model.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .rope import make_cos_sin_cache
 # (name in the checkpoint, the tensor it fills: a whole parameter, or a view of a merged one's rows)
 Weights = Iterator[tuple[str, torch.Tensor]]
 Multiply = Callable[[torch.Tensor], torch.Tensor]
-# ops.pack_linear, or ops.pack_quantized_linear for so many bits; and from_parts, if the
-# implementation has it (see the contract of pack_linear)
+# ops.pack_linear or ops.pack_quantized_linear with its bits, and its `from_parts` if the
+# implementation has one (see the contract of pack_linear)
 Packer = tuple[
     Callable[..., Multiply],
     Callable[..., Multiply] | None,
@@ -40,8 +40,8 @@ def _not_packed(x: torch.Tensor) -> torch.Tensor:
 
 
 class Linear:
-    """y = x W^T + b, for one or several projections of the same x laid one below the other (q, k
-    and v; gate and up).
+    """y = x W^T + b, for one or several stacked projections of the same x (q, k and v; gate and
+    up).
     """
 
     def __init__(
@@ -56,8 +56,7 @@ class Linear:
         self.bias = bias
         self._num_unfilled = len(shards) * (1 if bias is None else 2)
         self._pack, self._pack_parts = packer
-        # shards that stay where they are until all is packed, by the address of their rows in
-        # `weight`
+        # shards kept unpacked until all are there, by the address of their rows in `weight`
         self._stored: dict[int, torch.Tensor] = {}
         self._multiply: Multiply = _not_packed
 
@@ -78,9 +77,9 @@ class Linear:
         return self._multiply(x).float() if multiply is None else multiply(x)
 
     def fill(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """To be called once for each tensor of `weights`, see LayerFactory.fill.
+        """Fills one tensor of `weights`; call it once for each. See LayerFactory.fill.
 
-        With the last, the weight is packed.
+        The last call packs the weight.
         """
         is_shard = tensor.dim() == 2
         if (
@@ -96,8 +95,8 @@ class Linear:
             self.pack()
 
     def pack(self) -> None:
-        """To be called once, when all values are there: lays the weight out as the device
-        multiplies it best.
+        """Packs the weight into the layout that the device multiplies best. Call it once, when all
+        values are there.
         """
         if self._stored and self._pack_parts is not None:
             shards = [rows for _, rows in self.weights("") if rows.dim() == 2]
@@ -109,13 +108,11 @@ class Linear:
         else:
             self._multiply = self._pack(self.weight, self.bias)
         for values in self._stored.values():
-            release_mapped(values)  # again, where pieces did not end with a page
+            release_mapped(values)  # again, for pieces that do not end at a page
         self._weight, self._stored = None, {}
 
     def _release(self, rows: torch.Tensor) -> None:
-        """Of a shard that was packed out of the file: what of it is read need not stay in
-        memory.
-        """
+        """Releases the pages of a packed shard that lies in a mapped file."""
         if any(
             values.data_ptr() <= rows.data_ptr() < values.data_ptr() + values.nbytes
             for values in self._stored.values()
@@ -132,8 +129,9 @@ class Linear:
 
 
 class TiedHead(Linear):
-    """An output head that is the embedding's own table: one memory for both, if the packed weight
-    gives rows too.
+    """An output head whose weight is the embedding's table.
+
+    One memory serves both if the packed weight can return rows.
     """
 
     def __init__(self, name: str, embedding: Embedding, packer: Packer):
@@ -170,7 +168,7 @@ class Embedding:
         )
 
     def read_from(self, look_up: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """From now on `look_up` gives a token's row."""
+        """Makes `look_up` return the rows of tokens from now on."""
         self._look_up = look_up
         self._weight = None
 
@@ -199,30 +197,31 @@ class RMSNorm:
 
 
 class LayerFactory:
-    """Allocates every parameter, unfilled, on one device in one dtype.
+    """Allocates every parameter of a model, unfilled, on one device in one dtype.
 
-    A model asks it for layers and knows no other way to get one.
+    Models get layers only from here.
     """
 
     def __init__(
         self, ops: Any, dtype: torch.dtype, device: torch.device, quantization: str | None = None
     ):
-        """quantization: "int8" or "int4" for the linear layers' weights; the head's are int8 in
-        both cases.
+        """quantization: "int8" or "int4" for the weights of linear layers; the head is int8 in both
+        cases.
         """
-        self.ops = ops  # kernels' table, selected once
+        self.ops = ops  # the kernels' table, selected once
         self.dtype = dtype
         self.device = device
-        self.weights_bytes = 0  # of all layers made so far, once they are packed
+        self.weights_bytes = 0  # of all layers made so far, packed
         self._bits = QUANTIZATION_BITS[quantization] if quantization else None
-        self._unpacked: dict[int, Linear] = {}  # by the addresses of the tensors that it waits for
+        self._unpacked: dict[int, Linear] = {}  # by the addresses of the tensors that they wait for
 
     def fill(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Gives a tensor of the model's weight-name table its values, of whatever float dtype; to
-        be called for every one, before the model runs. `values` may lie in a file's private
-        mapping, and are of no use afterwards. A linear layer that is complete is packed, where
-        possible out of that mapping, and what it was filled in freed, so that no more than one lies
-        there twice.
+        """Fills a tensor of the model's weight-name table, from values of any float dtype.
+
+        Call it for every tensor before the model runs. `values` may lie in a private mapping of a
+        file and are not used afterwards. A complete linear layer is packed, directly from the
+        mapping where possible, and its source is released, so that at most one layer is in memory
+        twice.
         """
         linear = self._unpacked.pop(tensor.data_ptr(), None)
         if linear is None:
@@ -238,7 +237,7 @@ class LayerFactory:
     def linear(self, in_features: int, shards: dict[str, int], bias: bool = False) -> Linear:
         """Projections of one input, merged into one multiplication.
 
-        Under tensor parallelism a rank keeps a part of every shard's rows.
+        Under tensor parallelism a rank keeps a part of the rows of every shard.
         """
         rows = sum(shards.values())
         return self._linear(
@@ -253,7 +252,7 @@ class LayerFactory:
     ) -> Linear:
         """A projection back to the residual stream.
 
-        Under tensor parallelism a rank keeps a part of the columns, the results are added.
+        Under tensor parallelism a rank keeps a part of the columns, and the results are added.
         """
         return self.linear(in_features, {name: out_features}, bias)
 
@@ -261,7 +260,7 @@ class LayerFactory:
         return Embedding(name, self.parameter(vocab_size, hidden_size), self.ops)
 
     def head(self, name: str, in_features: int, out_features: int) -> Linear:
-        """An output head of its own."""
+        """An untied output head."""
         return self._linear(
             {name: out_features},
             self.parameter(out_features, in_features),
@@ -277,7 +276,7 @@ class LayerFactory:
         return RMSNorm(name, self.parameter(size), eps, self.ops)
 
     def rope(self, config: DecoderConfig, num_positions: int) -> torch.Tensor:
-        """[num_positions, head_dim] f32, shared by all layers: see rope.make_cos_sin_cache"""
+        """[num_positions, head_dim] f32, shared by all layers; see rope.make_cos_sin_cache."""
         return make_cos_sin_cache(config.rope, config.head_dim, num_positions).to(self.device)
 
     def _linear(
@@ -308,8 +307,8 @@ class LayerFactory:
 
 
 class Attention:
-    """Causal grouped-query attention over the paged cache, with rotary positions and, where given,
-    norms on each head's q and k.
+    """Causal grouped-query attention over the paged cache, with rotary positions and optional q/k
+    norms.
     """
 
     def __init__(
@@ -343,11 +342,11 @@ class Attention:
         self.scale = self.head_dim**-0.5
         self.sliding_window = config.sliding_windows[layer]
         self.ops = make.ops
-        # [num_blocks, block_size, num_kv_heads, head_dim], bound when the cache is made
+        # [num_blocks, block_size, num_kv_heads, head_dim], set when the cache is allocated
         self.key_cache = self.value_cache = None
         self._heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        # Only where one implementer has it and its parts: another's kernel for one of these must
-        # not be passed over.
+        # Only if one implementer provides the fused operation and its parts: a user's kernel for
+        # one part must not be bypassed.
         self._fused = len({self.ops.chosen[op] for op in FUSED_PARTS}) == 1
         self._norms = (
             (self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps)
@@ -359,8 +358,9 @@ class Attention:
     def __call__(
         self, x: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """x [T, hidden_size], positions [T] i64 -> [T, hidden_size]; writes the T tokens' keys and
-        values into the cache.
+        """x [T, hidden_size], positions [T] i64 -> [T, hidden_size].
+
+        Writes the keys and values of the T tokens to the cache.
         """
         ops = self.ops
         query, key, value = (

@@ -1,7 +1,8 @@
-"""Llama 2 and 3: grouped-query attention, biases where the config asks for them. Mistral 7B is the
-same with a sliding window (Jiang et al. 2023).
+"""Llama 2 and 3, and Mistral: grouped-query attention, with biases where the config has them.
 
 Must not know: files, requests, devices.
+
+Mistral 7B adds a sliding window (Jiang et al. 2023).
 """
 
 from __future__ import annotations

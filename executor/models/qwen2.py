@@ -1,5 +1,5 @@
-"""Qwen2 and Qwen2.5: grouped-query attention with biases on q, k and v alone; the later layers may
-have a sliding window.
+"""Qwen2 and Qwen2.5: grouped-query attention with biases on q, k and v; later layers may have a
+sliding window.
 
 Must not know: files, requests, devices.
 """
@@ -16,8 +16,8 @@ from .layers import Attention, GatedMLP, LayerFactory
 class Qwen2ForCausalLM(Decoder):
     @staticmethod
     def parse_config(hf_config: dict[str, Any]) -> DecoderConfig:
-        # transformers' Qwen2 has its biases whatever attention_bias says; a checkpoint without them
-        # fails for its missing names.
+        # transformers' Qwen2 has biases whatever attention_bias says. A checkpoint without them
+        # fails because their names are missing.
         return parse_decoder_config(hf_config, honours=("attention_bias", "use_sliding_window"))
 
     def __init__(self, config: DecoderConfig, make: LayerFactory, max_model_len: int):

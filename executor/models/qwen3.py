@@ -1,5 +1,4 @@
-"""Qwen3: as Qwen2 with a norm on every head's q and k in place of biases, and a head size of its
-own.
+"""Qwen3: as Qwen2, with q/k norms instead of biases and an independent head size.
 
 Must not know: files, requests, devices.
 """

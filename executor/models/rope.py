@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the table of cosines and sines that a model's config asks for.
+"""Rotary position embeddings: the table of cosines and sines for a model's config.
 
 Must not know: layers, requests, how a table is applied (kernels/ops.py: rotary_embedding).
 """
@@ -12,7 +12,7 @@ import torch
 
 
 def inverse_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
-    """(inv_freq [head_dim // 2] f32, factor on cosines and sines) of parsed rope parameters."""
+    """Returns inv_freq [head_dim // 2] f32 and the factor on cosines and sines."""
     inv_freq = 1.0 / (
         rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     )
@@ -27,7 +27,7 @@ def inverse_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tens
 
 
 def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    """Llama 3.1's: long waves are stretched by `factor`, short ones left, those between blended."""
+    """Llama 3.1: stretches long wavelengths by `factor`, keeps short ones, blends those between."""
     original, low, high = (
         rope["original_max_position_embeddings"],
         rope["low_freq_factor"],
@@ -45,8 +45,9 @@ def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
 
 
 def _yarn(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
-    """YaRN (arXiv 2309.00071, sections 3.2 and 3.4): dimensions that turn often are left, those
-    that turn seldom are stretched.
+    """YaRN (arXiv 2309.00071, sections 3.2 and 3.4): keeps dimensions of high frequency and
+    stretches
+    those of low frequency.
     """
     theta, factor, original = (
         rope["rope_theta"],
@@ -83,10 +84,10 @@ def _yarn_attention_factor(rope: dict[str, Any]) -> float:
 
 
 def make_cos_sin_cache(rope: dict[str, Any], head_dim: int, num_positions: int) -> torch.Tensor:
-    """[num_positions, head_dim] f32: cosines of all angles, then their sines.
+    """[num_positions, head_dim] f32: the cosines of all angles, then their sines.
 
-    Rope type "dynamic" has the default's angles: ipc/rope_config.model_context keeps num_positions
-    below the length where they would change.
+    Rope type "dynamic" uses the default's angles: ipc/rope_config.model_context keeps num_positions
+    below the length at which they change.
     """
     inv_freq, factor = inverse_frequencies(rope, head_dim)
     angles = torch.arange(num_positions).float()[:, None] * inv_freq

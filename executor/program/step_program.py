@@ -1,5 +1,4 @@
-"""Makes of a model's step one call, where native kernels serve all of it, and tries that against
-the model's own code.
+"""Records a model's step as one native call, and checks the record against the model's own code.
 
 Must not know: architectures, requests, what a program consists of.
 """
@@ -32,7 +31,7 @@ OPERATIONS = (
     "gather_rows",
     "argmax",
 )  # what a model may be made of
-TRIED_TOKENS = 5  # of the prompt that a program is tried with: fits in one block
+TRIED_TOKENS = 5  # of the prompt that a program is checked with; fits in one block
 
 
 def run_op_by_op(
@@ -43,8 +42,10 @@ def run_op_by_op(
     metadata: AttentionMetadata,
     logits_indices: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """What a program does: token_ids [T] i32, positions [T] i64, logits_indices [R] i64, ascending
-    -> hidden [T, hidden_size], logits [R, vocab_size] f32, and what argmax finds in them.
+    """What a program computes.
+
+    token_ids [T] i32, positions [T] i64, logits_indices [R] i64, ascending -> hidden [T,
+    hidden_size], logits [R, vocab_size] f32, and the results of argmax over them.
     """
     hidden = model(token_ids, positions, metadata)
     logits = model.compute_logits(
@@ -54,11 +55,11 @@ def run_op_by_op(
 
 
 def record_step(model: Any, ops: OpTable, limits: Limits) -> Program | None:
-    """The program of a model whose layers have their caches; None where it must run operation by
-    operation: the log says why.
+    """Records the program of a model whose layers have their caches.
 
-    The caches must hold nothing yet in block 0, which no request is given: it is written for a
-    moment.
+    Returns None, and logs why, where the model must run operation by operation. The caches must
+    hold nothing in block 0, which is never allocated to a request: it is overwritten during the
+    check.
     """
     others = [f"{op}={ops.chosen[op]}" for op in OPERATIONS if ops.chosen.get(op) != NATIVE]
     if len(others) == len(OPERATIONS):
@@ -78,7 +79,7 @@ def record_step(model: Any, ops: OpTable, limits: Limits) -> Program | None:
         finally:
             for layer in model.attention_layers():
                 layer.key_cache[0] = layer.value_cache[0] = 0
-    except Exception as error:  # a user's model or layer may do anything
+    except Exception as error:  # a user's model or layer may raise anything
         reason = (
             str(error) if isinstance(error, Unrecordable) else f"{type(error).__name__}: {error}"
         )
@@ -113,9 +114,9 @@ def _record(model: Any, ops: OpTable, limits: Limits) -> Program:
 
 @torch.inference_mode()
 def _try(program: Program, model: Any, ops: OpTable) -> None:
-    """Runs a decode and a prompt both ways.
+    """Runs a decode and a prompt both ways and compares bits.
 
-    What the recorder cannot see, such as a layer that computes with numpy, shows in the bits.
+    This detects what the recorder cannot see, such as a layer that computes with numpy.
     """
     num_tokens = min(TRIED_TOKENS, program.limits.num_tokens)
     num_decodes = int(num_tokens > 1 and program.limits.num_requests > 1)

@@ -1,3 +1,5 @@
-"""Runs a step: slots of requests, the step's inputs, the model runner, bursts, CUDA graphs and state on
-a device.
+"""Runs a step.
+
+Slots of requests (`input_batch.py`), inputs (`step_inputs.py`), the model runner, bursts, and on a
+GPU device state, launched steps and CUDA graphs.
 """

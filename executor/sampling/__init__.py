@@ -1,1 +1,3 @@
-"""From logits to tokens: stages, penalties, grammars, processors, the draw, log-probabilities."""
+"""From logits to tokens: logits stages, penalties, grammars, processors, sampling, log-
+probabilities.
+"""

@@ -1,17 +1,18 @@
-"""Structured output: which tokens each request's grammar lets through, step by step.
+"""Structured output: which tokens each request's grammar allows, step by step.
 
 Must not know: what a schema means, the model, who scheduled what.
 
-    a request arrives    check: a process of grammar_check.py tries the grammar ──▶ compiled here, in a thread ──▶ cache
-    it enters a slot     enter: a copy of the compiled matcher
-    each step            start: the matchers take the tokens since, and find the next masks, in a thread │ the model runs meanwhile
-                         apply: waits for the masks, and puts -inf where they have no bit
+    arrival      check: a process of grammar_check.py tries the grammar; a thread compiles it
+    slot entry   enter: a copy of the compiled matcher
+    each step    start: matchers take the new tokens and compute the next masks in a thread,
+                        while the model runs
+                 apply: waits for the masks and writes -inf where they have no bit
 
-A matcher depends on its request's tokens alone, so what happens between two steps (a preemption,
-several tokens at once, a sample thrown away) needs no care here: `start` reads what the slot's
-tokens are now. A finished grammar lets through end-of-sequence tokens alone, and whatever else the
-request asks comes after: where min_tokens forbids those too, no token is left, and that is the
-request's own error. A matcher that exceeds llguidance's limits is its request's error as well.
+A matcher depends only on its request's tokens, so events between steps (a preemption, several
+tokens at once, a discarded sample) need no special case: `start` reads the tokens of the slot. A
+finished grammar allows only end-of-sequence tokens, and the request's other parameters apply after
+it: if min_tokens forbids these too, no token is left and the request ends with an error. A matcher
+that exceeds llguidance's limits is an error of its request, too.
 """
 
 from __future__ import annotations
@@ -39,32 +40,32 @@ from .grammar_compiler import GrammarCompiler, is_dead_end, normalize, refusal, 
 if TYPE_CHECKING:
     from ..runner.input_batch import InputBatch
 
-NUM_CHECKS = 2  # processes: one grammar that uses up its time does not stop the others
-# grammars kept, the least recently used goes first; usually less than 0.1 MB each
+NUM_CHECKS = 2  # processes; one slow grammar does not block the others
+# compiled grammars kept, least recently used evicted first; usually less than 0.1 MB each
 MAX_COMPILED = 512
-# of their texts together: compiled they are up to a hundred times as large
+# total size of their texts; compiled they are up to a hundred times as large
 MAX_COMPILED_BYTES = 4 * 2**20
-MAX_VERDICTS = 4096  # of checks kept
+MAX_VERDICTS = 4096  # results of checks kept
 
 
 @dataclass(slots=True)
 class SlotGrammar:
-    """One request's grammar. Used by the thread of masks from the slot's first `start` on."""
+    """The grammar of one request. Used by the mask thread from the slot's first `start` on."""
 
     params: StructuredOutputsParams  # normalized
     eos_token_ids: list[int]
     num_consumed: int  # of the slot's tokens, prompt included
-    # what the grammar forces is what would be sampled: nothing else of the request's masks tokens
-    # or wants log-probabilities
+    # no other parameter of the request masks tokens or wants log-probabilities, so a forced token
+    # would be sampled in any case
     can_jump: bool
     matcher: LLMatcher | None = None  # None: not copied yet
-    # it has taken an end-of-sequence token; the request will not sample again
+    # an end-of-sequence token was taken; the request does not sample again
     is_ended: bool = False
     error: str | None = None
 
 
 class Grammars:
-    """The stage that masks logits (see logits_stages.py), and the way to it.
+    """The logits stage that applies grammars (see logits_stages.py).
 
     Its threads and processes start with the first grammar.
     """
@@ -88,17 +89,17 @@ class Grammars:
         self.ops = ops
         scheduling = config.scheduler_config
         self.max_num_seqs = scheduling.max_num_seqs
-        # Steps that are handed over before the last one's tokens are known, or that go on by
-        # themselves, cannot jump.
+        # Jump-forward needs the last step's tokens, which overlapped and multi-step runs do not
+        # know yet.
         is_plain = not scheduling.async_scheduling and scheduling.num_scheduler_steps <= 1
         self.jumps = (
             scheduling.enable_jump_forward and is_plain and not model_config.logits_processors
         )
         self._slots: dict[int, SlotGrammar] = {}
-        # by slot [max_num_seqs, num_mask_words], once there is a grammar
+        # by slot [max_num_seqs, num_mask_words], allocated with the first grammar
         self._bitmask = np.zeros((0, 0), np.int32)
         self._masks: Future | None = None  # of the step that was started last
-        # slot -> num_tokens for which its mask is found or being found
+        # slot -> num_tokens for which its mask is computed or being computed
         self._started: dict[int, int] = {}
         self._verdicts: OrderedDict[bytes, Future] = OrderedDict()
         # with the size of its text
@@ -114,10 +115,10 @@ class Grammars:
     # ------------------------------------------------------------ before a request is scheduled
 
     def check(self, params: StructuredOutputsParams) -> Future[None]:
-        """Done when the grammar is known to be sound and is compiled; its exception is the
-        InvalidParameterError of one that is not.
+        """Returns a future that completes when the grammar is compiled.
 
-        Called by one thread. Equal grammars share one check; the answer stays known for a while.
+        The future raises the InvalidParameterError of an invalid grammar. Called by one thread.
+        Equal grammars share one check, whose result is kept for a while.
         """
         try:
             self._require_compiler()
@@ -146,7 +147,7 @@ class Grammars:
             self._all_checks = [GrammarCheck(self.settings) for _ in range(NUM_CHECKS)]
             for check in self._all_checks:
                 self._checks.put(check)
-            # read while the first check's process reads it too
+            # load it while the first check's process loads it, too
             compiler = self._require_compiler()
             _submit(self._check_pool, lambda: compiler.tokenizer)
         future: Future[None] = Future()
@@ -154,14 +155,14 @@ class Grammars:
         return future
 
     def _check(self, future: Future[None], key: bytes, params: StructuredOutputsParams) -> None:
-        """In a thread of the pool, which is also the parent of the process that it starts."""
+        """Runs in a thread of the pool, which is also the parent of the process that it starts."""
         check = self._checks.get()
         try:
             check.check(params)
             self._compile(key, params)
         except InvalidParameterError as error:
-            # a new one: the traceback of this would keep the whole grammar, as long as the verdict
-            # is kept
+            # A new exception: the traceback of this one would keep the whole grammar alive as long
+            # as the result is kept.
             future.set_exception(InvalidParameterError(error.parameter, error.problem))
         except BaseException as error:
             future.set_exception(error)
@@ -171,7 +172,7 @@ class Grammars:
             self._checks.put(check)
 
     def _compile(self, key: bytes, params: StructuredOutputsParams) -> LLMatcher:
-        """From the cache, or anew. In a thread with a deep stack."""
+        """Returns the matcher, cached or newly compiled. Runs in a thread with a deep stack."""
         with self._compiled_lock:
             if key in self._compiled:
                 self._compiled.move_to_end(key)
@@ -221,8 +222,8 @@ class Grammars:
     # ------------------------------------------------------------ the step
 
     def start(self, slots: np.ndarray, batch: InputBatch) -> None:
-        """Begins to find the masks of those of `slots` [R] that have a grammar, after their tokens
-        so far; returns at once.
+        """Starts computing the masks of those of `slots` [R] that have a grammar; returns at
+        once.
         """
         if not self._slots:
             return
@@ -261,12 +262,12 @@ class Grammars:
         }
 
     def jump(self, slots: np.ndarray, batch: InputBatch) -> dict[int, list[int]]:
-        """Appends to the slots' tokens what their grammars force behind the tokens just sampled;
-        returns it, by slot.
+        """Appends the tokens that grammars force after the tokens just sampled; returns them by
+        slot.
 
-        Where a mask has one bit, that token is sampled whatever the logits: so it needs no model.
-        Its keys and values are computed with the next step's token, as a small chunk. Also begins
-        to find the masks behind it. `slots` [R] are those that have just sampled.
+        A mask with one bit determines the token whatever the logits, so it needs no model run. Its
+        keys and values are computed with the next step's token, as a small chunk. Also starts
+        computing the masks after it. `slots` [R] have just sampled.
         """
         if not self._slots or not self.jumps:
             return {}
@@ -283,8 +284,8 @@ class Grammars:
         return forced
 
     def _forced_tokens(self, slot: int, grammar: SlotGrammar, batch: InputBatch) -> list[int]:
-        """Here and not in the thread of masks, which has nothing to do for this slot: its last mask
-        was just used.
+        """Runs here and not in the mask thread, which has no work for this slot: its last mask was
+        just used.
         """
         start, room = int(batch.num_tokens[slot]), batch.token_ids.shape[1]
         can_go_on = self._advance(
@@ -312,7 +313,7 @@ class Grammars:
     # ------------------------------------------------------------ the thread of masks
 
     def _find_masks(self, work: list[tuple[int, SlotGrammar, list[int]]]) -> None:
-        """One call for all matchers, which leaves the GIL to the step for as long as it takes."""
+        """One call for all matchers, during which the GIL is released."""
         ready = [
             (grammar.matcher, slot)
             for slot, grammar, token_ids in work
@@ -329,7 +330,7 @@ class Grammars:
             self._finish_mask(self._bitmask[slot], grammar)
 
     def _advance(self, grammar: SlotGrammar, token_ids: list[int]) -> bool:
-        """Takes the tokens; returns whether there is a mask to find."""
+        """Takes the tokens; returns whether there is a mask to compute."""
         if grammar.is_ended or grammar.error is not None:
             return False
         try:
@@ -339,12 +340,13 @@ class Grammars:
             grammar.error = str(error)
             return False
         grammar.is_ended = not set(token_ids).isdisjoint(grammar.eos_token_ids)
-        # Where it refuses a token, it says what is wrong; _finish_mask asks.
+        # If it refuses a token, it records an error, which _finish_mask reads.
         return not grammar.is_ended and grammar.matcher.consume_tokens(token_ids)
 
     def _finish_mask(self, words: np.ndarray, grammar: SlotGrammar) -> None:
-        """words [num_mask_words]: where llguidance has set its one end-of-sequence token, the
-        request's are set; a row that means nothing lets everything through.
+        """words [num_mask_words]: replaces llguidance's end-of-sequence token by the request's.
+
+        A row in error or at its end allows everything.
         """
         matcher = grammar.matcher
         if grammar.error is None and matcher is not None and matcher.is_error():
@@ -365,7 +367,7 @@ class Grammars:
                 view[token_id >> 5] |= np.uint32(1 << (token_id & 31))
 
     def shutdown(self) -> None:
-        """Ends threads and processes. May be called twice."""
+        """Stops threads and processes. May be called twice."""
         for check in self._all_checks:
             check.close()
         for pool in (self._check_pool, self._mask_pool):
@@ -380,7 +382,7 @@ def key_of(params: StructuredOutputsParams) -> bytes:
 
 
 def _is_failure(future: Future) -> bool:
-    """Of the check itself, not of the grammar: the next one may go better."""
+    """Whether the check itself failed, not the grammar. The next check may succeed."""
     return future.exception() is not None and not isinstance(
         future.exception(), InvalidParameterError
     )
@@ -390,8 +392,8 @@ _stack_lock = threading.Lock()
 
 
 def _submit(pool: ThreadPoolExecutor | None, function: Any, *args: Any) -> Future:
-    """Threads that a pool starts here have a deep stack: compiling recurses as deep as the grammar
-    is nested.
+    """Starts `function` in a thread with a deep stack: compiling recurses as deep as the grammar
+    nests.
     """
     with _stack_lock:
         before = threading.stack_size(COMPILE_STACK_BYTES)

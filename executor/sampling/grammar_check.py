@@ -1,14 +1,14 @@
-"""A process that compiles grammars to see whether they can be: one that would crash, never end, or
-eat all memory does so here.
+"""Compiles grammars in a separate process first, which may crash, hang or run out of memory.
 
 Must not know: torch, slots, steps, requests.
 
-    engine: GrammarCheck.check ──parameters──▶ child: compile, walk a few tokens ──what is wrong, or ""──▶ engine
-                               no answer in time, or the child's death: refused, and the next check starts a new child
+    engine: GrammarCheck.check ── parameters ──▶ child: compile, walk a few tokens
+            ◀── a Problem, or "" ──
+            no answer in time, or the child's death: refused; the next check starts a new child
 
-llguidance keeps to limits of its own almost everywhere, but an intersection of a hundred regexes
-compiles for ever, and a chain of ten thousand $refs overflows the stack. The child has a smaller
-stack than the thread that compiles in the engine what has passed here.
+llguidance has limits of its own almost everywhere, but an intersection of a hundred regexes
+compiles forever, and a chain of ten thousand $refs overflows the stack. The child has a smaller
+stack than the engine's thread that compiles accepted grammars.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from ...ipc.params import StructuredOutputsParams
 from ...ipc.process import die_with_parent
 from .grammar_compiler import GrammarCompiler, refusal
 
-# for one grammar; a usual one takes milliseconds, so a busy machine refuses nobody's
+# for one grammar; a usual one takes milliseconds, so a busy machine still passes
 TIME_LIMIT_S = 1.5
 START_LIMIT_S = 60.0  # until it has read the tokenizer
-MEMORY_LIMIT_BYTES = 512 * 2**20  # beyond what the child has once it has read the tokenizer
+MEMORY_LIMIT_BYTES = 512 * 2**20  # beyond the child's memory after it has read the tokenizer
 CHECK_STACK_BYTES = 8 * 2**20
-# address space, of which a compilation that passed the check touches an eighth
+# address space; a compilation that passes the check touches an eighth of it
 COMPILE_STACK_BYTES = 64 * 2**20
 
 _LENGTH = struct.Struct("<I")
 
 
 class CompilerSettings(msgspec.Struct, array_like=True, frozen=True):
-    """What the child makes its GrammarCompiler of."""
+    """The child builds its GrammarCompiler from these."""
 
     tokenizer_directory: str
     vocab_size: int
@@ -51,7 +51,7 @@ class CompilerSettings(msgspec.Struct, array_like=True, frozen=True):
 
 
 class GrammarCheck:
-    """One child, started by the first check. Used by one thread at a time."""
+    """One child process, started by the first check. Used by one thread at a time."""
 
     def __init__(self, settings: CompilerSettings):
         self.settings = settings
@@ -59,12 +59,11 @@ class GrammarCheck:
         self._is_closed = False
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """Normalized `params`.
+        """Checks normalized `params` within about two seconds.
 
-        Returns within about two seconds. Raises InvalidParameterError for a grammar that is
-        unsound, or that costs too much.
+        Raises InvalidParameterError for a grammar that is invalid or exceeds a limit.
         """
-        # it died of something else, between two checks
+        # it died between two checks
         if self._child is not None and self._child.poll() is not None:
             self.end()
         child = self._child or self._start()
@@ -85,9 +84,9 @@ class GrammarCheck:
             raise msgspec.msgpack.decode(problem, type=Problem).error()
 
     def close(self) -> None:
-        """A check that waits for the child fails, and none starts another.
+        """Makes a check that waits for the child fail, and prevents further ones from starting.
 
-        Any thread may call it; `end` follows when no check runs.
+        Any thread may call it; call `end` when no check runs.
         """
         self._is_closed = True
         child = self._child
@@ -104,8 +103,8 @@ class GrammarCheck:
             "quire.executor.sampling.grammar_check",
             str(os.getpid()),
         ]
-        # Its stderr is of no use: where it dies, how is told by the exit code, and what llguidance
-        # panics about it also answers.
+        # Its stderr is not needed: the exit code tells how it died, and llguidance returns the text
+        # of its panics.
         self._child = child = subprocess.Popen(
             command,
             start_new_session=True,
@@ -129,13 +128,13 @@ class GrammarCheck:
         return child
 
     def end(self) -> int | None:
-        """Ends the child; its exit code, if there was one."""
+        """Ends the child and returns its exit code, if there was a child."""
         child, self._child = self._child, None
         if child is None:
             return None
         child.kill()
         for pipe in (child.stdin, child.stdout):
-            with contextlib.suppress(OSError):  # what it had not read yet
+            with contextlib.suppress(OSError):  # unread output
                 if pipe is not None:
                     pipe.close()
         return child.wait()
@@ -145,7 +144,7 @@ class GrammarCheck:
 
 
 class Problem(msgspec.Struct, array_like=True, frozen=True):
-    """An InvalidParameterError on its way to the engine."""
+    """An InvalidParameterError on the wire."""
 
     parameter: str
     problem: str
@@ -186,7 +185,7 @@ def _read(pipe: IO[bytes]) -> bytes:
 
 
 def answer(compiler: GrammarCompiler, params: StructuredOutputsParams) -> bytes:
-    """Empty where the grammar can be used, or a Problem."""
+    """Empty if the grammar can be used, else a Problem."""
     try:
         compiler.try_out(compiler.compile(params))
     except InvalidParameterError as error:
@@ -199,12 +198,13 @@ def answer(compiler: GrammarCompiler, params: StructuredOutputsParams) -> bytes:
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answers until the engine is gone."""
+    """Answers until the engine closes the pipe."""
     compiler = GrammarCompiler(
         *msgspec.structs.astuple(msgspec.msgpack.decode(_read(requests), type=CompilerSettings))
     )
     try:
-        compiler.tokenizer  # noqa: B018  read now: its time and memory are no grammar's
+        # load it now: its time and memory do not count against a grammar
+        compiler.tokenizer  # noqa: B018
     except InvalidParameterError as error:
         return _write(answers, msgspec.msgpack.encode(Problem(error.parameter, error.problem)))
     limit = psutil.Process().memory_info().vms + MEMORY_LIMIT_BYTES

@@ -28,12 +28,12 @@ from ...ipc.errors import InvalidParameterError
 from ...ipc.params import StructuredOutputsParams
 
 MAX_GRAMMAR_BYTES = 512 * 1024  # of a schema, a regex, a grammar, or all choices together, in UTF-8
-MAX_GRAMMAR_SOURCE_BYTES = 128 * 1024  # of a grammar, which Python reads line by line
-# of one thread's time; 10 to 50 us are usual, the first of a schema takes some milliseconds
+MAX_GRAMMAR_SOURCE_BYTES = 128 * 1024  # of a grammar, which Python parses line by line
+# of one thread's time; 10 to 50 us are usual, the first mask of a schema takes some milliseconds
 MAX_MASK_S = 0.1
-NUM_WALKS, WALK_TOKENS = 3, 12  # tried on a new grammar
-# llguidance's own limits but for the states, of 1 to 2 kB each: what one request's matcher may grow
-# to is about 100 MB.
+NUM_WALKS, WALK_TOKENS = 3, 12  # random walks that try a new grammar
+# llguidance's own limits except for the states, of 1 to 2 kB each: the matcher of one request can
+# grow to about 100 MB.
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
 
 
@@ -42,10 +42,10 @@ def refusal(problem: str) -> InvalidParameterError:
 
 
 def normalize(params: StructuredOutputsParams) -> StructuredOutputsParams:
-    """The same with its schema as text.
+    """Returns `params` with its schema as text.
 
-    Raises InvalidParameterError for a dict that is no JSON, for text that UTF-8 cannot hold, and
-    for more of it than anybody should have to read.
+    Raises InvalidParameterError for a dict that is not JSON, for text that is not valid UTF-8, and
+    for text over the size limit.
     """
     if isinstance(params.json, dict):
         try:
@@ -74,9 +74,9 @@ def normalize(params: StructuredOutputsParams) -> StructuredOutputsParams:
 
 
 def to_llguidance(params: StructuredOutputsParams) -> str:
-    """The grammar of normalized `params` in llguidance's words.
+    """Converts normalized `params` to llguidance's grammar format.
 
-    Raises InvalidParameterError for what cannot even be put so; the rest, the compiler says.
+    Raises InvalidParameterError for what cannot be converted; the compiler reports the rest.
     """
     try:
         if params.json is not None or params.json_object:
@@ -93,7 +93,7 @@ def to_llguidance(params: StructuredOutputsParams) -> str:
         text = params.grammar or ""
         is_json = text.lstrip().startswith("{")
         return llguidance.grammar_from("llguidance" if is_json else "grammar", text)
-    except Exception as error:  # GBNF's reader raises what it likes
+    except Exception as error:  # GBNF's reader raises any exception
         raise refusal(f"cannot be read: {shorten(str(error))}") from None
 
 
@@ -107,11 +107,11 @@ def own_options(schema: str) -> dict[str, Any]:
 
 
 def without_forcing(grammar: str) -> str:
-    """The same grammar, walked byte by byte where it leaves no choice.
+    """Returns the same grammar, with forced text walked byte by byte.
 
-    llguidance writes forced text as the tokenizer would, and so takes an added token where the text
-    looks like one: "a<end>" with a token <end>. It then refuses that token, for added tokens are no
-    text to it.
+    llguidance tokenizes forced text as the tokenizer would, and so takes an added token where the
+    text looks like one: "a<end>" with a token <end>. It then refuses that token, because added
+    tokens are not text to it.
     """
     (only,) = json.loads(grammar)["grammars"]
     rules = only["lark_grammar"] or f"start: %json {json.dumps(only['json_schema'])}"
@@ -125,38 +125,38 @@ class AddedToken(msgspec.Struct):
 
 
 class TokenizerFile(msgspec.Struct):
-    """What we read of a tokenizer.json ourselves."""
+    """The part of a tokenizer.json that is read here."""
 
     added_tokens: list[AddedToken] = []
 
 
 def escape(text: str) -> str:
-    """A regex that matches this text alone."""
+    """A regex that matches exactly this text."""
     return "".join(
         c if c == " " or (c.isascii() and c.isalnum()) else f"\\x{{{ord(c):x}}}" for c in text
     )
 
 
 def shorten(error: str) -> str:
-    """llguidance repeats the user's grammar in its errors; the beginning is enough."""
+    """Shortens an error of llguidance, which repeats the user's grammar."""
     text = " ".join(error.replace("<non-verbose/>", "").split())
     return text if len(text) <= 300 else f"{text[:300]}…"
 
 
 def is_dead_end(matcher: LLMatcher) -> bool:
-    """Of a matcher in error: nothing can follow, and the grammar is not at an end.
+    """For a matcher in error: whether nothing can follow and the grammar is not at an end.
 
-    Else a limit was exceeded.
+    Otherwise a limit was exceeded.
     """
     return matcher.get_error().startswith("NoExtension")
 
 
 class GrammarCompiler:
-    """`tokenizer_directory` holds the tokenizer.json; `vocab_size` is the model's: ids beyond the
-    tokenizer are never allowed.
+    """Compiles grammars for one tokenizer.
 
-    Any thread may call it; the tokenizer is read by the first that needs it (0.02 s with 2,000
-    tokens, 1 s with 152,000), and stays.
+    `tokenizer_directory` holds the tokenizer.json; `vocab_size` is the model's: ids beyond the
+    tokenizer are never allowed. Thread-safe. The first thread that needs the tokenizer loads it
+    (0.02 s with 2,000 tokens, 1 s with 152,000); it stays loaded.
     """
 
     def __init__(self, tokenizer_directory: str, vocab_size: int, eos_token_id: int | None):
@@ -175,7 +175,7 @@ class GrammarCompiler:
 
     @property
     def tokenizer(self) -> LLTokenizer:
-        """Raises InvalidParameterError for a tokenizer that llguidance cannot use."""
+        """Raises InvalidParameterError for a tokenizer that llguidance does not support."""
         with self._lock:
             if self._tokenizer is None:
                 path = Path(self.tokenizer_directory) / "tokenizer.json"
@@ -196,12 +196,11 @@ class GrammarCompiler:
             return self._tokenizer
 
     def compile(self, params: StructuredOutputsParams) -> LLMatcher:
-        """A matcher before its first token.
+        """Returns a matcher before its first token.
 
-        Takes about a millisecond, most of it without the GIL, and a deep stack: see grammar.py.
-
-        Not to be called for what grammar_check.py has not passed: time and memory have no limit
-        here. Raises InvalidParameterError.
+        Takes about a millisecond, mostly without the GIL, and needs a deep stack (see grammar.py).
+        Compile only what grammar_check.py has accepted: time and memory are not limited here.
+        Raises InvalidParameterError.
         """
         tokenizer, grammar = self.tokenizer, to_llguidance(params)
         if self._names_added_token(params):
@@ -212,9 +211,9 @@ class GrammarCompiler:
         return matcher
 
     def _names_added_token(self, params: StructuredOutputsParams) -> bool:
-        """Whether the text that the output must have may hold that of an added token.
+        """Whether the text that the output must have may contain the text of an added token.
 
-        A grammar names tokens as it likes.
+        A `grammar` names tokens explicitly and is not searched.
         """
         texts = [
             *(params.choice or []),
@@ -227,10 +226,10 @@ class GrammarCompiler:
         return any(added in text for text in texts for added in self._added_texts)
 
     def try_out(self, matcher: LLMatcher) -> None:
-        """Walks a few tokens into a fresh matcher, at random but always alike.
+        """Takes a few tokens with a fresh matcher, in a reproducible random walk.
 
-        Raises InvalidParameterError where its masks take too
-        long or exceed llguidance's limits, and where it accepts nothing at all.
+        Raises InvalidParameterError if its masks take too long or exceed llguidance's limits, and
+        if it accepts nothing at all.
         """
         draw = random.Random(0)
         for _ in range(NUM_WALKS):
@@ -247,7 +246,7 @@ class GrammarCompiler:
                 copy.consume_token(int(draw.choice(others)))
 
     def _timed_mask(self, matcher: LLMatcher) -> np.ndarray:
-        """The ids that may come next, as the matcher has them."""
+        """The token ids that may come next."""
         words = np.zeros(self.num_mask_words, np.int32)
         start = time.thread_time()
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)

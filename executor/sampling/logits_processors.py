@@ -1,26 +1,26 @@
-"""The user's own logits processors: the interface, the loader, and the stage that calls them.
+"""User-defined logits processors: the interface, the loader, and the stage that calls them.
 
 Must not know: what a processor does, the other stages, the model.
 
 The configuration names factories, `logits_processors=["package.module:name"]`, importable where the
-engine runs (in a child process that is not the user's script: `__main__` is the engine's). When a
-request comes into the engine each is asked for a processor:
+engine runs (in a child process `__main__` is the engine's, not the user's script). When a request
+enters the engine, each factory is asked for a processor:
 
     def name(params: SamplingParams) -> Processor | None
 
-    def processor(prompt_token_ids: list[int], output_token_ids: list[int], logits: torch.Tensor) ->
-    torch.Tensor
+    def processor(
+        prompt_token_ids: list[int], output_token_ids: list[int], logits: torch.Tensor
+    ) -> torch.Tensor
 
-None: this request does not want it. `params.extra_args` is the request's word to the factory. The
-processor is called for every token, with the request's logits [vocab_size] f32 after masks and
-biases and before penalties and temperature (-inf: masked), and returns the logits to go on with:
-the same tensor, changed in place or not, or a new one of the same shape. Several run in the order
-of the configuration.
+None means that the request does not use the processor. `params.extra_args` passes the request's
+arguments to the factory. The processor is called for every token with the request's logits
+[vocab_size] f32, after masks and biases and before penalties and temperature (-inf: masked). It
+returns the logits to continue with: the same tensor, modified in place or not, or a new one of the
+same shape. Several processors run in the order of the configuration.
 
-A request that was preempted comes in again and gets new processors: what one needs, it must find in
-its arguments, so that the result does not depend on who else was there. An exception in factory or
-processor, sys.exit() included, is the error of that request alone. Processors run in the engine's
-step: all requests wait for them.
+A preempted request enters again with new processors, so a processor must derive its state from its
+arguments. An exception in a factory or processor, sys.exit() included, fails only its own
+request. Processors run inside the engine's step and delay all requests.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ class LoadedProcessor:
 
 
 def load_logits_processors(paths: Sequence[str]) -> list[LoadedProcessor]:
-    """Imports what the configuration names.
+    """Imports the factories that the configuration names.
 
-    Raises InvalidParameterError naming the path that is not a callable of an importable module.
+    Raises InvalidParameterError, naming the path, for what is not a callable of an importable
+    module.
     """
     return [LoadedProcessor(path, _load(path)) for path in paths]
 
@@ -84,7 +85,7 @@ def _describe(error: BaseException) -> str:
 
 
 class UserProcessors:
-    """The stage: one call per row and processor."""
+    """The stage that calls processors, one call per row and processor."""
 
     def __init__(self, loaded: Sequence[LoadedProcessor] = ()):
         self.loaded = list(loaded)
@@ -130,7 +131,7 @@ class UserProcessors:
         output_token_ids: list[int],
         logits: torch.Tensor,
     ) -> torch.Tensor:
-        """[vocab_size] -> [vocab_size]"""
+        """Calls a row's processors: [vocab_size] -> [vocab_size]."""
         shape = logits.shape
         for path, processor in self._processors[slot]:
             try:

@@ -1,26 +1,28 @@
-"""Between the model's logits and the draw: the stages that change a row, in one order, and who of
-the step wants which.
+"""The stages that change logits before sampling, their order, and which slots use which stage.
 
-Must not know: what a stage computes, the model, the draw itself.
+Must not know: what a stage computes, the model, sampling itself.
 
-The order is vLLM V1's; a user's result depends on it, so it is written here and tested
+The order is vLLM V1's. Results depend on it, so it is written here and tested
 (tests/executor/sampling/test_logits_stages.py):
 
-    0  log-probabilities, prompt's and output's: of the model's own logits, before anything below     sampler.py, prompt_logprobs.py
-    1  the grammar's mask                                                                             structured output's own stage
-    2  allowed_token_ids: all others are masked                                                       token_stages.py
-    3  bad_words: the last token of a word whose other tokens end the output is masked                token_stages.py
-    4  min_tokens: until there are so many, end-of-sequence and stop tokens are masked                token_stages.py
-    5  logit_bias: added                                                                              token_stages.py
-    6  the user's own logits processors, in the order of the configuration                            logits_processors.py
-    7  penalties: repetition, then frequency, then presence                                           penalties.py
-    8  the draw: temperature, min_p, top_k, top_p, Gumbel noise; greedy requests take the largest     kernels: sample_tokens
+    0  log-probabilities of prompt and output,
+       from the model's own logits                    sampler.py, prompt_logprobs.py
+    1  the grammar's mask                             grammar.py
+    2  allowed_token_ids: masks all others            token_stages.py
+    3  bad_words: masks the last token of a word
+       whose other tokens end the output              token_stages.py
+    4  min_tokens: masks end-of-sequence and stop
+       tokens until there are that many               token_stages.py
+    5  logit_bias: added                              token_stages.py
+    6  user-defined logits processors                 logits_processors.py
+    7  penalties: repetition, frequency, presence     penalties.py
+    8  sampling: temperature, min_p, top_k, top_p,
+       Gumbel noise; greedy takes the largest         kernels: sample_tokens
 
-Masked means -inf: no later stage revives such a token but a processor of the user's own. A row on
-which all tokens are masked is an error of its request. Stages 1 to 7 are objects of one interface
-in one list (make_stages in token_stages.py). They keep what they need by slot, and change rows in
-place; a stage that no request of the step wants is not called, and where none has any, a step pays
-one comparison.
+Masked means -inf: only a user's processor can revive such a token. A row with all tokens masked is
+an error of its request. Stages 1 to 7 share one interface and are in one list (make_stages in
+token_stages.py). They keep state by slot and change rows in place. A stage that no request of the
+step uses is not called; if no request uses any, a step pays one comparison.
 """
 
 from __future__ import annotations
@@ -35,47 +37,49 @@ from ...ipc.errors import InvalidParameterError
 from ...ipc.messages import NewRequestData
 from ..runner.input_batch import InputBatch
 
-ALL_MASKED = "no token is left to choose from: structured_outputs, allowed_token_ids, bad_words, min_tokens and logits processors together mask all"
+ALL_MASKED = (
+    "structured_outputs, allowed_token_ids, bad_words, min_tokens and logits processors together "
+    "mask every token"
+)
 NOT_FINITE = "penalties or logits processors made the request's logits NaN or infinite"
 
 
 class LogitsStage(Protocol):
-    """What a request wants of it comes with `enter`, and stays by slot until `leave`.
+    """A stage. `enter` gives it a request's parameters, kept by slot until `leave`.
 
-    Between two calls of `apply` a slot may have gained no token, one or several: batch.token_ids
-    and batch.num_tokens tell. A request that was preempted enters again with its output so far.
+    Between two calls of `apply` a slot may gain no token, one or several; see batch.token_ids and
+    batch.num_tokens. A preempted request enters again with its output so far.
     """
 
     def enter(self, request: NewRequestData) -> bool:
-        """Whether this request wants the stage.
+        """Returns whether this request uses the stage.
 
-        Raises InvalidParameterError where it asks for the impossible: its own error.
+        Raises InvalidParameterError for an impossible request; this fails only the request.
         """
         ...
 
     def leave(self, slot: int) -> None:
-        """The request is gone; only called for slots that wanted the stage."""
+        """The request left the slot. Called only for slots that use the stage."""
 
     def apply(
         self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, batch: InputBatch
     ) -> dict[int, str] | None:
-        """Changes `rows` [R] of logits [B, vocab_size] f32 in place, and no others; `slots` [R] are
-        theirs.
+        """Changes only `rows` [R] of logits [B, vocab_size] f32, in place; `slots` [R] are theirs.
 
-        Returns what went wrong with a request alone, row -> sentence, or None.
+        Returns errors of single requests, row -> message, or None.
         """
 
 
 class LogitsStages:
-    """The stages in their order, and the table of who wants which."""
+    """All stages in order, and the table of which slot uses which."""
 
     def __init__(self, stages: Sequence[LogitsStage] = (), max_num_seqs: int = 0):
         self.stages = list(stages)
         self._wants = np.zeros((len(self.stages), max_num_seqs), bool)
-        self.num_slots = 0  # that want any stage
+        self.num_slots = 0  # that use any stage
 
     def enter(self, request: NewRequestData) -> None:
-        """Raises InvalidParameterError; the slot then wants no stage."""
+        """Raises InvalidParameterError; the slot then uses no stage."""
         self.leave(request.slot)
         if not self.stages:
             return
@@ -89,7 +93,7 @@ class LogitsStages:
         self._count()
 
     def leave(self, slot: int) -> None:
-        """Also for slots that are free already."""
+        """May be called for free slots, too."""
         if self.num_slots == 0 and not self._wants[:, slot].any():
             return
         for index in np.flatnonzero(self._wants[:, slot]):
@@ -98,7 +102,7 @@ class LogitsStages:
         self._count()
 
     def are_wanted_by(self, slots: list[int]) -> bool:
-        """By any of them."""
+        """Whether any of them uses a stage."""
         return self.num_slots > 0 and bool(self._wants[:, slots].any())
 
     def _count(self) -> None:
@@ -109,7 +113,7 @@ class LogitsStages:
     ) -> dict[int, str]:
         """Changes logits [R, vocab_size] f32, all finite, in place; slots [R].
 
-        Returns errors, row -> sentence; those rows mean nothing.
+        Returns errors, row -> message; the values of those rows are undefined.
         """
         if not self.num_slots:
             return {}

@@ -1,7 +1,6 @@
-"""Log-probabilities in the form of the wire: numpy's arrays as messages carry them, and those of
-several steps as one.
+"""Converts log-probabilities to wire arrays, and joins those of several steps.
 
-Must not know: where a number comes from.
+Must not know: how a number is computed.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ def to_array(values: np.ndarray) -> Array:
 
 
 def join_logprobs(steps: Iterable[list[SlotLogprobs]]) -> list[SlotLogprobs]:
-    """What several draws in a row gave, each slot's tokens in their order as one entry; slots in
-    the order of their first.
+    """Joins the results of consecutive steps: one entry per slot with its tokens in order.
+
+    Slots are in order of first appearance.
     """
     by_slot: dict[int, list[SlotLogprobs]] = {}
     for entries in steps:

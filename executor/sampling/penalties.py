@@ -1,5 +1,4 @@
-"""The penalties' stage: which tokens each slot's sequence has, how often its output has them, and
-what that costs their logits.
+"""The stage of penalties: counts the tokens of each slot's sequence and applies their cost.
 
 Must not know: the formula (kernels: apply_penalties), the other stages, the model.
 """
@@ -18,26 +17,25 @@ NO_TOKEN = -1
 
 
 class TokenCounts:
-    """Each slot's different tokens, once each, with how often the output has them: [slots,
-    max_model_len], a row's first num_ids count.
+    """The distinct tokens of each slot and their counts in the output: [slots, max_model_len].
 
-    Kept from token to token, since a sequence's own length is a thousand times a step's news. It
-    follows the slots' tables by itself: what came since the last look, one token or many, is found
-    in them. Memory is taken only by slots that are used.
+    The first num_ids entries of a row are valid. Counts are updated incrementally, since a sequence
+    is a thousand times as long as one step's tokens. New tokens, one or many, are read from the
+    slot tables. Only used slots take memory.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int):
         self.ids = np.zeros((max_num_seqs, max_model_len), np.int32)  # NO_TOKEN from num_ids on
         self.counts = np.zeros((max_num_seqs, max_model_len), np.int32)  # 0: only the prompt has it
         self.num_ids = np.zeros(max_num_seqs, np.int64)
-        self.num_seen = np.zeros(max_num_seqs, np.int64)  # tokens of the sequence that are in it
-        self.has_prompt = np.zeros(max_num_seqs, bool)  # else of the output alone
+        self.num_seen = np.zeros(max_num_seqs, np.int64)  # tokens of the sequence that are counted
+        self.has_prompt = np.zeros(max_num_seqs, bool)  # else of the output only
 
     def reset(self, slot: int, has_prompt: bool) -> None:
         self.num_seen[slot], self.has_prompt[slot] = 0, has_prompt
 
     def catch_up(self, slots: np.ndarray, batch: InputBatch) -> None:
-        """slots [R]: all different."""
+        """Counts the new tokens of slots [R], all different."""
         num_new = batch.num_tokens[slots] - self.num_seen[slots]
         is_next = (num_new == 1) & (self.num_seen[slots] > 0)
         for slot in slots[(num_new > 0) & ~is_next].tolist():
@@ -61,10 +59,10 @@ class TokenCounts:
         self.num_ids[slot], self.num_seen[slot] = len(ids), num_tokens
 
     def _add(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
-        """One more output token for each of `slots` [R]."""
-        # with one free place: a token that is not there is put into it
+        """Counts one more output token for each of `slots` [R]."""
+        # with one free place, which takes a token that is not there yet
         width = int(self.num_ids[slots].max()) + 1
-        # Behind num_ids there is no token, so a row finds its token, or nothing.
+        # There is no token from num_ids on, so a row finds its token or nothing.
         found = self.ids[slots, :width] == token_ids[:, None]
         is_new = ~found.any(axis=1)
         places = np.where(is_new, self.num_ids[slots], found.argmax(axis=1))
@@ -74,7 +72,8 @@ class TokenCounts:
         self.num_seen[slots] += 1
 
     def of(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of all `slots` [R], one after the other: index into `slots` [N] i64, token ids [N] i64,
+        """The tokens of all `slots` [R], concatenated: index into `slots` [N] i64, token ids
+        [N] i64,
         counts [N] i32.
         """
         width = int(self.num_ids[slots].max())
@@ -87,7 +86,7 @@ class TokenCounts:
 
 
 class Penalties:
-    """Repetition looks at prompt and output, frequency and presence at the output alone."""
+    """Repetition counts prompt and output; frequency and presence count the output only."""
 
     def __init__(self, ops: Any, max_num_seqs: int, max_model_len: int):
         self.ops = ops
@@ -109,7 +108,7 @@ class Penalties:
         )
 
     def leave(self, slot: int) -> None:
-        pass  # the next to enter resets the slot
+        pass  # the next request to enter resets the slot
 
     def apply(
         self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, batch: InputBatch

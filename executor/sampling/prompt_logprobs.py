@@ -1,13 +1,12 @@
-"""Log-probabilities of a prompt's own tokens, from the hidden states that its prefill computes
-anyway.
+"""Log-probabilities of prompt tokens, from the hidden states of the prefill.
 
 Must not know: layers, the cache, the sampler.
 
-A prompt of 8192 tokens has 5 GB of fp32 logits at a vocabulary of 152 thousand, so they are made a
-piece at a time and only what was asked for is kept. A piece's logits are at most LOGITS_BYTES in
-fp32, and half as much again where the head computes in bf16; the peak over model and cache is
-measured in tests/bench/LEDGER.md. What is kept is num_tokens * (k + 1) * 8 bytes, with k = -1 the
-whole vocabulary.
+A prompt of 8192 tokens has 5 GB of fp32 logits with a vocabulary of 152 thousand, so logits are
+computed piece by piece and only the requested values are kept. The logits of a piece take at most
+LOGITS_BYTES in fp32, and half as much again where the head computes in bf16; tests/bench/LEDGER.md
+has the measured peak. The result takes num_tokens * (k + 1) * 8 bytes; k = -1 is the whole
+vocabulary.
 """
 
 from __future__ import annotations
@@ -45,10 +44,8 @@ class PromptScorer:
     ) -> tuple[list[SlotPromptLogprobs], dict[int, str]]:
         """hidden [T, hidden_size] of a step whose rows are `slots` [B].
 
-        Returns each chunk's log-probabilities, and errors by slot.
-
-        Position p predicts token p + 1; the prompt's last position predicts an output token, which
-        is none of this.
+        Returns each chunk's log-probabilities, and errors by slot. Position p predicts token p + 1;
+        the prompt's last position predicts an output token and is not scored here.
         """
         scored, errors, start = [], {}, 0
         for slot, query_len, seq_len in zip(
@@ -73,7 +70,7 @@ class PromptScorer:
                         )
                     else:
                         errors[slot] = NOT_FINITE
-                if end == num_prompt_tokens:  # the last: from here on the slot costs nothing
+                if end == num_prompt_tokens:  # the last chunk: the slot is done
                     batch.prompt_logprobs_slots.discard(slot)
             start += query_len
         return scored, errors

@@ -1,4 +1,4 @@
-"""From logits to tokens: one row per request that samples in this step.
+"""Samples tokens from logits: one row per request that samples in this step.
 
 Must not know: the model, the cache, who scheduled what.
 """
@@ -20,18 +20,18 @@ NOT_FINITE = "the model's logits for this request are not finite (NaN or infinit
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """Rows parallel with the slots that were given. token_ids of rows in `errors` mean nothing."""
+    """Rows are parallel to the given slots. token_ids of rows in `errors` are undefined."""
 
     token_ids: np.ndarray  # [R] i64
-    errors: dict[int, str]  # row -> what went wrong with this request alone
+    errors: dict[int, str]  # row -> the error of this request
     logprobs: list[SlotLogprobs]
 
 
 class Sampler:
     def __init__(self, ops: Any):
         self.ops = ops
-        # What the rows of the last draw asked for: where the same ones go on, the runner gives the
-        # same array of slots.
+        # The parameters of the last rows: if the same requests continue, the runner passes the same
+        # array of slots.
         self._slots: np.ndarray | None = None
         self._num_added = -1
         self._parameters: list[torch.Tensor | None] = []
@@ -43,10 +43,11 @@ class Sampler:
         slots: np.ndarray,
         largest: tuple[torch.Tensor, ...] | None = None,
     ) -> SamplerOutput:
-        """logits [R, vocab_size] f32 on the device, overwritten; slots [R], all different;
-        `largest`: what argmax finds in the logits, if that is known. Each token is a function of
-        its row, its request's parameters and tokens, its seed and its position alone. The order of
-        the stages: logits_stages.py.
+        """logits [R, vocab_size] f32 on the device, overwritten; slots [R], all different.
+
+        `largest`: the result of argmax over the logits, if known. A token depends only on its row,
+        its request's parameters and tokens, its seed and its position. See logits_stages.py for the
+        order of the stages.
         """
         token_ids, is_finite = (
             column.numpy(force=True) for column in largest or self.ops.argmax(logits)
@@ -64,7 +65,7 @@ class Sampler:
             errors = staged | errors
         if draws(batch, slots):
             token_ids = self._draw(logits, batch, slots)
-        elif batch.stages.num_slots:  # they may have made another one the largest
+        elif batch.stages.num_slots:  # the stages may have changed which logit is largest
             token_ids = self.ops.argmax(logits)[0].numpy(force=True)
         if raw_logits is not None:
             logprobs = self._gather_logprobs(raw_logits, wanted, token_ids, batch, slots, errors)
@@ -72,8 +73,9 @@ class Sampler:
 
     @staticmethod
     def _keep(logits: torch.Tensor, rows: np.ndarray, batch: InputBatch) -> torch.Tensor:
-        """[N, vocab_size] of `rows` [N] as the model gave them: a copy, unless all are wanted and
-        nobody will change them.
+        """[N, vocab_size] of `rows` [N] before the stages: a copy, unless all rows are wanted
+        and no
+        stage changes them.
         """
         if len(rows) == len(logits) and not batch.stages.num_slots:
             return logits
@@ -81,7 +83,7 @@ class Sampler:
 
     @staticmethod
     def _clear(logits: torch.Tensor, rows: dict[int, str]) -> None:
-        """What nobody will look at must still be something to draw from."""
+        """Makes rows in error safe to sample from."""
         if rows:
             logits.index_fill_(0, torch.tensor(list(rows), device=logits.device), 0.0)
 
@@ -105,7 +107,7 @@ class Sampler:
     ) -> list[SlotLogprobs]:
         """raw_logits [N, vocab_size] of `rows` [N].
 
-        One call per k: what a row gets must not depend on its neighbours' k.
+        One call per k, so that a row's result does not depend on its neighbours' k.
         """
         counts = np.minimum(batch.num_logprobs[slots[rows]], raw_logits.shape[1])
         chosen = torch.from_numpy(token_ids[rows]).to(raw_logits.device)
@@ -129,14 +131,14 @@ class Sampler:
 
 
 def draws(batch: InputBatch, slots: np.ndarray) -> bool:
-    """Whether any of `slots` [R] does not simply take its largest logit."""
+    """Whether any of `slots` [R] is not greedy."""
     return bool(batch.random_slots) and bool(batch.temperature[slots].any())
 
 
 def draw_parameters(
     batch: InputBatch, slots: np.ndarray, device: torch.device
 ) -> list[torch.Tensor | None]:
-    """The columns [R] that sample_tokens wants of `slots` [R], but for the positions."""
+    """The columns [R] of sample_tokens for `slots` [R], except the positions."""
     filters = (
         (batch.top_k, batch.top_p, batch.min_p) if batch.filtered_slots else (None, None, None)
     )

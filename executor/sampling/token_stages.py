@@ -1,7 +1,8 @@
-"""The stages that speak of single tokens: allowed_token_ids, bad_words, min_tokens, logit_bias; and
-the list of all stages.
+"""The stages that mask or bias single tokens, and the list of all stages.
 
-Must not know: text (the frontend turns words into tokens), the model, the draw.
+Must not know: text (the frontend converts words to tokens), the model, sampling.
+
+These are allowed_token_ids, bad_words, min_tokens and logit_bias.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .logits_stages import LogitsStage, LogitsStages
 from .penalties import Penalties
 
 MASKED = float("-inf")
-LARGEST_BIAS = 1e30  # beyond, fp32 ends; the frontend's own limit is 100
+LARGEST_BIAS = 1e30  # near the end of fp32; the frontend's own limit is 100
 
 
 def make_stages(
@@ -32,7 +33,7 @@ def make_stages(
     processors: Sequence[LoadedProcessor] = (),
     *first: LogitsStage,
 ) -> LogitsStages:
-    """All stages in the order of logits_stages.py. `first` come before them: the grammar's."""
+    """All stages in the order of logits_stages.py, after `first` (the grammar's)."""
     stages: list[LogitsStage] = [
         *first,
         AllowedTokenIds(vocab_size),
@@ -46,10 +47,10 @@ def make_stages(
 
 
 def check_token_ids(parameter: str, token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """[N] i64 of ids that are not negative.
+    """Checks that ids are in the vocabulary; returns them as [N] i64.
 
-    The frontend refuses what is beyond the vocabulary; another client might not, and here it
-    would be a wild index.
+    The frontend refuses other ids, but another client may not, and here they would be out-of-bounds
+    indices.
     """
     checked = np.array(list(token_ids), np.int64)
     if len(checked) and checked.max() >= vocab_size:
@@ -62,8 +63,9 @@ def check_token_ids(parameter: str, token_ids: Iterable[int], vocab_size: int) -
 def index_pairs(
     rows: np.ndarray, token_ids: Sequence[np.ndarray], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The index of logits[row, token] for every token of every row: rows [R], token_ids one array
-    per row -> two tensors [N] i64.
+    """The index of logits[row, token] for every token of every row.
+
+    rows [R], token_ids one array per row -> two tensors [N] i64.
     """
 
     def moved(column: np.ndarray) -> torch.Tensor:
@@ -100,20 +102,21 @@ class AllowedTokenIds:
 
 @dataclass(frozen=True)
 class _Words:
-    """Of one slot.
+    """The words of one slot.
 
     Longer words are found by the token before their last: one look-up per step, whatever their
     number.
     """
 
     single: np.ndarray  # [N] i64, words of one token
-    # last token of the beginning -> (beginning, last token)
+    # token before the last -> (all tokens but the last, last token)
     longer: dict[int, list[tuple[list[int], int]]]
 
 
 class BadWords:
-    """A word is masked where it would be completed: its beginning must be the end of the output,
-    the prompt does not count (as in vLLM).
+    """Masks the token that would complete a word: its other tokens must end the output.
+
+    As in vLLM, the prompt does not count.
     """
 
     def __init__(self, vocab_size: int):

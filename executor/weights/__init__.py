@@ -1,1 +1,1 @@
-"""Weights: checkpoint files and the memory they are read into."""
+"""Weights: checkpoint files, and the memory that packed weights are placed in."""

@@ -1,10 +1,11 @@
-"""Memory for packed weights, asked of the system while torch is imported: to be given a gigabyte
-takes a second or more on a virtual machine.
+"""Allocates memory for packed weights while torch is imported: a gigabyte takes a second or
+more on a
+virtual machine.
 
-Must not know: torch, which is not there yet; models.
+Must not know: torch, which is not imported yet; models.
 
     main thread    begin ─▶ import torch (one core, seconds) ─▶ take ─▶ weights are packed into it
-    another        pages are filled with zeros by the system
+    second thread  the system fills pages with zeros
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ from ...ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 HUGE_PAGE_BYTES = 2 * 2**20
 MAX_HEADER_BYTES = 100 * 10**6  # the format's own limit
 _STEP_BYTES = 32 * 2**20
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; older ones refuse, and pages come when they are written
+# Linux 5.14; older kernels refuse, and pages are allocated when they are written
+_MADV_POPULATE_WRITE = 23
 
 _LIBC = ctypes.CDLL(None)
 _reserved: mmap.mmap | None = None
 
 
 def begin(config: EngineConfig) -> threading.Thread | None:
-    """To be called before torch is imported; later there is nothing to wait for, and nothing is
-    done. Nothing fails: it is a wish.
+    """Starts the allocation. Call it before torch is imported; later it has no effect.
+
+    It never fails: without it, loading only takes longer.
     """
     global _reserved
     model_config, device_config = config.model_config, config.device_config
@@ -46,18 +49,18 @@ def begin(config: EngineConfig) -> threading.Thread | None:
     try:
         shapes = matrices(Path(model_config.model))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error):
-        return None  # the loader says what is wrong
+        return None  # the loader reports what is wrong
     packed, largest = packed_bytes(shapes, model_config.dtype, model_config.quantization)
     num_early = packed
     if not model_config.hf_config.get("tie_word_embeddings"):
-        num_early -= largest  # an embedding that is no head is not packed
+        num_early -= largest  # an embedding that is not a head is not packed
     if any(
         num_bytes != rows * columns * (4 if model_config.dtype == "float32" else 2)
         for rows, columns, num_bytes in shapes
     ):
-        # of another dtype than the model's: a layer lies in memory twice until it is packed
+        # stored in another dtype than the model's: a layer is in memory twice until it is packed
         num_early -= largest
-    # what fits only just is asked for step by step
+    # if it barely fits, memory is requested step by step
     if num_early <= 0 or 2 * packed > free_memory_bytes():
         return None
     _reserved = mmap.mmap(-1, packed + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -71,14 +74,14 @@ def begin(config: EngineConfig) -> threading.Thread | None:
 
 
 def take() -> mmap.mmap | None:
-    """The memory, once; whoever takes it owns it."""
+    """Returns the memory, once; the caller owns it."""
     global _reserved
     taken, _reserved = _reserved, None
     return taken
 
 
 def matrices(directory: Path) -> list[tuple[int, int, int]]:
-    """(rows, columns, bytes) of every matrix in a directory's safetensors files."""
+    """Yields (rows, columns, bytes) of every matrix in the safetensors files of a directory."""
     found = []
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -95,9 +98,9 @@ def matrices(directory: Path) -> list[tuple[int, int, int]]:
 def packed_bytes(
     shapes: list[tuple[int, int, int]], dtype: str, quantization: str | None
 ) -> tuple[int, int]:
-    """What matrices take once they are packed, about, and what the largest takes in its file.
+    """The estimated packed size of the matrices, and the size of the largest in its file.
 
-    The largest is taken for the head.
+    The largest is assumed to be the head.
     """
     largest = max(shapes, key=lambda shape: shape[2], default=(0, 0, 0))
     if quantization is None:
@@ -114,7 +117,7 @@ def packed_bytes(
 
 
 def _populate(memory: mmap.mmap, num_bytes: int) -> None:
-    """Thread. In steps, each of which lets the interpreter go on."""
+    """Touches the pages in steps, releasing the GIL in each. Runs in a thread."""
     whole = ctypes.c_char.from_buffer(memory)
     start = ctypes.addressof(whole) + -ctypes.addressof(whole) % HUGE_PAGE_BYTES
     for offset in range(0, num_bytes, _STEP_BYTES):

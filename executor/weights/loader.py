@@ -1,4 +1,4 @@
-"""Fills a model's parameters from safetensors files, or at random.
+"""Fills the parameters of a model from safetensors files, or with random values.
 
 Must not know: architectures, what a parameter is for, requests.
 """
@@ -29,15 +29,12 @@ Fill = Callable[[torch.Tensor, torch.Tensor], None]
 def load_weights(model: Any, directory: Path, report: Report, fill: Fill = copy_mapped) -> None:
     """Fills every tensor of model.weights() from `directory`, cast to the parameter's dtype.
 
-    Reports the part of all elements that is there.
+    Reports the loaded fraction of all elements. `fill(tensor, stored)` does the work and may keep
+    both arguments; they are not read again. Files are mapped and read once, and pages that were
+    read are released, so memory never holds more than the model and one layer.
 
-    `fill(tensor, stored)` does it, and may keep both as long as it likes: they are not looked at
-    again. Files are mapped and read once, and what was read of them is given back, so that no more
-    is ever in memory than the model and one layer.
-
-    Raises ModelLoadError, naming file and tensor, for a name that is missing, that nobody asked
-    for, or that comes twice, for a wrong shape, for a type that is not a float, and for a file that
-    cannot be read.
+    Raises ModelLoadError, naming file and tensor, for a missing, unexpected or duplicate name, a
+    wrong shape, a type that is not a float, and an unreadable file.
     """
     missing = dict(model.weights())
     tied = model.tied_weights()
@@ -46,7 +43,7 @@ def load_weights(model: Any, directory: Path, report: Report, fill: Fill = copy_
         {name: list(tensor.shape) for name, tensor in missing.items()},
     )
     shapes |= {name: shapes[original] for name, original in tied.items()}
-    origin: dict[str, str] = {}  # tensor -> the file it came from
+    origin: dict[str, str] = {}  # tensor -> its file
     files = find_weight_files(directory)
     num_loaded, num_expected = 0, sum(tensor.numel() for tensor in missing.values())
     for path in files:
@@ -94,8 +91,8 @@ def _check(
 def _check_tied(
     tied: dict[str, str], origin: dict[str, str], directory: Path, dtype: torch.dtype
 ) -> None:
-    """A tied head that a checkpoint stores all the same must be the embedding: to ignore another
-    would be silent.
+    """Checks that a stored head equals the embedding it is tied to: ignoring a difference would be
+    silent.
     """
     for name, original in tied.items():
         if name not in origin:
@@ -116,7 +113,7 @@ def _check_tied(
 def find_weight_files(directory: Path) -> list[Path]:
     """The single file, or the index's shards in order.
 
-    Raises ModelLoadError where there is neither, or a shard is not there.
+    Raises ModelLoadError if there is neither, or if a shard is missing.
     """
     if (directory / SINGLE_FILE).is_file():
         return [directory / SINGLE_FILE]
@@ -147,8 +144,10 @@ def fill_with_random_weights(
     report: Report,
     fill: Fill = torch.Tensor.copy_,  # type: ignore[assignment]
 ) -> None:
-    """load_format="dummy": normal with standard deviation 0.02 (norms around 1), the same for the
-    same seed on every machine. `fill` as in load_weights.
+    """load_format="dummy": normal with standard deviation 0.02 (norms around 1), the same on every
+    machine.
+
+    Depends only on `seed`. `fill` as in load_weights.
     """
     generator = torch.Generator().manual_seed(seed)
     unfilled = dict(model.weights())

@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from quire.tests.test_readme import FILE, read_blocks
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -140,3 +141,21 @@ def test_the_wheel_does_the_main_job(environment: Path, tmp_path: Path) -> None:
     home, library = run(environment / "python", "-c", show, cwd=tmp_path).split(maxsplit=1)
     assert Path(home).is_relative_to(environment.parent)
     assert "Library" in library, "the wheel's native library is not loaded"
+
+
+@pytest.mark.packaging
+@pytest.mark.timeout(900)
+def test_the_plugin_of_the_docs(environment: Path, tmp_path: Path) -> None:
+    """The files that docs/extending.md shows, installed as it says; an engine's child has them."""
+    (tmp_path / "plugin").mkdir()
+    for _, above, text in read_blocks("docs/extending.md"):
+        if match := FILE.match(above):
+            (tmp_path / "plugin" / match[1]).write_text(text + "\n")
+    options = ("--no-deps", "--no-index", "--no-build-isolation", "--quiet")
+    python = environment / "python"
+    run(python, "-m", "pip", "install", *options, ".", cwd=tmp_path / "plugin")
+    overrides = '{"architectures": ["MyModelForCausalLM"]}'
+    words = ("generate", "Once upon a time", "--max-tokens", "8", "--temperature", "0")
+    theirs = run(environment / "quire", *words, cwd=tmp_path)
+    mine = run(environment / "quire", *words, "--hf-overrides", overrides, cwd=tmp_path)
+    assert mine.strip() and mine == theirs

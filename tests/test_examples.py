@@ -1,0 +1,88 @@
+"""The programs in examples/ run, offline, and print what they promise."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import pytest
+from quire.tests.fake_engine import wait_until
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1"}
+
+# program -> what its output must match
+PROMISES = {
+    "offline_batch.py": r"One day, a little fox.*\n.* tokens in [\d.]+ ms\n(.*\n)+\d+ tokens generated",
+    "streaming.py": r"\w+ \w+",
+    "asyncio_requests.py": r"Once upon a time,? \w+(.*\n)+aborted after: '.{30}'",
+    "shared_daemon.py": r"this program: Once upon a time.*\n(.*\n)*another program: One day",
+    "structured_output.py": r"JSON: {'name': '.*', 'age': \d+, 'city': '.*', 'job': '.*'}\nsum: \d+ \+ \d+ = \d+\nchoice: (yes|no)",
+    "tool_loop.py": r"add\({\"a\": ?\d+, ?\"b\": ?\d+}\) = \d+\nanswer: ",
+    "logits_processor.py": r"True: '.*', 0 immediate repeats",
+    "custom_kernel.py": r"the kernel ran [1-9]\d* times\nsame tokens as the reference: True",
+    "live_observation.py": r"step \d+: \d requests hold \d+ of (.*\n)+3200 tokens; 4 requests finished",
+}
+
+
+def test_every_program_is_tested_and_listed() -> None:
+    programs = {path.name for path in EXAMPLES.glob("*.py")}
+    assert programs == {*PROMISES, "web_app.py"} and len(programs) == 10
+    listed = re.findall(r"^\| \[(\w+\.py)\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert set(listed) == programs
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("program", PROMISES)
+def test_programs(program: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / program],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(PROMISES[program], done.stdout), done.stdout
+
+
+@pytest.mark.timeout(180)
+def test_the_web_application(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, EXAMPLES / "web_app.py", "--port", str(port)]
+    address = f"http://127.0.0.1:{port}"
+
+    def read(path: str) -> str | None:
+        assert app.poll() is None, "the application has ended"
+        try:
+            with urllib.request.urlopen(address + path, timeout=60) as answer:
+                return answer.read().decode()
+        except urllib.error.HTTPError:
+            raise
+        except OSError:
+            return None  # not listening yet
+
+    with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT) as app:
+        try:
+            wait_until(lambda: read("/health") is not None, timeout_s=120)
+            assert read("/health") == '{"ready":true}'
+            text = read("/complete?prompt=" + urllib.parse.quote("Once upon a time"))
+            assert text is not None and len(text.split()) > 5
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                read("/complete?prompt=" + "word%20" * 5000)
+        finally:
+            app.terminate()
+            app.wait(timeout=30)
+    assert app.returncode == 0 or app.returncode == -15

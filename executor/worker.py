@@ -19,6 +19,7 @@ import torch
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.decoder_config import unread_keys
 from ..ipc.errors import InvalidParameterError, ModelLoadError
+from ..ipc.json_files import read_json
 from ..ipc.memory_plan import check_weights_fit, plan_num_blocks, plan_num_host_blocks
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..kernels import registry
@@ -460,11 +461,8 @@ def check_same_architecture(config: EngineConfig, model_class: Any, directory: P
     path = directory / "config.json"
     if not path.exists():
         return
-    try:
-        hf_config = json.loads(path.read_text(encoding="utf-8"))
-        described = find_model_class(hf_config)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    hf_config = read_json(path)
+    described = find_model_class(hf_config)
     if described is not model_class:
         raise ModelLoadError(
             f"{path}: the architecture is {described.__name__}, the engine runs "

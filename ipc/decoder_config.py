@@ -171,7 +171,7 @@ def parse_decoder_config(
     if missing := [key for key in _REQUIRED if hf_config.get(key) is None]:
         raise ModelLoadError(f"config.json lacks {', '.join(missing)}")
     _refuse_unhandled(hf_config, honours)
-    sizes = {key: _size(hf_config, key) for key in _REQUIRED}
+    sizes: dict[str, Any] = {key: _size(hf_config, key) for key in _REQUIRED}
     hidden_size, num_heads = sizes["hidden_size"], sizes["num_attention_heads"]
     config = DecoderConfig(
         **sizes,

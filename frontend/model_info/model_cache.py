@@ -12,8 +12,10 @@ from typing import Any
 
 import msgspec
 
+from ...ipc.checkpoint import missing_weight_files
 from ...ipc.errors import ModelLoadError
-from .model_files import BUNDLED, find_model_directory, missing_weight_files, read_json
+from ...ipc.json_files import read_json
+from .model_files import BUNDLED, find_model_directory
 from .model_sizes import measure_model
 
 

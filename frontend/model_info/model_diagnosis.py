@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...ipc.architectures import ARCHITECTURES
+from ...ipc.checkpoint import check_checkpoint, missing_weight_files
 from ...ipc.decoder_config import unread_keys
 from ...ipc.errors import InvalidParameterError, ModelLoadError, QuireError
 from ..answer_format import detect
@@ -21,11 +23,10 @@ from .model_files import (
     eos_token_ids,
     find_cached_directory,
     find_model_directory,
-    missing_weight_files,
     read_generation_config,
     read_hf_config,
 )
-from .model_sizes import measure_model
+from .model_sizes import ModelSizes, measure_model
 from .plan import make_plan
 
 GIB = 2**30
@@ -66,7 +67,7 @@ def check_model(
             f"keys of config.json that Quire does not use: {', '.join(unread)}",
             "check on the model's page that none of them changes how it computes",
         )
-    yield check_weights(directory, args)
+    yield check_weights(directory, args, sizes)
     yield check_plan(args)
     if args.skip_tokenizer_init:
         return
@@ -101,7 +102,8 @@ def check_model(
     yield check_answers(tokenizer, server, chat_template)
 
 
-def check_weights(directory: Path, args: EngineArgs) -> Finding:
+def check_weights(directory: Path, args: EngineArgs, sizes: ModelSizes) -> Finding:
+    """The headers of all files against what the engine's loader expects, by the same check."""
     if args.load_format == "dummy":
         return Finding(
             "weights", "warn", "load_format=dummy: random ones", "leave it out for the model's own"
@@ -123,8 +125,17 @@ def check_weights(directory: Path, args: EngineArgs) -> Finding:
             f"{len(missing)} missing: {', '.join(missing[:3])}",
             fix,
         )
-    num_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    return Finding("weights", "pass", f"{num_bytes / GIB:.2f} GiB in safetensors files")
+    table = ARCHITECTURES[sizes.architecture]
+    try:
+        origin = check_checkpoint(
+            directory, table.weight_shapes(sizes.config), table.tied_weights(sizes.config)
+        )
+    except ModelLoadError as error:
+        return Finding("weights", "fail", str(error), "a sound copy of the files of this model")
+    num_bytes = sum(path.stat().st_size for path in set(origin.values()))
+    return Finding(
+        "weights", "pass", f"{len(origin)} tensors, {num_bytes / GIB:.2f} GiB in safetensors files"
+    )
 
 
 def check_plan(args: EngineArgs) -> Finding:

@@ -7,12 +7,14 @@ Must not know: weights, torch, tokenizers, how the engine uses a configuration.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ...ipc.errors import ModelLoadError
+from ...ipc.json_files import read_json, read_json_if_exists
 
 BUNDLED = "bundled"
 CONFIG_PATTERNS = ["*.json", "*.jinja", "additional_chat_templates/*.jinja"]
@@ -81,40 +83,6 @@ def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
         ) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises ModelLoadError naming the file when it is missing, unreadable or not an object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelLoadError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object, not a {type(value).__name__}")
-    return value
-
-
-def read_json_if_exists(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
-
-
-def missing_weight_files(directory: Path) -> list[str]:
-    """The safetensors files that the engine would look for and not find.
-
-    Raises ModelLoadError for an index that cannot be read.
-    """
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.is_file() or not index.is_file():
-        return [] if single.is_file() else [single.name]
-    shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-        raise ModelLoadError(f"{index} has no weight_map of names")
-    return [shard for shard in sorted(set(shards.values())) if not (directory / shard).is_file()]
-
-
 def read_ahead(directory: Path) -> None:
     """Asks the system for the weight files' contents, so that they come from the disk while an
     engine still starts. A wish: nothing fails.
@@ -122,13 +90,23 @@ def read_ahead(directory: Path) -> None:
     if not hasattr(os, "posix_fadvise"):
         return
     for path in sorted(directory.glob("*.safetensors")):
+        if not path.is_file():  # to open a pipe would block
+            continue
         with contextlib.suppress(OSError), path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def read_hf_config(directory: Path, overrides: dict[str, Any]) -> dict[str, Any]:
-    """config.json with `overrides` laid over it; objects are merged, key by key."""
-    return _merged(read_json(directory / "config.json"), overrides)
+    """config.json with `overrides` laid over it; objects are merged, key by key.
+
+    Raises ModelLoadError for a file that read_json refuses, and for what no message can carry.
+    """
+    hf_config = _merged(read_json(directory / "config.json"), overrides)
+    try:
+        msgspec.msgpack.encode(hf_config)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ModelLoadError(f"{directory / 'config.json'} cannot be read: {error}") from error
+    return hf_config
 
 
 def _merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

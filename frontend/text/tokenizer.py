@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from ...ipc.errors import InvalidParameterError, ModelLoadError
-from ..model_info.model_files import read_json_if_exists
+from ...ipc.json_files import check_regular_file, read_json_if_exists
 from . import token_bounds
 from .chat_template import choose_template, read_chat_templates, render_chat
 
@@ -164,6 +164,7 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
             "name a tokenizer= that has one, or give skip_tokenizer_init=True to work on token ids"
         )
         raise ModelLoadError(f"{path.parent} has no {path.name}; {remedy}")
+    check_regular_file(path)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception

@@ -113,7 +113,7 @@ def test_what_is_whole_is_ready(cache: Path) -> None:
                 "model.safetensors": None,
                 "model.safetensors.index.json": json.dumps({"weight_map": {"a": 1}}),
             },
-            "has no weight_map of names",
+            "'1' is not the name of a file beside it",
         ),
     ],
 )

@@ -47,6 +47,11 @@ def remove(file: str) -> Callable[[Path], None]:
     return lambda model: (model / file).unlink()
 
 
+def write_weights(model: Path, change: Callable[[bytes], bytes]) -> None:
+    path = max(model.glob("*.safetensors"))
+    path.write_bytes(change(path.read_bytes()))
+
+
 def test_a_sound_model_passes(model: Path) -> None:
     for findings in (check(model), check("bundled")):
         assert {finding.status for finding in findings.values()} == {"pass"}
@@ -92,6 +97,36 @@ CASES: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         "weights",
         "fail",
         "must hold a JSON object",
+    ),
+    "truncated shard": (
+        lambda m: write_weights(m, lambda content: content[:-10]),
+        "weights",
+        "fail",
+        "truncated: 10 bytes are missing",
+    ),
+    "empty shard": (
+        lambda m: write_weights(m, lambda content: b""),
+        "weights",
+        "fail",
+        "it has 0 bytes",
+    ),
+    "other shapes": (
+        edit("config.json", intermediate_size=100),
+        "weights",
+        "fail",
+        "has shape [64, 96], the model needs [64, 100]",
+    ),
+    "too few layers": (
+        edit("config.json", num_hidden_layers=4),
+        "weights",
+        "fail",
+        "no file has the tensor model.layers.3.",
+    ),
+    "too many layers": (
+        edit("config.json", num_hidden_layers=2),
+        "weights",
+        "fail",
+        "the model has no place for tensor model.layers.2.",
     ),
     "no tokenizer": (remove("tokenizer.json"), "tokenizer", "fail", "has no tokenizer.json"),
     "foreign tokenizer": (

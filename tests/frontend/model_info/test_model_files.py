@@ -97,7 +97,7 @@ def test_config_with_overrides(tmp_path) -> None:
         (None, "has no config.json"),
         (b"{", r"config\.json cannot be read"),
         (b"\xff\xfe", r"config\.json cannot be read"),
-        (b"[" * 200_000, r"config\.json cannot be read"),
+        (b"[" * 200_000, r"config\.json is nested too deeply"),
         (b"[1]", r"config\.json must hold a JSON object, not a list"),
     ],
 )

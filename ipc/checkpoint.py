@@ -1,0 +1,179 @@
+"""A checkpoint in safetensors files, read by its headers alone: which files there are, and whether
+their tensors are those that a model expects.
+
+Must not know: tensors' values, torch, the safetensors library, which architectures there are.
+The format: 8 bytes with the length of the header, little-endian; the header, a JSON object from
+each tensor's name to its type, shape and place; the tensors' bytes, one behind the other.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from .errors import ModelLoadError
+from .json_files import check_regular_file, read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+METADATA = "__metadata__"
+
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class StoredTensor(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: list[Natural]
+    data_offsets: tuple[Natural, Natural]  # first byte and the one after the last, from the data's
+
+
+def missing_weight_files(directory: Path) -> list[str]:
+    """Names of the safetensors files that a load would look for and not find.
+
+    Raises ModelLoadError for an index that cannot be read, and for what is no regular file.
+    """
+    names = _weight_file_names(directory)
+    missing = [name for name in names if not (directory / name).exists()]
+    for name in names:
+        if name not in missing:
+            check_regular_file(directory / name)
+    return missing
+
+
+def find_weight_files(directory: Path) -> list[Path]:
+    """The single file, or the index's shards in order.
+
+    Raises ModelLoadError where there is neither, or a shard is missing.
+    """
+    if missing := missing_weight_files(directory):
+        if missing == [SINGLE_FILE]:
+            raise ModelLoadError(
+                f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; Quire reads "
+                f"safetensors only"
+            )
+        raise ModelLoadError(f"{directory / INDEX_FILE}: the shard {missing[0]} is not there")
+    return [directory / name for name in _weight_file_names(directory)]
+
+
+def _weight_file_names(directory: Path) -> list[str]:
+    index = directory / INDEX_FILE
+    if (directory / SINGLE_FILE).exists() or not index.exists():
+        return [SINGLE_FILE]
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict):
+        raise ModelLoadError(f"{index} has no weight_map of names")
+    names = {str(shard) for shard in shards.values()}
+    for name in names:
+        # an index must not lead out of its directory
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelLoadError(f"{index}: {name!r:.100} is not the name of a file beside it")
+    if not names:
+        raise ModelLoadError(f"{index}: names no shards")
+    return sorted(names)
+
+
+def check_checkpoint(
+    directory: Path, shapes: dict[str, list[int]], tied: dict[str, str]
+) -> dict[str, Path]:
+    """Tensor -> the file that holds it, file by file and sorted by name, once the headers of all
+    files agree with the model.
+
+    shapes: every tensor that must be there. tied: tensors that may be there besides, and the one
+    that each is a copy of.
+
+    Raises ModelLoadError, naming file and tensor, for a name that is missing, unexpected or there
+    twice, for a wrong shape, for a type that is not a float, and for a file that is unsound.
+    """
+    allowed = shapes | {name: shapes[original] for name, original in tied.items()}
+    files = find_weight_files(directory)
+    origin: dict[str, Path] = {}
+    for path in files:
+        for name, tensor in read_header(path).items():
+            if name.endswith("rotary_emb.inv_freq"):
+                continue  # a buffer that old checkpoints saved; it follows from the config
+            if name in origin:
+                raise ModelLoadError(f"{path}: tensor {name} is also in {origin[name].name}")
+            _check_tensor(path, name, tensor, allowed)
+            origin[name] = path
+    if missing := [name for name in shapes if name not in origin]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        read = ", ".join(path.name for path in files[:3]) + (", ..." if len(files) > 3 else "")
+        raise ModelLoadError(
+            f"{directory}: no file has the tensor {missing[0]}{more}; read: {read}"
+        )
+    return origin
+
+
+def _check_tensor(
+    path: Path, name: str, tensor: StoredTensor, allowed: dict[str, list[int]]
+) -> None:
+    if name not in allowed:
+        raise ModelLoadError(f"{path}: the model has no place for tensor {name:.100}")
+    if tensor.shape != allowed[name]:
+        raise ModelLoadError(
+            f"{path}: tensor {name} has shape {tensor.shape!s:.100}, the model needs "
+            f"{allowed[name]}"
+        )
+    if tensor.dtype not in FLOAT_BYTES:
+        raise ModelLoadError(
+            f"{path}: tensor {name} is of type {tensor.dtype:.20}; supported: "
+            f"{', '.join(FLOAT_BYTES)} (no quantized weights)"
+        )
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """What a safetensors file says that it holds, checked against the file's length; sorted by name.
+
+    Raises ModelLoadError for a file that is truncated, too long or no safetensors file.
+    """
+    check_regular_file(path)
+    try:
+        with path.open("rb") as file:
+            file_bytes = path.stat().st_size
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if file_bytes < 8:
+                raise _unsound(path, f"it has {file_bytes} bytes, a header needs 8")
+            if header_bytes > MAX_HEADER_BYTES:
+                raise _unsound(path, f"its header has {header_bytes:,} bytes")
+            if header_bytes > file_bytes - 8:
+                raise _unsound(path, "it ends within its header")
+            header = file.read(header_bytes)
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries.pop(METADATA, None)
+        tensors = {
+            name: msgspec.json.decode(entry, type=StoredTensor) for name, entry in entries.items()
+        }
+    except OSError as error:
+        raise _unsound(path, str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _unsound(path, f"its header is malformed: {error}") from error
+    except RecursionError:
+        raise _unsound(path, "its header is nested too deeply") from None
+    _check_places(path, tensors, file_bytes - 8 - header_bytes)
+    return dict(sorted(tensors.items()))
+
+
+def _check_places(path: Path, tensors: dict[str, StoredTensor], data_bytes: int) -> None:
+    """The tensors lie one behind the other, and fill the file."""
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
+        start, stop = tensor.data_offsets
+        if start != end or stop < start:
+            raise _unsound(path, f"tensor {name:.100} does not begin where the one before it ends")
+        size = FLOAT_BYTES.get(tensor.dtype)
+        if size is not None and stop - start != size * prod(tensor.shape):
+            raise _unsound(path, f"tensor {name:.100} has {stop - start:,} bytes, not its shape's")
+        end = stop
+    if end > data_bytes:
+        raise _unsound(path, f"it is truncated: {end - data_bytes:,} bytes are missing")
+    if end < data_bytes:
+        raise _unsound(path, f"{data_bytes - end:,} bytes belong to no tensor")
+
+
+def _unsound(path: Path, problem: str) -> ModelLoadError:
+    return ModelLoadError(f"{path}: not a readable safetensors file: {problem}")

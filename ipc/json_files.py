@@ -1,0 +1,67 @@
+"""Reads the small JSON files of a model's directory, which anybody may have written.
+
+Must not know: what any of them means.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .errors import ModelLoadError
+
+MAX_BYTES = 128 * 2**20  # an index of a hundred thousand tensors has 10 MB
+MAX_NESTING = 64
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a regular file. Integers beyond 64 bits become floats.
+
+    Raises ModelLoadError naming the file when it is missing, not a regular file (a pipe would
+    block), unreadable, too large, nested too deeply or not an object.
+    """
+    check_regular_file(path)
+    try:
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise ModelLoadError(f"{path} has {size:,} bytes, the most is {MAX_BYTES:,}")
+        value = json.loads(path.read_text(encoding="utf-8"), parse_int=_integer)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    except RecursionError:
+        raise ModelLoadError(f"{path} is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    level: list[Any] = [value]
+    for _ in range(MAX_NESTING):
+        level = [child for parent in level for child in _children(parent)]
+        if not level:
+            return value
+    raise ModelLoadError(f"{path} is nested too deeply")
+
+
+def read_json_if_exists(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def check_regular_file(path: Path) -> None:
+    """Raises ModelLoadError for a file that is missing, or is none: to open a pipe would block."""
+    try:
+        is_regular, exists = path.is_file(), path.exists()
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    if not exists:
+        raise ModelLoadError(f"{path.parent} has no {path.name}")
+    if not is_regular:
+        raise ModelLoadError(f"{path} is not a regular file")
+
+
+def _integer(text: str) -> int | float:
+    number = int(text) if len(text) < 30 else None  # longer ones take quadratic time
+    return number if number is not None and -(2**63) <= number < 2**64 else float(text)
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []

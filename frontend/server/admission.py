@@ -24,35 +24,56 @@ from .http.errors import ApiError
 MAX_RETRY_AFTER_S = 600.0
 
 
-class DrainRate:
-    """Requests and prompt tokens that the engine has done with, per second.
+class CompletionRate:
+    """Completions per second that the engine finishes while it is full.
 
-    Counted over the last WINDOW_S, or the time since there has been a queue if that is shorter:
-    before, the engine was not busy, and its pace told nothing of what it can do. One more than were
-    counted, in one second more, so that the first moments of a queue give a number too: it comes
-    out too high for an engine that finishes less than one request in a second, until it has been
-    watched for some seconds.
+    Two estimates. Once as many completions have ended as the engine holds: their number over the
+    time they took. Before that: the number that it computes at once over the time one stays
+    (Little's law), which the first completions tell; a count would be far too low while a first
+    batch still runs.
     """
 
-    WINDOW_S = 30.0
-    MAX_COUNTED = 512
+    MIN_COUNTED = 8  # completions, for an engine that holds few
+    MAX_KEPT = 512
+    FIRST_STAY_S = 1.0  # of MIN_COUNTED that stand for a history: too short rather than too long
 
     def __init__(self) -> None:
-        # (when, prompt tokens)
-        self._finished: deque[tuple[float, int]] = deque(maxlen=self.MAX_COUNTED)
+        # (when it ended, its completions, seconds it stayed)
+        self._ended: deque[tuple[float, int, float]] = deque(maxlen=self.MAX_KEPT)
 
-    def add(self, now: float, num_tokens: int) -> None:
-        self._finished.append((now, num_tokens))
+    def add(self, now: float, num_completions: int, stay_s: float) -> None:
+        self._ended.append((now, num_completions, stay_s))
 
-    def per_second(self, now: float, busy_since: float) -> tuple[float, float]:
-        """(requests, prompt tokens)."""
-        since = max(now - self.WINDOW_S, busy_since)
-        if len(self._finished) == self.MAX_COUNTED:
-            since = max(since, self._finished[0][0])
-        counted = [num_tokens for moment, num_tokens in self._finished if moment >= since]
-        span_s = now - since + 1.0
-        mean_tokens = max(1.0, sum(counted) / len(counted)) if counted else 1.0
-        return (len(counted) + 1) / span_s, (sum(counted) + mean_tokens) / span_s
+    def per_second(
+        self,
+        now: float,
+        full_since: float,
+        num_running: int,
+        num_computing: int,
+        mean_age_s: float,
+    ) -> float:
+        """`num_running`: that the engine holds, of which it computes `num_computing` at once.
+        `mean_age_s`: how long they have stayed so far.
+        """
+        needed = max(num_running, self.MIN_COUNTED)
+        num_counted, since = 0, full_since
+        for when, num_completions, _ in reversed(self._ended):
+            if when < full_since:
+                break
+            if num_counted >= needed:
+                since = when
+                break
+            num_counted += num_completions
+        if num_counted >= needed and now > since:
+            return num_counted / (now - since)
+        return max(1, num_computing) / self._stay_s(needed, mean_age_s)
+
+    def _stay_s(self, num_completions: int, mean_age_s: float) -> float:
+        """The mean of the last ones to end; longer, if those that run have stayed longer."""
+        latest = [stay_s for *_, stay_s in itertools.islice(reversed(self._ended), num_completions)]
+        num_missing = max(0, self.MIN_COUNTED - len(latest))
+        mean_s = (sum(latest) + num_missing * self.FIRST_STAY_S) / (len(latest) + num_missing)
+        return max(mean_s, mean_age_s, 0.001)
 
 
 class Slot:
@@ -63,6 +84,7 @@ class Slot:
 
     __slots__ = (
         "_admission",
+        "entered",
         "group",
         "is_waiting",
         "key",
@@ -91,13 +113,14 @@ class Slot:
         self.num_completions = num_completions
         self.num_tokens = num_tokens
         self.queued_s = 0.0
+        self.entered = 0.0  # of the admission's clock
 
     async def __aenter__(self) -> Slot:
         admission = self._admission
         if admission.num_waiting or not admission.has_room(self):
             await admission.wait(self)
         else:
-            admission.num_running += self.num_completions
+            admission.let_in(self)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -105,7 +128,7 @@ class Slot:
 
 
 class Admission:
-    """max_running: completions in the engine. max_waiting: groups of requests (those of one call
+    """max_running: completions in the engine. max_computing: those it has in one step. max_waiting: groups of requests (those of one call
     are a group); max_waiting_tokens: of all prompts that wait. `clock` gives seconds.
     """
 
@@ -115,12 +138,15 @@ class Admission:
         max_waiting: int,
         max_waiting_tokens: int,
         clock: Callable[[], float] = time.monotonic,
+        max_computing: int | None = None,
     ):
         self.max_running = max_running
+        self.max_computing = max_computing or max_running
         self.max_waiting = max_waiting
         self.max_waiting_tokens = max_waiting_tokens
         self.num_running = 0  # completions in the engine
         self.num_waiting = 0  # requests
+        self.num_waiting_completions = 0
         self.num_waiting_tokens = 0
         self.num_refused: Counter[str] = Counter()  # by the bound that was reached
         self._clock = clock
@@ -128,8 +154,9 @@ class Admission:
         self._lines: dict[str, list[tuple[int, int, Slot]]] = {}
         self._groups: Counter[Hashable] = Counter()  # requests that wait
         self._arrivals = itertools.count()
-        self._busy_since = 0.0  # since when somebody has been waiting
-        self._drain_rate = DrainRate()
+        self._full_since = 0.0  # since when somebody has been waiting
+        self._sum_entered = 0.0  # of all completions in the engine: the moments they were let in
+        self._rate = CompletionRate()
 
     @property
     def num_waiting_groups(self) -> int:
@@ -154,12 +181,13 @@ class Admission:
         self._check_bounds(slot)
         began = self._clock()
         if not self.num_waiting:
-            self._busy_since = began
+            self._full_since = began
         slot.waiter = asyncio.get_running_loop().create_future()
         entry = (slot.priority, next(self._arrivals), slot)
         insort(self._lines.setdefault(slot.key, []), entry)
         slot.is_waiting = True
         self.num_waiting += 1
+        self.num_waiting_completions += slot.num_completions
         self.num_waiting_tokens += slot.num_tokens
         self._groups[slot.group] += 1
         try:
@@ -168,15 +196,27 @@ class Admission:
             if slot.is_waiting:
                 self._take(slot.key, bisect_left(self._lines[slot.key], entry))
             elif not slot.waiter.cancelled():  # let in and cancelled in the same moment
-                self.num_running -= slot.num_completions
+                self._let_out(slot)
             self._let_in()  # it may have been in others' way
             raise
         slot.queued_s = self._clock() - began
 
+    def let_in(self, slot: Slot) -> None:
+        slot.entered = self._clock()
+        self.num_running += slot.num_completions
+        self._sum_entered += slot.num_completions * slot.entered
+
+    def _let_out(self, slot: Slot) -> None:
+        self.num_running -= slot.num_completions
+        self._sum_entered -= slot.num_completions * slot.entered
+        if not self.num_running:
+            self._sum_entered = 0.0  # without what rounding has left
+
     def leave(self, slot: Slot) -> None:
         """The engine is done with it."""
-        self.num_running -= slot.num_completions
-        self._drain_rate.add(self._clock(), slot.num_tokens)
+        self._let_out(slot)
+        now = self._clock()
+        self._rate.add(now, slot.num_completions, now - slot.entered)
         if self.num_waiting:
             self._let_in()
 
@@ -188,6 +228,7 @@ class Admission:
         if not line:
             del self._lines[key]
         self.num_waiting -= 1
+        self.num_waiting_completions -= slot.num_completions
         self.num_waiting_tokens -= slot.num_tokens
         self._groups[slot.group] -= 1
         if not self._groups[slot.group]:
@@ -206,7 +247,7 @@ class Admission:
             if (line := self._lines.pop(key, None)) is not None:
                 self._lines[key] = line
             if not slot.waiter.done():  # else it is being cancelled
-                self.num_running += slot.num_completions
+                self.let_in(slot)
                 slot.waiter.set_result(None)
 
     # ------------------------------------------------------------ refusals
@@ -226,7 +267,7 @@ class Admission:
 
     def _refusal(self, bound: str, why: str) -> ApiError:
         self.num_refused[bound] += 1
-        retry_after_s = self.expected_wait_s(bound)
+        retry_after_s = self.expected_wait_s()
         return ApiError(
             429,
             f"{why}. Try again in {max(1, round(retry_after_s))} s.",
@@ -234,17 +275,18 @@ class Admission:
             retry_after_s=retry_after_s,
         )
 
-    def expected_wait_s(self, bound: str = "requests") -> float:
-        """How long all that waits now takes to be let in, at the pace of late: by then there is
-        room for sure, if nobody else comes.
+    def expected_wait_s(self) -> float:
+        """Seconds until all that waits now has been let in, and one more, at the current rate of
+        completion.
         """
         now = self._clock()
-        requests_per_s, tokens_per_s = self._drain_rate.per_second(
-            now, self._busy_since if self.num_waiting else now
+        mean_age_s = now - self._sum_entered / self.num_running if self.num_running else 0.0
+        per_second = self._rate.per_second(
+            now,
+            self._full_since if self.num_waiting else now,
+            self.num_running,
+            min(self.num_running, self.max_computing),
+            mean_age_s,
         )
-        wait_s = (
-            self.num_waiting / requests_per_s
-            if bound == "requests"
-            else self.num_waiting_tokens / tokens_per_s
-        )
+        wait_s = (self.num_waiting_completions + 1) / per_second
         return min(MAX_RETRY_AFTER_S, max(1.0, wait_s))

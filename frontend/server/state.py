@@ -98,8 +98,13 @@ class ServerState:
         self.template_text = self._find_template(engine)
         self.answer_format = self._detect_format(engine)
         config = self.server_config
-        most = config.max_concurrent_requests or 2 * engine.config.scheduler_config.max_num_seqs
-        self.admission = Admission(most, config.max_queued_requests, config.max_queued_tokens)
+        max_num_seqs = engine.config.scheduler_config.max_num_seqs
+        self.admission = Admission(
+            config.max_concurrent_requests or 2 * max_num_seqs,
+            config.max_queued_requests,
+            config.max_queued_tokens,
+            max_computing=max_num_seqs,
+        )
         engine.record_token_times = True  # for the time lines of requests
         engine.max_outputs_per_s = self.server_config.max_chunks_per_s
         self.engine = engine

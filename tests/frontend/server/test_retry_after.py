@@ -197,4 +197,4 @@ def test_retry_after_is_within_a_factor_of_three(name: str) -> None:
     ratios = simulation.ratios()
     print(f"{name}: {len(ratios)} refusals, said/true {min(ratios):.2f} to {max(ratios):.2f}")
     assert len(ratios) >= 20
-    assert 1 / 3 <= min(ratios) and max(ratios) <= 3
+    assert min(ratios) >= 1 / 3 and max(ratios) <= 3

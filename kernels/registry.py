@@ -123,7 +123,10 @@ def register(
     def add(function: Callable) -> Callable:
         expected, given = (list(inspect.signature(f).parameters) for f in (CONTRACTS[op], function))
         if given != expected:
-            problem = f"{op} takes ({', '.join(expected)}), but implementation {name!r} takes ({', '.join(given)})"
+            problem = (
+                f"{op} takes ({', '.join(expected)}), "
+                f"but implementation {name!r} takes ({', '.join(given)})"
+            )
             raise InvalidParameterError("function", problem)
         if name in _implementations[op]:
             raise InvalidParameterError(

@@ -87,7 +87,7 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers in -8 to 7, times a factor in +-15 for each half group; searches the group's scale."""
+    """Integers in -8 to 7 and a factor in +-15 per half group; searches the group's scale."""
     finite, halves = weight.isfinite().all(-1), weight.unflatten(-1, (2, -1)).nan_to_num()
     high, low = halves.amax(-1), halves.amin(-1)
     wanted = torch.where(high > -low, high, low) / -8  # maps the weight of largest magnitude to -8

@@ -1,12 +1,12 @@
-"""Kernels for NVIDIA GPUs, in Triton: no compiler is needed on the user's machine beyond Triton's
-own.
+"""Kernels for NVIDIA GPUs in Triton. Users need no other compiler than Triton's own.
 
 Must not know: models, requests.
 
-Imported when operations for "cuda" are first asked for (registry.select): on a CPU nobody pays for
-it. Where Triton is not installed nothing is registered, and the reference serves. No wrapper waits
-for the device or reads a tensor's contents, and grids depend on shapes alone, so that all of them
-can be recorded in a CUDA graph. Checked without a GPU by tests/kernels/triton/.
+Imported when operations for "cuda" are first selected (registry.select), so a CPU process does not
+pay for the import. Where Triton is not installed nothing is registered and the reference runs. No
+wrapper waits for the device or reads a tensor's contents, and grids depend on shapes alone, so
+every launch can be recorded in a CUDA graph. tests/kernels/triton/ checks the kernels without a
+GPU.
 """
 
 from importlib.util import find_spec

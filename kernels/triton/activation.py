@@ -13,8 +13,8 @@ from .device import PLAIN, PRIORITY, TILE, is_cuda
 
 @triton.jit
 def silu_and_mul_kernel(x_ptr, out_ptr, token_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """x [T, 2 * SIZE] with strides, out [T, SIZE] contiguous; one piece of one token's row to a
-    program
+    """x [T, 2 * SIZE] with strides, out [T, SIZE] contiguous. A program handles one block of one
+    token's row.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -2,9 +2,9 @@
 
 Must not know: models, requests.
 
-The decodes' launch depends on shapes alone: it can be captured in a CUDA graph, padded with
-requests of length 0, which get zeros. That of longer queries depends on the host's list of their
-lengths, and copies its work list from pinned memory: it belongs outside of graphs.
+The launch for decodes depends on shapes alone. It can be captured in a CUDA graph, padded with
+requests of length 0, whose output is zero. The launch for longer queries depends on the host's list
+of their lengths and copies its work list from pinned memory, so it cannot be part of a graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .attention_prefill import prefill_kernel
 from .device import PRIORITY, architecture, num_multiprocessors, reads_cache
 
 MAX_HEAD_DIM = 256
-# of decodes: enough to even out requests of different length, and to keep loads in flight
+# per decode step: enough to balance requests of different lengths and to keep loads in flight
 PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
@@ -55,9 +55,10 @@ def paged_attention_in_two_launches(
     sliding_window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """The same bits, without a hand-over between programs of one launch.
+    """paged_attention with the decode states merged by a second launch. The results are bitwise
+    equal.
 
-    For doubts about that: see attention_decode.
+    It avoids the synchronisation between programs of one launch that attention_decode describes.
     """
     return attend(
         query, key_cache, value_cache, metadata, scale, sliding_window, softcap, one_launch=False
@@ -78,9 +79,11 @@ def attend(
     one_launch: bool = True,
     num_programs: int | None = None,
 ) -> Tensor:
-    """The contract of paged_attention, and more: keys and values of caches in float8_e4m3fn (from
-    sm_89 on) are theirs times key_scale and value_scale. num_programs: of each decode and KV head;
-    None: as the GPU is best filled.
+    """paged_attention's contract, with these extensions.
+
+    Caches in float8_e4m3fn (sm_89 or newer) hold keys and values divided by key_scale and
+    value_scale. softcap c > 0 replaces a logit x by c tanh(x / c). num_programs is the number of
+    programs per decode and KV head; None: chosen to fill the GPU.
     """
     if min(scale, key_scale, value_scale) <= 0:
         raise ValueError(
@@ -98,7 +101,7 @@ def attend(
     out = query.new_empty(query.shape)
     cache = _cache_arguments(key_cache, value_cache)
     options = {"WINDOW": sliding_window, "SOFTCAP": float(softcap), **_layout(query, key_cache)}
-    # multiply-adds are written where they are wanted: the same bits wherever they are compiled in
+    # fused multiply-adds are explicit: the same bits in every kernel that inlines them
     options["enable_fp_fusion"] = False
     scale *= key_scale
     if metadata.num_decodes:
@@ -228,12 +231,12 @@ def _layout(query: Tensor, key_cache: Tensor) -> dict[str, int]:
     }
 
 
-# ---------------------------------------------------------------- shapes, by static facts alone:
-# all batches have the same bits
+# ---------------------------------------------------------------- launch shapes. They depend on
+# static facts alone, so that a request's bits do not depend on its batch.
 
 
 def decode_shape(group: int, block_d: int, dtype: torch.dtype) -> dict[str, int]:
-    """num_stages: one goes to the block table's look-up, so 5 hold two tiles in flight."""
+    """num_stages: one stage is used for the block-table look-up, so 5 keep two tiles in flight."""
     rows = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:
         return {"ROWS": rows, "TILE": 32 if block_d <= 64 else 16, "num_warps": 4, "num_stages": 3}
@@ -241,9 +244,9 @@ def decode_shape(group: int, block_d: int, dtype: torch.dtype) -> dict[str, int]
 
 
 def prefill_shape(group: int, block_d: int, dtype: torch.dtype, arch: int) -> dict[str, int]:
-    """64 rows or more, of 4 warps each: what wgmma takes.
+    """At least 64 rows, with 4 warps per 64 rows, as wgmma requires.
 
-    Before Hopper a tile of 64 keys of 128 elements would not fit the registers.
+    Before Hopper, a tile of 64 keys of 128 elements does not fit the registers.
     """
     if dtype == torch.float32:
         rows, tile = 32 if block_d <= 128 else 16, 32 if block_d <= 64 else 16
@@ -273,16 +276,16 @@ def _states_once(
     block_d: int,
     num_programs: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where programs that share a request leave their states, and counters at 0: each layer's
-    launch leaves them so.
+    """Buffers for the states of programs that share a request, and counters, which start at 0.
 
-    The capture of a CUDA graph makes its own: those of the run before it go away with the metadata,
-    and each replay is to begin with zeros.
+    Each layer's launch resets the counters to 0. A CUDA graph capture allocates its own buffers:
+    those of the preceding run are freed with its metadata, and every replay must start from zeros.
     """
     is_captured = query.is_cuda and torch.cuda.is_current_stream_capturing()
     key = ("triton decode", query.shape[1], num_kv_heads, block_d, num_programs > 1, is_captured)
     if key not in metadata.scratch:
-        is_shared = num_programs > 1  # else the kernel takes them, and touches none
+        # otherwise the kernel takes the pointers but does not access them
+        is_shared = num_programs > 1
         places = (num_requests, query.shape[1], MAX_PIECES) if is_shared else (1,)
         scalars, sums = (
             query.new_empty((*places, size), dtype=torch.float32) for size in (2, block_d)
@@ -293,10 +296,10 @@ def _states_once(
 
 
 def _work_once(metadata: AttentionMetadata, block_tokens: int, device: torch.device) -> Tensor:
-    """[items, 2] i32: a request, and the first of its tokens in a block of block_tokens.
+    """[items, 2] i32: a request, and the first token of a block of `block_tokens` of its query
+    tokens.
 
-    Longest contexts first, lest the last program
-    to start be the one that runs longest.
+    Blocks with the longest context come first, so that the program that starts last is short.
     """
     key = ("triton prefill", block_tokens)
     if key not in metadata.scratch:

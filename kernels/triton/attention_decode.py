@@ -1,13 +1,13 @@
-"""Attention of one query token per request over the paged cache: split-KV, merged in the same
-launch or in a second one.
+"""Attention of one query token per request over the paged cache: split-KV, with the partial results
+merged in the same launch or in a second one.
 
 Must not know: which rows of a batch are decodes, models, requests.
 
-A program serves one KV head of one request: the query heads that read it are the rows of its
-matrices. A context is cut into pieces by its own length alone, of at least MIN_TILES tiles, at most
-MAX_PIECES of them. The result is a fold over the pieces in ascending order, always; how many
-programs share the pieces out is free. So a row's bits depend neither on the batch nor on the GPU's
-size.
+A program handles one KV head of one request: the rows of its matrices are the query heads that read
+the KV head. A context is split into at most MAX_PIECES pieces of at least MIN_TILES tiles. The
+split depends on the context's length alone. The result is always a fold over the pieces in
+ascending order, while the number of programs that share the pieces is free. A row's bits therefore
+depend neither on the batch nor on the GPU's size.
 
     pieces       0   1   2 | 3   4   5 | 6   7       8 pieces, 3 programs
     program 0    fold ---->|           |             keeps its fold in registers: stores one state
@@ -15,15 +15,15 @@ size.
     program 2              |           | 6   7
     last to end  fold(0..2), 3, 4, 5, 6, 7 -> out
 
-Who ends last is told by a counter per request and KV head, which the last program sets back to 0.
-Memory order: a program's stores of states precede a barrier of its threads, then one thread's
-atomic add with acquire-release order at GPU scope; the last program's loads follow its own atomic
-add and a barrier. By PTX's memory model that suffices, as a release covers what its thread saw
-through a barrier (a grid's barrier in CUDA's cooperative groups is built so). What was checked:
-results in Triton's interpreter, where programs run one after another, and the order of barrier,
-atomic and loads in the compiled code. What was not: it never ran on a GPU, and no race detector saw
-it. With one_launch=False a second kernel merges the states: none of this is needed then, and the
-bits are the same.
+A counter per request and KV head identifies the program that ends last, which resets it to 0.
+Memory order: a program stores its states, then passes a barrier of its threads, then one thread
+does an atomic add with acquire-release semantics at GPU scope. The last program loads the states
+after its own atomic add and another barrier. PTX's memory model guarantees visibility, because a
+release covers the writes that its thread observed through a barrier; CUDA's cooperative groups
+build their grid barrier the same way. Checked: results in Triton's interpreter, which runs programs
+one after another, and the order of barrier, atomic and loads in the compiled code. Not checked:
+execution on a GPU, and a race detector. With one_launch=False a second kernel merges the states
+without this synchronisation, and the bits are the same.
 """
 
 import triton
@@ -32,8 +32,8 @@ import triton.language as tl
 from .attention_tile import NOTHING, capped, in_dtype, merge, normalised, online_softmax, slots_of
 
 MAX_PIECES = 32
-# of a piece: more would leave a GPU idle at batch 1, fewer would store more states than they save
-# time
+# tiles per piece. More would leave a GPU idle at batch size 1; fewer would cost more time in
+# storing states than they save.
 MIN_TILES = 2
 
 
@@ -46,8 +46,8 @@ def _cut(
     MAX_PIECES: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """-> first position that is seen, first tile, tiles, tiles of a piece, pieces, pieces of a
-    program
+    """-> first visible position, first tile, number of tiles, tiles per piece, number of pieces,
+    pieces per program
     """
     begin = tl.maximum(length - WINDOW, 0) if WINDOW else length * 0
     first_tile = begin // TILE
@@ -66,8 +66,8 @@ def _cut(
 
 @triton.jit
 def _fold(scalars_ptr, sums_ptr, states, in_group, first, stop, BLOCK_D: tl.constexpr):
-    """The stored states first <= i < stop of `states` [ROWS], each row's own number of its first,
-    merged in order.
+    """Merges the stored states first <= i < stop in ascending order. states [ROWS] holds the index
+    of each row's state 0.
     """
     largest = tl.full(states.shape, NOTHING, tl.float32)
     total = tl.zeros(states.shape, tl.float32)
@@ -75,8 +75,8 @@ def _fold(scalars_ptr, sums_ptr, states, in_group, first, stop, BLOCK_D: tl.cons
     columns = tl.arange(0, BLOCK_D)
     for i in tl.range(first, stop, num_stages=3):
         state = states + i
-        # .cg: from L2, where other multiprocessors' stores are. What is copied 4 bytes at a time
-        # passes L1, which the acquire has emptied.
+        # .cg loads from L2, where other multiprocessors' stores are visible. Copies of 4 bytes go
+        # through L1, which the acquire has invalidated.
         piece_largest = tl.load(
             scalars_ptr + state * 2, mask=in_group, other=0.0, cache_modifier=".cg"
         )
@@ -143,16 +143,16 @@ def decode_kernel(
 ):
     """Grid (requests, KV heads, num_programs).
 
-    GROUP query heads read a KV head; ROWS >= GROUP and BLOCK_D >= HEAD_DIM pad to what tl.dot
-    takes. out [requests, NQ, HEAD_DIM] contiguous; scalars [requests, NQ, MAX_PIECES, 2] and sums
-    [.., MAX_PIECES, BLOCK_D].
+    GROUP query heads read a KV head; ROWS >= GROUP and BLOCK_D >= HEAD_DIM pad to the sizes tl.dot
+    requires. out [requests, NQ, HEAD_DIM] contiguous; scalars [requests, NQ, MAX_PIECES, 2] and
+    sums [requests, NQ, MAX_PIECES, BLOCK_D], both f32.
     """
     request, kv_head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + request)
     begin, first_tile, num_tiles, piece_tiles, num_pieces, share = _cut(
         length, num_programs, TILE, MIN_TILES, MAX_PIECES, WINDOW
     )
-    # the request's only program stores zeros if there is nothing to see
+    # a request without visible keys has one program, which stores zeros
     num_sharing = tl.maximum(tl.cdiv(num_pieces, share), 1)
     if program >= num_sharing:
         return
@@ -281,11 +281,13 @@ def merge_kernel(
     MAX_PIECES: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Grid (requests, KV heads): what the last program of a decode_kernel of one launch does."""
+    """Grid (requests, KV heads). Does what the last program does when decode_kernel is the only
+    launch.
+    """
     request, kv_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths_ptr + request)
     _, _, _, _, num_pieces, share = _cut(length, num_programs, TILE, MIN_TILES, MAX_PIECES, WINDOW)
-    if num_pieces <= share:  # the one program has stored the result
+    if num_pieces <= share:  # a single program has stored the result
         return
     rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     heads, in_group = (request * tl.num_programs(1) + kv_head) * GROUP + rows, rows < GROUP

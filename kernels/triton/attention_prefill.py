@@ -1,11 +1,11 @@
-"""Attention of requests' several query tokens over the paged cache: a prompt, or a chunk of one.
+"""Attention of several query tokens per request over the paged cache: a prompt or a chunk of one.
 
 Must not know: which rows of a batch are prefills, models, requests.
 
-A program serves a block of one request's query tokens and one KV head: the rows of its matrices are
-tokens times the query heads that read the KV head. 64 rows or more are what Hopper's wgmma takes.
-Keys that all of a block's tokens see need no mask; the diagonal, and the left edge of a sliding
-window, are masked.
+A program handles a block of one request's query tokens and one KV head: the rows of its matrices
+are the tokens times the query heads that read the KV head. Hopper's wgmma needs at least 64 rows.
+Keys visible to all tokens of a block are not masked; the diagonal and the left edge of a sliding
+window are.
 """
 
 import triton
@@ -42,7 +42,7 @@ def _attend(
 ):
     """Adds tiles first <= i < stop to the rows' state.
 
-    MASKED: some rows may not see some of them.
+    MASKED: some keys may be hidden from some rows.
     """
     columns = tl.arange(0, BLOCK_D)
     for tile in range(first, stop):
@@ -126,9 +126,10 @@ def prefill_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Grid (KV heads, items of work). work [items, 2] i32: a request, and the first of its query
-    tokens that the program serves. ROWS // GROUP tokens are a block. out [T, NQ, HEAD_DIM],
-    contiguous.
+    """Grid (KV heads, work items).
+
+    work [items, 2] i32: a request, and the first of the ROWS // GROUP query tokens that the program
+    handles. out [T, NQ, HEAD_DIM] contiguous.
     """
     kv_head, item = tl.program_id(0), tl.program_id(1)
     request, first_token = tl.load(work_ptr + 2 * item), tl.load(work_ptr + 2 * item + 1)

@@ -1,14 +1,14 @@
-"""Attention, one tile of keys at a time: where its slots are, its scores, its step of the online
-softmax (Milakov & Gimelshein 2018).
+"""Attention for one tile of keys: its slots, its scores, its step of the online softmax (Milakov &
+Gimelshein 2018).
 
-Must not know: which positions a program goes through, and why; how results are stored.
+Must not know: which positions a program visits and why; how results are stored.
 """
 
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)  # the hardware's exponential is that of base 2
-# the largest of no logits: finite, so that it may be subtracted from itself
+LOG2_E = tl.constexpr(1.4426950408889634)  # the hardware's exponential has base 2
+# the maximum of an empty set of logits: finite, so that subtracting it from itself gives 0
 NOTHING = tl.constexpr(-1e30)
 
 
@@ -24,10 +24,11 @@ def slots_of(
     MASKED: tl.constexpr,
 ):
     """positions [TILE], ascending from a multiple of TILE -> offsets of their slots in a cache,
-    i64. table: the request's block table.
+    i64.
 
-    Where tiles never straddle blocks, one scalar look-up serves the tile, of which some position
-    must be in context. Otherwise entries of positions that are not in_context are not followed.
+    table points to the request's block table. If tiles never straddle blocks, one scalar look-up
+    serves the tile, and at least one position must be in context. Otherwise the entries of
+    positions outside in_context are not read.
     """
     if BLOCK_SIZE % TILE == 0:
         block = tl.load(table + tl.min(positions, 0) // BLOCK_SIZE).to(tl.int64)
@@ -40,8 +41,8 @@ def slots_of(
 
 @triton.jit
 def in_dtype(cached, query):
-    """Keys or values of an fp8 cache in the query's dtype, which holds them exactly, for the tensor
-    cores; others as they are.
+    """Converts keys or values of an fp8 cache to the query's dtype for the tensor cores. The
+    conversion is exact. Other dtypes are returned unchanged.
     """
     return cached if cached.dtype == query.dtype else cached.to(query.dtype)
 
@@ -50,10 +51,8 @@ def in_dtype(cached, query):
 def capped(scores, scale, SOFTCAP: tl.constexpr):
     """-> (scores, factor), whose product is the logits in base 2.
 
-    A soft-cap c makes a logit x into c tanh(x / c).
-
-    tanh comes from the exponential, 1 - 2 / (exp(2 x / c) + 1): right at both ends, to 1e-7 c in
-    between.
+    A soft-cap c replaces a logit x by c tanh(x / c). tanh is computed as 1 - 2 / (exp(2 x / c) +
+    1): exact at both ends, within 1e-7 c in between.
     """
     if SOFTCAP == 0.0:
         factor = scale * LOG2_E
@@ -67,9 +66,11 @@ def capped(scores, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def online_softmax(scores, factor, values, largest, total, acc):
-    """Adds a tile to its rows' state: largest [M] logit in base 2; total [M] and acc [M, D], the
-    sums of exp2(logit - largest) and of that times the values. scores [M, TILE] times factor > 0
-    are the logits, -inf where masked; values [TILE, D].
+    """Adds a tile to its rows' state.
+
+    The state is largest [M], the largest logit in base 2, and total [M] and acc [M, D], the sums of
+    exp2(logit - largest) and of that times the values. The logits are scores [M, TILE] times factor
+    > 0, -inf where masked; values [TILE, D].
     """
     new_largest = tl.maximum(largest, tl.max(scores, 1) * factor)
     shrink = tl.exp2(largest - new_largest)
@@ -81,10 +82,10 @@ def online_softmax(scores, factor, values, largest, total, acc):
 
 @triton.jit
 def merge(largest, total, acc, later_largest, later_total, later_acc):
-    """The states of the same rows over some keys and over later ones -> over both.
+    """Merges the states of the same rows over some keys and over later ones.
 
-    The multiply-adds are spelled out: then the bits are
-    the same wherever this is compiled in.
+    Fused multiply-adds are explicit, so that the bits are the same in every kernel that inlines
+    this.
     """
     new_largest = tl.maximum(largest, later_largest)
     shrink, later_shrink = tl.exp2(largest - new_largest), tl.exp2(later_largest - new_largest)
@@ -95,5 +96,5 @@ def merge(largest, total, acc, later_largest, later_total, later_acc):
 
 @triton.jit
 def normalised(total, acc, value_scale):
-    """The state of rows -> their attention; zeros where there was no key."""
+    """The state of rows -> their attention; zeros for a row without keys."""
     return acc / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale

@@ -1,20 +1,25 @@
-"""Where top_k and top_p cut a row's order, in Triton, without sorting.
+"""Finds where top_k and top_p cut a row's order, in Triton, without sorting.
 
-Must not know: the noise, what is drawn.
+Must not know: the noise, the draw.
 
-Three launches. The first counts tokens by how far they lie below the row's largest, in LEVELS steps
-of 1/16, and adds up their mass. From the counts alone it follows between which levels the cut lies:
-of top_k, in the one that the k-th token falls into; of top_p, where the mass behind passes 1 -
-top_p of the whole, if each token weighed as little, or as much, as its level allows. The second
-launch lists the tokens of these levels, mostly a few hundred, and adds up what comes before. The
-third looks for the cut among them, one program per row, by halving the range in which it may lie,
-and snaps the range to tokens that exist. A row of which more than CAPACITY would have to be listed
-(nearly all logits within one or two steps) is searched as it stands, which takes several times
-longer. Lists take 128 KiB to a row, for the time of a draw that filters: 32 MiB for 256 rows, which
-the worker has measured with the largest step before it sizes the cache.
+There are three launches:
 
-Masses are sums of integers, exp(scaled) in fp64 in steps of 2**-44, so that their order does not
-matter and equal tokens weigh the same.
+1. tally_kernel counts tokens by their distance below the row's largest logit, in LEVELS steps of
+   1/16, and sums their mass. The counts determine the levels that contain the cut. For top_k it is
+   the level of the k-th token. For top_p it is where the mass of the remaining tokens passes 1 -
+   top_p of the whole, computed once with the smallest and once with the largest weight that each
+   level allows.
+2. list_kernel lists the tokens of these levels, mostly a few hundred, and sums what precedes them.
+3. find_cuts_kernel searches the list with one program per row. It halves the range that contains
+   the cut, and narrows the range to tokens that exist.
+
+A row that would need more than CAPACITY listed tokens (nearly all logits within one or two steps)
+is searched without a list, which takes several times longer. The lists of a draw that filters take
+128 KiB per row, 32 MiB for 256 rows. The worker measures this with the largest step before it sizes
+the cache.
+
+Masses are sums of integers, exp(scaled) in fp64 in units of 2**-44, so that the order of summation
+does not matter and equal tokens have equal weight.
 """
 
 import torch
@@ -27,24 +32,25 @@ from .order import CHUNK, HIGHEST, LOWEST, TILE, first_of_row, load_logits, orde
 
 GREEDY_BELOW = tl.constexpr(1e-5)
 LEVELS, PER_UNIT = tl.constexpr(512), tl.constexpr(16)
-# of a row: tokens of each level, the mass, how many tokens are listed, how many or how much comes
-# before them; no more
+# entries per row: tokens of each level, the mass, the number of listed tokens, the number or mass
+# of the tokens before them; the rest is unused
 TALLIES = 512 + 16
 MASS, LISTED, BEFORE = tl.constexpr(512), tl.constexpr(513), tl.constexpr(514)
-UNIT, MOST_TOKENS = tl.constexpr(2.0**44), 2**19  # of so many, the mass fits into 64 bits
-CAPACITY = 8192  # listed tokens of a row
-MARGIN = tl.constexpr(1e-3)  # for the rounding of masses estimated from levels
+# with fewer tokens than this the mass fits into 64 bits
+UNIT, MOST_TOKENS = tl.constexpr(2.0**44), 2**19
+CAPACITY = 8192  # listed tokens per row
+MARGIN = tl.constexpr(1e-3)  # allowance for rounding in masses estimated from levels
 
 
 @triton.jit
 def scale(x, largest, temperature):
-    """As the reference rounds it"""
+    """Rounded as in the reference."""
     return tl.div_rn(x - largest, temperature)
 
 
 @triton.jit
 def least_scaled(min_p):
-    """f64: min_p asks whether exp(scaled) >= min_p"""
+    """-> f64. min_p keeps a token if exp(scaled) >= min_p."""
     return tl.where(
         min_p > 0, tl.log(tl.where(min_p > 0, min_p, 1.0).to(tl.float64)), float("-inf")
     )
@@ -52,7 +58,7 @@ def least_scaled(min_p):
 
 @triton.jit
 def mass_of(scaled):
-    """i64 of one token"""
+    """-> i64, the mass of one token"""
     return (tl.exp(scaled.to(tl.float64)) * UNIT + 0.5).to(tl.int64)
 
 
@@ -63,8 +69,9 @@ def has_top_k(top_k, vocab_size):
 
 @triton.jit
 def level_of(x, scaled, largest, counts_only):
-    """i32: 0 for the largest, the last for all that lie far below. top_k does not ask how far a
-    temperature spreads the logits.
+    """-> i32: 0 for the largest logit, LEVELS - 1 for all tokens far below it.
+
+    With counts_only, as for top_k, levels do not depend on the temperature.
     """
     distance = tl.where(counts_only, largest - x, -scaled)
     return tl.minimum(distance * PER_UNIT, LEVELS - 1).to(tl.int32)
@@ -92,8 +99,8 @@ def tally_kernel(
     BLOCK: tl.constexpr,
     TALLIES: tl.constexpr,
 ):
-    """tallies [rows, TALLIES] i64, zeros before: tokens that min_p leaves, by level, and their mass
-    if it is top_p's.
+    """tallies [rows, TALLIES] i64, zero before the launch: per level the number of tokens that
+    min_p keeps, and their mass if top_p determines the cut.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     temperature, top_k, top_p = (
@@ -124,12 +131,12 @@ def tally_kernel(
 
 @triton.jit
 def bounds(tallies_ptr, top_k, top_p, vocab_size):
-    """The first and the last level of which tokens must be listed."""
+    """The first and the last level whose tokens must be listed."""
     level = tl.arange(0, LEVELS)
     counts = tl.load(tallies_ptr + level)
     if has_top_k(top_k, vocab_size):
         last = tl.sum((tl.cumsum(counts, axis=0) < top_k).to(tl.int32), axis=0)
-        first = tl.where(top_p < 1, 0, last)  # top_p may cut anywhere before
+        first = tl.where(top_p < 1, 0, last)  # top_p may cut at any earlier level
     else:
         most = counts.to(tl.float64) * tl.exp(-level.to(tl.float64) / PER_UNIT)
         least = tl.where(
@@ -138,7 +145,7 @@ def bounds(tallies_ptr, top_k, top_p, vocab_size):
             0.0,
         )
         spared = (1.0 - top_p).to(tl.float64) * tl.load(tallies_ptr + MASS).to(tl.float64) / UNIT
-        # this level and those behind have more than is spared
+        # this level and those after it have more mass than top_p leaves out
         is_before = tl.cumsum(least, axis=0, reverse=True) > spared * (1 + MARGIN)
         may_be_before = tl.cumsum(most, axis=0, reverse=True) > spared * (1 - MARGIN)
         first = tl.sum((is_before & (level > 0)).to(tl.int32), axis=0)
@@ -166,8 +173,8 @@ def list_kernel(
     TALLIES: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """orders and masses [rows, CAPACITY] i64, in any order: the tokens that min_p leaves, of the
-    levels in question. What comes before them is summed up: tokens for top_k, mass for top_p.
+    """orders and masses [rows, CAPACITY] i64, unordered: the tokens that min_p keeps, of the levels
+    to list. The tokens before them are counted for top_k; for top_p their mass is summed.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     temperature, top_k, top_p = (
@@ -209,11 +216,11 @@ def list_kernel(
 
 @triton.jit
 def weigh(at, tokens, scaling, vocab_size, MASSES: tl.constexpr, TILE: tl.constexpr):
-    """Of the tokens from `at` on: their number, or with MASSES their mass; the last of them; and
-    the first of those behind. i64.
+    """-> i64: the number of tokens from `at` on (with MASSES their mass), the last of them, and the
+    first of the tokens after them.
 
-    tokens: whether they are listed, how many, where their orders and masses are, and the row.
-    scaling: largest, temperature, the least scaled.
+    tokens: whether they are listed, their number, pointers to their orders and masses, pointer to
+    the row. scaling: largest logit, temperature, smallest scaled logit that min_p keeps.
     """
     is_listed, size, orders_ptr, masses_ptr, row_ptr = tokens
     largest, temperature, least = scaling
@@ -249,11 +256,11 @@ def weigh(at, tokens, scaling, vocab_size, MASSES: tl.constexpr, TILE: tl.conste
 def search(
     low, high, wanted, tokens, scaling, vocab_size, MASSES: tl.constexpr, TILE: tl.constexpr
 ):
-    """The last token of the shortest beginning that has at least `wanted`: one between low and
-    high, as orders. That from low on has it.
+    """The last token of the shortest prefix that weighs at least `wanted`, searched between the
+    orders low and high. The prefix that ends at low must weigh enough.
     """
     while low < high:
-        middle = (low | high) - ((low ^ high) >> 1)  # their mean, rounded up
+        middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up
         total, last, behind = weigh(middle, tokens, scaling, vocab_size, MASSES, TILE)
         if total >= wanted:
             low = last
@@ -283,8 +290,9 @@ def find_cuts_kernel(
     TALLIES: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """cuts [rows] i64: the order of the last token that top_k and top_p keep. min_p may keep
-    fewer.
+    """cuts [rows] i64: the order of the last token that top_k and top_p keep.
+
+    min_p may keep fewer.
     """
     row = tl.program_id(0)
     temperature, top_k, top_p = (
@@ -336,7 +344,7 @@ def find_cuts(
     if vocab_size >= MOST_TOKENS:
         raise InvalidParameterError(
             "logits",
-            f"must have fewer than {MOST_TOKENS} tokens to a row to be filtered, got {vocab_size}",
+            f"must have fewer than {MOST_TOKENS} tokens per row if top_k or top_p is set, got {vocab_size}",
         )
     num_chunks = parts.shape[1]
     tallies = torch.zeros(num_rows, TALLIES, dtype=torch.int64, device=logits.device)

@@ -1,4 +1,4 @@
-"""Where the Triton implementations run, and what their launches need to know of the device.
+"""Where the Triton implementations run, and the facts about the device that their launches need.
 
 Must not know: any operation.
 """
@@ -13,14 +13,14 @@ from ..registry import Facts
 
 PRIORITY = 20
 
-# Elements that a program of 4 warps moves at once: 8 to each thread, in bf16 one load of 16 bytes.
-# 16 such programs fill an SM's 2048 threads with 32 KiB in flight, 4.3 MB on 132 SMs: an H200's 4.8
-# TB/s need 2.9 MB if a load takes 600 ns.
+# Elements that a program of 4 warps moves at once: 8 per thread, in bf16 one load of 16 bytes. 16
+# such programs fill an SM's 2048 threads with 32 KiB in flight, 4.3 MB on 132 SMs. An H200's 4.8
+# TB/s need 2.9 MB in flight if a load takes 600 ns.
 TILE = 1024
 
-# Multiply and add are not contracted where that is not written: the interpreter does not, and
-# neither does one compilation what another of the same arithmetic does not. These kernels wait for
-# memory, not for arithmetic.
+# Disables the contraction of a multiply and an add. The interpreter does not contract, and two
+# compilations of the same arithmetic may contract differently. These kernels are limited by memory,
+# so the arithmetic costs no time.
 PLAIN = {"enable_fp_fusion": False}
 
 
@@ -34,7 +34,7 @@ def reads_cache(facts: Facts) -> bool:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Tensors of the interpreter, in host memory, have one."""
+    """1 for the interpreter, whose tensors are in host memory."""
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
@@ -43,8 +43,8 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def architecture() -> int:
-    """80 for sm_80, 90 for sm_90, ...: of the current device.
+    """The current device's architecture: 80 for sm_80, 90 for sm_90.
 
-    The interpreter stands for the newest.
+    The interpreter counts as sm_90.
     """
     return 90 if triton.knobs.runtime.interpret else driver.active.get_current_target().arch

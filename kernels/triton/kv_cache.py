@@ -1,4 +1,4 @@
-"""Writing to the paged KV cache in Triton, and copying its blocks.
+"""Writes to the paged KV cache in Triton, and copies of its blocks.
 
 Must not know: models, requests.
 """
@@ -16,9 +16,9 @@ from .device import PRIORITY, TILE, is_cuda, reads_cache
 
 @triton.jit
 def in_type_of(cache_ptr, x):
-    """x as the cache holds it.
+    """x in the cache's dtype.
 
-    The hardware has no other conversion to fp8 than the one that saturates.
+    The conversion to fp8 saturates; the hardware has no other.
     """
     dtype: tl.constexpr = cache_ptr.dtype.element_ty
     return x.to(tl.float32).to(dtype) if dtype == tl.float8e4nv else x
@@ -41,7 +41,7 @@ def reshape_and_cache_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """ROWS of all tokens' heads to a program, `heads` of each token"""
+    """A program handles ROWS rows; a row is one of the `heads` heads of one token."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = (row // heads).to(tl.int64), row % heads
     column = tl.arange(0, BLOCK)
@@ -94,9 +94,9 @@ def copy_blocks_kernel(
     ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """addresses [N, 2] i64: of a source and its destination; pairs [P, 2] i64.
+    """addresses [N, 2] i64, of a source and its destination; pairs [P, 2] i64.
 
-    Piece program_id(2) of the copy of one pair in one cache
+    Grid (P, N, parts of a block).
     """
     pair, cache = tl.program_id(0), tl.program_id(1)
     source = tl.load(addresses_ptr + 2 * cache).to(tl.pointer_type(WORD))
@@ -119,7 +119,7 @@ WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 def copy_blocks(sources: list[Tensor], destinations: list[Tensor], pairs: Tensor) -> None:
     """One launch for all layers.
 
-    Host memory is read and written by the kernel itself, over the bus, at the address it has there.
+    The kernel itself reads and writes host memory over the bus.
     """
     if not len(pairs):
         return
@@ -130,7 +130,7 @@ def copy_blocks(sources: list[Tensor], destinations: list[Tensor], pairs: Tensor
     ]
     addresses = [tensor.data_ptr() for tensor in tensors]
     table = torch.cat((torch.tensor(addresses), pairs.flatten()))
-    # None: in the interpreter
+    # None in the interpreter
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     if device is not None:
         if not all(tensor.is_cuda or tensor.is_pinned() for tensor in tensors):
@@ -143,7 +143,7 @@ def copy_blocks(sources: list[Tensor], destinations: list[Tensor], pairs: Tensor
     alignment = math.gcd(16, block_bytes, *addresses)
     word_bytes = min(8, alignment)
     num_words = block_bytes // word_bytes
-    # up to 16 KiB: few programs fill the bus
+    # up to 16 KiB: few programs saturate the bus
     block = min(2 * TILE, triton.next_power_of_2(num_words))
     grid = (len(pairs), len(sources), triton.cdiv(num_words, block))
     copy_blocks_kernel[grid](

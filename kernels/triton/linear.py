@@ -1,4 +1,4 @@
-"""Products with weights on a GPU: cuBLAS, through torch. No kernel of ours.
+"""Products with weights on a GPU: cuBLAS through torch.
 
 Must not know: models, requests.
 """
@@ -14,9 +14,7 @@ from .device import PRIORITY, is_cuda
 
 
 class PackedLinear:
-    """The weight stays as it is, which cuBLAS reads well: a tied embedding goes on reading its rows
-    from the same memory.
-    """
+    """Keeps the weight's layout, which suits cuBLAS. A tied embedding reads the same memory."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self.weight = weight  # [N, K]
@@ -26,8 +24,8 @@ class PackedLinear:
         return F.linear(x, self.weight, self.bias)
 
     def logits(self, x: Tensor) -> Tensor:
-        """[T, N] f32, written once: rounded to bf16 and widened again, a vocabulary of 152k would
-        be written twice and read once more.
+        """[T, N] f32, written directly. Rounding to bf16 and widening afterwards would write the
+        logits twice and read them once more.
         """
         if x.dtype == torch.float32:
             return self(x)

@@ -1,4 +1,4 @@
-"""Changes of logits in place, in Triton: penalties, the mask of a grammar.
+"""In-place changes of logits in Triton: penalties, and a grammar's mask.
 
 Must not know: models, requests, the draw.
 """
@@ -10,9 +10,9 @@ from torch import Tensor
 from ..registry import register
 from .device import PRIORITY, is_cuda
 
-# of a program: their logits lie scattered, so that many programs wait for memory at once
+# pairs per program. Their logits are scattered, so many programs keep more loads in flight.
 PAIRS = 256
-WORDS = 128  # of a bitmask's row, to a program
+WORDS = 128  # words of a bitmask's row per program
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -28,7 +28,7 @@ def apply_penalties_kernel(
     row_stride,
     PAIRS: tl.constexpr,
 ):
-    """Compiled without fused multiply-adds: each step is rounded, as the reference's is."""
+    """Compiled without fused multiply-adds: each step is rounded as in the reference."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     mask = pair < num_pairs
     logits_ptrs = (
@@ -69,7 +69,7 @@ def apply_penalties(
 def apply_grammar_bitmask_kernel(
     logits_ptr, bitmask_ptr, rows_ptr, vocab_size, num_words, row_stride, WORDS: tl.constexpr
 ):
-    """Nothing but what is masked is touched: a logit is not read."""
+    """Writes only the masked logits and reads none."""
     grammar = tl.program_id(0)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     bit = tl.arange(0, 32)

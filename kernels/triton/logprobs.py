@@ -1,5 +1,5 @@
-"""Log-probabilities in Triton: of the chosen token with its rank, and of the most likely ones; the
-row is read once.
+"""Log-probabilities in Triton: of the chosen token with its rank, and of the most likely tokens.
+The row is read once.
 
 Must not know: models, requests.
 """
@@ -13,8 +13,8 @@ from ..registry import register
 from .device import PRIORITY, is_cuda
 from .order import CHUNK, LOWEST, first_of_row, load_logits, order_of, token_of, value_of
 
-# most likely tokens found one after the other; more by torch's topk, which orders nothing either
-# that it does not return
+# most likely tokens found one after the other; for more, torch.topk is used, which also sorts only
+# the tokens that it returns
 MOST_BY_TURNS = 32
 
 
@@ -31,9 +31,9 @@ def chunk_logprobs_kernel(
     k,
     CHUNK: tl.constexpr,
 ):
-    """Of each chunk [rows, chunks]: the order of its first token i64, the sum of exp(logit - its
-    largest) f32, how many logits are above the chosen one i32; and the orders of its first k tokens
-    [rows, chunks, k] i64.
+    """Writes for each chunk [rows, chunks]: the order of its first token i64, the sum of exp(logit
+    - its largest) f32, the number of logits above the chosen one i32, and the orders of its first k
+    tokens [rows, chunks, k] i64.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     part = row * tl.num_programs(1) + chunk
@@ -74,7 +74,7 @@ def row_logprobs_kernel(
     TOPS: tl.constexpr,
 ):
     """ids i32 and logprobs f32 [rows, num_out]: the chosen token and k others; ranks [rows] i32;
-    norms [rows, 2] f32, whose sum is what a log-probability is less than its logit.
+    norms [rows, 2] f32, whose sum is the logarithm of the softmax's denominator.
     """
     row = tl.program_id(0)
     chunk = tl.arange(0, BLOCK)

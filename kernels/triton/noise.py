@@ -1,5 +1,5 @@
-"""Gumbel noise in Triton: the reference's Philox numbers, bit by bit, and its logarithms, to
-rounding.
+"""Gumbel noise in Triton. The Philox numbers equal the reference's bit by bit; the logarithms agree
+up to rounding.
 
 Must not know: models, requests, what is drawn with it.
 """
@@ -12,14 +12,14 @@ from torch import Tensor
 from ..registry import register
 from .device import PRIORITY, is_cuda
 
-TILE = 1024  # tokens of a program
+TILE = 1024  # tokens per program
 LARGEST_U = tl.constexpr(1 - 2**-24)
-STEP = tl.constexpr(2**-32)  # of u
+STEP = tl.constexpr(2**-32)  # the step of u
 
 
 @triton.jit
 def philox4x32(c0, c1, c2, c3, k0, k1):
-    """Four words of counter, two of key, all u32 -> four random words. Ten rounds."""
+    """A counter of four words and a key of two, all u32 -> four random words. Ten rounds."""
     for _ in tl.static_range(10):
         high0, low0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
         high1, low1 = tl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
@@ -32,7 +32,7 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 def uniform(start, seed, position, SIZE: tl.constexpr):
     """u [SIZE] of the tokens start, start + 1, ...; start is a multiple of 4.
 
-    A thread that has a quad has its four words.
+    The thread of a group of four tokens computes the group's four words.
     """
     quads = (start // 4 + tl.arange(0, SIZE // 4)).to(tl.uint32)
     zeros = tl.zeros_like(quads)
@@ -49,8 +49,8 @@ def uniform(start, seed, position, SIZE: tl.constexpr):
 def gumbel(u):
     """-log(-log1p(-u)).
 
-    The logarithm of 1 - u, which rounding has moved away from u, is set right by u over what it has
-    become (Kahan).
+    log1p corrects log(1 - u) by the ratio of u to the part of it that survives the rounding of 1 -
+    u (Kahan).
     """
     rest = 1.0 - u
     lost = tl.where(rest == 1.0, 1.0, 1.0 - rest)

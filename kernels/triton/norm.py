@@ -1,4 +1,4 @@
-"""RMS norms in Triton: a program holds whole rows, so that they are read once.
+"""RMS norms in Triton. A program holds whole rows, so that each is read once.
 
 Must not know: models, requests.
 """
@@ -14,7 +14,7 @@ from .device import PLAIN, PRIORITY, TILE, is_cuda
 @triton.jit
 def _normalise(x, weight, eps, SIZE: tl.constexpr):
     """x [ROWS, BLOCK] f32 with zeros beyond SIZE, weight [BLOCK] -> [ROWS, BLOCK] in the weight's
-    dtype, rounded before the product too
+    dtype, also rounded before the product.
     """
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)
     normalised = (x * scale[:, None]).to(weight.dtype).to(tl.float32)
@@ -35,7 +35,7 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """x: `heads` rows to a token, with strides; out [num_rows, SIZE], contiguous"""
+    """x: `heads` rows per token, with strides; out [num_rows, SIZE] contiguous."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (column < SIZE)[None, :]
@@ -76,9 +76,9 @@ def fused_add_rms_norm_kernel(
 
 
 def _shape(size: int) -> dict[str, int | bool]:
-    """Rows of a program and its warps.
+    """Rows per program and number of warps.
 
-    Small rows (heads) share a program; a large one has 8 warps, with up to four loads in flight
+    Small rows (heads) share a program; a large row has 8 warps with up to four loads in flight
     each.
     """
     block = triton.next_power_of_2(size)

@@ -1,18 +1,18 @@
-"""The order of a row's tokens, as numbers: by logit, the lower token first among equals; and a
-row's first, found by several programs.
+"""The order of a row's tokens as integers, by logit and then by ascending token id, and the first
+token of a row, found by several programs.
 
-Must not know: what is done with the order.
+Must not know: what the order is used for.
 
 A row is read in chunks of CHUNK tokens by as many programs, so that a single row of a large
-vocabulary keeps many multiprocessors busy. How a row is divided depends on its size alone; and of
-what the programs find, only integers are ever added, or a largest taken. So the bits of a result
-depend on the row alone.
+vocabulary keeps many multiprocessors busy. A row's division depends on its size alone. Programs'
+results are combined only by adding integers or taking a maximum, so the bits of a result depend on
+the row alone.
 """
 
 import triton
 import triton.language as tl
 
-CHUNK = 4096  # tokens of a program
+CHUNK = 4096  # tokens per program
 TILE = 1024  # tokens at a time, where more than the logits has to be in registers
 
 LOWEST, HIGHEST = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)
@@ -23,7 +23,7 @@ NO_SIGN = tl.constexpr(2**31 - 1)
 def load_logits(row_ptr, token, vocab_size):
     """[SIZE] f32 at `token` [SIZE].
 
-    A NaN is never the largest of anything: it counts as -inf, as do tokens beyond the vocabulary.
+    A NaN counts as -inf, as do tokens beyond the vocabulary.
     """
     x = tl.load(row_ptr + token, mask=token < vocab_size, other=float("-inf"))
     return tl.where(x == x, x, float("-inf"))
@@ -31,8 +31,8 @@ def load_logits(row_ptr, token, vocab_size):
 
 @triton.jit
 def order_of(x, token):
-    """i64, the larger the earlier: x as an integer that is ordered like it, before the token. -0 is
-    0.
+    """-> i64, larger for an earlier token: x as an integer of the same order in the upper half, the
+    token id in the lower. -0 equals 0.
     """
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & NO_SIGN)).to(tl.int64) << 32) | (token ^ NO_SIGN).to(tl.int64)
@@ -51,7 +51,9 @@ def value_of(order):
 
 @triton.jit
 def first_of_row(parts_ptr, row, num_chunks, BLOCK: tl.constexpr):
-    """The order of a row's first token; parts [rows, num_chunks] i64: those of the chunks."""
+    """The order of a row's first token. parts [rows, num_chunks] i64: the orders of the chunks'
+    first tokens.
+    """
     chunk = tl.arange(0, BLOCK)
     return tl.max(
         tl.load(parts_ptr + row * num_chunks + chunk, mask=chunk < num_chunks, other=LOWEST), axis=0
@@ -62,8 +64,8 @@ def first_of_row(parts_ptr, row, num_chunks, BLOCK: tl.constexpr):
 def first_of_chunk_kernel(
     logits_ptr, parts_ptr, finite_ptr, vocab_size, row_stride, CHUNK: tl.constexpr
 ):
-    """parts [rows, chunks] i64; finite, of the same shape, i32: whether all logits of the chunk
-    are.
+    """parts [rows, chunks] i64: the order of each chunk's first token; finite, same shape, i32:
+    whether all logits of the chunk are finite.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -90,7 +92,7 @@ def first_token_kernel(
     BLOCK: tl.constexpr,
     FINITE: tl.constexpr,
 ):
-    """token_ids [rows] i64: each row's first; with FINITE also is_finite [rows] bool."""
+    """token_ids [rows] i64: each row's first token; with FINITE also is_finite [rows] bool."""
     row = tl.program_id(0)
     tl.store(token_ids_ptr + row, token_of(first_of_row(parts_ptr, row, num_chunks, BLOCK)))
     if FINITE:

@@ -1,5 +1,5 @@
-"""Rotary position embedding in Triton, alone and as all that stands between a layer's projection
-and its attention.
+"""Rotary position embedding in Triton: alone, and fused with all other steps between a layer's
+projection and its attention.
 
 Must not know: models, requests.
 """
@@ -18,7 +18,7 @@ from .kv_cache import in_type_of
 @triton.jit
 def _weigh(x, scale, weight_ptr, column, mask):
     """x [HEADS, n] in the model's dtype, scale [HEADS] f32 -> x * scale * weight, rounded to dtype
-    after each product
+    after each product.
     """
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
     normalised = (x.to(tl.float32) * scale[:, None]).to(x.dtype)
@@ -45,9 +45,11 @@ def _rotate(
     NORM: tl.constexpr,
     MOVE: tl.constexpr,
 ):
-    """One token's heads, `head` [HEADS] where `is_head`, from x_ptr to out_ptr, which may be x_ptr:
-    normalised if NORM, and rotated by cos and sin [BLOCK] f32. What lies beyond 2 * HALF is not
-    rotated; it is touched where it is normalised or has to MOVE.
+    """Reads one token's heads, `head` [HEADS] where `is_head`, from x_ptr and writes them to
+    out_ptr, which may equal x_ptr.
+
+    NORM normalises them. cos and sin [BLOCK] f32 rotate them. Elements beyond 2 * HALF are not
+    rotated; they are written if NORM or MOVE is set.
     """
     column = tl.arange(0, BLOCK)
     is_column = column < HALF
@@ -124,9 +126,9 @@ def rotary_kernel(
     NORM: tl.constexpr,
     CACHE: tl.constexpr,
 ):
-    """One token's next HEADS heads to a program: the queries', then the keys'.
+    """A program handles the next HEADS heads of one token: first the queries', then the keys'.
 
-    With CACHE keys go to the cache, and values with them.
+    With CACHE keys are written to the cache, and values with them.
     """
     token, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -235,8 +237,8 @@ def _launch(
         cos_sin_cache.shape[1] // 2,
     )
     block = triton.next_power_of_2(half)
-    # Each thread has 8 elements of both halves, or 16 bytes in bf16; more heads than there are
-    # would be threads without work.
+    # Each thread has 8 elements of both halves, or 16 bytes in bf16. More heads than exist would
+    # leave threads without work.
     heads = min(max(1, TILE // block), triton.next_power_of_2(max(num_heads, num_kv_heads)))
     grid = (len(query), triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
     value_strides = (0, 0) if value is None else (value.stride(0), value.stride(1))

@@ -1,4 +1,4 @@
-"""Rows of tables in Triton: the embedding's, and those of the tokens whose logits are wanted.
+"""Rows of tables in Triton: the embedding's, and those of the tokens whose logits are needed.
 
 Must not know: models, requests.
 """

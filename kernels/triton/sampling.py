@@ -1,5 +1,5 @@
-"""Sampling in Triton: the largest logit, and the draw. No sort, no wait; a row's token depends on
-the row alone.
+"""Sampling in Triton: the largest logit, and the draw. It does not sort and does not wait. A row's
+token depends on the row alone.
 
 Must not know: models, requests, how a cut is found.
 """
@@ -43,8 +43,9 @@ def draw_kernel(
     BLOCK: tl.constexpr,
     FILTERED: tl.constexpr,
 ):
-    """drawn [rows, chunks] i64: the order of the chunk's token with the largest scaled + noise; in
-    a greedy row, of its largest logit. FILTERED: of those that min_p and the cuts keep.
+    """drawn [rows, chunks] i64: the order of the chunk's token with the largest scaled + noise, or,
+    in a greedy row, with the largest logit. FILTERED: only tokens that min_p and the cuts keep are
+    considered.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
@@ -71,8 +72,8 @@ def draw_kernel(
 
 
 def first_of_chunks(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row and chunk: the order of its first token i64, and i32 whether all its logits are
-    finite.
+    """For each row and chunk: the order of its first token i64, and whether all its logits are
+    finite i32.
     """
     num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, CHUNK)
@@ -122,7 +123,7 @@ def sample_tokens(
         top_k, top_p, min_p = top_k.contiguous(), top_p.contiguous(), min_p.contiguous()
         cuts = find_cuts(logits, temperature, top_k, top_p, min_p, parts)
     else:
-        cuts = min_p = temperature  # not looked at
+        cuts = min_p = temperature  # the kernel does not read them
     num_chunks, drawn = parts.shape[1], torch.empty_like(parts)
     block = triton.next_power_of_2(num_chunks)
     columns = temperature, min_p, seeds, positions, cuts

@@ -1,11 +1,11 @@
-"""The tables of a step's state, by slot, in Triton: differences written, inputs made, tokens
-appended.
+"""The tables of a step's state, by slot, in Triton: writes differences, prepares inputs, appends
+tokens.
 
 Must not know: models, requests, who owns the tables.
 
-What a step does around its graph, so few launches count for more than their speed: each is one, of
-some microseconds. Numbers that change from step to step are not specialised for, lest one be
-compiled while requests wait.
+These kernels run outside a step's graph, where the launch itself, some microseconds, dominates.
+Each operation is therefore one launch. Numbers that change from step to step are not specialised,
+so that no variant is compiled while requests wait.
 """
 
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor
 from ..registry import register
 from .device import PRIORITY, TILE, is_cuda
 
-ROWS = 128  # of a program that has one element to a row
-PADDING = tl.constexpr(-1)  # in a slot_mapping: not stored
-NOT_FINITE = tl.constexpr(-1)  # among the results
+ROWS = 128  # rows per program, with one element per row
+PADDING = tl.constexpr(-1)  # slot_mapping value of a token that is not stored
+NOT_FINITE = tl.constexpr(-1)  # result of a row whose logits are not all finite
 
 
 @triton.jit
@@ -62,8 +62,8 @@ def prepare_step_inputs_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A row to a program: most have one token, and the longest prompt is a few turns of the loop
-    beside all that its model computes.
+    """A program handles one row. Most rows have one token, and the longest prompt takes a few
+    iterations, little next to what its model computes.
     """
     row = tl.program_id(0)
     block_tables_ptr += row.to(tl.int64) * to_stride

@@ -124,21 +124,23 @@ def _load(choice: str | None) -> Library | None:
     path = Path(choice) if choice else Path(__file__).with_name("_native.so")
     if not choice and not path.exists():
         logger.warning(
-            "native CPU kernels are not built (no C++ compiler at installation): torch's kernels run instead, "
-            "several times slower"
+            "native CPU kernels are not built (no C++ compiler at installation): "
+            "torch's kernels run instead, several times slower"
         )
         return None
     try:
         loaded = Library(path)
     except OSError as error:
         logger.warning(
-            "native CPU kernels cannot be loaded, torch's kernels run instead, several times slower: %s",
+            "native CPU kernels cannot be loaded, "
+            "torch's kernels run instead, several times slower: %s",
             error,
         )
         return None
     if not loaded.isas:
         logger.warning(
-            "native CPU kernels need a processor with AVX2: torch's kernels run instead, several times slower"
+            "native CPU kernels need a processor with AVX2: "
+            "torch's kernels run instead, several times slower"
         )
         return None
     loaded.use_isa(loaded.isas[0])

@@ -11,13 +11,14 @@ import logging
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.routing import Match, Route, Router
 
 from ... import __version__
 from .http.auth import Keys
 from .http.call import Call, new_request_id
-from .http.cors import Cors
+from .http.cross_site import CrossSite, normal_origin
 from .http.errors import ApiError, from_status
 from .http.openapi import description_route
 from .http.sse import Json
@@ -41,6 +42,7 @@ from .state import ServerState
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
+EXPOSED_HEADERS = ("x-request-id", "x-unknown-params", "x-ignored-params", "retry-after")
 CLIENT_LEFT = 499  # nginx's number, for the metrics only
 FAMILIES = (  # in the order in which the router tries them
     chat,
@@ -60,13 +62,19 @@ FAMILIES = (  # in the order in which the router tries them
 )
 
 
-def make_app(state: ServerState) -> App | Cors:
-    """The whole server over `state`."""
+def make_app(state: ServerState) -> App | CORSMiddleware:
+    """The whole server over `state`. A preflight carries no key, so CORS comes before App."""
     app = App(state, Router(all_routes(state), redirect_slashes=False))
-    return (
-        Cors(app, state.server_config.allowed_origins)
-        if state.server_config.allowed_origins
-        else app
+    if not state.server_config.allowed_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=list(map(normal_origin, state.server_config.allowed_origins)),
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("*",),
+        allow_private_network=True,
+        expose_headers=EXPOSED_HEADERS,
+        max_age=24 * 60 * 60,
     )
 
 
@@ -83,7 +91,11 @@ class App:
     def __init__(self, state: ServerState, router: Router):
         self.state = state
         self._router = router
-        self._keys = Keys(state.server_config)
+        config = state.server_config
+        self._keys = Keys(config)
+        self._cross_site = CrossSite(
+            config.allowed_hosts, config.allowed_origins, has_keys=self._keys.are_asked_for
+        )
         self._paths = {route.endpoint: route.path for route in router.routes}
         # A path without parameters is looked up: the router, which tries one route after the other,
         # and its wrappers would take longer than most answers.
@@ -118,6 +130,7 @@ class App:
             await send(message)
 
         try:
+            self._cross_site.check(scope)
             call.tenant = self._keys.check(scope)
             endpoint = self._endpoints.get((scope["method"], scope["path"]))
             if endpoint is None:

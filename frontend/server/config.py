@@ -38,8 +38,20 @@ class ServerConfig(Section):
     api_key_file: Annotated[
         str | None, Meta(description="File with one key per line; # begins a comment.")
     ] = None
+    allowed_hosts: Annotated[
+        list[str],
+        Meta(
+            description="Names that a request's Host header may have, such as llm.example or "
+            "*.example; * for all. Default: over loopback without keys this machine's own, else "
+            "all."
+        ),
+    ] = []
     allowed_origins: Annotated[
-        list[str], Meta(description="Web pages that may call from a browser (CORS); * for all.")
+        list[str],
+        Meta(
+            description="Origins whose web pages may call from a browser (CORS), such as "
+            "https://app.example; * for all."
+        ),
     ] = []
     ssl_certfile: Annotated[str | None, Meta(description="Certificate for HTTPS, in PEM.")] = None
     ssl_keyfile: Annotated[

@@ -31,6 +31,10 @@ class Keys:
         self._digests = [_digest(key.encode()) for key in keys]
         self._has_page = config.page
 
+    @property
+    def are_asked_for(self) -> bool:
+        return bool(self._digests)
+
     def check(self, scope: Any) -> str:
         """The tenant of the request, "" without keys.
 

@@ -9,7 +9,9 @@ Must not know: routes, requests, how an answer is sent.
     404     not_found_error         model_not_found, ...      no such model, route or object
     405     invalid_request_error   method_not_allowed
     408     timeout_error           request_timeout           the client took too long to send
+    403     permission_error        host_not_allowed, ...     a web page of another site, where no key is asked for
     413     invalid_request_error   request_too_large
+    415     invalid_request_error   unsupported_media_type    a body that is not sent as JSON
     429     rate_limit_error        rate_limit_exceeded       the queue is full; Retry-After says when to come again
     500     server_error            internal_error            a defect of ours, or a failure of the engine in this request
     503     service_unavailable     model_loading, ...        loading, draining, or the engine is gone; Retry-After where it may come back

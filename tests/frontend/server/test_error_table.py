@@ -1663,7 +1663,7 @@ def test_headers_that_change_nothing(server: httpx.Client) -> None:
     """
     for headers in (
         {"content-type": "application/x-www-form-urlencoded"},
-        {"content-type": "text/plain"},
+        {"content-type": "text/json; charset=utf-8"},
         {"accept": "text/html"},
         {"accept-encoding": "br"},
         {"connection": "Upgrade", "upgrade": "h2c"},

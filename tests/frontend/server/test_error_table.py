@@ -1293,7 +1293,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         403,
         None,
         "admin_disabled",
-        "This route changes the engine for everybody and is switched",
+        "This route changes the engine for all clients and is disabled",
     ),
     (
         "POST",
@@ -1456,7 +1456,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         403,
         None,
         "admin_disabled",
-        "This route changes the engine for everybody and is switched",
+        "This route changes the engine for all clients and is disabled",
     ),
     (
         "GET",
@@ -1465,7 +1465,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         403,
         None,
         "admin_disabled",
-        "This route changes the engine for everybody and is switched",
+        "This route changes the engine for all clients and is disabled",
     ),
     (
         "POST",
@@ -1474,7 +1474,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         403,
         None,
         "admin_disabled",
-        "This route changes the engine for everybody and is switched",
+        "This route changes the engine for all clients and is disabled",
     ),
     (
         "POST",
@@ -1483,7 +1483,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         403,
         None,
         "admin_disabled",
-        "This route changes the engine for everybody and is switched",
+        "This route changes the engine for all clients and is disabled",
     ),
     (
         "GET",
@@ -1492,7 +1492,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         403,
         None,
         "admin_disabled",
-        "This route changes the engine for everybody and is switched",
+        "This route changes the engine for all clients and is disabled",
     ),
     (
         "POST",
@@ -1501,7 +1501,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         403,
         None,
         "admin_disabled",
-        "This route changes the engine for everybody and is switched",
+        "This route changes the engine for all clients and is disabled",
     ),
     (
         "POST",
@@ -1510,7 +1510,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         403,
         None,
         "admin_disabled",
-        "This route changes the engine for everybody and is switched",
+        "This route changes the engine for all clients and is disabled",
     ),
     (
         "POST",
@@ -1519,7 +1519,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         403,
         None,
         "admin_disabled",
-        "This route changes the engine for everybody and is switched",
+        "This route changes the engine for all clients and is disabled",
     ),
     (
         "POST",

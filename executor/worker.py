@@ -210,7 +210,7 @@ class Worker:
         cache's size in bytes.
         """
         self._bind_cache(num_blocks)
-        self._num_blocks = num_blocks
+        self._num_blocks = self.runner.batch.num_cache_blocks = num_blocks
         self._make_program()
         # what operations set up in their first call, no request shall wait for; and a broken one
         # shows now

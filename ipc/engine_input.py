@@ -104,6 +104,7 @@ class Peer:
 
     dealer: zmq.Socket
     pidfd: int | None  # a daemon's client; the parent of a child is watched otherwise
+    path: Path  # of the client's socket
 
 
 class EngineInput:
@@ -191,7 +192,7 @@ class EngineInput:
         self._num_joined += 1
         dealer = connect_dealer(self._context, input_address, self._max_message_bytes)
         dealer.send_multipart(self._encoder.encode(Hello(PROTOCOL, os.getpid())))
-        self._peers[client_index] = Peer(dealer, pidfd)
+        self._peers[client_index] = Peer(dealer, pidfd, ipc_path(input_address))
         self._watch(dealer, lambda: self._on_dealer(client_index, dealer))
         if pidfd is not None:
             self._watch(pidfd, lambda: self._drop(client_index))
@@ -249,6 +250,7 @@ class EngineInput:
             raise BadFrameError("a listener takes Attach messages")
         ipc_path(message.input_address)
         ipc_path(message.output_address)
+        self._drop_abandoned()
         pidfd = os.pidfd_open(message.pid)
         try:
             client_index = self._add_peer(message.input_address, pidfd)
@@ -256,6 +258,14 @@ class EngineInput:
             os.close(pidfd)
             raise
         self.events.put(ClientJoined(client_index, message.output_address))
+
+    def _drop_abandoned(self) -> None:
+        """Drops clients whose socket is gone although their program lives: a client that closes
+        before this end has connected cannot send a Detach.
+        """
+        for client_index, peer in list(self._peers.items()):
+            if not peer.path.exists():
+                self._drop(client_index)
 
     def _close_listener(self) -> None:
         if self._listener is not None and self._listener_path is not None:

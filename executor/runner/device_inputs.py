@@ -153,6 +153,7 @@ class DeviceInputMaker:
     def __call__(self, scheduler_output: SchedulerOutput) -> StepInputs:
         """For a step whose tokens the host samples, and whose tokens so far it knows."""
         layout = lay_out(scheduler_output, self.tables.batch.num_tokens)
+        self.tables.batch.check_blocks(layout.slots, layout.seq_lens)
         (columns,) = self.ship([layout])
         inputs = self.prepare(layout, columns)
         self.tables.note_sampled_by_host(inputs.sampled_slots)

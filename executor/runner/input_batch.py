@@ -31,6 +31,9 @@ class InputBatch:
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, stages: Any):
+        self.block_size = block_size
+        # Ids of the KV cache are below this; the worker sets it when it makes the cache.
+        self.num_cache_blocks = 2**31
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)  # prompt + output
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
@@ -116,9 +119,27 @@ class InputBatch:
             slots.discard(slot)
 
     def append_blocks(self, slot: int, block_ids: list[int]) -> None:
+        """Raises ValueError for an id that the cache does not have: kernels do not check."""
+        if block_ids and not 1 <= min(block_ids) <= max(block_ids) < self.num_cache_blocks:
+            raise ValueError(
+                f"new_block_ids: must be between 1 and {self.num_cache_blocks - 1}, got "
+                f"{block_ids} for slot {slot}"
+            )
         start = self.num_blocks[slot]
         self.block_tables[slot, start : start + len(block_ids)] = block_ids
         self.num_blocks[slot] = start + len(block_ids)
+
+    def check_blocks(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Raises ValueError unless the blocks of each of `slots` [B] have room for so many tokens
+        [B]: behind them the tables hold blocks of other requests, and kernels do not check.
+        """
+        room = self.num_blocks[slots] * self.block_size
+        if (num_tokens > room).any():
+            row = int(np.argmax(num_tokens > room))
+            raise ValueError(
+                f"num_computed_tokens: must end within the blocks of slot {slots[row]}, which hold "
+                f"{room[row]} tokens, got {num_tokens[row]}"
+            )
 
     def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
         """One new token for each of `slots` [R], all different."""

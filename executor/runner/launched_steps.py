@@ -181,6 +181,8 @@ class StepLauncher:
         No row may need what only the host has.
         """
         layouts = self._lay_out(scheduler_output)
+        for layout in layouts:
+            self._batch.check_blocks(layout.slots, layout.seq_lens)
         counts = [len(layout.sampled_rows) for layout in layouts]
         starts = np.cumsum([0, *map(aligned, counts)]).tolist()
         # this step's own

@@ -133,6 +133,7 @@ class StepInputMaker:
             num_decodes,
             sampled_rows,
         ) = layout
+        batch.check_blocks(slots, seq_lens + num_ahead)
         if num_decodes == len(slots):  # most steps
             positions, token_slots = num_computed, slots
         else:
@@ -195,6 +196,7 @@ class StepInputMaker:
         if (last.positions % self.block_size).all():
             last.slot_mapping += 1
         else:  # some row begins a block
+            self.batch.check_blocks(inputs.slots, last.seq_lens)
             last.slot_mapping[:] = self._slot_mapping(inputs.slots, last.positions)
             block_tables = torch.from_numpy(self._block_tables(inputs.slots, last.seq_lens))
         metadata = AttentionMetadata(

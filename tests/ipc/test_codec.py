@@ -155,6 +155,27 @@ def test_an_array_must_fit_its_shape():
 
 
 @pytest.mark.parametrize(
+    "columns",
+    [
+        [["a", "b"], [0, 0], [2, 1], [7, 8]],  # a token too few
+        [["a", "b"], [0, 0], [1, 0], [7, 8]],  # a token too many
+        [["a", "b"], [0, 0], [3, -1], [7, 8]],
+        [["a", "b"], [0], [1, 1], [7, 8]],
+        [["a"], [0, 0], [1, 1], [7, 8]],
+        [["a", "b"], [0, 0], [1, 1], [7, 8], [[2, 0]]],  # of a row that is not there
+        [["a", "b"], [0, 0], [1, 1], [7, 8], [[-1, 0]]],
+    ],
+)
+def test_columns_must_fit_each_other(columns):
+    """A row with somebody else's tokens would be a wrong answer."""
+    decoder = Decoder(EngineMessage, LIMIT)
+    good = ["outputs", 0, ["a", "b"], [0, 0], [1, 1], [7, 8], [[1, 0]]]
+    assert decoder.decode([msgspec.msgpack.encode(good)]).token_ids == [7, 8]
+    with pytest.raises(BadFrameError, match="EngineCoreOutputs"):
+        decoder.decode([msgspec.msgpack.encode(["outputs", 0, *columns])])
+
+
+@pytest.mark.parametrize(
     "step_times, token_steps",
     [([1.0, 2.0], [0]), ([1.0, 2.0], [0, 2]), ([1.0, 2.0], [-1, 0]), ([], [0, 0])],
 )

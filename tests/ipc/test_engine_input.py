@@ -159,6 +159,24 @@ def test_detach_and_death(daemon):
     assert next_event(input_) == events.FromClient(0, REQUEST)
 
 
+def test_clients_that_close_without_a_word_leave_no_descriptors(daemon, context, tmp_path):
+    """Their program lives on, so its death does not tell; the next one that attaches does."""
+    input_, door, _ = daemon
+    num_fds = []
+    for number in range(4):
+        client = Client(context, tmp_path / f"short-{number}")
+        attach = Attach(PROTOCOL, os.getpid(), client.input_address, client.output_address)
+        door.send_multipart(client.encoder.encode(attach))
+        assert client.hello() is not None
+        if number:
+            assert next_event(input_) == events.ClientLeft(number - 1)
+        assert next_event(input_) == events.ClientJoined(number, client.output_address)
+        client.router.close(linger=0)
+        (tmp_path / f"short-{number}.in").unlink()  # as Connection.close removes its directory
+        num_fds.append(len(os.listdir("/proc/self/fd")))
+    assert num_fds[3] <= num_fds[1]
+
+
 @pytest.mark.parametrize(
     "attach_message",
     [

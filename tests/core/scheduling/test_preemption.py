@@ -119,6 +119,62 @@ def test_preempt_all_forgets_what_was_swapped():
     loop.run()
 
 
+def test_what_a_second_preemption_makes_recomputed_is_counted_too():
+    """A request that is preempted half-way through its recomputation still had 65 tokens."""
+    loop = Loop(max_num_batched_tokens=16, enable_prefix_caching=False)
+    loop.add("a", distinct(0, 64), max_tokens=4)
+    for _ in range(5):
+        loop.step()
+    loop.scheduler.preempt_all()
+    assert loop.step() == {"a": 16}
+    loop.scheduler.preempt_all()
+    loop.run()
+    assert loop.scheduler.stats().num_recomputed_tokens == 16 + 65
+
+
+def test_a_request_swapped_while_it_was_recomputed_and_then_preempted_keeps_its_count():
+    loop = Loop(max_num_batched_tokens=16, preemption_mode="swap", enable_prefix_caching=False)
+    loop.add("a", distinct(0, 64), max_tokens=4)
+    for _ in range(5):
+        loop.step()
+    loop.scheduler.preempt_all()
+    loop.step()
+    loop.scheduler._preempt(loop.scheduler.running.pop())
+    assert loop.state("swapped") == ["a"]
+    loop.scheduler.preempt_all()
+    loop.run()
+    assert loop.scheduler.stats().num_recomputed_tokens == 16 + 65
+
+
+def test_a_copy_to_host_memory_that_nobody_needs_any_more_is_not_made():
+    """Steps overlap: "b" is swapped out in a step that has no rows, so its copies wait for the next
+    one. By then "b" has ended, and its host blocks may be somebody else's.
+    """
+    loop = Loop(
+        num_gpu_blocks_override=3,
+        max_model_len=32,
+        preemption_mode="swap",
+        async_scheduling=True,
+        enable_prefix_caching=False,
+    )
+    scheduler = loop.scheduler
+    loop.add("a", distinct(0, 10), max_tokens=2)
+    loop.add("b", distinct(1, 15), max_tokens=8)
+    loop.step()
+    last_of_a = scheduler.schedule()
+    assert len(last_of_a.requests) == 2
+    # no block is free for the 17th token of "b", and "a" has nothing more to compute
+    assert scheduler.schedule() is None and loop.state("swapped") == ["b"]
+    scheduler.update_from_output(
+        last_of_a, loop.executor.execute_model(last_of_a.output), loop.rows
+    )
+    assert [request.request_id for request in scheduler.abort_requests(["b"], 0)] == ["b"]
+    loop.add("c", distinct(2, 10), max_tokens=1)
+    step = scheduler.schedule()
+    assert step.output.blocks_to_swap_out == []
+    scheduler.check_integrity()
+
+
 def test_the_preempted_keeps_its_place():
     loop = pressed(preemption_mode="recompute")
     loop.add("late", distinct(9, 20), max_tokens=4)

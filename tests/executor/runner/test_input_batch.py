@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from quire.executor.runner.input_batch import (
     NO_LOGPROBS,
     WHOLE_VOCABULARY,
@@ -23,6 +24,25 @@ def request(slot: int, token_ids: list[int], **params) -> NewRequestData:
     return NewRequestData(
         slot, f"r{slot}", token_ids, len(token_ids), SamplingParams(**{"seed": 7, **params})
     )
+
+
+def test_a_block_that_the_cache_does_not_have_is_refused() -> None:
+    batch = make_batch()
+    batch.num_cache_blocks = 8
+    batch.append_blocks(1, [1, 7])
+    for bad in ([8], [0], [3, -1]):
+        with pytest.raises(ValueError, match="new_block_ids: must be between 1 and 7, got"):
+            batch.append_blocks(1, bad)
+    assert batch.num_blocks[1] == 2
+
+
+def test_tokens_outside_a_slots_blocks_are_refused() -> None:
+    batch, slots = make_batch(), np.array([1, 3])
+    batch.append_blocks(1, [4])
+    batch.append_blocks(3, [5, 6])
+    batch.check_blocks(slots, np.array([16, 32]))
+    with pytest.raises(ValueError, match="blocks of slot 3, which hold 32 tokens, got 33"):
+        batch.check_blocks(slots, np.array([16, 33]))
 
 
 def test_a_request_fills_its_row():

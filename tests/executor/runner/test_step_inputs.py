@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
 from quire.executor.runner.input_batch import InputBatch
 from quire.executor.runner.step_inputs import StepInputMaker, StepInputs
@@ -124,6 +125,37 @@ def test_over_random_lives_of_slots():
                     tables.batch.remove(slot)
                     del tables.num_computed[slot]
     assert num_reused > 300
+
+
+def test_a_row_with_tokens_to_come_is_not_sampled():
+    """Its slot gained two tokens at once, of which the step computes one."""
+    rng, tables = random.Random(2), Tables()
+    new = [tables.add(slot, 3, rng) for slot in range(2)]
+    inputs, _ = tables.step({0: 3, 1: 3}, new)
+    for _ in range(2):
+        tables.sample(inputs)
+        inputs, _ = tables.step({0: 1, 1: 1})
+    tables.sample(inputs)
+    tables.batch.append_tokens(np.array([0]), np.array([7]))
+    inputs, anew = tables.step({0: 1, 1: 1})
+    assert_equal(inputs, anew)
+    assert inputs.sampled_slots.tolist() == [1]
+
+
+def test_a_step_beyond_a_slots_blocks_is_refused():
+    """Also where a step's inputs are made of those of the step before."""
+    rng, tables = random.Random(3), Tables()
+    for length, steps in ((8, 0), (5, 3)):
+        request = tables.add(1, length, rng)
+        tables.batch.num_blocks[1] = 1
+        inputs, _ = tables.step({1: length}, [request])
+        for _ in range(steps):
+            tables.sample(inputs)
+            inputs, _ = tables.step({1: 1})
+        tables.sample(inputs)
+        with pytest.raises(ValueError, match="blocks of slot 1, which hold 8 tokens, got 9"):
+            tables.step({1: 1})
+        tables.batch.remove(1)
 
 
 def test_a_new_request_in_the_same_slot_is_not_the_old_one():

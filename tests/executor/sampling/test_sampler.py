@@ -87,6 +87,17 @@ def test_the_operation_gets_the_slots_parameters_and_the_new_tokens_position():
     assert calls == [[[1.0, 1.0], [0, 0], [1.0, 0.5], [0.25, 0.0], [2, 99], [3, 2]]]
 
 
+def test_a_new_request_in_a_slot_brings_its_own_parameters():
+    """The parameters of a step are kept for the next one with the same rows."""
+    batch, sampler, slots = make_batch({}, {"seed": 5}), Sampler(OPS), np.arange(2)
+    logits = torch.zeros(2, VOCAB_SIZE)
+    sampler(logits, batch, slots)
+    batch.add(NewRequestData(1, "next", [1, 1], 1, SamplingParams(seed=77, top_k=3)))
+    fresh = Sampler(OPS)(logits, batch, slots.copy()).token_ids.tolist()
+    assert sampler(logits, batch, slots).token_ids.tolist() == fresh
+    assert fresh[1] < 3  # of equal logits the first three
+
+
 def test_logprobs_have_each_rows_own_k():
     logits = make_logits(4)
     output = Sampler(OPS)(

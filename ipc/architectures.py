@@ -1,5 +1,6 @@
-"""The decoder architectures that Quire runs: how each reads its config.json, and the names and shapes
-of the tensors that its checkpoint holds.
+"""The supported decoder architectures: how each reads its config.json, and the names and shapes
+of its
+checkpoint's tensors.
 
 Must not know: tensors' values, layers, how any of it is computed. executor/models/ builds the
 models; tests/executor/test_models.py compares their tensors with this table.
@@ -17,8 +18,9 @@ from .errors import ModelLoadError
 
 @dataclass(frozen=True)
 class Architecture:
-    """`honours` and `default_head_dim`: as parse_decoder_config takes them. A bias of None is as
-    config.json says (attention_bias).
+    """`honours` and `default_head_dim` are arguments of parse_decoder_config.
+
+    A bias of None follows config.json (attention_bias).
     """
 
     model_type: str
@@ -34,8 +36,8 @@ class Architecture:
         )
 
     def weight_shapes(self, config: DecoderConfig) -> dict[str, list[int]]:
-        """Shape of every tensor that a checkpoint must hold, by name. A tied head is not among
-        them, see tied_weights.
+        """Shape of every tensor that a checkpoint must hold, by name. Excludes a tied head
+        (tied_weights).
         """
         hidden, embedding = config.hidden_size, [config.vocab_size, config.hidden_size]
         shapes = {"model.embed_tokens.weight": embedding}
@@ -48,7 +50,7 @@ class Architecture:
         return shapes
 
     def tied_weights(self, config: DecoderConfig) -> dict[str, str]:
-        """Tensors that a checkpoint may hold besides, and what each is a copy of."""
+        """Tensors that a checkpoint may also hold, with the tensors that they copy."""
         return {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
 
     def _layer(self, config: DecoderConfig) -> Iterator[tuple[str, list[int]]]:
@@ -92,9 +94,9 @@ ARCHITECTURES = {
 
 
 def find_architecture(hf_config: dict[str, Any], supported: Iterable[str] = ARCHITECTURES) -> str:
-    """The first supported name in `architectures`; without that key, the one of `model_type`.
+    """The first supported name in `architectures`, or else the architecture of `model_type`.
 
-    Raises ModelLoadError that lists what is supported.
+    Raises ModelLoadError, which lists what is supported.
     """
     names = hf_config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -1,5 +1,4 @@
-"""Checks of values that users give: numbers, texts, lists and plain data; each raises
-InvalidParameterError with name and range.
+"""Checks of user-supplied values; each raises InvalidParameterError with the name and the range.
 
 Must not know: which parameters there are (params.py), or what they mean.
 """
@@ -11,8 +10,8 @@ from typing import Any
 
 from .errors import InvalidParameterError
 
-INT64_MAX = 2**63 - 1  # what a message can carry
-MAX_DEPTH = 200  # of nested plain data: deeper, encoders and decoders run out of stack
+INT64_MAX = 2**63 - 1  # the largest integer in a message
+MAX_DEPTH = 200  # of nested plain data; encoders and decoders would exhaust the stack beyond it
 
 
 def require(holds: object, parameter: str, problem: str) -> None:
@@ -21,8 +20,8 @@ def require(holds: object, parameter: str, problem: str) -> None:
 
 
 def shown(value: object) -> str:
-    """The value for an error's text: short, whatever it is (Python does not even print integers of
-    5000 digits).
+    """The value as a short text for an error. Never raises: Python refuses to print huge
+    integers.
     """
     try:
         text = repr(value)
@@ -32,12 +31,12 @@ def shown(value: object) -> str:
 
 
 def is_int(value: object) -> bool:
-    """True and False are no numbers here."""
+    """Whether `value` is an integer. Booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def require_int(parameter: str, value: Any, low: int, high: int, meaning: str = "") -> None:
-    """`meaning` explains special values, in brackets behind the range."""
+    """`meaning` explains special values; it follows the range in parentheses."""
     if not (is_int(value) and low <= value <= high):
         top = "2**63 - 1" if high == INT64_MAX else high
         raise InvalidParameterError(
@@ -48,7 +47,7 @@ def require_int(parameter: str, value: Any, low: int, high: int, meaning: str = 
 
 
 def is_finite(value: object) -> bool:
-    """A finite number, and no integer too large for a float."""
+    """Whether `value` is a finite number that a float can hold."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     try:
@@ -58,7 +57,9 @@ def is_finite(value: object) -> bool:
 
 
 def require_text(parameter: str, value: Any) -> None:
-    """Python's strings may hold half characters, which neither the tokenizer nor a message can."""
+    """Requires a string without lone surrogates, which neither tokenizers nor messages can
+    encode.
+    """
     require(isinstance(value, str), parameter, f"must be a string, got {shown(value)}")
     try:
         value.encode()
@@ -70,7 +71,7 @@ def require_text(parameter: str, value: Any) -> None:
 
 
 def require_texts(parameter: str, values: Any, most: int) -> None:
-    """A list of strings, none of them empty."""
+    """Requires a list of at most `most` non-empty strings."""
     require(isinstance(values, list), parameter, f"must be a list of strings, got {shown(values)}")
     require(len(values) <= most, parameter, f"must hold at most {most} strings, got {len(values)}")
     for value in values:
@@ -79,8 +80,8 @@ def require_texts(parameter: str, values: Any, most: int) -> None:
 
 
 def require_token_ids(parameter: str, values: Any) -> None:
-    """A list of integers that a vocabulary could have; which ones this model has, the
-    InputProcessor knows.
+    """Requires a list of possible token ids. The InputProcessor checks them against the
+    vocabulary.
     """
     holds = isinstance(values, list) and set(map(type, values)) <= {int}
     require(
@@ -95,8 +96,8 @@ def require_token_ids(parameter: str, values: Any) -> None:
 
 
 def require_plain(parameter: str, value: Any) -> None:
-    """None, booleans, 64-bit integers, floats, strings, and lists and dicts of them (with string
-    keys), at most MAX_DEPTH deep.
+    """Requires None, booleans, 64-bit integers, floats, strings, or lists and dicts of these with
+    string keys, nested at most MAX_DEPTH deep.
     """
     level = [value]
     for _ in range(MAX_DEPTH):

@@ -1,4 +1,4 @@
-"""Messages to frames and back: msgspec's msgpack for the message, a frame of its own for each large
+"""Encodes messages to frames and decodes them: msgpack for the message, one more frame per large
 array.
 
 Must not know: sockets, or what a message means.
@@ -15,9 +15,9 @@ import msgspec
 
 from .messages import Array, ClientMessage
 
-# Below this an array is copied into the message, above it travels as its own frame. Measured over
-# ipc:// (CPU time of a send and a receive): a second frame costs 6 us; 64 KiB cost the same either
-# way, 256 KiB are 3.7x and 1 MiB is 8x cheaper as a frame.
+# Smaller arrays are copied into the message, larger ones travel as frames. Measured over ipc://
+# (CPU time of a send and a receive): a second frame costs 6 us; 64 KiB cost the same either way,
+# 256 KiB are 3.7 times and 1 MiB is 8 times cheaper as a frame.
 INLINE_BYTES = 64 * 1024
 
 ITEM_BYTES = {
@@ -36,21 +36,18 @@ ITEM_BYTES = {
 
 
 class BadFrameError(ValueError):
-    """These frames are no message of the expected kind.
+    """The frames are not a message of the expected kind.
 
     The only exception that `Decoder.decode` raises, whatever the bytes.
     """
 
 
 class MessageTooLargeError(ValueError):
-    """This message is larger than max_message_bytes; the peer would refuse it."""
+    """The message is larger than max_message_bytes; the peer would refuse it."""
 
 
 class Encoder:
-    """Encodes messages.
-
-    Not for several threads at once: an encoding in progress keeps its large arrays here.
-    """
+    """Encodes messages. Not thread-safe: large arrays are kept here during an encoding."""
 
     def __init__(self, max_message_bytes: int):
         self.max_message_bytes = max_message_bytes
@@ -58,11 +55,11 @@ class Encoder:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_array)
 
     def encode(self, message: msgspec.Struct) -> list[bytes | memoryview]:
-        """The frames of a message: the message itself, then its large arrays in order, not copied:
-        do not change them until they are sent.
+        """Returns the frames of a message: the message, then its large arrays in order.
 
-        Raises MessageTooLargeError, or TypeError / ValueError / OverflowError for a value that
-        msgpack cannot carry.
+        The arrays are not copied; do not change them until they are sent. Raises
+        MessageTooLargeError, or TypeError, ValueError or OverflowError for a value that msgpack
+        cannot encode.
         """
         self._buffers = buffers = []
         frames = [self._encoder.encode(message), *buffers]
@@ -91,13 +88,12 @@ class Encoder:
         if data.nbytes < INLINE_BYTES:
             return [value.dtype, value.shape, data]
         self._buffers.append(data)
-        return [value.dtype, value.shape, len(self._buffers)]  # its index among the frames
+        return [value.dtype, value.shape, len(self._buffers)]  # the index among the frames
 
 
 class Decoder:
-    """Decodes one direction's messages (`type_` is ClientMessage or EngineMessage).
-
-    Not for several threads at once.
+    """Decodes the messages of one direction (`type_` is ClientMessage or EngineMessage). Not
+    thread-safe.
     """
 
     def __init__(self, type_: Any, max_message_bytes: int):
@@ -107,11 +103,10 @@ class Decoder:
         self._decoder = msgspec.msgpack.Decoder(type_, dec_hook=self._decode_array)
 
     def decode(self, frames: Sequence[Any]) -> Any:
-        """The message in these frames (any buffers).
+        """Returns the message in these frames (any buffers).
 
-        Arrays are memoryviews into them, so they live as long as the arrays do.
-
-        Every frame must be used, once and in order. Raises BadFrameError and nothing else.
+        Arrays are memoryviews of the frames, which live as long as the arrays. Every frame must be
+        used, once and in order. Raises BadFrameError and nothing else.
         """
         try:
             size = sum(memoryview(frame).nbytes for frame in frames)
@@ -123,14 +118,14 @@ class Decoder:
             message = self._decoder.decode(frames[0])
             if self._num_frames_used != len(frames):
                 raise BadFrameError(
-                    f"{len(frames)} frames came, {self._num_frames_used} are spoken of"
+                    f"{len(frames)} frames arrived, the message uses {self._num_frames_used}"
                 )
             return message
         except BadFrameError:
             raise
         # msgspec raises DecodeError and ValidationError, but also UnicodeDecodeError and
-        # RecursionError, and lets pass what a __post_init__ or a hook raises; a frame from outside
-        # must not choose which handler it meets.
+        # RecursionError, and passes on what a __post_init__ or a hook raises. An outside frame must
+        # not select the handler.
         except Exception as error:
             raise BadFrameError(f"{type(error).__name__}: {error}") from error
         finally:
@@ -145,7 +140,7 @@ class Decoder:
         if type(data) is int:
             if data != self._num_frames_used or data >= len(self._frames):
                 raise BadFrameError(
-                    f"an Array speaks of frame {data}, next is {self._num_frames_used} of "
+                    f"an Array refers to frame {data}, expected {self._num_frames_used} of "
                     f"{len(self._frames)}"
                 )
             self._num_frames_used += 1
@@ -162,8 +157,8 @@ _FIELDS = {cls.__struct_config__.tag: cls.__struct_fields__ for cls in get_args(
 
 
 def in_words(error: BadFrameError, frames: Sequence[Any]) -> str:
-    """The error of a bad client message for people: msgspec says "at `$[5][0]`", which becomes "at
-    `eos_token_ids[0]`" (0 is the tag).
+    """Makes msgspec's error for a bad client message readable: "at `$[5][0]`" becomes "at
+    `eos_token_ids[0]`" (index 0 is the tag).
     """
 
     def name(match: re.Match) -> str:
@@ -173,17 +168,18 @@ def in_words(error: BadFrameError, frames: Sequence[Any]) -> str:
     try:
         tag = msgspec.msgpack.decode(frames[0])[0]
         return re.sub(r"`\$\[(\d+)\]", name, str(error))
-    except Exception:  # as in Decoder.decode: any bytes at all may come here
+    except Exception:  # as in Decoder.decode: any bytes are possible here
         return str(error)
 
 
 def whose(frames: Sequence[Any]) -> str | int | None:
-    """What a bad frame was about, if it still tells: the id of a request (str) or of a utility call
-    (int). Its sender waits for an answer.
+    """The request id (str) or utility call id (int) of a bad frame, if it can be read.
+
+    The sender waits for an answer.
     """
     try:
         tag, identity, *_ = msgspec.msgpack.decode(frames[0])
-    except Exception:  # as in Decoder.decode: any bytes at all may come here
+    except Exception:  # as in Decoder.decode: any bytes are possible here
         return None
     return (
         identity

@@ -1,8 +1,8 @@
-"""The configuration: one frozen tree, the only source of EngineArgs, of the command line's flags
-and of --help.
+"""The configuration: one frozen tree, from which EngineArgs, the command-line flags and --help are
+made.
 
 Must not know: files on disk, torch, or how a value is used. frontend/engine_args.py fills every
-"auto" before anything is spawned.
+"auto" before a process starts.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def resolved(value: T | None) -> T:
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the tree's sections.
+    """Base of the sections of the tree.
 
-    Field names are unique across sections: together they are the flat names of EngineArgs.
+    Field names are unique across sections: they are the flat names of EngineArgs.
     """
 
 
@@ -270,8 +270,7 @@ class ServiceConfig(Section, frozen=True):
 class EngineConfig(Section, frozen=True):
     """The whole tree.
 
-    `resolved` is what the engine receives: no "auto" and no None that means "default" is left in
-    it.
+    The engine receives a resolved one, without "auto" and without a None that means "default".
     """
 
     model_config: ModelConfig = ModelConfig()

@@ -1,5 +1,4 @@
-"""A client's end of the wire: two bound sockets in a private directory, and the engine that was
-started or attached for them.
+"""A client's end of the wire: two bound sockets in a private directory, and the engine behind them.
 
 Must not know: requests and outputs, or who waits for them (frontend/clients/mp_client.py).
 """
@@ -30,16 +29,16 @@ from .sockets import (
     make_context,
 )
 
-if TYPE_CHECKING:  # 6 MB and 30 ms, which blocking programs need not pay
+if TYPE_CHECKING:  # 6 MB and 30 ms, which blocking programs do not need
     import asyncio
 
-LISTEN_GRACE_S = 0.5  # how long a socket file may be there without a listener
+LISTEN_GRACE_S = 0.5  # how long a socket file may exist before it has a listener
 
 
 class Connection:
-    """Everything that must be given back: sockets, their directory, the engine's process.
+    """Owns the sockets, their directory and the engine's process.
 
-    Does not know the client, which may be collected.
+    Does not refer to the client, which can therefore be garbage-collected.
     """
 
     def __init__(self, max_message_bytes: int):
@@ -52,13 +51,13 @@ class Connection:
         self.pull = bind_pull(
             self.context, self.directory.address(OUTPUT_SOCKET), max_message_bytes
         )
-        # readable once wake() was called: ends a poll that waits for the engine
+        # readable after wake(); ends a poll that waits for the engine
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.encoder = Encoder(max_message_bytes)
         self.decoder = Decoder(EngineMessage, max_message_bytes)
         self.num_bad_frames = 0  # from the engine, dropped
         self.process: EngineProcess | None = None  # a child
-        self.pidfd = -1  # of the engine, whoever's child it is
+        self.pidfd = -1  # of the engine, child or daemon
         self.engine_pid = 0
         self.shutdown_timeout_s = 10.0
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -69,12 +68,12 @@ class Connection:
         self.pidfd, self.engine_pid = self.process.pidfd, self.process.pid
 
     def attach(self, address: str) -> None:
-        """Asks the daemon at `address` to connect to our sockets.
+        """Asks the daemon at `address` to connect to these sockets.
 
-        Raises EngineStartError if nobody listens there.
+        Raises EngineStartError if nothing listens there.
         """
         path = ipc_path(address)
-        # A daemon's file exists a moment before it is listened at, and scripts wait for the file.
+        # A daemon's file exists shortly before the daemon listens, and scripts wait for the file.
         deadline = time.monotonic() + LISTEN_GRACE_S
         while (pid := listener_pid(path)) is None and path.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -99,16 +98,16 @@ class Connection:
         push.close()
 
     def send(self, message: ClientMessage) -> None:
-        """Never blocks. Raises zmq.ZMQError when the engine has gone."""
+        """Sends without blocking. Raises zmq.ZMQError if the engine is gone."""
         self.router.send_multipart([ENGINE_IDENTITY, *self.encoder.encode(message)], zmq.NOBLOCK)
 
     def wake(self) -> None:
-        """Makes wake_fd readable, for good. May be called by any thread."""
+        """Makes wake_fd readable from now on. Thread-safe."""
         if not self.is_closed:
             os.eventfd_write(self.wake_fd, 1)
 
     def decode(self, frames: list) -> Any:
-        """The engine's message in these frames, or None where there is none: that is counted."""
+        """The engine's message in these frames, or None for a bad frame, which is counted."""
         try:
             return self.decoder.decode(frames)
         except BadFrameError:
@@ -116,7 +115,7 @@ class Connection:
             return None
 
     def describe_death(self) -> str:
-        """How a dead engine died, as far as can be known from here."""
+        """How a dead engine died, as far as this process can tell."""
         if self.process is not None:
             return self.process.describe_death()
         return f"the engine (pid {self.engine_pid}) is gone"
@@ -139,11 +138,11 @@ class Connection:
         self.loop = None
 
     def close(self) -> None:
-        """Leaves: a child ends, a daemon drops us.
+        """Shuts a child down, or detaches from a daemon.
 
         Called by shutdown, by the garbage collector or at exit; may be called twice.
         """
-        # a fork of the owner must not speak for it
+        # a fork of the owner must not close it
         if self.is_closed or os.getpid() != self.owner_pid:
             return
         self.is_closed = True
@@ -151,7 +150,7 @@ class Connection:
         try:
             self.send(Shutdown() if self.process is not None else Detach())
         except (zmq.ZMQError, OSError):
-            pass  # it never came up, or is gone
+            pass  # the engine never started, or is gone
         if self.process is not None:
             self.process.close(self.shutdown_timeout_s)
         elif self.pidfd >= 0:

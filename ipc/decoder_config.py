@@ -1,4 +1,4 @@
-"""What a config.json says about a decoder-only model, checked and in one form.
+"""Parses the config.json of a decoder-only model into one checked form.
 
 Must not know: tensors, layers, how any of it is computed, which architectures there are.
 """
@@ -11,8 +11,8 @@ from typing import Any
 from .errors import ModelLoadError
 from .rope_config import CONTEXT_KEYS, parse_rope_parameters
 
-# Keys that change no result: names, training, how transformers runs a model, its defaults of
-# sampling (generation_config.json gives those), or what the engine's own configuration decides.
+# Keys that do not change results: names, training, how transformers runs a model, its sampling
+# defaults (they come from generation_config.json), or settings of the engine's own configuration.
 _HARMLESS = frozenset(
     [
         "architectures",
@@ -82,7 +82,7 @@ _HARMLESS = frozenset(
     ]
 )
 _HARMLESS_ENDINGS = ("_token_id", "_token_ids", "_token", "_dropout", "_pdrop", "_dropout_prob")
-# Keys that are read, beside those of DecoderConfig.
+# Keys that are read, in addition to those of DecoderConfig.
 _READ = frozenset(
     {
         "layer_types",
@@ -96,7 +96,7 @@ _READ = frozenset(
         *CONTEXT_KEYS,
     }
 )
-# Keys that would change the mathematics, with the values under which they do not. Anything else is
+# Keys that would change the mathematics, with the values under which they do not. Other values are
 # refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -125,7 +125,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 DEFAULT_MAX_WINDOW_LAYERS = 28  # transformers'
-# Far above any model: beyond them a config.json is a mistake, which must not cost time or memory.
+# Far above any model: a larger value is a mistake and must not cost time or memory.
 MOST = {"num_hidden_layers": 1024, "num_attention_heads": 65_536, "num_key_value_heads": 65_536}
 MOST_OF_A_SIZE = 2**31 - 1
 _REQUIRED = (
@@ -155,18 +155,17 @@ class DecoderConfig:
     attention_bias: bool
     mlp_bias: bool
     rope: dict[str, Any]  # see rope_config.parse_rope_parameters
-    # of each layer: how many positions a token sees, its own the last; 0: all before it
+    # for each layer: how many positions a token attends to, including its own; 0: all before it
     sliding_windows: tuple[int, ...] = ()
 
 
 def parse_decoder_config(
     hf_config: dict[str, Any], *, default_head_dim: int | None = None, honours: tuple[str, ...] = ()
 ) -> DecoderConfig:
-    """Reads the config.json of a decoder-only model.
+    """Parses the config.json of a decoder-only model.
 
-    `honours`: keys of _NEUTRAL that the model at hand acts on, whatever their value. Raises
-    ModelLoadError, naming the key, for one that is missing, that is out of range, or that asks for
-    what is not built.
+    `honours`: keys of _NEUTRAL that the model supports with any value. Raises ModelLoadError,
+    naming the key, for one that is missing, out of range or unsupported.
     """
     if missing := [key for key in _REQUIRED if hf_config.get(key) is None]:
         raise ModelLoadError(f"config.json lacks {', '.join(missing)}")
@@ -194,7 +193,7 @@ def parse_decoder_config(
 
 
 def unread_keys(hf_config: dict[str, Any]) -> list[str]:
-    """Keys that Quire does not use and that could change results, sorted."""
+    """Keys that Quire does not read and that could change results, sorted."""
     known = _HARMLESS | _READ | _NEUTRAL.keys() | DecoderConfig.__dataclass_fields__.keys()
     return sorted(
         key
@@ -240,13 +239,12 @@ def _refuse_unhandled(hf_config: dict[str, Any], honours: tuple[str, ...]) -> No
 
 
 def parse_sliding_windows(hf_config: dict[str, Any], honours: tuple[str, ...]) -> tuple[int, ...]:
-    """DecoderConfig.sliding_windows.
+    """Returns DecoderConfig.sliding_windows.
 
-    Two ways to ask for them: Qwen's, "use_sliding_window" among `honours`, is a switch, a length,
-    and which layers have it; Mistral's, "sliding_window", is the length alone, for all layers.
-
-    Raises ModelLoadError, naming the key, for what is out of range, and for a window that is asked
-    for in neither way.
+    Windows have two forms. Qwen's, "use_sliding_window" among `honours`, has a switch, a length,
+    and the layers it applies to. Mistral's, "sliding_window", is only a length, for all layers.
+    Raises ModelLoadError, naming the key, for a value out of range, and for a window in neither
+    form.
     """
     num_layers, window, layer_types = (
         hf_config["num_hidden_layers"],
@@ -259,7 +257,7 @@ def parse_sliding_windows(hf_config: dict[str, Any], honours: tuple[str, ...]) -
     is_on = window is not None and (switch if has_switch else "sliding_window" in honours)
     if is_on:
         window = _size(hf_config, "sliding_window")
-    # Qwen's configs carry a length that use_sliding_window=false switches off.
+    # Qwen's configs have a length that use_sliding_window=false disables.
     if (
         window is not None
         and not is_on
@@ -268,8 +266,8 @@ def parse_sliding_windows(hf_config: dict[str, Any], honours: tuple[str, ...]) -
         and not layer_types
     ):
         raise ModelLoadError(
-            f"config.json: sliding_window={window!r:.100} is not supported unless use_sliding_window is "
-            f"false"
+            f"config.json: sliding_window={window!r:.100} is not supported unless "
+            f"use_sliding_window is false"
         )
     if not layer_types:
         first = hf_config.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS) if has_switch else 0
@@ -278,7 +276,7 @@ def parse_sliding_windows(hf_config: dict[str, Any], honours: tuple[str, ...]) -
                 f"config.json: max_window_layers must be an integer, at least 0, got {first!r:.100}"
             )
         layer_types = [SLIDING if is_on and layer >= first else FULL for layer in range(num_layers)]
-    elif is_on and not has_switch:  # transformers' Mistral would not look at them
+    elif is_on and not has_switch:  # transformers' Mistral does not read them
         raise ModelLoadError(
             "config.json: layer_types beside sliding_window are not supported for this architecture"
         )
@@ -289,7 +287,8 @@ def parse_sliding_windows(hf_config: dict[str, Any], honours: tuple[str, ...]) -
             f"supported: {', '.join(supported)}"
         )
     if not is_on:
-        return (0,) * num_layers  # however many are listed: hf_overrides may ask for fewer layers
+        # however many layer_types there are: hf_overrides may ask for fewer layers
+        return (0,) * num_layers
     if len(layer_types) != num_layers:
         raise ModelLoadError(
             f"config.json: layer_types has {len(layer_types)} entries for "

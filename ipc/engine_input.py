@@ -1,12 +1,12 @@
-"""The engine's input thread: waits for everything that can come from outside (requests, signals,
-programs that attach, deaths).
+"""The engine's input thread: receives requests, signals, attaching programs and process deaths.
 
-Must not know: the engine core, or what a request needs. It hands over Events; the main thread
+Must not know: the engine core, or what a request needs. It passes Events on; the main thread
 decides.
 
-    clients' ROUTER ──▶ DEALER ┐                                   ┌─▶ aborts   applied before anything else
-    Attach ──▶ listener (PULL) ├─▶ poll, decode, guard ────────────┤
-    signals, pidfds, parent ───┘                                   └─▶ events   in order of arrival; the main thread blocks here
+    clients' ROUTER ──▶ DEALER ┐                           ┌─▶ aborts  applied before anything else
+    Attach ──▶ listener (PULL) ├─▶ poll, decode, guard ────┤
+    signals, pidfds, parent ───┘                           └─▶ events  in order of arrival; the main
+                                                               thread blocks here
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .sockets import (
     remove_directory,
 )
 
-# messages of one client in a row, before signals and other clients are looked at again
+# consecutive messages of one client before signals and other clients are handled
 MAX_READS = 256
 
 
@@ -54,9 +54,7 @@ class FromClient(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A frame that was no message, but still told which request (str) or utility call (int) it was
-    about.
-    """
+    """A frame that is not a message, but names its request (str) or utility call (int)."""
 
     client_index: int
     identity: str | int
@@ -73,20 +71,20 @@ class ClientLeft(NamedTuple):
 
 
 class ClientOverflowed(NamedTuple):
-    """A daemon's client that does not read its outputs.
+    """A daemon's client does not read its outputs.
 
-    Its connection stays until it leaves, so that it can still learn why.
+    Its connection stays until it leaves, so that it can still read the reason.
     """
 
     client_index: int
 
 
 class LeaveSignal(NamedTuple):
-    """SIGTERM: finish what runs, take nothing new, leave."""
+    """SIGTERM: finish running requests, accept no new ones, exit."""
 
 
 class Wake(NamedTuple):
-    """Nothing; it ends a wait."""
+    """Ends a wait."""
 
 
 class Fatal(NamedTuple):
@@ -100,11 +98,11 @@ Event = (
 
 @dataclass
 class Peer:
-    """One client's end, as the input thread sees it."""
+    """The input thread's record of a client."""
 
     dealer: zmq.Socket
-    pidfd: int | None  # a daemon's client; the parent of a child is watched otherwise
-    path: Path  # of the client's socket
+    pidfd: int | None  # of a daemon's client; the parent of a child is watched otherwise
+    path: Path  # of the client\'s socket
 
 
 class EngineInput:
@@ -130,7 +128,7 @@ class EngineInput:
         self._parent_pid: int | None = None
         self._num_leave_signals = 0
         self._poller = zmq.Poller()
-        # what is polled -> what to do when it is readable
+        # polled object -> handler for when it is readable
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._is_closing = False
         self._watch(signals.read_fd, self._on_signals)
@@ -139,17 +137,18 @@ class EngineInput:
     # ------------------------------------------------------------ before the thread starts
 
     def serve_parent(self, sockets_path: Path, parent_pid: int, parent_fd: int) -> None:
-        """One client, number 0, that started this process.
+        """Serves one client, number 0, that started this process.
 
-        When it is gone, its socket directory is removed and this process ends.
+        When the client dies, its socket directory is removed and this process exits.
         """
         self._sockets_path, self._parent_pid = sockets_path, parent_pid
-        self._watch(parent_fd, self._on_parent_gone)  # never written to: readable means end-of-file
+        # nothing writes to it: readable means end-of-file
+        self._watch(parent_fd, self._on_parent_gone)
         client_index = self._add_peer(f"ipc://{sockets_path / INPUT_SOCKET}", None)
         self.events.put(ClientJoined(client_index, f"ipc://{sockets_path / OUTPUT_SOCKET}"))
 
     def serve_listener(self, listener: zmq.Socket, address: str) -> None:
-        """Any number of clients, numbered as they attach."""
+        """Serves any number of clients, numbered as they attach."""
         self._listener, self._listener_path = listener, ipc_path(address)
         self._watch(listener, self._on_listener)
 
@@ -157,7 +156,7 @@ class EngineInput:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, closes its sockets."""
+        """Ends the thread and closes its sockets."""
         self._is_closing = True
         if self._thread.is_alive():
             self._signals.wake()
@@ -170,7 +169,7 @@ class EngineInput:
             while not self._is_closing:
                 for ready, _ in self._poller.poll():
                     handler = self._handlers.get(ready)
-                    if handler is not None:  # else an earlier handler of this round took it away
+                    if handler is not None:  # else an earlier handler of this round removed it
                         handler()
         except BaseException as error:
             self.events.put(Fatal(error))
@@ -227,7 +226,8 @@ class EngineInput:
     def _on_message(self, client_index: int, message: Any) -> None:
         is_parent = self._parent_pid is not None
         if isinstance(message, AbortRequests):
-            # overtakes what waits, and below follows a request that waits
+            # it overtakes waiting messages, and is repeated in order below for a request that still
+            # waits
             self.aborts.append((client_index, message.request_ids))
         elif isinstance(message, (Attach, Detach) if is_parent else (Attach, Config, Shutdown)):
             raise BadFrameError(f"a {type(message).__name__} is not for this socket")
@@ -240,12 +240,12 @@ class EngineInput:
             try:
                 self._attach(self._decoder.decode(frames))
             except Exception:
-                # not an Attach, addresses that are none, a program that has died since: it costs
-                # nobody else anything
+                # not an Attach, invalid addresses, or a program that has died since: this does not
+                # affect other clients
                 self.num_bad_frames += 1
 
     def _attach(self, message: Any) -> None:
-        # one of another protocol is answered with our Hello, and refuses us itself
+        # a client of another protocol receives our Hello and refuses it
         if not isinstance(message, Attach):
             raise BadFrameError("a listener takes Attach messages")
         ipc_path(message.input_address)
@@ -290,7 +290,7 @@ class EngineInput:
                 self._num_leave_signals += 1
                 if self._num_leave_signals > 1:
                     self._leave_at_once(128 + number)
-                self._close_listener()  # no new programs: the next one is told that nobody listens
+                self._close_listener()  # new programs then find no listener
                 self.events.put(LeaveSignal())
 
     def _on_parent_gone(self) -> None:
@@ -299,9 +299,9 @@ class EngineInput:
         self._leave_at_once(1)
 
     def _leave_at_once(self, exit_code: int) -> None:
-        """Without waiting for the main thread, which may be inside the model for seconds.
+        """Exits without waiting for the main thread, which may be in the model for seconds.
 
-        The kernel takes back the rest.
+        The kernel releases the rest.
         """
         if self._listener is not None and self._listener_path is not None:
             self._listener_path.unlink(missing_ok=True)

@@ -1,18 +1,18 @@
-"""The engine's output thread: encodes what the main thread hands over and sends it to the client it
-is for.
+"""The engine's output thread: encodes outputs and sends them to their clients.
 
-Must not know: the engine core, or where a client's requests stand.
+Must not know: the engine core, or the state of a client's requests.
 
-A slow reader. A connection holds OUTPUT_HIGH_WATER_MARK messages on each side; what does not fit
-waits here, in order, encoded, and is counted in bytes. Nothing is ever dropped from the middle.
-Above `max_backlog_bytes`
-    - an engine with one client stops stepping (the main thread asks `is_full`) until the client has
-      read half of it; requests, aborts and utility calls are still taken, and a client that waits
-      for anything reads its outputs on the way, so nobody waits in a circle;
-    - a daemon does not let one client hold up the others: it drops the reader and ends its
-      requests. The EngineDead that the client finds behind its last outputs tells it so. Towards
-      the engine nothing is bounded but by what the user submits: a request lies in one process or
-      in the other.
+A connection holds OUTPUT_HIGH_WATER_MARK messages on each side. Messages that do not fit wait here,
+in order, encoded, and are counted in bytes. Nothing is dropped from the middle. Above
+`max_backlog_bytes`:
+
+- An engine with one client stops stepping (the main thread checks `is_full`) until the client has
+  read half of it. Requests, aborts and utility calls are still accepted, and a waiting client reads
+  its outputs meanwhile, so this cannot deadlock.
+- A daemon does not let one client block the others: it drops the reader and ends its requests. The
+  client finds EngineDead after its last outputs.
+
+In the other direction only what users submit is limited: a request is in one process or the other.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Close(NamedTuple):
 
 @dataclass
 class Reader:
-    """One client's end, as the output thread sees it."""
+    """The output thread's record of a client."""
 
     push: zmq.Socket
     backlog: deque[list] = field(default_factory=deque)  # encoded messages
@@ -78,8 +78,7 @@ class Reader:
 class EngineOutput:
     """Owns the PUSH sockets.
 
-    All methods may be called from any thread; what they ask for happens in order, in the output
-    thread.
+    All methods are thread-safe; the output thread carries them out in order.
     """
 
     def __init__(
@@ -91,11 +90,11 @@ class EngineOutput:
     ):
         self.max_backlog_bytes = max_backlog_bytes
         self.num_lost_outputs = 0  # rows that could not be encoded; their requests were ended
-        # some client's backlog is above the limit, or has not yet come down to half of it
+        # a client's backlog is above the limit, or has not yet dropped to half of it
         self.is_full = False
         # called in the output thread when is_full ends
         self.on_drained: Callable[[], None] = lambda: None
-        # a daemon's: called with a client that was dropped for not reading
+        # for daemons: called with a client that was dropped for not reading
         self.on_overflow: Callable[[int], None] | None = None
         self.on_fatal: Callable[[BaseException], None] = lambda error: None
         # rows that could not be encoded
@@ -116,16 +115,16 @@ class EngineOutput:
         self._order(Connect(client_index, address))
 
     def disconnect(self, client_index: int) -> None:
-        """The client has left: what waits for it is thrown away."""
+        """The client has left: discards its waiting messages."""
         self._order(Disconnect(client_index))
 
     def send(self, client_index: int, message: EngineMessage) -> None:
-        """Never blocks. A message to a client that has left is dropped."""
+        """Sends without blocking. A message to a client that has left is dropped."""
         self._order(Send(client_index, message))
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread when everything is sent, or after `timeout_s`; what the readers have not
-        taken by then is thrown away.
+        """Ends the thread when everything is sent, or after `timeout_s`; unread messages are then
+        discarded.
         """
         if self._thread.is_alive():
             self._order(Close(timeout_s))
@@ -150,7 +149,7 @@ class EngineOutput:
                 reader.push.close()
 
     def _serve(self) -> None:
-        """Until Close is carried out."""
+        """Runs until Close is handled."""
         close_at = None
         while True:
             timeout_ms = (
@@ -187,7 +186,8 @@ class EngineOutput:
     def _encode(self, order: Send) -> list:
         try:
             return self._encoder.encode(order.message)
-        except Exception as error:  # whoever waits for this message gets the reason in its place
+        # the client that waits for this message receives the reason instead
+        except Exception as error:
             message = order.message
             if isinstance(message, UtilityResult):
                 return self._encoder.encode(
@@ -213,13 +213,16 @@ class EngineOutput:
             if self.on_overflow is None:
                 self.is_full = True
             else:
-                cause = f"this client did not read its outputs ({self.max_backlog_bytes} bytes of them waited); its requests were ended"
+                cause = (
+                    f"this client did not read its outputs (over {self.max_backlog_bytes} bytes "
+                    f"waited); its requests were ended"
+                )
                 reader.keep(self._encoder.encode(EngineDead(cause)))
                 reader.is_dropped = True
                 self.on_overflow(client_index)
 
     def _flush(self, reader: Reader) -> None:
-        """Sends from a backlog as much as the connection takes."""
+        """Sends as much of a backlog as the connection accepts."""
         while reader.backlog:
             try:
                 reader.push.send_multipart(
@@ -249,7 +252,7 @@ class EngineOutput:
 
 
 def error_rows(outputs: EngineCoreOutputs, error: str) -> EngineCoreOutputs:
-    """The same rows without their tokens, each finished with this error."""
+    """The same rows without tokens, each finished with this error."""
     num_rows = len(outputs.request_ids)
     finished = [Finished(row, FinishReason.ERROR, error=error) for row in range(num_rows)]
     return msgspec.structs.replace(

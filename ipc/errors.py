@@ -1,16 +1,15 @@
-"""The exceptions a user of Quire can meet, each naming what to change.
+"""The exceptions of Quire's public interface. Each names what to change.
 
-Must not know: where an error was raised or how it travels (messages.py carries it, this file names
-it).
+Must not know: where an error is raised, or how messages.py carries it.
 """
 
 
 class QuireError(Exception):
-    """Base of every exception that Quire raises on purpose."""
+    """Base class of Quire's exceptions."""
 
 
 class InvalidParameterError(QuireError, ValueError):
-    """A value the user gave is out of range or unknown.
+    """A value given by the user is out of range or unknown.
 
     `parameter` names it; the text gives the allowed range.
     """
@@ -27,12 +26,12 @@ class InvalidParameterError(QuireError, ValueError):
 class NotEnoughMemoryError(InvalidParameterError):
     """The weights, or the KV cache of one sequence, do not fit the memory.
 
-    The text gives the largest value that does, if there is one.
+    The text gives the largest value that fits, if there is one.
     """
 
 
 class ModelLoadError(QuireError, RuntimeError):
-    """The model's files are missing, corrupt, or of an architecture that Quire does not run."""
+    """The model's files are missing, corrupt, or of an unsupported architecture."""
 
 
 class EngineUsageError(QuireError, RuntimeError):
@@ -40,29 +39,25 @@ class EngineUsageError(QuireError, RuntimeError):
 
 
 class EnginePausedError(QuireError, RuntimeError):
-    """The engine is paused or asleep, and what was asked of it needs it to go on: resume() or
-    wake_up() first.
-    """
+    """The engine is paused or asleep and cannot do this; call resume() or wake_up() first."""
 
 
 class EngineDeadError(QuireError, RuntimeError):
     """The engine process is gone.
 
-    Every waiter gets this, with the cause (exit code or signal, last words on stderr).
+    All waiting calls raise it, with the cause (exit code or signal, last lines of stderr).
     """
 
 
 class EngineStartError(EngineDeadError):
-    """The engine process did not come up: it died, or missed its deadline.
+    """The engine process did not start: it died, or exceeded the deadline.
 
-    The text carries the child's own words.
+    The text includes the process's own error.
     """
 
 
 class RemoteTraceback(Exception):
-    """The `__cause__` of an exception that happened in the engine process; prints that process's
-    traceback.
-    """
+    """The `__cause__` of an exception from the engine process; prints that process's traceback."""
 
     def __init__(self, text: str):
         super().__init__(text)

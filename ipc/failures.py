@@ -1,4 +1,4 @@
-"""An exception as a message: packed where it happened, raised again in the caller as the same type.
+"""Packs an exception as a message, and raises it in the caller with the same type.
 
 Must not know: which exception comes from where.
 """
@@ -10,9 +10,8 @@ import traceback
 from . import errors
 from .messages import Failed
 
-# What may be raised again under its own name: nothing that a peer could use to end the caller
-# (SystemExit, KeyboardInterrupt, StopIteration) and nothing that one string cannot make
-# (UnicodeDecodeError takes five arguments).
+# Exceptions that keep their type: none that a peer could use to end the caller (SystemExit,
+# KeyboardInterrupt, StopIteration), and none that need more than a string (UnicodeDecodeError).
 _BY_NAME: dict[str, type[Exception]] = {
     cls.__name__: cls
     for cls in (
@@ -58,7 +57,7 @@ _WITH_PARAMETER = {
 
 def pack_exception(error: BaseException) -> Failed:
     """The message that carries `error` to the other process."""
-    # str() of a KeyError is the repr of its key; made again from that, it would be quoted twice.
+    # str() of a KeyError is the repr of its key, which would be quoted twice.
     message = (
         error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
     )
@@ -70,8 +69,7 @@ def pack_exception(error: BaseException) -> Failed:
 
 
 def unpack_exception(failed: Failed, default: type[Exception]) -> Exception:
-    """The exception to raise in the caller: the type that the other process met, or `default`
-    naming a type that only it knows.
+    """The exception to raise in the caller: the original type, or `default` naming an unknown type.
 
     Its `__cause__` is a RemoteTraceback.
     """
@@ -88,5 +86,5 @@ def unpack_exception(failed: Failed, default: type[Exception]) -> Exception:
 
 
 def _encodable(text: str) -> str:
-    """Paths may hold lone surrogates, which no UTF-8 message can carry."""
+    """Replaces lone surrogates, which paths may hold and UTF-8 messages cannot."""
     return text.encode("utf-8", "backslashreplace").decode()

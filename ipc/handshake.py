@@ -1,10 +1,9 @@
-"""How a client and its engine begin: start it or attach to it, then HELLO → CONFIG → PROGRESS … →
-READY or FAILED.
+"""Starts an engine or attaches to one: HELLO → CONFIG → PROGRESS … → READY or FAILED.
 
 Must not know: requests, or what an engine does while it loads.
 
-The conversation is written once, in `_converse`, which says what it waits for; `open_connection`
-waits by blocking, and `open_connection_async` in an event loop.
+`_converse` holds the conversation and yields what it waits for. `open_connection` waits by
+blocking, `open_connection_async` in an event loop.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .process import engine_command
 from .sockets import ipc_path, receive
 from .threads import in_thread
 
-LAST_WORDS_S = 0.1  # how long a dead engine's last messages may take to come out of the socket
+LAST_WORDS_S = 0.1  # how long a dead engine's last messages may take to arrive
 HELLO_TIMEOUT_S = 10.0  # for a daemon, whose input thread answers at once
 
 Report = Callable[[str, float], None]
@@ -35,8 +34,8 @@ class Awaited(NamedTuple):
     """What the conversation waits for."""
 
     source: zmq.Socket
-    deadline: float  # of time.monotonic()
-    where: str  # how far it has come, for the error
+    deadline: float  # by time.monotonic()
+    where: str  # the current stage, for errors
 
 
 def open_connection(
@@ -47,11 +46,12 @@ def open_connection(
     epoch: int = 0,
     command: Sequence[str] | None = None,
 ) -> tuple[Connection, Ready]:
-    """Starts an engine ("process": `command`, or our own) or attaches to the daemon at the address
-    `engine`; returns when it is ready.
+    """Starts an engine ("process": `command`, or Quire's own) or attaches to the daemon at the
+    address
+    `engine`. Returns when it is ready.
 
-    Raises the engine's own exception if it cannot start, EngineStartError if it dies or takes
-    longer than startup_timeout_s.
+    Raises the engine's own exception if it cannot start, or EngineStartError if it dies or exceeds
+    startup_timeout_s.
     """
     deadline = time.monotonic() + config.service_config.startup_timeout_s
     connection = _make_connection(config, engine)
@@ -67,7 +67,7 @@ def open_connection(
     except StopIteration as end:
         return connection, end.value
     except BaseException:
-        connection.shutdown_timeout_s = 0.0  # there is nothing to save
+        connection.shutdown_timeout_s = 0.0  # it has nothing to save
         connection.close()
         raise
 
@@ -80,12 +80,10 @@ async def open_connection_async(
     epoch: int = 0,
     command: Sequence[str] | None = None,
 ) -> tuple[Connection, Ready]:
-    """As open_connection, while the running loop goes on.
+    """As open_connection, without blocking the running loop.
 
-    Cancelled, it ends a child before it raises.
-
-    A child is started by this thread, which must live as long as it is wanted: it dies with the
-    thread (PR_SET_PDEATHSIG).
+    On cancellation it ends a child before it raises. This thread starts the child and must live as
+    long as the child is needed: the child dies with it (PR_SET_PDEATHSIG).
     """
     deadline = time.monotonic() + config.service_config.startup_timeout_s
     connection = _make_connection(config, engine)
@@ -100,7 +98,7 @@ async def open_connection_async(
             message = await _receive_async(connection, awaited)
             try:
                 awaited = conversation.send(message)
-            except StopIteration as end:  # which must not leave a coroutine
+            except StopIteration as end:  # StopIteration must not leave a coroutine
                 return connection, end.value
     except BaseException:
         connection.shutdown_timeout_s = 0.0
@@ -119,7 +117,7 @@ def _make_connection(config: EngineConfig, engine: str) -> Connection:
 def _converse(
     connection: Connection, config: EngineConfig, epoch: int, deadline: float, report: Report
 ) -> Generator[Awaited, Any, Ready]:
-    """Is sent each message that comes; returns the engine's Ready."""
+    """Receives each message; returns the engine's Ready."""
     is_child = connection.process is not None
     report("start", 0.0)
     hello = None
@@ -139,7 +137,7 @@ def _converse(
     report("start", 1.0)
     stage = "start"
     while True:
-        message = yield Awaited(connection.pull, deadline, f"it had come to: {stage}")
+        message = yield Awaited(connection.pull, deadline, f"last stage: {stage}")
         if isinstance(message, Ready):
             return message
         if isinstance(message, Failed):
@@ -153,7 +151,7 @@ def _converse(
 
 
 def _receive(connection: Connection, awaited: Awaited) -> Any:
-    """The next message. Raises EngineStartError when the deadline is over, or the engine's life."""
+    """The next message. Raises EngineStartError at the deadline, or when the engine dies."""
     source, poller = awaited.source, zmq.Poller()
     poller.register(source, zmq.POLLIN)
     poller.register(connection.pidfd, zmq.POLLIN)
@@ -161,14 +159,14 @@ def _receive(connection: Connection, awaited: Awaited) -> Any:
         ready = dict(poller.poll(max(0, int((awaited.deadline - time.monotonic()) * 1000))))
         if not ready:
             raise _too_late(awaited)
-        # dead; what it said is read first
+        # the engine is dead; read its messages first
         if source not in ready and not source.poll(int(LAST_WORDS_S * 1000)):
             raise _died(connection, awaited)
     return message
 
 
 async def _receive_async(connection: Connection, awaited: Awaited) -> Any:
-    """As _receive."""
+    """As _receive, in an event loop."""
     import asyncio
 
     loop, news, is_dead, deadline = (
@@ -181,7 +179,7 @@ async def _receive_async(connection: Connection, awaited: Awaited) -> Any:
     for fd in watched:
         loop.add_reader(fd, news.set)
     try:
-        # ZMQ's descriptor tells of changes only: look before each wait
+        # ZMQ's descriptor is edge-triggered: check before each wait
         while (message := _take(connection, awaited.source)) is None:
             if not is_dead and select.select([connection.pidfd], [], [], 0)[0]:
                 is_dead, deadline = True, time.monotonic() + LAST_WORDS_S
@@ -199,7 +197,7 @@ async def _receive_async(connection: Connection, awaited: Awaited) -> Any:
 
 
 def _take(connection: Connection, source: zmq.Socket) -> Any:
-    """A message that lies there, or None."""
+    """A message that has already arrived, or None."""
     while (frames := receive(source)) is not None:
         message = connection.decode(frames[1:] if source is connection.router else frames)
         if isinstance(message, EngineDead):

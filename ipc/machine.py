@@ -1,4 +1,4 @@
-"""What the operating system gives this process: cores and memory, by affinity and cgroups.
+"""The cores and memory that the operating system gives this process, by affinity and cgroups.
 
 Must not know: torch, what the cores and the memory are for.
 """
@@ -13,20 +13,19 @@ import psutil
 
 
 def available_cores() -> int:
-    """Cores this process may use: its affinity mask, less where a cgroup's CPU quota gives it
-    less.
-    """
+    """Cores this process may use: its affinity mask, capped by its cgroup's CPU quota."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     quota = cgroup_cpu_quota()
-    # More threads than quota would be throttled together: each would wait for the slowest.
+    # More threads than the quota would be throttled together; each would wait for the slowest.
     return max(1, min(cores, math.ceil(quota))) if quota is not None else cores
 
 
 def cgroup_cpu_quota(root: Path = Path("/")) -> float | None:
-    """Cores' worth of CPU time that this process's cgroups allow (v2 cpu.max, v1 cpu.cfs_*), the
-    tightest one; None: no limit.
+    """CPU quota of this process's cgroups in cores (v2 cpu.max, v1 cpu.cfs_*), the smallest;
+    None: no
+    limit.
     """
     quotas = []
     for directory in _cgroup_directories(root, "cpu"):
@@ -44,8 +43,9 @@ def cgroup_cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def cgroup_free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes left under the tightest memory limit of this process's cgroups (page cache counted as
-    free); None: no limit.
+    """Bytes left under the smallest memory limit of this process's cgroups, with page cache
+    counted as
+    free; None: no limit.
     """
     free = []
     for directory in _cgroup_directories(root, "memory"):
@@ -65,7 +65,9 @@ def cgroup_free_memory(root: Path = Path("/")) -> int | None:
 
 def _cgroup_directories(root: Path, controller: str) -> list[Path]:
     """The cgroup of this process and its ancestors, in the v2 tree and in the v1 tree of
-    `controller`: a limit on any of them binds.
+    `controller`.
+
+    A limit on any of them applies.
     """
     directories = []
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
@@ -86,7 +88,9 @@ def _read(path: Path) -> str | None:
 
 
 def free_memory_bytes() -> int:
-    """Memory this process could still take: the machine's, or its cgroup's where that is less."""
+    """Memory this process can still use: the machine's free memory, or its cgroup's if that is
+    less.
+    """
     free = psutil.virtual_memory().available
     limit = cgroup_free_memory()
     return free if limit is None else min(free, limit)

@@ -1,5 +1,4 @@
-"""What memory is divided into, as pure arithmetic: the engine does it when it starts, `quire plan`
-beforehand.
+"""How memory is divided, as pure arithmetic, used by the engine at start-up and by `quire plan`.
 
 Must not know: how much memory there is, torch, models.
 """
@@ -13,24 +12,24 @@ from .errors import NotEnoughMemoryError
 
 logger = logging.getLogger(__name__)
 
-# of what is free once the weights are loaded; the rest is for activations and for other programs
+# of the memory that is free after loading the weights; activations and other programs use the rest
 CPU_MEMORY_FRACTION = 0.4
-SWAP_MEMORY_FRACTION = 0.25  # of what is free then: the most that swap_space takes
+SWAP_MEMORY_FRACTION = 0.25  # of the memory that is free then; upper bound of swap_space
 
 
-QUANTIZATION_BITS = {"int8": 8, "int4": 4}  # of a weight's numbers
-# of a quantized model's head, whose table is the embedding's too where it is tied: 4 would lose too
-# much
+QUANTIZATION_BITS = {"int8": 8, "int4": 4}  # per weight
+# of a quantized model's head, which may also be the embedding's table: 4 bits lose too much
 HEAD_BITS = 8
-# rows and columns of a weight that are packed together; a rest takes as much as a whole one
+# rows and columns of a weight that are packed together; a remainder takes as much as a whole one
 QUANTIZED_PANEL, QUANTIZED_DEPTH = 16, 64
-# columns of a row under one scale; of that, at 4 bits with two factors
+# columns of a row with one scale; at 4 bits, with two factors
 QUANTIZED_GROUP, QUANTIZED_SCALE_BYTES = {8: 256, 4: 64}, {8: 2, 4: 4}
 
 
 def quantized_bytes(rows: int, columns: int, bits: int) -> int:
-    """Of a linear layer's packed weight (kernels/cpu/native/quantized.py): its numbers, and a scale
-    for each group of a row.
+    """Size of a packed quantized weight: its integers, and a scale for each group of a row.
+
+    See kernels/cpu/native/quantized.py.
     """
     depth = -(-columns // QUANTIZED_DEPTH) * QUANTIZED_DEPTH
     row_bytes = (
@@ -40,19 +39,19 @@ def quantized_bytes(rows: int, columns: int, bits: int) -> int:
 
 
 def check_weights_fit(weights_bytes: int, dtype: str, free_bytes: int) -> None:
-    """Raises NotEnoughMemoryError before the weights are read: a system that runs out of memory
-    kills without a word.
+    """Raises NotEnoughMemoryError before the weights are read: the system's OOM killer gives no
+    reason.
     """
     if weights_bytes > free_bytes:
         raise NotEnoughMemoryError(
             "model",
-            f"its weights take {weights_bytes} bytes as {dtype}, and {free_bytes} are free; quire "
+            f"its weights take {weights_bytes} bytes as {dtype}, {free_bytes} bytes are free; quire "
             f"plan shows what a model needs",
         )
 
 
 def free_of_share(free_bytes: int, total_bytes: int, share: float) -> int:
-    """What is free of `share` of a GPU's memory: what others have in use counts as well.
+    """What is free of `share` of a GPU's memory, counting memory that other processes use.
 
     Can be negative.
     """
@@ -60,8 +59,9 @@ def free_of_share(free_bytes: int, total_bytes: int, share: float) -> int:
 
 
 def affordable_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> int:
-    """KV-cache blocks that there is room for, however many are wanted: num_gpu_blocks_override, or
-    what fits kv_cache_memory_bytes, or else `free_bytes`, on a CPU CPU_MEMORY_FRACTION of them.
+    """KV-cache blocks that fit: num_gpu_blocks_override, or what fits kv_cache_memory_bytes, or
+    else
+    `free_bytes` (on a CPU CPU_MEMORY_FRACTION of them).
     """
     cache_config = config.cache_config
     if cache_config.num_gpu_blocks_override is not None:
@@ -73,16 +73,16 @@ def affordable_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -
 
 
 def fitting_tokens(config: EngineConfig, num_blocks: int) -> int:
-    """The longest sequence that so many blocks hold; block 0 holds nothing."""
+    """The longest sequence in tokens that this many blocks hold; block 0 is the null block."""
     return max(0, num_blocks - 1) * config.cache_config.block_size
 
 
 def plan_num_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> int:
-    """KV-cache blocks to make, the null block included: what there is room for, but left to itself
-    no more than max_num_seqs sequences of max_model_len need.
+    """The number of KV-cache blocks to allocate, including the null block.
 
-    Raises NotEnoughMemoryError when a sequence of max_model_len would not fit: with no other left
-    to preempt, it could never end.
+    This is what fits, but by default at most what max_num_seqs sequences of max_model_len need.
+    Raises NotEnoughMemoryError if one sequence of max_model_len does not fit: it could never
+    finish.
     """
     cache_config, max_model_len = config.cache_config, resolved(config.model_config.max_model_len)
     blocks_per_sequence = -(-max_model_len // cache_config.block_size)
@@ -112,7 +112,7 @@ def plan_num_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> 
 
 def plan_num_host_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> int:
     """Host blocks for preempted requests: what fits swap_space and SWAP_MEMORY_FRACTION of
-    `free_bytes`, no more than all requests need.
+    `free_bytes`, but at most what all requests need.
     """
     wanted_bytes = int(config.cache_config.swap_space * 2**30)
     num_bytes = min(wanted_bytes, int(free_bytes * SWAP_MEMORY_FRACTION))

@@ -1,5 +1,4 @@
-"""Every message: frontend <-> engine core, and engine core <-> executor (the rank broadcast carries
-the same ones).
+"""All messages between frontend, engine core and executor ranks.
 
 Must not know: sockets, torch, or who handles what. A receiver never changes a message.
 """
@@ -17,14 +16,14 @@ from .params import PoolingParams, SamplingParams
 
 
 class Message(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
-    """Base of all messages. Subclasses that cross a socket on their own carry a tag."""
+    """Base of all messages. Messages that are sent by themselves have a tag."""
 
 
 class FinishReason(IntEnum):
     STOP = 0  # end-of-sequence token, stop token id or stop string
     LENGTH = 1  # max_tokens or max_model_len
     ABORT = 2  # the client asked for it
-    ERROR = 3  # a failure inside the engine, of this request alone
+    ERROR = 3  # an error inside the engine that affects this request only
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -33,10 +32,9 @@ class FinishReason(IntEnum):
 class Array:
     """A dense array on the wire, C order.
 
-    `data` is any buffer; large ones travel as frames of their own, without a copy.
-
-    `dtype` is numpy's short name, little endian: "i4", "i8", "f4". numpy.frombuffer(a.data,
-    a.dtype).reshape(a.shape) reads it. Not a Struct: msgspec then hands the whole array to
+    `data` is any buffer; large ones travel as frames of their own, without a copy. `dtype` is
+    numpy's short name, little endian: "i4", "i8", "f4". numpy.frombuffer(a.data,
+    a.dtype).reshape(a.shape) reads it. This is not a Struct, so msgspec passes the whole array to
     codec.py, which decides how its data travels. A received `data` is a memoryview.
     """
 
@@ -74,7 +72,7 @@ class EngineCoreRequest(Message, tag="add", frozen=True):
     them.
     """
 
-    request_id: str  # unique over all clients of the engine
+    request_id: str  # unique among all clients of the engine
     prompt_token_ids: list[int]
     sampling_params: SamplingParams | None = None
     pooling_params: PoolingParams | None = None
@@ -82,7 +80,7 @@ class EngineCoreRequest(Message, tag="add", frozen=True):
     arrival_time: float = 0.0  # seconds since 1970, by the frontend's wall clock
     priority: int = 0  # lower runs first
     cache_salt: str | None = None  # prefix-cache blocks are shared only between equal salts
-    # output tokens already emitted by an engine that died; they are not emitted again
+    # output tokens that a dead engine already emitted; they are not emitted again
     resume_tokens: list[int] = []
 
 
@@ -92,21 +90,21 @@ def child_request_id(request_id: str, index: int) -> str:
 
 
 class AbortRequests(Message, tag="abort", frozen=True):
-    """Ends these requests; unknown ids (already finished) are ignored, others' requests too.
+    """Aborts these requests. Unknown ids (already finished) and other clients' requests are
+    ignored.
 
-    Each live one is answered with ABORT.
+    Each live request is answered with ABORT.
     """
 
     request_ids: list[str]
 
 
 class PaceOutputs(Message, tag="pace", frozen=True):
-    """This client wants about so many rows in a second, those of several steps in one message; 0,
-    as it begins: each step's at once.
+    """Asks for about `rows_per_s` rows per second, those of several steps in one message.
 
-    Of n rows each then leaves with the first step that ends n / rows_per_s seconds after they last
-    left, 50 ms at most; where that is less than 5 ms, at once. A row that brings more than tokens
-    and their log-probabilities never waits: a first token, an end.
+    0, the default, sends the rows of each step at once. Otherwise n rows leave with the first step
+    that ends n / rows_per_s seconds after the last rows left, at most 50 ms; below 5 ms, at once. A
+    row with more than tokens and their log-probabilities (a first token, an end) is sent at once.
     """
 
     rows_per_s: Annotated[int, Meta(ge=0)]
@@ -121,28 +119,28 @@ class UtilityCall(Message, tag="call", frozen=True):
 
 
 class Detach(Message, tag="detach", frozen=True):
-    """This client leaves; its requests are aborted, a daemon lives on."""
+    """This client leaves: its requests are aborted; a daemon keeps running."""
 
 
 class Shutdown(Message, tag="shutdown", frozen=True):
-    """The engine finishes (`drain`) or aborts what runs, and exits.
-
-    From a child's own parent only.
+    """Makes the engine finish (`drain`) or abort its requests and exit. Only a child's parent sends
+    it.
     """
 
     drain: bool = False
 
 
 class Config(Message, tag="config", frozen=True):
-    """The answer to HELLO of a spawned engine: what to run."""
+    """The answer to a spawned engine's HELLO: the configuration to run."""
 
     config: EngineConfig
     epoch: int = 0
 
 
 class Attach(Message, tag="attach", frozen=True):
-    """A program asks a daemon to serve it: the daemon connects to these addresses and answers
-    HELLO, READY.
+    """A program asks a daemon to serve it.
+
+    The daemon connects to these addresses and answers HELLO, READY.
     """
 
     protocol: int
@@ -175,13 +173,13 @@ class Hello(Message, tag="hello", frozen=True):
 
 class Progress(Message, tag="progress", frozen=True):
     stage: str  # "import", "load weights", "kv cache"
-    fraction: float  # of the stage, 0..1
+    fraction: float  # of the stage, from 0 to 1
 
 
 class Ready(Message, tag="ready", frozen=True):
-    """The engine serves.
+    """The engine is ready.
 
-    `config` is what it runs with: an attaching client learns its model from here.
+    `config` is the running configuration: an attaching client reads its model from it.
     """
 
     config: EngineConfig
@@ -191,7 +189,7 @@ class Ready(Message, tag="ready", frozen=True):
 
 
 class Failed(Message, tag="failed", frozen=True):
-    """Start-up failed: the child's own exception, to be raised again in the caller."""
+    """Start-up failed: the engine's own exception, raised again in the caller."""
 
     error_type: str  # name of the exception class
     message: str
@@ -200,14 +198,14 @@ class Failed(Message, tag="failed", frozen=True):
 
 
 class SchedulerStats(Message, frozen=True):
-    """Taken after a step. Counters count from the engine's start."""
+    """Taken after a step. Counters start at 0 with the engine."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_free_blocks: int = 0
     num_blocks: int = 0
     num_preemptions: int = 0  # counter
-    num_prompt_tokens: int = 0  # counter: prompt tokens computed, recomputed ones included
+    num_prompt_tokens: int = 0  # counter: computed prompt tokens, including recomputed ones
     num_generation_tokens: int = 0  # counter
     num_recomputed_tokens: int = 0  # counter: tokens computed again after a preemption
     prefix_cache_queries: int = 0  # counter, in tokens
@@ -219,24 +217,24 @@ class SchedulerStats(Message, frozen=True):
     num_finished_stop: int = 0  # counters: requests by finish reason
     num_finished_length: int = 0
     num_finished_abort: int = 0
-    # failed after they were taken: a row that is not finite, a kernel's complaint
+    # counter: failed while running, such as a row that is not finite
     num_finished_error: int = 0
-    num_requests_refused: int = 0  # counter: bad parameters that the engine found
-    # counter: ended because their client left; they are in num_finished_abort too
+    num_requests_refused: int = 0  # counter: invalid parameters found by the engine
+    # counter: ended because their client left; also in num_finished_abort
     num_requests_orphaned: int = 0
     num_grammar_refusals: int = 0  # counter: structured outputs that could not be compiled
     num_failed_utilities: int = 0  # counter: calls that raised
 
 
 class TransportStats(Message, frozen=True):
-    """What the host of an engine counts, a process or a client of its own.
+    """Counters of an engine's process or of a client in the same process, part of get_metrics.
 
-    Counters, from the engine's start; part of get_metrics.
+    They start at 0 with the engine.
     """
 
-    num_bad_frames: int = 0  # frames from clients that were no message
-    num_lost_outputs: int = 0  # rows that could not be encoded: their requests ended with an error
-    num_overflowed_clients: int = 0  # a daemon's clients that did not read their outputs
+    num_bad_frames: int = 0  # frames from clients that are not messages
+    num_lost_outputs: int = 0  # rows that could not be encoded; their requests ended with an error
+    num_overflowed_clients: int = 0  # clients of a daemon that did not read their outputs
 
 
 class Finished(Message, frozen=True):
@@ -244,16 +242,15 @@ class Finished(Message, frozen=True):
     reason: FinishReason
     stop_reason: int | None = None  # the stop token id that was hit
     error: str | None = None
-    # with an error: the user's parameter that was refused, None for a failure of the engine
+    # with an error: the user's refused parameter, or None for a failure of the engine
     parameter: str | None = None
 
 
 class TokenLogprobs(Message, frozen=True):
-    """Log-probabilities of the new tokens of one row, before temperature and truncation. k = the
-    request's `logprobs`.
+    """Log-probabilities of the new tokens of one row, before temperature and truncation.
 
-    token_ids i4 [num_tokens, k + 1] with the sampled token first; logprobs f4, same shape; ranks i4
-    [num_tokens] of the sampled one, from 1.
+    k is the request's `logprobs`. token_ids i4 [num_tokens, k + 1] with the sampled token first;
+    logprobs f4, same shape; ranks i4 [num_tokens] of the sampled token, from 1.
     """
 
     row: int
@@ -263,12 +260,12 @@ class TokenLogprobs(Message, frozen=True):
 
 
 class PromptLogprobs(Message, frozen=True):
-    """Log-probabilities of some of the row's prompt tokens; a prompt comes in several of these, one
-    per chunk, some of them perhaps twice (after a preemption). `first_index` is the index in the
-    prompt of the first token scored, at least 1: nothing comes before token 0.
+    """Log-probabilities of some of the row's prompt tokens.
 
-    token_ids i4 [num_tokens, k + 1] with the prompt's own token first; logprobs f4, same shape;
-    ranks i4 [num_tokens].
+    A prompt has one per chunk; after a preemption, some may come twice. `first_index` is the index
+    in the prompt of the first scored token, at least 1, since token 0 has no predecessor. token_ids
+    i4 [num_tokens, k + 1] with the prompt's own token first; logprobs f4, same shape; ranks i4
+    [num_tokens].
     """
 
     row: int
@@ -279,14 +276,15 @@ class PromptLogprobs(Message, frozen=True):
 
 
 class RequestTiming(Message, frozen=True):
-    """The engine's part of a request's life, with its first token, its first after a preemption,
-    and its last row; each replaces the one before. Moments of time.monotonic() in seconds; 0.0: it
-    did not come to that. An abort or an error counts as the last token's moment.
+    """The engine's timestamps of a request, by time.monotonic() in seconds.
+
+    Sent with the first token, the first token after a preemption, and the last row; each replaces
+    the one before. 0.0: not reached. An abort or an error counts as the last token.
     """
 
     row: int
-    queued_time: float = 0.0  # the engine took it
-    scheduled_time: float = 0.0  # its first step began
+    queued_time: float = 0.0  # when the engine received it
+    scheduled_time: float = 0.0  # when its first step began
     first_token_time: float = 0.0
     last_token_time: float = 0.0
     num_preemptions: int = 0
@@ -297,15 +295,16 @@ class RequestTiming(Message, frozen=True):
 
 
 class EngineCoreOutputs(Message, tag="outputs", frozen=True):
-    """What one step gave one client, or several steps (PaceOutputs), in columns; row i is
-    request_ids[i]. A row may have no tokens (an abort, an error).
+    """The rows of one step for one client, or of several steps (PaceOutputs), in columns.
+
+    Row i is request_ids[i]. A row may have no tokens (an abort, an error).
     """
 
     epoch: int
     request_ids: list[str]
     first_indices: list[int]  # index of the row's first new token among the request's output tokens
     num_tokens: list[int]
-    token_ids: list[int]  # all rows' new tokens, one after the other
+    token_ids: list[int]  # new tokens of all rows, concatenated
     finished: list[Finished] = []
     logprobs: list[TokenLogprobs] = []
     # (row, prompt tokens found in the prefix cache), once, with the first token
@@ -314,15 +313,13 @@ class EngineCoreOutputs(Message, tag="outputs", frozen=True):
     timestamp: float = 0.0  # time.monotonic() of the engine, seconds
     prompt_logprobs: list[PromptLogprobs] = []
     timings: list[RequestTiming] = []
-    # Of several steps: when each of them ended, as timestamp, and for each of token_ids the index
-    # of its step. Both empty: of one step.
+    # For several steps: the end of each step, as `timestamp`, and for each of token_ids the index
+    # of its step. Both are empty for one step.
     step_times: list[float] = []
     token_steps: list[int] = []
 
     def __post_init__(self) -> None:
-        """Columns that do not fit each other are no message: decoding refuses them like any other
-        bad frame.
-        """
+        """Refuses columns that do not match, like any other bad frame."""
         num_rows = len(self.request_ids)
         if (
             not num_rows == len(self.first_indices) == len(self.num_tokens)
@@ -348,7 +345,7 @@ class EngineCoreOutputs(Message, tag="outputs", frozen=True):
             *(row for row, _ in self.num_cached_tokens),
         ]
         if rows and not 0 <= min(rows) <= max(rows) < num_rows:
-            raise ValueError(f"EngineCoreOutputs speaks of rows {rows}, it has {num_rows}")
+            raise ValueError(f"EngineCoreOutputs refers to rows {rows} of {num_rows}")
 
 
 class UtilityResult(Message, tag="result", frozen=True):
@@ -358,7 +355,9 @@ class UtilityResult(Message, tag="result", frozen=True):
 
 
 class EngineDead(Message, tag="dead", frozen=True):
-    """The engine's last words before it exits because of an error that was not one request's."""
+    """The engine's last message before it exits because of an error that no single request
+    caused.
+    """
 
     cause: str
 
@@ -370,8 +369,8 @@ EngineMessage = EngineCoreOutputs | UtilityResult | EngineDead | Hello | Progres
 
 
 class NewRequestData(Message, frozen=True):
-    """A request enters a slot: for the first time, or again after a preemption (then token_ids
-    holds its output too).
+    """A request enters a slot, for the first time or after a preemption (with its output in
+    token_ids).
     """
 
     slot: int  # in [0, max_num_seqs); free until it appears in freed_slots
@@ -380,24 +379,24 @@ class NewRequestData(Message, frozen=True):
     num_prompt_tokens: int
     sampling_params: SamplingParams | None = None
     pooling_params: PoolingParams | None = None
-    # of this request: min_tokens masks them, a finished grammar asks for one of them
+    # of this request: min_tokens masks them, and a finished grammar requires one of them
     eos_token_ids: list[int] = []
 
 
 class SchedulerOutput(Message, frozen=True):
-    """One step's work, as differences.
+    """The work of one step, as differences.
 
     Columns are parallel with `slots`, in the order in which requests were scheduled.
 
     The runner applies `freed_slots`, then `new_requests`, then appends `new_block_ids[i]` to the
     block table of slots[i], and moves blocks: first out, then in, then copies. Then it computes
     tokens [num_computed_tokens[i], num_computed_tokens[i] + num_scheduled_tokens[i]) of each. A row
-    whose last known token is among them is sampled, and the runner appends the sampled token to the
-    slot's tokens itself. With `num_lookahead_tokens` row i then decodes that many tokens more, one
-    after the other; its blocks have room for them.
+    that computes its last known token is sampled, and the runner appends the sampled token to the
+    slot's tokens. With `num_lookahead_tokens`, row i then decodes that many more tokens, one after
+    the other; its blocks have room for them.
 
-    Steps may be handed over before the one before has run. Rows of a slot that failed, or that
-    ended in the step before, are computed in vain and their samples ignored.
+    A step may be submitted before the previous one has run. Rows of a slot that failed or ended in
+    the previous step are computed in vain, and their samples are ignored.
     """
 
     step: int
@@ -407,7 +406,7 @@ class SchedulerOutput(Message, frozen=True):
     new_block_ids: list[list[int]]  # a new request's row holds its whole block table
     new_requests: list[NewRequestData] = []
     freed_slots: list[int] = []  # finished, aborted or preempted since the last step
-    num_lookahead_tokens: list[int] = []  # parallel with slots, or empty: none
+    num_lookahead_tokens: list[int] = []  # parallel with slots, or empty for none
     blocks_to_swap_out: list[tuple[int, int]] = []  # (device block, host block)
     blocks_to_swap_in: list[tuple[int, int]] = []  # (host block, device block)
     blocks_to_copy: list[tuple[int, int]] = []  # (source, destination), both on the device
@@ -418,18 +417,20 @@ class SchedulerOutput(Message, frozen=True):
 
 
 class PreemptionCosts(Message, frozen=True):
-    """What it takes on this machine to bring a preempted request back, in seconds; measured by the
-    executor at start-up.
+    """What it costs on this machine to bring a preempted request back, in seconds.
+
+    The executor measures it at start-up.
     """
 
     recompute_s_per_token: float = 1.0
-    swap_s: float = 0.0  # of any swap, out and back in
+    swap_s: float = 0.0  # of any swap, out and in
     swap_s_per_token: float = 0.0
 
 
 class SlotLogprobs(Message, frozen=True):
-    """One sampled row's log-probabilities: token_ids i4 [num_tokens, k + 1], logprobs f4 the same,
-    ranks i4 [num_tokens].
+    """Log-probabilities of one sampled row: token_ids i4 [num_tokens, k + 1], logprobs f4 of
+    the same
+    shape, ranks i4 [num_tokens].
     """
 
     slot: int
@@ -449,13 +450,15 @@ class SlotPromptLogprobs(Message, frozen=True):
 
 
 class ModelRunnerOutput(Message, frozen=True):
-    """Parallel with SchedulerOutput.slots. num_sampled[i] is 0 for a prompt that is not yet
-    complete, or for a row in `errors` (with lookahead it counts what came before the error); more
-    than 1 with lookahead, or where a grammar left no choice.
+    """Parallel with SchedulerOutput.slots.
+
+    num_sampled[i] is 0 for a prompt that is not complete yet, and for a row in `errors` (with
+    lookahead it counts the tokens before the error). It exceeds 1 with lookahead, and where a
+    grammar forces tokens.
     """
 
     num_sampled: list[int]
-    token_ids: list[int]  # sampled tokens of all rows, one after the other
+    token_ids: list[int]  # sampled tokens of all rows, concatenated
     logprobs: list[SlotLogprobs] = []
-    errors: dict[int, str] = {}  # slot -> what went wrong with this request alone
+    errors: dict[int, str] = {}  # slot -> the error of this request
     prompt_logprobs: list[SlotPromptLogprobs] = []

@@ -1,7 +1,6 @@
-"""What a request may ask for: SamplingParams and PoolingParams, under vLLM's names, meanings and
-defaults.
+"""SamplingParams and PoolingParams, under vLLM's names, meanings and defaults.
 
-Must not know: the model, the tokenizer, or what the engine can do yet (frontend/input_processor.py
+Must not know: the model, the tokenizer, or what the engine supports (frontend/input_processor.py
 checks those).
 """
 
@@ -27,8 +26,8 @@ from .checks import (
 )
 from .errors import InvalidParameterError
 
-# of `logprobs` and `prompt_logprobs`: the whole vocabulary; max_logprobs of the configuration caps
-# both
+# value of `logprobs` and `prompt_logprobs` for the whole vocabulary; the configuration's
+# max_logprobs limits both
 ALL_LOGPROBS = -1
 MAX_N = 16384  # vLLM's
 MAX_STOPS = 64
@@ -36,24 +35,23 @@ MAX_BAD_WORDS = 1024
 
 
 class RequestOutputKind(IntEnum):
-    CUMULATIVE = 0  # every output carries all text and tokens so far
-    DELTA = 1  # every output carries only what is new
+    CUMULATIVE = 0  # every output has all text and tokens so far
+    DELTA = 1  # every output has only what is new
     FINAL_ONLY = 2  # one output, when the request is finished
 
 
-# What may stand between two tokens of JSON by default: nothing, one space, or one line break and an
-# indentation. Without a bound a small model can write whitespace until its context is full.
+# Whitespace between two JSON tokens by default: none, one space, or one line break and an
+# indentation. Without a bound, a small model can write whitespace until its context is full.
 JSON_WHITESPACE = r"( |\n[ \t]{0,20})?"
 
 
 class StructuredOutputsParams(
     msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True
 ):
-    """What the output must be, from its first token to its last; exactly one of the first five is
-    given. vLLM's names.
+    """Constrains the whole output; exactly one of the first five fields is given. vLLM's names.
 
-    Raises InvalidParameterError on construction and on decoding. Whether the grammar itself is
-    sound, the engine says when it compiles it.
+    Raises InvalidParameterError on construction and on decoding. The engine reports an invalid
+    grammar when it compiles it.
     """
 
     json: str | dict[str, Any] | None = None  # a JSON schema, as text or as a dict
@@ -61,9 +59,10 @@ class StructuredOutputsParams(
     choice: list[str] | None = None  # the output is one of these
     grammar: str | None = None  # Lark, or llguidance's own JSON
     json_object: bool = False  # any JSON object
-    # between two tokens of JSON, in place of JSON_WHITESPACE; a regular expression
+    # a regular expression between two JSON tokens, instead of JSON_WHITESPACE
     whitespace_pattern: str | None = None
-    disable_any_whitespace: bool = False  # JSON without any, unless whitespace_pattern is given
+    # no whitespace between JSON tokens, unless whitespace_pattern is given
+    disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
         given = [name for name in STRUCTURED_KINDS if getattr(self, name) not in (None, False)]
@@ -123,12 +122,10 @@ STRUCTURED_TEXTS = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 class SamplingParams(
     msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True
 ):
-    """How the tokens of one request are chosen and when it ends.
+    """How the tokens of one request are sampled, and when it ends.
 
-    Immutable; `msgspec.structs.replace` makes a changed copy.
-
-    Raises InvalidParameterError, naming the parameter and its range, on construction and on
-    decoding.
+    Immutable; `clone()` or `msgspec.structs.replace` makes a changed copy. Raises
+    InvalidParameterError, naming the parameter and its range, on construction and on decoding.
     """
 
     n: int = 1
@@ -156,13 +153,13 @@ class SamplingParams(
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     structured_outputs: StructuredOutputsParams | None = None
-    # keep the last so many tokens of the prompt; -1: as many as the context takes
+    # keep this many of the prompt's last tokens; -1: as many as the context holds
     truncate_prompt_tokens: int | None = None
-    # tokens between two outputs of a stream; the first token and the last come at once
+    # tokens between two outputs of a stream; the first and the last token are sent at once
     stream_interval: int = 1
-    # for the user's own logits processors (config: logits_processors)
+    # for user-defined logits processors (config: logits_processors)
     extra_args: dict[str, Any] | None = None
-    # bad_words as the tokenizer writes them; filled by the InputProcessor, not by users
+    # bad_words in tokens; set by the InputProcessor, not by users
     bad_words_token_ids: list[list[int]] = []
 
     def __post_init__(self) -> None:
@@ -179,7 +176,7 @@ class SamplingParams(
         self._check_objects()
 
     def _check_numbers(self) -> None:
-        """What is right is seen at a glance: this runs for every request, and twice."""
+        """Checks the common case fast: this runs for every request, twice."""
         for name, (low, high, words) in NUMBER_RANGES.items():
             value = getattr(self, name)
             if type(value) is float and low <= value <= high:
@@ -189,7 +186,7 @@ class SamplingParams(
                 name,
                 f"must be {words}, got {shown(value)}",
             )
-            # an int, or a float of another library's
+            # an int, or another library's float
             msgspec.structs.force_setattr(self, name, float(value))
         for name, (low, high, meaning) in INTEGER_RANGES.items():
             value = getattr(self, name)
@@ -299,7 +296,7 @@ FLAGS = tuple(
     for field in msgspec.structs.fields(SamplingParams)
     if isinstance(field.default, bool)
 )
-# Name -> least, greatest, the range in words. All are 32-bit floats in the engine.
+# Name -> least, greatest, the range in words. The engine uses 32-bit floats.
 NUMBER_RANGES = {
     "temperature": (0.0, 1e38, "0 (greedy) or greater, at most 1e38"),
     "top_p": (math.ulp(0.0), 1.0, "greater than 0 and at most 1"),
@@ -328,7 +325,7 @@ MAY_BE_NONE = frozenset(
 class PoolingParams(
     msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True
 ):
-    """What a pooling request wants in place of tokens. The engine refuses it until it can pool."""
+    """What a pooling request asks for. The engine refuses pooling requests."""
 
     task: str = "embed"
     dimensions: int | None = None
@@ -336,7 +333,8 @@ class PoolingParams(
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The seed of completion `index` of a request with n > 1: seed + index (vLLM's rule), so
-    completion 0 is what n = 1 would give.
+    """The seed of completion `index` of a request with n > 1: seed + index, as in vLLM.
+
+    Completion 0 is therefore the result of n = 1.
     """
     return (seed + index) % 2**63

@@ -26,19 +26,19 @@ from .config import EngineConfig
 TAIL_BYTES = 4096  # of stderr, kept for the EngineDeadError
 TAIL_LINES = 12
 TERMINATE_TIMEOUT_S = 1.0
-# Sent by the kernel to a child whose parent died. Not SIGTERM, which asks an engine to finish its
-# requests first.
+# The kernel sends it to a child whose parent died. It is not SIGTERM, which makes an engine finish
+# its requests first.
 PARENT_DEATH_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 
 
 def engine_command(*, listen: str | None = None) -> list[str]:
-    """The program that runs an engine; with `listen` ("ipc://PATH") a daemon, which reads its
-    resolved EngineConfig as JSON from stdin.
+    """The command that runs an engine.
 
-    A child of MPClient gets the rest of its arguments from EngineProcess. -P: without it the
-    current directory would come first on sys.path, and a directory there called `core` or `kernels`
-    would hide a package.
+    With `listen` ("ipc://PATH") it is a daemon, which reads its resolved EngineConfig as JSON from
+    stdin. A child of MPClient gets its other arguments from EngineProcess. Without -P the current
+    directory would come first on sys.path, and a directory there called `core` or `kernels` would
+    hide a package.
     """
     command = [sys.executable, "-P", "-m", "quire.core.engine_proc"]
     return (
@@ -49,8 +49,7 @@ def engine_command(*, listen: str | None = None) -> list[str]:
 
 
 def exec_daemon(address: str, config: EngineConfig) -> NoReturn:
-    """Becomes the daemon: replaces this process by an engine that serves programs at `address`
-    ("ipc://PATH") until SIGTERM.
+    """Replaces this process by a daemon that serves `address` ("ipc://PATH") until SIGTERM.
 
     `config` is resolved. Exit code 0: asked to leave; 1: it failed, with a traceback on stderr; 2:
     the address cannot be used.
@@ -58,7 +57,7 @@ def exec_daemon(address: str, config: EngineConfig) -> NoReturn:
     command = engine_command(listen=address)
     sys.stdout.flush()
     sys.stderr.flush()
-    # a pipe would block if the configuration is larger than its buffer
+    # a pipe would block if the configuration exceeds its buffer
     stdin = os.memfd_create("quire-config")
     with open(stdin, "wb", closefd=False) as file:
         file.write(msgspec.json.encode(config))
@@ -77,8 +76,8 @@ def _log_level() -> int:
 class EngineProcess:
     """A child engine.
 
-    `pidfd` becomes readable when it dies; `sockets_path` is the directory that it removes if this
-    process dies.
+    `pidfd` becomes readable when it dies; it removes the directory `sockets_path` if this process
+    dies.
     """
 
     def __init__(self, command: Sequence[str], sockets_path: Path, max_message_bytes: int):
@@ -101,9 +100,9 @@ class EngineProcess:
             str(_log_level()),
         ]
         try:
-            # A session of its own: the terminal's Ctrl-C reaches this process alone, which decides.
-            # Its stdout is our stderr, so that nothing the engine prints can end up in the output
-            # of a program.
+            # A session of its own, so that the terminal's Ctrl-C reaches only this process. The
+            # child's stdout is our stderr, so that nothing the engine prints enters a program's
+            # output.
             self._popen = subprocess.Popen(
                 [*command, *arguments],
                 stdin=subprocess.DEVNULL,
@@ -129,11 +128,11 @@ class EngineProcess:
         self._tee.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits for its death; False if it still lives."""
+        """Waits for its death. Returns False if it is still alive."""
         return bool(_poll(self.pidfd, timeout_s=timeout_s))
 
     def describe_death(self) -> str:
-        """How a dead engine died, with its last words on stderr. Reaps it."""
+        """How a dead engine died, with the last lines of its stderr. Reaps it."""
         code = self._popen.wait()
         how = (
             f"exited with code {code}"
@@ -144,12 +143,14 @@ class EngineProcess:
         lines = [line for line in self._tail.decode(errors="replace").splitlines() if line.strip()]
         words = "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
         return f"the engine process (pid {self.pid}) {how}" + (
-            f"; its last words:\n{words}" if words else ""
+            f"; last lines of its stderr:\n{words}" if words else ""
         )
 
     def close(self, timeout_s: float) -> None:
-        """Ends the child and reaps it: it has `timeout_s` to leave by itself, then comes SIGTERM,
-        then SIGKILL. May be called twice.
+        """Ends the child and reaps it.
+
+        It has `timeout_s` to exit by itself; then it receives SIGTERM, then SIGKILL. May be called
+        twice.
         """
         if self.pidfd < 0 or os.getpid() != self._owner_pid:  # a fork of the owner owns no engine
             return
@@ -164,7 +165,7 @@ class EngineProcess:
         self.pidfd = -1
 
     def _copy_stderr(self) -> None:
-        """Thread: copies the child's stderr to ours and keeps its end.
+        """Copies the child's stderr to ours and keeps the last lines. Runs in a thread.
 
         Ends with the child, even if a grandchild still holds the pipe.
         """
@@ -178,7 +179,7 @@ class EngineProcess:
                     return
                 is_dead = self.pidfd in _poll(self._stderr_fd, self.pidfd)
                 continue
-            if not data:  # closed by a child that lives on
+            if not data:  # closed by a child that is still alive
                 return
             self._tail = (self._tail + data)[-TAIL_BYTES:]
             _write_stderr(data)
@@ -193,11 +194,11 @@ def _poll(*fds: int, timeout_s: float | None = None) -> list[int]:
 
 def _write_stderr(data: bytes) -> None:
     try:
-        # Past Python's buffer: a thread that dies holding its lock at interpreter exit would abort
-        # the process.
+        # Bypasses Python's buffer: a thread that dies at interpreter exit while it holds the
+        # buffer's lock would abort the process.
         os.write(sys.stderr.fileno(), data)
     except (OSError, ValueError, AttributeError):
-        # a notebook's stderr has no file; there may be none at all
+        # a notebook's stderr has no file, and there may be none
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(data.decode(errors="replace"))
 
@@ -206,10 +207,10 @@ def _write_stderr(data: bytes) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel for PARENT_DEATH_SIGNAL when the parent is gone; exits if it already is.
+    """Asks the kernel for PARENT_DEATH_SIGNAL when the parent dies; exits if it is already gone.
 
-    The signal also comes when only the thread that started us ends: who gets it must compare
-    os.getppid() with `parent_pid`.
+    The signal also arrives when only the thread that started this process ends. The handler must
+    compare os.getppid() with `parent_pid`.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(PARENT_DEATH_SIGNAL), 0, 0, 0)
     if os.getppid() != parent_pid:
@@ -217,12 +218,10 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 class SignalPipe:
-    """Signals as bytes on `read_fd`, one per signal, its number; `wake` sends a 0.
+    """Signals as bytes on `read_fd`: one byte per signal, its number; `wake` writes 0.
 
-    Made in the main thread.
-
-    The bytes are written by the C handler, so that a thread sees a signal at once even while the
-    main thread is inside a long kernel.
+    Create it in the main thread. The C handler writes the bytes, so a thread sees a signal at once
+    even while the main thread runs a long kernel.
     """
 
     def __init__(self, *signals: signal.Signals):

@@ -1,5 +1,4 @@
-"""What a config.json says about rotary position embeddings: their parameters in one form, and the
-longest sequence that they allow.
+"""Parses the rotary position embedding of a config.json, and the longest sequence that it allows.
 
 Must not know: tensors, layers, how an angle is computed, which architectures there are.
 """
@@ -45,8 +44,7 @@ _POSITIVE = frozenset(
     }
 )
 DEFAULT_THETA = 10000.0
-# Keys of config.json that give the longest sequence a model was made for; the smallest of those
-# present counts.
+# Keys of config.json that give the longest sequence of the model; the smallest one present counts.
 CONTEXT_KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -55,16 +53,16 @@ CONTEXT_KEYS = (
     "max_sequence_length",
 )
 # max_position_embeddings is the length after scaling, or, for "dynamic", the length up to which no
-# scaling takes place. Beyond it the angles of "dynamic" depend on the current length of each
-# sequence, so cached keys would have the wrong ones; Quire does not go there.
+# scaling takes place. Beyond it the angles of "dynamic" depend on the current length of a sequence,
+# so that cached keys would be wrong; Quire does not exceed it.
 _NOT_LENGTHENED = frozenset({"default", "llama3", "longrope", "su", "mrope", "dynamic"})
 
 
 def model_context(hf_config: dict[str, Any]) -> int | None:
-    """Longest sequence in tokens, rope scaling included; None where config.json does not say.
+    """Longest sequence in tokens, including rope scaling; None if config.json does not say.
 
-    The only place that decides it: configuration, plan and model all use this length. As vLLM's,
-    except for "dynamic". Raises ModelLoadError, naming the key, for what is no length or factor.
+    Configuration, plan and model all use this length. As in vLLM, except for "dynamic". Raises
+    ModelLoadError, naming the key, for an invalid length or factor.
     """
     lengths = {key: hf_config[key] for key in CONTEXT_KEYS if hf_config.get(key) is not None}
     for key, length in lengths.items():
@@ -85,7 +83,7 @@ def model_context(hf_config: dict[str, Any]) -> int | None:
 
 
 def _rope_of(hf_config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(type, parameters that are not null, the type not among them)"""
+    """Returns the type, and the parameters that are not null, without the type."""
     given = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise ModelLoadError(f"rope parameters must be an object, got {given!r:.100}")
@@ -106,11 +104,10 @@ def _check_number(key: str, value: Any) -> None:
 
 
 def parse_rope_parameters(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """The rope part of a config in one form: rope_type, rope_theta, and the type's own keys,
-    checked.
+    """Returns the checked rope parameters: rope_type, rope_theta, and the keys of the type.
 
-    Raises ModelLoadError for an unknown type, a missing key, or a key whose meaning is not known
-    here: it would change the angles.
+    Raises ModelLoadError for an unknown type, a missing key, or an unknown key, which could change
+    the angles.
     """
     rope_type, parameters = _rope_of(hf_config)
     if rope_type not in _ROPE_KEYS:
@@ -135,8 +132,8 @@ def parse_rope_parameters(hf_config: dict[str, Any]) -> dict[str, Any]:
     if rope_type == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
         raise ModelLoadError("rope parameter low_freq_factor must be less than high_freq_factor")
     if rope_type in ("llama3", "yarn"):
-        # As transformers: the key beside the rope parameters wins, and the model's own length
-        # stands in for a missing one.
+        # As in transformers, the key beside the rope parameters takes precedence, and the model's
+        # own length replaces a missing one.
         original = parameters.get(
             "original_max_position_embeddings", hf_config["max_position_embeddings"]
         )

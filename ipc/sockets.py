@@ -1,5 +1,4 @@
-"""The sockets between frontend and engine: addresses, the private directory they lie in, and their
-limits.
+"""The sockets between frontend and engine: addresses, their private directory, and their limits.
 
 Must not know: messages, processes, or who is at the other end.
 """
@@ -19,15 +18,15 @@ import zmq
 from .errors import InvalidParameterError, QuireError
 
 INPUT_SOCKET, OUTPUT_SOCKET = "input.sock", "output.sock"  # names in a client's directory
-ENGINE_IDENTITY = b"engine"  # a client's ROUTER has one peer
-MAX_PATH_BYTES = 107  # sun_path of a unix socket holds 108, the last one a NUL
+ENGINE_IDENTITY = b"engine"  # the only peer of a client's ROUTER
+MAX_PATH_BYTES = 107  # sun_path of a unix socket has 108 bytes, the last one a NUL
 DIRECTORY_PREFIX = "quire-client-"
 
-# Messages that may wait on each side of an output connection; then the engine's PUSH says EAGAIN
-# and ipc/engine_output.py keeps count.
+# Messages that may wait on each side of an output connection; after that the engine's PUSH returns
+# EAGAIN and ipc/engine_output.py counts.
 OUTPUT_HIGH_WATER_MARK = 1000
-# How long closing a socket waits for its last messages (Detach, EngineDead, the last outputs) to
-# leave, in milliseconds.
+# How long closing a socket waits for its last messages (Detach, EngineDead, the last outputs), in
+# milliseconds.
 LINGER_MS = 1000
 
 
@@ -37,7 +36,7 @@ LINGER_MS = 1000
 def ipc_path(address: str, parameter: str = "engine") -> Path:
     """The file behind "ipc://PATH".
 
-    Raises InvalidParameterError, naming `parameter`, for everything else.
+    Raises InvalidParameterError, naming `parameter`, for anything else.
     """
     scheme, _, path = address.partition("://")
     if scheme != "ipc":
@@ -45,7 +44,7 @@ def ipc_path(address: str, parameter: str = "engine") -> Path:
             parameter,
             f"must be ipc://PATH (Quire's processes do not listen on the network), got {address!r}",
         )
-    # @: a name without a file, which no permission protects
+    # @ names a socket without a file, which no permission protects
     if not path or path[0] in "@*\0" or path.endswith("/"):
         raise InvalidParameterError(
             parameter, f"must name a file, as in ipc:///run/user/1000/quire.sock, got {address!r}"
@@ -61,11 +60,10 @@ def ipc_path(address: str, parameter: str = "engine") -> Path:
 
 
 def listener_pid(path: Path) -> int | None:
-    """The process that listens at this socket file, or None if nobody does (no file, or one left by
-    a dead process).
+    """The process that listens at this socket file; None if there is none; 0 if it is not visible
+    here.
 
-    A plain connection tells at once; a ZMQ socket would go on trying for ever. 0 if the process is
-    not visible from here.
+    A plain connection fails at once; a ZMQ socket would retry forever.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
@@ -100,20 +98,20 @@ class SocketDirectory:
 
 
 def remove_directory(path: Path) -> None:
-    """Removes a socket directory and our sockets in it; anything else in it stays, and it too.
+    """Removes a socket directory and Quire's sockets in it. Keeps a directory with other files.
 
-    May be called twice, by several at once.
+    May be called twice and concurrently.
     """
     try:
         for name in (INPUT_SOCKET, OUTPUT_SOCKET):
             (path / name).unlink(missing_ok=True)
         path.rmdir()
     except OSError:
-        pass  # gone already, or not ours to remove
+        pass  # already removed, or owned by another user
 
 
 def remove_stale_directories(base: Path) -> int:
-    """Removes the directories in `base` that nobody holds: both of their processes were killed.
+    """Removes the directories in `base` that no process holds: both of their processes were killed.
 
     Returns how many.
     """
@@ -137,8 +135,9 @@ def remove_stale_directories(base: Path) -> int:
 
 
 def runtime_directory() -> Path:
-    """Where socket directories go: $XDG_RUNTIME_DIR, else the directory for temporary files; the
-    first that can hold one.
+    """The parent of socket directories: $XDG_RUNTIME_DIR, else the directory for temporary files.
+
+    The first that can hold one.
     """
     tried = []
     for name in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
@@ -163,7 +162,7 @@ def _make_locked_directory() -> tuple[Path, int]:
         fcntl.flock(fd, fcntl.LOCK_EX)
         if path.exists():
             return path, fd
-        os.close(fd)  # between these lines another process took it for stale
+        os.close(fd)  # another process removed it as stale before it was locked
 
 
 # ---------------------------------------------------------------- sockets
@@ -176,7 +175,7 @@ def make_context() -> zmq.Context:
 def _make_socket(context: zmq.Context, kind: int, max_message_bytes: int) -> zmq.Socket:
     made = context.socket(kind)
     made.linger = LINGER_MS
-    # A backstop: it cuts off the peer, so senders refuse such a message themselves
+    # A backstop that disconnects the peer. Senders therefore refuse such a message themselves
     # (codec.MessageTooLargeError).
     made.maxmsgsize = max_message_bytes
     return made
@@ -189,7 +188,7 @@ def bind_router(context: zmq.Context, address: str, max_message_bytes: int) -> z
     """
     router = _make_socket(context, zmq.ROUTER, max_message_bytes)
     router.sndhwm = 0
-    router.router_mandatory = True  # an engine that is gone is an error, not a silent loss
+    router.router_mandatory = True  # sending to an engine that is gone raises an error
     router.bind(address)
     return router
 
@@ -211,8 +210,8 @@ def connect_dealer(context: zmq.Context, address: str, max_message_bytes: int) -
 
 
 def connect_push(context: zmq.Context, address: str) -> zmq.Socket:
-    """The end that sends: an engine's outputs, or a program's Attach to a daemon."""
-    # it receives nothing; a limit would catch the handshake
+    """The sending end: an engine's outputs, or a program's Attach to a daemon."""
+    # it receives nothing; a limit would affect the handshake
     push = _make_socket(context, zmq.PUSH, -1)
     push.sndhwm = OUTPUT_HIGH_WATER_MARK
     push.connect(address)
@@ -220,14 +219,15 @@ def connect_push(context: zmq.Context, address: str) -> zmq.Socket:
 
 
 def bind_listener(context: zmq.Context, address: str) -> zmq.Socket:
-    """A daemon's door, for Attach messages.
+    """A daemon's listener for Attach messages.
 
-    Takes the place of a dead daemon's file; refuses a living one's, or a file that is no socket.
+    Replaces the file of a dead daemon. Refuses that of a living one, and a file that is not a
+    socket.
     """
     path = ipc_path(address, "listen")
     if not path.parent.is_dir():
         raise InvalidParameterError("listen", f"{path.parent} is not a directory")
-    # two daemons that start together must not both find the place free
+    # two daemons that start at the same time must not both take the address
     with _directory_lock(path.parent):
         if path.exists() and not path.is_socket():
             raise InvalidParameterError("listen", f"{path} is a file, not a socket")
@@ -236,7 +236,7 @@ def bind_listener(context: zmq.Context, address: str) -> zmq.Socket:
                 "listen", f"another engine (pid {pid}) listens at {address}"
             )
         listener = _make_socket(context, zmq.PULL, 64 * 1024)
-        umask = os.umask(0o177)  # who may write to the socket may use the engine
+        umask = os.umask(0o177)  # write permission on the socket gives access to the engine
         try:
             listener.bind(f"ipc://{path}")
         finally:
@@ -263,7 +263,7 @@ def _directory_lock(path: Path, timeout_s: float = 5.0):
 
 
 def receive(source: zmq.Socket) -> list[zmq.Frame] | None:
-    """The next message's frames, not copied, or None if there is none now."""
+    """The next message's frames, not copied, or None if there is none yet."""
     try:
         return source.recv_multipart(zmq.NOBLOCK, copy=False)
     except zmq.Again:

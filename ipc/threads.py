@@ -1,5 +1,4 @@
-"""Blocking calls beside an event loop or beside other work, each in a thread of its own that ends
-with it: no pool whose threads stay.
+"""Runs blocking calls in threads that end with the call, beside an event loop or other work.
 
 Must not know: what is called.
 """
@@ -15,7 +14,7 @@ T = TypeVar("T")
 
 
 def begin(function: Callable[[], T]) -> Future[T]:
-    """Calls function() in a thread; its result or its exception is the future's.
+    """Calls function() in a thread and returns a future of its result or exception.
 
     An exiting program does not wait for it.
     """
@@ -40,14 +39,14 @@ async def in_thread(
     discard: Callable[[T], None] | None = None,
     may_abandon: bool = False,
 ) -> T:
-    """function() while the loop goes on; its exception is raised here.
+    """Awaits function() in a thread; its exception is raised here.
 
-    A cancellation is raised when the function has returned, so that nothing is left half done:
-    `on_cancel` may tell it to hurry (called in the loop), `discard` gets the result that nobody
-    will have (in the thread). `may_abandon`: the cancellation is raised at once, and the thread
-    ends when it ends; for functions that hold nothing.
+    A cancellation is raised after the function has returned, so that nothing is left half done:
+    `on_cancel` (called in the loop) may tell it to hurry, and `discard` (called in the thread)
+    receives the unused result. With `may_abandon` the cancellation is raised at once and the thread
+    ends later; use it for functions that hold nothing.
     """
-    import asyncio  # costs 6 MB and 30 ms, which blocking programs need not pay
+    import asyncio  # 6 MB and 30 ms, which blocking programs do not need
 
     future: Future[T] = Future()
     is_cancelled = threading.Event()
@@ -73,7 +72,7 @@ async def in_thread(
                 on_cancel()
             is_cancelled.set()
             cancellation = error
-    thread.join()  # it has nothing left to do
+    thread.join()  # the thread has nothing left to do
     if cancellation is None:
         return done.result()
     if done.exception() is None and discard is not None:

@@ -100,8 +100,8 @@ def test_a_daemon(open_, tmp_path):
     ("trouble", "expected", "text"),
     [
         ("fail", ValueError, "made of cheese"),
-        ("die", EngineStartError, "it had come to: .*SIGKILL"),
-        ("exit", EngineStartError, "exited with code 7; its last words:\n    famous last words"),
+        ("die", EngineStartError, "last stage: .*SIGKILL"),
+        ("exit", EngineStartError, "exited with code 7; last lines of its stderr:\n    famous last words"),
     ],
 )
 def test_failures(open_, trouble, expected, text):

@@ -82,7 +82,7 @@ def test_weights_must_fit():
     check_weights_fit(1000, "float32", 1000)
     with pytest.raises(
         NotEnoughMemoryError,
-        match="^model: its weights take 1001 bytes as bfloat16, and 1000 are free",
+        match="^model: its weights take 1001 bytes as bfloat16, 1000 bytes are free",
     ) as caught:
         check_weights_fit(1001, "bfloat16", 1000)
     again = unpack_exception(pack_exception(caught.value), RuntimeError)

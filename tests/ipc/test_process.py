@@ -1,4 +1,4 @@
-"""A child process as the engine's parent holds it: its death, its last words, its end; and what the
+"""A child process as the engine's parent holds it: its death, its last lines, its end; and what the
 child sees of its parent.
 """
 

@@ -101,7 +101,11 @@ def test_a_daemon(open_, tmp_path):
     [
         ("fail", ValueError, "made of cheese"),
         ("die", EngineStartError, "last stage: .*SIGKILL"),
-        ("exit", EngineStartError, "exited with code 7; last lines of its stderr:\n    famous last words"),
+        (
+            "exit",
+            EngineStartError,
+            "exited with code 7; last lines of its stderr:\n    famous last words",
+        ),
     ],
 )
 def test_failures(open_, trouble, expected, text):

@@ -144,7 +144,11 @@ def test_a_daemons_death(tmp_path):
     [
         ("fail", ValueError, "made of cheese"),
         ("die", EngineDeadError, "SIGKILL"),
-        ("exit", EngineStartError, "exited with code 7; last lines of its stderr:\n    famous last words"),
+        (
+            "exit",
+            EngineStartError,
+            "exited with code 7; last lines of its stderr:\n    famous last words",
+        ),
     ],
 )
 def test_start_up_failures(trouble, expected, text):

@@ -28,6 +28,7 @@ from ..ipc.engine_input import EngineInput
 from ..ipc.engine_output import EngineOutput
 from ..ipc.errors import EngineDeadError, InvalidParameterError, QuireError
 from ..ipc.failures import pack_exception
+from ..ipc.log_format import FORMATS, configure_logging
 from ..ipc.messages import (
     AbortRequests,
     Config,
@@ -348,10 +349,9 @@ def main(
     parser.add_argument("--parent-fd", type=int, help="reaches end-of-file when the parent is gone")
     parser.add_argument("--max-message-bytes", type=int, default=ServiceConfig().max_message_bytes)
     parser.add_argument("--log-level", type=int, default=logging.WARNING)
+    parser.add_argument("--log-format", choices=FORMATS, default="text")
     args = parser.parse_args(argv)
-    logging.basicConfig(
-        level=args.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logging(args.log_level, args.log_format)
     # until the engine is ready: importing torch and building a model make half a million objects
     # and no garbage
     gc.disable()

@@ -22,6 +22,7 @@ from typing import NoReturn
 import msgspec
 
 from .config import EngineConfig
+from .log_format import current_format
 
 TAIL_BYTES = 4096  # of stderr, kept for the EngineDeadError
 TAIL_LINES = 12
@@ -41,11 +42,7 @@ def engine_command(*, listen: str | None = None) -> list[str]:
     hide a package.
     """
     command = [sys.executable, "-P", "-m", "quire.core.engine_proc"]
-    return (
-        command
-        if listen is None
-        else [*command, "--listen", listen, "--log-level", str(_log_level())]
-    )
+    return command if listen is None else [*command, "--listen", listen, *_log_arguments()]
 
 
 def exec_daemon(address: str, config: EngineConfig) -> NoReturn:
@@ -66,8 +63,10 @@ def exec_daemon(address: str, config: EngineConfig) -> NoReturn:
     os.execv(command[0], command)
 
 
-def _log_level() -> int:
-    return logging.getLogger("quire").getEffectiveLevel()
+def _log_arguments() -> list[str]:
+    """The child logs as this process does."""
+    level = logging.getLogger("quire").getEffectiveLevel()
+    return ["--log-format", current_format(), "--log-level", str(level)]
 
 
 # ---------------------------------------------------------------- the parent's side
@@ -96,8 +95,7 @@ class EngineProcess:
         arguments += [
             "--max-message-bytes",
             str(max_message_bytes),
-            "--log-level",
-            str(_log_level()),
+            *_log_arguments(),
         ]
         try:
             # A session of its own, so that the terminal's Ctrl-C reaches only this process. The

@@ -43,6 +43,10 @@ from .state import ServerState
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
 EXPOSED_HEADERS = ("x-request-id", "x-unknown-params", "x-ignored-params", "retry-after")
+# Asked again and again by probes, by scrapers and by the page at /.
+POLLS = frozenset(
+    {"/health", "/health/ready", "/metrics", "/ping", "/load", "/v1/engine/state", "/v1/requests"}
+)
 CLIENT_LEFT = 499  # nginx's number, for the metrics only
 FAMILIES = (  # in the order in which the router tries them
     chat,
@@ -76,6 +80,21 @@ def make_app(state: ServerState) -> App | CORSMiddleware:
         expose_headers=EXPOSED_HEADERS,
         max_age=24 * 60 * 60,
     )
+
+
+def log_access(scope: Any, status: int, duration_s: float) -> None:
+    """One line, as text: client, method, path, status, duration, request id."""
+    host, port = scope.get("client") or ("unix", None)
+    fields = {
+        "client": host if port is None else f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        "method": scope["method"],
+        # as it was sent: the decoded one may hold line breaks
+        "path": scope["raw_path"].decode("ascii", "replace"),
+        "status": "left" if status == CLIENT_LEFT else status,
+        "duration_ms": round(1000 * duration_s, 3),
+        "request_id": scope["state"]["call"].request_id,
+    }
+    access_logger.info("%s %s %s %s %.1f ms %s", *fields.values(), extra={"fields": fields})
 
 
 def all_routes(state: ServerState) -> list[Route]:
@@ -159,14 +178,12 @@ class App:
                 CLIENT_LEFT if call.is_disconnected else status,
                 duration_s,
             )
-            if self.state.server_config.access_log:
-                took_ms = 1000 * duration_s
-                shown = "left" if call.is_disconnected else status
-                # as it was sent: the decoded one may hold line breaks
-                path = scope["raw_path"].decode("ascii", "replace")
-                access_logger.info(
-                    "%s %s %s %.1f ms %s", scope["method"], path, shown, took_ms, call.request_id
-                )
+            if self._is_logged(scope["path"]):
+                log_access(scope, CLIENT_LEFT if call.is_disconnected else status, duration_s)
+
+    def _is_logged(self, path: str) -> bool:
+        config = self.state.server_config
+        return config.access_log and (config.access_log_polls or path not in POLLS)
 
     async def _answer_error(
         self, error: Exception, scope: Any, receive: Any, send: Any, *, has_begun: bool

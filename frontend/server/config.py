@@ -69,7 +69,16 @@ class ServerConfig(Section):
     vllm_metrics: Annotated[
         bool, Meta(description="Give /metrics vLLM's names (vllm:...) beside our own (quire:...).")
     ] = False
-    access_log: Annotated[bool, Meta(description="Log one line per request.")] = True
+    log_format: Annotated[
+        Literal["text", "json"],
+        Meta(description="How the log on stderr is written, the engine's too."),
+    ] = "text"
+    access_log: Annotated[
+        bool, Meta(description="Log one line per request, with the client's address.")
+    ] = True
+    access_log_polls: Annotated[
+        bool, Meta(description="Log probes, scrapes and what the page polls as well.")
+    ] = False
     unknown_params: Annotated[
         Literal["warn", "error", "allow"],
         Meta(

@@ -21,6 +21,7 @@ from types import FrameType
 import uvicorn
 
 from ...ipc.errors import InvalidParameterError, QuireError
+from ...ipc.log_format import configure_logging, current_format
 from ..async_llm import AsyncLLM
 from ..engine_args import EngineArgs
 from .app import make_app
@@ -31,14 +32,13 @@ from .state import ServerState
 
 logger = logging.getLogger(__name__)
 OTHER_FILES = 128  # that a process has open beside its connections
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def serve(config: ServerConfig, args: EngineArgs, engine: str) -> int:
     """Runs until a signal, or until the engine cannot be loaded or dies. Returns the exit code."""
     check_certificate(config)
     listener = open_port(config)
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    configure_logging(logging.INFO, config.log_format)
     # when it starts and ends we say ourselves
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     state = ServerState(config, args.served_model_name or args.model)
@@ -46,19 +46,13 @@ def serve(config: ServerConfig, args: EngineArgs, engine: str) -> int:
     address = listener.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     scheme = "https" if config.ssl_certfile else "http"
-    print(
-        f"quire serve: {scheme}://{shown}:{address[1]} (loading {args.model})",
-        file=sys.stderr,
-        flush=True,
-    )
+    announce(f"{scheme}://{shown}:{address[1]} (loading {args.model})")
     if config.host not in ("127.0.0.1", "localhost", "::1") and not (
         config.api_key or config.api_key_file
     ):
-        print(
-            f"quire serve: warning: {config.host} is open to everybody who can reach this machine; "
-            f"--api-key asks for a key",
-            file=sys.stderr,
-            flush=True,
+        announce(
+            f"warning: {config.host} is open to everybody who can reach this machine; --api-key "
+            f"asks for a key"
         )
     raise_open_files_limit(config.max_connections)
     server.run(sockets=[listener])
@@ -199,11 +193,8 @@ class Server(uvicorn.Server):
         deadline = loop.time() + self.state.server_config.drain_timeout_s
         running = set(self.server_state.tasks)
         if running:
-            print(
-                f"quire serve: {len(running)} requests are left to finish; a second signal ends "
-                f"them at once",
-                file=sys.stderr,
-                flush=True,
+            announce(
+                f"{len(running)} requests are left to finish; a second signal ends them at once"
             )
         while running and not self.force_exit and loop.time() < deadline:
             _, running = await asyncio.wait(running, timeout=0.05)
@@ -238,7 +229,15 @@ class Server(uvicorn.Server):
         gc.freeze()
         if self._engine != "inproc":
             give_way()
-        print(f"quire serve: ready: {self.state.model_name}", file=sys.stderr, flush=True)
+        announce(f"ready: {self.state.model_name}")
+
+
+def announce(message: str) -> None:
+    """Tells whoever started the server; in a log of JSON as a record like any other."""
+    if current_format() == "json":
+        logger.info("%s", message)
+    else:
+        print(f"quire serve: {message}", file=sys.stderr, flush=True)
 
 
 def give_way() -> None:

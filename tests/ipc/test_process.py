@@ -22,7 +22,13 @@ def start(script: str) -> EngineProcess:
 
 def test_the_command():
     assert engine_command() == [sys.executable, "-P", "-m", "quire.core.engine_proc"]
-    assert engine_command(listen="ipc:///x")[-4:-1] == ["--listen", "ipc:///x", "--log-level"]
+    assert engine_command(listen="ipc:///x")[-6:-1] == [
+        "--listen",
+        "ipc:///x",
+        "--log-format",
+        "text",
+        "--log-level",
+    ]
 
 
 def test_last_words_and_exit_code(capfd):

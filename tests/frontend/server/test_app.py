@@ -1,9 +1,14 @@
 """The application around the routes, over HTTP: ids, errors in shape, headers."""
 
+import asyncio
 import inspect
+import logging
+import re
+from typing import Any
 
 import httpx2 as httpx
-from quire.frontend.server.app import make_app
+import pytest
+from quire.frontend.server.app import POLLS, make_app
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.state import ServerState
 from starlette.routing import Match
@@ -51,3 +56,44 @@ def test_unknown_parameters_are_named_in_a_header(server: httpx.Client) -> None:
     body = {"prompt": "The sun", "max_tokens": 1, "colour": "red", "shape": 1}
     answer = server.post("/v1/completions", json=body)
     assert answer.status_code == 200 and answer.headers["x-unknown-params"] == "colour,shape"
+
+
+def access_lines(caplog: pytest.LogCaptureFixture, *paths: str, **config: Any) -> list[str]:
+    """The access log after a GET of each path, each by a client of its own address."""
+    caplog.clear()
+    caplog.set_level(logging.INFO, "quire.access")
+    app = make_app(ServerState(ServerConfig(**config), "m"))
+
+    async def get(path: str, client: tuple[str, int] | None) -> None:
+        transport = httpx.ASGITransport(app, client=client)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as session:
+            await session.get(path, headers={"x-request-id": "mine"})
+
+    addresses = [("127.0.0.1", 5001), ("::1", 5002), None]
+    for i, path in enumerate(paths):
+        asyncio.run(get(path, addresses[i % len(addresses)]))
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_the_access_log_names_the_client_and_leaves_polls_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lines = access_lines(caplog, "/version", "/nowhere", "/v1/models")
+    shown = [re.sub(r"[0-9.]+ ms", "N ms", line) for line in lines]
+    assert shown == [
+        "127.0.0.1:5001 GET /version 200 N ms mine",
+        "[::1]:5002 GET /nowhere 404 N ms mine",
+        "unix GET /v1/models 503 N ms mine",
+    ]
+    fields = caplog.records[0].fields
+    assert fields.pop("duration_ms") >= 0 and fields == {
+        "client": "127.0.0.1:5001",
+        "method": "GET",
+        "path": "/version",
+        "status": 200,
+        "request_id": "mine",
+    }
+    polls = sorted(POLLS)
+    assert access_lines(caplog, *polls) == []
+    assert len(access_lines(caplog, *polls, access_log_polls=True)) == len(polls)
+    assert access_lines(caplog, "/version", access_log=False) == []

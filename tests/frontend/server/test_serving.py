@@ -214,3 +214,19 @@ def test_a_port_that_is_taken(server: httpx.Client) -> None:
         timeout=60,
     )
     assert ended.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+
+
+def test_a_log_of_json() -> None:
+    """Every line that server and engine write."""
+    with running_server("--log-format", "json") as client:
+        client.get("/v1/models")
+        client.get("/health")
+        wait_until(lambda: "/v1/models" in client.log())
+        client.process.terminate()
+        client.process.wait(timeout=30)
+        lines = list(map(json.loads, client.log().splitlines()))
+    messages = [line["message"] for line in lines]
+    assert any(message.startswith("ready: ") for message in messages)
+    [access] = [line for line in lines if line["logger"] == "quire.access"]
+    assert access["path"] == "/v1/models" and access["status"] == 200
+    assert access["client"].startswith("127.0.0.1:") and access["duration_ms"] >= 0

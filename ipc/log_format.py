@@ -1,0 +1,49 @@
+"""How a process of ours writes its log: as text or as JSON, on stderr.
+
+Must not know: who logs what.
+
+A record may carry `fields`, a dict (extra={"fields": ...}). Text leaves them out, since the message
+says the same; in JSON each is a key of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+
+TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+FORMATS = ("text", "json")
+
+
+class JsonFormatter(logging.Formatter):
+    """One object per line: time (RFC 3339, UTC), level, logger, message, a record's fields, and
+    `exception` with its traceback.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, UTC)
+        entry = {
+            "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def configure_logging(level: int, log_format: str) -> None:
+    """Does nothing where the root logger has handlers already. `log_format`: one of FORMATS."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(TEXT))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def current_format() -> str:
+    """What this process writes, for a child that shall write the same."""
+    handlers = logging.getLogger().handlers
+    return "json" if any(isinstance(h.formatter, JsonFormatter) for h in handlers) else "text"

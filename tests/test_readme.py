@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 REFERENCE = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/*.md"))]
 PAGES = [*REFERENCE, "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
+PAGES += ["examples/README.md", "tests/gpu/README.md"]
 NOT_RUN = "<!-- not run by tests/test_readme.py: "
 FILE = re.compile(r"<!-- file: (\S+) -->")
 

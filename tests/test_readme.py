@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from quire.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -131,6 +133,24 @@ def test_files_named_on_a_page_exist(page: str) -> None:
             titles = re.findall(r"^#+ (.*)$", (base / target).read_text(), re.MULTILINE)
             anchors = {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
             assert anchor in anchors, link
+
+
+FOREIGN = {"--only", "--out", "--write"}  # of scripts in tests/
+
+
+def test_options_named_on_a_page_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those in back quotes: flags of a `quire` command."""
+    benches = ("serve", "throughput", "latency", "cpu")
+    for words in [[name] for name in COMMANDS] + [["bench", name] for name in benches]:
+        with contextlib.suppress(SystemExit):
+            main([*words, "--help-all"])
+    known = set(re.findall(r"--[a-z][\w-]+", capsys.readouterr().out))
+    assert len(known) > 100
+    for page in REFERENCE:
+        text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+        code = " ".join(re.findall(r"`([^`]+)`", text))
+        named = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", code)) - FOREIGN
+        assert sorted(named - known) == [], page
 
 
 @pytest.mark.parametrize("page", PAGES)

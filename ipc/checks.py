@@ -22,7 +22,11 @@ def require(holds: object, parameter: str, problem: str) -> None:
 def shown(value: object) -> str:
     """The value as a short text for an error. Never raises: Python refuses to print huge
     integers.
+
+    Takes time in proportion to the value, unless it is text or a list: call it only for an error.
     """
+    if isinstance(value, (str, bytes, list)):
+        value = value[:100]
     try:
         text = repr(value)
     except Exception as error:  # repr of a user's object
@@ -83,10 +87,10 @@ def require_token_ids(parameter: str, values: Any) -> None:
     """Requires a list of possible token ids. The InputProcessor checks them against the
     vocabulary.
     """
-    holds = isinstance(values, list) and set(map(type, values)) <= {int}
-    require(
-        holds, parameter, f"must be a list of token ids, which are integers, got {shown(values)}"
-    )
+    if not isinstance(values, list) or not set(map(type, values)) <= {int}:
+        raise InvalidParameterError(
+            parameter, f"must be a list of token ids, which are integers, got {shown(values)}"
+        )
     for extreme in (min(values, default=0), max(values, default=0)):
         require(
             0 <= extreme < 2**31,

@@ -209,10 +209,10 @@ class SamplingParams(
 
     def _check_texts(self) -> None:
         if self.stop is not None:
-            is_listed = isinstance(self.stop, (str, list))
-            require(
-                is_listed, "stop", f"must be a string or a list of strings, got {shown(self.stop)}"
-            )
+            if not isinstance(self.stop, (str, list)):
+                raise InvalidParameterError(
+                    "stop", f"must be a string or a list of strings, got {shown(self.stop)}"
+                )
             require_texts("stop", self.stop_list, MAX_STOPS)
             require(
                 not self.stop or self.detokenize,
@@ -238,19 +238,18 @@ class SamplingParams(
                 "must not be empty: no token would be left to sample",
             )
         if self.logit_bias is not None:
-            is_dict = isinstance(self.logit_bias, dict)
-            require(
-                is_dict,
-                "logit_bias",
-                f"must be a dict from token ids to numbers, got {shown(self.logit_bias)}",
-            )
+            if not isinstance(self.logit_bias, dict):
+                raise InvalidParameterError(
+                    "logit_bias",
+                    f"must be a dict from token ids to numbers, got {shown(self.logit_bias)}",
+                )
             require_token_ids("logit_bias", list(self.logit_bias))
             for token_id, bias in self.logit_bias.items():
-                require(
-                    is_finite(bias),
-                    "logit_bias",
-                    f"must hold finite numbers, got {shown(bias)} for token {token_id}",
-                )
+                if not is_finite(bias):
+                    raise InvalidParameterError(
+                        "logit_bias",
+                        f"must hold finite numbers, got {shown(bias)} for token {token_id}",
+                    )
         if self.bad_words_token_ids:
             require(
                 isinstance(self.bad_words_token_ids, list),

@@ -17,7 +17,7 @@ from starlette.routing import Match, Route, Router
 
 from ... import __version__
 from .http.auth import Keys
-from .http.call import Call, new_request_id
+from .http.call import LARGE_BODY, Call, new_request_id, release_memory
 from .http.cross_site import CrossSite, normal_origin
 from .http.errors import ApiError, from_status
 from .http.openapi import description_route
@@ -171,6 +171,8 @@ class App:
                 call.watcher.cancel()
             meters.num_http_requests -= 1
             meters.num_body_bytes -= call.num_body_bytes
+            if call.num_body_bytes >= LARGE_BODY:
+                loop.run_in_executor(None, release_memory)
             duration_s = loop.time() - call.began
             meters.http_ended(
                 scope["method"],

@@ -11,12 +11,12 @@ where that is certain, and after a very long text the memory goes back to the sy
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 
 from ..text.token_bounds import composes
 from ..text.tokenizer import Tokenizer
+from .http.call import release_memory
 from .http.errors import ApiError, invalid
 from .state import ServerState
 
@@ -67,10 +67,8 @@ def _encode(
         # also of one: `encode` keeps the interpreter to itself
         return tokenizer.encode_batch(texts, add_special_tokens)
     finally:
-        if num_characters > HUGE_TEXT and (
-            give_back := getattr(ctypes.CDLL(None), "malloc_trim", None)
-        ):
-            give_back(0)
+        if num_characters > HUGE_TEXT:
+            release_memory()
 
 
 def check_length(tokenizer: Tokenizer, text: str, param: str, max_model_len: int) -> None:

@@ -114,6 +114,10 @@ class Tokenizer:
             skip_special_tokens=skip_special_tokens,
         )
 
+    def decode_batch(self, batch: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
+        """As `decode`, and other threads run meanwhile."""
+        return self.backend.decode_batch(batch, skip_special_tokens=skip_special_tokens)
+
     def token_to_id(self, token: str) -> int | None:
         return self.backend.token_to_id(token)
 

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import inspect
 
 from .errors import ApiError, missing
+from .limits import check_limits
 
 # The end of msgspec's sentences: the place. "[...]" stands for a value of an object whose keys are
 # the user's.
@@ -24,13 +25,14 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def decode(
-    raw: bytes, body_type: type[Body], *, find_unknown: bool = True
+    raw: bytes | bytearray, body_type: type[Body], *, find_unknown: bool = True
 ) -> tuple[Body, list[str]]:
     """The body and the names of its unknown fields, those of nested objects with their path.
 
-    Raises ApiError, 400.
+    Raises ApiError, 400, also for fields that exceed the limits of limits.py.
     """
     try:
+        check_limits(raw, body_type)
         body = msgspec.json.decode(raw, type=body_type)
         return body, _unknown_fields(raw, body_type) if find_unknown else []
     except msgspec.ValidationError as error:
@@ -117,7 +119,7 @@ class Shape:
                     yield here
 
 
-def _unknown_fields(raw: bytes, body_type: type[msgspec.Struct]) -> list[str]:
+def _unknown_fields(raw: bytes | bytearray, body_type: type[msgspec.Struct]) -> list[str]:
     """Sorted. Values are looked into only where their type has fields."""
     shape = shape_of(body_type)
     given = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])

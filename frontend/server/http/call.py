@@ -6,6 +6,7 @@ Must not know: routes, the engine.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import re
 import secrets
 import time
@@ -21,6 +22,7 @@ from .errors import ApiError, invalid
 
 # times max_body_bytes: what the bodies of all requests under way may have together
 MAX_LARGE_BODIES = 16
+LARGE_BODY = 256 * 2**10  # bytes; decoded in a thread
 OVERLOADED_RETRY_S = 5.0
 MAX_NAMES = 20  # of fields, in one header
 # what we take as x-request-id from a client: printable ASCII without spaces
@@ -111,7 +113,15 @@ async def read_body(request: Request, config: ServerConfig, body_type: type[Body
     raw = await _receive(request, config)
     call = call_of(request)
     watch_disconnect(request, call)
-    return decode_body(raw, body_type, config, call)
+    if len(raw) < LARGE_BODY:
+        return decode_body(raw, body_type, config, call)
+    return await asyncio.to_thread(decode_body, raw, body_type, config, call)
+
+
+def release_memory() -> None:
+    """Gives back to the system what large bodies and texts took, which the C library would keep."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        trim(0)
 
 
 async def _receive(request: Request, config: ServerConfig) -> bytearray:

@@ -5,6 +5,9 @@ Must not know: the engine.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -25,6 +28,8 @@ from ..http.sse import Json
 from ..state import ServerState
 from ..tokenizing import tokenize_all
 from .chat import checked_variables
+
+LONG_TOKENS = 10_000
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -84,11 +89,9 @@ def routes(state: ServerState) -> list[Route]:
         tokenizer = tokenizer_of(state)
         state.check_model(body.model)
         token_ids = await _token_ids(state, call_of(request), body)
-        texts = (
-            [tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
-            if body.return_token_strs
-            else None
-        )
+        texts = None
+        if body.return_token_strs:
+            texts = await beside_loop(len(token_ids), partial(_token_texts, tokenizer, token_ids))
         return Json(Tokenized(len(token_ids), state.max_model_len, token_ids, texts))
 
     @described(body=DetokenizeBody, answer=Detokenized)
@@ -103,7 +106,9 @@ def routes(state: ServerState) -> list[Route]:
                 f"'tokens' must be ids between 0 and {tokenizer.vocab_size - 1}, got "
                 f"{max(body.tokens)}.",
             )
-        return Json(Detokenized(tokenizer.decode(body.tokens)))
+        decode = partial(tokenizer.decode_batch, [body.tokens])
+        [text] = await beside_loop(len(body.tokens), decode)
+        return Json(Detokenized(text))
 
     @described(answer=TokenizerInfo)
     async def info(request: Request) -> Response:
@@ -134,6 +139,15 @@ def tokenizer_of(state: ServerState) -> Tokenizer:
             404, "This model has no tokenizer here: it works on token ids.", code="no_tokenizer"
         )
     return tokenizer
+
+
+def _token_texts(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
+    return [tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
+
+async def beside_loop(num_tokens: int, work: Callable[[], Any]) -> Any:
+    """The result of `work`, which runs in a thread where it takes long."""
+    return work() if num_tokens < LONG_TOKENS else await asyncio.to_thread(work)
 
 
 async def _token_ids(state: ServerState, call: Call, body: TokenizeBody) -> list[int]:

@@ -193,13 +193,13 @@ LARGE: dict[str, tuple[Callable[[], tuple[bytes, ...]], int, int, bytes]] = {
         lambda: with_length(b'{"prompt": [' + b"1," * 10_000_000 + b"1]}"),
         1,
         400,
-        b"context_length_exceeded",
+        b"array_above_max_length",
     ),
     "1,000,000 unknown fields": (
         lambda: with_length(b"{" + b",".join(b'"f%d":1' % i for i in range(1_000_000)) + b"}"),
         1,
         400,
-        b"prompt",
+        b"array_above_max_length",
     ),
 }
 

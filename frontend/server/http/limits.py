@@ -1,0 +1,119 @@
+"""Limits on the fields of a body, by count and by bytes, checked before the body is decoded.
+
+Must not know: requests, routes, what a field means.
+
+Decoding and checking a field takes time in proportion to its values, and nothing else runs in the
+server meanwhile.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+
+from .errors import ApiError
+
+SMALL_BODY = 16 * 2**10  # bytes; no smaller body is worth a look
+MAX_OTHER_VALUES = 50_000  # in all fields together that the type of the body does not have
+
+
+class FieldLimit(NamedTuple):
+    """Of one field of a body, with all that is nested in it."""
+
+    max_values: int = 10_000  # elements of lists and members of objects
+    max_bytes: int | None = 2**20  # of its JSON; None: as many as the body may have
+
+
+# By the name of the field at the top of any body; other fields have FieldLimit().
+LIMITS = {
+    "messages": FieldLimit(50_000, None),
+    "input": FieldLimit(50_000, None),
+    "system": FieldLimit(50_000, None),
+    "instructions": FieldLimit(50_000, None),
+    "documents": FieldLimit(50_000, None),
+    "tools": FieldLimit(50_000, 4 * 2**20),
+    "prompt": FieldLimit(1_000_000, None),
+    "tokens": FieldLimit(1_000_000, None),
+    "allowed_token_ids": FieldLimit(500_000, 8 * 2**20),
+    "stop_token_ids": FieldLimit(10_000),
+    "logit_bias": FieldLimit(10_000),
+    # every one of them is tokenized twice
+    "bad_words": FieldLimit(1_024, SMALL_BODY),
+    # every one of them is searched for in every piece of text
+    "stop": FieldLimit(1_024, SMALL_BODY),
+    "stop_sequences": FieldLimit(1_024, SMALL_BODY),
+}
+
+
+def check_limits(raw: bytes | bytearray, body_type: type[msgspec.Struct]) -> None:
+    """Raises ApiError, 400, naming the field that is too large; msgspec's errors for what is no
+    JSON.
+    """
+    if len(raw) <= SMALL_BODY:
+        return
+    num_others = _num_marks(raw)
+    try:
+        fields = msgspec.structs.asdict(msgspec.json.decode(raw, type=_unread(body_type)))
+    except RecursionError:
+        return  # whoever decodes it comes no further either, and knows more about the place
+    for name, value in fields.items():
+        if value is not msgspec.UNSET:
+            text = bytes(value)
+            num_others -= _num_marks(text)
+            _check(name, text, LIMITS.get(name, FieldLimit()))
+    if num_others > MAX_OTHER_VALUES:
+        raise ApiError(
+            400,
+            f"The fields of the body that this server does not know, or that are given twice, have "
+            f"more than {MAX_OTHER_VALUES} values together.",
+            code="array_above_max_length",
+        )
+
+
+def _check(name: str, text: bytes, limit: FieldLimit) -> None:
+    if limit.max_bytes is not None and len(text) > limit.max_bytes:
+        raise ApiError(
+            400,
+            f"'{name}' must have at most {limit.max_bytes} bytes, got {len(text)}.",
+            code="string_above_max_length",
+            param=name,
+        )
+    if len(text) > limit.max_values and exceeds(text, limit.max_values):
+        raise ApiError(
+            400,
+            f"'{name}' must have at most {limit.max_values} values, with all that is nested in it.",
+            code="array_above_max_length",
+            param=name,
+        )
+
+
+def exceeds(text: bytes, max_values: int) -> bool:
+    """Whether a JSON text has more elements of lists and members of objects, empty ones counted as
+    one.
+
+    Takes no more time for a value than for a letter.
+    """
+    if _num_marks(text) <= max_values:
+        return False
+    if b'"' not in text:
+        return True
+    # without escapes a quote begins or ends a string
+    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if plain.count(b'"') > 4 * max_values:  # a member has two strings at most
+        return True
+    return sum(map(_num_marks, plain.split(b'"')[::2])) > max_values
+
+
+def _num_marks(text: bytes | bytearray) -> int:
+    """How many values there are, and more where strings hold such characters."""
+    return text.count(b",") + text.count(b"[") + text.count(b"{")
+
+
+@lru_cache(maxsize=256)
+def _unread(body_type: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """The same fields, each as the JSON that it is."""
+    names = [field.encode_name for field in msgspec.structs.fields(body_type)]
+    raw = msgspec.Raw | msgspec.UnsetType
+    return msgspec.defstruct("Unread", [(name, raw, msgspec.UNSET) for name in names])

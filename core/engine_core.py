@@ -502,10 +502,9 @@ def check_request(request: EngineCoreRequest, config: EngineConfig) -> None:
         f"must be a string, got {request.request_id!r}",
     )
     _require(
-        request.pooling_params is None, "pooling_params", "not supported: the engine generates text"
-    )
-    _require(
-        isinstance(request.sampling_params, SamplingParams), "sampling_params", "must be given"
+        isinstance(request.params, SamplingParams),
+        "params",
+        f"must be SamplingParams: the engine generates text, got {type(request.params).__name__}",
     )
     _check_params(request.sampling_params, config)
     _check_token_ids(request, config)

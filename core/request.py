@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..ipc.messages import EngineCoreRequest, FinishReason, RequestTiming, child_request_id
-from ..ipc.params import child_seed
+from ..ipc.params import SamplingParams, child_seed, require_sampling
 
 if TYPE_CHECKING:
     from .forks import Family
@@ -79,7 +79,7 @@ def split(message: EngineCoreRequest) -> list[EngineCoreRequest]:
         replace(
             message,
             request_id=child_request_id(message.request_id, index),
-            sampling_params=replace(params, n=1, seed=child_seed(params.seed, index)),
+            params=replace(params, n=1, seed=child_seed(params.seed, index)),
         )
         for index in range(params.n)
     ]
@@ -102,6 +102,7 @@ class Request:
         "eos_token_ids",
         "family",
         "first_token_time",
+        "has_grammar",
         "key",
         "max_output_tokens",
         "min_tokens",
@@ -115,13 +116,13 @@ class Request:
         "num_recomputed_tokens",
         "num_resumed_tokens",
         "num_swapped_tokens",
+        "params",
         "preemption_times",
         "prefill_chunks",
         "queued_time",
         "reads_prefix_cache",
         "report_index",
         "request_id",
-        "sampling_params",
         "scheduled_time",
         "slot",
         "status",
@@ -147,7 +148,8 @@ class Request:
         self.request_id = message.request_id
         self.client_index = client_index
         self.key = key
-        self.sampling_params = params
+        self.params = message.params
+        self.has_grammar = params.structured_outputs is not None
         self.token_ids = message.prompt_token_ids + message.resume_tokens
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.num_resumed_tokens = len(message.resume_tokens)
@@ -181,6 +183,11 @@ class Request:
         self.report_index = self.num_resumed_tokens
         self.block_hashes: list[bytes] = []
         self._hash_root = hash_root(message.cache_salt)
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """`params` of a request that generates; raises TypeError for one that pools."""
+        return require_sampling(self.params)
 
     @property
     def num_tokens(self) -> int:

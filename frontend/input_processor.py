@@ -80,7 +80,7 @@ class InputProcessor:
             # the user's ids need not be unique over clients, or over time
             request_id=f"{request_id}-{secrets.token_hex(8)}",
             prompt_token_ids=token_ids,
-            sampling_params=self._complete(params, len(token_ids)),
+            params=self._complete(params, len(token_ids)),
             eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
             arrival_time=arrival_time,
             priority=priority,

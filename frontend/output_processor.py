@@ -201,7 +201,7 @@ class OutputProcessor:
                         params, n=1, seed=child_seed(params.seed, completion.index)
                     )
                     own = msgspec.structs.replace(
-                        request, request_id=completion.engine_id, sampling_params=child_params
+                        request, request_id=completion.engine_id, params=child_params
                     )
                 entries.append((own, list(completion.token_ids)))
         return entries

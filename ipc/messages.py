@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from .config import EngineConfig
-from .params import PoolingParams, SamplingParams
+from .params import PoolingParams, SamplingParams, require_sampling
 
 
 class Message(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
@@ -64,8 +64,8 @@ class Array:
 class EngineCoreRequest(Message, tag="add", frozen=True):
     """One request.
 
-    Exactly one of the two params is given; `sampling_params.seed` and `max_tokens` are resolved
-    (not None).
+    `params` say whether it generates or pools; `seed` and `max_tokens` of SamplingParams are
+    resolved (not None).
 
     With n > 1 the engine makes n requests of it, which share the prompt's KV cache. Their rows
     carry child_request_id(request_id, index); an abort may name one child, or the parent for all of
@@ -74,14 +74,18 @@ class EngineCoreRequest(Message, tag="add", frozen=True):
 
     request_id: str  # unique among all clients of the engine
     prompt_token_ids: list[int]
-    sampling_params: SamplingParams | None = None
-    pooling_params: PoolingParams | None = None
+    params: SamplingParams | PoolingParams
     eos_token_ids: list[int] = []  # empty when ignore_eos
     arrival_time: float = 0.0  # seconds since 1970, by the frontend's wall clock
     priority: int = 0  # lower runs first
     cache_salt: str | None = None  # prefix-cache blocks are shared only between equal salts
     # output tokens that a dead engine already emitted; they are not emitted again
     resume_tokens: list[int] = []
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """`params` of a request that generates; raises TypeError for one that pools."""
+        return require_sampling(self.params)
 
 
 def child_request_id(request_id: str, index: int) -> str:
@@ -163,7 +167,7 @@ ClientMessage = (
 
 # ---------------------------------------------------------------- engine core -> frontend
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 class Hello(Message, tag="hello", frozen=True):
@@ -377,10 +381,14 @@ class NewRequestData(Message, frozen=True):
     request_id: str
     token_ids: list[int]  # prompt + output so far
     num_prompt_tokens: int
-    sampling_params: SamplingParams | None = None
-    pooling_params: PoolingParams | None = None
+    params: SamplingParams | PoolingParams
     # of this request: min_tokens masks them, and a finished grammar requires one of them
     eos_token_ids: list[int] = []
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """`params` of a request that generates; raises TypeError for one that pools."""
+        return require_sampling(self.params)
 
 
 class SchedulerOutput(Message, frozen=True):

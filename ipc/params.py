@@ -120,7 +120,13 @@ STRUCTURED_TEXTS = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
 
 class SamplingParams(
-    msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True
+    msgspec.Struct,
+    tag="sampling",
+    array_like=True,
+    omit_defaults=True,
+    frozen=True,
+    gc=False,
+    kw_only=True,
 ):
     """How the tokens of one request are sampled, and when it ends.
 
@@ -322,13 +328,26 @@ MAY_BE_NONE = frozenset(
 
 
 class PoolingParams(
-    msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True
+    msgspec.Struct,
+    tag="pooling",
+    array_like=True,
+    omit_defaults=True,
+    frozen=True,
+    gc=False,
+    kw_only=True,
 ):
     """What a pooling request asks for. The engine refuses pooling requests."""
 
     task: str = "embed"
     dimensions: int | None = None
     normalize: bool = True
+
+
+def require_sampling(params: SamplingParams | PoolingParams) -> SamplingParams:
+    """`params`, which must be SamplingParams: raises TypeError for others."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params: must be SamplingParams, got {type(params).__name__}")
+    return params
 
 
 def child_seed(seed: int, index: int) -> int:

@@ -47,7 +47,6 @@ CLIENT_MESSAGES = [
         "fuzz-3",
         [4],
         SamplingParams(seed=3, max_tokens=1, output_kind=RequestOutputKind.DELTA),
-        None,
         [],
         1.5,
         -3,

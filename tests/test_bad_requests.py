@@ -8,7 +8,7 @@ import math
 
 import msgspec
 import pytest
-from quire import EngineArgs, InvalidParameterError, LLMEngine, SamplingParams
+from quire import EngineArgs, InvalidParameterError, LLMEngine, PoolingParams, SamplingParams
 from quire.frontend.clients.inproc_client import InprocClient
 from quire.ipc.messages import EngineCoreRequest, FinishReason
 
@@ -35,7 +35,7 @@ BAD_IN_THE_FRONTEND = {  # how a user would get it wrong -> the parameter that t
 BAD_ON_THE_WIRE = {  # what a client of the engine could send past the frontend
     "prompt_token_ids": EngineCoreRequest("bad", [1, 10**6], msgspec.structs.replace(GOOD)),
     "max_tokens": EngineCoreRequest("bad", [1], SamplingParams(seed=1, max_tokens=None)),
-    "sampling_params": EngineCoreRequest("bad", [1]),
+    "params": EngineCoreRequest("bad", [1], PoolingParams()),
     "resume_tokens": EngineCoreRequest("bad", [1], GOOD, resume_tokens=[2] * 24),
     "eos_token_ids": EngineCoreRequest("bad", [1], GOOD, eos_token_ids=[1.5]),
 }

@@ -356,7 +356,7 @@ class Scheduler:
             decodes = (
                 request.num_prompt_tokens < request.num_tokens == request.num_computed_tokens + 1
             )
-            if not decodes or request.sampling_params.structured_outputs is not None:
+            if not decodes or request.has_grammar:
                 return 1
             length = min(length, request.num_tokens_left)
         return length
@@ -441,7 +441,7 @@ class Scheduler:
                 request_id=request.request_id,
                 token_ids=request.token_ids.copy(),  # the runner's copy grows by itself
                 num_prompt_tokens=request.num_prompt_tokens,
-                sampling_params=request.sampling_params,
+                params=request.params,
                 eos_token_ids=request.eos_token_ids,
             )
         )

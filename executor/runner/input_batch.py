@@ -13,7 +13,7 @@ import numpy as np
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.messages import NewRequestData
-from ...ipc.params import ALL_LOGPROBS, SamplingParams
+from ...ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams
 
 # a smaller share would be none in 32 bits, and no token would be left
 LEAST_TOP_P = float(np.finfo(np.float32).tiny)
@@ -68,11 +68,12 @@ class InputBatch:
         self.num_tokens[slot] = count
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.num_blocks[slot] = 0
-        params = request.sampling_params
-        refusal = find_unsupported(params) or self._enter_stages(request)
+        refusal = find_unsupported(request.params) or self._enter_stages(request)
         if refusal is not None:
             self.refusals[slot] = refusal
             params = SamplingParams(temperature=0.0, seed=0)
+        else:
+            params = request.sampling_params
         self.temperature[slot] = params.temperature
         self.top_k[slot] = max(0, min(params.top_k, 2**31 - 1))
         self.top_p[slot] = max(params.top_p, LEAST_TOP_P)
@@ -176,13 +177,13 @@ def _num_logprobs(wanted: int | None) -> int:
     return WHOLE_VOCABULARY if wanted == ALL_LOGPROBS else min(wanted, WHOLE_VOCABULARY)
 
 
-def find_unsupported(params: SamplingParams | None) -> str | None:
+def find_unsupported(params: SamplingParams | PoolingParams) -> str | None:
     """Why the runner cannot serve these params, or None.
 
     The frontend refuses them first; another client might not.
     """
-    if params is None:
-        return "pooling_params: pooling is not supported"
+    if not isinstance(params, SamplingParams):
+        return "params: pooling is not supported"
     if params.seed is None:
         return "seed: must be resolved before the engine sees the request"
     return None

@@ -156,7 +156,7 @@ def children(request: EngineCoreRequest) -> list[EngineCoreRequest]:
         msgspec.structs.replace(
             request,
             request_id=child_request_id(request.request_id, i),
-            sampling_params=msgspec.structs.replace(params, n=1, seed=child_seed(params.seed, i)),
+            params=msgspec.structs.replace(params, n=1, seed=child_seed(params.seed, i)),
         )
         for i in range(params.n)
     ]

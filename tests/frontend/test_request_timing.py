@@ -25,7 +25,7 @@ def started(n: int = 1, **params) -> tuple[OutputProcessor, str]:
         "r", "a prompt", SamplingParams(**params), arrival_time=500.0
     )
     core_request = replace(
-        request.core_request, sampling_params=replace(request.core_request.sampling_params, n=n)
+        request.core_request, params=replace(request.core_request.sampling_params, n=n)
     )
     request = dataclasses.replace(request, core_request=core_request)
     processor = OutputProcessor(tiny_tokenizer())

@@ -31,7 +31,7 @@ from quire.ipc.messages import (
     UtilityCall,
     UtilityResult,
 )
-from quire.ipc.params import SamplingParams
+from quire.ipc.params import PoolingParams, SamplingParams
 from quire.tests.fakes import make_config
 from quire.tests.frames import CLIENT_MESSAGES, ENGINE_MESSAGES, NUM_FRAMES, mutations
 
@@ -189,6 +189,24 @@ def test_tokens_must_be_of_steps_that_are_told(step_times, token_steps):
         )
 
 
+@pytest.mark.parametrize("params", [SamplingParams(seed=3, n=2), PoolingParams(dimensions=8)])
+def test_a_request_has_params_of_one_kind(params):
+    message = EngineCoreRequest("a", [1], params)
+    [frame] = Encoder(LIMIT).encode(message)
+    received = Decoder(ClientMessage, LIMIT).decode([frame])
+    assert received == message and type(received.params) is type(params)
+    for missing in (None, ["neither"], {}):
+        with pytest.raises(BadFrameError):
+            Decoder(ClientMessage, LIMIT).decode(
+                [msgspec.msgpack.encode(["add", "a", [1], missing])]
+            )
+    if isinstance(params, PoolingParams):
+        with pytest.raises(TypeError, match="params: must be SamplingParams, got PoolingParams"):
+            assert received.sampling_params
+    else:
+        assert received.sampling_params == params
+
+
 def test_sizes_are_bounded_at_both_ends():
     message = EngineCoreRequest("a", list(range(1000)), SamplingParams())
     with pytest.raises(MessageTooLargeError, match="max_message_bytes=1000"):
@@ -203,7 +221,10 @@ def test_what_cannot_travel_is_named():
 
 
 def test_whose_a_bad_frame_was():
-    assert whose(Encoder(LIMIT).encode(EngineCoreRequest("mine", [1, "two"]))) == "mine"
+    assert (
+        whose(Encoder(LIMIT).encode(EngineCoreRequest("mine", [1, "two"], SamplingParams())))
+        == "mine"
+    )
     assert whose([msgspec.msgpack.encode(["call", 17, {}])]) == 17
     for frames in (
         [],

@@ -38,7 +38,8 @@ def test_defaults_are_vllms() -> None:
 )
 def test_a_bad_value_is_refused_when_it_comes_over_the_wire_too(name: str, value: object) -> None:
     fields = SamplingParams.__struct_fields__
-    row = [getattr(SamplingParams(), field) if field != name else value for field in fields]
+    values = [getattr(SamplingParams(), field) if field != name else value for field in fields]
+    row = ["sampling", *values]
     with pytest.raises((InvalidParameterError, msgspec.ValidationError), match=name):
         msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=SamplingParams)
 

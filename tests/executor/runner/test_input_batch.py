@@ -13,7 +13,7 @@ from quire.executor.runner.input_batch import (
 from quire.executor.sampling.logits_stages import LogitsStages
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.messages import NewRequestData
-from quire.ipc.params import SamplingParams
+from quire.ipc.params import PoolingParams, SamplingParams
 
 
 def make_batch() -> InputBatch:
@@ -187,4 +187,4 @@ def test_stages_see_requests_come_and_go_and_may_refuse_them():
 def test_unresolved_seed_and_pooling_are_named():
     assert find_unsupported(SamplingParams(seed=0)) is None
     assert find_unsupported(SamplingParams()).startswith("seed: ")
-    assert find_unsupported(None).startswith("pooling_params: ")
+    assert find_unsupported(PoolingParams()).startswith("params: ")

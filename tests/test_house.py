@@ -297,7 +297,7 @@ TELLS_A_DATE = {
     "frontend/server/apis/responses_answer.py",
     "frontend/server/routes/ollama.py",
     "frontend/server/state.py",
-    "frontend/text/chat_template.py",
+    "frontend/text/template_sandbox.py",
 }
 
 

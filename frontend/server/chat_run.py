@@ -30,12 +30,16 @@ from ..answer_format import (
     collect,
 )
 from ..outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
+from ..text.chat_template import ChatTemplateTimeError
 from .generation import Job, check_context, check_room, run
 from .http.call import Call
 from .http.errors import invalid
 from .state import ServerState
 from .tokenizing import LONG_TEXT, tokenize_all
 from .usage import Usage
+
+# processor time that a chat template may take on the event loop
+INLINE_S = 0.05
 
 
 @dataclass(slots=True)
@@ -218,11 +222,24 @@ async def render_turn(
         if isinstance(m, dict) and isinstance(m.get("content"), str)
     )
     is_long = num_characters + 100 * (len(turn.messages) + len(turn.tools or ())) >= LONG_TEXT
-    text = await asyncio.to_thread(render) if is_long else render()
+    text = None if is_long else _render_at_once(render)
+    if text is None:
+        text = await asyncio.to_thread(render)
     [token_ids] = await tokenize_all(
         state, [text], add_special_tokens=False, param=turn.names["prompt"] if must_fit else None
     )
     return text, token_ids
+
+
+def _render_at_once(render: Callable[[], str]) -> str | None:
+    """The text, or None where the template takes so long that it would hold up the event loop."""
+    from ..text.template_sandbox import time_limit  # imports jinja2
+
+    try:
+        with time_limit(INLINE_S):
+            return render()
+    except ChatTemplateTimeError:
+        return None
 
 
 class ChatRun:

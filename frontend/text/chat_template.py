@@ -2,28 +2,29 @@
 in Jinja.
 
 Must not know: tokens, requests. A template comes with a model and is not trusted: it runs in
-jinja2's sandbox on plain data.
+jinja2's sandbox on plain data, with limits on time and length (template_sandbox.py).
 """
 
 from __future__ import annotations
 
-import json
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...ipc.errors import InvalidParameterError, ModelLoadError
 from ...ipc.json_files import check_regular_file, read_json_if_exists
 from .chat_messages import normalize_messages
 from .template_traits import TemplateTraits, find_traits
 
-if TYPE_CHECKING:
-    import jinja2
-
 # Marks where the last message ends. The trailing space shows whether the template trimmed the
 # message.
 CONTINUE_MARK = "\ue000continue\ue001 "
+# Processor time that one rendering may take. A conversation of ten thousand messages takes 0.1 s.
+TIME_LIMIT_S = 2.0
+
+
+class ChatTemplateTimeError(InvalidParameterError):
+    """The template takes longer than it may for these messages."""
 
 
 def read_chat_templates(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
@@ -89,9 +90,12 @@ def render_chat(
     where the last message's content ends, so that the model continues it.
 
     Raises InvalidParameterError naming the place in `messages`, `tools` (of a template that ignores
-    them) or `chat_template`, with the template's own words where it refuses.
+    them) or `chat_template`, with the template's own words where it refuses;
+    ChatTemplateTimeError after TIME_LIMIT_S, or after what the caller's time_limit leaves.
     """
     import jinja2
+
+    from .template_sandbox import TemplateTimeError, render, time_limit
 
     if add_generation_prompt and continue_final_message:
         raise InvalidParameterError(
@@ -105,13 +109,19 @@ def render_chat(
     if continue_final_message:
         messages[-1]["content"] = (messages[-1].get("content") or "") + CONTINUE_MARK
     try:
-        text = _compile(template).render(
-            messages=messages,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            **(variables or {}),
-        )
+        with time_limit(TIME_LIMIT_S):
+            text = render(
+                template,
+                dict(
+                    messages=messages,
+                    tools=tools,
+                    documents=documents,
+                    add_generation_prompt=add_generation_prompt,
+                    **(variables or {}),
+                ),
+            )
+    except TemplateTimeError as error:
+        raise ChatTemplateTimeError("messages", f"the chat template {error} for them") from error
     except jinja2.TemplateSyntaxError as error:
         raise InvalidParameterError(
             "chat_template", f"is not valid Jinja: {error.message} (line {error.lineno})"
@@ -153,8 +163,10 @@ def template_traits(template: str) -> TemplateTraits:
     A template that is no Jinja can do nothing; what is wrong with it, rendering says.
     """
 
-    def render(messages: list[dict[str, Any]], tools: list[dict] | None) -> str:
-        return _compile(template).render(
+    from .template_sandbox import render, time_limit
+
+    def try_out(messages: list[dict[str, Any]], tools: list[dict] | None) -> str:
+        variables = dict(
             messages=messages,
             tools=tools,
             documents=None,
@@ -162,78 +174,8 @@ def template_traits(template: str) -> TemplateTraits:
             bos_token="",
             eos_token="",
         )
+        return render(template, variables)
 
-    return find_traits(template, render)
-
-
-@lru_cache(maxsize=32)
-def _compile(template: str) -> jinja2.Template:
-    return _environment().from_string(template)
-
-
-@lru_cache(maxsize=1)
-def _environment() -> jinja2.Environment:
-    """jinja2's sandbox with what templates on the hub expect to find; the same as transformers'."""
-    from jinja2 import nodes
-    from jinja2.exceptions import SecurityError, TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.utils import Namespace
-
-    class Generation(Extension):
-        """{% generation %}…{% endgeneration %} marks the assistant's words for training; here it
-        only lets them through.
-        """
-
-        tags = frozenset({"generation"})
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            return nodes.Scope(
-                parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
-            )
-
-    class PlainNamespace(Namespace):
-        """Python looks up names such as __html__ on any object, outside the sandbox: a namespace
-        must not be able to hold one.
-        """
-
-        def __init__(*args: Any, **values: Any) -> None:
-            for name in dict(*args[1:], **values):
-                _refuse_private(name)
-            Namespace.__init__(*args, **values)
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            _refuse_private(name)
-            super().__setitem__(name, value)
-
-    def _refuse_private(name: Any) -> None:
-        if str(name).startswith("_"):
-            raise SecurityError(f"a namespace must not hold the private name {name!r}")
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: Any = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson  # jinja2's own escapes HTML
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    environment.globals["namespace"] = PlainNamespace
-    return environment
+    # the answer is kept, so it must not depend on how much time the caller has left
+    with time_limit(TIME_LIMIT_S, fresh=True):
+        return find_traits(template, try_out)

@@ -16,6 +16,8 @@ from typing import Any, NoReturn, get_args
 from .flags import Flag, engine_flags, given
 from .values import from_text, is_literal, plain_type
 
+MODEL_OPTION = "model_option"  # where argparse keeps --model
+
 
 class Parser(argparse.ArgumentParser):
     """argparse with one sentence per mistake (exit code 2), the nearest flag for an unknown one, a
@@ -47,16 +49,16 @@ class Parser(argparse.ArgumentParser):
             )
 
     def add_model(self) -> None:
-        """The model as an argument without a name.
-
-        It is a setting like any other, and not also a flag.
-        """
+        """The model as an argument without a name; --model, as in vLLM, is the same."""
         (flag,) = [
             replace(flag, positional=True) for flag in engine_flags() if flag.name == "model"
         ]
         self.groups.append(("model", [flag]))
         self.add_argument(
             "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=self._help(flag)
+        )
+        self.add_argument(
+            "--model", dest=MODEL_OPTION, default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
 
     def _add_sources(self) -> None:
@@ -96,6 +98,10 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_intermixed_args(argv)
         if unknown:
             self.error(self._unknown(unknown[0]))
+        if hasattr(args, MODEL_OPTION):
+            if hasattr(args, "model"):
+                self.error("MODEL and --model are the same; give one of them")
+            args.model = getattr(args, MODEL_OPTION)
         if self.groups:
             self._add_settings(args)
         return args

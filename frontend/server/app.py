@@ -13,10 +13,10 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.responses import RedirectResponse
 from starlette.routing import Match, Route, Router
 
 from ... import __version__
-from .http.auth import Keys
 from .http.call import LARGE_BODY, Call, new_request_id, release_memory
 from .http.cross_site import CrossSite, normal_origin
 from .http.errors import ApiError, from_status
@@ -99,7 +99,7 @@ def log_access(scope: Any, status: int, duration_s: float) -> None:
 
 def all_routes(state: ServerState) -> list[Route]:
     routes = [route for family in FAMILIES for route in family.routes(state)]
-    return [*routes, description_route(routes, __version__)]
+    return [*routes, description_route(routes, __version__, state.server_config.root_path)]
 
 
 class App:
@@ -111,9 +111,8 @@ class App:
         self.state = state
         self._router = router
         config = state.server_config
-        self._keys = Keys(config)
         self._cross_site = CrossSite(
-            config.allowed_hosts, config.allowed_origins, has_keys=self._keys.are_asked_for
+            config.allowed_hosts, config.allowed_origins, has_keys=state.keys.are_asked_for
         )
         self._paths = {route.endpoint: route.path for route in router.routes}
         # A path without parameters is looked up: the router, which tries one route after the other,
@@ -128,6 +127,11 @@ class App:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self._refuse_other(scope, receive, send)
+        if scope["path"].startswith(root := self.state.server_config.root_path) and root:
+            if scope["path"] == root:  # the page's URLs are relative to its folder
+                return await RedirectResponse(root + "/")(scope, receive, send)
+            if scope["path"][len(root)] == "/":
+                scope["path"] = scope["path"][len(root) :]
         loop = asyncio.get_running_loop()
         call = Call(
             new_request_id(scope["headers"]), loop.time(), asyncio.current_task(), scope["path"]
@@ -150,7 +154,7 @@ class App:
 
         try:
             self._cross_site.check(scope)
-            call.tenant = self._keys.check(scope)
+            call.tenant = self.state.keys.check(scope)
             endpoint = self._endpoints.get((scope["method"], scope["path"]))
             if endpoint is None:
                 await self._router(scope, receive, send_with_headers)

@@ -28,6 +28,21 @@ class ServerConfig(Section):
         int,
         Meta(ge=0, le=65535, description="Port to listen on; 0: any free one, printed at start."),
     ] = 8000
+    uds: Annotated[
+        str | None,
+        Meta(
+            description="Path of a Unix socket to listen on, in place of host and port. Who may "
+            "write to the file may call."
+        ),
+    ] = None
+    root_path: Annotated[
+        str,
+        Meta(
+            pattern="^(/[^?#]*[^?#/])?$",
+            description="Path below which a reverse proxy serves this server, such as /llm. "
+            "Requests are answered with and without it.",
+        ),
+    ] = ""
     api_key: Annotated[
         list[str],
         Meta(
@@ -36,7 +51,8 @@ class ServerConfig(Section):
         ),
     ] = []
     api_key_file: Annotated[
-        str | None, Meta(description="File with one key per line; # begins a comment.")
+        str | None,
+        Meta(description="File with one key per line; # begins a comment. SIGHUP reads it again."),
     ] = None
     allowed_hosts: Annotated[
         list[str],

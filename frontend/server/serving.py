@@ -16,6 +16,7 @@ import signal
 import socket
 import ssl
 import sys
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -43,22 +44,33 @@ def serve(config: ServerConfig, args: EngineArgs, engine: str) -> int:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     state = ServerState(config, args.served_model_name or args.model)
     server = Server(config, state, args, engine)
-    address = listener.getsockname()
-    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
-    scheme = "https" if config.ssl_certfile else "http"
-    announce(f"{scheme}://{shown}:{address[1]} (loading {args.model})")
-    if config.host not in ("127.0.0.1", "localhost", "::1") and not (
-        config.api_key or config.api_key_file
+    announce(f"{shown_address(config, listener)} (loading {args.model})")
+    if (
+        config.uds is None
+        and config.host not in ("127.0.0.1", "localhost", "::1")
+        and not (config.api_key or config.api_key_file)
     ):
         announce(
             f"warning: {config.host} is open to everybody who can reach this machine; --api-key "
             f"asks for a key"
         )
     raise_open_files_limit(config.max_connections)
-    server.run(sockets=[listener])
+    try:
+        server.run(sockets=[listener])
+    finally:
+        if config.uds is not None:
+            Path(config.uds).unlink(missing_ok=True)
     if server.failure is not None:
         raise server.failure
     return 0
+
+
+def shown_address(config: ServerConfig, listener: socket.socket) -> str:
+    scheme = "https" if config.ssl_certfile else "http"
+    if config.uds is not None:
+        return f"{scheme}+unix://{config.uds}"
+    host, port, *_ = listener.getsockname()
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def check_certificate(config: ServerConfig) -> None:
@@ -85,6 +97,8 @@ def open_port(config: ServerConfig) -> socket.socket:
 
     Raises InvalidParameterError if the address cannot be had.
     """
+    if config.uds is not None:
+        return open_unix_socket(config.uds)
     try:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -98,6 +112,28 @@ def open_port(config: ServerConfig) -> socket.socket:
         ) from None
     listener.setblocking(False)
     return listener
+
+
+def open_unix_socket(path: str) -> socket.socket:
+    """Takes the place of a socket file that nobody listens on any more."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket() and not is_listening(path):
+            Path(path).unlink()
+        listener.bind(path)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise InvalidParameterError(
+            "uds", f"cannot listen on {path}: {error.strerror or error}"
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+def is_listening(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        return client.connect_ex(path) == 0
 
 
 def raise_open_files_limit(max_connections: int) -> None:
@@ -162,7 +198,18 @@ class Server(uvicorn.Server):
         if sig == signal.SIGINT:
             self._captured_signals.append(sig)
 
+    def _on_hangup(self) -> None:
+        """SIGHUP: the file of keys has changed."""
+        try:
+            self.state.keys.read()
+        except InvalidParameterError as error:
+            logger.error("the keys stay as they were: %s", error)
+        else:
+            logger.info("the keys have been read again")
+
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.state.server_config.api_key_file is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._on_hangup)
         loading = asyncio.create_task(self._load())
         try:
             await super().serve(sockets)

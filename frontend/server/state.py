@@ -19,6 +19,7 @@ from ..answer_format import AnswerFormat, detect
 from ..async_llm import AsyncLLM
 from .admission import Admission
 from .config import ServerConfig
+from .http.auth import Keys
 from .http.call import Call
 from .http.errors import ENGINE_GONE, ApiError, from_exception
 from .http.sse import COMMENT, EVENT_STREAM, EventStream, event
@@ -87,6 +88,7 @@ class ServerState:
         self.system_fingerprint = ""
         self.admission: Admission | None = None  # with the engine
         self.meters = Meters()
+        self.keys = Keys(server_config)
         self.running_ids: set[str] = set()  # of the engine's requests, those that wait included
         if engine is not None:
             self.set_engine(engine)

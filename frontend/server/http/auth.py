@@ -19,7 +19,7 @@ from .errors import ApiError
 # Everything else asks for a key: /metrics too, which tells how busy the others are (Prometheus has
 # `authorization: credentials:`). The page at / is only a file; what it shows comes from routes that
 # ask.
-OPEN_PATHS = frozenset({"/health", "/health/ready"})
+OPEN_PATHS = frozenset({"/health", "/health/ready", "/ping"})
 KEY_IN_URL = re.compile(rb"(?i)(^|&)(api[-_]?key|key|token|access_token|authorization)=")
 
 
@@ -27,9 +27,15 @@ class Keys:
     """Raises InvalidParameterError when the file of keys cannot be read."""
 
     def __init__(self, config: ServerConfig):
-        keys = [*config.api_key, *_read_keys(config.api_key_file)]
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._config = config
         self._has_page = config.page
+        self._digests: list[bytes] = []
+        self.read()
+
+    def read(self) -> None:
+        """Reads the file of keys, again if need be; if that fails the keys stay as they are."""
+        keys = [*self._config.api_key, *_read_keys(self._config.api_key_file)]
+        self._digests = [_digest(key.encode()) for key in keys]
 
     @property
     def are_asked_for(self) -> bool:

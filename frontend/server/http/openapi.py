@@ -80,22 +80,24 @@ def described(
     return note
 
 
-def description_route(routes: list[Route], version: str) -> Route:
-    """/openapi.json, which describes `routes`. Made when it is first asked for."""
+def description_route(routes: list[Route], version: str, root_path: str = "") -> Route:
+    """/openapi.json, which describes `routes`, to be found below `root_path`. Made when it is first
+    asked for.
+    """
     made: list[Json] = []
 
     @described()
     async def description(request: Request) -> Response:
         """This description"""
         if not made:
-            made.append(Json(describe([*routes, route], version)))
+            made.append(Json(describe([*routes, route], version, root_path)))
         return made[0]
 
     route = Route("/openapi.json", description, methods=["GET"])
     return route
 
 
-def describe(routes: Iterable[Route], version: str) -> dict[str, Any]:
+def describe(routes: Iterable[Route], version: str, root_path: str = "") -> dict[str, Any]:
     """The whole document.
 
     Routes whose handlers say nothing of themselves are listed by path and method alone.
@@ -124,6 +126,7 @@ def describe(routes: Iterable[Route], version: str) -> dict[str, Any]:
             "version": version,
             "description": "An LLM inference engine behind OpenAI's API and its relatives.",
         },
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
             "schemas": components,

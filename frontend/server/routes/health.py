@@ -73,4 +73,14 @@ def routes(state: ServerState) -> list[Route]:
 
         return Json({"version": __version__})
 
-    return [Route("/health", health), Route("/health/ready", ready), Route("/version", version)]
+    async def load(request: Request) -> Response:
+        """The number of requests that run or wait, as vLLM tells it."""
+        return Json({"server_load": len(state.running_ids)})
+
+    return [
+        Route("/health", health),
+        Route("/health/ready", ready),
+        Route("/ping", health, methods=["GET", "POST"], name="ping"),  # SageMaker's
+        Route("/load", load),
+        Route("/version", version),
+    ]

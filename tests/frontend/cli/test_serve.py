@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from quire.frontend.cli.serve import make_parser
 from quire.tests.frontend.server.conftest import running_server
 
 
@@ -34,6 +35,7 @@ def test_help_shows_ten_flags_and_help_all_the_rest() -> None:
         (("--port", "70000"), "--port"),
         (("--unknown-params", "maybe"), "--unknown-params"),
         (("--engine", "elsewhere"), "--engine"),
+        (("a-model", "--model", "another"), "MODEL and --model are the same"),
     ],
 )
 def test_bad_flags_are_one_sentence(flags: tuple[str, ...], words: str) -> None:
@@ -79,3 +81,9 @@ def test_what_the_model_does_not_have_ends_the_server_with_a_sentence(
         and last.startswith(f"quire: {flag[2:].replace('-', '_')}: must be")
         and value in last
     )
+
+
+def test_model_as_a_flag() -> None:
+    """As in vLLM's older command lines."""
+    for words in (["--model", "./m"], ["--port", "1", "--model=./m"], ["./m"]):
+        assert make_parser([]).parse(words).model == "./m"

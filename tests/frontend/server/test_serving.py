@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -230,3 +231,83 @@ def test_a_log_of_json() -> None:
     [access] = [line for line in lines if line["logger"] == "quire.access"]
     assert access["path"] == "/v1/models" and access["status"] == 200
     assert access["client"].startswith("127.0.0.1:") and access["duration_ms"] >= 0
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "quire.sock"
+    listener = open_port(ServerConfig(uds=str(path)))
+    with listener, pytest.raises(InvalidParameterError) as caught:
+        open_port(ServerConfig(uds=str(path)))  # somebody listens there
+    assert caught.value.parameter == "uds" and str(path) in str(caught.value)
+    assert path.exists()  # left behind, as by a server that was killed
+    with slow_engine(0.0) as (address, _), tempfile.TemporaryFile("w+") as log:
+        command = [sys.executable, "-m", "quire", "serve", "--uds", str(path)]
+        process = subprocess.Popen([*command, "--engine", address], stderr=log)
+        try:
+            transport = httpx.HTTPTransport(uds=str(path))
+            with httpx.Client(transport=transport, base_url="http://any.name") as client:
+                wait_until(lambda: answers_ready(client))
+                body = {"prompt": [1, 2], "max_tokens": 2}
+                answer = client.post("/v1/completions", json=body)
+                assert answer.json()["usage"]["completion_tokens"] == 2
+        finally:
+            process.terminate()
+            assert process.wait(timeout=30) == 0
+        text = os.pread(log.fileno(), 10**6, 0).decode()
+    assert f"http+unix://{path}" in text and "unix POST /v1/completions 200" in text
+    assert not path.exists()
+
+
+def answers_ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_sighup_reads_the_keys_again(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\n")
+    with (
+        slow_engine(0.0) as (address, _),
+        running_server("--engine", address, "--api-key-file", str(keys), wait=False) as client,
+    ):
+
+        def status(key: str) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            return client.get("/v1/requests", headers=headers).status_code
+
+        wait_until(lambda: status("one") == 200)
+        assert status("two") == 401
+        keys.write_text("two  # the new one\n")
+        client.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: status("two") == 200)
+        assert status("one") == 401
+        keys.write_text("# none\n")
+        client.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "the keys stay as they were: api_key_file" in client.log())
+        assert status("two") == 200 and status("one") == 401
+
+
+def test_below_a_path_of_a_reverse_proxy() -> None:
+    """A proxy may take the prefix off or leave it."""
+    with (
+        slow_engine(0.0) as (address, _),
+        running_server("--engine", address, "--root-path", "/llm") as client,
+    ):
+        for path in ("/llm/v1/models", "/v1/models"):
+            assert client.get(path).json()["object"] == "list", path
+        answer = client.post("/llm/v1/completions", json={"prompt": [1], "max_tokens": 1})
+        assert answer.status_code == 200
+        assert client.get("/llm/").text == client.get("/").text
+        redirect = client.get("/llm", follow_redirects=False)
+        assert (redirect.status_code, redirect.headers["location"]) == (307, "/llm/")
+        assert client.get("/llmx/v1/models").status_code == 404
+        assert client.get("/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
+
+
+@pytest.mark.parametrize("root_path", ["llm", "/llm/", "/", "/a?b"])
+def test_root_paths_that_are_none(root_path: str) -> None:
+    command = [sys.executable, "-m", "quire", "serve", "--root-path", root_path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and "--root-path" in ended.stderr

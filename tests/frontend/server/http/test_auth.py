@@ -110,8 +110,9 @@ def test_every_route_but_health_asks_for_a_key() -> None:
         for method in route.methods
         if status_of(app, method, route.path.replace("{", "").replace("}", "")) != 401
     }
-    assert open_routes == {
-        (method, path) for method in ("GET", "HEAD") for path in ("/", "/health", "/health/ready")
+    paths = ("/", "/health", "/health/ready", "/ping")
+    assert open_routes == {(m, path) for m in ("GET", "HEAD") for path in paths} | {
+        ("POST", "/ping")
     }
     # what is not there is not told either
     assert len(table) > 20 and status_of(app, "GET", "/nowhere") == 401

@@ -165,7 +165,7 @@ class BeamSearch:
         candidates = [
             (beam.cum_logprob + candidate.logprob, beam, token_id, position)
             for beam, output in zip(self.running, outputs, strict=True)
-            for position in output.outputs[0].logprobs
+            for position in output.outputs[0].logprobs or ()
             for token_id, candidate in position.items()
         ]
         num_tokens = len(self.running[0].token_ids) + 1

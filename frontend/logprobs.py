@@ -108,4 +108,5 @@ class LogprobsReader:
 
 def _numbers(array: Array) -> list:
     """An i4 or f4 array as a flat list, without numpy."""
-    return memoryview(array.data).cast("B").cast({"i4": "i", "f4": "f"}[array.dtype]).tolist()
+    data = memoryview(array.data).cast("B")
+    return (data.cast("i") if array.dtype == "i4" else data.cast("f")).tolist()

@@ -7,7 +7,7 @@ Must not know: how a format is read (the modules of the families do), requests.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ...ipc.errors import InvalidParameterError
@@ -185,10 +185,11 @@ class AnswerFormat:
     several_calls: bool = True
     why_no_tools: str = "are of no use to this model: it has no format for calls"
 
-    def require_tools(self) -> None:
-        """Raises InvalidParameterError, with the reason, where this model cannot call tools."""
+    def require_tools(self) -> ToolFormat:
+        """The model's tool format. Raises InvalidParameterError, with the reason, if it has none."""
         if self.tool_format is None:
             raise InvalidParameterError("tools", self.why_no_tools)
+        return self.tool_format
 
     @property
     def skip_special_tokens(self) -> bool:
@@ -208,7 +209,8 @@ class AnswerFormat:
     def _mark_values(self) -> Iterator[str | tuple[str, ...]]:
         for marks in (self.tool_format, self.reasoning_marks):
             if marks is not None:
-                yield from (value for value in astuple(marks) if isinstance(value, (str, tuple)))
+                values = vars(marks).values()
+                yield from (value for value in values if isinstance(value, (str, tuple)))
 
     def parser(
         self,
@@ -255,14 +257,15 @@ class AnswerFormat:
         """
         if tool_choice in ("auto", "none"):
             return None
-        self.require_tools()
+        tool_format = self.require_tools()
         functions = functions_of(tools)
         if isinstance(tool_choice, dict):
             wanted = tool_choice.get("function", tool_choice)["name"]
             functions = [(name, schema) for name, schema in functions if name == wanted]
         grammar = self._grammar(compact_json)
         several = parallel_tool_calls and self.several_calls and not isinstance(tool_choice, dict)
-        return self._finished(grammar, self._calls(grammar, functions, several), prompt_text)
+        calls = _written_calls(tool_format, grammar, functions, several)
+        return self._finished(grammar, calls, prompt_text)
 
     def strict(
         self,
@@ -304,24 +307,16 @@ class AnswerFormat:
         reasons = self.reasoning_marks is not None and not self.reasoning_marks.is_closed_at_end_of(
             prompt_text
         )
-        calls = self.tool_format is not None and bool(tools)
-        if not reasons and not calls:
+        calls = self.tool_format if tools else None
+        if not reasons and calls is None:
             return params
         grammar = self._grammar(compact_json)
         answer = write_structure(grammar, params)
-        if calls:
-            answer = grammar.any_of(
-                [
-                    answer,
-                    self._calls(
-                        grammar, functions_of(tools), parallel_tool_calls and self.several_calls
-                    ),
-                ]
-            )
+        if calls is not None and tools:
+            several = parallel_tool_calls and self.several_calls
+            call = _written_calls(calls, grammar, functions_of(tools), several)
+            answer = grammar.any_of([answer, call])
         return self._finished(grammar, answer, prompt_text)
-
-    def _calls(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
-        return f"{grammar.literal(self.tool_format.start)} {self.tool_format.write(grammar, functions, several)}"
 
     def _grammar(self, compact_json: bool) -> GrammarText:
         added_tokens = self.tokenizer.added_tokens if self.tokenizer else {}
@@ -411,3 +406,11 @@ def _reasoning_name(template: str, wanted: str) -> str | None:
             f"must be one of {', '.join([AUTO, NONE, *REASONING_FORMATS])}, got {wanted!r}",
         )
     return wanted
+
+
+def _written_calls(
+    tool_format: ToolFormat, grammar: GrammarText, functions: Functions, several: bool
+) -> str:
+    """A grammar expression for calls with the mark before the first."""
+    calls = tool_format.write(grammar, functions, several)
+    return f"{grammar.literal(tool_format.start)} {calls}"

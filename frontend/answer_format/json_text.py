@@ -81,7 +81,8 @@ def read_string(stream: TextStream) -> Reader:
     while True:
         if not (yield from stream.peek()):
             raise Malformed
-        stream.position = STRING_RUN.match(stream.buffer, stream.position).end()
+        if run := STRING_RUN.match(stream.buffer, stream.position):
+            stream.position = run.end()
         character = yield from stream.peek()
         if character == '"':
             stream.position += 1
@@ -117,7 +118,8 @@ def _escape_control_character(stream: TextStream, character: str) -> None:
 def _read_scalar(stream: TextStream) -> Reader:
     """A number, true, false or null: consumed when it is complete."""
     while True:
-        end = SCALAR_CHARACTERS.match(stream.buffer, stream.position).end()
+        run = SCALAR_CHARACTERS.match(stream.buffer, stream.position)
+        end = run.end() if run else stream.position
         if end - stream.position > MAX_SCALAR_LENGTH:
             raise Malformed
         if end < len(stream.buffer) or stream.has_ended or not (yield from stream.more()):

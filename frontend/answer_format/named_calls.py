@@ -6,6 +6,7 @@ Must not know: which models write so (formats.py).
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from .forced import Functions, write_json_calls
@@ -83,7 +84,7 @@ class NamedCalls:
             yield from stream.skip_space()
             yield from stream.expect(f"{FENCE}json")
             yield from stream.skip_space()
-        yield from read_arguments(stream, calls, KIMI_ID.fullmatch(name)[1])
+        yield from read_arguments(stream, calls, _function_of_kimi_id(name))
         if is_fenced:
             yield from stream.skip_space()
             yield from stream.accept(FENCE)
@@ -124,7 +125,13 @@ class MistralCalls:
         yield from read_arguments(stream, calls, name)
 
 
-def _read_name(stream: TextStream) -> Reader:
+def _function_of_kimi_id(name: str) -> str:
+    """The function of a call's id, functions.NAME:INDEX."""
+    found = KIMI_ID.fullmatch(name)
+    return found[1] if found else name
+
+
+def _read_name(stream: TextStream) -> Generator[None, None, str]:
     name = yield from stream.read_while(NAME_CHARACTER, MAX_NAME_LENGTH)
     if not name:
         raise Malformed

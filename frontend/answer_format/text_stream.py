@@ -103,6 +103,7 @@ class TextStream:
         pattern = _mark_pattern(marks, 0 if keeps_space else MAX_HELD_SPACE)
         while True:
             found = pattern.search(self.buffer, self.position)
+            assert found is not None  # the pattern matches the empty text at the end
             self.position = found.start()
             if mark := found[1]:
                 self.close_sink()

@@ -70,23 +70,36 @@ class Calls:
 class ToolFormat(Protocol):
     """How a family of models writes tool calls."""
 
-    starts: tuple[str, ...]  # marks, one of which stands before a call
-    # characters with which an answer, or what follows a call, may be a call without a mark; mostly
-    # none
-    bare_beginnings: str
-    bare_separator: str  # between two of those
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """Marks, one of which precedes a call."""
+        ...
+
+    @property
+    def bare_beginnings(self) -> str:
+        """Characters that may begin a call without a mark; usually none."""
+        ...
+
+    @property
+    def bare_separator(self) -> str:
+        """The text between two calls without marks."""
+        ...
 
     def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
-        """Reads what stands behind `mark` (consumed), up to the end of the call or calls.
+        """Reads the call or calls after `mark`, which is consumed.
 
         Raises Malformed.
         """
+        ...
 
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
-        """An expression for a call to one of `functions`, or `several`, as `read` understands them,
-        without the mark before the first.
+        """A grammar expression for a call to one of `functions`, or for `several` calls.
+
+        `read` accepts what it matches. The mark before the first call is not part of it.
         """
+        ...
 
     @property
     def start(self) -> str:
-        """That mark, or "" where calls are written without."""
+        """The mark before the first call, or "" if there is none."""
+        ...

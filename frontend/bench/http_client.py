@@ -17,6 +17,7 @@ import asyncio
 import ssl
 from collections.abc import Callable
 from time import perf_counter
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -97,8 +98,8 @@ class Connection(asyncio.Protocol):
 
     # asyncio.Protocol
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        self.transport = transport
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self._now, self.received_anything = perf_counter(), True
@@ -112,7 +113,8 @@ class Connection(asyncio.Protocol):
                 cause if isinstance(cause, Failure) else Failure(BAD_HTTP, str(cause or error))
             )
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
+        error = exc
         self.is_reusable = False
         if self._answer is not None and self._ends_with_connection and error is None:
             self._answer.finish()

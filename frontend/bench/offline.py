@@ -114,7 +114,9 @@ def summarize_steps(records: list[Any]) -> Steps:
     times = summarize(sum(record[2:5]) * record[7] / record[6] for record in decodes)
     return Steps(
         len(records),
-        *(sum(record[column] for record in records) for column in (2, 3, 4)),
+        sum(record[2] for record in records),
+        sum(record[3] for record in records),
+        sum(record[4] for record in records),
         times.percentiles[50] if times else None,
         sum(record[7] for record in decodes) / len(decodes) if decodes else 0.0,
     )
@@ -141,7 +143,10 @@ def run_latency(
         if error := next((output.error for output in outputs if output.error is not None), None):
             raise InvalidParameterError("batch", f"a request of it failed: {error}")
         phases.append(
-            batch_phases([output.metrics for output in outputs], _num_output_tokens(outputs))
+            batch_phases(
+                [output.metrics for output in outputs if output.metrics],
+                _num_output_tokens(outputs),
+            )
         )
         on_iter()
     return seconds, phases

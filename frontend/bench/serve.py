@@ -84,9 +84,8 @@ async def run_serve(
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     client = HttpClient(with_v1(options.base_url), headers, options.timeout_s)
     try:
-        request_options = replace(
-            request_options, model=await _model_name(client, options, request_options.model)
-        )
+        model = await _model_name(client, options, request_options.model)
+        request_options = replace(request_options, model=model)
         send = partial(stream_request, client, request_options)
         as_messages = request_options.endpoint == "chat"
         if warmups:
@@ -109,7 +108,7 @@ async def run_serve(
         client.close()
     if tokenizer is not None:
         _count_tokens(report, tokenizer)
-    return ServeRun(request_options.model, report)
+    return ServeRun(model, report)
 
 
 async def _model_name(client: HttpClient, options: ServeOptions, model: str | None) -> str:
@@ -137,8 +136,9 @@ async def _model_name(client: HttpClient, options: ServeOptions, model: str | No
 
 
 async def _warm_up(options: ServeOptions, runner: LoadRunner, warmups: list[Request]) -> None:
-    outcomes = (await runner.run(warmups, [0.0] * len(warmups))).outcomes
-    if all(outcome.failure is not None for outcome in outcomes):
+    report = await runner.run(warmups, [0.0] * len(warmups))
+    outcomes = [outcome for outcome in report.outcomes if outcome is not None]
+    if outcomes and all(outcome.failure is not None for outcome in outcomes):
         raise BenchmarkError(
             f"{options.base_url}: the warm-up failed: {outcomes[0].failure}: "
             f"{outcomes[0].failure_text}"

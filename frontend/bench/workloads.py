@@ -258,7 +258,7 @@ class TextSource:
         return self.of(prompt, max_tokens)
 
     def of(self, prompt: str | list[int], max_tokens: int) -> Request:
-        if self.token_ids and isinstance(prompt, str):
+        if self.token_ids and self.tokenizer is not None and isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt)
         return Request(prompt, self.count(prompt), max_tokens)
 
@@ -314,7 +314,7 @@ def _from_file(options: WorkloadOptions, text: TextSource, rng: random.Random) -
     """As many of the file's conversations as are wanted, in random order; a file that holds fewer
     is gone through again.
     """
-    pairs = list(_read_pairs(Path(options.dataset_path)))
+    pairs = list(_read_pairs(Path(options.dataset_path or "")))
     if not pairs:
         raise InvalidParameterError("--dataset-path", f"{options.dataset_path} holds no prompt")
     rng.shuffle(pairs)

@@ -28,9 +28,11 @@ class TokenDecoder(Protocol):
 
     def decode(self, token_ids: list[int]) -> str:
         """The text that these tokens complete."""
+        ...
 
     def flush(self) -> str:
-        """At the end: what is left, an incomplete character as U+FFFD."""
+        """The remaining text at the end, with an incomplete character as U+FFFD."""
+        ...
 
 
 class IncrementalDetokenizer:
@@ -211,7 +213,8 @@ class PieceTable(dict[int, bytes]):
     def _bytes_of(self, token: str) -> bytes:
         if self._byte_of_character is not None:
             values = [self._byte_of_character.get(character) for character in token]
-            return token.encode() if None in values else bytes(values)
+            known = [value for value in values if value is not None]
+            return bytes(known) if len(known) == len(values) else token.encode()
         byte = BYTE_TOKENS.get(token.upper()) if token.startswith("<0x") else None
         return token.replace("▁", " ").encode() if byte is None else byte
 
@@ -373,6 +376,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
     return REPLACEMENT * (error.end - error.start), error.end
 
 

@@ -22,13 +22,16 @@ READ_BUILD = """
 import runpy, setuptools
 
 def show(**arguments):
-    build = setuptools.Distribution(arguments)
+    build = setuptools.Distribution({"script_name": "elsewhere", **arguments})
     build.parse_config_files()
-    wheel, library = map(build.get_command_obj, ("bdist_wheel", "build_ext"))
+    names = "bdist_wheel", "build_ext", "build_py"
+    wheel, library, modules = map(build.get_command_obj, names)
     wheel.ensure_finalized()
     library.ensure_finalized()
+    modules.ensure_finalized()
     print(*wheel.get_tag())
     print(library.get_ext_filename("quire.kernels.cpu.native._native"))
+    print(*[module for _, module, _ in modules.find_package_modules("quire", ".")])
 
 setuptools.setup = show
 runpy.run_path("setup.py")
@@ -49,12 +52,13 @@ def run(*words: str | Path, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def test_the_build_names_library_and_wheel_without_a_python_version() -> None:
-    tag, library = run(sys.executable, "-c", READ_BUILD, cwd=ROOT).splitlines()[-2:]
+def test_what_the_build_names() -> None:
+    tag, library, modules = run(sys.executable, "-c", READ_BUILD, cwd=ROOT).splitlines()[-3:]
     python, abi, platform = tag.split()
     assert (python, abi) == ("py3", "none")
     assert platform == sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert Path(library) == Path("quire/kernels/cpu/native/_native.so")
+    assert modules.split() == ["__init__", "__main__"]
 
 
 def test_the_native_library_uses_no_python_api() -> None:

@@ -20,7 +20,7 @@ from ... import __version__
 from .http.call import LARGE_BODY, Call, new_request_id, release_memory
 from .http.cross_site import CrossSite, normal_origin
 from .http.errors import ApiError, from_status
-from .http.openapi import description_route
+from .http.openapi import description_routes
 from .http.sse import Json
 from .routes import (
     admin,
@@ -99,7 +99,7 @@ def log_access(scope: Any, status: int, duration_s: float) -> None:
 
 def all_routes(state: ServerState) -> list[Route]:
     routes = [route for family in FAMILIES for route in family.routes(state)]
-    return [*routes, description_route(routes, __version__, state.server_config.root_path)]
+    return [*routes, *description_routes(routes, __version__, state.server_config.root_path)]
 
 
 class App:

@@ -73,6 +73,14 @@ class ServerConfig(Section):
     ssl_keyfile: Annotated[
         str | None, Meta(description="Private key of the certificate, in PEM.")
     ] = None
+    ssl_ca_certs: Annotated[
+        str | None,
+        Meta(description="Authorities that clients' certificates are checked against, in PEM."),
+    ] = None
+    ssl_cert_reqs: Annotated[
+        Literal[0, 1, 2],
+        Meta(description="Client certificates. 0: not asked for; 1: optional; 2: required."),
+    ] = 0
     page: Annotated[
         bool, Meta(description="Serve the page at / that shows the engine at work.")
     ] = True

@@ -76,15 +76,22 @@ def shown_address(config: ServerConfig, listener: socket.socket) -> str:
 def check_certificate(config: ServerConfig) -> None:
     """Raises InvalidParameterError where HTTPS was asked for and cannot be had."""
     if config.ssl_certfile is None:
-        if config.ssl_keyfile is not None:
-            raise InvalidParameterError(
-                "ssl_keyfile", "is the key of ssl_certfile, which must be given too"
-            )
+        for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
+            if getattr(config, name):
+                raise InvalidParameterError(name, "needs ssl_certfile, which must be given too")
         return
+    if config.ssl_cert_reqs and config.ssl_ca_certs is None:
+        raise InvalidParameterError("ssl_cert_reqs", "needs ssl_ca_certs to check them against")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
-            config.ssl_certfile, config.ssl_keyfile
-        )
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except OSError as error:
+        raise InvalidParameterError(
+            "ssl_ca_certs", f"{config.ssl_ca_certs} cannot be used: {error.strerror or error}"
+        ) from None
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
     except OSError as error:  # an SSLError is one
         files = " and ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile)))
         raise InvalidParameterError(
@@ -183,6 +190,8 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=round(config.drain_timeout_s),
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
+                ssl_ca_certs=config.ssl_ca_certs,
+                ssl_cert_reqs=config.ssl_cert_reqs,
             )
         )
         self.state = state

@@ -17,9 +17,9 @@ from ..config import ServerConfig
 from .errors import ApiError
 
 # Everything else asks for a key: /metrics too, which tells how busy the others are (Prometheus has
-# `authorization: credentials:`). The page at / is only a file; what it shows comes from routes that
-# ask.
-OPEN_PATHS = frozenset({"/health", "/health/ready", "/ping"})
+# `authorization: credentials:`). The page at / is only a file, whose contents come from routes that
+# ask; /docs is the same for every server.
+OPEN_PATHS = frozenset({"/health", "/health/ready", "/ping", "/docs"})
 KEY_IN_URL = re.compile(rb"(?i)(^|&)(api[-_]?key|key|token|access_token|authorization)=")
 
 

@@ -18,12 +18,14 @@ from starlette.requests import Request
 
 from ..config import ServerConfig
 from .bodies import Body, decode
+from .content_encoding import decoder
 from .errors import ApiError, invalid
 
 # times max_body_bytes: what the bodies of all requests under way may have together
 MAX_LARGE_BODIES = 16
 LARGE_BODY = 256 * 2**10  # bytes; decoded in a thread
 OVERLOADED_RETRY_S = 5.0
+SMALL_CHUNK = 1024  # compressed bytes, at most 1 MiB decompressed: about a millisecond
 MAX_NAMES = 20  # of fields, in one header
 # what we take as x-request-id from a client: printable ASCII without spaces
 USERS_ID = re.compile(r"[!-~]{1,128}")
@@ -131,6 +133,7 @@ async def _receive(request: Request, config: ServerConfig) -> bytearray:
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > config.max_body_bytes:
         raise too_large
+    decode_chunk = decoder(request.headers.get("content-encoding", ""), config.max_body_bytes)
     body = bytearray()  # not a list of chunks: a dripping client may send one byte in each
     call, meters = call_of(request), request.scope["app"].state.meters
     try:
@@ -144,6 +147,10 @@ async def _receive(request: Request, config: ServerConfig) -> bytearray:
                         code="client_disconnected",
                     )
                 chunk = message.get("body", b"")
+                if decode_chunk is not None and len(chunk) < SMALL_CHUNK:
+                    chunk = decode_chunk.feed(chunk)
+                elif decode_chunk is not None:
+                    chunk = await asyncio.to_thread(decode_chunk.feed, chunk)
                 body += chunk
                 call.num_body_bytes += len(chunk)
                 meters.num_body_bytes += len(chunk)
@@ -157,6 +164,8 @@ async def _receive(request: Request, config: ServerConfig) -> bytearray:
                         retry_after_s=OVERLOADED_RETRY_S,
                     )
                 if not message.get("more_body"):
+                    if decode_chunk is not None:
+                        decode_chunk.end()
                     return body
     except TimeoutError:
         message = f"The body did not arrive within {config.body_timeout_s:g} s."

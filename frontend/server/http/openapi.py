@@ -9,13 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from .reference import HEADERS, reference_page
 from .sse import Json
 
 REFERENCE = "#/components/schemas/{name}"
@@ -80,21 +82,30 @@ def described(
     return note
 
 
-def description_route(routes: list[Route], version: str, root_path: str = "") -> Route:
-    """/openapi.json, which describes `routes`, to be found below `root_path`. Made when it is first
-    asked for.
+def description_routes(routes: list[Route], version: str, root_path: str = "") -> list[Route]:
+    """/openapi.json, which describes `routes`, to be found below `root_path`, and /docs, the same
+    as a page. Made when they are first asked for.
     """
-    made: list[Json] = []
+
+    @cache
+    def document() -> dict[str, Any]:
+        return describe([*routes, *own], version, root_path)
 
     @described()
     async def description(request: Request) -> Response:
         """This description"""
-        if not made:
-            made.append(Json(describe([*routes, route], version, root_path)))
-        return made[0]
+        return Json(document())
 
-    route = Route("/openapi.json", description, methods=["GET"])
-    return route
+    @described()
+    async def docs(request: Request) -> Response:
+        """This description as a page"""
+        return HTMLResponse(reference_page(document()), headers=HEADERS)
+
+    own = [
+        Route("/openapi.json", description, methods=["GET"]),
+        Route("/docs", docs, methods=["GET"]),
+    ]
+    return own
 
 
 def describe(routes: Iterable[Route], version: str, root_path: str = "") -> dict[str, Any]:

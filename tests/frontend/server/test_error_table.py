@@ -1344,6 +1344,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         "expected 'object | null', got 'int'.",
     ),
     ("POST", "/", {}, 405, None, "method_not_allowed", "/ does not take POST"),
+    ("POST", "/docs", {}, 405, None, "method_not_allowed", "/docs does not take POST"),
     ("PUT", "/ping", {}, 405, None, "method_not_allowed", "/ping does not take PUT"),
     ("POST", "/load", {}, 405, None, "method_not_allowed", "/load does not take POST"),
     ("POST", "/version", {}, 405, None, "method_not_allowed", "/version does not take POST"),

@@ -53,6 +53,10 @@ def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
     check_certificate(ServerConfig())
     for fields, parameter in (
         ({"ssl_keyfile": "k"}, "ssl_keyfile"),
+        ({"ssl_ca_certs": "k"}, "ssl_ca_certs"),
+        ({"ssl_cert_reqs": 2}, "ssl_cert_reqs"),
+        ({"ssl_certfile": str(garbage), "ssl_cert_reqs": 2}, "ssl_cert_reqs"),
+        ({"ssl_certfile": str(garbage), "ssl_ca_certs": "/none"}, "ssl_ca_certs"),
         ({"ssl_certfile": "/none"}, "ssl_certfile"),
         ({"ssl_certfile": str(garbage)}, "ssl_certfile"),
     ):

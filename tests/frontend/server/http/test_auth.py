@@ -110,7 +110,7 @@ def test_every_route_but_health_asks_for_a_key() -> None:
         for method in route.methods
         if status_of(app, method, route.path.replace("{", "").replace("}", "")) != 401
     }
-    paths = ("/", "/health", "/health/ready", "/ping")
+    paths = ("/", "/docs", "/health", "/health/ready", "/ping")
     assert open_routes == {(m, path) for m in ("GET", "HEAD") for path in paths} | {
         ("POST", "/ping")
     }

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -36,6 +36,9 @@ from .observation import StepRecords, observe
 from .output_rows import MAX_GAP_S, OutputRows
 from .pause import PauseControl
 from .scheduling.scheduler import ScheduledStep, Scheduler
+
+if TYPE_CHECKING:
+    from ..executor.executor import Executor, PendingOutput
 
 Report = Callable[[str, float], None]
 
@@ -69,7 +72,7 @@ class EngineCore:
     def __init__(
         self,
         config: EngineConfig,
-        executor: Any = None,
+        executor: Executor | None = None,
         report: Report | None = None,
         *,
         epoch: int = 0,
@@ -77,7 +80,6 @@ class EngineCore:
     ):
         """Loads the model and sizes the KV cache, calling `report(stage, fraction)` on the way.
 
-        `executor` has Executor's methods.
         `is_alone`: this process is the engine's own, and runs no other program's code.
         """
         check_config(config)
@@ -92,10 +94,10 @@ class EngineCore:
             if is_alone:
                 lean_import.import_torch(config)
                 give_back = lean_import.give_back
-            from ..executor.executor import Executor
+            from ..executor.executor import make_executor
 
+            executor = make_executor(config)
             report("import", 1.0)
-            executor = Executor(config)
         self.config = config
         self.executor = executor
         try:
@@ -119,7 +121,7 @@ class EngineCore:
             self._step_overlapped if config.scheduler_config.async_scheduling else self._step
         )
         # of the overlapped form
-        self._in_flight: tuple[ScheduledStep, Future[ModelRunnerOutput]] | None = None
+        self._in_flight: tuple[ScheduledStep, PendingOutput] | None = None
         self.ready = Ready(config, num_blocks, kv_cache_bytes, epoch)
         self.log_stats = not config.service_config.disable_log_stats
         self.check_every_step = False  # for tests: post_step runs check_integrity
@@ -264,10 +266,9 @@ class EngineCore:
             here    sch 1 | sch 2, wait 1, rows of 1 | sch 3, wait 2, rows of 2 | …
         """
         step = self._schedule()
-        future = None if step is None else self.executor.submit_model(step.output)
+        submitted = None if step is None else (step, self.executor.submit_model(step.output))
         ran = self._drain()
-        if step is not None:
-            self._in_flight = step, future
+        self._in_flight = submitted
         return self.take_rows(everything=step is None), ran or step is not None
 
     def _drain(self) -> bool:

@@ -20,7 +20,7 @@ from ..ipc.config import EngineConfig, resolved
 from ..ipc.messages import NewRequestData, SchedulerOutput
 from ..ipc.params import SamplingParams
 from ..kernels.cpu.limits import Multiplier, Reader, gemm_flops, read_bandwidth
-from .executor import Executor
+from .single_process import SingleProcessExecutor
 
 # decodes, then readings of as many bytes and products, then decodes: what is compared was found
 # side by side
@@ -73,7 +73,7 @@ class StepTimer:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: SingleProcessExecutor,
         config: EngineConfig,
         vocab_size: int,
         meters: tuple[Reader, Multiplier] | None = None,
@@ -156,7 +156,7 @@ class StepTimer:
 
 def run(job: Job) -> Result:
     """Limits first: nothing else has touched the machine's memory then."""
-    executor = Executor(job.config)
+    executor = SingleProcessExecutor(job.config)
     result = Result(executor.worker.num_threads)
     num_bytes = min(job.weights_bytes, MAX_READ_BYTES)
     if job.measure_limits:

@@ -131,10 +131,11 @@ def imports(tree: ast.Module, name: str) -> Iterator[tuple[str, bool, int]]:
                     (".".join([*base, alias.name]), lazy, child.lineno) for alias in child.names
                 )
             else:
-                yield from walk(
-                    child,
-                    lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)),
+                functions = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
+                is_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == (
+                    "TYPE_CHECKING"
                 )
+                yield from walk(child, lazy or is_for_types or isinstance(child, functions))
 
     return walk(tree, False)
 

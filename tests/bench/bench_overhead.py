@@ -81,9 +81,9 @@ class StubProgram:
 
 
 def make_executor(config: Any) -> Any:
-    from quire.executor.executor import Executor
+    from quire.executor.single_process import SingleProcessExecutor
 
-    class StubExecutor(Executor):
+    class StubExecutor(SingleProcessExecutor):
         def initialize_kv_cache(self, num_blocks: int) -> int:
             num_bytes = super().initialize_kv_cache(num_blocks)
             self.worker.runner.program = StubProgram(

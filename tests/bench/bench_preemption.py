@@ -14,8 +14,8 @@ import statistics
 import time
 
 from quire import LLM, EngineArgs, SamplingParams
-from quire.executor.executor import Executor
 from quire.executor.runner.block_mover import shortest_time
+from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.messages import NewRequestData, SchedulerOutput
 from quire.tests.bench.report import hardware, write_result
 
@@ -39,7 +39,7 @@ def measure_one_request(arguments: dict) -> list[dict]:
     config = EngineArgs(
         max_model_len=1536, max_num_seqs=2, max_num_batched_tokens=2048, swap_space=1.0, **arguments
     ).create_engine_config()
-    executor = Executor(config)
+    executor = SingleProcessExecutor(config)
     executor.load_model(lambda stage, fraction: None)
     executor.initialize_kv_cache(executor.determine_num_blocks())
     executor.initialize_swap_space()

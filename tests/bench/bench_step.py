@@ -21,8 +21,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from quire.executor.executor import Executor
 from quire.executor.program.step_program import OPERATIONS, run_op_by_op
+from quire.executor.single_process import SingleProcessExecutor
 from quire.frontend import bundled_model
 from quire.kernels import registry
 from quire.kernels.cpu.native.library import library
@@ -85,8 +85,10 @@ def time_in_turn(
     }
 
 
-def ways(torchs: Executor, native: Executor, step: tuple[Any, ...]) -> dict[str, Callable[[], Any]]:
-    def op_by_op(executor: Executor) -> Callable[[], Any]:
+def ways(
+    torchs: SingleProcessExecutor, native: SingleProcessExecutor, step: tuple[Any, ...]
+) -> dict[str, Callable[[], Any]]:
+    def op_by_op(executor: SingleProcessExecutor) -> Callable[[], Any]:
         worker = executor.worker
         return lambda: run_op_by_op(
             worker.model,
@@ -104,7 +106,7 @@ def ways(torchs: Executor, native: Executor, step: tuple[Any, ...]) -> dict[str,
     }
 
 
-def time_without_calls(executor: Executor, rounds: int) -> dict[str, float]:
+def time_without_calls(executor: SingleProcessExecutor, rounds: int) -> dict[str, float]:
     program, step = executor.worker.runner.program, make_step(1)
     pointers, program._pointers = program._pointers, (ctypes.c_void_p * 0)()
     try:

@@ -1,4 +1,4 @@
-"""Plays the scheduler for an Executor: whole or chunked prompts, batches of requests, their tokens
+"""Plays the scheduler for an SingleProcessExecutor: whole or chunked prompts, batches of requests, their tokens
 and log-probabilities.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from quire.executor.executor import Executor
+from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.config import EngineConfig, config_fields
 from quire.ipc.messages import (
     Array,
@@ -46,9 +46,11 @@ def make_config(model: str | Path, hf_overrides: dict | None = None, **arguments
     return msgspec.convert(sections, EngineConfig)
 
 
-def start_executor(model: str | Path, hf_overrides: dict | None = None, **arguments) -> Executor:
+def start_executor(
+    model: str | Path, hf_overrides: dict | None = None, **arguments
+) -> SingleProcessExecutor:
     """An executor with its model loaded and its cache made."""
-    executor = Executor(make_config(model, hf_overrides, **arguments))
+    executor = SingleProcessExecutor(make_config(model, hf_overrides, **arguments))
     executor.load_model(lambda stage, fraction: None)
     executor.initialize_kv_cache(executor.determine_num_blocks())
     return executor
@@ -104,7 +106,7 @@ class Driver:
     Blocks are handed out from the top down, never reordered.
     """
 
-    def __init__(self, executor: Executor, num_blocks: int | None = None):
+    def __init__(self, executor: SingleProcessExecutor, num_blocks: int | None = None):
         self.executor = executor
         self.block_size = executor.worker.config.cache_config.block_size
         max_num_seqs = executor.worker.config.scheduler_config.max_num_seqs
@@ -226,7 +228,7 @@ class Driver:
 
 
 def generate(
-    executor: Executor,
+    executor: SingleProcessExecutor,
     prompts: list[list[int]],
     max_tokens: int,
     params: SamplingParams | None = None,

@@ -1,68 +1,52 @@
-"""The executor's interface as the engine core uses it."""
+"""The protocol between the core and whatever runs the model: who implements it, and that the core
+uses nothing else.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
-from quire.executor.executor import Executor
-from quire.ipc.errors import InvalidParameterError
-from quire.tests.executor.driver import generate, make_config, start_executor
+from quire.executor.executor import Executor, make_executor
+from quire.executor.single_process import SingleProcessExecutor
+from quire.tests.executor.driver import make_config
+from quire.tests.fakes import FakeExecutor
+
+CORE = Path(__file__).resolve().parents[2] / "core"
+OFFERED = {name for name in vars(Executor) if not name.startswith("_")}
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_more_ranks_than_one_are_refused(tiny, name):
-    with pytest.raises(
-        InvalidParameterError,
-        match=f"{name}: must be 1: more ranks than one are not supported yet, got 2",
-    ):
-        Executor(make_config(tiny(), **{name: 2}))
+@pytest.mark.parametrize("implementation", [SingleProcessExecutor, FakeExecutor])
+def test_implementations_have_every_method_with_these_parameters(implementation) -> None:
+    for name in OFFERED - {"burst_weights_bytes"}:
+        wanted = inspect.signature(getattr(Executor, name)).parameters.values()
+        offered = inspect.signature(getattr(implementation, name)).parameters.values()
+        assert [p.kind for p in offered] == [p.kind for p in wanted], name
 
 
-def test_life_of_an_executor(tiny):
-    executor = Executor(make_config(tiny("llama"), max_num_seqs=2, max_model_len=64))
-    with pytest.raises(RuntimeError, match="has no model"):
-        executor.check_health()
-    stages = set()
-    executor.load_model(lambda stage, fraction: stages.add(stage))
-    assert stages == {"load weights"}
-    num_blocks = executor.determine_num_blocks()
-    assert executor.initialize_kv_cache(num_blocks) == num_blocks * executor.worker.block_bytes
-    executor.check_health()
-    executor.execute_dummy_batch()
-    (row,) = generate(executor, [[1, 2, 3]], 5)
-    assert len(row.output) == 5
-    executor.shutdown()
-    executor.shutdown()
-    with pytest.raises(RuntimeError, match="has no model"):
-        executor.check_health()
+def test_one_rank_is_the_single_process_executor(tiny) -> None:
+    assert type(make_executor(make_config(tiny()))) is SingleProcessExecutor
 
 
-def test_collective_rpc_asks_every_rank(tiny):
-    executor = start_executor(tiny())
-    [usage] = executor.collective_rpc("memory_usage")
-    assert (
-        usage["kv_cache_bytes"] > 0
-        and usage["weights_bytes"] > 0
-        and usage["resident_bytes"] > usage["weights_bytes"]
-    )
-    assert executor.collective_rpc("execute_dummy_batch") == [None]
+def reached(tree: ast.Module) -> Iterator[str]:
+    """What the code asks of an executor that is no part of the protocol, and every `.worker`."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        owner = ast.unparse(node.value).split(".")[-1]
+        if node.attr in {"worker", "workers"} or (owner == "executor" and node.attr not in OFFERED):
+            yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize(
-    "method", ["no_such_method", "shutdown", "execute_model", "__init__", "model"]
-)
-def test_only_what_the_worker_offers_can_be_called(tiny, method):
-    with pytest.raises(
-        InvalidParameterError, match="method: must be one of check_health, .*, wake_up, got"
-    ):
-        start_executor(tiny()).collective_rpc(method)
+@pytest.mark.parametrize("path", sorted(CORE.rglob("*.py")), ids=lambda path: path.name)
+def test_the_core_uses_the_protocol_alone(path: Path) -> None:
+    assert list(reached(ast.parse(path.read_text()))) == []
 
 
-def test_arguments_must_fit(tiny):
-    with pytest.raises(InvalidParameterError, match=r"args: check_health does not take \[1\]"):
-        start_executor(tiny()).collective_rpc("check_health", 1)
-
-
-def test_two_executors_live_side_by_side(tiny):
-    a, b = start_executor(tiny("qwen2")), start_executor(tiny("qwen3"))
-    alone = [generate(executor, [[5, 6, 7]], 6)[0].output for executor in (a, b)]
-    assert [generate(executor, [[5, 6, 7]], 6)[0].output for executor in (b, a)] == alone[::-1]
+def test_what_the_core_must_not_do_is_found() -> None:
+    for bad in ("self.executor.worker.model", "core.executor.runner", "x.worker", "executor.model"):
+        assert list(reached(ast.parse(bad))), bad
+    assert list(reached(ast.parse("self.executor.execute_model(step)"))) == []

@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 from quire.executor import device as devices
-from quire.executor.executor import Executor
+from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.errors import ModelLoadError
 from quire.tests.executor.driver import generate, start_executor
 
@@ -18,7 +18,7 @@ PROMPTS = [[1, 2, 3], list(range(5, 45))]
 MIB = 2**20
 
 
-def outputs(executor: Executor) -> list[list[int]]:
+def outputs(executor: SingleProcessExecutor) -> list[list[int]]:
     return [row.output for row in generate(executor, PROMPTS, 12)]
 
 

@@ -10,10 +10,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from quire.executor.executor import Executor
 from quire.executor.models.layers import RMSNorm
 from quire.executor.models.qwen2 import Qwen2ForCausalLM
 from quire.executor.program.step_program import OPERATIONS
+from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.params import SamplingParams
 from quire.kernels import registry
 from quire.tests.executor.driver import Row, generate, greedy, start_executor
@@ -43,7 +43,7 @@ def said(caplog):
     ]
 
 
-def run_randomly(executor: Executor, seed: int) -> list[Row]:
+def run_randomly(executor: SingleProcessExecutor, seed: int) -> list[Row]:
     """Greedy and drawn requests with log-probabilities of prompt and output, their prompts cut at
     random places.
     """
@@ -146,7 +146,7 @@ def test_a_step_beyond_the_limits_is_refused(tiny):
 # ------------------------------------------------------------ operation by operation
 
 
-def outputs(executor: Executor) -> list[list[int]]:
+def outputs(executor: SingleProcessExecutor) -> list[list[int]]:
     return [row.output for row in generate(executor, PROMPTS, 8, greedy())]
 
 

@@ -8,9 +8,9 @@ import random
 
 import pytest
 import torch
-from quire.executor.executor import Executor
 from quire.executor.runner.bursts import Bursts
 from quire.executor.sampling.sampler import NOT_FINITE
+from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.messages import ModelRunnerOutput, SchedulerOutput
 from quire.ipc.params import SamplingParams
 from quire.kernels import registry
@@ -48,7 +48,7 @@ def random_prompts(chance: random.Random, count: int) -> list[list[int]]:
 
 
 def look_ahead(
-    executor: Executor,
+    executor: SingleProcessExecutor,
     prompts: list[list[int]],
     params: list[SamplingParams],
     max_tokens: int,

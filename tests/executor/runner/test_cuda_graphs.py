@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from quire.executor.executor import Executor
 from quire.executor.runner.cuda_graphs import GraphedStep, graph_sizes
+from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.params import SamplingParams
 from quire.kernels.ops import AttentionMetadata
 from quire.tests.executor.driver import Driver, Row, generate, start_executor
@@ -20,17 +20,17 @@ from quire.tests.executor.on_device import FakeCapture, give_graphs
 MAX_NUM_SEQS = 13
 
 
-def started(tiny, dtype: str = "float32", **arguments) -> Executor:
+def started(tiny, dtype: str = "float32", **arguments) -> SingleProcessExecutor:
     return start_executor(
         tiny("qwen3"), dtype=dtype, max_num_seqs=MAX_NUM_SEQS, max_model_len=128, **arguments
     )
 
 
-def with_graphs(executor: Executor) -> FakeCapture:
+def with_graphs(executor: SingleProcessExecutor) -> FakeCapture:
     return give_graphs(executor.worker)
 
 
-def run_randomly(executor: Executor, seed: int) -> list[Row]:
+def run_randomly(executor: SingleProcessExecutor, seed: int) -> list[Row]:
     chance = random.Random(seed)
     prompts = [
         [chance.randrange(300) for _ in range(chance.choice((1, 3, 16, 40, 70)))]

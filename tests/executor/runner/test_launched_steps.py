@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quire.executor.executor import Executor
 from quire.executor.runner.input_batch import NOT_KNOWN
 from quire.executor.runner.launched_steps import PendingStep
 from quire.executor.sampling.sampler import NOT_FINITE
+from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.ipc.params import SamplingParams
 from quire.tests.executor.driver import Driver, generate, greedy, start_executor
@@ -23,7 +23,7 @@ NUM_BLOCKS = 6  # of each slot: slot s has 1 + NUM_BLOCKS * s and those behind
 class Steps:
     """Submits steps as the core does when it overlaps, without waiting for one before the next."""
 
-    def __init__(self, executor: Executor):
+    def __init__(self, executor: SingleProcessExecutor):
         self.executor = executor
         self.pending: list = []
 
@@ -69,7 +69,7 @@ def copies() -> LateCopies:
 
 
 @pytest.fixture(params=["eager", "graphs"])
-def executor(tiny, copies, request) -> Executor:
+def executor(tiny, copies, request) -> SingleProcessExecutor:
     executor = start_executor(tiny("qwen2"), max_num_seqs=5)
     executor.worker.runner.keep_state_on_device(copies)
     copies.forget()
@@ -79,11 +79,13 @@ def executor(tiny, copies, request) -> Executor:
 
 
 @pytest.fixture(scope="module")
-def plain(tiny) -> Executor:
+def plain(tiny) -> SingleProcessExecutor:
     return start_executor(tiny("qwen2"), max_num_seqs=5)
 
 
-def alone(plain: Executor, prompt: list[int], params: SamplingParams, count: int) -> list[int]:
+def alone(
+    plain: SingleProcessExecutor, prompt: list[int], params: SamplingParams, count: int
+) -> list[int]:
     return generate(plain, [prompt], count, params)[0].output
 
 
@@ -209,7 +211,7 @@ def test_a_row_that_needs_the_host_makes_a_plain_step(executor, plain, copies, w
     assert bool(steps.pending[2].result().prompt_logprobs) == ("prompt_logprobs" in wish)
 
 
-def poison(executor: Executor, monkeypatch, passes: set[int], row: int) -> None:
+def poison(executor: SingleProcessExecutor, monkeypatch, passes: set[int], row: int) -> None:
     """In these passes of the model, counted from now, the logits of `row` are not numbers."""
     logits, count = executor.worker.model.compute_logits, iter(range(99))
 

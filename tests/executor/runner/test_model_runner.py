@@ -8,8 +8,8 @@ import random
 
 import pytest
 import torch
-from quire.executor.executor import Executor
 from quire.executor.runner.model_runner import insert_forced
+from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.messages import SchedulerOutput
 from quire.ipc.params import SamplingParams
 from quire.tests.executor.driver import Driver, generate, greedy, start_executor
@@ -18,7 +18,7 @@ NAN_TOKEN = 311  # in no prompt, and in no output of these tests
 
 
 @pytest.fixture(scope="module")
-def executor(tiny) -> Executor:
+def executor(tiny) -> SingleProcessExecutor:
     return start_executor(tiny("qwen2"), max_model_len=512, max_num_seqs=8)
 
 
@@ -259,7 +259,7 @@ def test_dummy_batch_changes_nothing(executor):
 
 
 @pytest.fixture(scope="module")
-def poisoned(tiny) -> Executor:
+def poisoned(tiny) -> SingleProcessExecutor:
     """A model whose embedding of NAN_TOKEN is NaN: whoever has that token has NaN in hidden states,
     keys, values and logits.
     """

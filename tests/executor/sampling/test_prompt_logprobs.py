@@ -9,9 +9,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from quire.executor.executor import Executor
 from quire.executor.sampling import prompt_logprobs
 from quire.executor.sampling.prompt_logprobs import PromptScorer
+from quire.executor.single_process import SingleProcessExecutor
 from quire.tests.executor.driver import Driver, Row, generate, greedy, start_executor
 from quire.tests.tiny_models import VOCAB_SIZE
 
@@ -19,7 +19,7 @@ PROMPTS = [random.Random(n).choices(range(256), k=n) for n in (1, 2, 17, 60)]
 
 
 @pytest.fixture(scope="module")
-def executor(tiny) -> Executor:
+def executor(tiny) -> SingleProcessExecutor:
     return start_executor(tiny("qwen2"))
 
 

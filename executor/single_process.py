@@ -1,0 +1,137 @@
+"""An executor with one rank, in the engine's own process.
+
+Must not know: the scheduler, requests, what a worker does inside.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from ..ipc.config import EngineConfig
+from ..ipc.errors import InvalidParameterError
+from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
+from ..ipc.params import StructuredOutputsParams
+from .executor import PendingOutput
+from .worker import Worker
+
+
+class SingleProcessExecutor:
+    """Implements Executor (executor/executor.py)."""
+
+    def __init__(self, config: EngineConfig):
+        """`config` is resolved.
+
+        Raises InvalidParameterError for what one rank on this device cannot do.
+        """
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            size = getattr(config.device_config, name)
+            if size > 1:
+                raise InvalidParameterError(
+                    name, f"must be 1: more ranks than one are not supported yet, got {size}"
+                )
+        self.worker = Worker(config)
+        self._thread: ThreadPoolExecutor | None = None  # made with the first overlapped step
+
+    def load_model(self, report: Callable[[str, float], None]) -> None:
+        """Loads the weights; calls report(stage, fraction) as it goes. Raises ModelLoadError."""
+        self.worker.load_model(report)
+
+    def determine_num_blocks(self) -> int:
+        """KV-cache blocks that memory and configuration allow, the null block included.
+
+        Raises InvalidParameterError when too few.
+        """
+        return self.worker.determine_num_blocks()
+
+    def initialize_kv_cache(self, num_blocks: int) -> int:
+        """Allocates the cache; returns its size in bytes."""
+        return self.worker.initialize_kv_cache(num_blocks)
+
+    def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
+        """Sets host memory aside for preempted requests.
+
+        Returns how many KV-cache blocks it holds, and what bringing a request back costs.
+        """
+        return self.worker.initialize_swap_space()
+
+    @property
+    def burst_weights_bytes(self) -> int:
+        """Bytes of weights that a decoding step reads where the worker does several such steps in
+        one call; 0 where it does not.
+        """
+        return self.worker.burst_weights_bytes
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """One step.
+
+        A failure of one request is a row in `errors`; an exception is the whole engine's.
+        """
+        return self.worker.execute_model(scheduler_output)
+
+    def check_grammar(self, params: StructuredOutputsParams) -> Future[None]:
+        """Done when structured output can begin: the grammar is sound and compiled.
+
+        Its exception is the InvalidParameterError of one that
+        is not. Never blocks; the answer takes at most some seconds, mostly milliseconds.
+        """
+        grammars = self.worker.grammars
+        if grammars is None:
+            raise RuntimeError("the executor has no model: it was not loaded, or it was shut down")
+        return grammars.check(params)
+
+    def submit_model(self, scheduler_output: SchedulerOutput) -> PendingOutput:
+        """One step, begun: the caller schedules and submits the next one meanwhile, and then asks
+        for the `result()`. Steps run in the order they were given. On a GPU the step is launched
+        here and now, which takes less than to hand it to a thread; on a CPU a thread computes it.
+        """
+        if self.worker.launches:
+            return self._launch(scheduler_output)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-executor")
+        return self._thread.submit(self.worker.execute_model, scheduler_output)
+
+    def _launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
+        try:
+            return self.worker.launch_model(scheduler_output)
+        except Exception as error:
+            # of this step: the rows of the one before are to be delivered first
+            failed: Future[ModelRunnerOutput] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def execute_dummy_batch(self) -> None:
+        """A forward pass that changes nothing: to warm up, and to keep step with other engines."""
+        self.worker.execute_dummy_batch()
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Calls a worker's method, one of Worker.CALLABLE, on every rank; the results in rank
+        order. Raises InvalidParameterError.
+        """
+        if method not in Worker.CALLABLE:
+            raise InvalidParameterError(
+                "method", f"must be one of {', '.join(sorted(Worker.CALLABLE))}, got {method!r}"
+            )
+        try:
+            inspect.signature(getattr(Worker, method)).bind(self.worker, *args)
+        except TypeError as error:
+            raise InvalidParameterError(
+                "args", f"{method} does not take {list(args)!r}: {error}"
+            ) from None
+        return [getattr(self.worker, method)(*args)]
+
+    def check_health(self) -> None:
+        """Raises RuntimeError when a rank can no longer run steps.
+
+        The one rank lives in this process: it is well until shut down.
+        """
+        self.worker.check_health()
+
+    def shutdown(self) -> None:
+        """Frees model and cache, when the step in flight has run. May be called twice."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+        self.worker.shutdown()

@@ -35,7 +35,7 @@ from .generation import Job, check_context, check_room, run
 from .http.call import Call
 from .http.errors import invalid
 from .state import ServerState
-from .tokenizing import LONG_TEXT, tokenize_all
+from .tokenizing import LONG_TEXT, check_num_characters, tokenize_all
 from .usage import Usage
 
 # processor time that a chat template may take on the event loop
@@ -135,7 +135,7 @@ async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> ChatRu
     """
     format, params = state.answer_format, turn.params
     text, token_ids = await render_turn(
-        state, turn, must_fit=turn.params.truncate_prompt_tokens is None
+        state, call, turn, must_fit=turn.params.truncate_prompt_tokens is None
     )
     if not format.skip_special_tokens:
         params = msgspec.structs.replace(params, skip_special_tokens=False)
@@ -193,10 +193,12 @@ def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 async def render_turn(
-    state: ServerState, turn: ChatTurn, *, must_fit: bool = False
+    state: ServerState, call: Call, turn: ChatTurn, *, must_fit: bool = False
 ) -> tuple[str, list[int]]:
-    """The prompt of a turn as text and as token ids, however long; with `must_fit` what is far too
-    long is refused before it is tokenized.
+    """The prompt of a turn as text and as token ids.
+
+    Raises ApiError, 400: with `must_fit` for what exceeds the model's context for certain, else for
+    what exceeds the limit of tokenizing.py.
     """
     tokenizer = state.ready_engine().tokenizer
     if tokenizer is None:
@@ -221,12 +223,19 @@ async def render_turn(
         for m in turn.messages
         if isinstance(m, dict) and isinstance(m.get("content"), str)
     )
+    if not must_fit:
+        check_num_characters(num_characters, turn.names["prompt"], state.max_model_len)
     is_long = num_characters + 100 * (len(turn.messages) + len(turn.tools or ())) >= LONG_TEXT
     text = None if is_long else _render_at_once(render)
     if text is None:
         text = await asyncio.to_thread(render)
     [token_ids] = await tokenize_all(
-        state, [text], add_special_tokens=False, param=turn.names["prompt"] if must_fit else None
+        state,
+        call,
+        [text],
+        add_special_tokens=False,
+        param=turn.names["prompt"],
+        must_fit=must_fit,
     )
     return text, token_ids
 

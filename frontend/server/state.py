@@ -7,6 +7,7 @@ Must not know: HTTP beyond the refusals that it raises.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from .meters import Meters
 from .request_log import RequestLog
 
 logger = logging.getLogger(__name__)
+NUM_TOKENIZER_THREADS = 2
 SHUTDOWN_RETRY_S = 5.0  # until whatever takes over is there
 
 # Where each stage of loading begins and ends, as shares of the whole; measured on small and large
@@ -87,6 +89,10 @@ class ServerState:
         self.template_text = ""  # the Jinja source of the chat template, "" if the model has none
         self.system_fingerprint = ""
         self.admission: Admission | None = None  # with the engine
+        # who may use the threads of tokenizing.py: the keys in turn
+        self.tokenizing = Admission(
+            NUM_TOKENIZER_THREADS, server_config.max_queued_requests, sys.maxsize
+        )
         self.meters = Meters()
         self.keys = Keys(server_config)
         self.running_ids: set[str] = set()  # of the engine's requests, those that wait included

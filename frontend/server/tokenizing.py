@@ -1,74 +1,132 @@
 """Texts to token ids beside everything else that the server does: short ones at once, long ones in
-threads of their own, two at a time.
+threads of their own.
 
 Must not know: whose text it is.
 
-The tokenizer lets go of the interpreter (encode_batch does), but takes up to 170 bytes for each
-character: two threads bound the memory, what cannot fit in the context is refused by its length
-where that is certain, and after a very long text the memory goes back to the system.
+The tokenizer releases the interpreter's lock (encode_batch does), but takes up to 170 bytes for each
+character, and a second for a million of them. So there are two threads, keys take turns for them,
+texts that cannot fit in the context are refused by their length where that is certain, and texts
+that need not fit have a limit of their own. A request whose client has left gives up its turns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import unicodedata
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from ..text.token_bounds import composes
 from ..text.tokenizer import Tokenizer
-from .http.call import release_memory
+from .admission import Admission
+from .http.call import Call, release_memory
 from .http.errors import ApiError, invalid
-from .state import ServerState
+from .state import NUM_TOKENIZER_THREADS, ServerState
+
+Result = TypeVar("Result")
 
 # characters; the tokenizer takes milliseconds for more, which other requests should not wait for
 LONG_TEXT = 20_000
+SLICE = 500_000  # characters of short texts that are tokenized in one turn
 HUGE_TEXT = 1_000_000  # characters whose memory is worth giving back
-THREADS = ThreadPoolExecutor(2, "quire tokenize")  # none is started before it is needed
+# A text that need not fit in the context may have so many characters for each token that does.
+CHARACTERS_PER_TOKEN = 16
+# none is started before it is needed
+THREADS = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, "quire tokenize")
 
 
 async def tokenize_all(
     state: ServerState,
+    call: Call,
     texts: list[str],
     *,
+    param: str,
+    must_fit: bool,
     add_special_tokens: bool = True,
-    param: str | None = None,
 ) -> list[list[int]]:
-    """`param`: the field of the body that a text is refused under, where it cannot fit in the
-    model's context; None: any length will do.
+    """Token ids of each text.
+
+    Raises ApiError, 400, naming `param` for a text that with `must_fit` exceeds the model's context
+    for certain, or exceeds `max_characters`; 429 when too many requests wait for their turn.
     """
     tokenizer = state.ready_engine().tokenizer
     if tokenizer is None:
         raise no_tokenizer()
-    num_characters = sum(map(len, texts))
-    if num_characters < LONG_TEXT:
+    if sum(map(len, texts)) < LONG_TEXT:
         return [tokenizer.encode(text, add_special_tokens) for text in texts]
     most = state.max_model_len
-    return await asyncio.get_running_loop().run_in_executor(
-        THREADS, _encode, tokenizer, texts, add_special_tokens, param, most, num_characters
-    )
+
+    def encode(slice_of_texts: list[str]) -> list[list[int]]:
+        for text in slice_of_texts:
+            if must_fit and tokenizer.max_token_length is not None:
+                check_length(tokenizer, text, param, most)
+        try:
+            # also of one: `encode` keeps the interpreter to itself
+            return tokenizer.encode_batch(slice_of_texts, add_special_tokens)
+        finally:
+            if sum(map(len, slice_of_texts)) > HUGE_TEXT:
+                release_memory()
+
+    if not must_fit or tokenizer.max_token_length is None:
+        for text in texts:
+            check_num_characters(len(text), param, most)
+    found: list[list[int]] = []
+    for some in slices(texts):
+        found += await in_turn(state.tokenizing, call, lambda some=some: encode(some))
+    return found
+
+
+def slices(texts: list[str]) -> Iterator[list[str]]:
+    """All texts in order, in lists of at most SLICE characters or of one text."""
+    some: list[str] = []
+    for text in texts:
+        if some and sum(map(len, some)) + len(text) > SLICE:
+            yield some
+            some = []
+        some.append(text)
+    yield some
+
+
+async def in_turn(turns: Admission, call: Call, work: Callable[[], Result]) -> Result:
+    """The result of `work`, in a thread, when it is this key's turn.
+
+    A thread cannot be stopped: when the caller is cancelled its place is free once `work` has ended.
+    """
+    slot = turns.slot(call.tenant, id(call))
+    await slot.__aenter__()
+    try:
+        running = asyncio.get_running_loop().run_in_executor(THREADS, work)
+    except BaseException:
+        turns.leave(slot)
+        raise
+
+    def ended(done: asyncio.Future) -> None:
+        turns.leave(slot)
+        if not done.cancelled():
+            done.exception()  # has been seen, also where nobody waits any more
+
+    running.add_done_callback(ended)
+    return await asyncio.shield(running)
 
 
 def no_tokenizer() -> ApiError:
     return invalid("prompt", "This model has no tokenizer here: prompts must be token ids.")
 
 
-def _encode(
-    tokenizer: Tokenizer,
-    texts: list[str],
-    add_special_tokens: bool,
-    param: str | None,
-    max_model_len: int,
-    num_characters: int,
-) -> list[list[int]]:
-    if param is not None:
-        for text in texts:
-            check_length(tokenizer, text, param, max_model_len)
-    try:
-        # also of one: `encode` keeps the interpreter to itself
-        return tokenizer.encode_batch(texts, add_special_tokens)
-    finally:
-        if num_characters > HUGE_TEXT:
-            release_memory()
+def max_characters(max_model_len: int) -> int:
+    return max(HUGE_TEXT, CHARACTERS_PER_TOKEN * max_model_len)
+
+
+def check_num_characters(num_characters: int, param: str, max_model_len: int) -> None:
+    """Raises ApiError for a text that nobody should have to wait for."""
+    most = max_characters(max_model_len)
+    if num_characters > most:
+        raise invalid(
+            param,
+            f"'{param}' must have at most {most} characters, got {num_characters}.",
+            "string_above_max_length",
+        )
 
 
 def check_length(tokenizer: Tokenizer, text: str, param: str, max_model_len: int) -> None:

@@ -320,7 +320,9 @@ async def _prepare_raw(
     state: ServerState, call: Call, prompt: str, params: SamplingParams, request_id: str
 ) -> ChatRun:
     """Without a template: the prompt as it is, the answer as it comes."""
-    [token_ids] = await tokenize_all(state, [prompt], param=GENERATE_NAMES["prompt"])
+    [token_ids] = await tokenize_all(
+        state, call, [prompt], param=GENERATE_NAMES["prompt"], must_fit=True
+    )
     check_context(state, token_ids, params, GENERATE_NAMES)
     return ChatRun(
         state,

@@ -92,7 +92,7 @@ async def prepare(state: ServerState, call: Call, body: CompletionBody) -> Compl
     jobs = []
     must_fit = params.truncate_prompt_tokens is None
     for index, token_ids in enumerate(
-        await _tokenized(state, prompts, body.add_special_tokens is not False, must_fit)
+        await _tokenized(state, call, prompts, body.add_special_tokens is not False, must_fit)
     ):
         check_context(state, token_ids, params, names)
         if must_fit:
@@ -157,7 +157,11 @@ def _prompts(prompt: Any, most: int) -> list[str | list[int]]:
 
 
 async def _tokenized(
-    state: ServerState, prompts: list[str | list[int]], adds_special_tokens: bool, must_fit: bool
+    state: ServerState,
+    call: Call,
+    prompts: list[str | list[int]],
+    adds_special_tokens: bool,
+    must_fit: bool,
 ) -> list[list[int]]:
     """Of the texts among them; `must_fit`: what is far too long for the context is refused before
     it is tokenized.
@@ -166,7 +170,12 @@ async def _tokenized(
     if not texts:
         return prompts
     encoded = await tokenize_all(
-        state, texts, add_special_tokens=adds_special_tokens, param="prompt" if must_fit else None
+        state,
+        call,
+        texts,
+        add_special_tokens=adds_special_tokens,
+        param="prompt",
+        must_fit=must_fit,
     )
     of_texts = iter(encoded)
     return [next(of_texts) if isinstance(prompt, str) else prompt for prompt in prompts]

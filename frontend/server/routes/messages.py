@@ -51,7 +51,7 @@ def routes(state: ServerState) -> list[Route]:
         state.check_model(body.model)
         with named(NAMES):
             _, token_ids = await render_turn(
-                state, turn_of(state, call, body, f"msg_{call.suffix}")
+                state, call, turn_of(state, call, body, f"msg_{call.suffix}")
             )
         return Json({"input_tokens": len(token_ids)})
 

@@ -85,9 +85,8 @@ class ResponsesApi:
         check_body(body)
         items, num_earlier = self._conversation(call, body)
         with named(NAMES):
-            _, token_ids = await render_turn(
-                self._state, turn_of(self._state, call, body, new_response_id(), items, num_earlier)
-            )
+            turn = turn_of(self._state, call, body, new_response_id(), items, num_earlier)
+            _, token_ids = await render_turn(self._state, call, turn)
         return Json({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
     def _conversation(self, call: Call, body: ResponsesBody) -> tuple[list[Item], int]:

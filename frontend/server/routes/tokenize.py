@@ -159,7 +159,12 @@ async def _token_ids(state: ServerState, call: Call, body: TokenizeBody) -> list
         )
     if body.prompt is not None:
         [token_ids] = await tokenize_all(
-            state, [body.prompt], add_special_tokens=body.add_special_tokens is not False
+            state,
+            call,
+            [body.prompt],
+            add_special_tokens=body.add_special_tokens is not False,
+            param="prompt",
+            must_fit=False,
         )
         return token_ids
     tools, _ = checked_tools(body.tools, None)
@@ -175,5 +180,8 @@ async def _token_ids(state: ServerState, call: Call, body: TokenizeBody) -> list
         else body.add_generation_prompt,
         continue_final_message=continues,
     )
-    text, token_ids = await render_turn(state, turn)
-    return (await tokenize_all(state, [text]))[0] if body.add_special_tokens else token_ids
+    text, token_ids = await render_turn(state, call, turn)
+    if not body.add_special_tokens:
+        return token_ids
+    [token_ids] = await tokenize_all(state, call, [text], param="messages", must_fit=False)
+    return token_ids

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 # What a slow client begins with, and what it drips then, a byte at a time; None: nothing ever.
 SLOW = {
     "silent": (b"", None),

@@ -5,6 +5,7 @@ answers others meanwhile.
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx2 as httpx
+import psutil
 import pytest
 from quire.tests.fake_engine import wait_until
+from quire.tests.frontend.server.conftest import running_server
 
 # of the longest gap to that of an idle server: without the limits it is 500 and more
 MAX_RATIO = 100
@@ -73,6 +76,17 @@ CORPUS = {
         {"max_tokens": 1, "messages": [ITEM] * 100_000},
     ),
     "ollama": lambda: ("messages", "/api/chat", {"model": "bundled", "messages": [ITEM] * 100_000}),
+    "tokenize": lambda: ("prompt", "/tokenize", {"prompt": "word " * 1_000_000}),
+    "tokenize, messages": lambda: (
+        "messages",
+        "/tokenize",
+        {"messages": [{"role": "user", "content": "word " * 1_000_000}]},
+    ),
+    "count tokens": lambda: (
+        "messages",
+        "/v1/messages/count_tokens",
+        {"messages": [{"role": "user", "content": "word " * 1_000_000}]},
+    ),
     "detokenize": lambda: ("tokens", "/detokenize", {"tokens": [1] * 3_000_000}),
 }
 # Just within the limits.
@@ -155,3 +169,45 @@ def test_what_is_within_the_limits_is_answered(server, idle_gap_s, name) -> None
     print(f"\n{name}: {max(took) / idle_gap_s:.1f} times the idle gap, {1000 * max(took):.0f} ms")
     assert answer.status_code == 200, answer.text[:300]
     assert max(took) < MAX_RATIO * idle_gap_s
+
+
+def abandon(port: int, text: str) -> None:
+    """Asks for the tokens of a text with the key "a", and leaves."""
+    body = json.dumps({"prompt": text}).encode()
+    head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer a\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        try:
+            connection.sendall(head.encode() + body)
+        except OSError:
+            pass  # refused before it was sent
+
+
+def test_abandoned_texts_take_neither_memory_nor_turns_nor_keep_the_server() -> None:
+    """Six texts of 30 MB, and six as long as they may be."""
+    with running_server("--api-key", "a", "--api-key", "b", "--no-access-log") as server:
+        process = psutil.Process(server.process.pid)
+
+        def took_s() -> float:
+            began = time.perf_counter()
+            answer = server.post(
+                "/tokenize",
+                json={"prompt": "word " * 40_000},
+                headers={"Authorization": "Bearer b"},
+            )
+            assert answer.status_code == 200, answer.text
+            return time.perf_counter() - began
+
+        peace_s, memory = max(took_s() for _ in range(3)), process.memory_info().rss
+        for text in ["word " * 6_000_000] * 6 + ["word " * 200_000] * 6:
+            abandon(server.base_url.port, text)
+        war_s, most_memory = took_s(), process.memory_info().rss
+        print(
+            f"\n{1000 * peace_s:.0f} ms for the other key in peace, {1000 * war_s:.0f} ms beside "
+            f"twelve abandoned texts; {(most_memory - memory) / 2**20:.0f} MiB more"
+        )
+        assert war_s < 40 * peace_s
+        assert most_memory - memory < 2**30
+        abandon(server.base_url.port, "word " * 200_000)
+        server.process.terminate()
+        assert server.process.wait(timeout=20) == 0  # draining may take 30 s

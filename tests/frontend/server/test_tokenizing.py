@@ -1,15 +1,28 @@
-"""Tokenizing beside the loop: short and long texts alike, what is refused unread, and that the loop
-goes on meanwhile.
+"""Tokenizing beside the loop: short and long texts alike, what is refused unread, that keys take
+turns, and what becomes of texts that nobody waits for any more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
+from quire.frontend.server.admission import Admission
+from quire.frontend.server.http.call import Call
 from quire.frontend.server.http.errors import ApiError
-from quire.frontend.server.tokenizing import LONG_TEXT, check_length, tokenize_all
+from quire.frontend.server.state import NUM_TOKENIZER_THREADS
+from quire.frontend.server.tokenizing import (
+    HUGE_TEXT,
+    LONG_TEXT,
+    SLICE,
+    check_length,
+    in_turn,
+    max_characters,
+    slices,
+    tokenize_all,
+)
 from quire.tests.frontend.tiny_tokenizers import tiny_tokenizer
 from tokenizers import normalizers
 
@@ -18,20 +31,42 @@ def state(max_model_len: int = 10**9, tokenizer=None) -> SimpleNamespace:
     return SimpleNamespace(
         ready_engine=lambda: SimpleNamespace(tokenizer=tokenizer or tiny_tokenizer()),
         max_model_len=max_model_len,
+        tokenizing=Admission(NUM_TOKENIZER_THREADS, 100, 10**9),
     )
+
+
+def call_of(key: str = "") -> Call:
+    return Call("req-1", 0.0, None, tenant=key)
+
+
+async def tokenized(where: SimpleNamespace, texts: list[str], must_fit: bool = False) -> list:
+    return await tokenize_all(where, call_of(), texts, param="messages", must_fit=must_fit)
 
 
 def test_however_long_the_ids_are_the_same() -> None:
     long = "the cat sat on it. " * (2 * LONG_TEXT // 19)
-    for texts in (["the cat"], ["the cat", "sat"], [long], [long, "the cat"]):
-        assert asyncio.run(tokenize_all(state(), texts)) == [
+    for texts in (["the cat"], ["the cat", "sat"], [long], [long, "the cat"], [long] * 30):
+        assert asyncio.run(tokenized(state(), texts)) == [
             tiny_tokenizer().encode(text) for text in texts
         ]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([1], [[1]]),
+        ([SLICE, 1], [[SLICE], [1]]),
+        ([1, SLICE - 1, 1, 1], [[1, SLICE - 1], [1, 1]]),
+        ([1, 3 * SLICE, 1], [[1], [3 * SLICE], [1]]),
+    ],
+)
+def test_slices(lengths: list[int], expected: list[list[int]]) -> None:
+    assert [[len(t) for t in some] for some in slices(["x" * n for n in lengths])] == expected
+
+
 def test_the_loop_goes_on_meanwhile() -> None:
     async def run() -> int:
-        reading = asyncio.ensure_future(tokenize_all(state(), ["the cat sat on it. " * 50_000]))
+        reading = asyncio.ensure_future(tokenized(state(), ["the cat sat on it. " * 50_000]))
         num_turns = 0
         while not reading.done():
             await asyncio.sleep(0.001)
@@ -44,11 +79,23 @@ def test_the_loop_goes_on_meanwhile() -> None:
 def test_what_is_far_too_long_is_refused_unread() -> None:
     longest = tiny_tokenizer().max_token_length
     with pytest.raises(ApiError) as caught:
-        asyncio.run(tokenize_all(state(64), ["x" * 30_000_000], param="messages"))
+        asyncio.run(tokenized(state(64), ["x" * 30_000_000], must_fit=True))
     error = caught.value
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "messages")
     assert f"at least {-(-30_000_000 // longest)} tokens" in error.message
     check_length(tiny_tokenizer(), "x" * longest * 64, "prompt", 64)  # as long as could just be
+
+
+def test_what_need_not_fit_has_a_limit_too() -> None:
+    most = max_characters(64)
+    assert (most, max_characters(10**6)) == (HUGE_TEXT, 16 * 10**6)
+    unbounded = SimpleNamespace(max_token_length=None)
+    for tokenizer, must_fit in ((None, False), (unbounded, True)):
+        with pytest.raises(ApiError) as caught:
+            asyncio.run(tokenized(state(64, tokenizer), ["x" * (most + 1)], must_fit))
+        error = caught.value
+        assert (error.status, error.code) == (400, "string_above_max_length")
+        assert error.param == "messages" and f"at most {most} characters" in error.message
 
 
 def test_decomposed_text_gets_the_benefit_of_the_doubt() -> None:
@@ -64,4 +111,57 @@ def test_without_a_bound_or_a_tokenizer() -> None:
     check_length(SimpleNamespace(max_token_length=None), "x" * 10_000, "prompt", 10)
     no_tokenizer = SimpleNamespace(ready_engine=lambda: SimpleNamespace(tokenizer=None))
     with pytest.raises(ApiError, match="token ids"):
-        asyncio.run(tokenize_all(no_tokenizer, ["the"]))
+        asyncio.run(tokenized(no_tokenizer, ["the"]))
+
+
+def test_keys_take_turns() -> None:
+    """One key has much to do; another's work is next when a thread is free."""
+
+    async def run() -> list[str]:
+        turns, order, may_go_on = Admission(1, 100, 10**9), [], threading.Event()
+
+        def work(name: str) -> None:
+            order.append(name)
+            may_go_on.wait(10)
+
+        tasks = [
+            asyncio.create_task(in_turn(turns, call_of("a"), lambda i=i: work(f"a{i}")))
+            for i in range(5)
+        ]
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(in_turn(turns, call_of("b"), lambda: work("b"))))
+        await asyncio.sleep(0)
+        may_go_on.set()
+        await asyncio.gather(*tasks)
+        return order
+
+    assert asyncio.run(run()) == ["a0", "a1", "b", "a2", "a3", "a4"]
+
+
+def test_who_leaves_gives_up_the_turn_and_keeps_no_place() -> None:
+    async def run() -> list[str]:
+        turns, order, may_go_on = Admission(1, 100, 10**9), [], threading.Event()
+
+        def work(name: str) -> None:
+            order.append(name)
+            assert may_go_on.wait(10)
+            raise ValueError("nobody asks")
+
+        running = asyncio.create_task(in_turn(turns, call_of(), lambda: work("running")))
+        waiting = asyncio.create_task(in_turn(turns, call_of(), lambda: work("waiting")))
+        await asyncio.sleep(0)
+        for task in (running, waiting):
+            task.cancel()
+        gone = await asyncio.gather(running, waiting, return_exceptions=True)
+        assert [type(error) for error in gone] == [asyncio.CancelledError] * 2
+        # its thread works on, so the place is not free
+        assert (turns.num_running, turns.num_waiting) == (1, 0)
+        last = asyncio.create_task(in_turn(turns, call_of(), lambda: order.append("last")))
+        await asyncio.sleep(0)
+        assert turns.num_waiting == 1
+        may_go_on.set()
+        await last
+        assert turns.num_running == 0
+        return order
+
+    assert asyncio.run(run()) == ["running", "last"]

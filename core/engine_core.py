@@ -76,6 +76,7 @@ class EngineCore:
         report: Report | None = None,
         *,
         epoch: int = 0,
+        engine_index: int = 0,
         is_alone: bool = False,
     ):
         """Loads the model and sizes the KV cache, calling `report(stage, fraction)` on the way.
@@ -122,7 +123,7 @@ class EngineCore:
         )
         # of the overlapped form
         self._in_flight: tuple[ScheduledStep, PendingOutput] | None = None
-        self.ready = Ready(config, num_blocks, kv_cache_bytes, epoch)
+        self.ready = Ready(config, num_blocks, kv_cache_bytes, epoch, engine_index)
         self.log_stats = not config.service_config.disable_log_stats
         self.check_every_step = False  # for tests: post_step runs check_integrity
         # the host's own, for get_metrics; see TransportStats
@@ -132,7 +133,7 @@ class EngineCore:
         self.hand_out: Callable[[dict[int, EngineCoreOutputs] | None], None] | None = None
         self.pausing = PauseControl(self)
         self.gate = GrammarGate()  # the host sets gate.wake
-        self._rows = OutputRows(epoch)
+        self._rows = OutputRows(epoch, engine_index)
         self._step_records = StepRecords()
 
     # ------------------------------------------------------------ requests

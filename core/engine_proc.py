@@ -72,7 +72,7 @@ class EngineCoreProc:
         self.output = output
         self.make_executor = make_executor
         self.config: EngineConfig | None = None
-        self.epoch = 0
+        self.epoch = self.engine_index = 0
         self.core: EngineCore | None = None
         self.clients: set[int] = set()
         # nothing new is taken; we leave when everybody has what they are owed
@@ -123,7 +123,14 @@ class EngineCoreProc:
             self._take_events(block=True)
             self._check_early()
         executor = self.make_executor(self.config) if self.make_executor is not None else None
-        core = EngineCore(self.config, executor, self._report, epoch=self.epoch, is_alone=True)
+        core = EngineCore(
+            self.config,
+            executor,
+            self._report,
+            epoch=self.epoch,
+            engine_index=self.engine_index,
+            is_alone=True,
+        )
         core.host_counters = lambda: msgspec.structs.asdict(
             TransportStats(
                 self.input.num_bad_frames, self.output.num_lost_outputs, self.num_overflowed_clients
@@ -233,7 +240,8 @@ class EngineCoreProc:
             self.is_draining = True
             self.must_leave = not message.drain
         elif isinstance(message, Config) and self.config is None:
-            self.config, self.epoch = message.config, message.epoch
+            self.config = message.config
+            self.epoch, self.engine_index = message.epoch, message.engine_index
 
     def _call_utility(self, call: UtilityCall, client_index: int) -> None:
         """The answer is sent when there is one: now or after a later step.
@@ -257,7 +265,9 @@ class EngineCoreProc:
             )
         else:
             finished = [Finished(0, FinishReason.ERROR, error=error)]
-            answer = EngineCoreOutputs(self.epoch, [identity], [0], [0], [], finished)
+            answer = EngineCoreOutputs(
+                self.epoch, [identity], [0], [0], [], finished, engine_index=self.engine_index
+            )
         self.output.send(client_index, answer)
 
     def _tell_all(self, message: EngineMessage) -> None:

@@ -228,8 +228,8 @@ def _below_each_other(arrays: tuple[Array, ...]) -> Array:
 class OutputRows:
     """Rows by client, clients in the order of their first row."""
 
-    def __init__(self, epoch: int = 0):
-        self.epoch = epoch
+    def __init__(self, epoch: int = 0, engine_index: int = 0):
+        self.epoch, self.engine_index = epoch, engine_index
         self.now = 0.0  # when the model last ran; see stamp
         self._by_client: dict[int, ClientRows] = {}  # since rows were last taken
         self._paces: dict[int, Pace] = {}  # of the clients that asked for one
@@ -289,6 +289,7 @@ class OutputRows:
     ) -> EngineCoreOutputs:
         return EngineCoreOutputs(
             epoch=self.epoch,
+            engine_index=self.engine_index,
             request_ids=rows.request_ids,
             first_indices=rows.first_indices,
             num_tokens=rows.num_tokens,

@@ -106,7 +106,8 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None, epoch: int = 0):
         self._tokenizer = tokenizer
-        self._epoch = epoch
+        self._first_epoch = epoch
+        self._epochs: dict[int, int] = {}  # the newest, by engine_index
         self._requests: dict[str, RequestState] = {}  # by the user's id
         # By the engine's ids of rows: the unfinished completions; with n > 1 also the request's own
         # id, under which it may be refused whole.
@@ -228,10 +229,10 @@ class OutputProcessor:
 
         Rows of requests that ended here, or of an engine since replaced, are dropped.
         """
-        if outputs.epoch < self._epoch:
+        if outputs.epoch < self._epochs.get(outputs.engine_index, self._first_epoch):
             self.num_dropped_rows += len(outputs.request_ids)
             return ProcessedOutputs([], [])
-        self._epoch = outputs.epoch
+        self._epochs[outputs.engine_index] = outputs.epoch
         now = time.monotonic()
         self._engine_ts, self._clock_offset = outputs.timestamp, now - outputs.timestamp
         for timing in outputs.timings:

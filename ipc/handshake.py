@@ -44,6 +44,7 @@ def open_connection(
     on_progress: Report,
     *,
     epoch: int = 0,
+    engine_index: int = 0,
     command: Sequence[str] | None = None,
 ) -> tuple[Connection, Ready]:
     """Starts an engine ("process": `command`, or Quire's own) or attaches to the daemon at the
@@ -60,7 +61,7 @@ def open_connection(
             connection.spawn(command or engine_command(), config.service_config.max_message_bytes)
         else:
             connection.attach(engine)
-        conversation = _converse(connection, config, epoch, deadline, on_progress)
+        conversation = _converse(connection, config, epoch, engine_index, deadline, on_progress)
         awaited = next(conversation)
         while True:
             awaited = conversation.send(_receive(connection, awaited))
@@ -78,6 +79,7 @@ async def open_connection_async(
     on_progress: Report,
     *,
     epoch: int = 0,
+    engine_index: int = 0,
     command: Sequence[str] | None = None,
 ) -> tuple[Connection, Ready]:
     """As open_connection, without blocking the running loop.
@@ -92,7 +94,7 @@ async def open_connection_async(
             connection.spawn(command or engine_command(), config.service_config.max_message_bytes)
         else:
             await in_thread(lambda: connection.attach(engine))
-        conversation = _converse(connection, config, epoch, deadline, on_progress)
+        conversation = _converse(connection, config, epoch, engine_index, deadline, on_progress)
         awaited = next(conversation)
         while True:
             message = await _receive_async(connection, awaited)
@@ -115,7 +117,12 @@ def _make_connection(config: EngineConfig, engine: str) -> Connection:
 
 
 def _converse(
-    connection: Connection, config: EngineConfig, epoch: int, deadline: float, report: Report
+    connection: Connection,
+    config: EngineConfig,
+    epoch: int,
+    engine_index: int,
+    deadline: float,
+    report: Report,
 ) -> Generator[Awaited, Any, Ready]:
     """Receives each message; returns the engine's Ready."""
     is_child = connection.process is not None
@@ -133,7 +140,7 @@ def _converse(
             f"of quire differ"
         )
     if is_child:
-        connection.send(Config(config, epoch))
+        connection.send(Config(config, epoch, engine_index))
     report("start", 1.0)
     stage = "start"
     while True:

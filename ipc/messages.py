@@ -139,6 +139,7 @@ class Config(Message, tag="config", frozen=True):
 
     config: EngineConfig
     epoch: int = 0
+    engine_index: int = 0
 
 
 class Attach(Message, tag="attach", frozen=True):
@@ -190,6 +191,7 @@ class Ready(Message, tag="ready", frozen=True):
     num_blocks: int
     kv_cache_bytes: int
     epoch: int = 0
+    engine_index: int = 0
 
 
 class Failed(Message, tag="failed", frozen=True):
@@ -302,6 +304,9 @@ class EngineCoreOutputs(Message, tag="outputs", frozen=True):
     """The rows of one step for one client, or of several steps (PaceOutputs), in columns.
 
     Row i is request_ids[i]. A row may have no tokens (an abort, an error).
+
+    `engine_index` numbers the engines that one client uses at the same time, `epoch` those that
+    replaced each other under one index.
     """
 
     epoch: int
@@ -321,6 +326,7 @@ class EngineCoreOutputs(Message, tag="outputs", frozen=True):
     # of its step. Both are empty for one step.
     step_times: list[float] = []
     token_steps: list[int] = []
+    engine_index: int = 0
 
     def __post_init__(self) -> None:
         """Refuses columns that do not match, like any other bad frame."""

@@ -300,7 +300,15 @@ class InprocClient(EngineClient):
         except BadFrameError as error:
             self._engine.num_bad_frames += 1
             finished = [m.Finished(0, m.FinishReason.ERROR, error=in_words(error, frames))]
-            refusal = m.EngineCoreOutputs(self.ready.epoch, [whose(frames)], [0], [0], [], finished)
+            refusal = m.EngineCoreOutputs(
+                self.ready.epoch,
+                [whose(frames)],
+                [0],
+                [0],
+                [],
+                finished,
+                engine_index=self.ready.engine_index,
+            )
             self._engine.submit(lambda: self._engine.outputs.append(refusal))
             return None
 

@@ -52,6 +52,7 @@ class MPClient(EngineClient):
         *,
         asyncio_mode: bool = False,
         epoch: int = 0,
+        engine_index: int = 0,
         command: Sequence[str] | None = None,
         on_progress: Report = report_nothing,
         connected: tuple[Connection, m.Ready] | None = None,
@@ -61,14 +62,20 @@ class MPClient(EngineClient):
         Raises the engine's own exception if it cannot start,
         EngineStartError if it dies or takes longer than startup_timeout_s.
 
-        `asyncio_mode`: get_output, which would stop the loop, is refused. `epoch` numbers the
-        engines that one frontend starts one after the other; it comes back in every output.
+        `asyncio_mode`: get_output, which would stop the loop, is refused. `engine_index` numbers
+        the engines that one frontend uses at the same time, `epoch` those that replace each other;
+        both come back in every output of an engine started here.
         `command` starts another program than our engine (see engine_proc.main). `on_progress(stage,
         fraction)` hears how far the engine is. `connected`: this has been done already (see
         `start`).
         """
         self._connection, self.ready = connected or open_connection(
-            config, engine, on_progress, epoch=epoch, command=command
+            config,
+            engine,
+            on_progress,
+            epoch=epoch,
+            engine_index=engine_index,
+            command=command,
         )
         self._guard = Guard()
         # also at exit, for scripts that forget
@@ -100,6 +107,7 @@ class MPClient(EngineClient):
         on_progress: Report = report_nothing,
         *,
         epoch: int = 0,
+        engine_index: int = 0,
         command: Sequence[str] | None = None,
     ) -> MPClient:
         """A client in asyncio_mode, made while the running loop goes on; `on_progress(stage,
@@ -108,7 +116,12 @@ class MPClient(EngineClient):
         Cancelled, it ends a child before it raises.
         """
         connected = await open_connection_async(
-            config, engine, on_progress, epoch=epoch, command=command
+            config,
+            engine,
+            on_progress,
+            epoch=epoch,
+            engine_index=engine_index,
+            command=command,
         )
         return cls(config, engine, asyncio_mode=True, connected=connected)
 

@@ -178,6 +178,18 @@ def test_rows_of_an_engine_since_replaced_are_dropped() -> None:
     )
 
 
+def test_replicas_do_not_drop_each_others_rows() -> None:
+    """Engine 0 was replaced three times, engine 1 never."""
+    processor, [i, j] = started("r", "s")
+    process = processor.process_outputs
+    process(row(i, 0, HELLO[:1], epoch=3))
+    process(replace(row(j, 0, HELLO[:1], epoch=0), engine_index=1))
+    [output] = process(replace(row(j, 1, HELLO[1:]), engine_index=1)).request_outputs
+    assert output.outputs[0].token_ids == HELLO and processor.num_dropped_rows == 0
+    process(row(i, 1, [9], epoch=2))  # from an engine 0 that was replaced
+    assert processor.num_dropped_rows == 1
+
+
 def test_log_probabilities() -> None:
     processor, [i] = started("r", logprobs=2)
     [output] = run(

@@ -418,10 +418,11 @@ def test_an_idle_loop_uses_no_cpu():
     asyncio.run(main())
 
 
-def test_the_epoch_comes_back():
-    client = MPClient(make_config(), epoch=7, command=COMMAND)
+def test_engine_index_and_epoch_come_back():
+    client = MPClient(make_config(), epoch=7, engine_index=3, command=COMMAND)
     client.add_request(LONG)
-    assert client.ready.epoch == client.get_output().epoch == 7
+    for message in (client.ready, client.get_output()):
+        assert (message.engine_index, message.epoch) == (3, 7)
     client.shutdown()
 
 

@@ -1,8 +1,8 @@
 """A tool loop over OpenAI's API: the model calls tools until it answers.
 
-It talks plain HTTP, so that it needs no client library; OpenAI's client sends and receives the same.
-The first turn is held to a call (`tool_choice="required"`), so arguments follow the tool's schema
-whatever the model; the last turn may not call (`"none"`).
+It talks plain HTTP, so that it needs no client library; OpenAI's client sends and receives the
+same. The first turn is held to a call (`tool_choice="required"`), so arguments follow the tool's
+schema whatever the model; the last turn may not call (`"none"`).
 """
 
 import json

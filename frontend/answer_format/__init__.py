@@ -1,5 +1,4 @@
-"""How models write their answers: content, reasoning and tool calls, found in the text of a
-completion as it comes.
+"""Parses model output into content, reasoning and tool calls while it streams.
 
 Must not know: tokens, requests, HTTP, the shape of any API's body.
 """

@@ -1,6 +1,6 @@
-"""What an answer is made of: parts as they come, and the whole that they come to.
+"""The parts of an answer as they stream, and the complete answer.
 
-Must not know: how any model writes them.
+Must not know: how a model writes them.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import msgspec
 
 
 class Content(msgspec.Struct, frozen=True, gc=False):
-    """Text for the reader."""
+    """Text of the answer."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True, gc=False):
-    """Text of the model's thinking, without the marks around it."""
+    """Reasoning text, without the marks around it."""
 
     text: str
 
 
 class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
-    """The call number `index` of this answer begins.
+    """Tool call number `index` of this answer begins.
 
-    Its arguments follow, before the next call's start.
+    Its arguments follow before the next call starts.
     """
 
     index: int
@@ -35,7 +35,7 @@ class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
 class ToolCallArguments(msgspec.Struct, frozen=True, gc=False):
     """A piece of the JSON text of a call's arguments.
 
-    Put together they are a JSON object, unless the model stopped within it.
+    Concatenated, the pieces are a JSON object, unless the model stopped within it.
     """
 
     index: int
@@ -51,7 +51,7 @@ class ToolCall(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """All parts put together: what an answer that is not streamed holds."""
+    """All parts together: the content of an answer that is not streamed."""
 
     content: str = ""
     reasoning: str = ""

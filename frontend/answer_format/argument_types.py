@@ -1,7 +1,6 @@
-"""Arguments that a model wrote without saying their type, as XML-like formats do: made JSON by what
-the tool's schema allows.
+"""Converts arguments of XML-like formats, which have no types, to JSON by the tool's schema.
 
-Must not know: how the text came.
+Must not know: where the text comes from.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ LITERAL_NAMES = {"true": True, "false": False, "null": None}
 
 
 def allowed_types(schema: Any, root: dict[str, Any], depth: int = 0) -> frozenset[str]:
-    """JSON's names of the types that a schema allows; empty where it does not say."""
+    """JSON's names of the types that a schema allows; empty if it does not say."""
     if not isinstance(schema, dict) or depth > MAX_REFERENCES:
         return frozenset()
     stated = schema.get("type")
@@ -78,7 +77,7 @@ def allowed_types(schema: Any, root: dict[str, Any], depth: int = 0) -> frozense
 
 
 def _referred(reference: Any, root: dict[str, Any]) -> Any:
-    """What a "#/…" within the schema stands for; None for any other."""
+    """The target of a "#/…" reference within the schema; None for any other reference."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     found: Any = root
@@ -92,9 +91,9 @@ def _referred(reference: Any, root: dict[str, Any]) -> Any:
 
 
 def plain_arguments(schema: dict[str, Any]) -> dict[str, tuple[dict[str, Any], bool]] | None:
-    """The arguments of a function one by one: schema (with the definitions it may refer to), is it
-    required? None where the function's schema demands more than that, or names them in ways that no
-    call can write.
+    """Each argument's schema (with the definitions it may refer to), and whether it is required.
+
+    None if the function's schema demands more, or has names that no call can write.
     """
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if (
@@ -114,8 +113,8 @@ def plain_arguments(schema: dict[str, Any]) -> dict[str, tuple[dict[str, Any], b
 
 
 def can_stand_alone(schema: dict[str, Any], types: frozenset[str]) -> bool:
-    """Can a value be written without quotes, so that `to_json` makes of any text that follows the
-    schema what was meant?
+    """Whether a value can be written without quotes: `to_json` then returns what was meant for any
+    text that follows the schema.
     """
     if types != {"string"}:
         return bool(types) and "string" not in types
@@ -126,9 +125,7 @@ def can_stand_alone(schema: dict[str, Any], types: frozenset[str]) -> bool:
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
-    """The JSON of an argument: what the text says if that is of an allowed type, else the text
-    itself as a string.
-    """
+    """The JSON of an argument: the literal, if its type is allowed, else the text as a string."""
     if types == {"string"}:
         return json.dumps(text, ensure_ascii=False)
     try:
@@ -144,7 +141,7 @@ def to_json(text: str, types: frozenset[str]) -> str:
 
 
 def read_literal(text: str) -> Any:
-    """A value written as JSON or as Python. Raises ValueError for anything else."""
+    """Parses a value written as JSON or as Python. Raises ValueError for anything else."""
     text = text.strip()
     try:
         return json.loads(text, strict=False, parse_constant=_refuse)
@@ -161,7 +158,7 @@ def _refuse(name: str) -> None:
 
 
 def _value_of(node: ast.expr) -> Any:
-    """Only what JSON can say; names only as JSON writes its constants."""
+    """Accepts only what JSON can express; names only as JSON writes its constants."""
     if (
         isinstance(node, ast.Constant)
         and type(node.value) in TYPE_NAMES

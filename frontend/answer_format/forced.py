@@ -1,5 +1,4 @@
-"""Grammars that make a model call tools, or keep it to a structure once it has finished its
-reasoning.
+"""Grammars that force tool calls, and grammars that constrain the answer after the reasoning.
 
 Must not know: which format it is (formats write their own calls), the engine.
 """
@@ -16,11 +15,11 @@ from .reasoning import ReasoningMarks
 
 Functions = list[tuple[str, dict[str, Any]]]  # name, schema of the arguments
 
-SPACE = r"[ \n]{0,4}"  # that a model may write behind its reasoning
+SPACE = r"[ \n]{0,4}"  # whitespace that a model may write after its reasoning
 
 
 def functions_of(tools: list[dict[str, Any]]) -> Functions:
-    """Of tools as OpenAI's chat API has them."""
+    """Names and schemas of tools in the form of OpenAI's chat API."""
     return [(tool["function"]["name"], tool["function"].get("parameters") or {}) for tool in tools]
 
 
@@ -32,8 +31,10 @@ def write_json_calls(
     after: str,
     frame: tuple[str, str, str] = ("", "", ""),
 ) -> str:
-    """Calls that are a text with the name, the JSON of the arguments, and a text; `frame`: before
-    the first, between two, behind the last.
+    """A grammar for calls that consist of a text with the name, the JSON of the arguments, and
+    a text.
+
+    `frame`: the text before the first call, between two calls, and after the last.
     """
     calls = [
         f"{grammar.literal(before(name))} {grammar.arguments(schema)} {grammar.literal(after)}"
@@ -53,7 +54,7 @@ def write_repeated(
 def write_after_reasoning(
     grammar: GrammarText, answer: str, marks: ReasoningMarks | None, prompt_text: str
 ) -> str:
-    """The answer, behind the reasoning where the prompt has begun or allows it."""
+    """The answer, preceded by reasoning if the prompt begins or allows it."""
     if marks is None or marks.is_closed_at_end_of(prompt_text):
         return answer
     reasoning = f"{grammar.text_until(marks.end)} {grammar.regex(SPACE)}"
@@ -63,7 +64,7 @@ def write_after_reasoning(
 
 
 def write_structure(grammar: GrammarText, params: StructuredOutputsParams) -> str:
-    """What `params` ask for, as part of a larger grammar."""
+    """The structure that `params` ask for, as part of a larger grammar."""
     if params.json is not None or params.json_object:
         schema = params.json if params.json is not None else {"type": "object"}
         schema = json.loads(schema) if isinstance(schema, str) else schema

@@ -1,7 +1,7 @@
-"""The table of formats, and which of them a model uses: recognised by the marks in its chat
+"""The table of answer formats, and the detection of a model's format by the marks in its chat
 template.
 
-Must not know: how a format is read (the modules of the families do), requests.
+Must not know: how a format is parsed (see the modules of the families), requests.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 @dataclass(frozen=True)
 class ToolRow:
-    name: str  # of the flag tool_call_parser
-    marks: tuple[str, ...]  # all of them stand in the templates of the models that write so
+    name: str  # value of the flag tool_call_parser
+    marks: tuple[str, ...]  # all of them occur in the templates of models with this format
     format: ToolFormat
 
 
@@ -56,8 +56,8 @@ LLAMA_JSON = JsonCalls(
     starts=("<|python_tag|>",), argument_key="parameters", bare_beginnings="{[", bare_separator=";"
 )
 
-# The first whose marks are all there: a format whose marks include another's stands before it.
-# Without marks: only by the flag.
+# The first format whose marks all occur is used, so a format whose marks include another's comes
+# before it. Formats without marks are selected only by the flag.
 TOOL_FORMATS = (
     ToolRow(
         "qwen3_coder",
@@ -176,25 +176,26 @@ REASONING_FORMATS = {
 class AnswerFormat:
     """How one model writes its answers."""
 
-    tool_name: str | None  # of the format of its tool calls; None: none is known
+    tool_name: str | None  # of the tool-call format; None: unknown
     tool_format: ToolFormat | None
     reasoning_name: str | None
     reasoning_marks: ReasoningMarks | None
     tokenizer: Tokenizer | None = None
-    # in one answer: False where the template could not write them into the next prompt
+    # several calls in one answer; False if the template cannot write them into the next prompt
     several_calls: bool = True
-    why_no_tools: str = "are of no use to this model: it has no format for calls"
+    why_no_tools: str = "cannot be used: this model has no format for calls"
 
     def require_tools(self) -> ToolFormat:
-        """The model's tool format. Raises InvalidParameterError, with the reason, if it has none."""
+        """The model's tool format. Raises InvalidParameterError if it has none."""
         if self.tool_format is None:
             raise InvalidParameterError("tools", self.why_no_tools)
         return self.tool_format
 
     @property
     def skip_special_tokens(self) -> bool:
-        """What SamplingParams must say: False where marks that the parser must see are special
-        tokens, or may be.
+        """The value that SamplingParams need: False if marks that the parser must see are, or
+        may be,
+        special tokens.
         """
         marks = [
             text
@@ -219,12 +220,12 @@ class AnswerFormat:
         prompt_text: str = "",
         parallel_tool_calls: bool = True,
     ) -> AnswerParser:
-        """For one completion.
+        """Makes the parser of one completion.
 
-        `tools` as in OpenAI's chat API (their schemas give the types that some formats do not write
-        down); None or []: nothing is taken for a call. `reasoning` False: reasoning stays in the
-        content, with its marks. `prompt_text`: the rendered prompt, whose end may have begun the
-        reasoning. Without `parallel_tool_calls` only the first call is handed on.
+        `tools` are in the form of OpenAI's chat API; their schemas give types that some formats do
+        not write. With None or [], no text is parsed as a call. `reasoning` False keeps reasoning
+        in the content, with its marks. `prompt_text` is the rendered prompt, whose end may begin
+        the reasoning. Without `parallel_tool_calls` only the first call is returned.
         """
         schemas = dict(functions_of(tools or []))
         marks = self.reasoning_marks if reasoning else None
@@ -245,15 +246,15 @@ class AnswerFormat:
         prompt_text: str = "",
         compact_json: bool = False,
     ) -> StructuredOutputsParams | None:
-        """What makes the model call a tool where `tool_choice` demands it ("required", or for one
-        of `tools` {"name": ...}, or the same within {"function": ...}), with arguments that keep to
-        the tool's schema, in the model's own format; None for "auto" and "none". The parser
-        understands all of it.
+        """The structured output that forces the tool calls `tool_choice` asks for, in the
+        model's own
+        format.
 
-        A function that was named is called once, as is any without `parallel_tool_calls`. The model
-        reasons first where its prompt lets it. With `compact_json` arguments that are JSON have no
-        whitespace. Raises InvalidParameterError for a model that cannot
-        call tools.
+        `tool_choice` is "required", or {"name": ...} for one of `tools`, possibly within
+        {"function": ...}; None is returned for "auto" and "none". Arguments follow the tool's
+        schema. A named function is called once, as is any function without `parallel_tool_calls`.
+        The model reasons first if its prompt allows it. With `compact_json`, JSON arguments have no
+        whitespace. Raises InvalidParameterError for a model that cannot call tools.
         """
         if tool_choice in ("auto", "none"):
             return None
@@ -275,9 +276,10 @@ class AnswerFormat:
         prompt_text: str = "",
         compact_json: bool = False,
     ) -> StructuredOutputsParams | None:
-        """What holds the arguments of calls that the model makes of its own accord to the schemas
-        of those tools that are `strict`; between calls it writes what it likes. None if no tool is,
-        or if calls have no mark that would tell their beginning.
+        """The structured output that constrains voluntary calls of `strict` tools to their schemas.
+
+        Text between calls is free. None if no tool is strict, or if calls have no mark at their
+        start.
         """
         is_strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict")}
         if not is_strict or self.tool_format is None or not self.tool_format.start:
@@ -287,8 +289,10 @@ class AnswerFormat:
             (name, schema if name in is_strict else ANY_OBJECT)
             for name, schema in functions_of(tools)
         ]
-        call = f"{grammar.text_until(self.tool_format.start)} {self.tool_format.write(grammar, functions, several)}"
-        answer = f"({call}){'*' if several else '?'} {grammar.text_without(self.tool_format.start)}"
+        start = self.tool_format.start
+        calls = self.tool_format.write(grammar, functions, several)
+        call = f"{grammar.text_until(start)} {calls}"
+        answer = f"({call}){'*' if several else '?'} {grammar.text_without(start)}"
         return self._finished(grammar, answer, prompt_text)
 
     def after_reasoning(
@@ -300,9 +304,9 @@ class AnswerFormat:
         parallel_tool_calls: bool = True,
         compact_json: bool = False,
     ) -> StructuredOutputsParams:
-        """The same structure for the answer of a model that may reason before it, or call `tools`
-        in its place. Without this the structure would begin within the reasoning, and no tool could
-        be called.
+        """The same structure for a model that may reason first, or call `tools` instead.
+
+        Without this the structure would begin within the reasoning, and no tool could be called.
         """
         reasons = self.reasoning_marks is not None and not self.reasoning_marks.is_closed_at_end_of(
             prompt_text
@@ -338,13 +342,10 @@ def detect(
     reasoning_parser: str = AUTO,
     tokenizer: Tokenizer | None = None,
 ) -> AnswerFormat:
-    """The format of a model.
+    """Detects the format of a model.
 
-    The two names override what its template shows; "none" turns the search for calls or reasoning
-    off.
-
-    `tokenizer` tells which marks are tokens of their own. Raises InvalidParameterError for a name
-    that no format has.
+    The two names override what its template shows; "none" disables tool calls or reasoning.
+    `tokenizer` tells which marks are tokens. Raises InvalidParameterError for an unknown name.
     """
     row = _tool_row(chat_template or "", tool_call_parser)
     reasoning_name = _reasoning_name(chat_template or "", reasoning_parser)
@@ -362,15 +363,18 @@ def detect(
 
 
 def _why_no_tools(traits: TemplateTraits | None, tool_call_parser: str) -> str:
-    """Said where no format was found."""
+    """The reason why no format was found."""
     if tool_call_parser == NONE:
-        return "are switched off here (tool_call_parser is none)"
+        return "are disabled (tool_call_parser is none)"
     if traits is None:
-        return "are of no use to this model: it has no chat template that could show them to it"
+        return "cannot be used: this model has no chat template"
     if not traits.takes_tools:
-        return "are of no use to this model: its chat template does not write them into the prompt"
+        return "cannot be used: the chat template of this model does not write them into the prompt"
     names = ", ".join(dict.fromkeys(row.name for row in TOOL_FORMATS))
-    return f"cannot be used: how this model writes calls is not recognised from its chat template; name it with tool_call_parser, one of {names}"
+    return (
+        f"cannot be used: the chat template does not show how this model writes calls; set "
+        f"tool_call_parser to one of {names}"
+    )
 
 
 def _tool_row(template: str, wanted: str) -> ToolRow | None:

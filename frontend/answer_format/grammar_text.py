@@ -1,6 +1,6 @@
-"""GrammarText: writes a grammar in Lark with llguidance's extensions, piece by piece.
+"""GrammarText: writes a grammar in Lark with llguidance's extensions.
 
-Must not know: llguidance itself, formats of answers.
+Must not know: llguidance itself, answer formats.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# As Python's json.dumps writes, and with it most chat templates.
+# Separators of Python's json.dumps, which most chat templates use.
 USUAL_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NO_SPACING = {"whitespace_flexible": False}
 ANY_TEXT = "/(?s:.*)/"
-# With these a schema may allow properties that `properties` does not list.
+# Keywords with which a schema may allow properties that `properties` does not list.
 OPEN_KEYWORDS = frozenset(
     {
         "additionalProperties",
@@ -31,10 +31,10 @@ OPEN_KEYWORDS = frozenset(
 
 
 class GrammarText:
-    """`added_tokens` (text -> id) are matched as tokens, never as text: so llguidance wants it, and
-    so the model was trained.
+    """`added_tokens` (text -> id) are matched as tokens, not as text, as llguidance requires and as
+    models are trained.
 
-    `compact_json`: the JSON that `json` and `arguments` write has no whitespace.
+    `compact_json`: the JSON of `json` and `arguments` has no whitespace.
     """
 
     def __init__(self, added_tokens: Mapping[str, int], compact_json: bool = False):
@@ -47,7 +47,7 @@ class GrammarText:
         self._rules: list[str] = []
 
     def literal(self, text: str) -> str:
-        """This text alone."""
+        """Matches exactly this text."""
         pieces = [piece for piece in self._added_token.split(text) if piece]
         return " ".join(
             f"<[{self._added_tokens[p]}]>"
@@ -57,7 +57,7 @@ class GrammarText:
         )
 
     def rule(self, expression: str, attributes: str = "") -> str:
-        """The name of a rule for it."""
+        """Adds a rule and returns its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {expression}")
         return name
@@ -66,7 +66,7 @@ class GrammarText:
         return self.rule(" | ".join(expressions))
 
     def regex(self, pattern: str) -> str:
-        """Text that matches, all of it."""
+        """Text that matches completely."""
         escaped = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", pattern, flags=re.DOTALL)
         return self.rule(f"/{escaped}/".replace("\n", r"\n"))
 
@@ -76,20 +76,20 @@ class GrammarText:
     def arguments(self, schema: dict[str, Any]) -> str:
         """An object for a function with this schema.
 
-        Where the schema does not speak of other properties than those it lists, there are none.
+        Properties that the schema does not list are forbidden unless it allows them.
         """
         closed = {} if OPEN_KEYWORDS & schema.keys() else {"additionalProperties": False}
         return self.json({"type": "object", **schema, **closed})
 
     def text_until(self, end: str) -> str:
-        """Any text, up to `end` and with it."""
+        """Any text up to and including `end`."""
         found = self._added_token.search(end)
         if found:
             return f"{self.rule(ANY_TEXT)} {self.literal(end[found.start() :])}"
         return self.rule(ANY_TEXT, f"[suffix={json.dumps(end, ensure_ascii=False)}]")
 
     def text_without(self, mark: str) -> str:
-        """Any text that `mark` is no part of."""
+        """Any text that does not contain `mark`."""
         if self._added_token.search(mark):
             return self.rule(ANY_TEXT)
         name = f"T{len(self._rules)}"

@@ -1,7 +1,6 @@
-"""Tool calls as JSON objects that hold name and arguments: {"name": "f", "arguments": {…}}, one or
-several between marks, or a list of them.
+"""Tool calls as JSON objects: {"name": "f", "arguments": {…}}, single, several, or as a list.
 
-Must not know: which models write so (formats.py).
+Must not know: which models use them (formats.py).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from .tool_calls import Calls
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """`starts` are the marks before calls, `end` the one behind them."""
+    """`starts` are the marks before calls, `end` the mark after them."""
 
     starts: tuple[str, ...] = ()
     end: str = ""
@@ -27,7 +26,7 @@ class JsonCalls:
     bare_separator: str = ""
 
     is_list: bool = False  # calls are written as one list
-    padding: str = ""  # between marks and objects
+    padding: str = ""  # whitespace between marks and objects
 
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
         def before(name: str) -> str:
@@ -56,7 +55,7 @@ class JsonCalls:
         return "" if self.bare_beginnings else self.starts[0]
 
     def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
-        """All calls behind a mark (or "", for those that stand without one), and the mark that ends
+        """Reads all calls after a mark (or after "", for calls without one), and the mark that ends
         them.
         """
         yield from stream.skip_space()
@@ -83,7 +82,9 @@ ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 
 
 def read_call_object(stream: TextStream, calls: Calls, *, only_known: bool = False) -> Reader:
-    """`only_known`: an object that names no tool of this request is no call but a JSON answer."""
+    """`only_known`: an object that does not name a tool of this request is a JSON answer, not a
+    call.
+    """
     yield from stream.expect("{")
     name, arguments, has_started = None, None, False
     while True:
@@ -102,7 +103,7 @@ def read_call_object(stream: TextStream, calls: Calls, *, only_known: bool = Fal
         elif key in ARGUMENT_KEYS and arguments is None:
             arguments = yield from read_held_json(stream)
         else:
-            yield from read_json(stream)  # an id, a type
+            yield from read_json(stream)  # an id or a type
         yield from stream.skip_space()
         if not (yield from stream.accept(",")):
             break
@@ -116,7 +117,7 @@ def read_call_object(stream: TextStream, calls: Calls, *, only_known: bool = Fal
 
 
 def read_arguments(stream: TextStream, calls: Calls, name: str) -> Reader:
-    """The call starts where its arguments do; they are handed on as they come."""
+    """Starts the call with its arguments, which are passed on as they arrive."""
     if (yield from stream.peek()) != "{":
         arguments = _plain_arguments((yield from read_held_json(stream)))
         calls.start(name)
@@ -129,7 +130,7 @@ def read_arguments(stream: TextStream, calls: Calls, name: str) -> Reader:
 
 
 def _plain_arguments(text: str) -> str:
-    """Some models write null for no arguments, or the JSON of the arguments as a string."""
+    """Some models write null for no arguments, or the arguments' JSON as a string."""
     value = json.loads(text, strict=False)
     if value is None:
         return "{}"

@@ -1,5 +1,6 @@
-"""Reads JSON out of a TextStream character by character, so that a call's arguments can be handed
-on while the model writes them.
+"""Reads JSON from a TextStream character by character, so that arguments stream while the model
+writes
+them.
 
 Must not know: what the JSON means.
 """
@@ -23,8 +24,7 @@ SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|
 def read_json(stream: TextStream) -> Reader:
     """Consumes one value.
 
-    Raises Malformed at the first character that cannot be JSON, or where the text ends within the
-    value.
+    Raises Malformed at the first character that is not JSON, or if the text ends within the value.
     """
     closers: list[str] = []
     while True:
@@ -52,7 +52,7 @@ def read_json(stream: TextStream) -> Reader:
 def _read_end_of_value(stream: TextStream, closers: list[str]) -> Generator[None, None, bool]:
     """Consumes closing brackets, and the comma and key before the next value.
 
-    False: the outermost value is complete.
+    Returns False when the outermost value is complete.
     """
     while closers:
         yield from _skip_json_space(stream)
@@ -74,8 +74,7 @@ def _read_key(stream: TextStream) -> Reader:
 def read_string(stream: TextStream) -> Reader:
     """Consumes a string with its quotes.
 
-    A raw line break or another control character in it, which JSON forbids and models write, is
-    handed on escaped.
+    Control characters such as raw line breaks, which JSON forbids and models write, are escaped.
     """
     yield from stream.expect('"')
     while True:
@@ -94,7 +93,7 @@ def read_string(stream: TextStream) -> Reader:
 
 
 def _read_escape(stream: TextStream) -> Reader:
-    """Handed on whole, never the backslash alone."""
+    """Passes an escape on as a whole, never the backslash alone."""
     for length in (2, 6):
         while len(stream.buffer) < stream.position + length:
             if not (yield from stream.more()):
@@ -116,7 +115,7 @@ def _escape_control_character(stream: TextStream, character: str) -> None:
 
 
 def _read_scalar(stream: TextStream) -> Reader:
-    """A number, true, false or null: consumed when it is complete."""
+    """Consumes a complete number, true, false or null."""
     while True:
         run = SCALAR_CHARACTERS.match(stream.buffer, stream.position)
         end = run.end() if run else stream.position
@@ -130,7 +129,7 @@ def _read_scalar(stream: TextStream) -> Reader:
 
 
 def read_held_json(stream: TextStream) -> Generator[None, None, str]:
-    """Consumes one value without handing it on; its text."""
+    """Consumes one value without passing it on; returns its text."""
     assert stream.sink is None
     start = stream.position
     yield from read_json(stream)
@@ -138,7 +137,7 @@ def read_held_json(stream: TextStream) -> Generator[None, None, str]:
 
 
 def read_held_string(stream: TextStream) -> Generator[None, None, str]:
-    """The text that a JSON string stands for."""
+    """The text that a JSON string denotes."""
     start = stream.position
     yield from read_string(stream)
     return json.loads(stream.buffer[start : stream.position], strict=False)

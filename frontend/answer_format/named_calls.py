@@ -1,6 +1,6 @@
-"""Tool calls whose name stands before the JSON of their arguments: DeepSeek's, Kimi's, Mistral's.
+"""Tool calls with the name before the JSON of the arguments: DeepSeek's, Kimi's, Mistral's.
 
-Must not know: which models write so (formats.py).
+Must not know: which models use them (formats.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ FENCE = "```"
 class NamedCalls:
     """section_start (call_start NAME separator {…} call_end)* section_end
 
-    DeepSeek V3 and R1 write the call's type before the separator, the name behind it and the
-    arguments between fences of ```json; V3.1 and Kimi as above, Kimi's name within an id,
-    functions.NAME:0. The characters tell which.
+    DeepSeek V3 and R1 write the call's type before the separator, the name after it, and the
+    arguments in a ```json fence. V3.1 and Kimi write calls as above; Kimi's name is within an id,
+    functions.NAME:0. The characters determine which form it is.
     """
 
     section_start: str
@@ -34,7 +34,7 @@ class NamedCalls:
     separator: str
     call_end: str
     section_end: str
-    # between call_start and call_end, as this model writes it, with NAME and ARGUMENTS
+    # between call_start and call_end, with NAME and ARGUMENTS
     call_form: str
     between: str = ""
     bare_beginnings: str = ""
@@ -92,7 +92,7 @@ class NamedCalls:
 
 @dataclass(frozen=True)
 class MistralCalls:
-    """[TOOL_CALLS] [{"name": …, "arguments": …}, …], or since 2025 [TOOL_CALLS]NAME[ARGS]{…} once
+    """[TOOL_CALLS] [{"name": …, "arguments": …}, …], or since 2025 [TOOL_CALLS]NAME[ARGS]{…}
     per call.
     """
 

@@ -1,4 +1,4 @@
-"""AnswerParser: one completion's text, piece by piece, to content, reasoning and tool calls.
+"""AnswerParser: parses a completion's text, piece by piece, into content, reasoning and tool calls.
 
 Must not know: which model it is, tokens, requests.
 """
@@ -15,13 +15,14 @@ from .tool_calls import Calls, ToolFormat
 
 
 class AnswerParser:
-    """The parts do not depend on how the text was cut.
+    """The parts do not depend on how the text is cut.
 
-    Nothing of the text is lost but the marks and the white space around them; what looks like a
-    call and is none comes out as content. A call that breaks off keeps what was handed on of it.
+    Everything except the marks and the whitespace around them appears in a part. Text that looks
+    like a call and is not one becomes content. A call that breaks off keeps the arguments already
+    passed on.
 
-    `tool_format` None: tool calls are not looked for; `reasoning_marks` None: reasoning is not.
-    `max_calls`: calls beyond are left out.
+    `tool_format` None: no tool calls; `reasoning_marks` None: no reasoning. Calls beyond
+    `max_calls` are dropped.
     """
 
     def __init__(
@@ -39,7 +40,8 @@ class AnswerParser:
         self._reasoning_marks = reasoning_marks
         self._begins_in_reasoning = begins_in_reasoning
         self._max_calls = max_calls
-        self.is_plain = False  # from here on all is content: feed(text) would be [Content(text)]
+        # from here on all text is content: feed(text) would be [Content(text)]
+        self.is_plain = False
         self._steps = self._read_answer()
         next(self._steps, None)
 
@@ -51,7 +53,7 @@ class AnswerParser:
         return self._advance()
 
     def finish(self) -> list[Part]:
-        """After the last text: the rest."""
+        """The remaining parts, after the last text."""
         self._stream.has_ended = True
         return self._advance()
 
@@ -79,7 +81,7 @@ class AnswerParser:
         self._stream.close_sink()
 
     def _read_reasoning(self, marks: ReasoningMarks) -> Reader:
-        """At the beginning of the answer only: an answer may speak of <think> later on."""
+        """Only at the beginning of the answer: an answer may mention <think> later."""
         stream = self._stream
         if not self._begins_in_reasoning:
             yield from stream.skip_space()
@@ -114,7 +116,7 @@ class AnswerParser:
                 may_be_bare = False
 
     def _drop_last_space(self) -> Reader:
-        """White space between a call and the end is the format's; before more content it is
+        """Whitespace between a call and the end belongs to the format; before more content it is
         content.
         """
         yield from self._stream.skip_space()

@@ -1,6 +1,7 @@
-"""Tool calls as Python writes them: [f(a=1, b="x"), g()], as Llama's, LFM2's and OLMo's models do.
+"""Tool calls in Python syntax: [f(a=1, b="x"), g()], as Llama's, LFM2's and OLMo's models write
+them.
 
-Must not know: which models write so (formats.py).
+Must not know: which models use them (formats.py).
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 @dataclass(frozen=True)
 class PythonCalls:
-    """Arguments are handed on one by one.
+    """Arguments are passed on one by one.
 
-    A list of JSON objects with name and arguments is understood as well.
+    A list of JSON objects with name and arguments is accepted as well.
     """
 
     starts: tuple[str, ...] = ()
     end: str = ""
     bare_beginnings: str = ""
     bare_separator: str = ""
-    call_per_line: bool = False  # in place of a list
+    call_per_line: bool = False  # instead of a list
 
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
         frame = (
@@ -54,7 +55,7 @@ class PythonCalls:
         return "" if self.bare_beginnings else self.starts[0]
 
     def _write_call(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str:
-        """Values as JSON, which `read` takes for Python.
+        """Values as JSON, which `read` accepts as Python.
 
         A JSON object where the arguments cannot be written one by one.
         """
@@ -131,7 +132,7 @@ def _read_call(stream: TextStream, calls: Calls, only_known: bool) -> Reader:
 
 
 def _read_value(stream: TextStream) -> Generator[None, None, str]:
-    """Consumes a literal up to the comma or bracket behind it; its JSON."""
+    """Consumes a literal up to the comma or bracket after it; returns its JSON."""
     start = stream.position
     closers: list[str] = []
     while (character := (yield from stream.peek())) and (closers or character not in ",)"):

@@ -1,7 +1,6 @@
-"""Tool calls as tags with one argument each: Qwen3-Coder's, GLM's, MiniMax's. Their arguments have
-no types but those of the tool's schema.
+"""Tool calls as tags with one argument each: Qwen3-Coder's, GLM's, MiniMax's.
 
-Must not know: which models write so (formats.py).
+Must not know: which models use them (formats.py). Arguments get their types from the tool's schema.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class TaggedCalls:
     """section_start (name_start NAME name_end (key_start KEY key_end value_start VALUE value_end)*
     call_end)* section_end
 
-    A string is handed on as it comes, any other argument when it is complete. A JSON object with
-    name and arguments is understood as well.
+    A string is passed on as it arrives, any other argument when it is complete. A JSON object with
+    name and arguments is accepted as well.
     """
 
     section_start: str
@@ -40,9 +39,9 @@ class TaggedCalls:
     value_start: str
     value_end: str
     call_end: str
-    padding: str = "\n"  # as the model writes it between the tags
+    padding: str = "\n"  # whitespace that the model writes between the tags
     between_key_and_value: str = ""
-    # a line break behind value_start and before value_end is none of the value's
+    # a line break after value_start and before value_end is not part of the value
     values_have_lines: bool = False
     bare_beginnings: str = ""
     bare_separator: str = ""
@@ -66,8 +65,9 @@ class TaggedCalls:
         return f"{before} {grammar.arguments(schema)} {grammar.literal('}' + self.padding)}"
 
     def _write_call(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str | None:
-        """None where tags cannot keep to the schema: texts with a pattern, say, or a text or a
-        number where both are allowed.
+        """None where tags cannot follow the schema, such as text with a pattern, or an argument
+        that
+        may be text or a number.
         """
         properties = plain_arguments(schema)
         if properties is None or not all(
@@ -77,14 +77,14 @@ class TaggedCalls:
         line = "\n" if self.values_have_lines else ""
         pieces = [grammar.literal(self.name_start + name + self.name_end + self.padding)]
         for key, (value_schema, is_required) in properties.items():
-            before = grammar.literal(
-                f"{self.key_start}{key}{self.key_end}{self.between_key_and_value}{self.value_start}{line}"
-            )
+            tags = f"{self.key_end}{self.between_key_and_value}{self.value_start}"
+            before = grammar.literal(f"{self.key_start}{key}{tags}{line}")
             after = line + self.value_end + self.padding
             if allowed_types(value_schema, schema) != {"string"}:
                 value = f"{grammar.json(value_schema)} {grammar.literal(after)}"
             elif "enum" in value_schema:
-                value = f"{grammar.any_of(map(grammar.literal, value_schema['enum']))} {grammar.literal(after)}"
+                options = grammar.any_of(map(grammar.literal, value_schema["enum"]))
+                value = f"{options} {grammar.literal(after)}"
             else:
                 value = grammar.text_until(after)
             pieces.append(f"({before} {value}){'' if is_required else '?'}")
@@ -97,7 +97,7 @@ class TaggedCalls:
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """Some models leave out the outer tag."""
+        """Some models omit the outer tag."""
         return (self.section_start, self.name_start) if self.name_start else (self.section_start,)
 
     def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:

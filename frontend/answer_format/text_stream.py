@@ -1,17 +1,18 @@
-"""TextStream: text that arrives in pieces, read by generators as if all of it were there, and
-handed on as parts.
+"""TextStream: text that arrives in pieces, read by generators as if it were complete, and
+passed on as
+parts.
 
 Must not know: any model's format.
 
-A reader is a generator. Where it needs text that has not come yet it yields, and goes on when some
-has: so each format is written down in the order in which it is read. What a reader finds must not
-depend on how the text was cut, so it decides on characters alone, never on the end of what happens
-to be there.
+A reader is a generator. It yields when it needs text that has not arrived, and continues when some
+has, so each format is written in the order in which it is read. The result must not depend on how
+the text is cut, so a reader decides on characters only, never on the current end of the buffer.
 
-    buffer:   │ consumed, not handed on │ not read yet │
+    buffer:   │ consumed, not passed on │ not read yet │
               0                      position        len
-Consumed text is handed on through the open sink (content, say) whenever the reader pauses; without a sink it stays, so that it can become
-content if it turns out to be no call.
+
+Consumed text is passed on through the open sink (content, say) whenever the reader pauses. Without
+a sink it is kept, so that it can become content if it turns out not to be a call.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from functools import lru_cache
 from .answer import Part
 
 Reader = Generator[None, None, None]
-MAX_HELD_SPACE = 64  # white space before a mark belongs to it, as far as this
+MAX_HELD_SPACE = 64  # whitespace before a mark belongs to it, up to this length
 
 
 class Malformed(Exception):
-    """The text is not what the format demands. What was not handed on of it becomes content."""
+    """The text does not follow the format. What was not passed on becomes content."""
 
 
 class TextStream:
@@ -37,14 +38,14 @@ class TextStream:
         self.has_ended = False
         self.parts: list[Part] = []
         self.sink: Callable[[str], Part] | None = None
-        # where content goes on if the reader behind a mark fails: behind the mark, which cannot
-        # match again
+        # where content continues if the reader of a mark fails: after the mark, which cannot match
+        # again
         self.retry_position = 0
 
-    # ------------------------------------------------------------ the reader's side
+    # ------------------------------------------------------------ for readers
 
     def more(self) -> Generator[None, None, bool]:
-        """Waits for text. False: there is none to come."""
+        """Waits for text. Returns False at the end."""
         if self.has_ended:
             return False
         self.flush()
@@ -77,9 +78,9 @@ class TextStream:
             self.position += 1
 
     def read_while(self, allowed: re.Pattern[str], most: int) -> Generator[None, None, str]:
-        """Consumes characters that match `allowed`; the text.
+        """Consumes characters that match `allowed`; returns the text.
 
-        Raises Malformed beyond `most` of them.
+        Raises Malformed beyond `most` characters.
         """
         text = ""
         while (character := (yield from self.peek())) and allowed.match(character):
@@ -92,13 +93,10 @@ class TextStream:
     def read_until(
         self, marks: tuple[str, ...], *, keeps_space: bool = False
     ) -> Generator[None, None, str | None]:
-        """Consumes all before the first of `marks`, and then the mark, which it returns.
+        """Consumes the text before the first of `marks`, and that mark, which it returns.
 
-        White space before a mark belongs to it, unless
-        `keeps_space`.
-
-        With a sink the text is handed on; the mark is not. None: no mark came; the rest is
-        consumed.
+        Whitespace before a mark belongs to it, unless `keeps_space`. With a sink the text is passed
+        on; the mark is not. Returns None at the end if no mark came; the rest is consumed.
         """
         pattern = _mark_pattern(marks, 0 if keeps_space else MAX_HELD_SPACE)
         while True:
@@ -115,19 +113,19 @@ class TextStream:
                 self.close_sink()
                 return None
 
-    # ------------------------------------------------------------ handing on
+    # ------------------------------------------------------------ passing on
 
     def emit(self, part: Part) -> None:
-        """Hands on a part that stands for all that was consumed."""
+        """Passes on a part in place of the consumed text."""
         self.drop()
         self.parts.append(part)
 
     def drop(self) -> None:
-        """Forgets what was consumed: it was the format's, or a part says it."""
+        """Discards the consumed text: it belongs to the format, or a part contains it."""
         self.buffer, self.position, self.retry_position = self.buffer[self.position :], 0, 0
 
     def flush(self) -> None:
-        """Hands on what was consumed, if there is a sink."""
+        """Passes on the consumed text, if there is a sink."""
         if self.sink is not None and self.position:
             self.emit(self.sink(self.buffer[: self.position]))
 
@@ -136,11 +134,11 @@ class TextStream:
         self.sink = None
 
     def give_up(self) -> None:
-        """After Malformed: what was not handed on is to be read again, as content."""
+        """After Malformed: what was not passed on is read again, as content."""
         self.close_sink()
         self.position = self.retry_position
 
-    # ------------------------------------------------------------ the writer's side
+    # ------------------------------------------------------------ for the writer
 
     def append(self, text: str) -> None:
         self.buffer += text
@@ -152,8 +150,9 @@ class TextStream:
 
 @lru_cache(maxsize=64)
 def _mark_pattern(marks: tuple[str, ...], max_space: int) -> re.Pattern[str]:
-    """Finds the first mark (group 1), or else what may be the beginning of one at the end, which
-    may be nothing; with the space before it.
+    """Finds the first mark (group 1) with the whitespace before it.
+
+    Otherwise finds what may be the beginning of a mark at the end, which may be empty.
     """
     wholes = "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)"
     beginnings = "|".join(

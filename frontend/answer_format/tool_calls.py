@@ -1,4 +1,4 @@
-"""Calls: hands on the tool calls that a format's reader finds.
+"""Calls: passes on the tool calls that a format's reader finds.
 
 Must not know: how calls are written.
 """
@@ -37,7 +37,7 @@ class Calls:
         self._stream.emit(self.arguments_part(text))
 
     def start_object(self, name: str) -> None:
-        """A call whose arguments come one by one: then `key`, its value, …, `end_object`."""
+        """Starts a call whose arguments come one by one: `key`, its value, …, `end_object`."""
         self.start(name)
         self._before_key = "{"
 
@@ -49,15 +49,15 @@ class Calls:
         self.emit_arguments("{}" if self._before_key == "{" else "}")
 
     def arguments_part(self, text: str) -> ToolCallArguments:
-        """Of the call that was started last."""
+        """A part of the arguments of the current call."""
         return ToolCallArguments(self._index, text)
 
     def string_part(self, text: str) -> ToolCallArguments:
-        """A piece of the inside of a string among the arguments."""
+        """A part of the inside of a string among the arguments."""
         return ToolCallArguments(self._index, json.dumps(text, ensure_ascii=False)[1:-1])
 
     def types_of(self, name: str, key: str) -> frozenset[str]:
-        """What the schema allows this argument to be; empty: anything."""
+        """The types that the schema allows for this argument; empty: any."""
         schema = self.schemas.get(name) or {}
         properties = schema.get("properties")
         return (

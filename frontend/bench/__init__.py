@@ -1,5 +1,4 @@
-"""`quire bench`: load for any server of the OpenAI API and for the offline engine, measured and
-reported.
+"""`quire bench`: load for any server of the OpenAI API and for the offline engine, and its report.
 
-Must not know: what is particular to our own server, messages, torch.
+Must not know: what is specific to Quire's server, messages, torch.
 """

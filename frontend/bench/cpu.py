@@ -1,5 +1,5 @@
-"""`quire bench cpu`: what steps of a model cost on this CPU beside what its memory and its
-arithmetic allow.
+"""`quire bench cpu`: the cost of a model's steps on this CPU, next to its memory and arithmetic
+limits.
 
 Must not know: command lines, torch, how a step is computed.
 """
@@ -20,34 +20,36 @@ from ...ipc.errors import QuireError
 from ..model_info.model_sizes import DTYPE_BYTES, kv_bytes_per_token, measure_model
 
 STEP_COSTS = "quire.executor.step_costs"
-ROOM = 80  # tokens that a measured decode adds at most, rounded up
-# Bytes of one weight of a linear layer where `quantization` says so; scales are not counted, so a
-# limit is a little too strict.
+ROOM = 80  # most tokens that a measured decode adds, rounded up
+# Bytes of one weight of a linear layer by `quantization`, without scales, so that a limit is
+# slightly too strict.
 QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5}
 QUANTIZED_HEAD_BYTES = 1.0  # whatever the layers have
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Measured. Bytes and operations per second."""
+    """Measured limits in bytes and operations per second."""
 
-    read_bandwidth: dict[int, float]  # threads -> of as much memory as the weights take
+    read_bandwidth: dict[int, float]  # threads -> for as much memory as the weights take
     gemm_flops: dict[str, float]  # type of the numbers -> the fastest product
 
     def bandwidth(self, num_threads: int) -> float:
-        """The most that so many threads read: fewer are sometimes faster."""
+        """The highest bandwidth with at most this many threads: fewer are sometimes faster."""
         return max(rate for count, rate in self.read_bandwidth.items() if count <= num_threads)
 
     def flops(self, quantized: bool) -> float:
-        """Whatever the model's dtype, who is faster in another may compute in that one: bfloat16 as
-        float32, on a CPU without instructions for it. In int8 only quantized weights.
+        """The fastest product for this dtype.
+
+        A faster dtype counts, too: bfloat16 may be computed as float32 on a CPU without
+        instructions for it. int8 counts for quantized weights only.
         """
         return max(rate for dtype, rate in self.gemm_flops.items() if quantized or dtype != "int8")
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step has to read and to compute."""
+    """What a step must read and compute."""
 
     num_bytes: float
     weight_flops: float
@@ -61,15 +63,15 @@ class Work:
 class Phase:
     name: str  # "decode" or "prefill"
     batch: int
-    context: int  # tokens before a decode's, or of the prompt
+    context: int  # tokens before a decode, or of the prompt
     num_threads: int
     seconds: float  # median
     fastest_s: float
     bandwidth: float  # bytes per second, and
-    flops: float  # operations per second of products with weights, that the limit is made of
-    least_s: float  # what the limits allow, median
-    bound: str  # "memory" or "arithmetic": which of them
-    fraction: float  # of the limit that is reached, median of turns
+    flops: float  # operations per second of products with weights
+    least_s: float  # median of what the limits allow
+    bound: str  # the limit that applies: "memory" or "arithmetic"
+    fraction: float  # fraction of the limit that is reached, median of the turns
 
 
 class ModelWork:
@@ -94,7 +96,7 @@ class ModelWork:
         bytes_of_head = self.head_weights * (
             QUANTIZED_HEAD_BYTES if quantization else DTYPE_BYTES[dtype]
         )
-        # every step reads them; the embedding's rows are not counted
+        # every step reads these; the embedding's rows are not counted
         self.weights_bytes = self.layer_weights * bytes_per_weight + bytes_of_head
         self.kv_bytes_per_token = kv_bytes_per_token(config, dtype, kv_cache_dtype)
         # of one query with one key and value
@@ -110,7 +112,7 @@ class ModelWork:
         )
 
     def prefill(self, num_tokens: int) -> Work:
-        """One row's logits; each token attends to those before it and to itself."""
+        """Logits of one row; each token attends to itself and those before it."""
         pairs = num_tokens * (num_tokens + 1) / 2
         weight_flops = 2 * (num_tokens * self.layer_weights + self.head_weights)
         return Work(
@@ -122,7 +124,7 @@ class ModelWork:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, in one engine of a given number of threads."""
+    """What to measure in one engine with a given number of threads."""
 
     decode: list[tuple[int, int]]  # (requests, tokens before each)
     prefill: list[int]
@@ -157,11 +159,10 @@ def model_work(config: EngineConfig) -> ModelWork:
 def run_plan(
     config: EngineConfig, plan: Plan, work: ModelWork, limits: Limits | None
 ) -> tuple[Limits, list[Phase]]:
-    """In a process of its own, which prints nothing.
+    """Runs the measurements in a separate process, which prints nothing.
 
-    `limits` None: they are measured first. `config` is resolved and fits the plan.
-
-    Raises QuireError when the process fails; what it says is on standard error.
+    `limits` None: they are measured first. `config` is resolved and fits the plan. Raises
+    QuireError if the process fails; its output is on standard error.
     """
     job = {
         "config": config,
@@ -209,9 +210,10 @@ def _phase(
     num_threads: int,
     most_threads: int,
 ) -> Phase:
-    """A turn's steps are put beside the bandwidth and the products that were found right after
-    them, median beside median, since a shared machine's swing by the second; of all turns'
-    fractions the median counts. Where a turn found none, it is the limits.
+    """Compares each turn's steps with the bandwidth and the products measured right after them.
+
+    The medians of a turn are compared, since a shared machine's speed varies by the second; the
+    result is the median of the turns' fractions. Turns without measurements use the limits.
     """
     share = num_threads / most_threads  # limits were measured on all threads
     bandwidths, flops, least, fractions = [], [], [], []

@@ -1,14 +1,13 @@
-"""An HTTP/1.1 client for load: connections that are kept, and an answer handed on in the very call
-that received it.
+"""An HTTP/1.1 client for load: persistent connections, and data passed on in the call that receives
+it.
 
 Must not know: event streams, JSON, what is measured.
 
-Why not a client that others wrote: a load generator that is slower than the server measures itself.
-Per streamed chunk (64 streams, each chunk a segment of its own, uvloop,
-tests/bench/bench_client.py) this one takes about 20 us, httpx2, which comes with huggingface_hub,
-120, and aiohttp, which would be a new dependency, 39. Most of the 20 is the system's: from the
-received bytes to the noted moment it is 3, since there is no queue, no lock, and no task that is
-woken per chunk.
+Existing clients cost too much: a load generator that is slower than the server measures itself. Per
+streamed chunk (64 streams, one segment per chunk, uvloop, tests/bench/bench_client.py) this client
+takes about 20 us, httpx2 takes 120, and aiohttp, which would be a new dependency, takes 39. Most of
+the 20 us is the system's: from the received bytes to the recorded time it is 3, because there is no
+queue, no lock and no task to wake up per chunk.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ import httptools
 
 from ...ipc.errors import InvalidParameterError
 
-MAX_KEPT_BODY = 2**20  # of an answer that is no stream
+MAX_KEPT_BODY = 2**20  # of an answer that is not a stream
 
-# Kinds of failure, as the report names them. An answer with another status than 200 is "HTTP 429".
+# Kinds of failure as the report names them. An answer with a status other than 200 is "HTTP 429".
 CONNECTION_REFUSED = "connection refused"
 CONNECTION_FAILED = "connection failed"  # no such host, no route
 TLS_FAILED = "TLS failed"  # a certificate that is not trusted, or no TLS at the other end
-CONNECTION_LOST = "connection lost"  # after it stood, before the answer was complete
+CONNECTION_LOST = "connection lost"  # after it was established, before the answer was complete
 BAD_HTTP = "bad HTTP"
 TIMEOUT = "timeout"
 
@@ -38,7 +37,7 @@ OnData = Callable[[bytes, float], None]
 
 
 class Failure(Exception):
-    """One request that failed: `kind` to count it under, `text` for whoever wants to know why."""
+    """A failed request: `kind` for counting, `text` for the reader."""
 
     def __init__(self, kind: str, text: str):
         super().__init__(f"{kind}: {text}")
@@ -46,10 +45,9 @@ class Failure(Exception):
 
 
 class Answer:
-    """An answer while it comes.
+    """An answer in progress.
 
-    Of status 200 `on_data` gets the body's pieces and the moment each came; of another `body` keeps
-    it.
+    With status 200 `on_data` receives the body's pieces and their times; otherwise `body` keeps it.
     """
 
     def __init__(self, on_data: OnData | None):
@@ -75,7 +73,7 @@ class Answer:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, one request at a time. httptools calls the on_* methods from within
+    """One connection with one request at a time. httptools calls the on_* methods from
     data_received.
     """
 
@@ -83,7 +81,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._answer: Answer | None = None
         self._now = 0.0
-        # neither a length nor chunks: the body is over when the connection is
+        # neither a length nor chunks: the body ends with the connection
         self._ends_with_connection = False
         self.received_anything = False
         self.is_reusable = False
@@ -154,7 +152,7 @@ class Connection(asyncio.Protocol):
             self._answer.add(data, self._now)
 
     def on_message_complete(self) -> None:
-        # an interim answer (103 Early Hints): the answer is yet to come
+        # an interim answer (103 Early Hints): the answer follows
         if self._parser.get_status_code() < 200:
             return
         answer, self._answer = self._answer, None
@@ -164,7 +162,9 @@ class Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Requests to one server. `base_url` may hold a path, which begins every request's."""
+    """Sends requests to one server. `base_url` may have a path, which prefixes every request's
+    path.
+    """
 
     def __init__(self, base_url: str, headers: dict[str, str], timeout_s: float):
         url = urlsplit(base_url)
@@ -194,11 +194,14 @@ class HttpClient:
     async def exchange(
         self, method: str, path: str, body: bytes = b"", on_data: OnData | None = None
     ) -> Answer:
-        """The complete answer, whatever its status.
+        """Returns the complete answer, whatever its status.
 
-        Raises Failure; what on_data raises, if that is a Failure, ends the exchange.
+        Raises Failure. A Failure raised by on_data ends the exchange.
         """
-        head = f"{method} {self.path}{path} HTTP/1.1\r\n{self._head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = (
+            f"{method} {self.path}{path} HTTP/1.1\r\n{self._head}"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
         request = head.encode("latin-1") + body
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -220,9 +223,9 @@ class HttpClient:
                     and kept is not None
                     and not connection.received_anything
                 ):
-                    continue  # the server had closed it while it was idle
+                    continue  # the server had closed the idle connection
                 raise
-            except BaseException:  # a timeout, Ctrl-C: what comes now is nobody's
+            except BaseException:  # a timeout or Ctrl-C: what arrives now is unused
                 connection.close()
                 raise
             if connection.is_reusable:
@@ -252,7 +255,7 @@ class HttpClient:
         except OSError as error:
             if isinstance(error, TimeoutError):
                 raise
-            # of several addresses (::1 and 127.0.0.1) asyncio joins the messages
+            # for several addresses (::1 and 127.0.0.1) asyncio joins the messages
             refused = "refused" in str(error).lower()
             raise Failure(
                 CONNECTION_REFUSED if refused else CONNECTION_FAILED, str(error)

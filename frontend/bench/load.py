@@ -1,10 +1,12 @@
-"""When requests are sent: arrivals, the limit on those under way, conversations turn by turn, and
-whether this client kept up.
+"""Sends requests: arrival times, the concurrency limit, conversations turn by turn, and whether
+this
+client kept up.
 
 Must not know: HTTP, what a request holds, statistics, terminals.
 
               arrival times (seeded)             at most max_concurrency
-    requests ───────────────────────▶ dispatcher ───────────────────────▶ one task per request ──▶ outcomes, in the requests' order
+    requests ───────────────────────▶ dispatcher ───────────────────────▶ one task per request
+                                                     outcomes, in the order of the requests ◀──
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ Send = Callable[[Any, int], Awaitable[Outcome]]  # (prompt or messages, max_toke
 
 
 def arrival_times(num_requests: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds from the start, `rate` per second in the mean.
+    """Arrival times in seconds from the start, with a mean of `rate` per second.
 
-    The times between are gamma distributed: burstiness 1 is a Poisson process,
-    less comes in bursts, more is evener. A rate of infinity: all at once.
+    The intervals are gamma distributed: burstiness 1 is a Poisson process, less makes bursts, more
+    is more regular. With an infinite rate all requests arrive at once.
     """
     if rate == float("inf"):
         return [0.0] * num_requests
@@ -42,24 +44,24 @@ def arrival_times(num_requests: int, rate: float, burstiness: float, seed: int) 
 
 @dataclass
 class LoadReport:
-    """What a run left. `outcomes` holds None for what had not ended when it was interrupted."""
+    """The result of a run. `outcomes` has None for requests that an interruption dropped."""
 
     outcomes: list[Outcome | None]
-    start: float = 0.0  # perf_counter's
+    start: float = 0.0  # by perf_counter
     was_interrupted: bool = False
     duration_s: float = 0.0
     peak_concurrency: int = 0
     client_cpu_s: float = 0.0
-    # by how much the event loop was late, every LAG_INTERVAL_S
+    # lateness of the event loop, every LAG_INTERVAL_S
     lags: list[float] = field(default_factory=list)
-    # by how much requests were sent later than they were due, and the limit let them
+    # how much later requests were sent than they were due and the limit allowed
     send_delays: list[float] = field(default_factory=list)
 
 
 class LoadRunner:
     """One run.
 
-    `interrupt()` ends it early: what is under way is dropped, what has ended is kept.
+    `interrupt()` ends it early: requests in progress are dropped, finished ones are kept.
     """
 
     def __init__(
@@ -76,9 +78,9 @@ class LoadRunner:
         self._dispatcher: asyncio.Task[None] | None = None
 
     async def run(self, requests: list[Request], times: list[float]) -> LoadReport:
-        """Sends request i at times[i], or as soon after as the limit lets it.
+        """Sends request i at times[i], or as soon as the limit allows.
 
-        Outcomes: one per turn, in the order of the requests.
+        Returns one outcome per turn, in the order of the requests.
         """
         self._report = report = LoadReport([], start=perf_counter())
         self._turns: list[list[Outcome | None]] = [
@@ -105,8 +107,8 @@ class LoadRunner:
             self._dispatcher.cancel()
 
     async def _dispatch(self, requests: list[Request], times: list[float]) -> None:
-        held_until = 0.0  # a slot became free
-        async with asyncio.TaskGroup() as tasks:  # cancelled, it cancels all that is under way
+        held_until = 0.0  # when a slot became free
+        async with asyncio.TaskGroup() as tasks:  # cancelling it cancels all requests in progress
             for request, turns, at in zip(requests, self._turns, times):
                 due = self._report.start + at
                 if (wait := due - perf_counter()) > 0:
@@ -119,8 +121,9 @@ class LoadRunner:
                 tasks.create_task(self._converse(request, turns))
 
     async def _converse(self, request: Request, turns: list[Outcome | None]) -> None:
-        """Sends a request, and each of its follow-ups behind all that was said; a failure ends the
-        conversation.
+        """Sends a request, then each of its follow-ups after the conversation so far. A failure
+        ends
+        it.
         """
         self._num_under_way += 1
         self._report.peak_concurrency = max(self._report.peak_concurrency, self._num_under_way)

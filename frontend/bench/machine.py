@@ -1,5 +1,4 @@
-"""The machine that a result belongs to: its name, its cores and memory, and how fast it reads
-memory.
+"""Describes the machine of a result: its name, cores, memory and memory bandwidth.
 
 Must not know: what is measured on it.
 """
@@ -17,7 +16,7 @@ from typing import Any
 
 
 def describe_machine() -> dict[str, Any]:
-    """For a result's file: plain values, nothing that names a person, a host or a path."""
+    """For result files: plain values, without names of people, hosts or paths."""
     import psutil
 
     try:
@@ -40,8 +39,9 @@ def describe_machine() -> dict[str, Any]:
 
 
 def measure_read_bandwidth(num_bytes: int, num_threads: int, seconds: float = 0.5) -> float:
-    """Bytes per second at which threads read an array of num_bytes again and again: from the caches
-    if it fits there, as weights would be. The best of the rounds that `seconds` allow.
+    """Best rate in bytes per second at which threads read an array of num_bytes within `seconds`.
+
+    An array that fits the caches is read from them, as weights would be.
     """
     import numpy
 
@@ -53,7 +53,7 @@ def measure_read_bandwidth(num_bytes: int, num_threads: int, seconds: float = 0.
         end = perf_counter() + seconds
         while perf_counter() < end or best == float("inf"):
             start = perf_counter()
-            # max reads as fast as memory gives, and lets other threads run meanwhile
+            # max is limited by memory bandwidth and releases the GIL
             list(threads.map(numpy.ndarray.max, parts))
             best = min(best, perf_counter() - start)
     return sum(part.nbytes for part in parts) / best

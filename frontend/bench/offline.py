@@ -1,7 +1,6 @@
-"""`quire bench throughput` and `latency`: the offline engine over the same workloads, its phases
-beside what the machine can read.
+"""`quire bench throughput` and `latency`: the offline engine over the same workloads.
 
-Must not know: HTTP, command lines, the engine's inside.
+Must not know: HTTP, command lines, the engine's internals.
 """
 
 from __future__ import annotations
@@ -26,28 +25,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Phases:
-    """Where a batch's time went by the engine's own clock, in seconds, and the tokens of each
+    """The time of a batch by phase, on the engine's clock in seconds, and the tokens of each
     phase.
     """
 
     prefill_s: float  # from the first step to the last first token
-    decode_s: float  # from there to the last token
-    num_prefill_tokens: int  # those found in the prefix cache not counted
+    decode_s: float  # from then to the last token
+    num_prefill_tokens: int  # without those found in the prefix cache
     num_decode_tokens: int
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Where the time of the engine's steps went, in seconds: of all that it remembers of a run, the
-    last 512.
-    """
+    """The time of the engine's steps in seconds, for the last 512 steps of a run."""
 
     count: int
     schedule_s: float
     execute_s: float
     process_s: float
-    decode_step_s: float | None  # for a token of each request: the median of steps that only decode
-    decode_batch: float  # requests in such a step, in the mean
+    decode_step_s: float | None  # per token of each request: median of the decode-only steps
+    decode_batch: float  # mean number of requests in such a step
 
 
 @dataclass(frozen=True)
@@ -78,9 +75,9 @@ def engine_prompt(request: Request) -> Any:
 def run_throughput(
     llm: LLM, requests: list[Request], params: list[SamplingParams], use_tqdm: bool
 ) -> OfflineRun:
-    """All requests at once.
+    """Runs all requests at once.
 
-    Raises InvalidParameterError for one that the engine cannot take, before anything runs.
+    Raises InvalidParameterError for one that the engine refuses, before anything runs.
     """
     last_step = llm.observe(max_blocks=1)["step"]
     start = perf_counter()
@@ -106,8 +103,9 @@ def run_throughput(
 
 
 def summarize_steps(records: list[Any]) -> Steps:
-    """`records`: as EngineCore.observe gives them, (step, start, schedule_s, execute_s, process_s,
-    prefill tokens, decode tokens, requests, preemptions).
+    """`records`: as from EngineCore.observe, (step, start, schedule_s, execute_s, process_s,
+    prefill
+    tokens, decode tokens, requests, preemptions).
     """
     decodes = [record for record in records if not record[5] and record[6]]
     # a step may decode several tokens of each request
@@ -129,8 +127,8 @@ def run_latency(
     num_iters: int,
     on_iter: Callable[[], None],
 ) -> tuple[list[float], list[Phases]]:
-    """The same batch num_iters times, with nothing of it in the prefix cache: the seconds of each,
-    and its phases.
+    """Runs the same batch num_iters times without prefix-cache hits; the seconds and phases of each
+    run.
     """
     seconds, phases = [], []
     for _ in range(num_iters):
@@ -173,8 +171,8 @@ def _num_output_tokens(outputs: list[RequestOutput]) -> int:
 
 @dataclass(frozen=True)
 class ReadLimit:
-    """A decode step reads every weight once, so a machine cannot do more steps per second than it
-    can read the weights.
+    """A decode step reads every weight once, so the rate of steps is limited by the read
+    bandwidth.
     """
 
     weight_bytes: int
@@ -188,7 +186,7 @@ class ReadLimit:
 def measure_read_limit(
     directory: Path, bytes_per_parameter: int, num_threads: int | None
 ) -> ReadLimit:
-    """Call it while nothing else runs.
+    """Measures the limit. Nothing else may run meanwhile.
 
     Weights are counted in the dtype that the engine computes in.
     """

@@ -1,4 +1,4 @@
-"""One streamed request to a server of the OpenAI API: what is sent, what comes, and when.
+"""Sends one streamed request to a server of the OpenAI API and records what arrives, and when.
 
 Must not know: any one server's extensions, workloads, when requests are sent.
 """
@@ -16,8 +16,8 @@ from .http_client import TIMEOUT, Answer, Failure, HttpClient
 from .sse import SseError, SseParser
 
 ERROR_IN_STREAM = "error in stream"
-BAD_STREAM = "bad stream"  # no event stream, or data that is no chunk
-INCOMPLETE_STREAM = "incomplete stream"  # it ended in good order, without a finish reason or [DONE]
+BAD_STREAM = "bad stream"  # not an event stream, or data that is not a chunk
+INCOMPLETE_STREAM = "incomplete stream"  # it ended regularly, without a finish reason or [DONE]
 NO_TOKENS = "no tokens"
 MAX_ERROR_TEXT = 500
 MODELS_TIMEOUT_S = 30.0
@@ -42,12 +42,12 @@ class Usage(msgspec.Struct, gc=False):
 
 
 class Chunk(msgspec.Struct, gc=False):
-    """Of a chunk what is looked at; msgspec passes over the rest."""
+    """The fields of a chunk that are used; msgspec skips the rest."""
 
     choices: list[Choice] | None = None
     usage: Usage | None = None
     error: Any = None
-    message: str | None = None  # errors of servers that leave out the object around them
+    message: str | None = None  # errors of servers that omit the object around them
 
 
 CHUNKS = msgspec.json.Decoder(Chunk)
@@ -55,13 +55,14 @@ CHUNKS = msgspec.json.Decoder(Chunk)
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. Moments are perf_counter's."""
+    """The result of one request. Times are from perf_counter."""
 
     start: float
-    num_prompt_tokens: int | None = None  # None: the server does not say, and nobody counted
+    # None: the server does not report it, and it was not counted
+    num_prompt_tokens: int | None = None
     num_output_tokens: int = 0
-    counted_by: str = "chunks"  # the output tokens: "usage", "tokenizer" or "chunks"
-    # when chunks with tokens came; a chunk may hold several
+    counted_by: str = "chunks"  # source of the output token count: "usage", "tokenizer" or "chunks"
+    # arrival times of chunks with tokens; a chunk may hold several
     token_times: list[float] = field(default_factory=list)
     end: float = 0.0
     finish_reason: str | None = None
@@ -76,7 +77,7 @@ class Outcome:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first; None of a single token."""
+        """Seconds per token after the first; None for a single token."""
         return (
             (self.token_times[-1] - self.token_times[0]) / (self.num_output_tokens - 1)
             if self.num_output_tokens > 1
@@ -90,15 +91,15 @@ class Outcome:
 
     @property
     def itls(self) -> list[float]:
-        """Seconds between chunks that follow each other."""
+        """Seconds between consecutive chunks."""
         return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:])]
 
 
 class StreamReader:
     """Reads one stream into an Outcome.
 
-    A chunk holds tokens if it holds text, or, of completions, if it holds a choice: a token may
-    have no text of its own. A chat's first chunk, which has only a role, holds none.
+    A chunk has tokens if it has text, or, for completions, if it has a choice: a token may have no
+    text of its own. A chat's first chunk has only a role and no token.
     """
 
     def __init__(self, outcome: Outcome):
@@ -109,7 +110,9 @@ class StreamReader:
         self._pieces: list[str] = []
 
     def feed(self, data: bytes, now: float) -> None:
-        """Raises Failure for an error in the stream, and for what is no stream of chunks."""
+        """Raises Failure for an error in the stream, and for data that is not a stream of
+        chunks.
+        """
         try:
             events = self._events.feed(data)
         except SseError as error:
@@ -118,7 +121,7 @@ class StreamReader:
             self._take(event, now)
 
     def finish(self, now: float) -> None:
-        """The answer is complete. Raises Failure if it is no whole one."""
+        """Ends the answer. Raises Failure if it is incomplete."""
         for event in self._events.finish():
             self._take(event, now)
         self.outcome.text = "".join(self._pieces)
@@ -163,7 +166,7 @@ class StreamReader:
         stripped = event.strip()
         if stripped == b"[DONE]":
             self.is_done = True
-        elif b"\n" in stripped:  # events whose blank lines were left out
+        elif b"\n" in stripped:  # events without the blank lines between them
             for line in stripped.split(b"\n"):
                 self._take(line, now)
         elif stripped:
@@ -174,9 +177,9 @@ class StreamReader:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What all requests of a run have in common.
+    """Options that all requests of a run share.
 
-    `extra_body` may replace anything, and a None in it leaves a field out.
+    `extra_body` may replace any field; None in it omits the field.
     """
 
     model: str | None = None
@@ -210,7 +213,7 @@ class RequestOptions:
 async def stream_request(
     client: HttpClient, options: RequestOptions, prompt: Any, max_tokens: int
 ) -> Outcome:
-    """Sends one request and reads its stream; every failure is told by the Outcome, none is
+    """Sends one request and reads its stream. Failures are recorded in the Outcome; none is
     raised.
     """
     body = options.body(prompt, max_tokens)
@@ -220,7 +223,7 @@ async def stream_request(
         try:
             answer = await client.exchange("POST", options.path, body, reader.feed)
         except Failure:
-            # after [DONE] all is said, and how the connection ends is of no interest
+            # after [DONE] it does not matter how the connection ends
             if not reader.is_done:
                 raise
         else:
@@ -241,7 +244,7 @@ async def stream_request(
 
 
 def check_answer(answer: Answer) -> None:
-    """Raises Failure for an answer that is no stream."""
+    """Raises Failure for an answer that is not a stream."""
     if answer.status != 200:
         raise Failure(f"HTTP {answer.status}", error_text(bytes(answer.body)))
     if "json" in (kind := answer.headers.get("content-type", "")):
@@ -249,9 +252,9 @@ def check_answer(answer: Answer) -> None:
 
 
 async def first_model(client: HttpClient) -> str | None:
-    """The first name of /v1/models; None where the server has no such route.
+    """The first name of /v1/models; None if the server has no such route.
 
-    Raises Failure where there is no server, or it refuses.
+    Raises Failure if there is no server, or it refuses.
     """
     try:
         async with asyncio.timeout(MODELS_TIMEOUT_S):
@@ -271,7 +274,7 @@ async def first_model(client: HttpClient) -> str | None:
 
 
 def error_text(body: bytes) -> str:
-    """The sentence in an error's body, whatever its shape, or its beginning."""
+    """The message in an error's body, whatever its shape, or the beginning of the body."""
     try:
         found = msgspec.json.decode(body)
         for key in ("error", "detail", "message"):

@@ -1,4 +1,4 @@
-"""A line chart as SVG, both axes logarithmic: enough to see whether a cost grows as it should.
+"""A line chart as SVG with logarithmic axes, to show how a cost grows.
 
 Must not know: what was measured.
 """
@@ -62,13 +62,15 @@ def line_chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Points]
 
 
 def _scale(values: Sequence[float], start: float, end: float):
-    """The place of a value on an axis from `start` to `end`, both included."""
+    """Maps a value to its place on an axis from `start` to `end`, both included."""
     least, span = math.log(min(values)), math.log(max(values)) - math.log(min(values))
     return lambda value: start + (end - start) * ((math.log(value) - least) / span if span else 0.5)
 
 
 def _ticks(least: float, most: float) -> list[float]:
-    """1, 2 and 5 times powers of ten within the range; its ends, where that leaves too few."""
+    """1, 2 and 5 times powers of ten within the range; the ends of the range if these are too
+    few.
+    """
     exponents = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
     ticks = [digit * 10.0**exponent for exponent in exponents for digit in (1, 2, 5)]
     within = [tick for tick in ticks if least <= tick <= most]

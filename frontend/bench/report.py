@@ -1,6 +1,6 @@
-"""What `quire bench` prints and writes: tables for a person, JSON for whatever compares runs.
+"""Formats results of `quire bench`: tables for people, JSON for programs.
 
-Must not know: how either came about.
+Must not know: how results were measured.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .machine import describe_machine
 from .openai_client import Outcome
 from .statistics import METRICS, PERCENTILES, Results, Summary, percentile
 
-# Beyond these the client itself is what was measured: its core is busy, or its event loop looks at
-# the socket late.
+# Beyond these the client itself was measured: its core is busy, or its event loop reads the socket
+# late.
 MAX_CLIENT_CPU_SHARE = 0.8
 MAX_CLIENT_LAG_S = 0.02
 
 
 def client_figures(report: LoadReport, results: Results) -> dict[str, float]:
-    """What this client cost, and how late it was."""
+    """CPU time and lateness of this client."""
     lags, delays = sorted(report.lags) or [0.0], sorted(report.send_delays) or [0.0]
     return {
         "cpu_share": report.client_cpu_s / report.duration_s if report.duration_s else 0.0,
@@ -37,15 +37,18 @@ def client_figures(report: LoadReport, results: Results) -> dict[str, float]:
 
 
 def client_warning(client: dict[str, float]) -> str | None:
-    """The sentence that is due when the client was too slow to be trusted."""
+    """A warning if the client was too slow to be trusted."""
     lag_ms = 1000 * max(client["event_loop_lag_p99_s"], client["send_delay_p99_s"])
     if client["cpu_share"] > MAX_CLIENT_CPU_SHARE:
         what = f"it used {100 * client['cpu_share']:.0f} % of a core, and it can use only one"
     elif lag_ms > 1000 * MAX_CLIENT_LAG_S:
-        what = f"its event loop was up to {lag_ms:.0f} ms late (99 %), for want of free cores"
+        what = f"its event loop was up to {lag_ms:.0f} ms late (p99), because no core was free"
     else:
         return None
-    return f"this client was saturated: {what}. The times above are its own as much as the server's; give it a machine of its own or less load."
+    return (
+        f"this client was saturated: {what}. The times above include its own delays; run it on "
+        f"another machine or reduce the load."
+    )
 
 
 def milliseconds_table(rows: list[tuple[str, Summary | None]]) -> list[str]:
@@ -59,7 +62,7 @@ def milliseconds_table(rows: list[tuple[str, Summary | None]]) -> list[str]:
 
 
 def format_results(report: LoadReport, results: Results, limits: dict[str, float]) -> str:
-    """The table on standard output."""
+    """The table for standard output."""
     lines = []
 
     def line(title: str, value: Any, rate: float | None = None, unit: str = "") -> None:
@@ -121,8 +124,8 @@ def format_results(report: LoadReport, results: Results, limits: dict[str, float
 def results_as_json(
     report: LoadReport, results: Results, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Everything: settings, machine, results, and a row per request, with its moments in seconds
-    since the run's start.
+    """All settings, the machine, results, and a row per request with times in seconds from the
+    start.
     """
     return {
         **stamp(),

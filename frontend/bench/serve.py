@@ -1,5 +1,4 @@
-"""`quire bench serve`: warms a server up, puts the load on it, and says what came of it, Ctrl-C
-included.
+"""`quire bench serve`: warms a server up, applies the load, and returns the report, also on Ctrl-C.
 
 Must not know: command lines, how results are printed.
 """
@@ -20,7 +19,7 @@ from .openai_client import Outcome, RequestOptions, first_model, stream_request
 from .workloads import Request, Tokenizer
 
 POLL_INTERVAL_S = 1.0
-# for servers of one model, which have no /v1/models and do not look at the name
+# for single-model servers without /v1/models, which ignore the name
 NO_MODEL_NAME = "default"
 
 
@@ -66,7 +65,7 @@ class ServeRun:
 
 
 def with_v1(base_url: str) -> str:
-    """http://host:port, .../v1 and .../v1/ all mean the same."""
+    """Accepts http://host:port, .../v1 and .../v1/."""
     base_url = base_url.rstrip("/")
     return base_url if base_url.endswith("/v1") else base_url + "/v1"
 
@@ -80,7 +79,7 @@ async def run_serve(
     on_start: Callable[[], None] = lambda: None,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> ServeRun:
-    """Raises BenchmarkError when no warm-up succeeds; afterwards every failure is an Outcome's."""
+    """Raises BenchmarkError if no warm-up succeeds; later failures are recorded in Outcomes."""
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     client = HttpClient(with_v1(options.base_url), headers, options.timeout_s)
     try:
@@ -112,9 +111,9 @@ async def run_serve(
 
 
 async def _model_name(client: HttpClient, options: ServeOptions, model: str | None) -> str:
-    """What the user said, or what the server says.
+    """The user's name, or the server's.
 
-    Waits for the server as long as options.ready_timeout_s.
+    Waits for the server for options.ready_timeout_s.
     """
     deadline = asyncio.get_running_loop().time() + options.ready_timeout_s
     while True:
@@ -147,7 +146,7 @@ async def _warm_up(options: ServeOptions, runner: LoadRunner, warmups: list[Requ
 
 @contextmanager
 def _interrupted_by_ctrl_c(runner: LoadRunner) -> Iterator[None]:
-    """The first Ctrl-C ends the run and keeps what was measured; the second one is Python's own."""
+    """The first Ctrl-C ends the run and keeps the results; the second one is Python's default."""
     loop = asyncio.get_running_loop()
 
     def interrupt() -> None:
@@ -156,7 +155,7 @@ def _interrupted_by_ctrl_c(runner: LoadRunner) -> Iterator[None]:
 
     try:
         loop.add_signal_handler(signal.SIGINT, interrupt)
-    except (ValueError, RuntimeError):  # not in the main thread: then Ctrl-C is somebody else's
+    except (ValueError, RuntimeError):  # not in the main thread, which then handles Ctrl-C
         yield
         return
     try:
@@ -166,8 +165,8 @@ def _interrupted_by_ctrl_c(runner: LoadRunner) -> Iterator[None]:
 
 
 def _count_tokens(report: LoadReport, tokenizer: Tokenizer) -> None:
-    """After the run, so that it costs nothing while it runs: tokens of answers whose server did not
-    count them.
+    """Counts the tokens of answers without usage. Runs after the load, so that it does not
+    affect it.
     """
     for outcome in report.outcomes:
         if outcome is not None and outcome.counted_by == "chunks" and outcome.text:

@@ -1,4 +1,4 @@
-"""Server-sent events: bytes as they arrive -> the data of whole events.
+"""Parses server-sent events: bytes as they arrive -> the data of complete events.
 
 Must not know: HTTP, JSON, what the data means.
 """
@@ -9,21 +9,21 @@ MAX_EVENT_BYTES = 64 * 2**20
 
 
 class SseError(ValueError):
-    """What came is no event stream that could be kept in memory."""
+    """The data is not an event stream that fits in memory."""
 
 
 class SseParser:
-    """`feed` takes bytes cut anywhere and returns the data of the events that they complete;
-    `finish` what the end of the stream completes.
+    """`feed` takes bytes cut anywhere and returns the data of complete events; `finish` ends the
+    stream.
 
-    Lines end with LF, CRLF or CR; comments and the fields event, id and retry are passed over;
-    several data lines are one event, joined by LF.
+    Lines end with LF, CRLF or CR. Comments and the fields event, id and retry are skipped. Several
+    data lines of an event are joined by LF.
     """
 
     def __init__(self) -> None:
         self._rest = b""  # an unfinished line
         self._data: list[bytes] = []  # of the unfinished event
-        self._after_cr = False  # an LF that comes next belongs to the last line's CR
+        self._after_cr = False  # a following LF belongs to the last line's CR
 
     def feed(self, data: bytes) -> list[bytes]:
         if self._after_cr and data[:1] == b"\n":
@@ -31,7 +31,7 @@ class SseParser:
         if not data:
             return []
         self._after_cr = data[-1:] == b"\r"
-        lines = (self._rest + data).splitlines(keepends=True)  # of bytes: at LF, CR and CRLF only
+        lines = (self._rest + data).splitlines(keepends=True)  # bytes: only at LF, CR and CRLF
         self._rest = b"" if lines[-1][-1:] in b"\r\n" else lines.pop()
         if len(self._rest) > MAX_EVENT_BYTES:
             raise SseError(f"a line of more than {MAX_EVENT_BYTES} bytes")
@@ -46,7 +46,8 @@ class SseParser:
         return events
 
     def finish(self) -> list[bytes]:
-        """The event that the end cut short, for servers that leave out the last blank line; the
-        format would have it dropped.
+        """The event that the end cut short, for servers that omit the last blank line.
+
+        The specification drops it.
         """
         return self.feed(b"\n\n")

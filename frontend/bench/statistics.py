@@ -1,6 +1,6 @@
-"""What outcomes amount to: percentiles, rates, goodput, failures by kind.
+"""Statistics over outcomes: percentiles, rates, goodput, failures by kind.
 
-Must not know: how outcomes came about, how they are printed.
+Must not know: how outcomes were recorded, how statistics are printed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ METRICS = {
 
 
 def percentile(ordered: Sequence[float], p: float) -> float:
-    """The p-th percentile of values in ascending order, interpolated linearly between the two
-    nearest, as numpy's default does.
-    """
+    """The p-th percentile of ascending values, with linear interpolation, as numpy's default."""
     position = (len(ordered) - 1) * p / 100
     below = int(position)
     above = min(below + 1, len(ordered) - 1)
@@ -33,7 +31,7 @@ def percentile(ordered: Sequence[float], p: float) -> float:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one metric, in seconds."""
+    """Statistics of one metric, in seconds."""
 
     count: int
     mean: float
@@ -42,7 +40,7 @@ class Summary:
 
 
 def summarize(values: Iterable[float]) -> Summary | None:
-    """None of nothing."""
+    """None if there are no values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -81,9 +79,9 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
 
 
 def is_good(outcome: Outcome, limits: dict[str, float]) -> bool:
-    """A success that keeps every limit (of itl: in the mean).
+    """Whether a request succeeded within every limit (for itl: in the mean).
 
-    A metric that it has no value of is kept.
+    A metric without a value counts as within its limit.
     """
     for metric, limit in limits.items():
         values = metric_values(outcome, metric)
@@ -93,7 +91,7 @@ def is_good(outcome: Outcome, limits: dict[str, float]) -> bool:
 
 
 def failures_by_kind(outcomes: Iterable[Outcome]) -> dict[str, tuple[int, str]]:
-    """kind -> (how many, the first one's text), the most frequent first."""
+    """kind -> (count, text of the first), most frequent first."""
     found: dict[str, tuple[int, str]] = {}
     for outcome in outcomes:
         if outcome.failure is not None:
@@ -104,7 +102,7 @@ def failures_by_kind(outcomes: Iterable[Outcome]) -> dict[str, tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Results:
-    """What a run amounts to. Tokens and times are those of the successes."""
+    """The result of a run. Tokens and times are those of successful requests."""
 
     duration_s: float
     num_successes: int
@@ -113,7 +111,7 @@ class Results:
     num_input_tokens: int | None  # None: neither server nor tokenizer counted them
     num_output_tokens: int
     num_chunks: int
-    counted_by: list[str]  # the ways in which output tokens were counted
+    counted_by: list[str]  # how output tokens were counted
     goodput: float | None  # good requests per second; None without limits
     num_good: int | None
     metrics: dict[str, Summary | None]

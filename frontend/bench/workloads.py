@@ -1,4 +1,4 @@
-"""The workloads: what each request asks and how much it may answer, the same for the same seed.
+"""The workloads: prompts and output lengths, reproducible by seed.
 
 Must not know: HTTP, engines, when a request is sent.
 """
@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from ...ipc.errors import InvalidParameterError
 
 DATASETS = ("random", "sharegpt", "prefix", "multi-turn")
-MAX_TRIES = 8  # for a text whose tokens are as many as wanted
+MAX_TRIES = 8  # for a text with the wanted number of tokens
 
-# Short and frequent, so that most tokenizers have one token for each.
+# Short and frequent words, which most tokenizers encode as one token.
 WORDS = [
     "the",
     "of",
@@ -140,7 +140,7 @@ WORDS = [
 
 
 class Tokenizer(Protocol):
-    """What of a tokenizer is used; frontend/text/tokenizer.py has it."""
+    """The part of a tokenizer that is used; frontend/text/tokenizer.py implements it."""
 
     special_ids: frozenset[int]
 
@@ -154,7 +154,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """One request, or, with follow_ups, a conversation whose turns follow each other."""
+    """One request, or, with follow_ups, a conversation of consecutive turns."""
 
     prompt: str | list[int]
     num_prompt_tokens: int | None  # None without a tokenizer
@@ -168,12 +168,12 @@ class WorkloadOptions:
     dataset_path: str | None = None
     num_prompts: int = 200
     input_len: int = 512
-    output_len: int | None = None  # None: 128, of sharegpt as long as the file's answers
-    range_ratio: float = 0.0  # lengths between (1 - this) and (1 + this) of the above
-    prefix_len: int = 256  # of these the first are shared
+    output_len: int | None = None  # None: 128, or for sharegpt the length of the file's answers
+    range_ratio: float = 0.0  # lengths vary between (1 - this) and (1 + this) times the above
+    prefix_len: int = 256  # the first tokens of the prompt that requests share
     num_prefixes: int = 1
     num_turns: int = 3
-    token_ids: bool = False  # prompts as ids, not as text
+    token_ids: bool = False  # prompts as ids instead of text
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -209,7 +209,7 @@ class WorkloadOptions:
 
 
 def make_requests(options: WorkloadOptions, tokenizer: Tokenizer | None = None) -> list[Request]:
-    """The requests in their order. Raises InvalidParameterError for a file that cannot be used."""
+    """The requests in order. Raises InvalidParameterError for an unusable file."""
     if options.token_ids and tokenizer is None:
         raise InvalidParameterError("--token-ids", "needs --tokenizer")
     rng = random.Random(options.seed)
@@ -232,13 +232,13 @@ def make_requests(options: WorkloadOptions, tokenizer: Tokenizer | None = None) 
 
 
 def length(middle: int, options: WorkloadOptions, rng: random.Random) -> int:
-    """Evenly distributed around `middle`, as wide as range_ratio says, at least 1."""
+    """Uniformly distributed around `middle` within range_ratio, at least 1."""
     spread = int(middle * options.range_ratio)
     return max(1, rng.randint(middle - spread, middle + spread))
 
 
 class TextSource:
-    """Random prompts of a wanted length: tokens where there is a tokenizer, otherwise words."""
+    """Random prompts of a given length, in tokens if there is a tokenizer, otherwise in words."""
 
     def __init__(self, tokenizer: Tokenizer | None, token_ids: bool, rng: random.Random):
         self.tokenizer, self.token_ids, self.rng = tokenizer, token_ids, rng
@@ -251,7 +251,7 @@ class TextSource:
     def request(
         self, num_tokens: int, max_tokens: int, beginning: str | list[int] | None = None
     ) -> Request:
-        """`beginning`, if there is one, and after it num_tokens of its own."""
+        """`beginning`, if any, followed by num_tokens of its own."""
         prompt: Any = self.ids(num_tokens) if self.token_ids else self.text(num_tokens)
         if beginning:
             prompt = beginning + prompt if self.token_ids else f"{beginning} {prompt}"
@@ -271,8 +271,9 @@ class TextSource:
         return self.rng.choices(self._ids, k=num_tokens)
 
     def text(self, num_tokens: int) -> str:
-        """Tokens that are decoded seldom come back as they were: of a few tries the text whose
-        length is nearest.
+        """Decoded tokens seldom encode to the same number: returns the text of the nearest
+        length in a
+        few tries.
         """
         if self.tokenizer is None:
             return " ".join(self.rng.choices(WORDS, k=num_tokens))
@@ -289,7 +290,7 @@ class TextSource:
 
 
 def _with_prefixes(options: WorkloadOptions, text: TextSource, rng: random.Random) -> list[Request]:
-    """input_len counts both parts; the prefixes take turns."""
+    """input_len counts prefix and rest; the prefixes rotate."""
     own = options.input_len - options.prefix_len
     if own < 1:
         raise InvalidParameterError(
@@ -311,9 +312,7 @@ def _with_prefixes(options: WorkloadOptions, text: TextSource, rng: random.Rando
 
 
 def _from_file(options: WorkloadOptions, text: TextSource, rng: random.Random) -> list[Request]:
-    """As many of the file's conversations as are wanted, in random order; a file that holds fewer
-    is gone through again.
-    """
+    """A random selection of the file's conversations, repeated if there are too few."""
     pairs = list(_read_pairs(Path(options.dataset_path or "")))
     if not pairs:
         raise InvalidParameterError("--dataset-path", f"{options.dataset_path} holds no prompt")
@@ -353,8 +352,8 @@ def _read_pairs(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _pair(record: Any) -> tuple[str, str] | None:
-    """None for an entry without a prompt that is text: ShareGPT has conversations of one turn, or
-    that the assistant opens.
+    """None for an entry without a text prompt: ShareGPT has conversations of one turn, and
+    conversations that the assistant starts.
     """
     if isinstance(record, str):
         return (record, "") if record else None

@@ -383,6 +383,6 @@ def test_what_forces_nothing() -> None:
     assert detect("", "hermes").forced(TOOLS, "auto") is None
     assert detect("", "hermes").forced([], "none") is None
     with pytest.raises(
-        InvalidParameterError, match="tools: are of no use to this model: it has no chat template"
+        InvalidParameterError, match="tools: cannot be used: this model has no chat template"
     ):
         detect("").forced(*REQUIRED)

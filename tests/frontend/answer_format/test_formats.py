@@ -110,14 +110,18 @@ def test_every_format_has_its_template() -> None:
 @pytest.mark.parametrize(
     ("template", "flag", "reason"),
     [
-        (None, "auto", "it has no chat template"),
-        ("{{ messages }}", "auto", "its chat template does not write them into the prompt"),
+        (None, "auto", "this model has no chat template"),
+        (
+            "{{ messages }}",
+            "auto",
+            "the chat template of this model does not write them into the prompt",
+        ),
         (
             "{{ tools }}{{ messages }}",
             "auto",
-            "not recognised from its chat template; name it with tool_call_parser, one of .*hermes",
+            "does not show how this model writes calls; set tool_call_parser to one of .*hermes",
         ),
-        (TEMPLATES["hermes"], "none", "switched off here"),
+        (TEMPLATES["hermes"], "none", "are disabled"),
     ],
 )
 def test_why_a_model_has_no_tools(template, flag, reason) -> None:

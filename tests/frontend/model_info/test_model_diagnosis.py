@@ -258,9 +258,7 @@ def test_another_template_and_how_answers_are_read(model: Path) -> None:
     }
     assert findings["BOS"].status == findings["end of turn"].status == "pass"
     assert findings["answers"].detail == "tool calls: hermes; reasoning: none"
-    assert check(model)["answers"].detail.startswith(
-        "tool calls: none (tools are of no use to this model"
-    )
+    assert check(model)["answers"].detail.startswith("tool calls: none (tools cannot be used")
     findings = {
         finding.name: finding
         for finding in check_model(EngineArgs("bundled"), ServerConfig(), "nowhere.jinja")

@@ -165,6 +165,7 @@ class RequestTracer:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         end = metrics.finished_time
+        assert end is not None  # the request has ended
 
         def wall(engine_ts: float) -> int:
             """Nanoseconds, inside the root span."""

@@ -28,21 +28,21 @@ class CompletionRate:
     """Completions per second that the engine finishes while it is full.
 
     Two estimates. Once as many completions have ended as the engine holds: their number over the
-    time they took. Before that: the number that it computes at once over the time one stays
-    (Little's law), which the first completions tell; a count would be far too low while a first
-    batch still runs.
+    time they took. Before that: the number that it computes at once over the time that one is
+    computed (Little's law), which the first completions tell; a count would be far too low while a
+    first batch still runs.
     """
 
     MIN_COUNTED = 8  # completions, for an engine that holds few
     MAX_KEPT = 512
-    FIRST_STAY_S = 1.0  # of MIN_COUNTED that stand for a history: too short rather than too long
+    FIRST_S = 1.0  # for MIN_COUNTED that stand for a history: too short rather than too long
 
     def __init__(self) -> None:
-        # (when it ended, its completions, seconds it stayed)
+        # (when it ended, its completions, seconds it was computed)
         self._ended: deque[tuple[float, int, float]] = deque(maxlen=self.MAX_KEPT)
 
-    def add(self, now: float, num_completions: int, stay_s: float) -> None:
-        self._ended.append((now, num_completions, stay_s))
+    def add(self, now: float, num_completions: int, computed_s: float) -> None:
+        self._ended.append((now, num_completions, computed_s))
 
     def per_second(
         self,
@@ -53,7 +53,7 @@ class CompletionRate:
         mean_age_s: float,
     ) -> float:
         """`num_running`: that the engine holds, of which it computes `num_computing` at once.
-        `mean_age_s`: how long they have stayed so far.
+        `mean_age_s`: how long those have been computed so far.
         """
         needed = max(num_running, self.MIN_COUNTED)
         num_counted, since = 0, full_since
@@ -66,13 +66,16 @@ class CompletionRate:
             num_counted += num_completions
         if num_counted >= needed and now > since:
             return num_counted / (now - since)
-        return max(1, num_computing) / self._stay_s(needed, mean_age_s)
+        return max(1, num_computing) / self._computed_s(needed, mean_age_s)
 
-    def _stay_s(self, num_completions: int, mean_age_s: float) -> float:
-        """The mean of the last ones to end; longer, if those that run have stayed longer."""
-        latest = [stay_s for *_, stay_s in itertools.islice(reversed(self._ended), num_completions)]
+    def _computed_s(self, num_completions: int, mean_age_s: float) -> float:
+        """The mean of the last ones to end; longer, if those that run have taken longer."""
+        latest = [
+            computed_s
+            for *_, computed_s in itertools.islice(reversed(self._ended), num_completions)
+        ]
         num_missing = max(0, self.MIN_COUNTED - len(latest))
-        mean_s = (sum(latest) + num_missing * self.FIRST_STAY_S) / (len(latest) + num_missing)
+        mean_s = (sum(latest) + num_missing * self.FIRST_S) / (len(latest) + num_missing)
         return max(mean_s, mean_age_s, 0.001)
 
 
@@ -92,6 +95,7 @@ class Slot:
         "num_tokens",
         "priority",
         "queued_s",
+        "share",
         "waiter",
     )
 
@@ -114,6 +118,9 @@ class Slot:
         self.num_tokens = num_tokens
         self.queued_s = 0.0
         self.entered = 0.0  # of the admission's clock
+        self.share = (
+            1.0  # of its stay in the engine that it is computed, about; else it waits there
+        )
 
     async def __aenter__(self) -> Slot:
         admission = self._admission
@@ -204,6 +211,7 @@ class Admission:
     def let_in(self, slot: Slot) -> None:
         slot.entered = self._clock()
         self.num_running += slot.num_completions
+        slot.share = min(1.0, self.max_computing / self.num_running)
         self._sum_entered += slot.num_completions * slot.entered
 
     def _let_out(self, slot: Slot) -> None:
@@ -216,7 +224,7 @@ class Admission:
         """The engine is done with it."""
         self._let_out(slot)
         now = self._clock()
-        self._rate.add(now, slot.num_completions, now - slot.entered)
+        self._rate.add(now, slot.num_completions, (now - slot.entered) * slot.share)
         if self.num_waiting:
             self._let_in()
 
@@ -280,12 +288,17 @@ class Admission:
         completion.
         """
         now = self._clock()
-        mean_age_s = now - self._sum_entered / self.num_running if self.num_running else 0.0
+        num_computing = min(self.num_running, self.max_computing)
+        mean_age_s = (
+            (now - self._sum_entered / self.num_running) * num_computing / self.num_running
+            if self.num_running
+            else 0.0
+        )
         per_second = self._rate.per_second(
             now,
             self._full_since if self.num_waiting else now,
             self.num_running,
-            min(self.num_running, self.max_computing),
+            num_computing,
             mean_age_s,
         )
         wait_s = (self.num_waiting_completions + 1) / per_second

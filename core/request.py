@@ -215,13 +215,15 @@ class Request:
 
         The request is not finished yet: its owner does that.
 
-        An end-of-sequence token leaves stop_reason None, a stop token id is its own stop_reason;
-        the length counts resumed tokens.
+        The first of eos_token_ids, the model's own, leaves stop_reason None. Further ones and stop
+        token ids are their own stop_reason, as in vLLM. The length counts resumed tokens.
         """
         self.token_ids.append(token_id)
         num_output_tokens = len(self.token_ids) - self.num_prompt_tokens
         if num_output_tokens >= self.min_tokens:
             if token_id in self.eos_token_ids:
+                if token_id != self.eos_token_ids[0]:
+                    self.stop_reason = token_id
                 return FinishReason.STOP
             if token_id in self.stop_token_ids:
                 self.stop_reason = token_id

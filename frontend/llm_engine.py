@@ -64,12 +64,9 @@ class TextSide:
         )
         tokenizer = beside.result() if beside is not None else load_tokenizer(model_config)
         eos_ids = eos_token_ids(generation_config, model_config.hf_config)
-        if (
-            tokenizer is not None
-            and tokenizer.eos_token_id is not None
-            and tokenizer.eos_token_id not in eos_ids
-        ):
-            eos_ids = [tokenizer.eos_token_id, *eos_ids]
+        if tokenizer is not None and (own := tokenizer.eos_token_id) is not None:
+            # first: the others are stop reasons, as in vLLM
+            eos_ids = [own, *(token_id for token_id in eos_ids if token_id != own)]
         defaults = default_sampling_params(model_config)
         return cls(
             tokenizer,
@@ -255,11 +252,11 @@ class LLMEngine:
         self._telemetry = Telemetry(config, client, self._output_processor)
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs, engine: str = "process") -> LLMEngine:
+    def from_engine_args(cls, engine_args: EngineArgs, engine: str = "process") -> LLMEngine:
         """`engine`: "process" (a child of this process), "inproc", or the address of a daemon
         ("ipc://...").
         """
-        config, client, beside = connect(args, engine)
+        config, client, beside = connect(engine_args, engine)
         try:
             return cls(config, client, beside)
         except BaseException:

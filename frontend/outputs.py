@@ -105,7 +105,8 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     # "stop", "length", "abort", "error" (RequestOutput.error says why); None while it runs
     finish_reason: str | None = None
-    # the stop token id or stop string; None for end of sequence
+    # the stop token id or stop string, or a further end-of-sequence id of the model; None for its
+    # own
     stop_reason: int | str | None = None
 
     def finished(self) -> bool:

@@ -75,7 +75,8 @@ class EngineCoreRequest(Message, tag="add", frozen=True):
     request_id: str  # unique among all clients of the engine
     prompt_token_ids: list[int]
     params: SamplingParams | PoolingParams
-    eos_token_ids: list[int] = []  # empty when ignore_eos
+    # the model's own first, which is no stop_reason; empty when ignore_eos
+    eos_token_ids: list[int] = []
     arrival_time: float = 0.0  # seconds since 1970, by the frontend's wall clock
     priority: int = 0  # lower runs first
     cache_salt: str | None = None  # prefix-cache blocks are shared only between equal salts

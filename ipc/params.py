@@ -6,6 +6,7 @@ checks those).
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from enum import IntEnum
@@ -130,7 +131,8 @@ class SamplingParams(
 ):
     """How the tokens of one request are sampled, and when it ends.
 
-    Immutable; `clone()` or `msgspec.structs.replace` makes a changed copy. Raises
+    Immutable; `msgspec.structs.replace` makes a changed copy. As in vLLM, tuples stand for lists,
+    seed=-1 for None, and keys of logit_bias may be text ("42", as JSON has them). Raises
     InvalidParameterError, naming the parameter and its range, on construction and on decoding.
     """
 
@@ -169,6 +171,7 @@ class SamplingParams(
     bad_words_token_ids: list[list[int]] = []
 
     def __post_init__(self) -> None:
+        self._normalize()
         self._check_numbers()
         for name in FLAGS:
             if type(value := getattr(self, name)) is not bool:
@@ -180,6 +183,26 @@ class SamplingParams(
         self._check_texts()
         self._check_token_ids()
         self._check_objects()
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares no list or dict with this one."""
+        return copy.deepcopy(self)
+
+    def _normalize(self) -> None:
+        """Brings vLLM's other forms of a value into the one that is checked and sent."""
+        if self.seed == -1:
+            msgspec.structs.force_setattr(self, "seed", None)
+        for name in LISTS:
+            if isinstance(value := getattr(self, name), tuple):
+                msgspec.structs.force_setattr(self, name, list(value))
+        if isinstance(bias := self.logit_bias, dict) and any(isinstance(k, str) for k in bias):
+            changed = {_token_id(key): value for key, value in bias.items()}
+            require(
+                len(changed) == len(bias),
+                "logit_bias",
+                "must give each token id once, as a number or as text",
+            )
+            msgspec.structs.force_setattr(self, "logit_bias", changed)
 
     def _check_numbers(self) -> None:
         """Checks the common case fast: this runs for every request, twice."""
@@ -295,6 +318,12 @@ class SamplingParams(
         return self.temperature == 0.0
 
 
+def _token_id(key: Any) -> Any:
+    """A key of logit_bias as JSON writes it; what is no id is left for the check to refuse."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+
+
+LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 OUTPUT_KINDS = frozenset(RequestOutputKind)
 FLAGS = tuple(
     field.name
@@ -314,7 +343,7 @@ NUMBER_RANGES = {
 INTEGER_RANGES = {
     "n": (1, MAX_N, ""),
     "top_k": (-1, INT64_MAX, "0 or -1: all tokens"),
-    "seed": (0, INT64_MAX, ""),
+    "seed": (0, INT64_MAX, "-1 or None: drawn"),
     "max_tokens": (1, INT64_MAX, "None: to the end of the context"),
     "min_tokens": (0, INT64_MAX, ""),
     "logprobs": (-1, INT64_MAX, "-1: the whole vocabulary; None: off"),

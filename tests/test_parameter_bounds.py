@@ -24,7 +24,7 @@ NO_NUMBER = (None, "1", True, [1], {}, 1j, math.nan, math.inf, -math.inf, 10**40
 NO_INTEGER = ("1", True, False, 1.0, 1.5, [1], math.nan, math.inf)
 NO_FLAG = (None, 0, 1, "yes", 1.0)
 LONE = "half \ud800"  # of a surrogate pair
-NO_IDS = ("5", 5, (5,), {5}, [True], [5.0], ["5"], [None], [[5]], [2**31], [10**5000], [-1])
+NO_IDS = ("5", 5, {5}, [True], [5.0], ["5"], [None], [[5]], [2**31], [10**5000], [-1])
 DEEP: list = []
 for _ in range(10_000):
     DEEP = [DEEP]
@@ -39,7 +39,7 @@ TABLE = [
     ("top_p", (1e-300, 0.5, 1, 1.0), (*NO_NUMBER, 0, 0.0, -0.5, 1.0000001)),
     ("top_k", (-1, 0, 1, VOCAB_SIZE, VOCAB_SIZE + 1, INT64_MAX), (*NO_INTEGER, *HUGE, None, -2)),
     ("min_p", (0, 0.0, 0.5, 1), (*NO_NUMBER, -1e-9, 1.0000001)),
-    ("seed", (None, 0, INT64_MAX), (*NO_INTEGER, *HUGE, -1)),
+    ("seed", (None, -1, 0, INT64_MAX), (*NO_INTEGER, *HUGE, -2)),
     ("presence_penalty", (-2, 0, 2.0), (*NO_NUMBER, -2.000001, 2.000001)),
     ("frequency_penalty", (-2, 0, 2.0), (*NO_NUMBER, -2.000001, 2.000001)),
     ("repetition_penalty", (1e-6, 1, 1e6), (*NO_NUMBER, 0, 0.0, -1.0, 1e-7, 1.1e6)),
@@ -47,10 +47,10 @@ TABLE = [
     ("min_tokens", (0, 16), (*NO_INTEGER, *HUGE, None, -1, 17)),
     (
         "stop",
-        (None, [], "x", ["x"] * MAX_STOPS, ["🤖"]),
-        ("", ["x", ""], 5, b"x", ("x",), {"x"}, [5], [None], ["x"] * (MAX_STOPS + 1), LONE, [LONE]),
+        (None, [], "x", ("x",), ["x"] * MAX_STOPS, ["🤖"]),
+        ("", ["x", ""], 5, b"x", {"x"}, [5], [None], ["x"] * (MAX_STOPS + 1), LONE, [LONE]),
     ),
-    ("stop_token_ids", (None, [], [0], [VOCAB_SIZE - 1]), (*NO_IDS, [VOCAB_SIZE])),
+    ("stop_token_ids", (None, [], [0], (5,), [VOCAB_SIZE - 1]), (*NO_IDS, [VOCAB_SIZE])),
     ("include_stop_str_in_output", (True, False), NO_FLAG),
     ("ignore_eos", (True, False), NO_FLAG),
     ("detokenize", (True, False), NO_FLAG),
@@ -61,10 +61,12 @@ TABLE = [
     ("output_kind", (*RequestOutputKind, 0, 1, 2), (None, -1, 3, True, "delta", 1.0, 10**5000)),
     (
         "logit_bias",
-        (None, {}, {0: 1}, {VOCAB_SIZE - 1: -100.0}, {5: 1e300}),
+        (None, {}, {0: 1}, {"5": 1.0}, {VOCAB_SIZE - 1: -100.0}, {5: 1e300}),
         (
             *({5: value} for value in NO_NUMBER),
-            {"5": 1.0},
+            {"-5": 1.0},
+            {"five": 1.0},
+            {"5": 1.0, 5: 2.0},
             {True: 1.0},
             {5.0: 1.0},
             {-1: 1.0},
@@ -78,8 +80,8 @@ TABLE = [
     ("allowed_token_ids", (None, [0], [VOCAB_SIZE - 1], [5] * 1000), (*NO_IDS, [], [VOCAB_SIZE])),
     (
         "bad_words",
-        (None, [], ["x"], [" x"], ["\n"], ["the cat"], ["x"] * MAX_BAD_WORDS),
-        ("x", 5, ("x",), [5], [""], [" "], ["   "], [LONE], ["x"] * (MAX_BAD_WORDS + 1)),
+        (None, [], ["x"], [" x"], ["\n"], ["the cat"], ("x",), ["x"] * MAX_BAD_WORDS),
+        ("x", 5, [5], [""], [" "], ["   "], [LONE], ["x"] * (MAX_BAD_WORDS + 1)),
     ),
     ("bad_words_token_ids", ([],), ([[5]], [[]], [5], [[2**70]], [["a"]])),
     (

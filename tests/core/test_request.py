@@ -38,12 +38,14 @@ def test_a_request_owns_its_tokens():
     assert message.prompt_token_ids == [1, 2]  # the message is not changed
 
 
-def test_end_of_sequence_has_no_stop_reason_a_stop_token_is_its_own():
-    request = make_request(eos_token_ids=[7, 8], stop_token_ids=[5, 8])
+@pytest.mark.parametrize(("token_id", "stop_reason"), [(7, None), (8, 8), (5, 5), (9, 9)])
+def test_the_models_own_end_token_has_no_stop_reason_the_others_are_their_own(
+    token_id, stop_reason
+):
+    request = make_request(eos_token_ids=[7, 8, 9], stop_token_ids=[5, 7, 8])
     assert request.append_output_token(1) is None
-    assert request.append_output_token(8) is FinishReason.STOP and request.stop_reason is None
-    request = make_request(eos_token_ids=[7], stop_token_ids=[5])
-    assert request.append_output_token(5) is FinishReason.STOP and request.stop_reason == 5
+    assert request.append_output_token(token_id) is FinishReason.STOP
+    assert request.stop_reason == stop_reason
 
 
 def test_min_tokens_hold_back_the_stop_tokens():

@@ -13,6 +13,7 @@ _HOME = {
     "LLMEngine": "frontend.llm_engine",
     "AsyncLLM": "frontend.async_llm",
     "EngineArgs": "frontend.engine_args",
+    "AsyncEngineArgs": "frontend.engine_args",
     "RequestOutput": "frontend.outputs",
     "CompletionOutput": "frontend.outputs",
     "Logprob": "frontend.outputs",

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Unpack
 
 from ..ipc.checks import INT64_MAX, require_int
 from ..ipc.config import EngineConfig
@@ -21,77 +21,17 @@ from ..ipc.threads import in_thread
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
 from .clients.client import EngineClient
 from .engine_args import EngineArgs
+from .engine_arguments import EngineArguments
 from .input_processor import Prompt
 from .llm_engine import TextSide, TokenizerBeside, connect, connect_async
 from .model_info.model_files import find_model_directory
 from .output_processor import ProcessedOutputs
 from .outputs import RequestMetrics, RequestOutput
+from .request_stream import RequestStream
 from .stats import Telemetry
 from .text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-class RequestStream:
-    """What one reader has not read yet, in a single place: news merge there, so a slow reader costs
-    no more than its text.
-
-    `take_at_once`: see AsyncLLM.generate.
-    """
-
-    def __init__(self, take_at_once: Callable[[RequestOutput], bool] | None = None) -> None:
-        self._take_at_once = take_at_once
-        self._unread: RequestOutput | None = None
-        self._error: EngineDeadError | None = None
-        self._fault: Exception | None = None  # of take_at_once: its reader's, and nobody else's
-        self._reader: asyncio.Future | None = None  # that waits
-
-    def put(self, output: RequestOutput) -> None:
-        if self._unread is not None:
-            self._unread.merge(output)
-            return
-        take, reader = self._take_at_once, self._reader
-        # A reader who waits has dealt with all that came before, and need not be woken for what is
-        # taken at once.
-        if (
-            take is not None
-            and reader is not None
-            and not reader.done()
-            and not output.finished
-            and output.error is None
-        ):
-            try:
-                if take(output):
-                    return
-            except Exception as error:
-                self._fault = error
-                self._wake()
-                return
-        self._unread = output
-        self._wake()
-
-    def fail(self, error: EngineDeadError) -> None:
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    async def get(self) -> RequestOutput:
-        """Waits for news. What came before a failure is read before it raises. For one reader."""
-        if self._unread is None and self._error is None:
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-        if self._fault is not None:
-            raise self._fault
-        if self._unread is None:
-            raise EngineDeadError(*self._error.args) from self._error
-        output, self._unread = self._unread, None
-        return output
 
 
 class AsyncLLM:
@@ -123,12 +63,24 @@ class AsyncLLM:
         self._idle.set()
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs, engine: str = "process") -> AsyncLLM:
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs | None = None,
+        engine: str = "process",
+        *,
+        model: str = "bundled",
+        **arguments: Unpack[EngineArguments],
+    ) -> AsyncLLM:
         """Blocks until the engine is ready.
 
-        `engine`: "process" (a child), "inproc", or the address of a daemon ("ipc://...").
+        The model and its arguments are given by themselves or as EngineArgs. `engine`: "process" (a
+        child), "inproc", or the address of a daemon ("ipc://...").
         """
-        config, client, beside = connect(args, engine, asyncio_mode=True)
+        if engine_args is None:
+            engine_args = EngineArgs(model, **arguments)
+        elif arguments or model != "bundled":
+            raise TypeError("from_engine_args takes EngineArgs or its arguments, not both")
+        config, client, beside = connect(engine_args, engine, asyncio_mode=True)
         try:
             return cls(config, client, beside)
         except BaseException:
@@ -320,8 +272,10 @@ class AsyncLLM:
         return search.output(self.tokenizer)
 
     async def _last(self, prompt: Prompt, params: SamplingParams, request_id: str) -> RequestOutput:
+        last: RequestOutput | None = None
         async for output in self.generate(prompt, params, request_id):
             last = output
+        assert last is not None  # a stream ends with a finished output, or raises
         return last
 
     async def abort(self, request_id: str | list[str]) -> None:

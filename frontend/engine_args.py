@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 from msgspec import inspect
@@ -16,6 +16,8 @@ from msgspec import inspect
 from ..ipc.config import EngineConfig, config_fields
 from ..ipc.errors import InvalidParameterError
 from ..ipc.rope_config import model_context
+from . import vllm_arguments
+from .engine_arguments import EngineArguments
 from .model_info.model_files import NO_GENERATION_CONFIG, find_model_directory, read_hf_config
 from .processor import prefers_bfloat16
 
@@ -26,6 +28,7 @@ FRONTEND_ARGUMENTS = frozenset(
     {
         "tokenizer",
         "seed",
+        "download_dir",
         "skip_tokenizer_init",
         "generation_config",
         "override_generation_config",
@@ -41,18 +44,24 @@ FRONTEND_ARGUMENTS = frozenset(
 class EngineArgs:
     """Every field of ipc/config.py as a keyword argument and an attribute.
 
-    Raises InvalidParameterError on construction.
+    None stands for an argument's default. vLLM's other arguments are accepted where they change
+    nothing (vllm_arguments.py). Raises InvalidParameterError on construction.
     """
 
-    def __init__(self, model: str = "bundled", **arguments: Any):
+    def __init__(self, model: str = "bundled", **arguments: Unpack[EngineArguments]):
         fields = config_fields()
         for name, value in {"model": model, **arguments}.items():
-            if name not in fields:
+            if name in fields:
+                setattr(self, name, _checked(name, value, fields[name][1]))
+            elif not vllm_arguments.accept(name, value):
                 raise InvalidParameterError(name, _unknown(name, fields))
-            setattr(self, name, _checked(name, value, fields[name][1].type))
         for name, (_, field) in fields.items():
             if not hasattr(self, name):
                 setattr(self, name, _default(field))
+
+    if TYPE_CHECKING:  # the attributes are set from the configuration's fields
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __repr__(self) -> str:
         defaults = {name: _default(field) for name, (_, field) in config_fields().items()}
@@ -123,7 +132,12 @@ class EngineArgs:
             )
         if "tokenizer" in own.get("model_config", {}):
             own["model_config"]["tokenizer"] = str(
-                find_model_directory(self.tokenizer, revision=self.revision, weights=False)
+                find_model_directory(
+                    self.tokenizer,
+                    revision=self.revision,
+                    weights=False,
+                    download_dir=self.download_dir,
+                )
             )
         return replace(
             config,
@@ -132,6 +146,9 @@ class EngineArgs:
                 for section, values in own.items()
             },
         )
+
+
+AsyncEngineArgs = EngineArgs  # vLLM's name of the arguments of an AsyncLLM
 
 
 def replace(section: Any, **changes: Any) -> Any:
@@ -151,12 +168,17 @@ def _unknown(name: str, fields: dict) -> str:
     )
 
 
-def _checked(name: str, value: Any, declared_type: Any) -> Any:
+def _checked(name: str, value: Any, field: msgspec.structs.FieldInfo) -> Any:
+    if name == "served_model_name" and isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    value = vllm_arguments.spelled(name, value)
+    if value is None and name != "model":
+        return _default(field)  # None itself where the field may be None
     try:
-        return msgspec.convert(value, declared_type)
+        return msgspec.convert(value, field.type)
     except msgspec.ValidationError:
         raise InvalidParameterError(
-            name, f"must be {describe_type(declared_type)}, got {value!r}"
+            name, f"must be {describe_type(field.type)}, got {value!r}"
         ) from None
 
 
@@ -222,14 +244,17 @@ def _resolve_device(device_config: Any) -> Any:
 
 
 def _resolve_model(config: EngineConfig, device_config: Any) -> Any:
-    wanted = config.model_config
+    wanted, download_dir = config.model_config, config.load_config.download_dir
     directory = find_model_directory(
-        wanted.model, revision=wanted.revision, weights=config.load_config.load_format != "dummy"
+        wanted.model,
+        revision=wanted.revision,
+        weights=config.load_config.load_format != "dummy",
+        download_dir=download_dir,
     )
     tokenizer_directory = directory
     if wanted.tokenizer is not None:
         tokenizer_directory = find_model_directory(
-            wanted.tokenizer, revision=wanted.revision, weights=False
+            wanted.tokenizer, revision=wanted.revision, weights=False, download_dir=download_dir
         )
     hf_config = read_hf_config(directory, wanted.hf_overrides)
     return replace(
@@ -268,18 +293,20 @@ def _auto_dtype(device_config: Any) -> str:
 
 def _resolve_max_model_len(wanted: int | None, hf_config: dict[str, Any]) -> int:
     context = model_context(hf_config)
-    if wanted is None and context is None:
-        raise InvalidParameterError(
-            "max_model_len",
-            "the model's config.json does not give a context length, so it must be given",
-        )
-    if wanted is not None and context is not None and wanted > context:
+    if wanted is None:
+        if context is None:
+            raise InvalidParameterError(
+                "max_model_len",
+                "the model's config.json does not give a context length, so it must be given",
+            )
+        return context
+    if context is not None and wanted > context:
         raise InvalidParameterError(
             "max_model_len",
             f"must be at most {context}, the context of the model, got {wanted} (hf_overrides can "
             f"change it)",
         )
-    return wanted or context
+    return wanted
 
 
 def _resolve_scheduler(wanted: Any, max_model_len: int) -> Any:

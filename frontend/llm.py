@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import msgspec
 
@@ -16,6 +16,7 @@ from ..ipc.params import RequestOutputKind, SamplingParams
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
 from .clients.guard import Guard
 from .engine_args import EngineArgs
+from .engine_arguments import EngineArguments
 from .input_processor import ProcessedRequest, Prompt
 from .llm_engine import LLMEngine
 from .outputs import RequestOutput
@@ -36,7 +37,13 @@ class LLM:
     (EngineUsageError).
     """
 
-    def __init__(self, model: str = "bundled", *, engine: str = "process", **arguments: Any):
+    def __init__(
+        self,
+        model: str = "bundled",
+        *,
+        engine: str = "process",
+        **arguments: Unpack[EngineArguments],
+    ):
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model, **arguments), engine)
         self._num_requests = 0
         self._turn = Guard(waits=True)
@@ -149,11 +156,12 @@ class LLM:
         with self._turn:
             outputs = self._run(self._process(several, params, priorities), use_tqdm, trace_headers)
         if len(outputs) == 1 and (parameter := outputs[0].error_parameter) is not None:
-            raise InvalidParameterError(parameter, outputs[0].error.removeprefix(f"{parameter}: "))
+            problem = (outputs[0].error or "").removeprefix(f"{parameter}: ")
+            raise InvalidParameterError(parameter, problem)
         return outputs
 
     def _process(
-        self, prompts: list[Prompt], params: list[Any], priorities: list[Any]
+        self, prompts: Sequence[Prompt], params: list[Any], priorities: list[Any]
     ) -> list[ProcessedRequest]:
         """Checks and tokenizes all of them, or raises InvalidParameterError for the first that is
         bad.
@@ -243,7 +251,8 @@ class LLM:
             raise InvalidParameterError(
                 "messages", "need a tokenizer: this engine runs with skip_tokenizer_init=True"
             )
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        is_one = bool(messages) and isinstance(messages[0], dict)
+        conversations: Any = [messages] if is_one else messages
         prompts = []
         for conversation in conversations:
             text = tokenizer.apply_chat_template(
@@ -258,7 +267,7 @@ class LLM:
             prompts.append(
                 {
                     "prompt": text,
-                    "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False),
+                    "prompt_token_ids": tokenizer.encode(str(text), add_special_tokens=False),
                 }
             )
         return self.generate(prompts, sampling_params, use_tqdm)

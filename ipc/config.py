@@ -117,6 +117,10 @@ class LoadConfig(Section, frozen=True):
         Literal["auto", "safetensors", "dummy"],
         Meta(description="auto and safetensors read the model's weights; dummy makes random ones."),
     ] = "auto"
+    download_dir: Annotated[
+        str | None,
+        Meta(description="Directory of models from the hub. Default: the hub's own cache."),
+    ] = None
 
 
 class CacheConfig(Section, frozen=True):

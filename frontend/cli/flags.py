@@ -8,12 +8,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from ...ipc.config import config_fields
+from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
+from .. import vllm_arguments
 
 SAMPLING_HELP = {
     "n": "Completions per prompt.",
@@ -52,7 +55,7 @@ NOT_SAMPLING_FLAGS = frozenset(
 
 
 # Never printed, whatever asks for the settings or complains about them.
-SECRETS = frozenset({"api_key"})
+SECRETS = frozenset({"api_key", "hf_token"})
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,13 @@ class Flag:
     @property
     def option(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def options(self) -> list[str]:
+        """The option and its other names on the command line."""
+        if short := vllm_arguments.SHORT_OPTIONS.get(self.name):
+            return [self.option, short]
+        return [self.option, *vllm_arguments.OPTIONS.get(self.name, ())]
 
     @property
     def variable(self) -> str:
@@ -122,6 +132,29 @@ def server_flags() -> list[Flag]:
         replace(flag, check=_check_keys) if flag.secret else flag
         for flag in _flags_of(server_fields())
     ]
+
+
+def vllm_flags(*, of_server: bool) -> list[Flag]:
+    """Flags of `vllm serve` that Quire does not have, accepted or refused by vllm_arguments.py."""
+    own = {*config_fields(), *(flag.name for flag in server_flags())}
+    names = vllm_arguments.NAMES - own - (frozenset() if of_server else vllm_arguments.SERVER_NAMES)
+    return [
+        Flag(
+            name,
+            bool if name in vllm_arguments.SWITCHES else Any,
+            None,
+            "vLLM's.",
+            partial(_accept, name),
+        )
+        for name in sorted(names)
+    ]
+
+
+def _accept(name: str, value: Any) -> None:
+    try:
+        vllm_arguments.accept(name, value)
+    except InvalidParameterError as error:
+        raise ValueError(error.problem) from None
 
 
 def _flags_of(fields: Mapping[str, msgspec.structs.FieldInfo]) -> list[Flag]:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NoReturn, get_args
 
-from .flags import Flag, engine_flags, given
+from ..vllm_arguments import spelled
+from .flags import Flag, engine_flags, given, vllm_flags
 from .values import from_text, is_literal, plain_type
 
 MODEL_OPTION = "model_option"  # where argparse keeps --model
@@ -31,6 +32,7 @@ class Parser(argparse.ArgumentParser):
         )
         self.show_all = show_all
         self.groups: list[tuple[str, list[Flag]]] = []
+        self.hidden: list[Flag] = []  # vLLM's, which Quire does not have
         self.add_argument("-h", "--help", action="help", help="show the most used flags")
         self.add_argument(
             "--help-all", action="help", help="show all flags, and their environment variables"
@@ -42,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         self.groups.append((title, list(flags)))
         for flag in self.groups[-1][1]:
             group.add_argument(
-                flag.option,
+                *flag.options,
                 dest=flag.name,
                 default=argparse.SUPPRESS,
                 **self._options(flag, flag.name in common),
@@ -94,8 +96,9 @@ class Parser(argparse.ArgumentParser):
         for a bad file or variable.
         """
         if self.groups:
+            self._add_vllm_flags()
             self._add_sources()
-        args, unknown = self.parse_known_intermixed_args(argv)
+        args, unknown = self.parse_known_intermixed_args(self._with_dashes(argv))
         if unknown:
             self.error(self._unknown(unknown[0]))
         if hasattr(args, MODEL_OPTION):
@@ -106,10 +109,37 @@ class Parser(argparse.ArgumentParser):
             self._add_settings(args)
         return args
 
+    def _add_vllm_flags(self) -> None:
+        """Lets a command line of vLLM's run; help and suggestions leave these flags out."""
+        known = {flag.name for _, group in self.groups for flag in group}
+        if "dtype" not in known:
+            return  # a command without an engine
+        for flag in vllm_flags(of_server="port" in known):
+            options = [word for word in flag.options if word not in self._option_string_actions]
+            if flag.option in options:
+                self.hidden.append(flag)
+                self.add_argument(
+                    *options,
+                    dest=flag.name,
+                    default=argparse.SUPPRESS,
+                    **{**self._options(flag, False), "help": argparse.SUPPRESS},
+                )
+
+    def _with_dashes(self, argv: list[str]) -> list[str]:
+        """--max_model_len is --max-model-len, as in vLLM."""
+        words = []
+        for word in argv:
+            option, equals, value = word.partition("=")
+            dashed = option.replace("_", "-")
+            is_known = option.startswith("--") and dashed in self._option_string_actions
+            words.append(dashed + equals + value if is_known else word)
+        return words
+
     def _add_settings(self, args: argparse.Namespace) -> None:
         from .sources import collect, render
 
         flags = {flag.name: flag for _, group in self.groups for flag in group}
+        flags |= {flag.name: flag for flag in self.hidden}
         args.settings = collect(flags, given(args, flags.values()), args.config, self.prog)
         for name, setting in args.settings.items():
             setattr(args, name, setting.value)
@@ -125,7 +155,7 @@ class Parser(argparse.ArgumentParser):
             return {"action": argparse.BooleanOptionalAction, "help": help_text}
         if is_literal(flag.type):
             choices = get_args(plain)
-            return {"type": type(choices[0]), "choices": choices, "help": help_text}
+            return {"type": _choice(flag, type(choices[0])), "choices": choices, "help": help_text}
         if plain == list[str]:
             return {"action": "append", "metavar": "TEXT", "help": help_text}
         metavar = {int: "N", float: "X", str: "TEXT", list[int]: "ID,ID"}.get(plain, "JSON")
@@ -148,11 +178,12 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, word: str) -> str:
         option = word.split("=")[0]
+        hidden = {flag.name for flag in self.hidden}
         known = [
             name
             for action in self._actions
             for name in action.option_strings
-            if name.startswith("--")
+            if name.startswith("--") and action.dest not in hidden
         ]
         near = difflib.get_close_matches(option, known, n=1)
         kind = "flag" if option.startswith("-") else "argument"
@@ -162,6 +193,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _choice(flag: Flag, kind: type) -> Callable[[str], Any]:
+    """For argparse: text -> one of the choices, vLLM's spelling of it included."""
+
+    def convert(text: str) -> Any:
+        return kind(spelled(flag.name, text))
+
+    convert.__name__ = kind.__name__  # argparse puts it into its message
+    return convert
 
 
 def _converter(flag: Flag) -> Callable[[str], Any]:

@@ -16,6 +16,7 @@ import msgspec
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import StructuredOutputsParams
+from .. import vllm_arguments
 from ..engine_args import describe_type
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ def plain_type(annotation: Any) -> Any:
 def from_text(flag: Flag, text: str) -> Any:
     """What stands on a command line or in the environment. Raises ValueError with a sentence."""
     plain = plain_type(flag.type)
+    spelled = vllm_arguments.spelled(flag.name, text)
+    if spelled is None:
+        return None
+    text = spelled
     try:
         if (
             get_origin(plain) is dict
@@ -65,6 +70,7 @@ def from_text(flag: Flag, text: str) -> Any:
 def from_plain(flag: Flag, value: Any) -> Any:
     """What stands in a file. Raises ValueError with a sentence."""
     plain = plain_type(flag.type)
+    value = vllm_arguments.spelled(flag.name, value)
     # YAML reads 1e-5 as text; "none" and "4GiB" are meant
     if isinstance(value, str) and plain is not str:
         return from_text(flag, value)
@@ -76,8 +82,8 @@ def _scalar(flag: Flag, text: str, plain: Any) -> Any:
         return None
     if plain is bool:
         return SWITCH.get(text.lower(), text)
-    if flag.name.endswith("_bytes") and not text.lstrip("+-").isdigit():
-        return parse_bytes(text)
+    if plain is int and not text.lstrip("+-").isdigit():
+        return parse_bytes(text) if flag.name.endswith("_bytes") else parse_count(text)
     return text
 
 
@@ -139,10 +145,21 @@ def parse_bytes(text: str) -> int:
     Raises ValueError with a sentence.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
-    unit = (match[2] or "").capitalize() if match else None
-    if unit not in UNITS:
+    unit = (match[2] or "").capitalize() if match else ""
+    if match is None or unit not in UNITS:
         raise ValueError(f"must be a number of bytes such as 24GiB, 500MB or 1048576, got {text!r}")
     return int(float(match[1]) * UNITS[unit])
+
+
+def parse_count(text: str) -> int | str:
+    """ "16k" (16,000) and "16K" (16,384), as vLLM reads them: small letters are powers of 1000,
+    capitals of 1024. Any other text is returned as it is.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])", text.strip())
+    if match is None:
+        return text
+    base, unit = (1000 if match[2].islower() else 1024), match[2].upper()
+    return int(float(match[1]) * base ** ("KMGT".index(unit) + 1))
 
 
 def format_count(number: int) -> str:

@@ -41,8 +41,10 @@ def check_model(
     `chat_template`: text, or the name of one of the model's, in place of its own.
     """
     try:
-        directory = find_cached_directory(args.model, args.revision) or find_model_directory(
-            args.model, revision=args.revision, weights=False
+        directory = find_cached_directory(
+            args.model, args.revision, args.download_dir
+        ) or find_model_directory(
+            args.model, revision=args.revision, weights=False, download_dir=args.download_dir
         )
         hf_config = read_hf_config(directory, args.hf_overrides)
         sizes = measure_model(hf_config)

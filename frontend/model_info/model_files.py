@@ -27,9 +27,15 @@ SAMPLING_KEYS = {
 } | {"max_new_tokens": "max_tokens"}
 
 
-def find_model_directory(model: str, *, revision: str | None = None, weights: bool = True) -> Path:
+def find_model_directory(
+    model: str,
+    *,
+    revision: str | None = None,
+    weights: bool = True,
+    download_dir: str | None = None,
+) -> Path:
     """The absolute directory that holds the model's files, downloaded first if `model` is a name on
-    the hub.
+    the hub: into `download_dir`, by default the hub's cache.
 
     Raises ModelLoadError naming the model: no such directory, and no such model on the hub or no
     network.
@@ -46,10 +52,13 @@ def find_model_directory(model: str, *, revision: str | None = None, weights: bo
         )
     if _looks_like_a_path(model):
         raise ModelLoadError(f"model {model!r}: there is no such directory")
-    return _download(model, revision, CONFIG_PATTERNS + (WEIGHT_PATTERNS if weights else []))
+    patterns = CONFIG_PATTERNS + (WEIGHT_PATTERNS if weights else [])
+    return _download(model, revision, patterns, download_dir)
 
 
-def find_cached_directory(model: str, revision: str | None = None) -> Path | None:
+def find_cached_directory(
+    model: str, revision: str | None = None, download_dir: str | None = None
+) -> Path | None:
     """Where a hub's model lies in the cache, without a look at the network; None for one that is
     not there, and for what is no hub's name.
     """
@@ -59,7 +68,9 @@ def find_cached_directory(model: str, revision: str | None = None) -> Path | Non
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        found = try_to_load_from_cache(
+            model, "config.json", cache_dir=download_dir, revision=revision
+        )
     except HFValidationError:
         return None
     # not resolved: the file is a link to its blob
@@ -70,11 +81,16 @@ def _looks_like_a_path(model: str) -> bool:
     return model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1
 
 
-def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
+def _download(
+    model: str, revision: str | None, patterns: list[str], download_dir: str | None
+) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns)).resolve()
+        found = snapshot_download(
+            model, revision=revision, cache_dir=download_dir, allow_patterns=patterns
+        )
+        return Path(found).resolve()
     except Exception as error:
         # the hub's client lets through its own, its HTTP library's and the system's exceptions
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -260,8 +260,10 @@ def resolve(args: EngineArgs) -> EngineConfig:
     Of the model only small files are wanted, and a model in the hub's cache needs no network.
     """
     arguments = {name: getattr(args, name) for name in config_fields()}
-    directory = find_cached_directory(args.model, args.revision) or find_model_directory(
-        args.model, revision=args.revision, weights=False
+    directory = find_cached_directory(
+        args.model, args.revision, args.download_dir
+    ) or find_model_directory(
+        args.model, revision=args.revision, weights=False, download_dir=args.download_dir
     )
     arguments |= {
         "model": str(directory),

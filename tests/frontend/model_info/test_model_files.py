@@ -53,16 +53,16 @@ def test_hub_names_are_downloaded_with_only_the_files_needed(tmp_path, monkeypat
 
     asked = []
 
-    def download(model, *, revision, allow_patterns):
-        asked.append((model, revision, allow_patterns))
+    def download(model, *, revision, cache_dir, allow_patterns):
+        asked.append((model, revision, cache_dir, allow_patterns))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert find_model_directory("org/model", revision="v1") == tmp_path.resolve()
-    find_model_directory("org/model", weights=False)
-    assert [(m, r, "*.safetensors" in p) for m, r, p in asked] == [
-        ("org/model", "v1", True),
-        ("org/model", None, False),
+    find_model_directory("org/model", weights=False, download_dir="here")
+    assert [(m, r, d, "*.safetensors" in p) for m, r, d, p in asked] == [
+        ("org/model", "v1", None, True),
+        ("org/model", None, "here", False),
     ]
 
 

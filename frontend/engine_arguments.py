@@ -1,0 +1,60 @@
+"""The keyword arguments of EngineArgs and LLM with their types, so that editors complete and type
+checkers check them.
+
+Must not know: defaults and ranges, which ipc/config.py has.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypedDict
+
+
+class EngineArguments(TypedDict, total=False):
+    """Every field of ipc/config.py but `model`, under the same name; `quire serve --help-all`
+    describes each.
+    """
+
+    tokenizer: str | None
+    served_model_name: str | None
+    revision: str | None
+    dtype: Literal["auto", "bfloat16", "float32", "float16"]
+    quantization: Literal["int8", "int4"] | None
+    max_model_len: int | None
+    seed: int
+    hf_overrides: dict[str, Any]
+    skip_tokenizer_init: bool
+    generation_config: str
+    override_generation_config: dict[str, Any]
+    max_logprobs: int
+    logits_processors: list[str]
+    load_format: Literal["auto", "safetensors", "dummy"]
+    download_dir: str | None
+    block_size: Literal[8, 16, 32, 64, 128]
+    kv_cache_dtype: Literal["auto", "fp8", "int8"]
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    num_gpu_blocks_override: int | None
+    swap_space: float
+    enable_prefix_caching: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    enable_chunked_prefill: bool
+    long_prefill_token_threshold: int
+    scheduling_policy: Literal["fcfs", "priority"]
+    preemption_mode: Literal["auto", "recompute", "swap"]
+    num_scheduler_steps: int
+    async_scheduling: bool
+    enable_jump_forward: bool
+    device: Literal["auto", "cpu", "cuda"]
+    num_threads: int | None
+    cpu_isa: Literal["auto", "amx", "avx512", "avx2", "none"]
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    enforce_eager: bool
+    kernels: dict[str, str]
+    startup_timeout_s: float
+    shutdown_timeout_s: float
+    max_message_bytes: int
+    log_stats_interval_s: float
+    otlp_traces_endpoint: str | None
+    disable_log_stats: bool

@@ -1,0 +1,75 @@
+"""RequestStream: hands one request's outputs from the task that reads the engine to the request's
+reader.
+
+Must not know: the engine, how outputs are made, who reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from ..ipc.errors import EngineDeadError
+from .outputs import RequestOutput
+
+
+class RequestStream:
+    """What one reader has not read yet, merged into one output: a slow reader costs no more memory
+    than its text.
+
+    take_at_once: see AsyncLLM.generate.
+    """
+
+    def __init__(self, take_at_once: Callable[[RequestOutput], bool] | None = None) -> None:
+        self._take_at_once = take_at_once
+        self._unread: RequestOutput | None = None
+        self._error: EngineDeadError | None = None
+        self._fault: Exception | None = None  # of take_at_once; fails its own reader alone
+        self._reader: asyncio.Future | None = None  # of the reader that waits
+
+    def put(self, output: RequestOutput) -> None:
+        if self._unread is not None:
+            self._unread.merge(output)
+            return
+        take, reader = self._take_at_once, self._reader
+        # A waiting reader has read all that came before. What is taken at once need not wake it.
+        if (
+            take is not None
+            and reader is not None
+            and not reader.done()
+            and not output.finished
+            and output.error is None
+        ):
+            try:
+                if take(output):
+                    return
+            except Exception as error:
+                self._fault = error
+                self._wake()
+                return
+        self._unread = output
+        self._wake()
+
+    def fail(self, error: EngineDeadError) -> None:
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> RequestOutput:
+        """Waits for an output. For one reader. Raises a failure after what came before it."""
+        if self._unread is None and self._error is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        if self._fault is not None:
+            raise self._fault
+        if self._unread is None:
+            assert self._error is not None  # else nobody would have woken us
+            raise EngineDeadError(*self._error.args) from self._error
+        output, self._unread = self._unread, None
+        return output

@@ -1,0 +1,290 @@
+"""vLLM's names and spellings of engine and server arguments that are not Quire's own: which are
+accepted, and which are refused.
+
+Must not know: what an argument of Quire's does, argparse.
+
+An argument is accepted without effect where vLLM's meaning cannot change an answer here: it tunes
+speed or logs, or it refines something that is off. An argument that asks for something Quire lacks
+is refused, unless its value asks for nothing (None, False, an empty list).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from ..ipc.errors import InvalidParameterError
+
+logger = logging.getLogger(__name__)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Argument of Quire's -> vLLM's spelling of a value -> Quire's.
+SPELLINGS: dict[str, dict[Any, Any]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "generation_config": {"vllm": "none"},
+    "max_model_len": {-1: None, "-1": None, "auto": None},
+}
+# Argument of Quire's -> other options of the command line that mean it.
+OPTIONS = {
+    "tensor_parallel_size": ("-tp",),
+    "pipeline_parallel_size": ("-pp",),
+    "quantization": ("-q",),
+    "chat_template_kwargs": ("--default-chat-template-kwargs",),
+}
+SHORT_OPTIONS = {
+    "data_parallel_size": "-dp",
+    "decode_context_parallel_size": "-dcp",
+    "prefill_context_parallel_size": "-pcp",
+    "enable_expert_parallel": "-ep",
+    "optimization_level": "-O",
+    "compilation_config": "-cc",
+    "api_server_count": "-asc",
+}
+
+# Accepted, with this note in the log.
+NOTED = {
+    "trust_remote_code": "Quire runs no code from a model's repository",
+    "enable_log_requests": "quire serve logs a line per request (access_log)",
+    "enable_auto_tool_choice": "tool calls are always read where the model's template has them",
+}
+# Accepted without effect, whatever the value.
+WITHOUT_EFFECT = _names(
+    """
+    additional_config aggregate_engine_logging all2all_backend allow_deprecated_quantization
+    allowed_local_media_path allowed_media_domains code_revision compilation_config
+    cp_kv_cache_interleave_size cpu_distributed_timeout_seconds cpu_offload_params
+    cudagraph_capture_sizes cudagraph_metrics data_parallel_address data_parallel_backend
+    data_parallel_rpc_port data_parallel_size_local dbo_decode_token_threshold
+    dbo_prefill_token_threshold dcp_comm_backend dcp_kv_cache_interleave_size dcp_q_replicate
+    default_mm_loras disable_async_output_proc disable_cascade_attn disable_chunked_mm_input
+    disable_custom_all_reduce disable_hybrid_kv_cache_manager disable_log_requests
+    disable_nccl_for_dp_synchronization distributed_timeout_seconds dp_sync_interval
+    ec_manager_config enable_batch_sharded_sampling enable_bf16x3_router_gemm
+    enable_cumem_allocator enable_dbo enable_ep_weight_filter enable_expert_parallel
+    enable_flashinfer_autotune enable_layerwise_nvtx_tracing enable_logging_iteration_details
+    enable_mamba_cache_stochastic_rounding enable_mfu_metrics enable_mixed_moe_lora_format
+    enable_mm_processor_stats enable_moe_shared_loras enable_nccl_comm_suspend enable_sleep_mode
+    enable_tower_connector_lora eplb_config expert_placement_strategy fail_on_environ_validation
+    fault_tolerance_config fully_sharded_loras gdn_prefill_backend ignore_patterns
+    interleave_mm_strings io_processor_plugin ir_op_priority jit_monitor_mode jit_monitor_verbose
+    kda_prefill_backend kernel_config kv_cache_metrics kv_cache_metrics_sample
+    kv_offloading_backend language_model_only limit_mm_per_prompt linear_backend lora_dtype
+    lora_target_modules mamba_backend mamba_block_size mamba_cache_dtype mamba_cache_mode
+    mamba_cache_philox_rounds mamba_config mamba_ssm_cache_dtype mamba_ssu_algorithm master_addr
+    master_port max_cpu_loras max_cudagraph_capture_size max_lora_rank max_loras
+    max_parallel_loading_workers max_seq_len_to_capture media_io_kwargs mm_device_do_normalize
+    mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
+    mm_encoder_fp8_scale_save_margin mm_encoder_fp8_scale_save_path mm_encoder_tp_mode
+    mm_hasher_algorithm mm_ipc_gpu_memory_gb mm_processor_cache_gb mm_processor_cache_type
+    mm_processor_device mm_processor_kwargs mm_shm_cache_max_object_size_mb mm_tensor_ipc
+    model_loader_extra_config moe_backend node_rank numa_bind numa_bind_cpus numa_bind_nodes
+    offload_backend offload_group_size offload_num_in_group offload_params offload_prefetch_step
+    optimization_level per_request_spec_decode_metrics performance_mode prefill_schedule_interval
+    prefix_caching_hash_algo profiler_config pt_load_map_location ray_workers_use_nsight
+    renderer_num_workers replayssm_buffer_len safetensors_load_strategy
+    safetensors_prefetch_block_size safetensors_prefetch_num_threads scheduler_reserve_full_isl
+    show_hidden_metrics_for_version shutdown_timeout skip_mm_profiling specialize_active_lora
+    structured_outputs_config ubatch_size use_replayssm use_tqdm_on_load video_pruning_method
+    video_pruning_rate watermark
+    """
+)
+# Accepted with these values alone.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "api_server_count": (1,),
+    "config_format": ("auto", "hf"),
+    "convert": ("auto", "none"),
+    "cpu_offload_gb": (0,),
+    "data_parallel_size": (1,),
+    "decode_context_parallel_size": (1,),
+    "distributed_executor_backend": ("uni", "mp"),
+    "logprobs_mode": ("raw_logprobs",),
+    "max_num_partial_prefills": (1,),
+    "model_impl": ("auto", "vllm"),
+    "nnodes": (1,),
+    "prefill_context_parallel_size": (1,),
+    "runner": ("auto", "generate"),
+    "stream_interval": (1,),
+    "task": ("auto", "generate"),
+    "tokenizer_mode": ("auto", "hf"),
+    "worker_cls": ("auto",),
+    "worker_extension_cls": ("",),
+    # of the server
+    "allowed_headers": ("*", '["*"]'),
+    "allowed_methods": ("*", '["*"]'),
+    "chat_template_content_format": ("auto", "string"),
+    "fingerprint_mode": ("full",),
+    "response_role": ("assistant",),
+    "ssl_cert_reqs": (0,),
+}
+# Refused, with what to do instead where there is something.
+REFUSED = {
+    "attention_backend": "kernels chooses implementations",
+    "attention_config": "kernels chooses implementations",
+    "chat_template": "LLM.chat and quire serve take it",
+    "collect_detailed_traces": "otlp_traces_endpoint gives the spans there are",
+    "data_parallel_external_lb": "",
+    "data_parallel_hybrid_lb": "",
+    "data_parallel_multi_port_external_lb": "",
+    "data_parallel_rank": "",
+    "data_parallel_start_rank": "",
+    "device_ids": "CUDA_VISIBLE_DEVICES chooses the GPU",
+    "diffusion_config": "",
+    "disable_sliding_window": "",
+    "ec_transfer_config": "",
+    "enable_elastic_ep": "",
+    "enable_eplb": "",
+    "enable_fault_tolerance": "",
+    "enable_lora": "LoRA adapters are not supported",
+    "enable_mm_embeds": "models read text alone",
+    "enable_prompt_embeds": "prompts are text or token ids",
+    "enable_return_routed_experts": "",
+    "enable_trace_replay": "",
+    "hf_config_path": "hf_overrides changes keys of config.json",
+    "kv_cache_dtype_skip_layers": "",
+    "kv_events_config": "",
+    "kv_offloading_size": "swap_space is the host memory for preempted requests",
+    "kv_sharing_fast_prefill": "",
+    "kv_transfer_config": "",
+    "max_num_queued_reqs": "quire serve has max_queued_requests",
+    "max_num_queued_tokens": "quire serve has max_queued_tokens",
+    "max_num_scheduled_tokens": "max_num_batched_tokens bounds a step",
+    "mm_encoder_only": "models read text alone",
+    "model_class_overrides": "",
+    "model_weights": "",
+    "pooler_config": "the engine cannot pool",
+    "prefix_cache_retention_interval": "",
+    "prefix_match_unit": "",
+    "quantization_config": "quantization takes int8 or int4",
+    "reasoning_config": "",
+    "reasoning_parser": "quire serve takes it",
+    "reasoning_parser_plugin": "",
+    "return_sampling_mask": "",
+    "rope_scaling": "give it in hf_overrides",
+    "rope_theta": "give it in hf_overrides",
+    "scheduler_cls": "",
+    "spec_method": "speculative decoding is not supported",
+    "spec_model": "speculative decoding is not supported",
+    "spec_tokens": "speculative decoding is not supported",
+    "speculative_config": "speculative decoding is not supported",
+    "tokenizer_revision": "revision holds for model and tokenizer",
+    "tokens_only": "",
+    "use_fp64_gumbel": "",
+    "weight_transfer_config": "load_weights puts new weights in place",
+}
+# Of `vllm serve` alone.
+SERVER_WITHOUT_EFFECT = _names(
+    """
+    cohere_format cohere_is_reasoning_model data_parallel_supervisor_port
+    disable_access_log_for_endpoints disable_fastapi_docs disable_uvicorn_access_log
+    dp_supervisor_probe_failure_threshold dp_supervisor_probe_interval_s
+    dp_supervisor_probe_timeout_s enable_flash_late_interaction enable_log_deltas
+    enable_offline_docs enable_prompt_tokens_details enable_request_id_headers
+    enable_server_load_tracking enable_tokenizer_info_endpoint exclude_tools_when_tool_choice_none
+    h11_max_header_count h11_max_incomplete_event_size log_error_stack max_log_len
+    trust_request_chat_template uvicorn_log_level
+    """
+)
+SERVER_REFUSED = {
+    "allow_credentials": "",
+    "enable_force_include_usage": "clients ask with stream_options",
+    "enable_log_outputs": "",
+    "enable_per_request_metrics": "/metrics has the histograms",
+    "enable_ssl_refresh": "",
+    "fingerprint_value": "",
+    "grpc": "",
+    "headless": "",
+    "log_config_file": "",
+    "lora_modules": "LoRA adapters are not supported",
+    "middleware": "",
+    "return_tokens_as_token_ids": "requests may ask for it",
+    "root_path": "",
+    "ssl_ca_certs": "",
+    "ssl_ciphers": "",
+    "tool_parser_plugin": "",
+    "tool_server": "",
+    "uds": "",
+}
+SERVER_NAMES = frozenset(
+    {
+        *SERVER_WITHOUT_EFFECT,
+        *SERVER_REFUSED,
+        "allowed_headers",
+        "allowed_methods",
+        "api_server_count",
+        "chat_template_content_format",
+        "enable_auto_tool_choice",
+        "fingerprint_mode",
+        "response_role",
+        "ssl_cert_reqs",
+    }
+)
+HUB_TOKEN = "hf_token"
+NAMES = frozenset(
+    {HUB_TOKEN, *NOTED, *WITHOUT_EFFECT, *ONLY, *REFUSED, *SERVER_WITHOUT_EFFECT, *SERVER_REFUSED}
+)
+# On the command line these take no value.
+SWITCHES = frozenset(
+    name
+    for name in NAMES
+    if name.startswith(("enable_", "disable_", "trust_", "skip_", "return_", "allow_"))
+) - {"disable_access_log_for_endpoints"} | _names(
+    """
+    aggregate_engine_logging cohere_is_reasoning_model cudagraph_metrics data_parallel_external_lb
+    data_parallel_hybrid_lb data_parallel_multi_port_external_lb
+    exclude_tools_when_tool_choice_none fail_on_environ_validation fully_sharded_loras grpc headless
+    interleave_mm_strings jit_monitor_verbose kv_cache_metrics kv_sharing_fast_prefill
+    language_model_only log_error_stack mm_encoder_only numa_bind ray_workers_use_nsight
+    scheduler_reserve_full_isl specialize_active_lora tokens_only use_fp64_gumbel use_replayssm
+    use_tqdm_on_load
+    """
+)
+# Texts that ask for nothing, on the command line and in a file.
+NOTHING = ("", "none", "null", "false", "{}", "[]")
+
+
+def spelled(name: str, value: Any) -> Any:
+    """The value in Quire's spelling: "half" is float16, torch.bfloat16 is bfloat16."""
+    if name == "dtype" and type(value).__module__ == "torch":
+        value = str(value).removeprefix("torch.")
+    known = SPELLINGS.get(name)
+    if known is None or isinstance(value, bool) or not isinstance(value, (str, int)):
+        return value
+    return known.get(value, value)
+
+
+def accept(name: str, value: Any) -> bool:
+    """Whether `name` is an argument of vLLM's that Quire accepts though it has none of this name.
+
+    False: nobody's argument. Raises InvalidParameterError for one that asks for what Quire lacks.
+    """
+    if name not in NAMES:
+        return False
+    if _asks_for_nothing(value):
+        return True
+    if name == HUB_TOKEN:
+        if isinstance(value, str):
+            os.environ["HF_TOKEN"] = value  # what the hub's client reads
+    elif name in NOTED:
+        logger.warning("%s: accepted without effect: %s", name, NOTED[name])
+    elif name in ONLY:
+        if str(value) not in map(str, ONLY[name]):
+            allowed = " or ".join(repr(allowed) for allowed in ONLY[name])
+            raise InvalidParameterError(name, f"must be {allowed}, got {value!r}")
+    elif name in REFUSED or name in SERVER_REFUSED:
+        advice = REFUSED.get(name) or SERVER_REFUSED.get(name)
+        raise InvalidParameterError(name, "is not supported" + (f"; {advice}" if advice else ""))
+    else:
+        logger.info("%s: accepted without effect", name)
+    return True
+
+
+def _asks_for_nothing(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.lower() in NOTHING
+    return value is None or value is False or (isinstance(value, (list, dict, set)) and not value)

@@ -1,0 +1,81 @@
+"""RequestStream: outputs merge until they are read, failures come after them, and what is taken at
+once wakes nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from quire import CompletionOutput, EngineDeadError, RequestOutput
+from quire.frontend.outputs import RequestMetrics
+from quire.frontend.request_stream import RequestStream
+
+
+def output(text: str, *token_ids: int, finished: bool = False) -> RequestOutput:
+    completion = CompletionOutput(0, text, list(token_ids), None, None, None, None)
+    return RequestOutput(
+        "r", None, [1], [completion], finished, RequestMetrics(0.0), kind_is_delta=True
+    )
+
+
+def run(scenario) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 20))
+
+
+def test_unread_outputs_become_one() -> None:
+    async def scenario() -> None:
+        stream = RequestStream()
+        for text, token_id in (("a", 1), ("b", 2), ("c", 3)):
+            stream.put(output(text, token_id))
+        merged = (await stream.get()).outputs[0]
+        assert (merged.text, merged.token_ids) == ("abc", [1, 2, 3])
+
+    run(scenario())
+
+
+def test_a_reader_waits_and_a_failure_comes_after_what_was_put_before() -> None:
+    async def scenario() -> None:
+        stream = RequestStream()
+        reader = asyncio.ensure_future(stream.get())
+        await asyncio.sleep(0)
+        stream.put(output("a", 1))
+        stream.fail(EngineDeadError("gone"))
+        assert (await reader).outputs[0].text == "a"
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match="gone"):
+                await stream.get()
+
+    run(scenario())
+
+
+def test_what_is_taken_at_once_does_not_wake_the_reader() -> None:
+    async def scenario() -> None:
+        taken = []
+        stream = RequestStream(lambda o: taken.append(o.outputs[0].text) is None)
+        stream.put(output("a", 1))  # nobody waits: kept
+        assert (await stream.get()).outputs[0].text == "a"
+        reader = asyncio.ensure_future(stream.get())
+        await asyncio.sleep(0)
+        stream.put(output("b", 2))
+        await asyncio.sleep(0)
+        assert taken == ["b"] and not reader.done()
+        stream.put(output("c", 3, finished=True))  # the last one is always read
+        assert (await reader).outputs[0].text == "c"
+
+    run(scenario())
+
+
+def test_what_take_at_once_raises_is_its_readers() -> None:
+    def broken(output: RequestOutput) -> bool:
+        raise ValueError("mine")
+
+    async def scenario() -> None:
+        stream = RequestStream(broken)
+        reader = asyncio.ensure_future(stream.get())
+        await asyncio.sleep(0)
+        stream.put(output("a", 1))
+        with pytest.raises(ValueError, match="mine"):
+            await reader
+
+    run(scenario())

@@ -1,0 +1,363 @@
+"""The names of vLLM 0.32's signatures: each is supported, accepted without effect, or refused by
+name; and its spellings of values.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+from quire import AsyncEngineArgs, EngineArgs, InvalidParameterError, SamplingParams
+from quire.frontend import vllm_arguments
+from quire.frontend.cli import serve
+from quire.frontend.cli.flags import engine_flags, given
+from quire.frontend.cli.values import parse_count
+from quire.frontend.server.config import server_fields
+from quire.ipc.config import config_fields
+from quire.tests.frontend.tiny_tokenizers import text_config
+
+ENGINE_ARGS = """
+    model enable_return_routed_experts return_sampling_mask model_weights served_model_name
+    tokenizer hf_config_path runner convert skip_tokenizer_init enable_prompt_embeds tokenizer_mode
+    trust_remote_code allowed_local_media_path allowed_media_domains download_dir
+    safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
+    load_format config_format dtype kv_cache_dtype seed max_model_len cudagraph_capture_sizes
+    max_cudagraph_capture_size ir_op_priority distributed_executor_backend pipeline_parallel_size
+    master_addr master_port nnodes node_rank distributed_timeout_seconds
+    cpu_distributed_timeout_seconds numa_bind numa_bind_nodes numa_bind_cpus device_ids
+    tensor_parallel_size prefill_context_parallel_size decode_context_parallel_size
+    dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size
+    data_parallel_size data_parallel_rank data_parallel_start_rank data_parallel_size_local
+    data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb
+    data_parallel_multi_port_external_lb data_parallel_backend enable_expert_parallel
+    enable_batch_sharded_sampling enable_ep_weight_filter moe_backend linear_backend
+    all2all_backend enable_elastic_ep enable_dbo ubatch_size dbo_decode_token_threshold
+    dp_sync_interval dbo_prefill_token_threshold disable_nccl_for_dp_synchronization eplb_config
+    enable_eplb expert_placement_strategy max_parallel_loading_workers block_size
+    enable_prefix_caching prefix_caching_hash_algo prefix_cache_retention_interval
+    disable_sliding_window disable_cascade_attn offload_backend cpu_offload_gb cpu_offload_params
+    offload_group_size offload_num_in_group offload_prefetch_step offload_params
+    gpu_memory_utilization kv_cache_memory_bytes max_num_batched_tokens max_num_scheduled_tokens
+    long_prefill_token_threshold max_num_seqs max_num_queued_reqs max_num_queued_tokens
+    max_logprobs logprobs_mode use_fp64_gumbel enable_trace_replay disable_log_stats
+    aggregate_engine_logging revision code_revision hf_token hf_overrides model_class_overrides
+    tokenizer_revision quantization quantization_config allow_deprecated_quantization enforce_eager
+    disable_custom_all_reduce language_model_only limit_mm_per_prompt enable_mm_embeds
+    interleave_mm_strings media_io_kwargs mm_processor_kwargs mm_processor_cache_gb
+    mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only
+    mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
+    mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin io_processor_plugin
+    renderer_num_workers skip_mm_profiling video_pruning_rate video_pruning_method mm_tensor_ipc
+    mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize enable_lora max_loras
+    max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype
+    lora_target_modules enable_tower_connector_lora specialize_active_lora
+    enable_mixed_moe_lora_format enable_moe_shared_loras ray_workers_use_nsight
+    num_gpu_blocks_override model_loader_extra_config ignore_patterns enable_chunked_prefill
+    disable_chunked_mm_input scheduler_reserve_full_isl prefill_schedule_interval watermark
+    disable_hybrid_kv_cache_manager structured_outputs_config reasoning_parser
+    reasoning_parser_plugin speculative_config spec_method spec_model spec_tokens diffusion_config
+    show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces
+    per_request_spec_decode_metrics kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics
+    enable_layerwise_nvtx_tracing enable_mfu_metrics enable_logging_iteration_details
+    jit_monitor_mode jit_monitor_verbose enable_mm_processor_stats scheduling_policy scheduler_cls
+    pooler_config compilation_config attention_config mamba_config kernel_config
+    enable_flashinfer_autotune enable_bf16x3_router_gemm worker_cls worker_extension_cls
+    profiler_config kv_transfer_config kv_events_config ec_transfer_config ec_manager_config
+    reasoning_config generation_config enable_sleep_mode enable_cumem_allocator
+    enable_nccl_comm_suspend override_generation_config model_impl attention_backend
+    kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size
+    prefix_match_unit mamba_cache_mode replayssm_buffer_len use_replayssm mamba_backend
+    mamba_ssu_algorithm enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds
+    additional_config use_tqdm_on_load pt_load_map_location logits_processors async_scheduling
+    stream_interval kv_sharing_fast_prefill optimization_level performance_mode
+    fault_tolerance_config enable_fault_tolerance kv_offloading_size kv_offloading_backend
+    tokens_only shutdown_timeout weight_transfer_config fail_on_environ_validation
+    gdn_prefill_backend kda_prefill_backend
+""".split()  # noqa: SIM905
+OF_ASYNC_ENGINE_ARGS = ["enable_log_requests"]
+# of LLM's constructor, beside those of EngineArgs
+OF_LLM = ["chat_template"]
+# of older versions, which scripts still pass
+OLDER = [
+    "swap_space",
+    "max_seq_len_to_capture",
+    "disable_async_output_proc",
+    "task",
+    "rope_scaling",
+    "rope_theta",
+    "disable_log_requests",
+    "max_num_partial_prefills",
+]
+OF_SERVE = """
+    headless api_server_count grpc lora_modules chat_template chat_template_content_format
+    trust_request_chat_template default_chat_template_kwargs response_role
+    return_tokens_as_token_ids enable_auto_tool_choice exclude_tools_when_tool_choice_none
+    tool_call_parser tool_parser_plugin tool_server log_config_file max_log_len
+    enable_prompt_tokens_details enable_per_request_metrics enable_server_load_tracking
+    enable_force_include_usage enable_tokenizer_info_endpoint enable_log_outputs enable_log_deltas
+    cohere_is_reasoning_model cohere_format log_error_stack tokens_only fingerprint_mode
+    fingerprint_value host port data_parallel_supervisor_port dp_supervisor_probe_interval_s
+    dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold uds uvicorn_log_level
+    disable_uvicorn_access_log disable_access_log_for_endpoints allow_credentials allowed_origins
+    allowed_methods allowed_headers api_key ssl_keyfile ssl_certfile ssl_ca_certs
+    enable_ssl_refresh ssl_cert_reqs ssl_ciphers root_path middleware enable_request_id_headers
+    disable_fastapi_docs h11_max_incomplete_event_size h11_max_header_count enable_offline_docs
+    enable_flash_late_interaction
+""".split()  # noqa: SIM905
+SAMPLING = {
+    "supported": [
+        "n",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "max_tokens",
+        "min_tokens",
+        "logprobs",
+        "prompt_logprobs",
+        "detokenize",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        "output_kind",
+        "stream_interval",
+        "structured_outputs",
+        "logit_bias",
+        "allowed_token_ids",
+        "extra_args",
+        "bad_words",
+        "truncate_prompt_tokens",
+    ],
+    "refused": [
+        "prompt_logprob_token_ids",
+        "prompt_logprob_start",
+        "logprob_token_ids",
+        "flat_logprobs",
+        "skip_clone",
+        "output_text_buffer_length",
+        "skip_reading_prefix_cache",
+        "thinking_token_budget",
+        "repetition_detection",
+        "routed_experts_prompt_start",
+        "trace_decode_token_ids",
+        "best_of",
+        "guided_decoding",
+        "logits_processors",
+    ],
+}
+
+
+def status(name: str, value: object = "something", *, nothing: object = None) -> str:
+    """How EngineArgs takes an argument: "supported", "accepted" or "refused"."""
+    if name in config_fields():
+        return "supported"
+    EngineArgs(**{name: nothing})  # asks for nothing: runs whatever the name
+    try:
+        EngineArgs(**{name: value})
+    except InvalidParameterError as error:
+        assert error.parameter == name and "no such argument" not in str(error)
+        return "refused"
+    return "accepted"
+
+
+@pytest.mark.parametrize("name", [*ENGINE_ARGS, *OF_ASYNC_ENGINE_ARGS, *OF_LLM, *OLDER])
+def test_every_engine_argument_of_vllm(name, monkeypatch) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    found = status(name)
+    assert (found == "supported") == (name in config_fields())
+    if found != "supported":
+        refuses = name in vllm_arguments.ONLY or name in vllm_arguments.REFUSED
+        assert (found == "refused") == refuses
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+
+
+def test_the_table_holds_vllms_names_alone() -> None:
+    known = {*ENGINE_ARGS, *OF_ASYNC_ENGINE_ARGS, *OF_LLM, *OLDER, *OF_SERVE}
+    assert vllm_arguments.NAMES - known == set()
+    assert vllm_arguments.SWITCHES <= vllm_arguments.NAMES
+    kinds = [
+        set(vllm_arguments.NOTED),
+        vllm_arguments.WITHOUT_EFFECT,
+        set(vllm_arguments.ONLY),
+        set(vllm_arguments.REFUSED),
+    ]
+    assert sum(map(len, kinds)) == len(set().union(*kinds)), "a name is in two tables"
+    assert set().union(*kinds) & set(config_fields()) == set(), "Quire has it: take it out"
+
+
+@pytest.mark.parametrize("name", OF_SERVE)
+def test_every_server_flag_of_vllm(name, capsys) -> None:
+    parser = serve.make_parser([])
+    option = "--" + name.replace("_", "-")
+    is_switch = name in vllm_arguments.SWITCHES or name in ("tokens_only",)
+    words = [option] if is_switch else [option, "7"]
+    if name in server_fields() or name == "default_chat_template_kwargs":
+        words = [*words[:1], "{}"] if name.endswith("kwargs") else words
+        parser.parse(words)
+        return
+    refuses = (
+        name in vllm_arguments.SERVER_REFUSED
+        or name in vllm_arguments.REFUSED
+        or name in vllm_arguments.ONLY
+    )
+    if not refuses:
+        parser.parse(words)
+        return
+    with pytest.raises((SystemExit, InvalidParameterError)) as raised:
+        parser.parse(words)
+    assert option in capsys.readouterr().err + str(raised.value)
+
+
+@pytest.mark.parametrize("name", SAMPLING["supported"] + SAMPLING["refused"])
+def test_every_sampling_parameter_of_vllm(name) -> None:
+    assert (name in SamplingParams.__struct_fields__) == (name in SAMPLING["supported"])
+    if name in SAMPLING["refused"]:
+        with pytest.raises(TypeError, match=name):
+            SamplingParams(**{name: None})
+
+
+def test_a_command_line_of_vllms() -> None:
+    line = (
+        "some/model -tp 1 --trust-remote-code --enable-auto-tool-choice --tool-call-parser hermes "
+        "--gpu-memory-utilization 0.9 --dtype half --max-model-len 16k --generation-config vllm "
+        "--download-dir models --tokenizer-mode auto --enforce-eager --max_num_seqs=8 -pp 1 "
+        "--disable-log-requests --max-num-batched-tokens 8K --uvicorn-log-level info -O 3"
+    )
+    args = serve.make_parser([]).parse(line.split())
+    assert args.tool_call_parser == "hermes"
+    assert given(args, engine_flags()) == {
+        "model": "some/model",
+        "tensor_parallel_size": 1,
+        "gpu_memory_utilization": 0.9,
+        "dtype": "float16",
+        "max_model_len": 16000,
+        "generation_config": "none",
+        "download_dir": "models",
+        "enforce_eager": True,
+        "max_num_seqs": 8,
+        "pipeline_parallel_size": 1,
+        "max_num_batched_tokens": 8192,
+    }
+    for words in ("--max-model-len -1", "--max-model-len auto", "--max-model-len=-1"):
+        args = serve.make_parser([]).parse(words.split())
+        assert given(args, engine_flags()) == {"max_model_len": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("16k", 16000), ("16K", 16384), ("1.5k", 1500), ("2m", 2 * 10**6), ("1G", 2**30), ("x", "x")],
+)
+def test_counts_with_a_unit(text, number) -> None:
+    assert parse_count(text) == number
+
+
+def test_settings_of_a_file_and_of_the_environment(tmp_path, monkeypatch) -> None:
+    (tmp_path / "vllm.yaml").write_text("trust-remote-code: true\ndtype: half\n")
+    monkeypatch.setenv("QUIRE_MAX_MODEL_LEN", "-1")
+    args = serve.make_parser([]).parse(["--config", str(tmp_path / "vllm.yaml")])
+    assert given(args, engine_flags()) == {"dtype": "float16", "max_model_len": None}
+    (tmp_path / "vllm.yaml").write_text("enable_lora: true\n")
+    with pytest.raises(InvalidParameterError, match="enable_lora is not supported; LoRA"):
+        serve.make_parser([]).parse(["--config", str(tmp_path / "vllm.yaml")])
+
+
+def test_code_of_vllms(monkeypatch, caplog) -> None:
+    import torch
+
+    monkeypatch.setenv("HF_TOKEN", "before")
+    with caplog.at_level(logging.INFO):
+        args = EngineArgs(
+            "m",
+            trust_remote_code=True,
+            tensor_parallel_size=1,
+            dtype=torch.bfloat16,
+            seed=None,
+            max_model_len=-1,
+            max_num_seqs=None,
+            generation_config="vllm",
+            served_model_name=["name"],
+            hf_token="secret",
+            compilation_config={"level": 3},
+            enable_lora=False,
+            tokenizer_mode="auto",
+            hf_overrides=None,
+        )
+    assert args == EngineArgs(
+        "m", dtype="bfloat16", generation_config="none", served_model_name="name"
+    )
+    assert AsyncEngineArgs is EngineArgs
+    assert "Quire runs no code from a model's repository" in caplog.text
+    assert os.environ["HF_TOKEN"] == "secret"
+    assert "secret" not in caplog.text + repr(args)
+    for arguments, words in (
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"data_parallel_size": 2}, "data_parallel_size: must be 1, got 2"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative decoding is not supported"),
+        ({"served_model_name": ["a", "b"]}, "served_model_name: must be a string"),
+        ({"tokenizer_mode": "mistral"}, "tokenizer_mode: must be 'auto' or 'hf', got 'mistral'"),
+    ):
+        with pytest.raises(InvalidParameterError, match=words):
+            EngineArgs("bundled", **arguments).create_engine_config()
+
+
+# ---------------------------------------------------------------- sampling parameters
+
+
+def test_values_of_sampling_parameters_as_in_vllm() -> None:
+    params = SamplingParams(
+        seed=-1,
+        stop=("a", "b"),
+        stop_token_ids=(1, 2),
+        bad_words=("x",),
+        allowed_token_ids=(5, 6),
+        logit_bias={"42": 1.5, 7: 2},
+    )
+    assert params == SamplingParams(
+        stop=["a", "b"],
+        stop_token_ids=[1, 2],
+        bad_words=["x"],
+        allowed_token_ids=[5, 6],
+        logit_bias={42: 1.5, 7: 2},
+    )
+    assert params.seed is None and SamplingParams(seed=None).seed is None
+    for bias, words in (
+        ({"4": 1, 4: 2}, "logit_bias: must give each token id once"),
+        ({"four": 1}, "logit_bias: must be a list of token ids"),
+        ({"-1": 1}, "logit_bias"),
+    ):
+        with pytest.raises(InvalidParameterError, match=words):
+            SamplingParams(logit_bias=bias)
+    with pytest.raises(InvalidParameterError, match="seed: must be an integer between 0"):
+        SamplingParams(seed=-2)
+
+
+def test_a_clone_shares_nothing() -> None:
+    params = SamplingParams(stop=["a"], extra_args={"a": [1]}, seed=3)
+    clone = params.clone()
+    assert clone == params and clone is not params
+    clone.stop.append("b")
+    clone.extra_args["a"].append(2)
+    assert params == SamplingParams(stop=["a"], extra_args={"a": [1]}, seed=3)
+
+
+def test_the_tokenizers_own_end_token_comes_first(monkeypatch) -> None:
+    """So that another one of generation_config.json is a stop_reason, as in vLLM."""
+    from quire.frontend import llm_engine
+    from quire.tests.frontend.tiny_tokenizers import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    own = tokenizer.eos_token_id
+    assert own is not None
+    config = text_config(override_generation_config={"eos_token_id": [own + 1, own, own - 1]})
+    monkeypatch.setattr(llm_engine, "load_tokenizer", lambda config: tokenizer)
+    side = llm_engine.TextSide.for_config(config)
+    request = side.input_processor.process_inputs("r", "a", SamplingParams()).core_request
+    assert request.eos_token_ids == [own, own + 1, own - 1]

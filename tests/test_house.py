@@ -27,7 +27,6 @@ TO_SPLIT = {  # files that are still longer; each must go
     "tests/core/scheduling/test_scheduler.py",
     "tests/features.py",
     "tests/frontend/server/test_error_table.py",
-    "tests/frontend/test_cli.py",
     "tests/frontend/clients/test_client.py",
     "tests/kernels/cases.py",
     "tests/kernels/test_sampling.py",
@@ -68,7 +67,7 @@ MIRRORS = {
     "setup.py": "tests/test_packaging.py",
     **{
         f"frontend/cli/{name}.py": "tests/frontend/test_cli.py"
-        for name in ("chat", "engine", "flags", "parser", "generate", "session", "terminal")
+        for name in ("engine", "flags", "parser", "session")
     },
     # one contract suite over all forms of a client
     "frontend/clients/inproc_client.py": "tests/frontend/clients/test_client.py",

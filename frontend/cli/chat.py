@@ -1,26 +1,34 @@
 """`quire chat`: a conversation in the terminal, or over standard input with one turn per line.
 
-Must not know: how an engine is reached, tensors, how a template is written.
+Must not know: how an engine is reached, how a turn is rendered, how a line is edited.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TextIO
 
 from ...ipc.errors import InvalidParameterError
-from ...ipc.params import RequestOutputKind, SamplingParams
+from .chat_commands import COMMANDS, Commands
+from .chat_terminal import (
+    MarkdownDisplay,
+    PlainDisplay,
+    history_file,
+    make_editor,
+    open_history,
+)
+from .conversation import Conversation
 from .flags import Flag, given
 from .parser import Parser
 from .session import add_session_flags, check_sampling, default_sampling, open_engine, request_flags
 from .sources import naming_sources
-from .terminal import Dim, Interrupts
-
-if TYPE_CHECKING:
-    from ..llm_engine import LLMEngine
 
 USAGE = "quire chat [--system TEXT] [sampling flags] [engine flags]"
-DESCRIPTION = "Talks with the model. /clear starts over, /exit or Ctrl-D leaves, Ctrl-C stops the answer. From a pipe: one turn per line."
+DESCRIPTION = (
+    "Talks with the model. /help lists the commands, /exit or Ctrl-D leaves, Ctrl-C stops the "
+    "answer. From a pipe: one turn per line, and the commands /clear and /exit."
+)
 COMMON_SAMPLING = ("temperature", "top_p", "max_tokens", "stop")
 SYSTEM = Flag("system", str | None, None, "What the model is told before the first turn.")
 DEFAULTS = {"max_tokens": None}  # an answer may fill the context
@@ -56,82 +64,39 @@ def main(argv: list[str]) -> int:
         )
 
 
-class Conversation:
-    """The messages so far and the engine that answers the last one."""
-
-    def __init__(self, engine: LLMEngine, sampling: dict[str, Any], system: str | None):
-        self.engine = engine
-        self.params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
-        self.opening = [{"role": "system", "content": system}] if system else []
-        self.num_turns = 0
-        self.clear()
-
-    def clear(self) -> None:
-        self.messages: list[dict[str, str]] = list(self.opening)
-
-    def say(self, text: str) -> None:
-        """Adds the user's turn and streams the answer to standard output.
-
-        A refused turn (too long) raises and leaves no trace.
-        """
-        asked = [*self.messages, {"role": "user", "content": text}]
-        prompt = self.engine.tokenizer.apply_chat_template(asked, add_generation_prompt=True)
-        self.num_turns += 1
-        self.engine.add_request(f"turn-{self.num_turns}", {"prompt_token_ids": prompt}, self.params)
-        with Interrupts() as interrupts:
-            answer = self._stream(f"turn-{self.num_turns}", interrupts)
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
-
-    def _stream(self, request_id: str, interrupts: Interrupts) -> str:
-        """Prints the answer as it comes and returns what was printed; Ctrl-C ends it, and what was
-        said stays said.
-        """
-        answer = ""
-        while self.engine.has_unfinished_requests():
-            outputs = (
-                self.engine.abort_request(request_id)
-                if interrupts.requested
-                else self.engine.step()
-            )
-            for output in outputs:
-                text = output.outputs[0].text
-                answer += text
-                print(text, end="", flush=True)
-                if output.error:
-                    print(f"\nquire: {output.error}", end="", file=sys.stderr, flush=True)
-        print(flush=True)
-        return answer
-
-
 def talk_interactively(conversation: Conversation) -> int:
-    import readline  # noqa: F401  (line editing and history for input())
-
-    dim = Dim(sys.stdout)
-    print(dim("/clear starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer"))
-    while True:
+    """Turns and commands from a terminal, until /exit or Ctrl-D."""
+    display = make_display(sys.stdout)
+    commands = Commands(conversation, display)
+    display.notice("/help lists the commands, /exit or Ctrl-D leaves, Ctrl-C stops an answer")
+    editor = make_editor(open_history(history_file(), display.notice), sorted(COMMANDS))
+    while not commands.is_over:
         try:
-            line = input("> ").strip()
+            line = editor.prompt()
         except EOFError:
-            print()
-            return 0
+            break
         except KeyboardInterrupt:
-            print(dim("\n(Ctrl-D leaves)"))
+            display.notice("(Ctrl-D leaves)")
             continue
-        if line == "/exit":
-            return 0
-        if line == "/clear":
-            conversation.clear()
-            print(dim("(a new conversation)"))
-        elif line:
-            try:
-                conversation.say(line)
-            except InvalidParameterError as error:
-                print(f"quire: {error}", file=sys.stderr)
+        try:
+            if line.startswith("/") and not line.startswith("//"):
+                commands.run(line)
+            elif line.strip():
+                conversation.say(line.strip().removeprefix("/" * line.startswith("//")), display)
+        except InvalidParameterError as error:
+            display.error(str(error))
+    return 0
+
+
+def make_display(out: TextIO) -> PlainDisplay:
+    """Markdown is rendered where the terminal can move its cursor."""
+    is_capable = out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    return (MarkdownDisplay if is_capable else PlainDisplay)(out, sys.stderr)
 
 
 def talk_line_by_line(conversation: Conversation) -> int:
     """Turns from a pipe. A refused turn is reported, the others go on, and the exit code is 2."""
-    code = 0
+    code, display = 0, PlainDisplay(sys.stdout, sys.stderr)
     for line in sys.stdin:
         line = line.strip()
         if line == "/exit":
@@ -140,8 +105,8 @@ def talk_line_by_line(conversation: Conversation) -> int:
             conversation.clear()
         elif line:
             try:
-                conversation.say(line)
+                conversation.say(line, display)
             except InvalidParameterError as error:
-                print(f"quire: {error}", file=sys.stderr)
+                display.error(str(error))
                 code = 2
     return code

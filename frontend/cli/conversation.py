@@ -1,0 +1,160 @@
+"""A conversation: its turns, the engine that answers the last one, and what is dropped when the
+context is full.
+
+Must not know: terminals, commands, where a turn comes from.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ...ipc.errors import InvalidParameterError
+from ...ipc.params import RequestOutputKind, SamplingParams
+from .terminal import Interrupts
+
+if TYPE_CHECKING:
+    from ..llm_engine import LLMEngine
+
+Message = dict[str, str]
+LEAST_ROOM = 256  # tokens that are kept free for an answer, at most a quarter of the context
+
+
+class Display(Protocol):
+    """Where an answer goes."""
+
+    def write(self, text: str) -> None:
+        """The next piece of the answer."""
+
+    def end(self) -> None:
+        """The answer is complete."""
+
+    def notice(self, text: str) -> None:
+        """A sentence that is not the model's."""
+
+    def error(self, text: str) -> None: ...
+
+
+@dataclass
+class Stats:
+    """Counts are tokens."""
+
+    num_turns: int = 0
+    num_dropped_turns: int = 0
+    num_prompt_tokens: int = 0  # of the last turn: the whole conversation
+    num_cached_tokens: int = 0  # of those, found in the prefix cache
+    num_generated: int = 0  # of all turns
+    seconds: float = 0.0  # of all turns, from the turn to the end of its answer
+    first_token_s: float = 0.0  # of the last turn
+
+    def lines(self, context: int) -> list[str]:
+        rate = self.num_generated / self.seconds if self.seconds else 0.0
+        return [
+            f"turns: {self.num_turns}, dropped: {self.num_dropped_turns}",
+            f"context: {self.num_prompt_tokens:,} of {context:,} tokens, "
+            f"{self.num_cached_tokens:,} from the prefix cache",
+            f"generated: {self.num_generated:,} tokens, {rate:.1f} tokens/s, first token after "
+            f"{1000 * self.first_token_s:.0f} ms",
+        ]
+
+
+class Conversation:
+    """`sampling`: arguments of SamplingParams, which later turns may change."""
+
+    def __init__(self, engine: LLMEngine, sampling: dict[str, Any], system: str | None):
+        self.engine = engine
+        self.sampling = dict(sampling)
+        self.system = system
+        self.stats = Stats()
+        self.clear()
+
+    def clear(self) -> None:
+        self.messages: list[Message] = []  # user and assistant in turn, without the system message
+
+    @property
+    def context(self) -> int:
+        """Tokens that prompt and answer have together."""
+        return self.engine.config.model_config.max_model_len or 0
+
+    def say(self, text: str, display: Display) -> None:
+        """Adds the user's turn and shows the answer.
+
+        A turn that is refused raises InvalidParameterError and leaves no trace.
+        """
+        self._answer([*self.messages, {"role": "user", "content": text}], display)
+
+    def regenerate(self, display: Display) -> None:
+        """Answers the last turn again. Raises InvalidParameterError where there is none."""
+        if not self.messages:
+            raise InvalidParameterError("/regenerate", "there is no answer yet")
+        self._answer(self.messages[:-1], display)
+
+    def _answer(self, asked: list[Message], display: Display) -> None:
+        params = SamplingParams(**self.sampling, output_kind=RequestOutputKind.DELTA)
+        kept, prompt = self._fit(asked, params)
+        self.stats.num_turns += 1
+        request_id = f"turn-{self.stats.num_turns}"
+        started = time.perf_counter()
+        self.engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        if num_dropped := (len(asked) - len(kept)) // 2:
+            self.stats.num_dropped_turns += num_dropped
+            turns = "turn was" if num_dropped == 1 else f"{num_dropped} turns were"
+            display.notice(f"the context is full: the oldest {turns} dropped")
+        with Interrupts() as interrupts:
+            answer = self._stream(request_id, interrupts, display, started)
+        self.stats.seconds += time.perf_counter() - started
+        self.messages = [*kept, {"role": "assistant", "content": answer}]
+
+    def _fit(self, asked: list[Message], params: SamplingParams) -> tuple[list[Message], list[int]]:
+        """The newest turns that fit with room for an answer, and their tokens.
+
+        The last turn always stays; the engine refuses it where it is too long by itself.
+        """
+        room = min(params.max_tokens or LEAST_ROOM, LEAST_ROOM, self.context // 4)
+        while True:
+            prompt = self._render(asked)
+            if len(prompt) + room <= self.context or len(asked) < 3:
+                return asked, prompt
+            asked = asked[2:]
+
+    def _render(self, messages: list[Message]) -> list[int]:
+        assert self.engine.tokenizer is not None
+        opening = [{"role": "system", "content": self.system}] if self.system else []
+        prompt = self.engine.tokenizer.apply_chat_template(
+            [*opening, *messages], add_generation_prompt=True
+        )
+        assert isinstance(prompt, list)
+        return prompt
+
+    def _stream(
+        self, request_id: str, interrupts: Interrupts, display: Display, started: float
+    ) -> str:
+        """Shows the answer as it comes and returns it. Ctrl-C ends it, and what was said stays."""
+        answer, error, was_cut, is_first = "", None, False, True
+        try:
+            while self.engine.has_unfinished_requests():
+                outputs = (
+                    self.engine.abort_request(request_id)
+                    if interrupts.requested
+                    else self.engine.step()
+                )
+                for output in outputs:
+                    if is_first:
+                        self.stats.first_token_s = time.perf_counter() - started
+                        self.stats.num_prompt_tokens = len(output.prompt_token_ids or ())
+                        self.stats.num_cached_tokens = output.num_cached_tokens or 0
+                        is_first = False
+                    completion = output.outputs[0]
+                    self.stats.num_generated += len(completion.token_ids)
+                    answer += completion.text
+                    display.write(completion.text)
+                    error = output.error or error
+                    was_cut = completion.finish_reason == "length"
+        finally:
+            display.end()
+        if error:
+            display.error(error)
+        if was_cut:
+            display.notice("the answer ended at max_tokens or at the end of the context")
+        return answer

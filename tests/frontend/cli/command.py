@@ -1,0 +1,86 @@
+"""The `quire` command for tests: in a process of its own, in this one, and on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+from quire.__main__ import main
+
+QUIRE = [sys.executable, "-m", "quire"]
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [*QUIRE, *arguments], input=stdin, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def call(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
+    """The command in this process: (exit code, stdout, stderr)."""
+    try:
+        code = main(list(arguments))
+    except SystemExit as leaving:  # argparse
+        code = leaving.code or 0
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def json_lines(done: subprocess.CompletedProcess) -> list[dict]:
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[=>])")
+
+
+class Terminal:
+    """A program on a terminal of its own, 100 columns by 40 rows: what it shows, and keys."""
+
+    def __init__(self, *arguments: str, **environment: str):
+        pid, self.fd = pty.fork()
+        if pid == 0:
+            termios.tcsetwinsize(0, (40, 100))
+            os.environ.update(environment)
+            os.execv(sys.executable, [*QUIRE, *arguments])
+        self.pid, self.shown = pid, ""
+
+    def wait_for(self, text: str, timeout_s: float = 30.0) -> str:
+        """What is shown before `text`, which appears behind what was waited for before; without
+        colours and movements of the cursor.
+        """
+        deadline = time.monotonic() + timeout_s
+        while text not in self.shown:
+            assert select.select([self.fd], [], [], deadline - time.monotonic())[0], (
+                f"{text!r} not in {self.shown!r}"
+            )
+            self.shown += os.read(self.fd, 4096).decode(errors="replace")
+            # a space at the end of a line is drawn by moving the cursor
+            self.shown = ESCAPES.sub("", self.shown.replace("\x08\x1b[2C", " "))
+        before, _, self.shown = self.shown.partition(text)
+        return before
+
+    def type(self, keys: str) -> None:
+        os.write(self.fd, keys.encode())
+
+    def exit_code(self) -> int:
+        try:
+            while os.read(self.fd, 4096):
+                pass
+        except OSError:
+            # EIO: the program has closed its terminal. Closing ours first would kill it.
+            os.close(self.fd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+STORY = "Once upon a time"
+# on a busy machine two threads of so small a model mostly wait for each other
+ONE_THREAD = ("--num-threads", "1")
+LONG = ("--max-tokens", "1500", "--ignore-eos")

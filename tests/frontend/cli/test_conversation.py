@@ -1,0 +1,63 @@
+"""Turns, the answers to them, and what happens when the context is full."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from quire import InvalidParameterError
+from quire.tests.frontend.cli.talks import Remembered, conversation
+from quire.tests.tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def test_turns_and_answers_are_remembered(model: Path) -> None:
+    display = Remembered()
+    with conversation(model, ignore_eos=True) as talk:
+        talk.say("one", display)
+        first = talk.messages[1]["content"]
+        talk.say("two", display)
+        assert [message["role"] for message in talk.messages] == ["user", "assistant"] * 2
+        assert display.answers[:2] == [first, talk.messages[3]["content"]]
+        assert talk.stats.num_turns == 2 and talk.stats.num_generated == 16
+        assert talk.stats.num_prompt_tokens == len(talk._render(talk.messages[:3]))
+        talk.regenerate(display)
+        assert display.answers[2] == display.answers[1] and len(talk.messages) == 4
+        talk.system = "Be brief."
+        assert talk._render(talk.messages) != talk._render(talk.messages[2:])
+        talk.clear()
+        assert talk.messages == [] and talk.system == "Be brief."
+        with pytest.raises(InvalidParameterError, match="there is no answer yet"):
+            talk.regenerate(display)
+
+
+def test_the_oldest_turns_are_dropped_when_the_context_is_full(model: Path) -> None:
+    display = Remembered()
+    with conversation(model) as talk:
+        for i in range(12):
+            talk.say(f"turn {i} " + "and words " * 3, display)
+            assert talk.stats.num_prompt_tokens + 8 <= talk.context
+        assert display.errors == []
+        assert talk.messages[0]["content"].startswith("turn ")
+        assert not talk.messages[0]["content"].startswith("turn 0")
+        assert talk.messages[-2]["content"].startswith("turn 11")
+        assert any("the oldest turn was dropped" in notice for notice in display.notices)
+        assert talk.stats.num_dropped_turns == 12 - len(talk.messages) // 2
+        # a turn that does not fit by itself is refused, and drops nothing
+        before = list(talk.messages)
+        with pytest.raises(InvalidParameterError, match="prompt"):
+            talk.say("word " * 500, display)
+        assert talk.messages == before
+        talk.say("short", display)
+        assert talk.messages[-2]["content"] == "short"
+
+
+def test_an_answer_that_was_cut_is_said(model: Path) -> None:
+    display = Remembered()
+    with conversation(model, ignore_eos=True) as talk:
+        talk.say("one", display)
+    assert display.notices == ["the answer ended at max_tokens or at the end of the context"]

@@ -1,15 +1,16 @@
-"""The executor: runs the model over the slots and blocks that the core scheduled.
+"""Runs the model over the slots and blocks that the core has scheduled.
 
-Must not know: text, requests' lives, who asked; no scheduling is decided here.
+Must not know: text, requests' lifecycles, clients; no scheduling is decided here.
+
+`executor.py` is the interface, `single_process.py` implements it with one `worker.py`.
 """
 
 import os
 
-# Set before torch is imported, which is when OpenMP reads them; a user's own values stay. By
-# default its threads spin for milliseconds at the end of every operation: where others want the
-# cores too, an operation then waits for a thread that was put aside while the rest burn their share
-# (two threads on two busy cores, a decode step of the bundled model: 435 ms against 4). Not
-# spinning at all costs a quarter of the speed on an idle machine. 1000 turns, some microseconds,
-# are most of what spinning gives; tests/bench/LEDGER.md has the figures.
+# Read by OpenMP when torch is imported; a user's own values are kept. By default OpenMP's threads
+# spin for milliseconds after every operation. If other processes need the cores, an operation then
+# waits for a descheduled thread while the others spin (two threads on two busy cores, a decode step
+# of the bundled model: 435 ms against 4). Without spinning, an idle machine is a quarter slower.
+# 1000 turns, some microseconds, give most of the benefit; see tests/bench/LEDGER.md.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -103,7 +103,7 @@ def select_cpu_isa(name: str) -> str:
     if library is None:
         raise InvalidParameterError(
             "cpu_isa",
-            f"{name} needs the native kernels, which are not to be had here; use auto or none",
+            f"{name} needs the native kernels, which are not available here; use auto or none",
         )
     if name not in ("auto", *library.isas):
         raise InvalidParameterError(

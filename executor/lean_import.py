@@ -1,5 +1,6 @@
-"""Imports torch into an engine's own process without what such an engine never uses: a third of the
-import's time, a quarter of its memory.
+"""Imports torch into an engine's own process without modules that the engine never uses: this
+saves a
+third of the import time and a quarter of its memory.
 
 Must not know: what torch is used for.
 """
@@ -18,19 +19,20 @@ from typing import Any
 
 from ..ipc.config import EngineConfig
 
-# entry points of installed packages: modules that register kernels or models when they are imported
+# entry points of installed packages: modules that register kernels or models on import
 PLUGINS = "quire.plugins"
 
 # Kernels for tensors without data, half a second of Python. Only torch's compiler and the device
-# "meta" need them: no code of ours.
+# "meta" need them; Quire uses neither.
 _DEFERRED = "torch._meta_registrations"
-# the first module that torch imports once its libraries are loaded
+# the first module that torch imports after loading its libraries
 _AFTER_LIBRARIES = "torch._tensor"
 
 
 def import_torch(config: EngineConfig) -> None:
-    """For a process in which no other program's code runs, now or later; see PLUGINS for what may
-    come all the same. Does nothing where torch is there already.
+    """For a process that never runs another program's code, except PLUGINS.
+
+    Does nothing if torch is already imported.
     """
     if "torch" in sys.modules:
         return
@@ -49,7 +51,7 @@ def import_torch(config: EngineConfig) -> None:
 
 
 def give_back() -> None:
-    """Once an engine is ready: what starting needed, and no step does."""
+    """Releases memory that start-up needed and steps do not. Call it when the engine is ready."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc's
         libc.malloc_trim(0)
@@ -57,9 +59,9 @@ def give_back() -> None:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Makes one module empty until somebody asks it for something: then it runs.
+    """Makes a module empty until its first attribute access, which runs it.
 
-    Where torch asks at once nothing is gained or lost.
+    If torch accesses it during the import, nothing changes.
     """
 
     def __init__(self, deferred: str):
@@ -85,13 +87,11 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def unmap_unchanged() -> int:
-    """Takes the read-only pages of libraries out of this process; returns the bytes.
+    """Unmaps the read-only pages of libraries; returns the bytes.
 
-    They stay in the system's cache of files, and what is used of them comes back by itself, 64 KiB
-    at a time: to be loaded, torch's libraries touch tens of MB that no step needs.
-
-    Pages that were written to, as a debugger or the loader does, would not come back as they are:
-    such a mapping is left alone.
+    They stay in the page cache, and used pages are mapped again by themselves, 64 KiB at a time.
+    Loading torch's libraries touches tens of MB that no step needs. Mappings with modified pages
+    (by a debugger or the loader) are kept, because the modifications would be lost.
     """
     libc, num_bytes, resident = ctypes.CDLL(None), 0, 0
     start = end = 0

@@ -33,16 +33,16 @@ class SingleProcessExecutor:
                     name, f"must be 1: more ranks than one are not supported yet, got {size}"
                 )
         self.worker = Worker(config)
-        self._thread: ThreadPoolExecutor | None = None  # made with the first overlapped step
+        self._thread: ThreadPoolExecutor | None = None  # created by the first overlapped step
 
     def load_model(self, report: Callable[[str, float], None]) -> None:
         """Loads the weights; calls report(stage, fraction) as it goes. Raises ModelLoadError."""
         self.worker.load_model(report)
 
     def determine_num_blocks(self) -> int:
-        """KV-cache blocks that memory and configuration allow, the null block included.
+        """KV-cache blocks that memory and configuration allow, including the null block.
 
-        Raises InvalidParameterError when too few.
+        Raises InvalidParameterError if there are too few.
         """
         return self.worker.determine_num_blocks()
 
@@ -51,31 +51,31 @@ class SingleProcessExecutor:
         return self.worker.initialize_kv_cache(num_blocks)
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
-        """Sets host memory aside for preempted requests.
+        """Allocates host memory for preempted requests.
 
-        Returns how many KV-cache blocks it holds, and what bringing a request back costs.
+        Returns how many KV-cache blocks it holds, and the cost of bringing a request back.
         """
         return self.worker.initialize_swap_space()
 
     @property
     def burst_weights_bytes(self) -> int:
-        """Bytes of weights that a decoding step reads where the worker does several such steps in
-        one call; 0 where it does not.
+        """Bytes of weights per decoding step if the worker runs several steps in one call, else
+        0.
         """
         return self.worker.burst_weights_bytes
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """One step.
+        """Runs one step.
 
-        A failure of one request is a row in `errors`; an exception is the whole engine's.
+        A failure of one request is a row in `errors`; an exception fails the engine.
         """
         return self.worker.execute_model(scheduler_output)
 
     def check_grammar(self, params: StructuredOutputsParams) -> Future[None]:
-        """Done when structured output can begin: the grammar is sound and compiled.
+        """Returns a future that completes when the grammar is compiled. Never blocks.
 
-        Its exception is the InvalidParameterError of one that
-        is not. Never blocks; the answer takes at most some seconds, mostly milliseconds.
+        The future raises the InvalidParameterError of an invalid grammar. It takes milliseconds, at
+        most a few seconds.
         """
         grammars = self.worker.grammars
         if grammars is None:
@@ -83,9 +83,11 @@ class SingleProcessExecutor:
         return grammars.check(params)
 
     def submit_model(self, scheduler_output: SchedulerOutput) -> PendingOutput:
-        """One step, begun: the caller schedules and submits the next one meanwhile, and then asks
-        for the `result()`. Steps run in the order they were given. On a GPU the step is launched
-        here and now, which takes less than to hand it to a thread; on a CPU a thread computes it.
+        """Starts a step; the caller schedules and submits the next one before it asks for the
+        `result()`.
+
+        Steps run in the order of submission. On a GPU the step is launched here, which costs less
+        than passing it to a thread; on a CPU a thread computes it.
         """
         if self.worker.launches:
             return self._launch(scheduler_output)
@@ -97,18 +99,19 @@ class SingleProcessExecutor:
         try:
             return self.worker.launch_model(scheduler_output)
         except Exception as error:
-            # of this step: the rows of the one before are to be delivered first
+            # an error of this step; the rows of the previous one are delivered first
             failed: Future[ModelRunnerOutput] = Future()
             failed.set_exception(error)
             return failed
 
     def execute_dummy_batch(self) -> None:
-        """A forward pass that changes nothing: to warm up, and to keep step with other engines."""
+        """A forward pass without effects, to warm up and to keep engines in step."""
         self.worker.execute_dummy_batch()
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a worker's method, one of Worker.CALLABLE, on every rank; the results in rank
-        order. Raises InvalidParameterError.
+        """Calls a method of Worker.CALLABLE on every rank; returns the results in rank order.
+
+        Raises InvalidParameterError.
         """
         if method not in Worker.CALLABLE:
             raise InvalidParameterError(
@@ -123,14 +126,14 @@ class SingleProcessExecutor:
         return [getattr(self.worker, method)(*args)]
 
     def check_health(self) -> None:
-        """Raises RuntimeError when a rank can no longer run steps.
+        """Raises RuntimeError if a rank cannot run steps.
 
-        The one rank lives in this process: it is well until shut down.
+        The only rank lives in this process: it is healthy until it is shut down.
         """
         self.worker.check_health()
 
     def shutdown(self) -> None:
-        """Frees model and cache, when the step in flight has run. May be called twice."""
+        """Frees model and cache after the step in flight. May be called twice."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None

@@ -45,17 +45,16 @@ from .weights.loader import fill_with_random_weights, load_weights
 
 logger = logging.getLogger(__name__)
 
-# of a forward pass, to learn what recomputing costs; the latter only of a model that is quick
+# tokens of a forward pass that measures recomputation; the larger ones only for fast models
 MEASURED_TOKENS = (8, 32)
-MEASURING_BUDGET_S = 0.05  # of start-up; a pass that takes longer is run once
+MEASURING_BUDGET_S = 0.05  # of start-up; a slower pass is run once
 
 
 def load_plugins() -> None:
-    """Imports what other packages bring, wherever the engine runs: a child process sees nothing of
-    what its parent has imported.
+    """Imports the plugins of installed packages, wherever the engine runs.
 
-    Raises ModelLoadError naming the entry point that fails: a model must not run on other kernels
-    than its owner installed.
+    A child process has none of its parent's imports. Raises ModelLoadError naming the entry point
+    that fails: a model must not run on other kernels than the user installed.
     """
     for plugin in entry_points(group=PLUGINS):
         try:
@@ -68,11 +67,10 @@ def load_plugins() -> None:
 
 
 class Worker:
-    """Created, then load_model, determine_num_blocks, initialize_kv_cache; then execute_model as
-    often as one likes.
+    """Runs steps after load_model, determine_num_blocks and initialize_kv_cache.
 
-    Between two steps it may be told to sleep, to wake up or to take other weights; the scheduler
-    has forgotten all KV entries by then.
+    Between two steps it can sleep, wake up or take other weights; the scheduler has dropped all KV
+    entries by then.
     """
 
     # by collective_rpc
@@ -91,10 +89,10 @@ class Worker:
         self.cpu_isa = devices.select_cpu_isa(config.device_config.cpu_isa)
         logger.info("%d threads, native kernels: %s", self.num_threads, self.cpu_isa)
         self.model: Any = None
-        self.runner: ModelRunner  # made by load_model
+        self.runner: ModelRunner  # set by load_model
         self.grammars: Grammars | None = None
-        self.asleep: set[str] = set()  # of "weights" and "kv_cache": what is not there
-        self._directory: Path | None = None  # where the weights in use came from; None: random ones
+        self.asleep: set[str] = set()  # of "weights" and "kv_cache": what is not in memory
+        self._directory: Path | None = None  # source of the current weights; None: random ones
         self._weights_bytes = 0
         self._num_blocks = 0
         self._num_host_blocks = 0
@@ -143,7 +141,7 @@ class Worker:
         self.runner = ModelRunner(self.model, ops, batch, block_size, self.device, self.grammars)
 
     def _build_model(self, directory: Path | None, report: Callable[[str, float], None]) -> Any:
-        """A model with the weights of `directory`, or with random ones, and without a cache."""
+        """A model with the weights of `directory`, or random ones, without a cache."""
         model_config = self.config.model_config
         make = LayerFactory(self._ops, self.dtype, self.device, model_config.quantization)
         model = self._model_class(
@@ -151,7 +149,7 @@ class Worker:
         )
         self._weights_bytes = make.weights_bytes
         kind = model_config.quantization or model_config.dtype
-        # their pages are taken when they are filled, not yet
+        # pages are allocated when they are filled, not yet
         check_weights_fit(self._weights_bytes, kind, devices.free_bytes(self.device))
         if directory is None:
             fill_with_random_weights(model, model_config.seed, report, make.fill)
@@ -168,7 +166,7 @@ class Worker:
         )
 
     def _cache_shape(self, layer: Any, num_blocks: int) -> tuple[int, ...]:
-        """Keys, then values."""
+        """Keys first, then values."""
         return (
             2,
             num_blocks,
@@ -178,15 +176,15 @@ class Worker:
         )
 
     def determine_num_blocks(self) -> int:
-        """How many KV-cache blocks to make, the null block included.
+        """The number of KV-cache blocks to allocate, including the null block.
 
-        Raises NotEnoughMemoryError when one full sequence would not fit.
+        Raises NotEnoughMemoryError if one full sequence does not fit.
         """
         return plan_num_blocks(self.config, self.block_bytes, self._free_for_cache())
 
     def _free_for_cache(self) -> int:
-        """Bytes: on a CPU what is free, of which steps and other programs need a part; on a GPU
-        what the largest step and its graphs leave.
+        """Bytes: on a CPU the free memory, which steps and other programs share; on a GPU what the
+        largest step and its graphs leave.
         """
         if self.device.type == "cpu":
             return devices.free_bytes(self.device)
@@ -195,7 +193,7 @@ class Worker:
         num_bytes = devices.free_share_bytes(
             self.device, self.config.cache_config.gpu_memory_utilization
         )
-        # of a step; of graphs, which have memory of their own
+        # one for a step, one for graphs, which have a memory pool of their own
         max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
         for num_tokens in (max_num_tokens, scheduler_config.max_num_seqs):
             num_logits = min(num_tokens, scheduler_config.max_num_seqs)
@@ -206,14 +204,14 @@ class Worker:
         return num_bytes
 
     def initialize_kv_cache(self, num_blocks: int) -> int:
-        """Allocates the cache, gives each layer its part, runs the model once, and returns the
-        cache's size in bytes.
+        """Allocates the cache, binds it to the layers and runs the model once; returns its size in
+        bytes.
         """
         self._bind_cache(num_blocks)
         self._num_blocks = self.runner.batch.num_cache_blocks = num_blocks
         self._make_program()
-        # what operations set up in their first call, no request shall wait for; and a broken one
-        # shows now
+        # the first call of an operation may set things up, which must not delay a request; a broken
+        # operation fails here
         self.runner.execute_dummy_batch()
         num_bytes = num_blocks * self.block_bytes
         logger.info(
@@ -231,7 +229,9 @@ class Worker:
             )
 
     def _make_program(self) -> None:
-        """To be called whenever weights or cache have moved: a program holds their addresses."""
+        """Records the model. Call it when weights or cache have moved: a program holds their
+        addresses.
+        """
         config = self.config
         max_num_seqs, max_num_tokens = (
             config.scheduler_config.max_num_seqs,
@@ -260,9 +260,9 @@ class Worker:
             graphs.prepare()
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
-        """Sets host memory aside for blocks of preempted requests.
+        """Allocates host memory for the blocks of preempted requests.
 
-        Returns the number of blocks, and what bringing a request back costs.
+        Returns the number of blocks, and the cost of bringing a request back.
         """
         mode, block_size = (
             self.config.scheduler_config.preemption_mode,
@@ -288,7 +288,7 @@ class Worker:
 
             pass_s = shortest_time(recompute, budget_s=MEASURING_BUDGET_S)
             recompute_s = pass_s / num_tokens
-            # more tokens would take longer, and change nothing: swapping is cheaper by far
+            # more tokens would take longer and not change the result: swapping is much cheaper
             if pass_s > MEASURING_BUDGET_S / 4:
                 break
         swap_s, swap_s_per_block = mover.measure(self.model.attention_layers())
@@ -298,9 +298,7 @@ class Worker:
 
     @property
     def burst_weights_bytes(self) -> int:
-        """Bytes of weights where a step with tokens to look ahead is one call; 0 where it is
-        not.
-        """
+        """Bytes of weights if a step with lookahead tokens is one call, else 0."""
         return self._weights_bytes if self.runner.bursts is not None else 0
 
     def _make_block_mover(self) -> BlockMover:
@@ -320,7 +318,7 @@ class Worker:
 
     @property
     def launches(self) -> bool:
-        """Whether launch_model works: the device computes while its host goes on."""
+        """Whether launch_model is supported: the device computes while the host continues."""
         return self.runner.launcher is not None
 
     def launch_model(self, scheduler_output: SchedulerOutput) -> PendingStep | HostStep:
@@ -333,7 +331,7 @@ class Worker:
     # ------------------------------------------------------------ between steps
 
     def check_health(self) -> None:
-        """Raises RuntimeError when this rank can no longer run steps, or not now."""
+        """Raises RuntimeError if this rank cannot run steps now."""
         if self.asleep:
             raise RuntimeError(
                 f"the worker sleeps: its {' and '.join(sorted(self.asleep))} must be woken first"
@@ -342,8 +340,8 @@ class Worker:
             raise RuntimeError("the worker has no model: it was not loaded, or it was shut down")
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes of weights and cache (a cache on a CPU takes memory only where it was written), and
-        what the process has in use.
+        """Bytes of weights and cache (on a CPU only written pages take memory), and of the whole
+        process.
         """
         return {
             "weights_bytes": 0 if "weights" in self.asleep else self._weights_bytes,
@@ -354,9 +352,9 @@ class Worker:
         }
 
     def sleep(self, tags: list[str]) -> None:
-        """Gives the memory of "kv_cache" or "weights" back to the system.
+        """Releases the memory of "kv_cache" or "weights".
 
-        On a CPU weights have no other place to go: they are dropped.
+        On a CPU there is no other place for weights: they are dropped.
         """
         if "kv_cache" in tags:
             for layer in self.model.attention_layers():
@@ -369,8 +367,10 @@ class Worker:
         devices.release_memory()
 
     def wake_up(self, tags: list[str]) -> None:
-        """Weights are read again from where they came; the cache is made anew, and needs the
-        weights. What fails stays asleep.
+        """Reads the weights again from their source, and allocates the cache, which needs the
+        weights.
+
+        What fails stays asleep.
         """
         for tag in ("weights", "kv_cache"):
             if tag not in tags or tag not in self.asleep:
@@ -384,8 +384,10 @@ class Worker:
             self.asleep.discard(tag)
 
     def load_weights(self, path: str) -> None:
-        """Takes the weights in the directory `path` in place of its own, which go on if anything is
-        wrong: the new model is built beside the old one, so there must be memory for both. Raises
+        """Replaces the weights by those in the directory `path`; on an error the old ones stay
+        in use.
+
+        The new model is built while the old one is in memory, so both must fit. Raises
         ModelLoadError, NotEnoughMemoryError.
         """
         directory = Path(path)
@@ -404,7 +406,7 @@ class Worker:
         devices.release_memory()
 
     def shutdown(self) -> None:
-        """Lets go of model and cache. May be called twice."""
+        """Releases model and cache. May be called twice."""
         if self.grammars is not None:
             self.grammars.shutdown()
         self.model = self.grammars = None
@@ -415,8 +417,9 @@ class Worker:
 def check_quantization(
     quantization: str | None, ops: registry.OpTable, overrides: dict[str, str]
 ) -> None:
-    """Raises InvalidParameterError where quantized layers have no fast kernels, unless a user has
-    named the reference himself.
+    """Raises InvalidParameterError if quantized layers have no fast kernels.
+
+    The slow reference is used only if `kernels` names it.
     """
     op, slow = "pack_quantized_linear", "reference"
     if quantization is not None and ops.chosen[op] == slow and overrides.get(op) != slow:
@@ -438,8 +441,9 @@ SERVED_BY = {
 def check_kv_cache_dtype(
     kv_cache_dtype: str, ops: registry.OpTable, overrides: dict[str, str]
 ) -> None:
-    """Raises InvalidParameterError where no fast kernels read and write such a cache, unless a user
-    has named the reference himself.
+    """Raises InvalidParameterError if no fast kernels support such a cache.
+
+    The slow reference is used only if `kernels` names it.
     """
     readers = dict.fromkeys(("reshape_and_cache", "paged_attention"), "reference")
     if kv_cache_dtype != "auto" and any(
@@ -453,10 +457,9 @@ def check_kv_cache_dtype(
 
 
 def check_same_architecture(config: EngineConfig, model_class: Any, directory: Path) -> None:
-    """The config.json beside new weights, if there is one, must describe the model that runs: not
-    every difference shows in a shape.
+    """Checks that the config.json of new weights, if there is one, describes the running model.
 
-    Raises ModelLoadError naming the first key that differs.
+    Not every difference shows in a shape. Raises ModelLoadError naming the first key that differs.
     """
     path = directory / "config.json"
     if not path.exists():

@@ -1,5 +1,4 @@
-"""Moves blocks of the KV cache, in every layer: to host memory and back, and from one place in the
-cache to another.
+"""Moves KV-cache blocks in every layer: to host memory and back, and within the cache.
 
 Must not know: whose blocks they are, or why they move.
 """
@@ -24,8 +23,8 @@ class BlockMover:
     """Owns the host blocks.
 
     `host_caches`: for each layer keys and values, each [num_host_blocks, block_size, num_kv_heads,
-    head_dim]; empty where nothing is swapped. The layers are handed in anew: their caches come and
-    go.
+    head_dim]; empty without swapping. Layers are passed to each call, because their caches may
+    change.
     """
 
     def __init__(self, host_caches: Sequence[tuple[torch.Tensor, torch.Tensor]], ops: Any):
@@ -34,8 +33,9 @@ class BlockMover:
         self._copy_blocks = ops.copy_blocks
 
     def move(self, layers: Sequence[Any], step: SchedulerOutput) -> None:
-        """Out first, since what comes in may take their places; copies last, since they may be of
-        what came in.
+        """Swaps out first, since swapped-in blocks may take their places; copies last, since
+        they may
+        read swapped-in blocks.
         """
         if step.blocks_to_swap_out:
             self.swap_out(layers, step.blocks_to_swap_out)
@@ -54,9 +54,9 @@ class BlockMover:
         self._copy_blocks(self._host_caches, _caches(layers), torch.tensor(pairs))
 
     def measure(self, layers: Sequence[Any]) -> tuple[float, float]:
-        """Seconds that a swap out and in takes whatever its size, and for each block.
+        """Seconds for a swap out and in of any size, and per block.
 
-        To be called while the cache holds nothing.
+        Call it while the cache is empty.
         """
         most = min(MEASURED_BLOCKS, len(self._host_caches[0]), len(layers[0].key_cache) - 1)
         one_s, all_s = (self._time(layers, count) for count in (1, most))
@@ -79,10 +79,10 @@ def _caches(layers: Sequence[Any]) -> list[torch.Tensor]:
 def shortest_time(
     function: Callable[[], Any], repeats: int = 3, budget_s: float = math.inf
 ) -> float:
-    """Seconds of the fastest of some runs: what the machine needs when nothing disturbs it.
+    """Seconds of the fastest of several runs, that is, without disturbance.
 
-    The first one, which sets things up, is not timed, unless `budget_s` is over with it: then it is
-    the answer, since setting up is little of so long a run.
+    The first run, which may set things up, is not timed, unless it alone exceeds `budget_s`: it is
+    then the result.
     """
     begin, seconds = time.perf_counter(), []
     for run in range(1 + repeats):

@@ -1,4 +1,4 @@
-"""Steps with tokens to look ahead, where a recorded program takes them in one call.
+"""Runs a step with lookahead tokens in one call of a recorded program.
 
 Must not know: the model, who decides how far to look ahead.
 """
@@ -17,9 +17,9 @@ from .step_inputs import StepInputMaker
 
 
 class Bursts:
-    """Decodes whose rows all look ahead equally far.
+    """Decodes whose rows all have the same number of lookahead tokens.
 
-    Only for rows whose tokens follow from their logits and parameters alone.
+    Only for rows whose tokens depend on nothing but logits and parameters.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class Bursts:
         self._make_inputs = make_inputs
 
     def fits(self, scheduler_output: SchedulerOutput) -> bool:
-        """Whether run() is for this step: one token of each row, the last that is known of it, and
-        as many behind it.
+        """Whether run() supports this step: one token of each row, its last known one, and equal
+        lookahead.
         """
         wanted, slots = scheduler_output.num_lookahead_tokens, scheduler_output.slots
         if (
@@ -43,7 +43,7 @@ class Bursts:
         return (self._batch.num_tokens[slots] - 1).tolist() == scheduler_output.num_computed_tokens
 
     def run(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """As one step after the other would.
+        """Gives the same result as consecutive steps.
 
         A row whose logits are not finite keeps the tokens before.
         """

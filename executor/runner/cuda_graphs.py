@@ -2,10 +2,10 @@
 
 Must not know: architectures, requests, who samples.
 
-A decode of a small model takes the processor longer to launch than the GPU to compute. A graph
-keeps the launches with their addresses, so the inputs of all graphs lie in one set of buffers,
-whose first rows each step fills. One graph serves every batch up to its size: the rows behind it
-compute whatever token stands there, with a context of one, and store nothing.
+A decode of a small model takes the CPU longer to launch than the GPU to compute. A graph keeps the
+launches with their addresses, so all graphs share one set of input buffers, of which each step
+fills the first rows. A graph serves every batch up to its size: the remaining rows compute stale
+tokens with a context of one and store nothing.
 
      step of decodes ──▶ buffers[:size] ──▶ graph[size] ──▶ results[:number of requests]
      any other step  ──▶ operation by operation
@@ -28,14 +28,17 @@ from ..program.step_program import run_op_by_op
 logger = logging.getLogger(__name__)
 
 Tensors = tuple[torch.Tensor, ...]
-# A function of no arguments -> what replays it, and its results, which every replay overwrites
+# Captures a function of no arguments -> (function that replays it, its results, which every replay
+# overwrites)
 Capture = Callable[[Callable[[], Tensors]], tuple[Callable[[], None], Tensors]]
 NOT_STORED = -1  # in a slot_mapping
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of requests that graphs are made for: 1, 2, 4, all multiples of 8 to 256, of 16 to
-    512, of 32 beyond, and max_num_seqs. So no step computes more than a few rows in vain.
+    """Numbers of requests with a graph: 1, 2, 4, multiples of 8 up to 256, of 16 up to 512, of 32
+    beyond, and max_num_seqs.
+
+    A step therefore computes few unused rows.
     """
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, max_num_seqs, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
@@ -44,7 +47,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 class GraphedStep:
     """Serves as ModelRunner.program.
 
-    Holds addresses of weights and caches: to be made again when any of these moves.
+    Holds addresses of weights and caches: make it again when any of them moves.
     """
 
     def __init__(
@@ -75,17 +78,19 @@ class GraphedStep:
         self._rows = torch.arange(max_num_seqs, dtype=torch.int64, device=device)
 
     def prepare(self) -> None:
-        """Captures the largest graph and the smallest, whose steps come first; the others are
-        captured when their first step comes. The largest first: the others find their memory in
-        what it took.
+        """Captures the largest graph and the smallest; the others are captured at their first step.
+
+        The largest comes first, so that the others reuse its memory.
         """
         for size in dict.fromkeys((self._sizes[-1], self._sizes[0])):
             self._graph(size)
 
     def buffers(self, count: int) -> Tensors | None:
-        """Where the inputs of a step of `count` sampled decodes are read: token_ids, positions,
-        slot_mapping, seq_lens and block_tables, each with the rows of padding that its graph has.
-        Written there, they are not copied. None: there is no graph for so many.
+        """The input buffers of a step of `count` sampled decodes, including the padding rows of its
+        graph.
+
+        They are token_ids, positions, slot_mapping, seq_lens and block_tables. Inputs written there
+        are not copied. None: there is no graph for this many.
         """
         if not 0 < count <= self._sizes[-1]:
             return None
@@ -108,7 +113,7 @@ class GraphedStep:
         metadata: AttentionMetadata,
         logits_indices: torch.Tensor,
     ) -> Tensors:
-        """As run_op_by_op. A graph's results are overwritten by the next step that is replayed."""
+        """As run_op_by_op. The next replayed step overwrites a graph's results."""
         count = len(metadata.query_lens)
         if not count == metadata.num_decodes == len(logits_indices) or count > self._sizes[-1]:
             return self._run(token_ids, positions, metadata, logits_indices)
@@ -138,8 +143,8 @@ class GraphedStep:
 
     def _graph(self, size: int) -> tuple[Callable[[], None], Tensors]:
         if size not in self._graphs:
-            # What a kernel takes from the lists on the host must hold for every step to come: the
-            # longest contexts there may be.
+            # Kernels take sizes from the host lists; they must hold for every later step, so these
+            # are the longest possible contexts.
             metadata = AttentionMetadata(
                 query_start_loc=self._counts[: size + 1],
                 seq_lens=self._seq_lens[:size],
@@ -151,7 +156,8 @@ class GraphedStep:
             )
 
             def step() -> Tensors:
-                # what a run before the capture has derived, no replay derives again
+                # values that the run before the capture has derived would not be derived by a
+                # replay
                 metadata.scratch.clear()
                 return self._run(
                     self._token_ids[:size], self._positions[:size], metadata, self._rows[:size]
@@ -163,11 +169,12 @@ class GraphedStep:
 
 
 class CudaCapture:
-    """Captures functions as CUDA graphs that share one pool of memory: no two of them run at once,
-    and only the last one's results are kept.
+    """Captures functions as CUDA graphs that share one memory pool.
+
+    No two of them run at once, and only the last one's results are valid.
     """
 
-    # kernels are compiled and libraries set up in the first run, which a capture would not forgive
+    # the first run compiles kernels and sets up libraries, which a capture does not allow
     WARM_UPS = 2
 
     def __init__(self) -> None:

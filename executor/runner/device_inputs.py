@@ -1,5 +1,4 @@
-"""The slots' tables on a GPU, and a step's inputs made there of them: one copy of differences goes
-out, kernels do the rest.
+"""The slot tables on a GPU, and a step's inputs made from them on the GPU.
 
 Must not know: the model, who samples what, why anything changes.
 
@@ -7,9 +6,9 @@ Must not know: the model, who samples what, why anything changes.
     GPU     token_ids, block_tables, parameters by slot ◀── write_runs ◀──────────────┤
             inputs of a pass, in a graph's buffers      ◀── prepare_step_inputs ◀─────┘
 
-What the device samples it appends to its own token_ids, and the host hears of it later; so the
-host's tables know all but the newest tokens, and the device's all but what the host has sampled,
-which goes out with the next step.
+The device appends what it samples to its own token_ids, and the host learns it later. So the host's
+tables have all but the newest tokens, and the device's have all but what the host has sampled,
+which is sent with the next step.
 """
 
 from __future__ import annotations
@@ -26,14 +25,15 @@ from ..device import packed
 from .input_batch import InputBatch
 from .step_inputs import StepInputs, StepLayout, lay_out
 
-NUM_PARAMETERS = 8  # words of a slot: see gather_sampling_parameters
-WORDS_ALIGNED = 4  # a table's rows begin at 16 bytes
+NUM_PARAMETERS = 8  # words of a slot, see gather_sampling_parameters
+WORDS_ALIGNED = 4  # table rows are aligned to 16 bytes
 Tensors = tuple[torch.Tensor, ...]
 
 
 class DeviceTables:
-    """One memory of 32-bit words [M], and the tables that are its parts: a step's differences are
-    runs of words, whichever table they are for.
+    """One memory of 32-bit words [M], and the tables in it.
+
+    A step's differences are runs of words, whichever table they belong to.
     """
 
     def __init__(self, batch: InputBatch, ops: Any, device: torch.device):
@@ -47,12 +47,13 @@ class DeviceTables:
                 self._memory.split([num_slots * width for width in widths]), widths, strict=True
             )
         )
-        self._unsent_tokens: dict[int, int] = {}  # slot -> index of the first that the device lacks
+        # slot -> index of the first token that the device lacks
+        self._unsent_tokens: dict[int, int] = {}
         # place in memory, words [N] i32: of other tables
         self._unsent_runs: list[tuple[int, np.ndarray]] = []
 
     def note_differences(self, scheduler_output: SchedulerOutput) -> None:
-        """The host's tables have them by now; the device is told with the next `ship`."""
+        """Notes differences that the host's tables already have; the next `ship` sends them."""
         batch = self.batch
         for request in scheduler_output.new_requests:
             self._unsent_tokens[request.slot] = 0
@@ -74,15 +75,14 @@ class DeviceTables:
                 )
 
     def note_sampled_by_host(self, slots: np.ndarray) -> None:
-        """Tokens that the host is about to append to `slots` [R], if it does, the device does not
-        know of.
-        """
+        """Notes tokens that the host may append to `slots` [R] and the device does not know."""
         for slot, num_tokens in zip(slots.tolist(), self.batch.num_tokens[slots].tolist()):
             self._unsent_tokens.setdefault(slot, num_tokens)
 
     def ship(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """The arrays on the device, and the tables up to date: one copy, and one launch where there
-        are differences.
+        """Copies the arrays to the device and updates the tables: one copy, and one launch if
+        anything
+        differs.
         """
         runs, batch = self._unsent_runs, self.batch
         for slot, start in self._unsent_tokens.items():
@@ -116,7 +116,7 @@ def aligned(num_words: int) -> int:
 
 
 def parameter_words(batch: InputBatch, slot: int) -> np.ndarray:
-    """[8] i32: what gather_sampling_parameters reads."""
+    """[8] i32: the words that gather_sampling_parameters reads."""
     words = np.zeros(NUM_PARAMETERS, np.int32)
     words.view(np.float32)[[0, 2, 3]] = (
         batch.temperature[slot],
@@ -128,9 +128,9 @@ def parameter_words(batch: InputBatch, slot: int) -> np.ndarray:
 
 
 class DeviceInputMaker:
-    """What StepInputMaker makes, on the device, from its own tables.
+    """Does on the device what StepInputMaker does on a CPU, from the device's tables.
 
-    `graph_buffers`: GraphedStep.buffers, or a function that gives None.
+    `graph_buffers`: GraphedStep.buffers, or a function that returns None.
     """
 
     def __init__(
@@ -160,9 +160,12 @@ class DeviceInputMaker:
         return inputs
 
     def ship(self, layouts: Sequence[StepLayout]) -> list[dict[str, torch.Tensor]]:
-        """Brings the rows of all passes of a step to the device, with all that the tables lack, in
-        one copy: for each pass, what `prepare` takes, and the slots [R] i32 and positions [R] i64
-        of the tokens that it is to sample.
+        """Copies the rows of all passes of a step to the device, with all that the tables lack,
+        in one
+        copy.
+
+        For each pass: the arguments of `prepare`, and the slots [R] i32 and positions [R] i64 of
+        the tokens to sample.
         """
         passes = [self._columns(layout) for layout in layouts]
         tensors = self.tables.ship(
@@ -205,9 +208,9 @@ class DeviceInputMaker:
         return columns
 
     def prepare(self, layout: StepLayout, columns: dict[str, torch.Tensor]) -> StepInputs:
-        """`columns` from `ship`.
+        """Prepares a pass from `columns` of `ship`.
 
-        Passes are prepared in their order, each when the one before it has sampled.
+        Passes are prepared in order, each after the previous one has sampled.
         """
         count, num_tokens, tables = len(layout.slots), int(layout.query_start_loc[-1]), self.tables
         outputs = self._graph_buffers(count) if layout.is_all_sampled_decodes() else None

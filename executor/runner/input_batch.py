@@ -1,8 +1,7 @@
-"""What the runner keeps of every request: fixed slots, one row each in a few tables, from the
-request's entry to its end.
+"""The runner's state of requests: fixed slots, one row each in a few tables.
 
 Must not know: request ids, scheduling, the model. The scheduler owns slots and blocks; these tables
-are its copy, kept by differences.
+are its copy, updated by differences.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from ...ipc.errors import InvalidParameterError
 from ...ipc.messages import NewRequestData
 from ...ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams
 
-# a smaller share would be none in 32 bits, and no token would be left
+# a smaller share would round to 0 in 32 bits, and no token would be left
 LEAST_TOP_P = float(np.finfo(np.float32).tiny)
 NO_LOGPROBS = -1
-NOT_KNOWN = -1  # a token that the device has sampled and the host has not seen
-# of num_logprobs; whoever knows the vocabulary's size takes the smaller
+NOT_KNOWN = -1  # a token that the device has sampled and the host has not received
+# of num_logprobs; the vocabulary's size limits it later
 WHOLE_VOCABULARY = 2**31 - 1
 
 
 class InputBatch:
     """Tables indexed by slot.
 
-    Rows of freed slots keep their old values; nobody reads them. `stages` (LogitsStages) keep
-    theirs, and are told here who enters and leaves.
+    Rows of free slots keep old values, which are not read. `stages` (LogitsStages) keep their own
+    state and are called here when requests enter and leave.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, stages: Any):
@@ -47,13 +46,13 @@ class InputBatch:
         self.seeds = np.zeros(max_num_seqs, np.int64)
         self.num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
         self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
-        self.prompt_logprobs_slots: set[int] = set()  # that still want some
-        self.logprobs_slots: set[int] = set()  # that want any
-        self.random_slots: set[int] = set()  # that do not simply take the largest logit
-        # of these, that keep to a part of the vocabulary: top_k, top_p, min_p
+        self.prompt_logprobs_slots: set[int] = set()  # slots that still want some
+        self.logprobs_slots: set[int] = set()  # slots that want any
+        self.random_slots: set[int] = set()  # slots that are not greedy
+        # those of them with top_k, top_p or min_p
         self.filtered_slots: set[int] = set()
         self.stages = stages
-        # requests so far: while it stays, so does all that a slot holds but its tokens and blocks
+        # requests so far: while it is unchanged, slots change only in tokens and blocks
         self.num_added = 0
         # the number of the request that entered the slot last
         self.entries = np.zeros(max_num_seqs, np.int64)
@@ -143,20 +142,22 @@ class InputBatch:
             )
 
     def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
-        """One new token for each of `slots` [R], all different."""
+        """Appends one token to each of `slots` [R], all different."""
         num_tokens = self.num_tokens[slots]
         self.token_ids[slots, num_tokens] = token_ids
         self.num_tokens[slots] = num_tokens + 1
 
     def append_runs(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
-        """As many new tokens for each of `slots` [R], all different: token_ids [R, n]."""
+        """Appends token_ids [R, n] to `slots` [R], all different."""
         num_tokens, count = self.num_tokens[slots], token_ids.shape[1]
         self.token_ids[slots[:, None], num_tokens[:, None] + np.arange(count)] = token_ids
         self.num_tokens[slots] = num_tokens + count
 
     def expect_tokens(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """One token more for each of `slots` [R], all different, at `positions` [R]: on its way,
-        see fill_in.
+        """Adds one token of unknown value to each of `slots` [R], all different, at `positions`
+        [R].
+
+        fill_in sets the values later.
         """
         self.token_ids[slots, positions] = NOT_KNOWN
         self.num_tokens[slots] = positions + 1
@@ -164,8 +165,9 @@ class InputBatch:
     def fill_in(
         self, slots: np.ndarray, positions: np.ndarray, entries: np.ndarray, token_ids: np.ndarray
     ) -> None:
-        """The tokens that were expected of the requests `entries` [R]; a slot may have another one
-        by now, whose tokens these are not.
+        """Sets tokens that expect_tokens added for the requests `entries` [R].
+
+        A slot may have another request by now; its tokens are not changed.
         """
         mine = np.flatnonzero(self.entries[slots] == entries)
         self.token_ids[slots[mine], positions[mine]] = token_ids[mine]
@@ -180,7 +182,7 @@ def _num_logprobs(wanted: int | None) -> int:
 def find_unsupported(params: SamplingParams | PoolingParams) -> str | None:
     """Why the runner cannot serve these params, or None.
 
-    The frontend refuses them first; another client might not.
+    The frontend refuses them first, but another client may not.
     """
     if not isinstance(params, SamplingParams):
         return "params: pooling is not supported"

@@ -1,5 +1,5 @@
-"""Steps whose tokens stay on the device: launched without waiting for anything, finished when
-somebody asks what they were.
+"""Steps whose tokens stay on the device: launched without waiting, finished when the result is
+needed.
 
 Must not know: stages and log-probabilities (model_runner.py runs such steps in the plain order),
 requests beyond their slot.
@@ -9,11 +9,11 @@ requests beyond their slot.
     first stream     └▶[ inputs, model, draw, tokens into the tables ][ the next step's ][ …
     second stream                                                 [ copy ](a)         [ copy ](b)
 
-A launch grows each sampled row's number of tokens; their values the host learns when it finishes
-the step. In between a slot may have been freed and taken by another request: what the step did on
-the device precedes, on its one stream, what the next one does there, and on the host a token is
-written only to the request that it is of. A row whose logits are not finite shows when the step is
-finished; what was launched behind it is computed in vain, with token 0 in its place, and ignored.
+A launch increases each sampled row's number of tokens; the host learns their values when it
+finishes the step. In between, a slot may have been freed and given to another request: on the
+device, the step precedes the new request's on the same stream; on the host, a token is written only
+to its own request. A row whose logits are not finite is found when the step is finished; steps
+launched after it compute that row in vain, with token 0, and their results are ignored.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Expected:
     columns: np.ndarray  # [R] index into SchedulerOutput.slots
     slots: np.ndarray  # [R]
     positions: np.ndarray  # [R] of the new tokens in their sequences
-    entries: np.ndarray  # [R] whose slots they were: InputBatch.entries
-    place: slice  # among the step's results
+    entries: np.ndarray  # [R] the requests in these slots: InputBatch.entries
+    place: slice  # their place among the step's results
 
 
 class PendingStep:
-    """A step that was launched. `result` may be called again, from the thread that launches."""
+    """A launched step. `result` may be called repeatedly, by the thread that launches."""
 
     def __init__(
         self,
@@ -55,8 +55,11 @@ class PendingStep:
         is_plain: bool,
         wait: Callable[[], np.ndarray],
     ):
-        """`wait` gives the step's results [N] i32: tokens, or less than 0 where logits were not
-        finite. is_plain: one pass, of decodes that are all sampled.
+        """`wait` returns the step's results [N] i32: tokens, or negative numbers where logits
+        were not
+        finite.
+
+        is_plain: one pass of decodes that are all sampled.
         """
         self._batch = batch
         self._slots = scheduler_output.slots
@@ -71,7 +74,7 @@ class PendingStep:
         self._result: ModelRunnerOutput | None = None
 
     def result(self) -> ModelRunnerOutput:
-        """Waits for the tokens, and lets the host's tables know them."""
+        """Waits for the tokens and writes them to the host's tables."""
         if self._result is None:
             values = self._wait()
             for one in self._passes:
@@ -80,11 +83,11 @@ class PendingStep:
         return self._result
 
     def _told(self, values: np.ndarray) -> ModelRunnerOutput:
-        """Each row's tokens up to where it fails, in the order of the SchedulerOutput."""
+        """Each row's tokens up to its failure, in the order of the SchedulerOutput."""
         num_rows = len(self._slots)
         if self._is_plain and (values[:num_rows] >= 0).all():  # most steps
             return ModelRunnerOutput([1] * num_rows, values[:num_rows].tolist())
-        # [rows, passes]; a row that is in one is in all before it
+        # [rows, passes]; a row of one pass is in all passes before it
         token_ids = np.zeros((num_rows, len(self._passes)), np.int64)
         is_expected = np.zeros(token_ids.shape, bool)
         for number, one in enumerate(self._passes):
@@ -105,7 +108,7 @@ class PendingStep:
 
 
 class HostStep:
-    """A step whose tokens the host samples, when somebody asks for them: until then the model
+    """A step whose tokens the host samples when its result is requested; until then the model
     runs.
     """
 
@@ -116,12 +119,12 @@ class HostStep:
     def result(self) -> ModelRunnerOutput:
         if self._result is None:
             self._result = self._finish()
-            del self._finish  # and with it the logits
+            del self._finish  # releases the logits, too
         return self._result
 
 
 class StepLauncher:
-    """`forward`: of StepInputs, what run_op_by_op gives."""
+    """Launches steps. `forward`: maps StepInputs to the results of run_op_by_op."""
 
     def __init__(
         self,
@@ -138,14 +141,14 @@ class StepLauncher:
         self._inputs = inputs
         self._forward = forward
         self._copy_to_host = copy_to_host
-        # in order; the finished ones are dropped with the next launch
+        # in order; finished ones are dropped by the next launch
         self._pending: list[PendingStep] = []
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Launches all that surrounds a model, so that no request waits until it is compiled.
+        """Launches all kernels around a model, so that no request waits for compilation.
 
-        The tables hold nothing yet, and nothing afterwards.
+        The tables are empty before and after.
         """
         nothing, one = np.zeros(1, np.int64), np.ones(1, np.int64)
         self._tables.note_sampled_by_host(nothing)  # an empty run
@@ -170,22 +173,22 @@ class StepLauncher:
         self._copy_to_host(results)()
 
     def finish_all(self) -> None:
-        """Waits for every step so far: from here on the host knows all tokens."""
+        """Waits for all steps so far: the host then knows all tokens."""
         for step in self._pending:
             step.result()
         self._pending = []
 
     def launch(self, scheduler_output: SchedulerOutput) -> PendingStep:
-        """The differences have been applied to the host's tables.
+        """Launches a step whose differences are already in the host's tables.
 
-        No row may need what only the host has.
+        No row may need anything that only the host has.
         """
         layouts = self._lay_out(scheduler_output)
         for layout in layouts:
             self._batch.check_blocks(layout.slots, layout.seq_lens)
         counts = [len(layout.sampled_rows) for layout in layouts]
         starts = np.cumsum([0, *map(aligned, counts)]).tolist()
-        # this step's own
+        # of this step
         results = torch.empty(
             max(WORDS_ALIGNED, starts[-1]), dtype=torch.int32, device=self._tables.device
         )
@@ -204,8 +207,8 @@ class StepLauncher:
         return step
 
     def _lay_out(self, scheduler_output: SchedulerOutput) -> list[StepLayout]:
-        """Of the step and, where it looks ahead, of each pass behind it: decodes of the rows that
-        are to have one token more.
+        """The tokens of the step and of each lookahead pass: decodes of the rows with tokens
+        left.
         """
         num_tokens, wanted = (
             self._batch.num_tokens,

@@ -1,4 +1,4 @@
-"""One step on one rank: from a SchedulerOutput to sampled tokens.
+"""Runs one step on one rank: from a SchedulerOutput to sampled tokens.
 
 Must not know: requests beyond their slot, why something was scheduled, other processes.
 """
@@ -29,11 +29,11 @@ from .input_batch import InputBatch
 from .launched_steps import HostStep, PendingStep, StepLauncher
 from .step_inputs import StepInputMaker, StepInputs
 
-NULL_BLOCK = 0  # never handed out; block tables of idle rows point at it
+NULL_BLOCK = 0  # never allocated; block tables of padding rows point to it
 
 
 class ModelRunner:
-    """Owns the slots' tables; borrows the model and the operations from the worker."""
+    """Owns the slot tables; uses the worker's model and operations."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class ModelRunner:
     ):
         self.model = model
         self.ops = ops
-        # the worker's gift: what run_op_by_op does, in one call
+        # set by the worker: runs what run_op_by_op does in one call
         self.program: Callable | None = None
-        self.bursts: Bursts | None = None  # the worker's gift: several steps in one call
+        self.bursts: Bursts | None = None  # set by the worker: runs several steps in one call
         self.batch = batch
         self.device = device
         self.block_size = block_size
@@ -56,18 +56,18 @@ class ModelRunner:
         self.make_inputs: Callable[[SchedulerOutput], StepInputs] = self.host_inputs
         self.tables: DeviceTables | None = None
         self.launcher: StepLauncher | None = None  # of steps whose tokens stay on the device
-        self._host_step: HostStep | None = None  # the step before, if the host samples it
-        self.grammars = grammars  # one of the batch's stages, if there is one
+        self._host_step: HostStep | None = None  # the previous step, if the host samples it
+        self.grammars = grammars  # one of the batch's stages, if any
         self.sampler = Sampler(ops)
-        self.block_mover: BlockMover | None = None  # the worker's gift, once there is a cache
+        self.block_mover: BlockMover | None = None  # set by the worker when there is a cache
         self.prompt_scorer = PromptScorer(model.compute_logits, ops, model.config.vocab_size)
         if device.type != "cpu":
             self.keep_state_on_device(SecondStream(device))
 
     def keep_state_on_device(self, copy_to_host: CopyToHost) -> None:
-        """From now on tables and inputs are the device's, and tokens come back by `copy_to_host`.
+        """Keeps tables and inputs on the device from now on; tokens return through `copy_to_host`.
 
-        To be called before the first request.
+        Call it before the first request.
         """
         self.tables = DeviceTables(self.batch, self.ops, self.device)
         self.make_inputs = inputs = DeviceInputMaker(
@@ -82,7 +82,7 @@ class ModelRunner:
         return self.program.buffers(count) if isinstance(self.program, GraphedStep) else None
 
     def use_model(self, model: Any) -> None:
-        """Another model of the same shape takes over, or (None) nobody: then no step may come."""
+        """Switches to another model of the same shape, or to none: then no step may follow."""
         self.model, self.program, self.bursts = model, None, None
         self.prompt_scorer.compute_logits = None if model is None else model.compute_logits
 
@@ -103,7 +103,7 @@ class ModelRunner:
         return self._end(scheduler_output, *self._begin(scheduler_output))
 
     def _bursts_for(self, scheduler_output: SchedulerOutput) -> Bursts | None:
-        """What decodes several tokens of each row in one call, if that serves this step."""
+        """The bursts that run several steps of this one in a single call, if they support it."""
         bursts = self.bursts
         if bursts is None or self.batch.refusals or self._needs_host(scheduler_output.slots):
             return None
@@ -111,13 +111,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch_model(self, scheduler_output: SchedulerOutput) -> PendingStep | HostStep:
-        """As execute_model where state is kept on the device, but for waiting: `result()` of what
-        it returns does that, in this same thread. Steps may be launched before the ones before have
-        been finished.
+        """As execute_model, for state on the device, but returns without waiting.
+
+        `result()` of the returned object waits, in this same thread. A step may be launched before
+        the previous ones have finished.
         """
         tables, launcher = self.tables, self.launcher
-        assert tables is not None and launcher is not None  # keep_state_on_device made both
-        # it samples with the tables as they are, before this step changes them
+        assert tables is not None and launcher is not None  # keep_state_on_device set both
+        # it samples with the tables before this step changes them
         if self._host_step is not None:
             self._host_step.result()
             self._host_step = None
@@ -125,8 +126,8 @@ class ModelRunner:
         tables.note_differences(scheduler_output)
         if scheduler_output.slots and not self._needs_host(scheduler_output.slots):
             return launcher.launch(scheduler_output)
-        # The plain order: all steps before are finished first, and this one is before the next is
-        # launched. Meanwhile the model runs.
+        # Plain order: all previous steps are finished first, and this one before the next is
+        # launched. The model runs meanwhile.
         launcher.finish_all()
         begun = self._begin(scheduler_output) if scheduler_output.slots else None
 
@@ -140,8 +141,8 @@ class ModelRunner:
         return self._host_step
 
     def _needs_host(self, slots: list[int]) -> bool:
-        """Whether a row of the step wants what is found on the host, from tokens or logits: any
-        stage of logits_stages.py, log-probabilities.
+        """Whether a row of the step needs a logits stage or log-probabilities, which the host
+        computes.
         """
         batch = self.batch
         wishes = batch.logprobs_slots, batch.prompt_logprobs_slots
@@ -162,9 +163,7 @@ class ModelRunner:
     def _look_ahead(
         self, scheduler_output: SchedulerOutput, first: ModelRunnerOutput
     ) -> ModelRunnerOutput:
-        """Goes on from each row's first sample, one token at a time, for as many as the row is to
-        have.
-        """
+        """Decodes the lookahead tokens of each row, one after the other, after its first sample."""
         slots, wanted = scheduler_output.slots, scheduler_output.num_lookahead_tokens
         results = [(list(range(len(slots))), first)]
         rows = [row for row, num_sampled in enumerate(first.num_sampled) if num_sampled]
@@ -192,18 +191,18 @@ class ModelRunner:
         return self._sample(*self._begin(scheduler_output))
 
     def _begin(self, scheduler_output: SchedulerOutput) -> tuple[Any, ...]:
-        """StepInputs, and what the model makes of them."""
+        """Runs the model; returns the StepInputs and its results."""
         inputs = self.make_inputs(scheduler_output)
         if self.grammars is not None:
-            # masks are found while the model runs
+            # masks are computed while the model runs
             self.grammars.start(inputs.sampled_slots, self.batch)
         return inputs, *self._forward(
             inputs.token_ids, inputs.positions, inputs.metadata, inputs.logits_indices
         )
 
     def _forward(self, *step: Any) -> tuple[torch.Tensor, ...]:
-        """token_ids, positions, metadata and logits_indices of StepInputs -> what run_op_by_op
-        gives, valid until the next step.
+        """The StepInputs' token_ids, positions, metadata and logits_indices -> the results of
+        run_op_by_op, valid until the next step.
         """
         return (
             run_op_by_op(self.model, self.ops, *step)
@@ -278,8 +277,10 @@ class ModelRunner:
     def execute_dummy_batch(
         self, num_tokens: int = 1, num_logits: int = 1, is_sampled: bool = False
     ) -> None:
-        """A forward pass of `num_tokens` one-token rows, with logits of `num_logits` as for
-        prompts, and with a draw for each of these if `is_sampled`; it leaves no trace in the cache.
+        """A forward pass of `num_tokens` one-token rows without effect on the cache.
+
+        Computes logits of `num_logits` rows, as for prompts, and samples each of them if
+        `is_sampled`.
         """
 
         def filled(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -314,7 +315,7 @@ class ModelRunner:
 def insert_forced(
     slots: list[int], num_sampled: list[int], token_ids: list[int], forced: dict[int, list[int]]
 ) -> tuple[list[int], list[int]]:
-    """The columns of a ModelRunnerOutput with `forced`, by slot, behind each row's own tokens."""
+    """The columns of a ModelRunnerOutput with `forced` tokens, by slot, after each row's own."""
     counts, merged, cursor = [], [], 0
     for slot, count in zip(slots, num_sampled, strict=True):
         row = token_ids[cursor : cursor + count] + forced.get(slot, [])
@@ -327,10 +328,9 @@ def insert_forced(
 def merge_outputs(
     slots: list[int], results: list[tuple[list[int], ModelRunnerOutput]]
 ) -> ModelRunnerOutput:
-    """One output for several passes of one step over `slots`, each pass with the rows it was for.
+    """Merges several passes of one step over `slots`, each with the rows it computed.
 
-    A row that failed in one of them keeps
-    what came before: it may have ended there, and then failed in vain.
+    A row that failed in one of them keeps its earlier tokens: it may have ended there.
     """
     tokens: list[list[int]] = [[] for _ in slots]
     errors = {slot: error for _, result in results for slot, error in result.errors.items()}

@@ -1,4 +1,4 @@
-"""What the model and the sampler are given for a step: the rows of a SchedulerOutput, flattened.
+"""The inputs of model and sampler for a step: the rows of a SchedulerOutput, flattened.
 
 Must not know: the model, requests beyond their slot, what is done with the inputs.
 """
@@ -18,8 +18,10 @@ from .input_batch import InputBatch
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepInputs:
-    """Rows are requests, decodes (one token) first; row r's tokens are [query_start_loc[r],
-    query_start_loc[r + 1]). Valid until the next step's are made.
+    """Rows are requests, decodes (one token) first; the tokens of row r are [query_start_loc[r],
+    query_start_loc[r + 1]).
+
+    Valid until the next step's inputs are made.
     """
 
     order: np.ndarray  # [B]: row -> index into SchedulerOutput.slots
@@ -28,19 +30,18 @@ class StepInputs:
     positions: torch.Tensor  # [T] i64
     metadata: AttentionMetadata
     sampled_rows: np.ndarray  # [R] rows whose last known token is computed in this step
-    sampled_slots: np.ndarray  # [R]; the very array of the step before where the same rows go on
-    logits_indices: torch.Tensor  # [R] i64, where in [0, T) their last tokens are
+    # [R]; the same array as in the previous step if the same rows continue
+    sampled_slots: np.ndarray
+    logits_indices: torch.Tensor  # [R] i64, indices in [0, T) of their last tokens
 
 
 @dataclass(eq=False, slots=True)
 class _Decodes:
-    """A step of decodes that were all sampled, and its arrays, which are the memory of the inputs'
-    tensors.
-    """
+    """A step of decodes that were all sampled, with the arrays behind the inputs' tensors."""
 
     output: SchedulerOutput
     inputs: StepInputs
-    token_index: np.ndarray  # [B] into token_ids of the slots' table, flat
+    token_index: np.ndarray  # [B] into token_ids of the slot table, flat
     token_ids: np.ndarray
     positions: np.ndarray
     seq_lens: np.ndarray
@@ -48,9 +49,9 @@ class _Decodes:
 
 
 class StepLayout(NamedTuple):
-    """The rows of a step, before anybody looks at a token."""
+    """The rows of a step, without tokens."""
 
-    order: np.ndarray  # [B], as are the following: see StepInputs
+    order: np.ndarray  # [B], like the following: see StepInputs
     slots: np.ndarray
     num_computed: np.ndarray
     query_lens: np.ndarray
@@ -68,7 +69,7 @@ class StepLayout(NamedTuple):
 
 
 def lay_out(scheduler_output: SchedulerOutput, num_tokens: np.ndarray) -> StepLayout:
-    """num_tokens [slots]: of each slot's sequence."""
+    """num_tokens [slots]: length of each slot's sequence."""
     query_lens = np.array(scheduler_output.num_scheduled_tokens, np.int64)
     is_prefill = query_lens != 1
     num_decodes = len(query_lens) - int(np.count_nonzero(is_prefill))
@@ -97,26 +98,26 @@ def lay_out(scheduler_output: SchedulerOutput, num_tokens: np.ndarray) -> StepLa
 
 
 class StepInputMaker:
-    """On a CPU; executor/runner/device_inputs.py makes the same on a GPU.
+    """Makes inputs on a CPU; executor/runner/device_inputs.py does it on a GPU.
 
-    Vectorised over rows and tokens: no Python per token, none per request.
+    Vectorised over rows and tokens: no Python per token or request.
     """
 
     def __init__(self, batch: InputBatch, block_size: int):
         self.batch = batch
         self.block_size = block_size
-        self._last: _Decodes | None = None  # the last step, if the next may be its like
+        self._last: _Decodes | None = None  # the last step, if the next may continue it
 
     def __call__(self, scheduler_output: SchedulerOutput) -> StepInputs:
-        """The differences of this step have been applied to the tables."""
+        """Makes the inputs. The step's differences are already in the tables."""
         last = self._last
         if last is not None and self._is_next(last, scheduler_output):
             return self._advance(last, scheduler_output)
         return self._make(scheduler_output)
 
     def for_burst(self, scheduler_output: SchedulerOutput, count: int) -> StepInputs:
-        """Of the first of `count` steps, whose block tables serve all of them; the others change
-        what is here in place.
+        """Makes the inputs of the first of `count` steps, whose block tables serve all of them; the
+        other steps update them in place.
         """
         return self._make(scheduler_output, count - 1)
 
@@ -172,7 +173,7 @@ class StepInputMaker:
         return inputs
 
     def _is_next(self, last: _Decodes, now: SchedulerOutput) -> bool:
-        """Whether the same requests go on, all by one token, and all are sampled again."""
+        """Whether the same requests continue by one token each and are all sampled again."""
         before = last.inputs.metadata
         return (
             now.slots == last.output.slots
@@ -183,14 +184,15 @@ class StepInputMaker:
         )
 
     def _advance(self, last: _Decodes, now: SchedulerOutput) -> StepInputs:
-        """What `_make` would give, in the memory of the step before: a third of its time for one
-        row.
+        """Gives the result of `_make` in the arrays of the previous step, in a third of its
+        time for
+        one row.
         """
         inputs, before = last.inputs, last.inputs.metadata
         last.positions += 1
         last.seq_lens += 1
         last.token_index += 1
-        # without copying first, in case of an error
+        # raises before the copy, in case of an error
         self.batch.token_ids.ravel().take(last.token_index, out=last.token_ids, mode="clip")
         block_tables = before.block_tables
         if (last.positions % self.block_size).all():
@@ -224,7 +226,7 @@ class StepInputMaker:
         return last.inputs
 
     def _slot_mapping(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """[T] i64: where in the cache the token of each slot and position goes."""
+        """[T] i64: the cache slot of each slot's token at each position."""
         block_ids = self.batch.block_tables[slots, positions // self.block_size]
         return block_ids.astype(np.int64) * self.block_size + positions % self.block_size
 

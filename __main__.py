@@ -7,6 +7,7 @@ that --version costs nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -52,7 +53,8 @@ def fail(error: Exception | str, code: int) -> int:
     """The error as one sentence, and beneath it the notes that somebody added (a plan, where memory
     does not suffice).
     """
-    print("\n\n".join([f"quire: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+    with contextlib.suppress(OSError):  # standard error may be full or closed; the code remains
+        print("\n\n".join([f"quire: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     return code
 
 
@@ -64,14 +66,25 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     open_missing_streams()
     try:
-        return run(argv)
+        try:
+            return run(argv)
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader left (`quire generate ... | head`). What is still buffered goes nowhere, so
-        # that the last flush is quiet too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader left (`quire generate ... | head`)
+        _discard_output()
         return EXIT_BROKEN_PIPE
+    except OSError as error:  # a full disk behind `>`, a limit of the system
+        _discard_output()
+        where = f"{error.filename}: " if error.filename else ""
+        return fail(f"{where}{error.strerror or error}", EXIT_FAILURE)
+
+
+def _discard_output() -> None:
+    """What is still buffered goes nowhere, so that the interpreter's last flush is quiet."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def open_missing_streams() -> None:
@@ -108,10 +121,8 @@ def run_command(command: str, argv: list[str]) -> int:
         return fail(error, EXIT_USAGE)
     except QuireError as error:
         return fail(error, EXIT_FAILURE)
-    except (BrokenPipeError, KeyboardInterrupt):
+    except (OSError, KeyboardInterrupt):
         raise
-    except OSError as error:  # a full disk behind `>`, a limit of the system
-        return fail(str(error), EXIT_FAILURE)
     except Exception as error:
         # a defect of ours: the cause in one line, the rest for whoever sets QUIRE_TRACEBACK=1
         if os.environ.get("QUIRE_TRACEBACK"):
@@ -123,11 +134,11 @@ def run_command(command: str, argv: list[str]) -> int:
 
 
 def unknown_command(command: str) -> str:
-    from difflib import get_close_matches
+    from .ipc.checks import closest
 
-    near = get_close_matches(command, COMMANDS, n=1)
+    near = closest(command, COMMANDS)
     return f"unknown command {command!r}; " + (
-        f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}"
+        f"did you mean {near!r}?" if near else f"the commands are {', '.join(COMMANDS)}"
     )
 
 

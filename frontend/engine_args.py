@@ -6,13 +6,13 @@ Must not know: torch, the engine, what a value does once it is resolved.
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 from msgspec import inspect
 
+from ..ipc.checks import closest
 from ..ipc.config import EngineConfig, config_fields
 from ..ipc.errors import InvalidParameterError
 from ..ipc.rope_config import model_context
@@ -160,11 +160,9 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 
 
 def _unknown(name: str, fields: dict) -> str:
-    near = difflib.get_close_matches(name, fields, n=1)
+    near = closest(name, fields)
     return (
-        f"there is no such argument; did you mean {near[0]}?"
-        if near
-        else "there is no such argument"
+        f"there is no such argument; did you mean {near}?" if near else "there is no such argument"
     )
 
 

@@ -6,6 +6,7 @@ Must not know: which parameters there are (params.py), or what they mean.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from .errors import InvalidParameterError
@@ -32,6 +33,15 @@ def shown(value: object) -> str:
     except Exception as error:  # repr of a user's object
         return f"{type(value).__name__} ({type(error).__name__})"
     return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The known name that `word` probably means; None where none is close. What all names begin
+    with ("--", "QUIRE_") must be left out: it would make them look alike.
+    """
+    import difflib  # costs every start a millisecond
+
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.75)), None)
 
 
 def is_int(value: object) -> bool:

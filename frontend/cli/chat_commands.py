@@ -9,10 +9,10 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from ...ipc.checks import closest
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
 from .conversation import Conversation, Display
@@ -36,8 +36,8 @@ class Commands:
         """Raises InvalidParameterError, naming the command, for an unknown one and bad input."""
         name, _, argument = line.strip().partition(" ")
         if name not in COMMANDS:
-            near = get_close_matches(name, COMMANDS, n=1, cutoff=0.75)
-            meant = f"did you mean {near[0]}?" if near else "/help lists the commands"
+            near = closest(name[1:], [command[1:] for command in COMMANDS])
+            meant = f"did you mean /{near}?" if near else "/help lists the commands"
             raise InvalidParameterError(name[:40], f"there is no such command; {meant}")
         action, usage, _ = COMMANDS[name]
         argument = argument.strip()
@@ -71,8 +71,8 @@ class Commands:
         name, _, text = argument.partition(" ")
         name = name.replace("-", "_")
         if name not in flags:
-            near = get_close_matches(name, flags, n=1, cutoff=0.75)
-            meant = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(flags)}"
+            near = closest(name, flags)
+            meant = f"did you mean {near}?" if near else f"it is one of {', '.join(flags)}"
             raise InvalidParameterError(name[:40], f"there is no such sampling parameter; {meant}")
         self.conversation.sampling = {**sampling, name: self._value(flags[name], text.strip())}
         self.display.notice(f"{name} = {self.conversation.sampling[name]!r}")

@@ -85,6 +85,8 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
         prompts += read_file(args.file)
     if not prompts:
         raise InvalidParameterError("--file", f"{args.file} holds no prompt")
+    if not any(prompt for prompt, _ in prompts):  # nothing to load an engine for
+        raise InvalidParameterError("prompt", "must not be empty")
     return prompts
 
 

@@ -7,12 +7,13 @@ Must not know: what any flag does.
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NoReturn, get_args
 
+from ...ipc.checks import closest
 from ..vllm_arguments import spelled
 from .flags import Flag, engine_flags, given, vllm_flags
 from .values import from_text, is_literal, plain_type
@@ -180,16 +181,20 @@ class Parser(argparse.ArgumentParser):
         option = word.split("=")[0]
         hidden = {flag.name for flag in self.hidden}
         known = [
-            name
+            name.removeprefix("--")
             for action in self._actions
             for name in action.option_strings
             if name.startswith("--") and action.dest not in hidden
         ]
-        near = difflib.get_close_matches(option, known, n=1)
+        near = closest(option.removeprefix("--"), known)
         kind = "flag" if option.startswith("-") else "argument"
         return f"unknown {kind} {option}; " + (
-            f"did you mean {near[0]}?" if near else f"see {self.prog} --help-all"
+            f"did you mean --{near}?" if near else f"see {self.prog} --help-all"
         )
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As argparse's, which hides that nothing could be written."""
+        (file or sys.stderr).write(message)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")

@@ -7,7 +7,6 @@ Must not know: argparse, what any setting does.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...ipc.checks import closest
 from ...ipc.errors import InvalidParameterError
 from .flags import Flag, all_flag_names
 from .values import from_plain, from_text
@@ -125,10 +125,9 @@ def read_environment(flags: Mapping[str, Flag], environ: Mapping[str, str]) -> d
 def _warn_of_unknown(variable: str, names: set[str]) -> None:
     if variable.removeprefix(PREFIX).lower() in names:
         return
-    near = difflib.get_close_matches(
-        variable, [*OTHER_VARIABLES, *(PREFIX + name.upper() for name in sorted(names))], n=1
-    )
-    advice = f"did you mean {near[0]}?" if near else "it is not used"
+    others = [name.removeprefix(PREFIX) for name in OTHER_VARIABLES if name.startswith(PREFIX)]
+    near = closest(variable.removeprefix(PREFIX), [*others, *map(str.upper, sorted(names))])
+    advice = f"did you mean {PREFIX}{near}?" if near else "it is not used"
     print(f"quire: there is no setting for the variable {variable}; {advice}", file=sys.stderr)
 
 
@@ -162,9 +161,9 @@ def read_file(
 def _unknown(name: Any, flags: Mapping[str, Flag], command: str) -> str:
     if name in all_flag_names():
         return f"{name} is no setting of {command}"
-    near = difflib.get_close_matches(str(name), flags, n=1)
+    near = closest(str(name), flags)
     return f"there is no setting {name!r}; " + (
-        f"did you mean {near[0]}?" if near else f"{command} --help-all shows all"
+        f"did you mean {near}?" if near else f"{command} --help-all shows all"
     )
 
 

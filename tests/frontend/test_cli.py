@@ -1,5 +1,7 @@
 """The `quire` command as a user meets it: flags, help, messages, exit codes."""
 
+import subprocess
+
 import pytest
 from quire import SamplingParams, StructuredOutputsParams
 from quire.__main__ import COMMANDS
@@ -12,7 +14,7 @@ from quire.frontend.cli.flags import (
     sampling_flags,
 )
 from quire.ipc.config import config_fields
-from quire.tests.frontend.cli.command import call
+from quire.tests.frontend.cli.command import QUIRE, call
 
 
 def test_every_field_is_a_flag_with_a_description() -> None:
@@ -158,6 +160,11 @@ def test_help_shows_the_most_used_flags_and_help_all_all_of_them(
         ),
         ("generat x", "quire: unknown command 'generat'; did you mean 'generate'?"),
         ("zzzzz", "quire: unknown command 'zzzzz'; the commands are serve, generate, "),
+        # suggestions must be close
+        ("load", "quire: unknown command 'load'; the commands are serve, generate, "),
+        ("render", "quire: unknown command 'render'; the commands are serve, generate, "),
+        ("generate x --batch-size 7", "unknown flag --batch-size; see quire generate --help-all"),
+        ("generate x --foo", "unknown flag --foo; see quire generate --help-all"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(
@@ -201,3 +208,25 @@ def test_version_and_help(capsys: pytest.CaptureFixture) -> None:
     assert code == 0 and all(f"quire {name}" in out for name in COMMANDS)
     code, out, err = call(capsys)
     assert code == 2 and out == "" and "usage: quire" in err
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--help", "--version", "generate --help", "generate --help-all", "plan"]
+)
+def test_output_that_cannot_be_written_is_one_sentence(arguments: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*QUIRE, *arguments.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "quire: No space left on device\n")
+
+
+def test_errors_that_cannot_be_written_leave_the_exit_code() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*QUIRE, "zzzzz"], stderr=full, timeout=60, check=False)
+    assert done.returncode == 2

@@ -70,3 +70,19 @@ def test_lists() -> None:
     assert problem(checks.require_texts, ["a", "b", "c"], 2) == "must hold at most 2 strings, got 3"
     assert problem(checks.require_texts, [""], 2) == "must not hold an empty string"
     assert "between 0 and 2**31 - 1, got -1" in problem(checks.require_token_ids, [5, -1])
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("temprature", "temperature"),
+        ("temperatur", "temperature"),
+        ("prot", "port"),
+        ("block", None),
+        ("batch_size", None),
+        ("top", None),
+        ("", None),
+    ],
+)
+def test_a_suggestion_is_close(word: str, found: str | None) -> None:
+    assert checks.closest(word, ["temperature", "block_size", "port", "n", "model"]) == found

@@ -91,6 +91,23 @@ def test_a_bad_line_of_a_file_is_named(
     assert problem in str(caught.value)
 
 
+@pytest.mark.parametrize("words", [('""',), ('""', '""'), ("--file", "empty.jsonl")])
+def test_empty_prompts_are_refused_before_an_engine_is_loaded(
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("an engine was loaded")
+
+    monkeypatch.setattr(generate, "open_engine", load)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").write_text('{"prompt": ""}\n')
+    given = [word.strip('"') for word in words]
+    assert call(capsys, "generate", *given) == (2, "", "quire: prompt: must not be empty\n")
+
+
 # ---------------------------------------------------------------- with an engine
 
 
@@ -221,6 +238,7 @@ def test_closed_streams_are_no_defect(address: str) -> None:
         )
         assert (
             done.returncode == code
+            and (done.stderr == "quire: No space left on device\n") == (code == 1)
             and "Traceback" not in done.stderr
             and "internal error" not in done.stderr
         ), redirect

@@ -107,7 +107,10 @@ async def in_turn(turns: Admission, call: Call, work: Callable[[], Result]) -> R
             done.exception()  # has been seen, also where nobody waits any more
 
     running.add_done_callback(ended)
-    return await asyncio.shield(running)
+    try:
+        return await asyncio.shield(running)
+    finally:
+        del running  # an error in it would hold this frame, and so itself and the texts
 
 
 def no_tokenizer() -> ApiError:

@@ -126,13 +126,16 @@ def release_memory() -> None:
         trim(0)
 
 
-async def _receive(request: Request, config: ServerConfig) -> bytearray:
-    too_large = ApiError(
+def too_large(config: ServerConfig) -> ApiError:
+    return ApiError(
         413, f"The body must have at most {config.max_body_bytes} bytes.", code="request_too_large"
     )
+
+
+async def _receive(request: Request, config: ServerConfig) -> bytearray:
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > config.max_body_bytes:
-        raise too_large
+        raise too_large(config)
     decode_chunk = decoder(request.headers.get("content-encoding", ""), config.max_body_bytes)
     body = bytearray()  # not a list of chunks: a dripping client may send one byte in each
     call, meters = call_of(request), request.scope["app"].state.meters
@@ -155,7 +158,7 @@ async def _receive(request: Request, config: ServerConfig) -> bytearray:
                 call.num_body_bytes += len(chunk)
                 meters.num_body_bytes += len(chunk)
                 if len(body) > config.max_body_bytes:
-                    raise too_large
+                    raise too_large(config)
                 if meters.num_body_bytes > MAX_LARGE_BODIES * config.max_body_bytes:
                     raise ApiError(
                         503,

@@ -1,4 +1,5 @@
-"""How a process of ours writes its log: as text or as JSON, on stderr.
+"""How a process of ours writes its log: as text or as JSON, on stderr; what cannot be written is
+lost.
 
 Must not know: who logs what.
 
@@ -8,10 +9,12 @@ says the same; in JSON each is a key of its own.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
 from datetime import UTC, datetime
+from typing import Any
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 FORMATS = ("text", "json")
@@ -36,8 +39,46 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
+class LossyFile(io.FileIO):
+    """A file that takes everything: what the system refuses (a full disk, a reader that has left)
+    is lost.
+    """
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        while rest:
+            try:
+                written = super().write(rest)
+            except OSError:
+                break
+            if not written:  # a pipe that does not block is full
+                break
+            rest = rest[written:]
+        return size
+
+
+def make_stderr_lossy() -> None:
+    """From here on nothing that this process writes to stderr raises.
+
+    Leaves a stderr alone that somebody has put in its place.
+    """
+    stderr = sys.stderr
+    if stderr is not sys.__stderr__ or stderr is None:
+        return
+    sys.stderr = io.TextIOWrapper(
+        LossyFile(stderr.fileno(), "w", closefd=False),  # type: ignore[arg-type]
+        encoding=stderr.encoding,
+        errors=stderr.errors,
+        write_through=True,
+    )
+
+
 def configure_logging(level: int, log_format: str) -> None:
-    """Does nothing where the root logger has handlers already. `log_format`: one of FORMATS."""
+    """For a process that must go on whatever becomes of its log: makes stderr lossy. Does nothing
+    else where the root logger has handlers already. `log_format`: one of FORMATS.
+    """
+    make_stderr_lossy()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(TEXT))
     logging.basicConfig(level=level, handlers=[handler])

@@ -198,6 +198,7 @@ class Server(uvicorn.Server):
         self.failure: QuireError | None = None
         self._args = args
         self._engine = engine
+        self._has_ended_engine = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second one ends at once."""
@@ -225,17 +226,29 @@ class Server(uvicorn.Server):
         finally:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
-            if self.state.engine is not None:
-                await self.state.engine.shutdown_async()
+            self._note_death()
+            await self._end_engine()
+
+    def _note_death(self) -> None:
+        """Of an engine that nobody has ended."""
+        engine = self.state.engine
+        is_dead = engine is not None and engine.errored and not self._has_ended_engine
+        if is_dead and self.failure is None:
+            self.failure = engine.dead_error
+
+    async def _end_engine(self) -> None:
+        """Its requests are told."""
+        self._has_ended_engine = True
+        if self.state.engine is not None:
+            await self.state.engine.shutdown_async()
 
     async def on_tick(self, counter: int) -> bool:
         """A dead engine ends the server, as it does with vLLM: whoever supervises it knows how to
         start it again, and nothing else would. Every request gets its error first, and /health
         tells of it while they do.
         """
-        engine = self.state.engine
-        if engine is not None and engine.errored and self.failure is None and not self.should_exit:
-            self.failure = engine.dead_error
+        self._note_death()
+        if self.failure is not None:
             self.should_exit = True
         return await super().on_tick(counter)
 
@@ -254,10 +267,10 @@ class Server(uvicorn.Server):
             )
         while running and not self.force_exit and loop.time() < deadline:
             _, running = await asyncio.wait(running, timeout=0.05)
+        self._note_death()
         if running:
             logger.warning("%d requests had not ended and are cut off", len(running))
-            if self.state.engine is not None:
-                await self.state.engine.shutdown_async()  # each of them is told
+            await self._end_engine()
         self.config.timeout_graceful_shutdown = (
             1 if running else max(1, round(deadline - loop.time()))
         )

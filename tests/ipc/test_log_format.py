@@ -52,3 +52,38 @@ def test_text() -> None:
     lines, stdout = log_of("text")
     assert lines[0].endswith("INFO quire.test: a line") and lines[1] == "of text"
     assert stdout == "text text"
+
+
+LOSSY = """
+import logging, os, sys, threading
+from quire.ipc.log_format import configure_logging
+configure_logging(logging.INFO, "text")
+if len(sys.argv) > 1:  # "é" and the rest have been read; then the reader leaves
+    print("é", "x" * 100_000, file=sys.stderr)
+    sys.stdin.read()
+for _ in range(3):
+    print("x" * 100_000, file=sys.stderr, flush=True)
+    logging.getLogger("quire.test").info("lost")
+    sys.stderr.flush()
+print("goes on", sys.stderr.fileno(), sys.stderr.encoding)
+"""
+
+
+def test_a_full_disk_behind_stderr_stops_nothing() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", LOSSY]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()[:3]) == (0, ["goes", "on", "2"])
+
+
+def test_a_reader_of_stderr_that_leaves_stops_nothing() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", LOSSY, "wait"], stdin=pipe, stdout=pipe, stderr=pipe
+    ) as process:
+        written = process.stderr.read(100_004)
+        process.stderr.close()
+        process.stdin.close()
+        assert process.stdout.read().startswith(b"goes on")
+    assert process.returncode == 0
+    assert written.decode() == "é " + "x" * 100_000 + "\n"

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 import httpx2 as httpx
 import psutil
@@ -192,6 +193,61 @@ def test_an_engine_that_dies_while_nobody_asks() -> None:
     with slow_engine(0.0) as (address, engine), running_server("--engine", address) as client:
         engine.kill()
         assert client.process.wait(timeout=15) == 1
+
+
+def test_an_engine_that_dies_while_the_server_drains() -> None:
+    with busy_server(5000) as (client, streaming, engine):
+        client.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: client.get("/health/ready").status_code == 503)
+        engine.kill()
+        assert error_of(streaming)["code"] == "engine_dead"
+        assert client.process.wait(timeout=15) == 1
+        assert "Traceback" not in client.log() and "\nquire: " in client.log()
+
+
+@contextmanager
+def server_writing_to(stderr: int | IO[str], path: Path) -> Iterator[tuple[httpx.Client, Any]]:
+    """A server on a Unix socket, since nobody may read its address, and its process."""
+    with slow_engine(0.05) as (address, _):
+        command = [sys.executable, "-m", "quire", "serve", "--uds", str(path)]
+        process = subprocess.Popen([*command, "--engine", address], stderr=stderr, stdout=stderr)
+        try:
+            transport = httpx.HTTPTransport(uds=str(path))
+            with httpx.Client(transport=transport, base_url="http://localhost") as client:
+                wait_until(lambda: answers_ready(client), timeout_s=60)
+                yield client, process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_it_serves_with_a_full_disk_behind_its_log(tmp_path: Path) -> None:
+    with (
+        open("/dev/full", "w") as full,
+        server_writing_to(full, tmp_path / "quire.sock") as (client, process),
+    ):
+        body = {"prompt": [1, 2], "max_tokens": 2}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        process.terminate()
+        assert process.wait(timeout=30) == 0
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_it_drains_when_the_reader_of_its_log_has_left(
+    tmp_path: Path, sent: signal.Signals, code: int
+) -> None:
+    """`quire serve 2>&1 | tee`, of which Ctrl-C ends both."""
+    reader, writer = os.pipe()
+    with server_writing_to(writer, tmp_path / "quire.sock") as (client, process):
+        os.close(writer)
+        body = {"prompt": [1, 2, 3], "max_tokens": 30, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            os.close(reader)
+            process.send_signal(sent)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.wait(timeout=30) == code
 
 
 @pytest.mark.parametrize(

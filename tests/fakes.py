@@ -98,7 +98,8 @@ def expected_output(
         digest = extend_digest(digest, token_id)
         if len(output) >= params.min_tokens:
             if token_id in eos_token_ids:
-                return output, FinishReason.STOP, None
+                is_own = token_id == eos_token_ids[0]
+                return output, FinishReason.STOP, None if is_own else token_id
             if token_id in (params.stop_token_ids or ()):
                 return output, FinishReason.STOP, token_id
         if (

@@ -100,7 +100,7 @@ class ScriptedClient(EngineClient):
         for i, token_id in enumerate(new):
             if token_id in request.eos_token_ids or token_id in (params.stop_token_ids or []):
                 new, reason = new[: i + 1], FinishReason.STOP
-                stop_reason = None if token_id in request.eos_token_ids else token_id
+                stop_reason = None if token_id in request.eos_token_ids[:1] else token_id
                 break
         if reason is None and len(new) == len(ids) and not isinstance(answer, str):
             reason = FinishReason.LENGTH

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -241,12 +242,13 @@ def test_it_drains_when_the_reader_of_its_log_has_left(
     with server_writing_to(writer, tmp_path / "quire.sock") as (client, process):
         os.close(writer)
         body = {"prompt": [1, 2, 3], "max_tokens": 30, "ignore_eos": True, "stream": True}
-        with client.stream("POST", "/v1/completions", json=body) as answer:
-            lines = answer.iter_lines()
-            next(lines)
+        with ThreadPoolExecutor() as threads:
+            answer = threads.submit(client.post, "/v1/completions", json=body)
+            state = "/v1/engine/state"
+            wait_until(lambda: client.get(state).json()["counters"]["num_running"] == 1)
             os.close(reader)
             process.send_signal(sent)
-            assert [line for line in lines if line][-1] == "data: [DONE]"
+            assert answer.result().text.endswith("data: [DONE]\n\n")
         assert process.wait(timeout=30) == code
 
 

@@ -129,7 +129,7 @@ def test_sdist_and_wheel_hold_what_they_should(distributions) -> None:
     assert wheel.name.split("-")[2:4] == ["py3", "none"]
     names = set(zipfile.ZipFile(wheel).namelist())
     tracked = run("git", "ls-files", "frontend", "core", "executor", "kernels", "ipc", cwd=ROOT)
-    assert sorted({f"quire/{name}" for name in tracked.split()} - names) == []
+    assert sorted({f"quire/{name}" for name in ["py.typed", *tracked.split()]} - names) == []
     assert [name for name in names if name.endswith(".so")] == [
         "quire/kernels/cpu/native/_native.so"
     ]

@@ -66,7 +66,7 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
 
 @operation
 def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Returns a function of x [T, K] that returns x weight^T + bias [T, N]; weight [N, K], bias [N].
+    """Lays out weight [N, K] and bias [N]; returns a function x [T, K] -> x weight^T + bias [T, N].
 
     Sums are in fp32. Called once per layer after its weights are filled, to lay them out for the
     implementation. The returned function may have a method `logits`, which returns [T, N] in fp32

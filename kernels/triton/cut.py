@@ -344,7 +344,8 @@ def find_cuts(
     if vocab_size >= MOST_TOKENS:
         raise InvalidParameterError(
             "logits",
-            f"must have fewer than {MOST_TOKENS} tokens per row if top_k or top_p is set, got {vocab_size}",
+            f"must have fewer than {MOST_TOKENS} tokens per row if top_k or top_p is set, "
+            f"got {vocab_size}",
         )
     num_chunks = parts.shape[1]
     tallies = torch.zeros(num_rows, TALLIES, dtype=torch.int64, device=logits.device)

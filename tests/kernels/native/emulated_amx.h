@@ -1,7 +1,8 @@
-// AMX's tiles (TILE, BF16, INT8) in plain C++, for tests on processors without them. isa_amx.cpp includes this after emulated_avx512.h.
-// Whatever the processor would refuse with a fault (a tile that is not configured, shapes that do not match) ends the process with a sentence.
+// AMX tiles (TILE, BF16, INT8) in plain C++, for tests on processors without them. isa_amx.cpp
+// includes this after emulated_avx512.h. Whatever makes the processor fault (a tile that is not
+// configured, shapes that do not match) ends the process with a message.
 
-struct TileConfig {  // as _tile_loadconfig reads it
+struct TileConfig {  // in the layout of _tile_loadconfig
     uint8_t palette, start_row, reserved[14];
     uint16_t bytes_per_row[16];
     uint8_t rows[16];
@@ -9,11 +10,11 @@ struct TileConfig {  // as _tile_loadconfig reads it
 static_assert(sizeof(TileConfig) == 64);
 
 struct Tiles {
-    TileConfig config;  // palette 0: as at the start, no tile may be used
+    TileConfig config;  // palette 0, the initial state: no tile may be used
     alignas(64) uint8_t data[8][16][64];
 };
 inline Tiles& tiles() {
-    static thread_local Tiles mine{};  // the registers belong to the thread
+    static thread_local Tiles mine{};  // registers belong to the thread
     return mine;
 }
 
@@ -24,7 +25,8 @@ inline void refuse_unless(bool allowed, const char* what) {
 }
 inline void check_tile(int tile) {
     refuse_unless(tiles().config.palette == 1, "no configuration is loaded");
-    refuse_unless(tile >= 0 && tile < 8 && tiles().config.rows[tile], "the tile has no rows by the configuration");
+    refuse_unless(tile >= 0 && tile < 8 && tiles().config.rows[tile],
+                  "the tile has no rows by the configuration");
 }
 // C [m, n] += A [m, k] B [k, n], in elements of 4 bytes
 inline void check_product(int c, int a, int b) {
@@ -33,7 +35,8 @@ inline void check_product(int c, int a, int b) {
     refuse_unless(c != a && c != b && a != b, "the three tiles of a product must differ");
     refuse_unless(config.rows[c] == config.rows[a], "A and C differ in rows");
     refuse_unless(config.bytes_per_row[c] == config.bytes_per_row[b], "B and C differ in columns");
-    refuse_unless(config.bytes_per_row[a] == 4 * config.rows[b], "A has not as many columns as B has rows");
+    refuse_unless(config.bytes_per_row[a] == 4 * config.rows[b],
+                  "A has not as many columns as B has rows");
 }
 
 #undef _tile_loadconfig
@@ -52,12 +55,17 @@ inline void check_product(int c, int a, int b) {
 inline void _tile_loadconfig(const void* p) {
     TileConfig config;
     std::memcpy(&config, p, sizeof config);
-    refuse_unless(config.palette <= 1 && !config.start_row, "the configuration's palette or start row");
-    for (uint8_t byte : config.reserved) refuse_unless(!byte, "reserved bytes of the configuration are not zero");
+    refuse_unless(config.palette <= 1 && !config.start_row,
+                  "the configuration's palette or start row");
+    for (uint8_t byte : config.reserved)
+        refuse_unless(!byte, "reserved bytes of the configuration are not zero");
     for (int i = 0; i < 16; i++) {
-        refuse_unless(i < 8 || (!config.rows[i] && !config.bytes_per_row[i]), "the configuration names a tile beyond the eighth");
-        refuse_unless(config.rows[i] <= 16 && config.bytes_per_row[i] <= 64, "a tile of more than 16 rows of 64 bytes");
-        refuse_unless(!config.rows[i] == !config.bytes_per_row[i], "a tile with rows and no columns, or the reverse");
+        refuse_unless(i < 8 || (!config.rows[i] && !config.bytes_per_row[i]),
+                      "the configuration names a tile beyond the eighth");
+        refuse_unless(config.rows[i] <= 16 && config.bytes_per_row[i] <= 64,
+                      "a tile of more than 16 rows of 64 bytes");
+        refuse_unless(!config.rows[i] == !config.bytes_per_row[i],
+                      "a tile with rows and no columns, or the reverse");
     }
     tiles() = Tiles{};
     tiles().config = config;
@@ -72,16 +80,21 @@ inline void _tile_zero(int tile) {
 inline void _tile_loadd(int tile, const void* base, int64_t stride) {
     _tile_zero(tile);
     for (int row = 0; row < tiles().config.rows[tile]; row++)
-        std::memcpy(tiles().data[tile][row], (const char*)base + row * stride, tiles().config.bytes_per_row[tile]);
+        std::memcpy(tiles().data[tile][row], (const char*)base + row * stride,
+                    tiles().config.bytes_per_row[tile]);
 }
-inline void _tile_stream_loadd(int tile, const void* base, int64_t stride) { _tile_loadd(tile, base, stride); }
+inline void _tile_stream_loadd(int tile, const void* base, int64_t stride) {
+    _tile_loadd(tile, base, stride);
+}
 inline void _tile_stored(int tile, void* base, int64_t stride) {
     check_tile(tile);
     for (int row = 0; row < tiles().config.rows[tile]; row++)
-        std::memcpy((char*)base + row * stride, tiles().data[tile][row], tiles().config.bytes_per_row[tile]);
+        std::memcpy((char*)base + row * stride, tiles().data[tile][row],
+                    tiles().config.bytes_per_row[tile]);
 }
 
-// The lower and the upper numbers of the pairs are summed apart, then both together are added to C: so Intel's manual.
+// The lower and the upper numbers of the pairs are summed separately, then both sums are added to
+// C, as in Intel's manual.
 inline void _tile_dpbf16ps(int c, int a, int b) {
     check_product(c, a, b);
     const TileConfig& config = tiles().config;
@@ -92,11 +105,13 @@ inline void _tile_dpbf16ps(int c, int a, int b) {
             uint16_t left[2], right[32];
             std::memcpy(left, tiles().data[a][m] + 4 * k, 4);
             std::memcpy(right, tiles().data[b][k], 64);
-            for (int i = 0; i < 2 * columns; i++) sums[i] = fma_flushed(from_bf16(left[i % 2]), from_bf16(right[i]), sums[i]);
+            for (int i = 0; i < 2 * columns; i++)
+                sums[i] = fma_flushed(from_bf16(left[i % 2]), from_bf16(right[i]), sums[i]);
         }
         float out[16];
         std::memcpy(out, tiles().data[c][m], 64);
-        for (int n = 0; n < columns; n++) out[n] = flushed(flushed(out[n]) + flushed(sums[2 * n] + sums[2 * n + 1]));
+        for (int n = 0; n < columns; n++)
+            out[n] = flushed(flushed(out[n]) + flushed(sums[2 * n] + sums[2 * n + 1]));
         std::memcpy(tiles().data[c][m], out, 64);
     }
 }
@@ -110,7 +125,9 @@ void tile_dot_bytes(int c, int a, int b) {
         std::memcpy(out, tiles().data[c][m], 64);
         for (int k = 0; k < config.rows[b]; k++)
             for (int n = 0; n < config.bytes_per_row[c] / 4; n++)
-                for (int i = 0; i < 4; i++) out[n] += (uint32_t)((Left)tiles().data[a][m][4 * k + i] * (Right)tiles().data[b][k][4 * n + i]);
+                for (int i = 0; i < 4; i++)
+                    out[n] += (uint32_t)((Left)tiles().data[a][m][4 * k + i] *
+                                         (Right)tiles().data[b][k][4 * n + i]);
         std::memcpy(tiles().data[c][m], out, 64);
     }
 }

@@ -1,13 +1,15 @@
-// The C interface of the library: what Python hands over, byte for byte. calls.py mirrors every struct; a test compares sizes and offsets.
-// A Call is one operation with its operands' addresses; a Step is what differs from step to step; quire_run runs calls one after another.
-// Row strides and counts are in elements, not bytes. Rows of an operand are contiguous; what lies between two rows is never touched.
+// The library's C interface. calls.py mirrors every struct; tests compare sizes and offsets.
+//
+// A Call is one operation with its operands' addresses. A Step holds what differs from step to
+// step. quire_run runs calls one after another. Row strides and counts are in elements, not bytes.
+// Rows of an operand are contiguous; the memory between two rows is not accessed.
 #pragma once
 #include <cstdint>
 
 #define QUIRE_ABI_VERSION 5
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
-enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: of caches alone
+enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
 
 enum Op : int32_t {
     OP_RMS_NORM = 0,
@@ -33,19 +35,20 @@ enum Op : int32_t {
     NUM_OPS,
 };
 
-// What one step brings. T tokens of B requests, laid out as AttentionMetadata (kernels/ops.py) says. What is not const OP_NEXT_TOKENS writes.
+// The inputs of one step: T tokens of B requests, laid out as in AttentionMetadata
+// (kernels/ops.py). OP_NEXT_TOKENS writes the members that are not const.
 struct Step {
-    int64_t num_tokens;               // T
-    int64_t num_requests;             // B
-    int32_t* token_ids;               // [T]
-    int64_t* positions;               // [T]
-    int64_t* slot_mapping;            // [T]
-    const int32_t* query_start_loc;   // [B + 1]
-    int32_t* seq_lens;                // [B]
-    const int32_t* block_tables;      // [B, max_blocks]
-    int64_t block_table_row;          // elements from one request's table to the next
-    int64_t num_logits;               // R
-    const int64_t* logits_indices;    // [R] in [0, T): the tokens whose logits are wanted
+    int64_t num_tokens;              // T
+    int64_t num_requests;            // B
+    int32_t* token_ids;              // [T]
+    int64_t* positions;              // [T]
+    int64_t* slot_mapping;           // [T]
+    const int32_t* query_start_loc;  // [B + 1]
+    int32_t* seq_lens;               // [B]
+    const int32_t* block_tables;     // [B, max_blocks]
+    int64_t block_table_row;         // elements from one request's table to the next
+    int64_t num_logits;              // R
+    const int64_t* logits_indices;   // [R] in [0, T): the tokens whose logits are needed
 };
 
 struct Call {
@@ -54,7 +57,8 @@ struct Call {
     int64_t rows;   // of the result; -1: the step's num_tokens, -2: its num_logits
 };
 
-// x [rows, heads, size] -> out [rows, heads, size]; weight [size]. Both may be one memory. heads is 1 for a norm of the hidden state.
+// x [rows, heads, size] -> out [rows, heads, size]; weight [size]. x and out may be the same
+// memory. heads is 1 for a norm of the hidden state.
 struct RmsNorm : Call {
     const void* x;
     const void* weight;
@@ -82,8 +86,8 @@ struct SiluAndMul : Call {
     int64_t size;
 };
 
-// out [rows, size] = table[step.token_ids], table [num_ids, size], for OP_EMBEDDING_PACKED as quire_pack_linear lays it out. An id outside
-// [0, num_ids) gives NaN.
+// out [rows, size] = table[step.token_ids], table [num_ids, size]; for OP_EMBEDDING_PACKED in the
+// layout of quire_pack_linear. An id outside [0, num_ids) gives NaN.
 struct Embedding : Call {
     const void* table;
     void* out;
@@ -99,8 +103,9 @@ struct GatherRows : Call {
     int64_t size;
 };
 
-// In place: the first rotary_dim elements of each head, i paired with i + rotary_dim / 2, are turned by the step's positions.
-// query [rows, heads, .], key [rows, kv_heads, .]; cos_sin [., rotary_dim] fp32, cosines before sines.
+// In place: rotates the first rotary_dim elements of each head by the step's positions, i paired
+// with i + rotary_dim / 2. query [rows, heads, .], key [rows, kv_heads, .]; cos_sin [., rotary_dim]
+// fp32, cosines before sines.
 struct Rotary : Call {
     void* query;
     void* key;
@@ -109,8 +114,9 @@ struct Rotary : Call {
     int64_t heads, kv_heads, rotary_dim;
 };
 
-// key and value [rows, kv_heads, head_dim] -> the step's slots of the caches [slots, kv_heads, head_dim]; none where a slot is negative.
-// cache_dtype: that of the activations, or INT8, which kv_cache.inl lays out in blocks of block_size slots; head_dim is then a multiple of 16.
+// key and value [rows, kv_heads, head_dim] -> the step's slots of the caches [slots, kv_heads,
+// head_dim]. A negative slot is not written. cache_dtype is that of the activations, or INT8 in the
+// layout of kv_cache.inl with blocks of block_size slots; head_dim is then a multiple of 16.
 struct WriteKv : Call {
     const void* key;
     const void* value;
@@ -131,9 +137,10 @@ struct RotaryAndWriteKv : Rotary {
     int64_t cache_dtype;
 };
 
-// query [rows, heads, head_dim] over the context in the caches [blocks, block_size, kv_heads, head_dim] -> out, contiguous.
-// head_dim: a multiple of 8, at most 256. cache_dtype: as of WriteKv. sliding_window: how many positions a token sees, its own the last; 0: all before it. softcap c: a
-// logit x becomes c tanh(x / c); 0: it stays.
+// query [rows, heads, head_dim] over the context in the caches [blocks, block_size, kv_heads,
+// head_dim] -> out, contiguous. head_dim is a multiple of 8, at most 256. cache_dtype: as in
+// WriteKv. sliding_window: the number of positions a token sees, up to and including its own; 0:
+// all. softcap c replaces a logit x by c tanh(x / c); 0: no change.
 struct Attention : Call {
     const void* query;
     const void* key_cache;
@@ -147,9 +154,10 @@ struct Attention : Call {
 
 enum Epilogue : int32_t { PLAIN = 0, GATED = 1 };
 
-// out [rows, out_features] = x [rows, in_features] times weight^T, plus bias. GATED: the weight's first half of rows is the gate's, and
-// out [rows, out_features / 2] is what SiluAndMul makes of that; out_features is then a multiple of 32.
-// weight is packed (quire_pack_linear). bias [out_features] is of the activations' type, or null.
+// out [rows, out_features] = x [rows, in_features] times weight^T, plus bias. With GATED the first
+// half of the weight's rows is the gate's, out [rows, out_features / 2] is SiluAndMul of the
+// product, and out_features is a multiple of 32. weight is packed (quire_pack_linear). bias
+// [out_features] has the activations' dtype, or is null.
 struct Linear : Call {
     const void* x;
     const void* weight;
@@ -161,7 +169,8 @@ struct Linear : Call {
     int32_t out_dtype;  // Dtype of out: that of the activations, or F32
 };
 
-// logits fp32 [rows, vocab_size] -> out [rows]: the lowest index of each row's largest; is_finite [rows]: 1 where no NaN or infinity is in it.
+// logits fp32 [rows, vocab_size] -> out [rows]: the lowest index of each row's largest logit;
+// is_finite [rows]: 1 if the row has no NaN and no infinity.
 struct Argmax : Call {
     const float* logits;
     int64_t* out;
@@ -169,7 +178,8 @@ struct Argmax : Call {
     int64_t logits_row, vocab_size;
 };
 
-// logits fp32 [rows, vocab_size] -> out [rows]: one token drawn from each; the columns [rows] are those of sample_tokens (kernels/ops.py).
+// logits fp32 [rows, vocab_size] -> out [rows]: one token drawn from each row. The columns [rows]
+// are those of sample_tokens (kernels/ops.py).
 struct Sample : Call {
     const float* logits;
     const float* temperature;
@@ -182,13 +192,14 @@ struct Sample : Call {
     int64_t logits_row, vocab_size;
 };
 
-// As Linear, but weight is int8 or int4, as Quantize made it with its scales; x is quantized on the way. In fp32 within.
+// As Linear, with an int8 or int4 weight and scales as written by Quantize. x is quantized, and the
+// results are scaled and added in fp32.
 struct QuantizedLinear : Linear {
     const void* scales;
 };
 
-// A linear layer's weight [out_features, in_features] as whole numbers with scales, laid out as quantize.inl says; the call's rows mean
-// nothing. packed is 64-byte aligned.
+// Quantizes a linear layer's weight [out_features, in_features] to integers with scales, laid out
+// as in quantize.inl. The call's rows are unused. packed is 64-byte aligned.
 struct Quantize : Call {
     const void* weight;
     void* packed;
@@ -197,12 +208,13 @@ struct Quantize : Call {
     int64_t in_features, out_features;
 };
 
-// As Embedding, from an int8 table that Quantize made.
+// As Embedding, from an int8 table written by Quantize.
 struct EmbeddingInt8 : Embedding {
     const void* scales;
 };
 
-// logits fp32 [rows, vocab_size], token_ids [rows] -> ids and logprobs [rows, k + 1], ranks [rows], as gather_logprobs says (kernels/ops.py).
+// logits fp32 [rows, vocab_size], token_ids [rows] -> ids and logprobs [rows, k + 1], ranks [rows],
+// as in gather_logprobs (kernels/ops.py).
 struct GatherLogprobs : Call {
     const float* logits;
     const int64_t* token_ids;
@@ -212,9 +224,10 @@ struct GatherLogprobs : Call {
     int64_t logits_row, vocab_size, k;
 };
 
-// Between two steps that run as one, all their rows decodes: token_ids and is_finite [rows], which this step has chosen, are copied to kept
-// and kept_finite [rows], and the step becomes the one that computes these tokens; so do draw_positions [rows], unless null. is_last: the
-// step stays as it is.
+// Connects two steps that run as one; all their rows are decodes. Copies this step's chosen
+// token_ids and is_finite [rows] to kept and kept_finite [rows], and changes the step into the one
+// that computes these tokens. draw_positions [rows], unless null, advance too. is_last: the step is
+// not changed.
 struct NextTokens : Call {
     const int64_t* token_ids;
     const uint8_t* is_finite;
@@ -224,19 +237,25 @@ struct NextTokens : Call {
     int64_t block_size, is_last;
 };
 
-// The names of instruction sets in order of preference: "amx", "avx512", "avx2". 1 where this processor and system can run it.
+// isa is the name of an instruction set, in order of preference "amx", "avx512", "avx2". Returns 1
+// if this processor and operating system support it.
 QUIRE_EXPORT int32_t quire_isa_supported(const char* isa);
 QUIRE_EXPORT int32_t quire_abi_version();
-// Chooses the instruction set of all later runs. 0, or -1 where it is not supported.
+// Chooses the instruction set of all later runs. Returns 0, or -1 if it is not supported.
 QUIRE_EXPORT int32_t quire_use_isa(const char* isa);
-// Threads of all later runs, the caller's own among them. cores [num_threads]: the core that each is pinned to, -1: none; the caller's is
-// never pinned: where it is found on another's core, that thread moves to cores[0]. 0, or -1 where they cannot be had: then it is one.
+// Sets the number of threads of all later runs, the caller's included. cores [num_threads]: the
+// core that each thread is pinned to, -1: none. The caller's thread is never pinned: if it runs on
+// another thread's core, that thread moves to cores[0]. Returns 0, or -1 if the threads cannot be
+// created; the number of threads is then 1.
 QUIRE_EXPORT int32_t quire_set_threads(int32_t num_threads, const int32_t* cores);
-// A hint: a run comes within the next tenth of a millisecond.
+// A hint that a run follows within 0.1 ms.
 QUIRE_EXPORT void quire_wake();
-// Runs the calls in order; returns when all are done. 0, or -1 - i where call i names no operation of the chosen instruction set.
+// Runs the calls in order and returns when all are done. Returns 0, or -1 - i if call i is no
+// operation of the chosen instruction set.
 QUIRE_EXPORT int32_t quire_run(const Call* const* calls, int32_t num_calls, const Step* step);
 
-// Lays a linear layer's weight [out_features, in_features] out in panels of 16 outputs, on all threads. bf16: [panel][k / 2][16][2], pairs
-// of neighbouring k together; F32: [panel][k][16]. What is missing to whole panels and pairs is zeros. packed is 64-byte aligned.
-QUIRE_EXPORT void quire_pack_linear(const void* weight, int64_t weight_row, int32_t dtype, int64_t out_features, int64_t in_features, void* packed);
+// Packs a linear layer's weight [out_features, in_features] into panels of 16 outputs, on all
+// threads. bf16: [panel][k / 2][16][2], with pairs of consecutive k together; F32: [panel][k][16].
+// Incomplete panels and pairs are padded with zeros. packed is 64-byte aligned.
+QUIRE_EXPORT void quire_pack_linear(const void* weight, int64_t weight_row, int32_t dtype,
+                                    int64_t out_features, int64_t in_features, void* packed);

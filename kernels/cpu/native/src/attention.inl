@@ -1,24 +1,26 @@
-// Causal attention over the paged cache. Work is handed out in items: some consecutive tokens of one request (a query tile) with all
-// query heads of one KV head, over the whole context they see, or, where few items must keep many threads busy, over SPLIT keys of it.
-// A context is always summed up in pieces of SPLIT keys that are joined in order, by whichever threads: how work is shared has no
-// influence on a result. Pieces and tiles that lie before all rows' sliding windows are passed over.
+// Causal attention over the paged cache. Work is divided into items: some consecutive tokens of one
+// request (a query tile) with all query heads of one KV head, over the whole context they see or,
+// where few items must occupy many threads, over SPLIT keys of it. A context is always summed in
+// pieces of SPLIT keys that are joined in order, so the division of work has no influence on a
+// result. Pieces and tiles before all rows' sliding windows are skipped.
 
-constexpr double LOG2_E = 1.4426950408889634;   // scores are powers of 2 instead of e
-constexpr int64_t EVERYTHING = int64_t{1} << 62;  // a window as wide as any context
-constexpr int64_t SPLIT = 512;      // keys; a multiple of KEYS
-constexpr int64_t ITEM_ROWS = 128;  // rows of an item, about: (token, query head) pairs that share a tile's keys
+constexpr double LOG2_E = 1.4426950408889634;     // scores are powers of 2 instead of e
+constexpr int64_t EVERYTHING = int64_t{1} << 62;  // a window that no context exceeds
+constexpr int64_t SPLIT = 512;                    // keys; a multiple of KEYS
+// approximate rows of an item: (token, query head) pairs that share a tile's keys
+constexpr int64_t ITEM_ROWS = 128;
 
-// One request's share of the items.
+// The items of one request.
 struct Request {
     int64_t index, first_token, num_tokens, context;
-    int64_t first_split;   // the first that its first token sees
-    int64_t splits;        // 1: its items go over the whole context
+    int64_t first_split;  // the first split that the first token sees
+    int64_t splits;       // 1: its items cover the whole context
     int64_t first_item;
-    int64_t first_partial;  // splits > 1: where its rows' pieces lie, in rows,
-    int64_t first_join;     // and the first of the items that put these together
+    int64_t first_partial;  // splits > 1: index of the first row of its pieces,
+    int64_t first_join;     // and of the first item that joins them
 };
 
-// The same list on every thread.
+// The list of items, equal on every thread.
 struct Plan {
     const Sight sight;
     Request* requests;
@@ -43,7 +45,8 @@ struct Plan {
         for (int64_t i = 0; i < num_requests; i++) {
             int64_t first = step.query_start_loc[i];
             int64_t num_tokens = step.query_start_loc[i + 1] - first, context = step.seq_lens[i];
-            requests[i] = {i, first, num_tokens, context, sight.first(context - num_tokens) / SPLIT, 1};
+            requests[i] = {i, first, num_tokens, context, sight.first(context - num_tokens) / SPLIT,
+                           1};
             total += cost_of_tile(requests[i]) * tiles_of(requests[i]) * kv_heads;
         }
         std::sort(requests, requests + num_requests, [this](const Request& x, const Request& y) {
@@ -52,22 +55,29 @@ struct Plan {
         });
         for (int64_t i = 0; i < num_requests; i++) {
             Request& r = requests[i];
-            if (num_threads > 1 && cost_of_tile(r) * num_threads * 2 > total) r.splits = ceil_div(r.context, SPLIT) - r.first_split;
+            if (num_threads > 1 && cost_of_tile(r) * num_threads * 2 > total)
+                r.splits = ceil_div(r.context, SPLIT) - r.first_split;
             r.first_item = num_items, r.first_partial = num_partials, r.first_join = num_joins;
             num_items += tiles_of(r) * r.splits * kv_heads;
-            if (r.splits > 1) num_partials += r.num_tokens * group * kv_heads * r.splits, num_joins += tiles_of(r) * kv_heads;
+            if (r.splits > 1)
+                num_partials += r.num_tokens * group * kv_heads * r.splits,
+                    num_joins += tiles_of(r) * kv_heads;
         }
     }
 
-    // Whose item that is; `first`: Request::first_item or first_join
-    const Request& request_of(int64_t item, int64_t Request::*first) const {
-        return std::upper_bound(requests, requests + num_requests, item, [first](int64_t item, const Request& r) { return item < r.*first; })[-1];
+    // The request of an item; `first` is Request::first_item or first_join.
+    const Request& request_of(int64_t item, int64_t Request::* first) const {
+        return std::upper_bound(
+            requests, requests + num_requests, item,
+            [first](int64_t item, const Request& r) { return item < r.*first; })[-1];
     }
 };
 
 #include "attention_vec.inl"
 template <typename T, typename C>
-struct RowsOf { using type = VecRows<T, C>; };
+struct RowsOf {
+    using type = VecRows<T, C>;
+};
 #ifdef QUIRE_BF16
 #include "attention_bf16.inl"
 #ifdef QUIRE_AMX
@@ -78,10 +88,13 @@ using Bf16Products = TileProducts;
 using Bf16Products = DotProducts;
 #endif
 template <typename C>
-struct RowsOf<uint16_t, C> { using type = Bf16Rows<C, Bf16Products>; };
+struct RowsOf<uint16_t, C> {
+    using type = Bf16Rows<C, Bf16Products>;
+};
 #endif
 
-// One thread's buffers, and the walk over an item. Activations are T, the cache holds numbers as C: T, or int8.
+// One thread's buffers, and the loop over an item. Activations are T, the cache holds numbers as C:
+// T, or int8.
 template <typename T, typename C>
 struct Attender {
     using Rows = typename RowsOf<T, C>::type;
@@ -92,60 +105,90 @@ struct Attender {
     float *total, *piece;  // [rows, running_row]
     int64_t* positions;    // [rows]
     Rows rows;
-    const Request* soon = nullptr;  // a decode that this thread comes to next, by all accounts, and its KV head
+    // the decode that this thread probably takes next, and its KV head
+    const Request* soon = nullptr;
     int64_t soon_head = 0;
-    bool asked = false;  // for the first tile of what comes next
+    bool asked = false;  // the first tile of the next item has been prefetched
 
-    static int64_t running_row_of(const Attention& a) { return Running::VALUES + Rows::value_row_of(a.head_dim); }
-    static int64_t max_rows(const Attention& a) { return std::max(ITEM_ROWS, a.heads / a.kv_heads); }
-    static size_t own_bytes(const Attention& a) { return round_up(max_rows(a) * (2 * running_row_of(a) * sizeof(float) + sizeof(int64_t)), 64); }
-    static size_t bytes(const Attention& a) { return own_bytes(a) + Rows::bytes(a.head_dim, max_rows(a)); }
+    static int64_t running_row_of(const Attention& a) {
+        return Running::VALUES + Rows::value_row_of(a.head_dim);
+    }
+    static int64_t max_rows(const Attention& a) {
+        return std::max(ITEM_ROWS, a.heads / a.kv_heads);
+    }
+    static size_t own_bytes(const Attention& a) {
+        return round_up(max_rows(a) * (2 * running_row_of(a) * sizeof(float) + sizeof(int64_t)),
+                        64);
+    }
+    static size_t bytes(const Attention& a) {
+        return own_bytes(a) + Rows::bytes(a.head_dim, max_rows(a));
+    }
 
     Attender(const Attention& a, const Step& step, const Plan& plan, char* memory)
-        : a(a), step(step), plan(plan), running_row(running_row_of(a)), total((float*)memory), piece(total + max_rows(a) * running_row),
+        : a(a),
+          step(step),
+          plan(plan),
+          running_row(running_row_of(a)),
+          total((float*)memory),
+          piece(total + max_rows(a) * running_row),
           positions((int64_t*)(piece + max_rows(a) * running_row)),
-          rows(a.head_dim, a.scale * LOG2_E / (IS_SCALED<C> ? hadamard_size(a.head_dim) : 1), plan.sight, max_rows(a), memory + own_bytes(a)) {}
+          rows(a.head_dim, a.scale * LOG2_E / (IS_SCALED<C> ? hadamard_size(a.head_dim) : 1),
+               plan.sight, max_rows(a), memory + own_bytes(a)) {}
 
     // Row: token * group + head.
     void load_queries(const Request& r, int64_t token, int64_t num_rows, int64_t kv_head) {
         for (int64_t row = 0; row < num_rows; row++) {
             int64_t in_tile = row / plan.group, head = kv_head * plan.group + row % plan.group;
-            rows.set_query(row, num_rows, (const T*)a.query + (r.first_token + token + in_tile) * a.query_row + head * a.query_head);
+            rows.set_query(row, num_rows,
+                           (const T*)a.query + (r.first_token + token + in_tile) * a.query_row +
+                               head * a.query_head);
             positions[row] = r.context - r.num_tokens + token + in_tile;
         }
     }
 
-    // Where the keys from `start` on lie, at most a tile of them, none from `end` on.
-    void find_slots(const Request& r, int64_t start, int64_t end, int64_t kv_head, Slots<C>& slots) const {
+    // Locates the keys from `start` on: at most a tile of them, none from `end` on.
+    void find_slots(const Request& r, int64_t start, int64_t end, int64_t kv_head,
+                    Slots<C>& slots) const {
         const int32_t* blocks = step.block_tables + r.index * step.block_table_row;
         const BlockLayout<C> layout{a.block_size, a.kv_heads, a.head_dim};
         const int64_t slot_size = a.kv_heads * a.head_dim;
         slots.count = (int)std::min<int64_t>(KEYS, std::max<int64_t>(end - start, 0));
         for (int key = 0; key < slots.count;) {
             int64_t block = (start + key) / a.block_size, offset = (start + key) % a.block_size;
-            const C *keys = layout.numbers(a.key_cache, blocks[block], offset, kv_head), *values = layout.numbers(a.value_cache, blocks[block], offset, kv_head);
-            int start_key = key, stop = (int)std::min<int64_t>(slots.count, key + a.block_size - offset);
-            for (; key < stop; key++, keys += slot_size, values += slot_size) slots.keys[key] = keys, slots.values[key] = values;
+            const C *keys = layout.numbers(a.key_cache, blocks[block], offset, kv_head),
+                    *values = layout.numbers(a.value_cache, blocks[block], offset, kv_head);
+            int start_key = key,
+                stop = (int)std::min<int64_t>(slots.count, key + a.block_size - offset);
+            for (; key < stop; key++, keys += slot_size, values += slot_size)
+                slots.keys[key] = keys, slots.values[key] = values;
             if constexpr (IS_SCALED<C>) {
                 const float* key_scales = layout.scale(a.key_cache, blocks[block], offset, kv_head);
-                const float* value_scales = layout.scale(a.value_cache, blocks[block], offset, kv_head);
-                for (int i = start_key; i < stop; i++) slots.key_scales[i] = key_scales++, slots.value_scales[i] = value_scales++;
+                const float* value_scales =
+                    layout.scale(a.value_cache, blocks[block], offset, kv_head);
+                for (int i = start_key; i < stop; i++)
+                    slots.key_scales[i] = key_scales++, slots.value_scales[i] = value_scales++;
             }
         }
     }
 
-    // What is asked for while the tile before is computed: that from `start` on, or, where the item ends there, the first of the next item.
-    void find_following(const Request& r, int64_t start, int64_t item_end, int64_t kv_head, Slots<C>& slots) {
+    // Locates what is prefetched while the current tile is computed: the tile from `start` on or,
+    // if the item ends there, the first of the next item.
+    void find_following(const Request& r, int64_t start, int64_t item_end, int64_t kv_head,
+                        Slots<C>& slots) {
         asked = start < item_end || soon;
         if (start < item_end || !soon) return find_slots(r, start, item_end, kv_head, slots);
-        find_slots(*soon, plan.sight.first(soon->context - 1) / KEYS * KEYS, soon->context, soon_head, slots);
+        find_slots(*soon, plan.sight.first(soon->context - 1) / KEYS * KEYS, soon->context,
+                   soon_head, slots);
     }
 
-    // Keys [start, end) of the context, within one SPLIT, as far as some row sees them.
-    void attend_piece(const Request& r, int64_t start, int64_t end, int64_t item_end, int64_t num_rows, int64_t kv_head, float* running) {
-        for (int64_t row = 0; row < num_rows; row++) Running::reset(running + row * running_row, running_row);
+    // Adds keys [start, end) of the context, within one SPLIT, as far as some row sees them.
+    void attend_piece(const Request& r, int64_t start, int64_t end, int64_t item_end,
+                      int64_t num_rows, int64_t kv_head, float* running) {
+        for (int64_t row = 0; row < num_rows; row++)
+            Running::reset(running + row * running_row, running_row);
         start = std::max(start, plan.sight.first(positions[0]) / KEYS * KEYS);
-        int64_t seen_by_last = plan.sight.first(positions[num_rows - 1]);  // from here on
+        // the first key that the last row sees
+        int64_t seen_by_last = plan.sight.first(positions[num_rows - 1]);
         Slots<C> slots[2];
         find_slots(r, start, end, kv_head, slots[0]);
         if (!asked) {
@@ -155,12 +198,13 @@ struct Attender {
         }
         for (int i = 0; start < end; start += KEYS, i ^= 1) {
             find_following(r, start + KEYS, item_end, kv_head, slots[i ^ 1]);
-            rows.load(slots[i], slots[i ^ 1], start, positions[0] + 1 >= start + slots[i].count && seen_by_last <= start);
+            rows.load(slots[i], slots[i ^ 1], start,
+                      positions[0] + 1 >= start + slots[i].count && seen_by_last <= start);
             rows.attend(num_rows, positions, running, running_row);
         }
     }
 
-    // Towards item number `item`
+    // Prepares the prefetch for item number `item`.
     void look_ahead(int64_t item) {
         const Request& r = plan.request_of(item, &Request::first_item);
         soon = r.num_tokens == 1 && r.splits == 1 ? &r : nullptr;
@@ -174,47 +218,61 @@ struct Attender {
 
     T* out_of(const Request& r, int64_t token, int64_t row, int64_t kv_head) const {
         int64_t head = kv_head * plan.group + row % plan.group;
-        return (T*)a.out + ((r.first_token + token + row / plan.group) * a.heads + head) * a.head_dim;
+        return (T*)a.out +
+               ((r.first_token + token + row / plan.group) * a.heads + head) * a.head_dim;
     }
 
     // A tile's rows in the shared memory of pieces.
-    float* partial(const Request& r, float* partials, int64_t token, int64_t kv_head, int64_t split) const {
+    float* partial(const Request& r, float* partials, int64_t token, int64_t kv_head,
+                   int64_t split) const {
         int64_t num_rows = tokens_of(r, token) * plan.group;
-        return partials + (r.first_partial + (token * plan.kv_heads * plan.group + kv_head * num_rows) * r.splits + split * num_rows) * running_row;
+        return partials + (r.first_partial +
+                           (token * plan.kv_heads * plan.group + kv_head * num_rows) * r.splits +
+                           split * num_rows) *
+                              running_row;
     }
 
-    int64_t tokens_of(const Request& r, int64_t token) const { return std::min(plan.tokens_per_tile, r.num_tokens - token); }
+    int64_t tokens_of(const Request& r, int64_t token) const {
+        return std::min(plan.tokens_per_tile, r.num_tokens - token);
+    }
 
-    // Items of a request: the last query tile, which sees most, first; then splits, then KV heads, which lie side by side in memory.
+    // Items of a request in order: the last query tile first, which sees most keys; then splits;
+    // then KV heads, which are adjacent in memory.
     void attend_item(const Request& r, int64_t item, float* partials) {
         int64_t kv_head = item % plan.kv_heads, split = item / plan.kv_heads % r.splits;
-        int64_t token = (plan.tiles_of(r) - 1 - item / plan.kv_heads / r.splits) * plan.tokens_per_tile;
+        int64_t token =
+            (plan.tiles_of(r) - 1 - item / plan.kv_heads / r.splits) * plan.tokens_per_tile;
         int64_t num_tokens = tokens_of(r, token), num_rows = num_tokens * plan.group;
-        int64_t end = r.context - r.num_tokens + token + num_tokens;  // what the last row sees ends here
+        // end of what the last row sees
+        int64_t end = r.context - r.num_tokens + token + num_tokens;
         load_queries(r, token, num_rows, kv_head);
         if (r.splits > 1) {
             int64_t start = (r.first_split + split) * SPLIT;
             end = std::min(end, start + SPLIT);
-            attend_piece(r, start, end, end, num_rows, kv_head, partial(r, partials, token, kv_head, split));
+            attend_piece(r, start, end, end, num_rows, kv_head,
+                         partial(r, partials, token, kv_head, split));
             return;
         }
         int64_t first = plan.sight.first(positions[0]) / SPLIT * SPLIT;
         attend_piece(r, first, std::min(end, first + SPLIT), end, num_rows, kv_head, total);
         for (int64_t start = first + SPLIT; start < end; start += SPLIT) {
             attend_piece(r, start, std::min(end, start + SPLIT), end, num_rows, kv_head, piece);
-            for (int64_t row = 0; row < num_rows; row++) Running::join(total + row * running_row, piece + row * running_row, running_row);
+            for (int64_t row = 0; row < num_rows; row++)
+                Running::join(total + row * running_row, piece + row * running_row, running_row);
         }
-        for (int64_t row = 0; row < num_rows; row++) finish(total + row * running_row, out_of(r, token, row, kv_head));
+        for (int64_t row = 0; row < num_rows; row++)
+            finish(total + row * running_row, out_of(r, token, row, kv_head));
     }
 
-    // The second phase: a KV head's rows of one query tile, put together from their pieces.
+    // The second phase: joins the pieces of a KV head's rows of one query tile.
     void join_item(const Request& r, int64_t item, float* partials) {
         int64_t kv_head = item % plan.kv_heads, token = item / plan.kv_heads * plan.tokens_per_tile;
         int64_t num_rows = tokens_of(r, token) * plan.group;
         float* first = partial(r, partials, token, kv_head, 0);
         for (int64_t row = 0; row < num_rows; row++) {
             float* joined = first + row * running_row;
-            for (int64_t split = 1; split < r.splits; split++) Running::join(joined, joined + split * num_rows * running_row, running_row);
+            for (int64_t split = 1; split < r.splits; split++)
+                Running::join(joined, joined + split * num_rows * running_row, running_row);
             finish(joined, out_of(r, token, row, kv_head));
         }
     }
@@ -226,7 +284,10 @@ void attend(const Attention& a, const Step& step, const Worker& worker) {
     char* memory = (char*)worker.scratch(plan_bytes + Attender<T, C>::bytes(a));
     Plan plan(a, step, worker.count, memory);
     Attender<T, C> attender(a, step, plan, memory + plan_bytes);
-    float* partials = plan.num_partials ? (float*)worker.shared(plan.num_partials * attender.running_row * sizeof(float)) : nullptr;
+    float* partials =
+        plan.num_partials
+            ? (float*)worker.shared(plan.num_partials * attender.running_row * sizeof(float))
+            : nullptr;
 
     int64_t expected = -1;
     for (int64_t item; (item = worker.next(plan.num_items)) < plan.num_items;) {

@@ -1,15 +1,18 @@
-// Rows of queries against a tile in products of bf16, where the processor multiplies pairs of them: scores are fp32 sums of exact products;
-// weights are rounded to bf16 (and summed up so). Products are those of an instruction set: DotProducts (attention_dot.inl), TileProducts (attention_amx.inl).
+// Rows of queries against a tile in products of bf16, for processors that multiply pairs of bf16.
+// Scores are fp32 sums of exact products; weights are rounded to bf16, and their sum is that of the
+// rounded weights. Products is the form of an instruction set: DotProducts (attention_dot.inl) or
+// TileProducts (attention_amx.inl).
 
 template <typename C, typename Products>
 struct Bf16Rows {
     using T = uint16_t;
     static constexpr int ROWS = Products::ROWS;
 
-    const int64_t head_dim, depth;  // depth: head_dim up to a multiple of 32, zeros behind
+    // depth: head_dim rounded up to a multiple of 32 and padded with zeros
+    const int64_t head_dim, depth;
     const float scale;
     const Sight sight;
-    T* q;       // as Products reads it, `depth` numbers a row
+    T* q;       // in the layout of Products, `depth` numbers per row
     T* keys;    // transposed: [depth / 2][KEYS] pairs
     T* values;  // [KEYS / 2][depth] pairs of keys
     Scales<C> scales;
@@ -19,9 +22,16 @@ struct Bf16Rows {
     Products products;
 
     static int64_t value_row_of(int64_t head_dim) { return round_up(head_dim, 32); }
-    static size_t bytes(int64_t head_dim, int64_t max_rows) { return (max_rows + 2 * KEYS) * value_row_of(head_dim) * sizeof(T); }
+    static size_t bytes(int64_t head_dim, int64_t max_rows) {
+        return (max_rows + 2 * KEYS) * value_row_of(head_dim) * sizeof(T);
+    }
     Bf16Rows(int64_t head_dim, double scale, Sight sight, int64_t max_rows, char* memory)
-        : head_dim(head_dim), depth(value_row_of(head_dim)), scale((float)scale), sight(sight), q((T*)memory), keys(q + max_rows * depth),
+        : head_dim(head_dim),
+          depth(value_row_of(head_dim)),
+          scale((float)scale),
+          sight(sight),
+          q((T*)memory),
+          keys(q + max_rows * depth),
           values(keys + KEYS * depth) {
         std::memset(memory, 0, bytes(head_dim, max_rows));
     }
@@ -34,10 +44,12 @@ struct Bf16Rows {
             alignas(64) float numbers[MAX_HEAD_DIM];
             copy_numbers(from, numbers, head_dim);
             hadamard(numbers, head_dim);
-            for (int64_t d = 0; d < head_dim; d += Vec::LANES) Vec::load(numbers + d).store(padded + d);
+            for (int64_t d = 0; d < head_dim; d += Vec::LANES)
+                Vec::load(numbers + d).store(padded + d);
         }
         const int64_t first = row / ROWS * ROWS;
-        Products::set_query(padded, depth, row - first, std::min<int64_t>(ROWS, num_rows - first), q + first * depth);
+        Products::set_query(padded, depth, row - first, std::min<int64_t>(ROWS, num_rows - first),
+                            q + first * depth);
     }
 
     void load(Slots<C>& slots, const Slots<C>& following, int64_t tile_start, bool seen_by_all) {
@@ -47,7 +59,8 @@ struct Bf16Rows {
         next_values.start(following.values, following.count, head_dim);
         transpose_keys(slots, head_dim, keys);
         for (int key = slots.count; key < KEYS; key++) slots.values[key] = zeros;
-        for (int key = 0; key < KEYS; key += 2) pair_values(slots.values[key], slots.values[key + 1], values + key * depth);
+        for (int key = 0; key < KEYS; key += 2)
+            pair_values(slots.values[key], slots.values[key + 1], values + key * depth);
         scales.load(slots, following, seen_by_all);
         is_finite = IS_SCALED<C> || seen_by_all || all_finite(values, KEYS * depth);
     }
@@ -55,13 +68,15 @@ struct Bf16Rows {
     // positions [num_rows], ascending; running: the rows' Running, running_row floats apart.
     void attend(int64_t num_rows, const int64_t* positions, float* running, int64_t running_row) {
         for (int64_t row = 0; row < num_rows; row += ROWS)
-            attend_block((int)std::min<int64_t>(ROWS, num_rows - row), q + row * depth, positions + row, running + row * running_row, running_row);
+            attend_block((int)std::min<int64_t>(ROWS, num_rows - row), q + row * depth,
+                         positions + row, running + row * running_row, running_row);
     }
 
-    // A finished row, Running::divide done.
+    // Stores a finished row, after Running::divide.
     void store(const float* row, T* out) const {
         T padded[MAX_HEAD_DIM + 32];
-        for (int64_t d = 0; d < head_dim; d += Vec::LANES) Vec::load(row + Running::VALUES + d).store(padded + d);
+        for (int64_t d = 0; d < head_dim; d += Vec::LANES)
+            Vec::load(row + Running::VALUES + d).store(padded + d);
         std::memcpy(out, padded, head_dim * sizeof(T));
     }
 
@@ -76,33 +91,41 @@ private:
         for (int64_t d = 0; d < head_dim; d += 8) {
             __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(first + d)));
             __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(second + d)));
-            _mm256_storeu_si256((__m256i*)(out + 2 * d), _mm256_or_si256(low, _mm256_slli_epi32(high, 16)));
+            _mm256_storeu_si256((__m256i*)(out + 2 * d),
+                                _mm256_or_si256(low, _mm256_slli_epi32(high, 16)));
         }
     }
 
-    void attend_block(int rows, const T* block, const int64_t* positions, float* running, int64_t running_row) {
+    void attend_block(int rows, const T* block, const int64_t* positions, float* running,
+                      int64_t running_row) {
         alignas(64) float scores[ROWS * KEYS], decay[Vec::LANES];
         alignas(64) T weights[ROWS * KEYS];
         int hidden[ROWS], visible[ROWS];
         see(sight, positions, rows, start, hidden, visible);
         const int num_keys = Products::ALL_KEYS ? KEYS : visible[rows - 1];
         if (visible[rows - 1] == hidden[0]) return;
-        products.score(rows, block, keys, depth, num_keys, scale, scales.of_keys(), scores, next_keys);
+        products.score(rows, block, keys, depth, num_keys, scale, scales.of_keys(), scores,
+                       next_keys);
         if (sight.cap) cap_scores(rows, scores, num_keys, sight.cap);
-        weigh(rows, scores, hidden, visible, num_keys, scales.of_values(), weights, running, running_row, decay);
+        weigh(rows, scores, hidden, visible, num_keys, scales.of_values(), weights, running,
+              running_row, decay);
         scales.scale_seen(rows, weights, hidden, visible);
         float* sums = running + Running::VALUES;
         if (is_finite || (visible[0] == visible[rows - 1] && hidden[rows - 1] == 0)) {
-            products.add_values(rows, weights, values, depth, num_keys, decay, sums, running_row, next_values);
+            products.add_values(rows, weights, values, depth, num_keys, decay, sums, running_row,
+                                next_values);
             return;
         }
-        for (int r = 0; r < rows; r++) {  // 0 * NaN is no 0: a row must not meet a value that it does not see
+        // 0 * NaN is not 0: a row must not multiply a value that it does not see
+        for (int r = 0; r < rows; r++) {
             T seen[KEYS * MAX_HEAD_DIM];
             std::memcpy(seen, values, KEYS * depth * sizeof(T));
             for (int key = 0; key < KEYS; key++)
                 if (key < hidden[r] || key >= visible[r])
-                    for (int64_t d = 0; d < depth; d++) seen[(key / 2 * depth + d) * 2 + key % 2] = 0;
-            products.add_values(1, weights + r * KEYS, seen, depth, num_keys, decay + r, sums + r * running_row, running_row, next_values);
+                    for (int64_t d = 0; d < depth; d++)
+                        seen[(key / 2 * depth + d) * 2 + key % 2] = 0;
+            products.add_values(1, weights + r * KEYS, seen, depth, num_keys, decay + r,
+                                sums + r * running_row, running_row, next_values);
         }
     }
 };

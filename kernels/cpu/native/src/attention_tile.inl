@@ -1,18 +1,24 @@
-// Attention's arithmetic, as far as all instruction sets share it: rows of queries against one tile of keys. The tiles of a context begin
-// at positions that are multiples of KEYS, and a row meets them in order, so what a row computes depends on its own position alone: a
-// decode, any chunk of a prefill and any neighbours give it the same bits. Within a tile: scores summed over d in order, softmax online
-// (running maximum, in powers of 2), values added key by key. A masked key's weight is exactly 0, so a tile of which a row sees nothing,
-// before its sliding window, is the same to it whether it meets it or not.
+// The part of attention's arithmetic that all instruction sets share: rows of queries against one
+// tile of keys. The tiles of a context begin at multiples of KEYS, and a row processes them in
+// order, so a row's result depends on its own position alone: a decode, any chunk of a prefill and
+// any neighbours give the same bits. Within a tile, scores are summed over d in order, the softmax
+// is online (running maximum, in powers of 2), and values are added key by key. A masked key's
+// weight is exactly 0, so a tile that lies completely before a row's sliding window does not change
+// the row.
 //
-//   Slots: where the tile lies in the cache -> Rows::load: keys transposed, values close together -> Rows::attend: scores, weigh, values
+//   Slots: the tile's addresses in the cache
+//   -> Rows::load: keys transposed, values contiguous
+//   -> Rows::attend: scores, weigh, values
 //
-// Rows, the way of an instruction set, is VecRows (attention_vec.inl) or Bf16Rows (attention_bf16.inl).
+// Rows is VecRows (attention_vec.inl) or Bf16Rows (attention_bf16.inl), depending on the
+// instruction set.
 
-constexpr int KEYS = 64;  // of a tile: its keys and values stay in the first cache while all rows pass
-constexpr float NO_SCORE = -3.4028235e38f;  // a maximum over nothing: finite, so that differences of two are no NaN
+constexpr int KEYS = 64;  // per tile: its keys and values stay in the L1 cache while all rows pass
+// a maximum over nothing: finite, so that a difference of two is not NaN
+constexpr float NO_SCORE = -3.4028235e38f;
 constexpr auto FETCH = _MM_HINT_T1;
 
-// Where a tile's keys and values lie in the cache.
+// Addresses of a tile's keys and values in the cache.
 template <typename C>
 struct Slots {
     const C* keys[KEYS];
@@ -27,18 +33,20 @@ struct NoFetch {
     void go_on(int64_t) {}
 };
 
-// The next tile's rows on their way into the processor's caches, line by line between the products of this one: a core waits for some two dozen
-// lines at a time, and when more are asked for at once it waits with its arithmetic too.
+// Prefetches the next tile's rows line by line between the products of the current tile. A core
+// handles about two dozen outstanding lines; more would stall its arithmetic.
 template <typename C>
 struct Fetch {
     static constexpr int LINE = 64, NUMBER = sizeof(C);
 
     const C* const* rows = nullptr;
-    int count = 0, row = 0;  // of the rows; the one that is next
+    int count = 0, row = 0;  // of the rows; the next one
     int64_t row_bytes = 0, at = 0;
 
-    void start(const C* const* from, int num_rows, int64_t head_dim) { rows = from, count = num_rows, row = 0, row_bytes = head_dim * sizeof(C), at = 0; }
-    // In the `step`-th turn of a loop that reads BYTES of its own rows in each.
+    void start(const C* const* from, int num_rows, int64_t head_dim) {
+        rows = from, count = num_rows, row = 0, row_bytes = head_dim * sizeof(C), at = 0;
+    }
+    // For iteration `step` of a loop that reads BYTES of its own rows in each.
     template <int BYTES>
     void go_on(int64_t step) {
         if (BYTES < LINE && step % std::max(LINE / BYTES, 1)) return;
@@ -55,14 +63,19 @@ private:
     }
 };
 
-// A row of values into a tile. size: a multiple of 8, of 16 for whole numbers. A call of memcpy costs more than these few moves.
+// Copies a row of values into a tile. size: a multiple of 8; of 16 for integers. A call of memcpy
+// would cost more than these few moves.
 inline void copy_row(const int8_t* from, int64_t size, float* to) { widen_row(from, size, to); }
 inline void copy_row(const int8_t* from, int64_t size, uint16_t* to) { widen_row(from, size, to); }
 template <typename T>
 inline void copy_row(const T* from, int64_t size, T* to) {
     int64_t i = 0, bytes = size * sizeof(T);
-    for (; i + 32 <= bytes; i += 32) _mm256_storeu_si256((__m256i*)((char*)to + i), _mm256_loadu_si256((const __m256i*)((const char*)from + i)));
-    if (i < bytes) _mm_storeu_si128((__m128i*)((char*)to + i), _mm_loadu_si128((const __m128i*)((const char*)from + i)));
+    for (; i + 32 <= bytes; i += 32)
+        _mm256_storeu_si256((__m256i*)((char*)to + i),
+                            _mm256_loadu_si256((const __m256i*)((const char*)from + i)));
+    if (i < bytes)
+        _mm_storeu_si128((__m128i*)((char*)to + i),
+                         _mm_loadu_si128((const __m128i*)((const char*)from + i)));
 }
 
 // 8 keys of `dwords` dwords each (a multiple of 4): put(i, the i-th dword of each).
@@ -84,8 +97,9 @@ inline void transpose_8(const void* const* keys, int64_t dwords, Put put) {
     }
 }
 
-// A tile's keys transposed: [dword of head_dim][KEYS] dwords, a dword being two consecutive bf16 or one fp32 number. Keys from count on, up
-// to a multiple of 8, are zeros; what lies behind those is arbitrary, and its scores are masked.
+// A tile's keys transposed: [dword of head_dim][KEYS] dwords, a dword being two consecutive bf16 or
+// one fp32 number. Keys from count on, up to a multiple of 8, are zeros. Those beyond are
+// arbitrary, and their scores are masked.
 template <typename T, typename C>
 void transpose_keys(Slots<C>& slots, int64_t head_dim, T* out) {
     static const C zeros[MAX_HEAD_DIM] = {};
@@ -95,7 +109,8 @@ void transpose_keys(Slots<C>& slots, int64_t head_dim, T* out) {
         const void* const* rows = (const void* const*)slots.keys + key;
         uint32_t* columns = (uint32_t*)out + key;
         transpose_8(rows, head_dim * sizeof(C) / 4, [=](int64_t i, __m256i dwords) {
-            if constexpr (IS_SCALED<C>) widen_fours(dwords, (T*)(columns + i * KEYS * sizeof(T)), KEYS);
+            if constexpr (IS_SCALED<C>)
+                widen_fours(dwords, (T*)(columns + i * KEYS * sizeof(T)), KEYS);
             else _mm256_storeu_si256((__m256i*)(columns + i * KEYS), dwords);
         });
     }
@@ -103,12 +118,14 @@ void transpose_keys(Slots<C>& slots, int64_t head_dim, T* out) {
 
 template <typename T>
 bool all_finite(const T* values, int64_t size) {  // size: a multiple of LANES
-    Vec sum;  // 0, or NaN where a value is not finite
-    for (int64_t i = 0; i < size; i += Vec::LANES) sum = Vec::fma(Vec::load(values + i), Vec(), sum);
+    Vec sum;                                      // 0, or NaN if a value is not finite
+    for (int64_t i = 0; i < size; i += Vec::LANES)
+        sum = Vec::fma(Vec::load(values + i), Vec(), sum);
     return sum.sum() == 0;
 }
 
-// A tile's scales, where the cache is in int8: products are those of whole numbers; a key's scale meets its scores, a value's its weights.
+// A tile's scales if the cache is in int8. Products are those of integers; a key's scale multiplies
+// its scores, a value's scale its weights.
 template <typename C>
 struct Scales {
     void load(const Slots<C>&, const Slots<C>&, bool) {}
@@ -135,58 +152,72 @@ struct Scales<int8_t> {
     }
     const float* of_keys() const { return keys; }
     const float* of_values() const { return is_finite ? values : nullptr; }
-    // Where of_values gives none: 0 * NaN is no 0, so a weight of what is not seen stays.
+    // For tiles for which of_values returns null: 0 * NaN is not 0, so only the weights of visible
+    // values are scaled.
     template <typename W>
     void scale_seen(int rows, W* weights, const int* hidden, const int* visible) const {
         if (is_finite) return;
         for (int r = 0; r < rows; r++)
-            for (int key = hidden[r]; key < visible[r]; key++) put(weights + r * KEYS + key, Number<W>::get(weights[r * KEYS + key]) * values[key]);
+            for (int key = hidden[r]; key < visible[r]; key++)
+                put(weights + r * KEYS + key,
+                    Number<W>::get(weights[r * KEYS + key]) * values[key]);
     }
 };
 
-// Which positions a token sees besides its own, and how.
+// Which positions a token sees besides its own, and with which soft-cap.
 struct Sight {
-    int64_t window;  // how many in all; without a sliding window more than there are
-    float cap;       // of logits in powers of 2; 0: none
+    // number of visible positions; larger than any context without a sliding window
+    int64_t window;
+    float cap;  // of logits in powers of 2; 0: none
 
     int64_t first(int64_t position) const { return std::max<int64_t>(position + 1 - window, 0); }
 };
 
-// Which of the tile's keys each of some rows sees: those from hidden on, before visible.
-inline void see(const Sight& sight, const int64_t* positions, int rows, int64_t tile_start, int* hidden, int* visible) {
+// The keys of the tile that each row sees: from hidden on, before visible.
+inline void see(const Sight& sight, const int64_t* positions, int rows, int64_t tile_start,
+                int* hidden, int* visible) {
     for (int r = 0; r < rows; r++) {
-        visible[r] = (int)std::min<int64_t>(std::max<int64_t>(positions[r] + 1 - tile_start, 0), KEYS);
-        hidden[r] = (int)std::min<int64_t>(std::max<int64_t>(sight.first(positions[r]) - tile_start, 0), visible[r]);
+        visible[r] =
+            (int)std::min<int64_t>(std::max<int64_t>(positions[r] + 1 - tile_start, 0), KEYS);
+        hidden[r] = (int)std::min<int64_t>(
+            std::max<int64_t>(sight.first(positions[r]) - tile_start, 0), visible[r]);
     }
 }
 
 inline void cap_scores(int rows, float* scores, int num_keys, float cap) {
     for (int r = 0; r < rows; r++)
-        for (float* s = scores + r * KEYS; s < scores + r * KEYS + num_keys; s += Vec::LANES) (Vec(cap) * tanh(Vec::load(s) * Vec(1.0f / cap))).store(s);
+        for (float* s = scores + r * KEYS; s < scores + r * KEYS + num_keys; s += Vec::LANES)
+            (Vec(cap) * tanh(Vec::load(s) * Vec(1.0f / cap))).store(s);
 }
 
-// A row's softmax so far, as floats in memory: its maximum (the first of LANES), LANES partial sums of its weights, its sums of values.
+// A row's softmax so far, as floats in memory: its maximum (the first of LANES), LANES partial sums
+// of its weights, its sums of values.
 struct Running {
     static constexpr int64_t TOTAL = Vec::LANES, VALUES = 2 * Vec::LANES;
     static void reset(float* row, int64_t size) {
         std::memset(row, 0, size * sizeof(float));
         row[0] = NO_SCORE;
     }
-    // A later piece of the same row's context joins the earlier ones.
+    // Joins a later piece of the same row's context to the earlier ones.
     static void join(float* row, const float* later, int64_t size) {
         float maximum = std::max(row[0], later[0]);
-        Vec keep = exp2_of_nonpositive(Vec(row[0] - maximum)), take = exp2_of_nonpositive(Vec(later[0] - maximum));
+        Vec keep = exp2_of_nonpositive(Vec(row[0] - maximum)),
+            take = exp2_of_nonpositive(Vec(later[0] - maximum));
         row[0] = maximum;
-        for (int64_t i = TOTAL; i < size; i += Vec::LANES) Vec::fma(Vec::load(later + i), take, Vec::load(row + i) * keep).store(row + i);
+        for (int64_t i = TOTAL; i < size; i += Vec::LANES)
+            Vec::fma(Vec::load(later + i), take, Vec::load(row + i) * keep).store(row + i);
     }
-    // Sums of values over the sum of weights. Adding 0 makes a negative zero positive: whether a masked key's 0 * value was added must not be seen.
+    // Sums of values over the sum of weights. Adding 0 makes a negative zero positive, so that the
+    // result does not show whether a masked key's 0 * value was added.
     static void divide(float* row, int64_t size) {
         Vec factor(1.0f / Vec::load(row + TOTAL).sum());
-        for (int64_t i = VALUES; i < size; i += Vec::LANES) Vec::fma(Vec::load(row + i), factor, Vec()).store(row + i);
+        for (int64_t i = VALUES; i < size; i += Vec::LANES)
+            Vec::fma(Vec::load(row + i), factor, Vec()).store(row + i);
     }
 };
 
-// Some scores over their row's maximum become powers of 2, of which `total` is told as they were stored.
+// Replaces scores by powers of 2 relative to their row's maximum, and adds them to `total` as
+// stored.
 template <typename W>
 struct Powers;
 template <>
@@ -203,13 +234,15 @@ template <>
 struct Powers<uint16_t> {
     static constexpr int SIZE = 2 * Vec::LANES;
     static Vec store(const float* scores, Vec maximum, Vec total, uint16_t* to) {
-        Vec::store_flushed(of(Vec::load(scores) - maximum), of(Vec::load(scores + Vec::LANES) - maximum), to);
+        Vec::store_flushed(of(Vec::load(scores) - maximum),
+                           of(Vec::load(scores + Vec::LANES) - maximum), to);
         constexpr uint16_t ONES[] = {0x3f80, 0x3f80};
         return DotBf16::add(total, DotBf16::weights(to, 0), ONES);
     }
 
 private:
-    // 2**x for x <= 0 to 3e-6, as much as shows in bf16: the coefficients are a fit of least relative error over [0, 1), exact at 0.
+    // 2**x for x <= 0 to 3e-6, which suffices for bf16. The coefficients are a fit of least
+    // relative error over [0, 1), exact at 0.
     static Vec of(Vec x) {
         Vec r = x.fraction(), p(1.34265188e-2f);
         p = Vec::fma(p, r, Vec(5.22427398e-2f));
@@ -221,21 +254,25 @@ private:
 };
 #endif
 
-// Scores [rows, KEYS] of at most LANES rows become weights: powers of 2 over the row's maximum, 0 where masked, rounded to W and summed up
-// as such; then times their values' scales, unless null. They may lie in the scores' place. decay [LANES]: what the rows' sums so far are worth.
+// Turns scores [rows, KEYS] of at most LANES rows into weights: powers of 2 relative to the row's
+// maximum, 0 where masked, rounded to W, summed as rounded, then multiplied by their values' scales
+// unless null. Weights may overwrite the scores. decay [LANES]: the factors of the rows' sums so
+// far.
 template <typename W>
-inline void weigh(
-    int rows, float* scores, const int* hidden, const int* visible, int num_keys, const float* scales, W* weights, float* running, int64_t running_row, float* decay
-) {
+inline void weigh(int rows, float* scores, const int* hidden, const int* visible, int num_keys,
+                  const float* scales, W* weights, float* running, int64_t running_row,
+                  float* decay) {
     int end = (int)round_up(num_keys, Powers<W>::SIZE);
     Vec totals[Vec::LANES];
     alignas(64) float change[Vec::LANES] = {};
-    for (int r = 0; r < rows; r++) {  // all maxima first: a row's powers would wait for its own
+    // all maxima first, so that a row's powers do not wait for its own maximum
+    for (int r = 0; r < rows; r++) {
         float *s = scores + r * KEYS, &maximum = running[r * running_row];
         for (int key = 0; key < hidden[r]; key++) s[key] = -INFINITY;
         for (int key = visible[r]; key < end; key++) s[key] = -INFINITY;
         Vec most(maximum);
-        for (int key = 0; key < end; key += Vec::LANES) most = Vec::max(Vec::load(s + key), most);  // in this order: NaN is passed over
+        // operand order matters: a NaN is skipped
+        for (int key = 0; key < end; key += Vec::LANES) most = Vec::max(Vec::load(s + key), most);
         const float largest = most.largest();
         change[r] = maximum - largest;
         maximum = largest;
@@ -245,8 +282,10 @@ inline void weigh(
         const Vec maximum(running[r * running_row]);
         Vec total;
         W* to = weights + r * KEYS;
-        for (int key = 0; key < end; key += Powers<W>::SIZE) total = Powers<W>::store(s + key, maximum, total, to + key);
-        for (int key = 0; scales && key < end; key += Vec::LANES) (Vec::load(to + key) * Vec::load(scales + key)).store(to + key);
+        for (int key = 0; key < end; key += Powers<W>::SIZE)
+            total = Powers<W>::store(s + key, maximum, total, to + key);
+        for (int key = 0; scales && key < end; key += Vec::LANES)
+            (Vec::load(to + key) * Vec::load(scales + key)).store(to + key);
         totals[r] = total;
     }
     exp2_of_nonpositive(Vec::load(change)).store(decay);

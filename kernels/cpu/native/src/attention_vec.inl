@@ -1,7 +1,8 @@
-// Rows of queries against a tile in vectors of fp32: sums of some rows times some vectors of keys, or of columns of values, in registers.
-// A tile holds numbers as T, the cache as C: T, or int8.
+// Rows of queries against a tile in vectors of fp32: sums of some rows times some vectors of keys,
+// or of columns of values, in registers. A tile holds numbers as T, the cache as C: T, or int8.
 
-// LANES pairs of consecutive numbers, the first and the second of each; `apart`: from one vector to the other, where T is fp32.
+// LANES pairs of consecutive numbers, the first and the second of each. apart: distance between the
+// two vectors if T is fp32.
 template <typename T>
 struct Pairs;
 template <>
@@ -22,8 +23,9 @@ struct Pairs<float> {
     }
 };
 
-// sums [R][N] += x [R] times N vectors, which load(n) gives. The smaller side is held in registers while the other streams through. `settled`,
-// for else GCC takes the vectors of two such sums at once, and keeps a sum in memory: a prompt's attention would take a fifth longer.
+// sums [R][N] += x [R] times N vectors, returned by load(n). The smaller side is held in registers
+// while the other is streamed. Without `settled` GCC loads the vectors of two such sums at once and
+// spills a sum, and a prompt's attention takes a fifth longer.
 template <int R, int N, int APART, typename Load>
 inline void add_products(const float* x, Load load, Vec (&sums)[R][N]) {
     if (R < N) {
@@ -49,36 +51,49 @@ inline void add_products(const float* x, Load load, Vec (&sums)[R][N]) {
     }
 }
 
-// scores [R, KEYS] of N vectors of keys, times their scales, unless null; q [head_dim][R], keys: at the first of them in the transposed tile.
+// scores [R, KEYS] of N vectors of keys, times their scales unless null; q [head_dim][R]; keys
+// points to the first of them in the transposed tile.
 template <typename T, typename C, int R, int N, typename F>
-inline void score_keys(const float* q, const T* keys, int64_t head_dim, const float* scales, float* scores, F& fetch) {
+inline void score_keys(const float* q, const T* keys, int64_t head_dim, const float* scales,
+                       float* scores, F& fetch) {
     constexpr int STEP = Vec::LANES * Pairs<T>::WIDTH;
     Vec sums[R][N];
     for (int64_t d = 0; d < head_dim; d += 2, q += 2 * R, keys += 2 * KEYS) {
         fetch.template go_on<2 * N * Vec::LANES * sizeof(C)>(d / 2);
-        add_products<R, N, 1>(q, [&](int n) { return Pairs<T>::first(keys + n * STEP, KEYS); }, sums);
-        add_products<R, N, 1>(q + R, [&](int n) { return Pairs<T>::second(keys + n * STEP, KEYS); }, sums);
+        add_products<R, N, 1>(
+            q, [&](int n) { return Pairs<T>::first(keys + n * STEP, KEYS); }, sums);
+        add_products<R, N, 1>(
+            q + R, [&](int n) { return Pairs<T>::second(keys + n * STEP, KEYS); }, sums);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++) (scales ? sums[r][n] * Vec::load(scales + n * Vec::LANES) : sums[r][n]).store(scores + r * KEYS + n * Vec::LANES);
+        for (int n = 0; n < N; n++)
+            (scales ? sums[r][n] * Vec::load(scales + n * Vec::LANES) : sums[r][n])
+                .store(scores + r * KEYS + n * Vec::LANES);
 }
 
-// sums [R rows of N vectors, `row` apart] = sums * decay + weights [R, KEYS] times the first num_keys values. N is even: pairs.
+// sums [R rows of N vectors, `row` apart] = sums * decay + weights [R, KEYS] times the first
+// num_keys values. N is even: pairs.
 template <typename T, typename C, int R, int N, typename F>
-inline void add_values(const float* weights, const T* values, int64_t value_row, int num_keys, const float* decay, float* sums, int64_t row, F& fetch) {
+inline void add_values(const float* weights, const T* values, int64_t value_row, int num_keys,
+                       const float* decay, float* sums, int64_t row, F& fetch) {
     Vec sum[R][N];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++) sum[r][n] = Vec::load(sums + r * row + n * Vec::LANES) * Vec(decay[r]);
+        for (int n = 0; n < N; n++)
+            sum[r][n] = Vec::load(sums + r * row + n * Vec::LANES) * Vec(decay[r]);
     for (int key = 0; key < num_keys; key++, values += value_row, weights++) {
         fetch.template go_on<N * Vec::LANES * sizeof(C)>(key);
-        add_products<R, N, KEYS>(weights, [&](int n) {
-            const T* pair = values + n / 2 * 2 * Vec::LANES;
-            return n % 2 ? Pairs<T>::second(pair, Vec::LANES) : Pairs<T>::first(pair, Vec::LANES);
-        }, sum);
+        add_products<R, N, KEYS>(
+            weights,
+            [&](int n) {
+                const T* pair = values + n / 2 * 2 * Vec::LANES;
+                return n % 2 ? Pairs<T>::second(pair, Vec::LANES)
+                             : Pairs<T>::first(pair, Vec::LANES);
+            },
+            sum);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -88,12 +103,13 @@ inline void add_values(const float* weights, const T* values, int64_t value_row,
 
 template <typename T, typename C>
 struct VecRows {
-    static constexpr int ROWS = 5;  // whose sums are held at once, times 2 vectors: with 6 of them compilers run out of 16 registers
+    // rows whose sums are held at once, times 2 vectors; with 6, compilers run out of 16 registers
+    static constexpr int ROWS = 5;
 
     const int64_t head_dim, value_row;
     const float scale;
     const Sight sight;
-    float* q;   // [head_dim][size] for each ROWS rows, of which the last are size <= ROWS
+    float* q;   // [head_dim][size] for each block of ROWS rows; the last has size <= ROWS
     T* keys;    // transposed
     T* values;  // [KEYS, value_row]; zeros from head_dim on
     Scales<C> scales;
@@ -103,10 +119,16 @@ struct VecRows {
 
     static int64_t value_row_of(int64_t head_dim) { return round_up(head_dim, 2 * Vec::LANES); }
     static size_t bytes(int64_t head_dim, int64_t max_rows) {
-        return max_rows * head_dim * sizeof(float) + KEYS * (head_dim + value_row_of(head_dim)) * sizeof(T);
+        return max_rows * head_dim * sizeof(float) +
+               KEYS * (head_dim + value_row_of(head_dim)) * sizeof(T);
     }
     VecRows(int64_t head_dim, double scale, Sight sight, int64_t max_rows, char* memory)
-        : head_dim(head_dim), value_row(value_row_of(head_dim)), scale((float)scale), sight(sight), q((float*)memory), keys((T*)(q + max_rows * head_dim)),
+        : head_dim(head_dim),
+          value_row(value_row_of(head_dim)),
+          scale((float)scale),
+          sight(sight),
+          q((float*)memory),
+          keys((T*)(q + max_rows * head_dim)),
           values(keys + KEYS * head_dim) {
         std::memset(values, 0, KEYS * value_row * sizeof(T));
     }
@@ -120,13 +142,15 @@ struct VecRows {
         for (int64_t d = 0; d < head_dim; d++) to[d * size] = numbers[d] * scale;
     }
 
-    // The tile at `start`. Not seen by all: some row sees fewer of its keys than another.
+    // Loads the tile at `start`. seen_by_all is false if some row sees fewer of its keys than
+    // another.
     void load(Slots<C>& slots, const Slots<C>& following, int64_t tile_start, bool seen_by_all) {
         start = tile_start;
         next_keys.start(following.keys, following.count, head_dim);
         next_values.start(following.values, following.count, head_dim);
         transpose_keys(slots, head_dim, keys);
-        for (int key = 0; key < slots.count; key++) copy_row(slots.values[key], head_dim, values + key * value_row);
+        for (int key = 0; key < slots.count; key++)
+            copy_row(slots.values[key], head_dim, values + key * value_row);
         scales.load(slots, following, seen_by_all);
         is_finite = IS_SCALED<C> || seen_by_all || all_finite(values, slots.count * value_row);
     }
@@ -136,32 +160,43 @@ struct VecRows {
         attend_rows(num_rows, q, positions, running, running_row, next_keys, next_values);
         NoFetch none;
         for (int64_t row = ROWS; row < num_rows; row += ROWS)
-            attend_rows(num_rows - row, q + row * head_dim, positions + row, running + row * running_row, running_row, none, none);
+            attend_rows(num_rows - row, q + row * head_dim, positions + row,
+                        running + row * running_row, running_row, none, none);
     }
 
-    // A finished row, Running::divide done.
+    // Stores a finished row, after Running::divide.
     void store(const float* row, T* out) const {
         T padded[MAX_HEAD_DIM + 2 * Vec::LANES];
         for (int64_t d = 0; d < head_dim; d += 2 * Vec::LANES)
-            Pairs<T>::store(Vec::load(row + Running::VALUES + d), Vec::load(row + Running::VALUES + d + Vec::LANES), padded + d);
+            Pairs<T>::store(Vec::load(row + Running::VALUES + d),
+                            Vec::load(row + Running::VALUES + d + Vec::LANES), padded + d);
         std::memcpy(out, padded, head_dim * sizeof(T));
     }
 
 private:
-    // As many of num_rows as are done at once; F: Fetch, or NoFetch.
+    // As many of num_rows as are processed at once; F: Fetch, or NoFetch.
     template <typename F>
-    void attend_rows(int64_t num_rows, const float* block, const int64_t* positions, float* running, int64_t running_row, F& keys, F& values) {
+    void attend_rows(int64_t num_rows, const float* block, const int64_t* positions, float* running,
+                     int64_t running_row, F& keys, F& values) {
         switch (num_rows) {
-            case 1: return attend_block<1>(block, positions, running, running_row, keys, values);
-            case 2: return attend_block<2>(block, positions, running, running_row, keys, values);
-            case 3: return attend_block<3>(block, positions, running, running_row, keys, values);
-            case 4: return attend_block<4>(block, positions, running, running_row, keys, values);
-            default: attend_block<ROWS>(block, positions, running, running_row, keys, values);
+            case 1:
+                return attend_block<1>(block, positions, running, running_row, keys, values);
+            case 2:
+                return attend_block<2>(block, positions, running, running_row, keys, values);
+            case 3:
+                return attend_block<3>(block, positions, running, running_row, keys, values);
+            case 4:
+                return attend_block<4>(block, positions, running, running_row, keys, values);
+            default:
+                attend_block<ROWS>(block, positions, running, running_row, keys, values);
         }
     }
 
-    template <int R, typename F>  // not inlined: one function of all of them is compiled to slower loops
-    __attribute__((noinline)) void attend_block(const float* block, const int64_t* positions, float* running, int64_t running_row, F& fetch_keys, F& fetch_values) {
+    // Not inlined: as one function, the loops are compiled to slower code.
+    template <int R, typename F>
+    __attribute__((noinline)) void attend_block(const float* block, const int64_t* positions,
+                                                float* running, int64_t running_row, F& fetch_keys,
+                                                F& fetch_values) {
         constexpr int N = std::min(R == 1 ? 8 : R == 2 ? 4 : 2, KEYS / Vec::LANES);
         alignas(64) float scores[R * KEYS], decay[Vec::LANES];
         int hidden[R], visible[R];
@@ -170,29 +205,36 @@ private:
         if (num_keys == hidden[0]) return;
         for (int key = 0; key < num_keys; key += N * Vec::LANES) {
             const float* key_scales = IS_SCALED<C> ? scales.of_keys() + key : nullptr;
-            score_keys<T, C, R, N>(block, keys + key * Pairs<T>::WIDTH, head_dim, key_scales, scores + key, fetch_keys);
+            score_keys<T, C, R, N>(block, keys + key * Pairs<T>::WIDTH, head_dim, key_scales,
+                                   scores + key, fetch_keys);
         }
         if (sight.cap) cap_scores(R, scores, num_keys, sight.cap);
-        weigh(R, scores, hidden, visible, num_keys, scales.of_values(), scores, running, running_row, decay);
+        weigh(R, scores, hidden, visible, num_keys, scales.of_values(), scores, running,
+              running_row, decay);
         scales.scale_seen(R, scores, hidden, visible);
         if (is_finite || (visible[0] == num_keys && hidden[R - 1] == 0)) {
             add_all_values<R>(scores, values, num_keys, decay, running, running_row, fetch_values);
-        } else {  // 0 * NaN is no 0: a row must not meet a value that it does not see
+        } else {  // 0 * NaN is not 0: a row must not multiply a value that it does not see
             for (int r = 0; r < R; r++) {
                 float *weights = scores + r * KEYS + hidden[r], *row = running + r * running_row;
-                add_all_values<1>(weights, values + hidden[r] * value_row, visible[r] - hidden[r], decay + r, row, running_row, fetch_values);
+                add_all_values<1>(weights, values + hidden[r] * value_row, visible[r] - hidden[r],
+                                  decay + r, row, running_row, fetch_values);
             }
         }
     }
 
     template <int R, typename F>
-    void add_all_values(const float* weights, const T* values, int num_keys, const float* decay, float* running, int64_t running_row, F& fetch) {
-        constexpr int N = R == 1 ? 8 : R <= 3 ? 4 : 2;  // vectors at once: enough independent sums to keep the multipliers busy
+    void add_all_values(const float* weights, const T* values, int num_keys, const float* decay,
+                        float* running, int64_t running_row, F& fetch) {
+        // vectors at once: enough independent sums to keep the multipliers busy
+        constexpr int N = R == 1 ? 8 : R <= 3 ? 4 : 2;
         float* sums = running + Running::VALUES;
         int64_t d = 0;
         for (; d + N * Vec::LANES <= value_row; d += N * Vec::LANES)
-            add_values<T, C, R, N>(weights, values + d, value_row, num_keys, decay, sums + d, running_row, fetch);
+            add_values<T, C, R, N>(weights, values + d, value_row, num_keys, decay, sums + d,
+                                   running_row, fetch);
         for (; d < value_row; d += 2 * Vec::LANES)
-            add_values<T, C, R, 2>(weights, values + d, value_row, num_keys, decay, sums + d, running_row, fetch);
+            add_values<T, C, R, 2>(weights, values + d, value_row, num_keys, decay, sums + d,
+                                   running_row, fetch);
     }
 };

@@ -1,9 +1,12 @@
-// The innermost block of a linear layer in vector registers: a few rows of x times a few panels of weights.
+// The innermost block of a linear layer in vector registers: a few rows of x times a few panels of
+// weights.
 
-// A product that reads its weights from memory asks for them this far ahead, for the second cache: the first waits for few lines at a time.
+// How far ahead a product prefetches weights from memory, into the L2 cache: L1 allows few
+// outstanding lines.
 constexpr int64_t PREFETCH_BYTES = 8192;
 
-// Weights that a product asks for: a line of each panel from `from` on in every `every`-th of its lines, from line `turn` on those from `then` on
+// Weights that a product prefetches: a line of each panel, from `from` on, in every `every`-th of
+// its lines; from line `turn` on those from `then` on.
 template <typename Weight>
 struct Ahead {
     const Weight* from;
@@ -11,33 +14,44 @@ struct Ahead {
     int64_t turn = -1;
     const Weight* then = nullptr;
 
-    // Of a product of `lines` lines from `weights` on in each panel, in the j-th of `blocks` blocks of rows; at `next` those after it. Only the
-    // first block reads weights from memory: where there are several, each asks for a share of the next product's, for the first cache.
-    static Ahead of(const Weight* weights, const Weight* next, int64_t line, int64_t lines, int64_t distance, int64_t j, int64_t blocks) {
+    // For a product of `lines` lines from `weights` on in each panel, in block j of `blocks` blocks
+    // of rows; the weights after it are at `next`. Only the first block reads weights from memory.
+    // If there are several, each prefetches a share of the next product's weights into the L1
+    // cache.
+    static Ahead of(const Weight* weights, const Weight* next, int64_t line, int64_t lines,
+                    int64_t distance, int64_t j, int64_t blocks) {
         if (blocks > 1) {
             int64_t every = blocks >= 4 ? 4 : 2;
-            return j < every ? Ahead{next + lines * j / every * line, every} : Ahead{next, int64_t{1} << 62};
+            return j < every ? Ahead{next + lines * j / every * line, every}
+                             : Ahead{next, int64_t{1} << 62};
         }
-        return distance < lines ? Ahead{weights + distance * line, 1, lines - distance, next} : Ahead{next};
+        return distance < lines ? Ahead{weights + distance * line, 1, lines - distance, next}
+                                : Ahead{next};
     }
 };
 
-// So few rows read their weights as one stream, which the processor itself asks for in time. With AVX2 (a Zen 3) four are read faster.
+// Up to this many rows read their weights as one stream, which the processor prefetches in time.
+// With AVX2 (a Zen 3) four streams are faster.
 constexpr int ROWS_OF_ONE_STREAM = Vec::LANES == 16 ? 2 : 0;
 
-// sums [ROWS, PANELS * 16] += x [ROWS, k] times PANELS panels; x's rows are STRIDE apart. The sum over a piece takes one k after the other,
-// whatever ROWS and PANELS are, so that a row's result is the same beside any others; pieces summed apart keep the error of long sums small.
+// sums [ROWS, PANELS * 16] += x [ROWS, k] times PANELS panels; x's rows are STRIDE apart. The sum
+// over a piece takes k in ascending order for all ROWS and PANELS, so a row's result does not
+// depend on other rows. Summing pieces separately keeps the error of long sums small.
 template <typename Dot, int64_t STRIDE, int ROWS, int PANELS>
-void multiply_rows(const typename Dot::X* x, const typename Dot::Weight* weights, int64_t panel_size, int64_t lines, float* sums,
-                   int64_t sums_row, bool first, Ahead<typename Dot::Weight> ahead) {
+void multiply_rows(const typename Dot::X* x, const typename Dot::Weight* weights,
+                   int64_t panel_size, int64_t lines, float* sums, int64_t sums_row, bool first,
+                   Ahead<typename Dot::Weight> ahead) {
     constexpr int VECS = PANEL / Vec::LANES, LINE = 64 / sizeof(*weights), PART = LINE / VECS;
-    constexpr int BESIDE = ROWS * PANELS * VECS + PANELS * VECS < REGISTERS ? PANELS : 1;  // panels that a number of x, once loaded, meets
+    // panels that a loaded number of x is multiplied with
+    constexpr int BESIDE = ROWS * PANELS * VECS + PANELS * VECS < REGISTERS ? PANELS : 1;
     Vec sum[ROWS][PANELS][VECS];
-    const typename Dot::X* next_rows = x + ROWS * STRIDE;  // those of the next call, where there are many
+    // those of the next call, if there are many
+    const typename Dot::X* next_rows = x + ROWS * STRIDE;
     for (int64_t line = 0; line < lines; line++) {
         if (line == ahead.turn) ahead.from = ahead.then;
         if (ROWS > ROWS_OF_ONE_STREAM && (line & (ahead.every - 1)) == 0) {
-            for (int panel = 0; panel < PANELS; panel++)  // not by a function: GCC 12 then keeps all sums in memory
+            // not in a function: GCC 12 then spills all sums
+            for (int panel = 0; panel < PANELS; panel++)
                 if (ahead.every > 1) __builtin_prefetch(ahead.from + panel * panel_size);
                 else __builtin_prefetch(ahead.from + panel * panel_size, 0, 2);
             ahead.from += LINE;
@@ -47,20 +61,24 @@ void multiply_rows(const typename Dot::X* x, const typename Dot::Weight* weights
         for (int step = 0; step < Dot::STEPS; step++)
 #pragma GCC unroll 4
             for (int panel = 0; panel < PANELS; panel += BESIDE) {
-                asm volatile("" : "+r"(x), "+r"(weights));  // what was loaded is loaded again: the registers are for sums
+                // forces operands to be loaded again: the registers are for sums
+                asm volatile("" : "+r"(x), "+r"(weights));
                 decltype(Dot::weights(weights, step)) w[BESIDE][VECS];
                 for (int p = 0; p < BESIDE; p++)
-                    for (int i = 0; i < VECS; i++) w[p][i] = Dot::weights(weights + (panel + p) * panel_size + i * PART, step);
+                    for (int i = 0; i < VECS; i++)
+                        w[p][i] = Dot::weights(weights + (panel + p) * panel_size + i * PART, step);
 #pragma GCC unroll 16
                 for (int row = 0; row < ROWS; row++)
                     for (int p = 0; p < BESIDE; p++)
                         for (int i = 0; i < VECS; i++)
-                            sum[row][panel + p][i] = Dot::add(sum[row][panel + p][i], w[p][i], x + row * STRIDE + step * Dot::X_PER_STEP);
+                            sum[row][panel + p][i] =
+                                Dot::add(sum[row][panel + p][i], w[p][i],
+                                         x + row * STRIDE + step * Dot::X_PER_STEP);
             }
         x += Dot::STEPS * Dot::X_PER_STEP;
         weights += LINE;
     }
-#pragma GCC unroll 16  // else GCC keeps all sums in memory, too
+#pragma GCC unroll 16  // without it GCC spills all sums
     for (int row = 0; row < ROWS; row++, sums += sums_row)
 #pragma GCC unroll 4
         for (int panel = 0; panel < PANELS; panel++)
@@ -80,44 +98,63 @@ template <typename Dot>
 struct VecBlock {
     using Weight = typename Dot::Weight;
     using X = typename Dot::X;
-    static constexpr int MAX_ROWS = MAX_SUMS / 2;                       // beside one panel of AVX2, two of AVX-512
-    static constexpr int64_t DEPTH = 16384 / PANEL / sizeof(Weight) / panels_beside(MAX_ROWS);  // 16 KiB of weights stay in the first cache
-    static constexpr int64_t STRIDE = DEPTH + 64 / sizeof(X);           // of x's rows: not a power of two, whose lines share a cache set
-    static constexpr int64_t CHUNK_ROWS = 96;                           // whose DEPTH stays in the second cache
+    static constexpr int MAX_ROWS = MAX_SUMS / 2;  // next to one panel with AVX2, two with AVX-512
+    // 16 KiB of weights stay in the L1 cache
+    static constexpr int64_t DEPTH = 16384 / PANEL / sizeof(Weight) / panels_beside(MAX_ROWS);
+    // of x's rows: not a power of two, whose lines would share a cache set
+    static constexpr int64_t STRIDE = DEPTH + 64 / sizeof(X);
+    static constexpr int64_t CHUNK_ROWS = 96;  // rows whose DEPTH stays in the L2 cache
 
     const Weight* weights;
     int64_t panel_size;
 
     explicit VecBlock(const Linear& call)
-        : weights((const Weight*)call.weight), panel_size(round_up(call.in_features, 4 / (int64_t)sizeof(Weight)) * PANEL) {}
+        : weights((const Weight*)call.weight),
+          panel_size(round_up(call.in_features, 4 / (int64_t)sizeof(Weight)) * PANEL) {}
 
     static constexpr int64_t LINE = 64 / sizeof(Weight);
-    // Panels of an item, of so many for all threads. A long item is one stream of weights; many items are shared out evenly.
-    static int64_t group(int64_t, int64_t panels, int64_t threads) { return std::max<int64_t>(4, std::min<int64_t>(16, panels / (16 * threads) / 4 * 4)); }
-    static constexpr int panels_at_once(int64_t rows) { return rows <= ROWS_OF_ONE_STREAM ? 1 : panels_beside((int)rows); }
+    // Panels per item, of the given number for all threads. A long item is one stream of weights;
+    // many items balance the load.
+    static int64_t group(int64_t, int64_t panels, int64_t threads) {
+        return std::max<int64_t>(4, std::min<int64_t>(16, panels / (16 * threads) / 4 * 4));
+    }
+    static constexpr int panels_at_once(int64_t rows) {
+        return rows <= ROWS_OF_ONE_STREAM ? 1 : panels_beside((int)rows);
+    }
 
-    const Weight* at(int64_t panel, int64_t begin) const { return weights + panel * panel_size + begin * PANEL; }
+    const Weight* at(int64_t panel, int64_t begin) const {
+        return weights + panel * panel_size + begin * PANEL;
+    }
 
-    // k counts from `begin`, where x stands. The j-th of some blocks of rows; `next`: the weights after these.
-    void multiply(int64_t rows, int64_t panels, const X* x, int64_t panel, int64_t begin, int64_t size, float* sums, int64_t sums_row,
-                  const Weight* next, int64_t j, int64_t blocks) {
+    // k counts from `begin`, the position of x. Block j of `blocks` blocks of rows; `next`: the
+    // weights after these.
+    void multiply(int64_t rows, int64_t panels, const X* x, int64_t panel, int64_t begin,
+                  int64_t size, float* sums, int64_t sums_row, const Weight* next, int64_t j,
+                  int64_t blocks) {
         const Weight* from = at(panel, begin);
         int64_t lines = round_up(size, 4 / (int64_t)sizeof(Weight)) * sizeof(Weight) / 4;
-        const auto ahead = Ahead<Weight>::of(from, next, LINE, lines, PREFETCH_BYTES / 64 / panels_at_once(rows), j, blocks);
+        const auto ahead = Ahead<Weight>::of(from, next, LINE, lines,
+                                             PREFETCH_BYTES / 64 / panels_at_once(rows), j, blocks);
         multiply_exactly<MAX_ROWS>(rows, panels, x, from, lines, sums, sums_row, begin == 0, ahead);
     }
 
 private:
     template <int ROWS>
-    void multiply_exactly(int64_t rows, int64_t panels, const X* x, const Weight* from, int64_t lines, float* sums, int64_t sums_row, bool first,
+    void multiply_exactly(int64_t rows, int64_t panels, const X* x, const Weight* from,
+                          int64_t lines, float* sums, int64_t sums_row, bool first,
                           Ahead<Weight> ahead) {
         if constexpr (ROWS > 1)
-            if (rows != ROWS) return multiply_exactly<ROWS - 1>(rows, panels, x, from, lines, sums, sums_row, first, ahead);
+            if (rows != ROWS)
+                return multiply_exactly<ROWS - 1>(rows, panels, x, from, lines, sums, sums_row,
+                                                  first, ahead);
         constexpr int PANELS = panels_at_once(ROWS);
         int64_t panel = 0;
         for (; panel + PANELS <= panels; panel += PANELS)
-            multiply_rows<Dot, STRIDE, ROWS, PANELS>(x, from + panel * panel_size, panel_size, lines, sums + panel * PANEL, sums_row, first, ahead);
+            multiply_rows<Dot, STRIDE, ROWS, PANELS>(x, from + panel * panel_size, panel_size,
+                                                     lines, sums + panel * PANEL, sums_row, first,
+                                                     ahead);
         for (; panel < panels; panel++)
-            multiply_rows<Dot, STRIDE, ROWS, 1>(x, from + panel * panel_size, panel_size, lines, sums + panel * PANEL, sums_row, first, ahead);
+            multiply_rows<Dot, STRIDE, ROWS, 1>(x, from + panel * panel_size, panel_size, lines,
+                                                sums + panel * PANEL, sums_row, first, ahead);
     }
 };

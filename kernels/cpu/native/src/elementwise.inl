@@ -1,4 +1,5 @@
-// Operations without sums: the gated activation, the embedding's look-up, the way from one step's tokens to the next step.
+// Operations without sums: the gated activation, the embedding's look-up, the transition from one
+// step's tokens to the next step.
 
 template <typename T>
 void silu_and_mul_rows(const SiluAndMul& a, int64_t rows, const Worker& worker) {
@@ -13,7 +14,8 @@ void silu_and_mul_rows(const SiluAndMul& a, int64_t rows, const Worker& worker) 
                 Vec x = Vec::load(gate + i);
                 (Number<T>::round(silu(x)) * Vec::load(up + i)).store(out + i);
             }
-            for (; i < a.size; i++) {  // the same function on one lane, so that an element does not depend on where it stands
+            // the same function on one lane, so that an element does not depend on its place
+            for (; i < a.size; i++) {
                 float lanes[Vec::LANES] = {Number<T>::get(gate[i])};
                 silu(Vec::load(lanes)).store(lanes);
                 put(out + i, Number<T>::round(lanes[0]) * Number<T>::get(up[i]));
@@ -22,10 +24,11 @@ void silu_and_mul_rows(const SiluAndMul& a, int64_t rows, const Worker& worker) 
 }
 
 void silu_and_mul(const Call& call, const Step& step, const Worker& worker) {
-    FOR_DTYPE(call.dtype, silu_and_mul_rows<T>((const SiluAndMul&)call, rows_of(call, step), worker));
+    FOR_DTYPE(call.dtype,
+              silu_and_mul_rows<T>((const SiluAndMul&)call, rows_of(call, step), worker));
 }
 
-// all bits set is a NaN in both types
+// a NaN in both types has all bits set
 inline void set_nan(char* row, size_t bytes) { std::memset(row, 0xff, bytes); }
 
 void embedding(const Call& call, const Step& step, const Worker& worker) {
@@ -50,7 +53,9 @@ void gather_rows(const Call& call, const Step& step, const Worker& worker) {
     size_t width = call.dtype == BF16 ? 2 : 4;
     for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++)
-            std::memcpy((char*)a.out + row * a.out_row * width, (const char*)a.x + step.logits_indices[row] * a.x_row * width, a.size * width);
+            std::memcpy((char*)a.out + row * a.out_row * width,
+                        (const char*)a.x + step.logits_indices[row] * a.x_row * width,
+                        a.size * width);
 }
 
 void next_tokens(const Call& call, const Step& step, const Worker& worker) {
@@ -64,7 +69,9 @@ void next_tokens(const Call& call, const Step& step, const Worker& worker) {
         int64_t position = ++step.positions[row];
         step.token_ids[row] = (int32_t)a.token_ids[row];
         step.seq_lens[row]++;
-        step.slot_mapping[row] = step.block_tables[row * step.block_table_row + position / a.block_size] * a.block_size + position % a.block_size;
+        step.slot_mapping[row] =
+            step.block_tables[row * step.block_table_row + position / a.block_size] * a.block_size +
+            position % a.block_size;
         if (a.draw_positions) a.draw_positions[row]++;
     }
 }

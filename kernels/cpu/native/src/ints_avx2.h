@@ -1,4 +1,5 @@
-// Vectors of 32 bytes of whole numbers, AVX2, for quantized weights. ints_avx512.h has the same names with 64 bytes. After vec_avx2.h.
+// Vectors of 32 bytes of integers, AVX2, for quantized weights. ints_avx512.h has the same names
+// with 64 bytes. Include after vec_avx2.h.
 #pragma once
 
 struct Ints {
@@ -11,36 +12,50 @@ struct Ints {
     void store(void* p) const { _mm256_storeu_si256((__m256i*)p, v); }
     static Ints repeat32(int32_t x) { return _mm256_set1_epi32(x); }
     Ints low_nibbles() const { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
-    Ints high_nibbles() const { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
+    Ints high_nibbles() const {
+        return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
+    }
 
-    // Bytes within +-127, as 32 bits: sum + w0 * x0 + ... + w3 * x3; and what such a sum begins with, to be right once all of x is in it.
+    // Bytes within +-127, in 32 bits: sum + w0 * x0 + ... + w3 * x3; and the initial value that
+    // makes such a sum correct once all of x is added.
     static Ints start_of_fours(int32_t) { return Ints(); }
     static Ints add_fours(Ints sum, Ints w, Ints x) {
-        return add_pairs(sum.v, _mm256_maddubs_epi16(_mm256_abs_epi8(w.v), _mm256_sign_epi8(x.v, w.v)), _mm256_set1_epi16(1));
+        return add_pairs(sum.v,
+                         _mm256_maddubs_epi16(_mm256_abs_epi8(w.v), _mm256_sign_epi8(x.v, w.v)),
+                         _mm256_set1_epi16(1));
     }
-    // The same for nibbles, unsigned, as one sum of 16 bits or two of them, whose sum it is; it must fit.
-    static Ints add_nibbles(Ints sum, Ints nibbles, Ints x) { return _mm256_add_epi16(sum.v, _mm256_maddubs_epi16(nibbles.v, x.v)); }
-    // BYTES / 4 factors as add_halves takes them: sum + the sum of nibbles * factor, as 32 bits
+    // The same for unsigned nibbles, as one sum of 16 bits or as two whose total it is; the result
+    // must fit.
+    static Ints add_nibbles(Ints sum, Ints nibbles, Ints x) {
+        return _mm256_add_epi16(sum.v, _mm256_maddubs_epi16(nibbles.v, x.v));
+    }
+    // BYTES / 4 factors in the form that add_halves takes: sum + the sum of nibbles * factor, in 32
+    // bits
     static Ints factors(const int8_t* p) {
         __m256i x = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
-        return _mm256_or_si256(_mm256_slli_epi32(x, 16), _mm256_and_si256(x, _mm256_set1_epi32(0xffff)));
+        return _mm256_or_si256(_mm256_slli_epi32(x, 16),
+                               _mm256_and_si256(x, _mm256_set1_epi32(0xffff)));
     }
-    static Ints add_halves(Ints sum, Ints halves, Ints factors) { return add_pairs(sum.v, halves.v, factors.v); }
-    static Ints add(Ints a, Ints b) { return _mm256_add_epi32(a.v, b.v); }  // of 32 bits
+    static Ints add_halves(Ints sum, Ints halves, Ints factors) {
+        return add_pairs(sum.v, halves.v, factors.v);
+    }
+    static Ints add(Ints a, Ints b) { return _mm256_add_epi32(a.v, b.v); }  // 32 bits
     Vec to_floats() const { return _mm256_cvtepi32_ps(v); }
 
 private:
-    // 16 bits: sum + a0 * b0 + a1 * b1, as 32 bits
-    static Ints add_pairs(__m256i sum, __m256i a, __m256i b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+    // 16 bits: sum + a0 * b0 + a1 * b1, in 32 bits
+    static Ints add_pairs(__m256i sum, __m256i a, __m256i b) {
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+    }
 };
 
-// x, now and not later: GCC would take many products first, and keep them in memory
+// Forces x to be computed here: GCC would load many operands first and spill them.
 inline Ints settled(Ints x) {
     asm("" : "+x"(x.v));
     return x;
 }
 
-// Whole numbers within 127, Vec::LANES of them
+// Integers within +-127, Vec::LANES of them
 inline void store_whole(Vec x, int8_t* p) {
     __m256i wide = _mm256_cvtps_epi32(x.v);
     __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));

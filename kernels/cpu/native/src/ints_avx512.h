@@ -1,4 +1,5 @@
-// Vectors of 64 bytes of whole numbers, AVX-512 with VNNI. The names are those of ints_avx2.h. After vec_avx512.h.
+// Vectors of 64 bytes of integers, AVX-512 with VNNI. The names are those of ints_avx2.h. Include
+// after vec_avx512.h.
 #pragma once
 
 struct Ints {
@@ -11,15 +12,27 @@ struct Ints {
     void store(void* p) const { _mm512_storeu_si512(p, v); }
     static Ints repeat32(int32_t x) { return _mm512_set1_epi32(x); }
     Ints low_nibbles() const { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
-    Ints high_nibbles() const { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
+    Ints high_nibbles() const {
+        return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15));
+    }
 
-    // The instruction multiplies by an unsigned byte, w + 128; so sums begin with the offset -128 * the sum of x.
+    // The instruction multiplies by an unsigned byte, w + 128, so sums start at -128 * the sum of
+    // x.
     static Ints start_of_fours(int32_t offset) { return repeat32(offset); }
-    static Ints add_fours(Ints sum, Ints w, Ints x) { return _mm512_dpbusd_epi32(sum.v, _mm512_xor_si512(w.v, _mm512_set1_epi8((char)0x80)), x.v); }
-    static Ints add_nibbles(Ints sum, Ints nibbles, Ints x) { return _mm512_dpbusd_epi32(sum.v, nibbles.v, x.v); }
-    static Ints factors(const int8_t* p) { return _mm512_and_si512(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)), _mm512_set1_epi32(0xffff)); }
-    static Ints add_halves(Ints sum, Ints halves, Ints factors) { return _mm512_dpwssd_epi32(sum.v, halves.v, factors.v); }
-    static Ints add(Ints a, Ints b) { return _mm512_add_epi32(a.v, b.v); }  // of 32 bits
+    static Ints add_fours(Ints sum, Ints w, Ints x) {
+        return _mm512_dpbusd_epi32(sum.v, _mm512_xor_si512(w.v, _mm512_set1_epi8((char)0x80)), x.v);
+    }
+    static Ints add_nibbles(Ints sum, Ints nibbles, Ints x) {
+        return _mm512_dpbusd_epi32(sum.v, nibbles.v, x.v);
+    }
+    static Ints factors(const int8_t* p) {
+        return _mm512_and_si512(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)),
+                                _mm512_set1_epi32(0xffff));
+    }
+    static Ints add_halves(Ints sum, Ints halves, Ints factors) {
+        return _mm512_dpwssd_epi32(sum.v, halves.v, factors.v);
+    }
+    static Ints add(Ints a, Ints b) { return _mm512_add_epi32(a.v, b.v); }  // 32 bits
     Vec to_floats() const { return _mm512_cvtepi32_ps(v); }
 };
 
@@ -29,4 +42,6 @@ inline Ints settled(Ints x) {
 #endif
     return x;
 }
-inline void store_whole(Vec x, int8_t* p) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v))); }
+inline void store_whole(Vec x, int8_t* p) {
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
+}

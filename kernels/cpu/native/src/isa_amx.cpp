@@ -1,4 +1,5 @@
-// The kernels for AMX, whose tiles multiply matrices of bf16 and int8: Intel since Sapphire Rapids. All else is as in AVX-512.
+// The kernels for AMX, whose tiles multiply matrices of bf16 and int8: Intel since Sapphire Rapids.
+// The rest is as in AVX-512.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -8,12 +9,17 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#if defined(QUIRE_EMULATED)  // by tests, on a processor without: functions with the names of the intrinsics
+// tests on a processor without AMX: functions with the names of the intrinsics
+#if defined(QUIRE_EMULATED)
 #pragma GCC target("avx2,fma,f16c,bmi2")
 #elif defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8"))), apply_to = function)
+#pragma clang attribute push(                                                                 \
+    __attribute__((target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni," \
+                          "avx512bf16,amx-tile,amx-bf16,amx-int8"))),                         \
+    apply_to = function)
 #else
-#pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8")
+#pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")
+#pragma GCC target("amx-tile,amx-bf16,amx-int8")
 #endif
 
 namespace amx {

@@ -1,4 +1,4 @@
-// The kernels for AVX2 with FMA: every x86 processor since 2013 or so.
+// The kernels for AVX2 with FMA: x86 processors since about 2013.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

@@ -8,16 +8,20 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#if defined(QUIRE_EMULATED)  // by tests, on a processor without: functions with the names of the intrinsics
+// tests on a processor without AVX-512: functions with the names of the intrinsics
+#if defined(QUIRE_EMULATED)
 #pragma GCC target("avx2,fma,f16c,bmi2")
 #elif defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16"))), apply_to = function)
+#pragma clang attribute push(                                                                    \
+    __attribute__((                                                                              \
+        target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16"))), \
+    apply_to = function)
 #else
 #pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")
 #endif
 
 namespace avx512 {
-#define QUIRE_BF16 1  // instructions that multiply pairs of it
+#define QUIRE_BF16 1  // has instructions that multiply pairs of bf16
 #ifdef QUIRE_EMULATED
 #include "emulated_avx512.h"
 #endif

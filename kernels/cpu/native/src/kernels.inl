@@ -1,4 +1,5 @@
-// All kernels, in terms of Vec. Each isa_*.cpp includes this in a namespace of its own, under its own target.
+// All kernels, in terms of Vec. Each isa_*.cpp includes this in its own namespace, under its own
+// target.
 
 #include "math.inl"
 #include "norm.inl"

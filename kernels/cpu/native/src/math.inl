@@ -1,4 +1,5 @@
-// Small functions that kernels share. Included by kernels.inl in the namespace of each instruction set, after its Vec.
+// Small functions that kernels share. Included by kernels.inl in the namespace of each instruction
+// set, after its Vec.
 
 #define ALWAYS_INLINE __attribute__((always_inline))
 
@@ -35,13 +36,19 @@ inline void put(float* p, float x) { *p = x; }
 inline void put(uint16_t* p, float x) { *p = Number<uint16_t>::put(x); }
 
 // Calls one of a kernel's two forms.
-#define FOR_DTYPE(dtype, call)                       \
-    do {                                             \
-        if ((dtype) == BF16) { using T = uint16_t; call; } \
-        else { using T = float; call; }              \
+#define FOR_DTYPE(dtype, call)  \
+    do {                        \
+        if ((dtype) == BF16) {  \
+            using T = uint16_t; \
+            call;               \
+        } else {                \
+            using T = float;    \
+            call;               \
+        }                       \
     } while (0)
 
-// e**x to about 1 unit in the last place: 2**n times a polynomial in the rest (the coefficients are Cephes' expf). Below -87.3 it is 0.
+// e**x to about 1 unit in the last place: 2**n times a polynomial in the remainder (coefficients of
+// Cephes' expf). 0 below -87.3.
 inline Vec exp(Vec x) {
     Vec inside = Vec::max(Vec::min(x, Vec(88.3f)), Vec(-87.3f));
     Vec n = Vec::round(inside * Vec(1.44269504f));
@@ -57,22 +64,25 @@ inline Vec exp(Vec x) {
     return Vec::keep_where_at_least(Vec::scale_by_power(p, n), x, -87.3f);
 }
 
-// To about 2 units in the last place; NaN for NaN: Lambert's continued fraction at half of x, where it is exact enough, and the double angle.
+// tanh to about 2 units in the last place; NaN for NaN. Lambert's continued fraction at x / 2,
+// where it is exact enough, then the double-angle formula.
 inline Vec tanh(Vec x) {
-    Vec half = Vec::max(Vec(-4.7f), Vec::min(Vec(4.7f), x * Vec(0.5f)));  // in this order: the second operand where one is NaN
+    // operand order: the second one if one is NaN
+    Vec half = Vec::max(Vec(-4.7f), Vec::min(Vec(4.7f), x * Vec(0.5f)));
     Vec square = half * half;
     Vec above = Vec::fma(square + Vec(378.0f), square, Vec(17325.0f));
     Vec below = Vec::fma(Vec::fma(Vec(28.0f), square, Vec(3150.0f)), square, Vec(62370.0f));
-    Vec t = half * Vec::fma(above, square, Vec(135135.0f)) / Vec::fma(below, square, Vec(135135.0f));
+    Vec t =
+        half * Vec::fma(above, square, Vec(135135.0f)) / Vec::fma(below, square, Vec(135135.0f));
     return (t + t) / Vec::fma(t, t, Vec(1.0f));
 }
 
 inline Vec silu(Vec x) { return x / (Vec(1.0f) + exp(Vec() - x)); }
 
-// 2**x for x <= 0 to about 1 unit in the last place; exactly 1 at 0, exactly 0 below -126, NaN for NaN. The coefficients are a fit of
-// least relative error over [-0.5, 0.5].
+// 2**x for x <= 0 to about 1 unit in the last place; exactly 1 at 0, exactly 0 below -126, NaN for
+// NaN. The coefficients are a fit of least relative error over [-0.5, 0.5].
 inline Vec exp2_of_nonpositive(Vec x) {
-    Vec inside = Vec::max(Vec(-126.0f), x);  // in this order: the second operand where one is NaN
+    Vec inside = Vec::max(Vec(-126.0f), x);  // operand order: the second one if one is NaN
     Vec n = Vec::round(inside);
     Vec r = inside - n;
     Vec p(1.53533620e-4f);

@@ -1,4 +1,5 @@
-// RMS norms. A row is summed in LANES partial sums over ascending elements, then these: an order of its own, whatever rows are beside it.
+// RMS norms. A row is summed in LANES partial sums over ascending elements, then these are added.
+// The order does not depend on other rows.
 
 template <typename T>
 float mean_square(const T* x, int64_t size) {
@@ -20,7 +21,8 @@ void normalise(const T* x, const T* weight, T* out, int64_t size, double eps) {
     int64_t i = 0;
     for (; i + Vec::LANES <= size; i += Vec::LANES)
         (Number<T>::round(Vec::load(x + i) * Vec(factor)) * Vec::load(weight + i)).store(out + i);
-    for (; i < size; i++) put(out + i, Number<T>::round(Number<T>::get(x[i]) * factor) * Number<T>::get(weight[i]));
+    for (; i < size; i++)
+        put(out + i, Number<T>::round(Number<T>::get(x[i]) * factor) * Number<T>::get(weight[i]));
 }
 
 template <typename T>
@@ -45,12 +47,15 @@ void add_rms_norm_rows(const AddRmsNorm& a, int64_t rows, const Worker& worker) 
             T* x = (T*)a.x + row * a.x_row;
             T* residual = (T*)a.residual + row * a.residual_row;
             int64_t i = 0;
-            for (; i + Vec::LANES <= a.size; i += Vec::LANES) (Vec::load(residual + i) + Vec::load(x + i)).store(residual + i);
-            for (; i < a.size; i++) put(residual + i, Number<T>::get(residual[i]) + Number<T>::get(x[i]));
+            for (; i + Vec::LANES <= a.size; i += Vec::LANES)
+                (Vec::load(residual + i) + Vec::load(x + i)).store(residual + i);
+            for (; i < a.size; i++)
+                put(residual + i, Number<T>::get(residual[i]) + Number<T>::get(x[i]));
             normalise(residual, (const T*)a.weight, x, a.size, a.eps);
         }
 }
 
 void add_rms_norm(const Call& call, const Step& step, const Worker& worker) {
-    FOR_DTYPE(call.dtype, add_rms_norm_rows<T>((const AddRmsNorm&)call, rows_of(call, step), worker));
+    FOR_DTYPE(call.dtype,
+              add_rms_norm_rows<T>((const AddRmsNorm&)call, rows_of(call, step), worker));
 }

@@ -1,4 +1,4 @@
-// Linear layers' weights laid out as linear.inl reads them.
+// Packs linear layers' weights in the layout that linear.inl reads.
 #include <emmintrin.h>
 
 #include <algorithm>
@@ -19,10 +19,13 @@ struct Packing {
     char* packed;
 };
 
-// Four lines of four rows: 16 bytes of each row become 16 bytes of each line. Past the caches: nobody reads them before all is packed.
+// Four lines of four rows: 16 bytes of each row become 16 bytes of each line. The stores bypass the
+// caches, because the result is not read before all is packed.
 inline void transpose(const char* weight, int64_t row_bytes, char* packed) {
-    __m128i a = _mm_loadu_si128((const __m128i*)weight), b = _mm_loadu_si128((const __m128i*)(weight + row_bytes));
-    __m128i c = _mm_loadu_si128((const __m128i*)(weight + 2 * row_bytes)), d = _mm_loadu_si128((const __m128i*)(weight + 3 * row_bytes));
+    __m128i a = _mm_loadu_si128((const __m128i*)weight),
+            b = _mm_loadu_si128((const __m128i*)(weight + row_bytes));
+    __m128i c = _mm_loadu_si128((const __m128i*)(weight + 2 * row_bytes)),
+            d = _mm_loadu_si128((const __m128i*)(weight + 3 * row_bytes));
     __m128i ab_low = _mm_unpacklo_epi32(a, b), ab_high = _mm_unpackhi_epi32(a, b);
     __m128i cd_low = _mm_unpacklo_epi32(c, d), cd_high = _mm_unpackhi_epi32(c, d);
     _mm_stream_si128((__m128i*)packed, _mm_unpacklo_epi64(ab_low, cd_low));
@@ -41,14 +44,18 @@ void pack_panel(const Packing& p, int64_t panel) {
     int64_t line = 0;
     if (rows == PANEL)
         for (; line + 4 <= used / 4; line += 4)
-            for (int64_t row = 0; row < PANEL; row += 4) transpose(weight + row * p.row_bytes + line * 4, p.row_bytes, packed + (line * PANEL + row) * 4);
+            for (int64_t row = 0; row < PANEL; row += 4)
+                transpose(weight + row * p.row_bytes + line * 4, p.row_bytes,
+                          packed + (line * PANEL + row) * 4);
     for (; line < used / 4; line++)
         for (int64_t row = 0; row < rows; row++)
-            std::memcpy(packed + (line * PANEL + row) * 4, weight + row * p.row_bytes + line * 4, 4);
+            std::memcpy(packed + (line * PANEL + row) * 4, weight + row * p.row_bytes + line * 4,
+                        4);
     if (used % 4 != 0) {
         char* last = packed + (lines - 1) * PANEL * 4;
         std::memset(last, 0, PANEL * 4);
-        for (int64_t row = 0; row < rows; row++) std::memcpy(last + row * 4, weight + row * p.row_bytes + used - 2, 2);
+        for (int64_t row = 0; row < rows; row++)
+            std::memcpy(last + row * 4, weight + row * p.row_bytes + used - 2, 2);
     }
 }
 
@@ -56,13 +63,16 @@ void pack(const Worker& worker, void* argument, int32_t) {
     const Packing& p = *static_cast<Packing*>(argument);
     int64_t panels = (p.out_features + PANEL - 1) / PANEL;
     for (int64_t panel; (panel = worker.next(panels)) < panels;) pack_panel(p, panel);
-    _mm_sfence();  // what went past the caches is there before the other threads are told
+    // makes the stores that bypass the caches visible before the other threads are notified
+    _mm_sfence();
 }
 
 }  // namespace
 
-void quire_pack_linear(const void* weight, int64_t weight_row, int32_t dtype, int64_t out_features, int64_t in_features, void* packed) {
+void quire_pack_linear(const void* weight, int64_t weight_row, int32_t dtype, int64_t out_features,
+                       int64_t in_features, void* packed) {
     int64_t width = dtype == BF16 ? 2 : 4;
-    Packing all{(const char*)weight, weight_row * width, width, out_features, in_features, (char*)packed};
+    Packing all{(const char*)weight, weight_row * width, width,
+                out_features,        in_features,        (char*)packed};
     run_on_all(pack, &all, 1);
 }

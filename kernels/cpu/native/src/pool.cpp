@@ -19,10 +19,12 @@
 
 namespace {
 
-// How long a thread waits awake before it sleeps. Within a run: about what it costs to sleep and to be woken, so that either way at most
-// twice the least is spent; next to nothing with more threads than cores, where the one that all wait for may need this very core.
+// How long a thread polls before it sleeps. Within a run: about the cost of sleeping and being
+// woken, so that at most twice the minimum is spent either way. Almost 0 with more threads than
+// cores, where the awaited thread may need this core.
 constexpr int64_t AWAKE_IN_RUN_NS = 50'000, AWAKE_ON_SHARED_CORE_NS = 1'000;
-// Between runs: longer than it takes to prepare a step after the hint that one comes (wake_threads).
+// Between runs: longer than the preparation of a step after the hint that one follows
+// (wake_threads).
 constexpr int64_t AWAKE_BETWEEN_RUNS_NS = 100'000;
 
 inline void relax() {
@@ -31,34 +33,42 @@ inline void relax() {
 #endif
 }
 
-// How often a thread offers its core between two calls, and how many times longer than it was taken for it then keeps it: who offers
-// gives up the rest of its turn (Linux 6.18), and would be left with little beside a program that computes all the time.
+// How often a thread yields its core between two calls, and the ratio between the time that it then
+// keeps the core and the time that it lost it. A thread that yields gives up the rest of its time
+// slice (Linux 6.18) and would otherwise get little time next to a program that computes
+// continuously.
 constexpr int64_t OFFER_EVERY_NS = 100'000, KEEP_TIMES = 4;
-constexpr int MAX_THREADS = 4095;  // what Place can count
+constexpr int MAX_THREADS = 4095;  // the largest number that Place can count
 
 inline int64_t now_ns() {
     using namespace std::chrono;
     return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
-// A number that threads wait to see change: awake at first, then asleep in the kernel.
+// A number that threads wait on until it changes: they poll first, then sleep in the kernel.
 //
-//     advance:     value += 1    ; any sleepers? wake them          Whichever comes first in the one order of these operations that all
-//     wait_while:  sleepers += 1 ; value still the same? sleep      threads see: one of the two sees the other, and no wake-up is lost.
+//     advance:     value += 1    ; if there are sleepers, wake them
+//     wait_while:  sleepers += 1 ; if value is still the same, sleep
+//
+// These operations are sequentially consistent, so at least one of the two threads sees the other's
+// change, and no wake-up is lost.
 struct Signal {
     std::atomic<uint32_t> value{0};
     std::atomic<uint32_t> sleepers{0};
 
     void wait_while(uint32_t seen, int64_t awake_ns) {
         for (;;) {
-            for (int64_t since = 0, now = 0; !since || now - since < awake_ns; now = now_ns(), since = since ? since : now)
+            for (int64_t since = 0, now = 0; !since || now - since < awake_ns;
+                 now = now_ns(), since = since ? since : now)
                 for (int i = 0; i < 64; i++) {
                     if (value.load(std::memory_order_acquire) != seen) return;
                     relax();
                 }
             sleepers.fetch_add(1);
-            if (value.load() == seen) syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
-            sleepers.fetch_sub(1);  // woken by the change, or by a hint that it is near: awake again
+            if (value.load() == seen)
+                syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+            // woken by the change, or by a hint that it is near: polls again
+            sleepers.fetch_sub(1);
         }
     }
 
@@ -68,7 +78,8 @@ struct Signal {
     }
 
     void wake() {
-        if (sleepers.load()) syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+        if (sleepers.load())
+            syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
     }
 };
 
@@ -76,14 +87,16 @@ struct Memory {
     void* at = nullptr;
     size_t size = 0;
 
-    // Where there is none left the process ends: kernels on other threads wait at barriers that this one could not come to.
+    // Ends the process if memory is exhausted: kernels on other threads wait at barriers that this
+    // thread could not reach.
     void* reserve(size_t bytes) {
         if (bytes > size) {
             std::free(at);
             size = (bytes + bytes / 2 + 4095) / 4096 * 4096;
             at = std::aligned_alloc(4096, size);
             if (!at) {
-                std::fprintf(stderr, "quire: no memory for %zu bytes that a native kernel works in\n", size);
+                std::fprintf(
+                    stderr, "quire: no memory for %zu bytes that a native kernel works in\n", size);
                 std::abort();
             }
         }
@@ -93,27 +106,31 @@ struct Memory {
 
 }  // namespace
 
-// Where a run stands, in one word that threads change by comparing and swapping.
+// The state of a run, in one word that threads change by compare-and-swap.
 struct Place {
-    uint64_t call : 24;      // counts on from run to run
-    uint64_t phase : 16;     // of the call; with CHANGING: it is over, and the next is being made ready
-    uint64_t in_call : 12;   // threads between enter and leave: what a call reads stays where it is until they are out
-    uint64_t in_phase : 12;  // of these, those that take pieces
+    uint64_t call : 24;   // counts on from run to run
+    uint64_t phase : 16;  // of the call; with CHANGING: it is over and the next is being prepared
+    // threads between enter and leave; what a call reads stays in place until it is 0
+    uint64_t in_call : 12;
+    uint64_t in_phase : 12;  // those of them that take pieces
 };
 static_assert(sizeof(Place) == 8);
-constexpr uint64_t CHANGING = 0x8000, CLOSED = 0xffff;  // CLOSED: between two calls or two runs, nobody can enter
+// CLOSED: between two calls or two runs, no thread can enter
+constexpr uint64_t CHANGING = 0x8000, CLOSED = 0xffff;
 
-// What is left of a thread's share of a phase's pieces, in one word. It takes them from the front, others who are through with theirs from the
-// back. Whoever comes first to a share of a new phase starts it.
+// What is left of a thread's share of a phase's pieces, in one word. Its thread takes them from the
+// front, other threads that have finished their own take them from the back. The first thread that
+// takes from a share in a new phase resets it.
 struct alignas(64) Share {
     struct Taken {
-        uint64_t front : 12, back : 12, phase : 40;  // phase: the end of Pool::phase_number, which does not come again within weeks
+        // phase: the low bits of Pool::phase_number, which repeat only after weeks
+        uint64_t front : 12, back : 12, phase : 40;
     };
     static constexpr int64_t MAX_PIECES = 0xfff;
     std::atomic<Taken> taken{Taken{0, 0, 0}};
     static_assert(sizeof(Taken) == 8 && std::atomic<Taken>::is_always_lock_free);
 
-    // Which of `size` pieces, or -1.
+    // -> a piece in [0, size), or -1.
     int64_t take(uint64_t phase_number, int64_t size, bool from_front) {
         Taken fresh{};
         fresh.phase = phase_number;
@@ -128,12 +145,12 @@ struct alignas(64) Share {
     }
 };
 
-// What one thread knows of where it is.
+// One thread's own position in the run.
 struct alignas(64) Mate {
     uint64_t last_call = 0, phase = 0;
     uint64_t phase_number = 0;
     bool takes_pieces = false;
-    int64_t piece = 0, end = 0;  // has taken these
+    int64_t piece = 0, end = 0;  // the pieces that it has taken
     int64_t next_offer = 0;
 
     void start_phase(uint64_t number) { phase_number = number, piece = end = 0; }
@@ -142,27 +159,32 @@ struct alignas(64) Mate {
 struct Pool {
     std::mutex running;  // one run at a time
     std::vector<std::thread> threads;
-    std::vector<int> cores{-1};  // of each thread, -1: any; the first is where the caller is expected
+    // of each thread, -1: any; the first is where the caller is expected
+    std::vector<int> cores{-1};
     std::vector<Mate> mates{1};
     std::vector<Share> shares = std::vector<Share>(1);
     std::vector<Memory> scratch{1};
     Memory shared;
     int count = 1;
     int64_t awake_in_run_ns = AWAKE_IN_RUN_NS;
-    std::atomic<bool> to_start{false};  // after a fork: as many threads as there are cores
+    std::atomic<bool> to_start{false};  // after a fork: starts as many threads as there are cores
     std::atomic<bool> stopping{false};
     Job job = nullptr;  // these four: read within a call, changed while none is open
     void* argument = nullptr;
     int32_t index = 0, num_calls = 0;
     alignas(64) Signal start;
-    alignas(64) Signal changes;  // advances whenever something new can be entered, and when a run is over
-    std::atomic<Place> place{Place{0, CLOSED, 0, 0}};  // in the line of memory that those who wait look at
-    uint64_t phase_number = 0;  // counts all phases of all calls. Read by those that take pieces, changed while nobody does
+    // advances whenever a new call or phase can be entered, and when a run is over
+    alignas(64) Signal changes;
+    // shares its cache line with the number that waiting threads poll
+    std::atomic<Place> place{Place{0, CLOSED, 0, 0}};
+    // counts all phases of all calls; threads that take pieces read it, changed while there are
+    // none
+    uint64_t phase_number = 0;
     std::atomic<bool> is_over{true};
 
     static_assert(std::atomic<Place>::is_always_lock_free);
 
-    // A call is open: this thread is in it, and takes pieces if that is still in its first phase.
+    // If a call is open, this thread enters it, and takes pieces if it is still in its first phase.
     bool enter(Mate& me) {
         for (Place seen = place.load();;) {
             if (seen.phase == CLOSED || seen.call == me.last_call) return false;
@@ -179,7 +201,8 @@ struct Pool {
         }
     }
 
-    // The last one out has seen that no piece is left, and nobody else has one: the call is done.
+    // The last thread to leave has seen that no piece is left, and no other thread holds one: the
+    // call is done.
     void leave(Mate& me) {
         for (Place seen = place.load();;) {
             Place now = seen;
@@ -200,7 +223,8 @@ struct Pool {
         changes.advance();
     }
 
-    // As leave and enter, for the phases of a call. Whoever ends the phase makes sure of `bytes` of shared memory.
+    // As leave and enter, for the phases of a call. The thread that ends the phase reserves `bytes`
+    // of shared memory.
     void end_phase(Mate& me, size_t bytes) {
         if (count == 1) {
             me.start_phase(++phase_number);
@@ -214,7 +238,8 @@ struct Pool {
             uint32_t change = changes.value.load();
             Place seen = place.load();
             me.takes_pieces = seen.phase == next;
-            if ((seen.phase & ~CHANGING) > next || seen.phase == (CHANGING | next)) return;  // it came too late for the next one too
+            // too late for the next phase as well
+            if ((seen.phase & ~CHANGING) > next || seen.phase == (CHANGING | next)) return;
             if (!me.takes_pieces) {
                 changes.wait_while(change, awake_in_run_ns);
                 continue;
@@ -236,7 +261,7 @@ struct Pool {
             if (now.in_phase) return false;
             me.start_phase(++phase_number);
             if (bytes) shared.reserve(bytes);
-            for (seen = now;;) {  // others may enter the call meanwhile
+            for (seen = now;;) {  // other threads may enter the call meanwhile
                 now = seen;
                 now.phase = next;
                 now.in_phase = 1;
@@ -248,8 +273,10 @@ struct Pool {
         }
     }
 
-    // A thread's share, [first, second); several are taken at once where there are very many.
-    std::pair<int64_t, int64_t> share_of(int64_t thread, int64_t takes) const { return {thread * takes / count, (thread + 1) * takes / count}; }
+    // A thread's share, [first, second). If there are very many pieces, several are taken at once.
+    std::pair<int64_t, int64_t> share_of(int64_t thread, int64_t takes) const {
+        return {thread * takes / count, (thread + 1) * takes / count};
+    }
     int64_t taken_at_once(int64_t pieces) const { return pieces / (Share::MAX_PIECES * count) + 1; }
 
     int64_t next(int mine, int64_t pieces) {
@@ -257,9 +284,11 @@ struct Pool {
         if (me.piece < me.end) return me.piece++;
         if (!me.takes_pieces) return Worker::NO_PIECE;
         const int64_t at_once = taken_at_once(pieces), takes = (pieces + at_once - 1) / at_once;
-        for (int i = 0, thread = mine; i < count; i++, thread = thread + 1 < count ? thread + 1 : 0) {
+        for (int i = 0, thread = mine; i < count;
+             i++, thread = thread + 1 < count ? thread + 1 : 0) {
             const auto [first, last] = share_of(thread, takes);
-            const int64_t taken = first < last ? shares[thread].take(me.phase_number, last - first, i == 0) : -1;
+            const int64_t taken =
+                first < last ? shares[thread].take(me.phase_number, last - first, i == 0) : -1;
             if (taken < 0) continue;
             me.piece = (first + taken) * at_once, me.end = std::min(me.piece + at_once, pieces);
             return me.piece++;
@@ -270,7 +299,8 @@ struct Pool {
     int64_t following(int mine, int64_t piece, int64_t pieces) const {
         const int64_t at_once = taken_at_once(pieces), takes = (pieces + at_once - 1) / at_once;
         const auto [first, last] = share_of(mine, takes);
-        return piece >= first * at_once && piece + 1 < std::min(last * at_once, pieces) ? piece + 1 : piece;
+        return piece >= first * at_once && piece + 1 < std::min(last * at_once, pieces) ? piece + 1
+                                                                                        : piece;
     }
 
     void work(int mine) {
@@ -330,7 +360,8 @@ struct Pool {
         pthread_setaffinity_np(threads[index - 1].native_handle(), sizeof set, &set);
     }
 
-    // The caller's thread goes where the system puts it. Where that is a worker's core, the worker takes the caller's.
+    // The system places the caller's thread. If that is a worker's core, the worker takes the
+    // caller's.
     void make_way() {
         int here = cores[0] < 0 ? -1 : sched_getcpu();
         if (here < 0 || here == cores[0]) return;
@@ -350,12 +381,14 @@ struct Pool {
         count = 1;
     }
 
-    // Throws where the system gives no more threads or memory; then the caller's is the only one.
+    // Throws if the system provides no more threads or memory; the caller's thread is then the only
+    // one.
     void resize(std::vector<int> new_cores) {
         stop();
         int new_count = (int)new_cores.size();
         cpu_set_t allowed;
-        bool shared = !sched_getaffinity(0, sizeof allowed, &allowed) && CPU_COUNT(&allowed) < new_count;
+        bool shared =
+            !sched_getaffinity(0, sizeof allowed, &allowed) && CPU_COUNT(&allowed) < new_count;
         awake_in_run_ns = shared ? AWAKE_ON_SHARED_CORE_NS : AWAKE_IN_RUN_NS;
         uint32_t seen = start.value.load();
         cores = std::move(new_cores);
@@ -382,8 +415,9 @@ namespace {
 Pool* the_pool = new Pool;  // never destroyed: its threads may outlive main()
 std::mutex resizing;
 
-// A fork has none of its parent's threads, and a lock that nobody there may ever open. It leaves that pool alone and has one like it, whose
-// threads start when they are needed.
+// A forked child has none of its parent's threads, and inherits locks that may stay locked. It
+// leaves the parent's pool alone and creates an equal one, whose threads start when they are
+// needed.
 void before_fork() { resizing.lock(); }
 void after_fork_here() { resizing.unlock(); }
 void after_fork_there() {
@@ -398,7 +432,9 @@ const int watched = pthread_atfork(before_fork, after_fork_here, after_fork_ther
 }  // namespace
 
 int64_t Worker::next(int64_t count) const { return pool->next(index, count); }
-int64_t Worker::following(int64_t piece, int64_t count) const { return pool->following(index, piece, count); }
+int64_t Worker::following(int64_t piece, int64_t count) const {
+    return pool->following(index, piece, count);
+}
 void Worker::barrier() const { pool->end_phase(pool->mates[index], 0); }
 void* Worker::scratch(size_t bytes) const { return pool->scratch[index].reserve(bytes); }
 

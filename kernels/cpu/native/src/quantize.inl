@@ -1,19 +1,26 @@
-// A linear layer's weight quantized and packed (abi.h: Quantize). Symmetric, in groups along k, each group of an output with a scale in
-// bf16; panels of 16 outputs as the kernels of quantized.inl read them: [panel][group], a block of numbers here, their scales there.
+// Quantizes and packs a linear layer's weight (abi.h: Quantize). Symmetric, in groups along k; each
+// group of an output has a scale in bf16. Panels of 16 outputs are laid out as the kernels of
+// quantized.inl read them: [panel][group], with blocks of numbers in one array and their scales in
+// another.
 //
-//   int8  groups of 256, the last perhaps of 64, 128 or 192. Block [64][16 outputs][4]: k / 4, k % 4. Scales [16] bf16. The scale takes the group's largest
-//         weight to 127.
-//   int4  groups of 64. Block [8][16 outputs][4]: byte (k / 4, k % 4) of the group's first half in the lower nibble, of its second half in the upper one,
-//         each plus 8. Scales [2][16] int8, then [16] bf16: weight = number * its half's factor * its group's scale. A factor is whole and in
-//         +-15, so number * factor is an int8, and 64 of those make one exact sum. (Lin et al. 2024, QServe; llama.cpp's K-quants.)
+// int8  Groups of 256; the last may have 64, 128 or 192. Block [64][16 outputs][4]: k / 4, k % 4.
+//       Scales [16] bf16. The scale maps the group's largest weight to 127.
+// int4  Groups of 64. Block [8][16 outputs][4]: byte (k / 4, k % 4) of the group's first half in
+//       the lower nibble, of its second half in the upper one, each plus 8. Scales [2][16] int8,
+//       then [16] bf16: weight = number * its half's factor * its group's scale. A factor is an
+//       integer in +-15, so number * factor is an int8, and the sum of 64 of those is exact.
+//       (Lin et al. 2024, QServe; llama.cpp's K-quants.)
 //
-// All is done with an output to a lane, one k after the other: the same numbers on every instruction set.
+// Each lane handles one output, one k after the other, so all instruction sets give the same
+// numbers.
 
 constexpr int64_t GROUP_INT8 = 256, GROUP_INT4 = 64, HALF_GROUP = GROUP_INT4 / 2;
 constexpr int PARTS = PANEL / Vec::LANES;  // vectors of a panel's outputs
-constexpr int64_t SCALES_INT8 = PANEL * 2, FACTORS = 2 * PANEL, SCALES_INT4 = FACTORS + PANEL * 2;  // bytes of a block's scales
+// bytes of a block's scales
+constexpr int64_t SCALES_INT8 = PANEL * 2, FACTORS = 2 * PANEL, SCALES_INT4 = FACTORS + PANEL * 2;
 
-inline int64_t depth_of(int64_t in_features) { return round_up(in_features, 64); }  // numbers that a panel has along k, zeros behind the last
+// numbers of a panel along k, padded with zeros
+inline int64_t depth_of(int64_t in_features) { return round_up(in_features, 64); }
 
 // One block's weights, zeros where there are none
 template <int64_t GROUP>
@@ -27,7 +34,8 @@ struct GroupOfWeights {
         for (int64_t i = 0; i < PANEL; i++) {
             int64_t out = panel * PANEL + i;
             std::fill(row, row + GROUP, 0.0f);
-            if (out < a.out_features) copy_numbers((const T*)a.weight + out * a.weight_row + group * GROUP, row, size);
+            if (out < a.out_features)
+                copy_numbers((const T*)a.weight + out * a.weight_row + group * GROUP, row, size);
             for (int64_t k = 0; k < GROUP; k++) at[k][i] = row[k];
         }
     }
@@ -39,7 +47,8 @@ inline Vec magnitude(Vec x) { return Vec::max(x, Vec() - x); }
 inline Vec inverse(Vec x) { return Vec::keep_where_at_least(Vec(1.0f) / x, x, LEAST); }
 
 template <typename T>
-void quantize_int8_block(const Quantize& a, int64_t panel, int64_t group, int8_t* numbers, uint16_t* scales) {
+void quantize_int8_block(const Quantize& a, int64_t panel, int64_t group, int8_t* numbers,
+                         uint16_t* scales) {
     GroupOfWeights<GROUP_INT8> weights;
     weights.load<T>(a, panel, group);
     const int64_t size = std::min(GROUP_INT8, depth_of(a.in_features) - group * GROUP_INT8);
@@ -55,27 +64,33 @@ void quantize_int8_block(const Quantize& a, int64_t panel, int64_t group, int8_t
         for (int64_t k = 0; k < size; k++) {
             int8_t row[Vec::LANES];
             store_whole(whole_within(weights.lanes(k, part) * factor, 127), row);
-            for (int i = 0; i < Vec::LANES; i++) numbers[((k / 4) * PANEL + part * Vec::LANES + i) * 4 + k % 4] = row[i];
+            for (int i = 0; i < Vec::LANES; i++)
+                numbers[((k / 4) * PANEL + part * Vec::LANES + i) * 4 + k % 4] = row[i];
         }
     }
 }
 
-// Of half a group: the squared error of the nearest numbers, by lane
-inline Vec squared_error(const GroupOfWeights<GROUP_INT4>& weights, int64_t begin, int part, Vec step) {
+// The squared error of the nearest numbers of half a group, by lane
+inline Vec squared_error(const GroupOfWeights<GROUP_INT4>& weights, int64_t begin, int part,
+                         Vec step) {
     Vec error, factor = Vec(1.0f) / step;
     for (int64_t k = begin; k < begin + HALF_GROUP; k++) {
-        Vec w = weights.lanes(k, part), rest = Vec::fma(within(Vec::round(w * factor), -8, 7), Vec() - step, w);
+        Vec w = weights.lanes(k, part),
+            rest = Vec::fma(within(Vec::round(w * factor), -8, 7), Vec() - step, w);
         error = Vec::fma(rest, rest, error);
     }
     return error;
 }
 
-// The best factor of half a group under a group's scale, by lane: that which takes the weight of largest magnitude to -8, or one beside it.
-inline void find_factors(const GroupOfWeights<GROUP_INT4>& weights, int64_t begin, int part, const float* wanted, const float* scales, float* factors, float* errors) {
+// The best factor of half a group for a group's scale, by lane: the one that maps the weight of
+// largest magnitude to -8, or a neighbour of it.
+inline void find_factors(const GroupOfWeights<GROUP_INT4>& weights, int64_t begin, int part,
+                         const float* wanted, const float* scales, float* factors, float* errors) {
     std::fill(errors, errors + Vec::LANES, INFINITY);
     for (int beside = -1; beside <= 1; beside++) {
         float tried[Vec::LANES], error[Vec::LANES];
-        within(Vec::round(Vec::load(wanted) / Vec::load(scales)) + Vec((float)beside), -15, 15).store(tried);
+        within(Vec::round(Vec::load(wanted) / Vec::load(scales)) + Vec((float)beside), -15, 15)
+            .store(tried);
         for (int i = 0; i < Vec::LANES; i++)
             if (tried[i] == 0) tried[i] = 1;
         squared_error(weights, begin, part, Vec::load(tried) * Vec::load(scales)).store(error);
@@ -88,7 +103,8 @@ struct Int4Scales {
     float scale[Vec::LANES], factors[2][Vec::LANES];
 };
 
-// The scale is searched for too: the largest step of both halves is 15, 13.5 or 12 times as large. Measured, more candidates gain nothing.
+// The scale is searched as well: the largest step of both halves is 15, 13.5 or 12 times as large.
+// More candidates did not improve the measured error.
 inline Int4Scales find_int4_scales(const GroupOfWeights<GROUP_INT4>& weights, int part) {
     Int4Scales best;
     float wanted[2][Vec::LANES], error[Vec::LANES], largest[Vec::LANES], spoilt[Vec::LANES];
@@ -101,17 +117,22 @@ inline Int4Scales find_int4_scales(const GroupOfWeights<GROUP_INT4>& weights, in
         }
         float highest[Vec::LANES], lowest[Vec::LANES];
         high.store(highest), low.store(lowest);
-        for (int i = 0; i < Vec::LANES; i++) wanted[half][i] = (highest[i] > -lowest[i] ? highest[i] : lowest[i]) / -8;
+        for (int i = 0; i < Vec::LANES; i++)
+            wanted[half][i] = (highest[i] > -lowest[i] ? highest[i] : lowest[i]) / -8;
     }
     nan.store(spoilt);
     for (int i = 0; i < Vec::LANES; i++) {
         largest[i] = std::max(std::fabs(wanted[0][i]), std::fabs(wanted[1][i]));
-        best.scale[i] = spoilt[i] + 0.0f, best.factors[0][i] = best.factors[1][i] = 1, error[i] = INFINITY;
+        best.scale[i] = spoilt[i] + 0.0f, best.factors[0][i] = best.factors[1][i] = 1,
+        error[i] = INFINITY;
     }
     for (float steps : {15.0f, 13.5f, 12.0f}) {
         float scale[Vec::LANES], factors[2][Vec::LANES], errors[2][Vec::LANES];
-        for (int i = 0; i < Vec::LANES; i++) scale[i] = largest[i] > LEAST ? Number<uint16_t>::round(largest[i] / steps) : 1;
-        for (int half = 0; half < 2; half++) find_factors(weights, half * HALF_GROUP, part, wanted[half], scale, factors[half], errors[half]);
+        for (int i = 0; i < Vec::LANES; i++)
+            scale[i] = largest[i] > LEAST ? Number<uint16_t>::round(largest[i] / steps) : 1;
+        for (int half = 0; half < 2; half++)
+            find_factors(weights, half * HALF_GROUP, part, wanted[half], scale, factors[half],
+                         errors[half]);
         for (int i = 0; i < Vec::LANES; i++)
             if (errors[0][i] + errors[1][i] < error[i] && largest[i] > LEAST) {
                 error[i] = errors[0][i] + errors[1][i], best.scale[i] = scale[i];
@@ -122,7 +143,8 @@ inline Int4Scales find_int4_scales(const GroupOfWeights<GROUP_INT4>& weights, in
 }
 
 template <typename T>
-void quantize_int4_block(const Quantize& a, int64_t panel, int64_t group, uint8_t* numbers, int8_t* factors, uint16_t* scales) {
+void quantize_int4_block(const Quantize& a, int64_t panel, int64_t group, uint8_t* numbers,
+                         int8_t* factors, uint16_t* scales) {
     GroupOfWeights<GROUP_INT4> weights;
     weights.load<T>(a, panel, group);
     for (int part = 0; part < PARTS; part++) {
@@ -138,7 +160,9 @@ void quantize_int4_block(const Quantize& a, int64_t panel, int64_t group, uint8_
             Vec factor = Vec::load(inverses);
             for (int64_t k = 0; k < HALF_GROUP; k++) {
                 int8_t row[Vec::LANES];
-                store_whole(within(Vec::round(weights.lanes(half * HALF_GROUP + k, part) * factor), -8, 7), row);
+                store_whole(
+                    within(Vec::round(weights.lanes(half * HALF_GROUP + k, part) * factor), -8, 7),
+                    row);
                 for (int i = 0; i < Vec::LANES; i++) {
                     uint8_t& byte = numbers[((k / 4) * PANEL + part * Vec::LANES + i) * 4 + k % 4];
                     byte = (uint8_t)(half ? byte | (row[i] + 8) << 4 : row[i] + 8);
@@ -150,43 +174,54 @@ void quantize_int4_block(const Quantize& a, int64_t panel, int64_t group, uint8_
 
 void quantize_int8(const Call& call, const Step&, const Worker& worker) {
     const Quantize& a = (const Quantize&)call;
-    const int64_t depth = depth_of(a.in_features), groups = ceil_div(depth, GROUP_INT8), panels = ceil_div(a.out_features, PANEL);
+    const int64_t depth = depth_of(a.in_features), groups = ceil_div(depth, GROUP_INT8),
+                  panels = ceil_div(a.out_features, PANEL);
     for (int64_t panel; (panel = worker.next(panels)) < panels;)
         for (int64_t group = 0; group < groups; group++)
-            FOR_DTYPE(call.dtype, quantize_int8_block<T>(a, panel, group, (int8_t*)a.packed + (panel * depth + group * GROUP_INT8) * PANEL,
-                                                         (uint16_t*)((char*)a.scales + (panel * groups + group) * SCALES_INT8)));
+            FOR_DTYPE(call.dtype,
+                      quantize_int8_block<T>(
+                          a, panel, group,
+                          (int8_t*)a.packed + (panel * depth + group * GROUP_INT8) * PANEL,
+                          (uint16_t*)((char*)a.scales + (panel * groups + group) * SCALES_INT8)));
 }
 
 void quantize_int4(const Call& call, const Step&, const Worker& worker) {
     const Quantize& a = (const Quantize&)call;
-    const int64_t groups = ceil_div(a.in_features, GROUP_INT4), panels = ceil_div(a.out_features, PANEL);
+    const int64_t groups = ceil_div(a.in_features, GROUP_INT4),
+                  panels = ceil_div(a.out_features, PANEL);
     for (int64_t panel; (panel = worker.next(panels)) < panels;)
         for (int64_t i = panel * groups; i < (panel + 1) * groups; i++) {
             char* scales = (char*)a.scales + i * SCALES_INT4;
-            FOR_DTYPE(call.dtype, quantize_int4_block<T>(a, panel, i % groups, (uint8_t*)a.packed + i * GROUP_INT4 * PANEL / 2, (int8_t*)scales,
-                                                         (uint16_t*)(scales + FACTORS)));
+            FOR_DTYPE(call.dtype,
+                      quantize_int4_block<T>(a, panel, i % groups,
+                                             (uint8_t*)a.packed + i * GROUP_INT4 * PANEL / 2,
+                                             (int8_t*)scales, (uint16_t*)(scales + FACTORS)));
         }
 }
 
-// out [rows, size] = the rows of an int8 table that the step's token ids name, as numbers again
+// out [rows, size] = the rows of an int8 table for the step's token ids, dequantized
 template <typename T>
-void embedding_int8_rows(const EmbeddingInt8& a, int64_t rows, const Step& step, const Worker& worker) {
-    const int64_t piece = piece_of_rows(a.size), depth = depth_of(a.size), groups = ceil_div(depth, GROUP_INT8);
+void embedding_int8_rows(const EmbeddingInt8& a, int64_t rows, const Step& step,
+                         const Worker& worker) {
+    const int64_t piece = piece_of_rows(a.size), depth = depth_of(a.size),
+                  groups = ceil_div(depth, GROUP_INT8);
     for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) {
             int64_t id = step.token_ids[row], panel = id / PANEL, lane = id % PANEL;
             T* out = (T*)a.out + row * a.out_row;
             if (id < 0 || id >= a.num_ids) {
-                std::memset(out, 0xff, a.size * sizeof(T));  // all bits set is a NaN in both types
+                std::memset(out, 0xff, a.size * sizeof(T));  // a NaN in both types has all bits set
                 continue;
             }
             const int8_t* numbers = (const int8_t*)a.table + panel * depth * PANEL + lane * 4;
             const uint16_t* scales = (const uint16_t*)a.scales + panel * groups * PANEL + lane;
             for (int64_t k = 0; k < a.size; k++)
-                put(out + k, (float)numbers[k / 4 * PANEL * 4 + k % 4] * Number<uint16_t>::get(scales[k / GROUP_INT8 * PANEL]));
+                put(out + k, (float)numbers[k / 4 * PANEL * 4 + k % 4] *
+                                 Number<uint16_t>::get(scales[k / GROUP_INT8 * PANEL]));
         }
 }
 
 void embedding_int8(const Call& call, const Step& step, const Worker& worker) {
-    FOR_DTYPE(call.dtype, embedding_int8_rows<T>((const EmbeddingInt8&)call, rows_of(call, step), step, worker));
+    FOR_DTYPE(call.dtype, embedding_int8_rows<T>((const EmbeddingInt8&)call, rows_of(call, step),
+                                                 step, worker));
 }

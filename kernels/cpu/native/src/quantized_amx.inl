@@ -1,4 +1,5 @@
-// A panel times up to 16 rows of x in AMX's int8 tiles: for many rows. The sums are whole numbers, so the bits are those of VectorForm.
+// A panel times up to 16 rows of x in AMX's int8 tiles, for many rows. The sums are integers, so
+// the bits are those of VectorForm.
 
 constexpr int64_t TILES_FROM_ROWS = 8;  // fewer do not fill a tile
 
@@ -10,9 +11,10 @@ struct TileForm {
 
     const QuantizedLinear& call;
     const Worker& worker;
-    int8_t* unpacked = nullptr;  // an int4 panel's weights as int8, the gate's and the up half's
+    // an int4 panel's weights as int8, those of the gate and of the up half
+    int8_t* unpacked = nullptr;
     int64_t panels[2] = {-1, -1};
-    int64_t configured = 0;  // rows that the tiles have now
+    int64_t configured = 0;  // rows that the tiles are configured for
 
     TileForm(const QuantizedLinear& call, const Worker& worker) : call(call), worker(worker) {}
     ~TileForm() {
@@ -22,7 +24,8 @@ struct TileForm {
     static constexpr int panels_at_once(int64_t) { return 1; }
     static constexpr bool one_stream(int64_t) { return false; }
 
-    void multiply(int64_t rows, const Panels& one, const Next&, int up, const QuantizedRows<Dot>& x, Sums* sums) {
+    void multiply(int64_t rows, const Panels& one, const Next&, int up, const QuantizedRows<Dot>& x,
+                  Sums* sums) {
         const int64_t panel = one.first;
         if (rows != configured) configure_tiles(rows);
         configured = rows;
@@ -35,7 +38,8 @@ struct TileForm {
         for (int64_t group = 0; group < x.groups; group++, scales += Dot::SCALES) {
             auto& results = exact[group % 2];  // two, so that tiles need not wait for the vectors
             zero_tile<0>();
-            for (int64_t k = group * Dot::GROUP; k < std::min((group + 1) * Dot::GROUP, depth); k += TILE_K, weights += TILE_BYTES) {
+            for (int64_t k = group * Dot::GROUP; k < std::min((group + 1) * Dot::GROUP, depth);
+                 k += TILE_K, weights += TILE_BYTES) {
                 load_tile<4>(x.numbers + k, x.groups * Dot::GROUP);
                 load_tile<6>(weights, 64);
                 dot_int8_tiles<0, 4, 6>();
@@ -43,23 +47,26 @@ struct TileForm {
             store_tile<0>(results, 64);
             Vec scale = Vec::load((const uint16_t*)(scales + Dot::SCALES_AT));
             for (int64_t row = 0; row < rows; row++)
-                total[row] = Vec::fma(Ints::load(results[row]).to_floats(), scale * Vec(x.scales[row * x.groups + group]), total[row]);
+                total[row] = Vec::fma(Ints::load(results[row]).to_floats(),
+                                      scale * Vec(x.scales[row * x.groups + group]), total[row]);
         }
         for (int64_t row = 0; row < rows; row++) total[row].store(sums[row][0][up]);
     }
 
 private:
-    // Number times factor, in blocks as of int8
+    // Number times factor, in the blocks of int8
     const int8_t* unpack(int64_t panel, int up, const char* factors, int64_t groups) {
         if (!unpacked) unpacked = (int8_t*)worker.scratch(2 * groups * TILE_BYTES);
         int8_t* to = unpacked + up * groups * TILE_BYTES;
         if (panels[up] == panel) return to;
         panels[up] = panel;
         const uint8_t* block = (const uint8_t*)call.weight + panel * groups * Int4Dot::BLOCK;
-        for (int64_t group = 0; group < groups; group++, block += Int4Dot::BLOCK, factors += SCALES_INT4)
+        for (int64_t group = 0; group < groups;
+             group++, block += Int4Dot::BLOCK, factors += SCALES_INT4)
             for (int half = 0; half < 2; half++, to += HALF_GROUP * PANEL)
                 for (int64_t i = 0; i < HALF_GROUP * PANEL; i++)
-                    to[i] = (int8_t)(((block[i] >> (4 * half) & 15) - 8) * (int8_t)factors[half * PANEL + i / 4 % PANEL]);
+                    to[i] = (int8_t)(((block[i] >> (4 * half) & 15) - 8) *
+                                     (int8_t)factors[half * PANEL + i / 4 % PANEL]);
         return unpacked + up * groups * TILE_BYTES;
     }
 };

@@ -1,4 +1,5 @@
-// Rotary position embedding and the writing of keys and values to the cache: one pass over a token's heads.
+// Rotary position embedding and the writes of keys and values to the cache, in one pass over a
+// token's heads.
 
 // cosines and sines of one position, rounded to T
 template <typename T>
@@ -14,7 +15,8 @@ void rotate_heads(T* row, int64_t heads, int64_t head, int64_t half, const float
         const float *cosine = turn, *sine = turn + half;
         int64_t i = 0;
         for (; i + Vec::LANES <= half; i += Vec::LANES) {
-            Vec a = Vec::load(first + i), b = Vec::load(second + i), c = Vec::load(cosine + i), s = Vec::load(sine + i);
+            Vec a = Vec::load(first + i), b = Vec::load(second + i), c = Vec::load(cosine + i),
+                s = Vec::load(sine + i);
             (a * c - b * s).store(first + i);
             (b * c + a * s).store(second + i);
         }
@@ -38,7 +40,8 @@ void rotary_rows(const Rotary& a, const Step& step, int64_t rows, const Worker& 
     float* turn = (float*)worker.scratch(a.rotary_dim * sizeof(float));
     int64_t piece = piece_of_rows((a.heads + a.kv_heads) * a.rotary_dim);
     for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
-        for (int64_t row = start; row < std::min(start + piece, rows); row++) rotate_row<T>(a, step, row, turn);
+        for (int64_t row = start; row < std::min(start + piece, rows); row++)
+            rotate_row<T>(a, step, row, turn);
 }
 
 void rotary(const Call& call, const Step& step, const Worker& worker) {
@@ -49,15 +52,18 @@ template <typename T>
 void write_kv_rows(const WriteKv& a, const Step& step, int64_t rows, const Worker& worker) {
     int64_t piece = piece_of_rows(2 * a.kv_heads * a.head_dim);
     for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
-        for (int64_t row = start; row < std::min(start + piece, rows); row++) store_token<T>(a, row, step.slot_mapping[row]);
+        for (int64_t row = start; row < std::min(start + piece, rows); row++)
+            store_token<T>(a, row, step.slot_mapping[row]);
 }
 
 void write_kv(const Call& call, const Step& step, const Worker& worker) {
-    FOR_DTYPE(call.dtype, write_kv_rows<T>((const WriteKv&)call, step, rows_of(call, step), worker));
+    FOR_DTYPE(call.dtype,
+              write_kv_rows<T>((const WriteKv&)call, step, rows_of(call, step), worker));
 }
 
 template <typename T>
-void rotary_and_write_kv_rows(const RotaryAndWriteKv& a, const Step& step, int64_t rows, const Worker& worker) {
+void rotary_and_write_kv_rows(const RotaryAndWriteKv& a, const Step& step, int64_t rows,
+                              const Worker& worker) {
     float* turn = (float*)worker.scratch(a.rotary_dim * sizeof(float));
     int64_t piece = piece_of_rows((a.heads + 2 * a.kv_heads) * a.head_dim);
     for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
@@ -68,5 +74,6 @@ void rotary_and_write_kv_rows(const RotaryAndWriteKv& a, const Step& step, int64
 }
 
 void rotary_and_write_kv(const Call& call, const Step& step, const Worker& worker) {
-    FOR_DTYPE(call.dtype, rotary_and_write_kv_rows<T>((const RotaryAndWriteKv&)call, step, rows_of(call, step), worker));
+    FOR_DTYPE(call.dtype, rotary_and_write_kv_rows<T>((const RotaryAndWriteKv&)call, step,
+                                                      rows_of(call, step), worker));
 }

@@ -1,4 +1,5 @@
-// The exported functions: which instruction set, how many threads, and the loop over a step's calls.
+// The exported functions: choice of instruction set, number of threads, and the loop over a step's
+// calls.
 #include <cstring>
 
 #include "isa.h"
@@ -23,17 +24,20 @@ bool has_amx() { return has_avx2(); }
 bool has_avx512() {
     unsigned a, b, c, d;
     bool has_bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
-    return has_avx2() && has_bf16 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+    return has_avx2() && has_bf16 && __builtin_cpu_supports("avx512f") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
 
-// The system hands the tiles' registers out on request, once per process (Linux's Documentation/arch/x86/xstate.rst).
+// The system enables the tiles' registers on request, once per process (Linux's
+// Documentation/arch/x86/xstate.rst).
 bool has_amx() {
     unsigned a, b, c, d;
     if (!has_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     bool bf16 = d >> 22 & 1, tile = d >> 24 & 1, int8 = d >> 25 & 1;
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-    return bf16 && tile && int8 && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    return bf16 && tile && int8 &&
+           syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 #endif
 
@@ -78,7 +82,9 @@ void quire_wake() { wake_threads(); }
 
 int32_t quire_run(const Call* const* calls, int32_t num_calls, const Step* step) {
     for (int32_t i = 0; i < num_calls; i++)
-        if (!chosen || calls[i]->op < 0 || calls[i]->op >= NUM_OPS || !chosen->kernels[calls[i]->op]) return -1 - i;
+        if (!chosen || calls[i]->op < 0 || calls[i]->op >= NUM_OPS ||
+            !chosen->kernels[calls[i]->op])
+            return -1 - i;
     Run all{calls, step, chosen};
     run_on_all(run, &all, num_calls);
     return 0;

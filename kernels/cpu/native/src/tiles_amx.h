@@ -1,24 +1,39 @@
-// AMX's tiles under names of our own. Assembly, because GCC's intrinsics take no template's number, nor say that they read and write memory.
+// AMX tile instructions. In assembly, because GCC's intrinsics accept no template argument as tile
+// number and do not declare their memory accesses.
 #pragma once
 
 #ifdef QUIRE_EMULATED
 inline void load_tile_config(const void* config) { _tile_loadconfig(config); }
 inline void release_tiles() { _tile_release(); }
 template <int TILE>
-void zero_tile() { _tile_zero(TILE); }
+void zero_tile() {
+    _tile_zero(TILE);
+}
 template <int TILE>
-void load_tile(const void* from, int64_t row_bytes) { _tile_loadd(TILE, from, row_bytes); }
+void load_tile(const void* from, int64_t row_bytes) {
+    _tile_loadd(TILE, from, row_bytes);
+}
 template <int TILE>
-void store_tile(void* to, int64_t row_bytes) { _tile_stored(TILE, to, row_bytes); }
+void store_tile(void* to, int64_t row_bytes) {
+    _tile_stored(TILE, to, row_bytes);
+}
 template <int SUMS, int X, int WEIGHTS>
-void dot_tiles() { _tile_dpbf16ps(SUMS, X, WEIGHTS); }
+void dot_tiles() {
+    _tile_dpbf16ps(SUMS, X, WEIGHTS);
+}
 template <int SUMS, int X, int WEIGHTS>
-void dot_int8_tiles() { _tile_dpbssd(SUMS, X, WEIGHTS); }
+void dot_int8_tiles() {
+    _tile_dpbssd(SUMS, X, WEIGHTS);
+}
 #else
-inline void load_tile_config(const void* config) { asm volatile("ldtilecfg (%0)" ::"r"(config) : "memory"); }
+inline void load_tile_config(const void* config) {
+    asm volatile("ldtilecfg (%0)" ::"r"(config) : "memory");
+}
 inline void release_tiles() { asm volatile("tilerelease" ::: "memory"); }
 template <int TILE>
-void zero_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(TILE)); }
+void zero_tile() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(TILE));
+}
 template <int TILE>
 void load_tile(const void* from, int64_t row_bytes) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_bytes), "i"(TILE) : "memory");
@@ -29,13 +44,18 @@ void store_tile(void* to, int64_t row_bytes) {
 }
 // sums += x times weights, pairs of bf16
 template <int SUMS, int X, int WEIGHTS>
-void dot_tiles() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(X), "i"(WEIGHTS)); }
-// sums += x times weights, fours of int8, in 32 bits
+void dot_tiles() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(X), "i"(WEIGHTS));
+}
+// sums += x times weights, groups of four int8, in 32 bits
 template <int SUMS, int X, int WEIGHTS>
-void dot_int8_tiles() { asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(X), "i"(WEIGHTS)); }
+void dot_int8_tiles() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(X), "i"(WEIGHTS));
+}
 #endif
 
-// For up to 32 rows of x, the first 16 in tiles 0, 1 and 4, the others in 2, 3 and 5; weights, whole, in 6 and 7. All tiles become zero.
+// For up to 32 rows of x: the first 16 in tiles 0, 1 and 4, the others in 2, 3 and 5; complete
+// weights in 6 and 7. Clears all tiles.
 inline void configure_tiles(int64_t rows) {
     struct alignas(64) {
         uint8_t palette, start_row, reserved[14];
@@ -46,7 +66,9 @@ inline void configure_tiles(int64_t rows) {
     int64_t upper = rows < 16 ? rows : 16, lower = rows > 16 ? rows - 16 : upper;
     for (int tile = 0; tile < 8; tile++) {
         config.row_bytes[tile] = 64;
-        config.rows[tile] = (uint8_t)(tile >= 6 ? 16 : tile == 2 || tile == 3 || tile == 5 ? lower : upper);
+        config.rows[tile] = (uint8_t)(tile >= 6                             ? 16
+                                      : tile == 2 || tile == 3 || tile == 5 ? lower
+                                                                            : upper);
     }
     load_tile_config(&config);
 }

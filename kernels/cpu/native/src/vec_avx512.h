@@ -13,34 +13,52 @@ struct Vec {
     void store(float* p) const { _mm512_storeu_ps(p, v); }
 
     static Vec load(const uint16_t* p) {
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+        return _mm512_castsi512_ps(
+            _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
     }
-    void store(uint16_t* p) const { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(), 16))); }
-    Vec rounded() const { return _mm512_castsi512_ps(_mm512_and_si512(rounded_bits(), _mm512_set1_epi32((int)0xffff0000))); }
+    void store(uint16_t* p) const {
+        _mm256_storeu_si256((__m256i*)p,
+                            _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(), 16)));
+    }
+    Vec rounded() const {
+        return _mm512_castsi512_ps(
+            _mm512_and_si512(rounded_bits(), _mm512_set1_epi32((int)0xffff0000)));
+    }
 
-    static Vec first_of_pairs(const uint16_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
-    static Vec second_of_pairs(const uint16_t* p) {
-        return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32((int)0xffff0000)));
+    static Vec first_of_pairs(const uint16_t* p) {
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
     }
-    // One behind the other, denormal numbers as zeros, as the instruction has it.
-    static void store_flushed(Vec first, Vec second, uint16_t* p) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v)); }
+    static Vec second_of_pairs(const uint16_t* p) {
+        return _mm512_castsi512_ps(
+            _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32((int)0xffff0000)));
+    }
+    // first, then second; the instruction turns denormal numbers into zeros.
+    static void store_flushed(Vec first, Vec second, uint16_t* p) {
+        _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v));
+    }
     static void store_pairs(Vec first, Vec second, uint16_t* p) {
-        __m512i low = _mm512_srli_epi32(first.rounded_bits(), 16), high = _mm512_castps_si512(second.rounded().v);
+        __m512i low = _mm512_srli_epi32(first.rounded_bits(), 16),
+                high = _mm512_castps_si512(second.rounded().v);
         _mm512_storeu_si512(p, _mm512_or_si512(low, high));
     }
 
     static Vec max(Vec a, Vec b) { return _mm512_max_ps(a.v, b.v); }
     static Vec min(Vec a, Vec b) { return _mm512_min_ps(a.v, b.v); }
     static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a.v, b.v, c.v); }
-    static Vec round(Vec a) { return _mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-    Vec fraction() const { return _mm512_reduce_ps(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }  // x - floor(x), 0 where x is infinite
+    static Vec round(Vec a) {
+        return _mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    }
+    // x - floor(x), 0 where x is infinite
+    Vec fraction() const { return _mm512_reduce_ps(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
     static Vec scale_by_power(Vec a, Vec n) { return _mm512_scalef_ps(a.v, n.v); }
     static Vec keep_where_at_least(Vec value, Vec x, float least) {
-        __m512 kept = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(least), _CMP_GE_OQ), value.v);
+        __m512 kept = _mm512_maskz_mov_ps(
+            _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(least), _CMP_GE_OQ), value.v);
         return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), kept, x.v);
     }
     static Vec clear_where_less(Vec value, Vec x, float least) {
-        return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(least), _CMP_NLT_UQ), value.v);
+        return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(least), _CMP_NLT_UQ),
+                                   value.v);
     }
 
     bool has_nan() const { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0; }
@@ -48,7 +66,7 @@ struct Vec {
     float largest() const { return _mm512_reduce_max_ps(v); }
 
 private:
-    // Not vcvtneps2bf16: that one flushes denormal numbers to zero.
+    // Not vcvtneps2bf16, which flushes denormal numbers to zero.
     __m512i rounded_bits() const {
         __m512i bits = _mm512_castps_si512(v);
         __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -58,7 +76,7 @@ private:
     }
 };
 
-// Not friends within the class: GCC 12 forgets the target pragma there.
+// Not friends defined within the class: GCC 12 does not apply the target pragma to those.
 inline Vec operator+(Vec a, Vec b) { return _mm512_add_ps(a.v, b.v); }
 inline Vec operator-(Vec a, Vec b) { return _mm512_sub_ps(a.v, b.v); }
 inline Vec operator*(Vec a, Vec b) { return _mm512_mul_ps(a.v, b.v); }
@@ -99,7 +117,7 @@ struct DotF32 {
 struct DotBf16 {
     using Weight = uint16_t;
     using X = uint16_t;
-    static constexpr int STEPS = 1, X_PER_STEP = 2;  // a pair of k in one instruction
+    static constexpr int STEPS = 1, X_PER_STEP = 2;  // a pair of k per instruction
     static __m512i weights(const uint16_t* p, int) { return _mm512_loadu_si512(p); }
     static Vec add(Vec sum, __m512i weights, const uint16_t* x) {
         int32_t pair;

@@ -1,8 +1,8 @@
 """Paged attention on a GPU: what the interpreter cannot show, the hand-over between a decode's
-programs and replays of a graph. Skips itself without one.
+programs and replays of a graph. Skipped without a GPU.
 
-To be run under compute-sanitizer too (run.py --only racecheck). Racecheck watches shared memory;
-the hand-over goes through global memory, where only repetition can show that it holds.
+Also run under compute-sanitizer (run.py --only racecheck). Racecheck checks shared memory; the
+hand-over uses global memory, where only repetition can find errors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 from quire.kernels.ops import AttentionMetadata
-from quire.tests.kernels import cases
+from quire.tests.kernels.attention_cases import attention_case, make_metadata
+from quire.tests.kernels.case import Case
 from torch import Tensor
 
 if not torch.cuda.is_available():
@@ -21,7 +22,7 @@ if not torch.cuda.is_available():
 from quire.kernels.triton.attention import attend
 
 
-def on_gpu(case: cases.Case) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata, float]:
+def on_gpu(case: Case) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata, float]:
     query, keys, values, metadata, scale = case.args
     names = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping")
     metadata = replace(
@@ -36,12 +37,12 @@ def on_gpu(case: cases.Case) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata,
     ids=str,
 )
 def test_a_state_that_is_handed_over_is_whole(num_requests, length, heads):
-    """10,000 launches by one counter each, beside another stream that keeps the caches busy,
-    against the merge in a second launch.
+    """10,000 launches that share one set of counters, next to another stream that keeps the caches
+    busy, against the merge in a second launch.
     """
     torch.manual_seed(0)
     args = on_gpu(
-        cases.attention_case(
+        attention_case(
             [1] * num_requests,
             [length - 11 * i for i in range(num_requests)],
             heads,
@@ -63,19 +64,17 @@ def test_a_state_that_is_handed_over_is_whole(num_requests, length, heads):
 
 
 def test_a_state_is_handed_over_once():
-    """A launch or two, for compute-sanitizer, under which many would take hours."""
+    """One or two launches for compute-sanitizer, under which many would take hours."""
     torch.manual_seed(3)
-    args = on_gpu(cases.attention_case([1] * 3, [700, 300, 65], (14, 2, 64), 16, torch.bfloat16))
+    args = on_gpu(attention_case([1] * 3, [700, 300, 65], (14, 2, 64), 16, torch.bfloat16))
     assert torch.equal(attend(*args, num_programs=4), attend(*args, one_launch=False))
 
 
 def test_a_graph_serves_other_lengths():
-    """Captured with lengths of its own; replayed with others, with padding among them."""
+    """Captured with some lengths, replayed with others, padding included."""
     torch.manual_seed(1)
     query, keys, values, metadata, scale = on_gpu(
-        cases.attention_case(
-            [1] * 8, [30 + 150 * i for i in range(8)], (14, 2, 64), 16, torch.bfloat16
-        )
+        attention_case([1] * 8, [30 + 150 * i for i in range(8)], (14, 2, 64), 16, torch.bfloat16)
     )
     expected = attend(query, keys, values, metadata, scale)
     lengths = metadata.seq_lens.clone()
@@ -98,14 +97,14 @@ def test_a_graph_serves_other_lengths():
 
 
 def test_a_chunk_has_the_bits_of_the_whole():
-    """A row's matrix products and sums go in one order on a GPU, wherever in a block it is."""
+    """On a GPU a row's matrix products and sums have one order, at any place in a block."""
     torch.manual_seed(2)
     query, keys, values, whole, scale = on_gpu(
-        cases.attention_case([700], [700], (14, 2, 64), 16, torch.bfloat16)
+        attention_case([700], [700], (14, 2, 64), 16, torch.bfloat16)
     )
     expected, start = attend(query, keys, values, whole, scale), 0
     for size in (1, 30, 33, 2, 300, 334):
-        chunk = cases.make_metadata([size], [start + size], 16, 64)
+        chunk = make_metadata([size], [start + size], 16, 64)
         chunk = replace(
             chunk,
             query_start_loc=chunk.query_start_loc.cuda(),

@@ -1,150 +1,18 @@
-"""Inputs for every operation, and the same operation in torch's own words, in any dtype: in fp64
-the truth, in bf16 the yardstick.
+"""Inputs for every operation, and the same operation written with torch in any dtype: fp64 gives
+the expected result, bf16 the error to compare with.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import math
-import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from quire.kernels.ops import AttentionMetadata
 from quire.kernels.reference import quantized
-from quire.tests.kernels.triton.waiting import NothingWaits
+from quire.tests.kernels.attention_cases import paged_attention
+from quire.tests.kernels.case import Case, rand
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-# Triton's interpreter runs the kernels for GPUs on tensors in host memory; then they alone are
-# tested (tests/kernels/triton/).
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-if INTERPRETED:
-    from quire.tests.kernels.triton.guard import reachable
-else:
-    reachable = contextlib.nullcontext  # of tensors whose addresses a kernel reads from memory
-
-FOREIGN_BLOCK = 2**30  # stands in block tables past a request's last block: following it would fail
-
-
-@dataclass
-class Case:
-    """One call, and torch's own version of it."""
-
-    name: str
-    args: tuple[Any, ...]
-    torch_own: Callable[..., tuple[Tensor, ...]]
-    # indices of the arguments that the operation writes; its results are then those
-    in_place: tuple[int, ...] = ()
-
-    def run(self, function: Callable) -> tuple[Tensor, ...]:
-        """Calls on copies; gives the results as a tuple."""
-        args = copies(self.args)
-        result = self.call(function, args)
-        if self.in_place:
-            assert result is None
-            return tuple(args[i] for i in self.in_place)
-        return result if isinstance(result, tuple) else (result,)
-
-    def call(self, function: Callable, args: list[Any]) -> Any:
-        return function(*args)
-
-    def truth(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return self.torch_own(
-            *(
-                arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg
-                for arg in self.args
-            )
-        )
-
-
-def copies(args: tuple[Any, ...]) -> list[Any]:
-    """Tensors with the same strides, views of one projection again views of one; metadata without
-    its scratch; anything else as it is.
-    """
-    storages: dict[tuple[int, torch.dtype], Tensor] = {}
-
-    def copy(arg: Any) -> Any:
-        if isinstance(arg, AttentionMetadata):
-            return AttentionMetadata(
-                **{
-                    name: getattr(arg, name)
-                    for name in arg.__dataclass_fields__
-                    if name != "scratch"
-                }
-            )
-        if not isinstance(arg, Tensor):
-            return arg
-        storage = arg.untyped_storage()
-        key = storage.data_ptr(), arg.dtype  # empty ones are all at 0
-        if key not in storages:
-            storages[key] = arg.as_strided(
-                (storage.nbytes() // arg.element_size(),), (1,), 0
-            ).clone()
-        return storages[key].as_strided(arg.shape, arg.stride(), arg.storage_offset())
-
-    return [copy(arg) for arg in args]
-
-
-def on_gpu(function: Callable) -> Callable:
-    """An implementation for GPUs as a function of tensors in host memory: they go there, and what
-    was written comes back. Fails if it reads a tensor: it would wait for the GPU.
-    """
-    names = list(inspect.signature(function).parameters)
-
-    def call(*args: Any) -> Any:
-        # storages, so that views of one stay views of one
-        moved: dict[tuple[int, torch.dtype], Tensor] = {}
-        back: list[tuple[Tensor, Tensor]] = []
-
-        def move(value: Any) -> Any:
-            if isinstance(value, list):
-                return [move(item) for item in value]
-            if isinstance(value, AttentionMetadata):
-                return replace(
-                    value,
-                    **{
-                        name: move(item)
-                        for name, item in vars(value).items()
-                        if isinstance(item, Tensor)
-                    },
-                )
-            if not isinstance(value, Tensor):
-                return value
-            storage = value.untyped_storage()
-            whole = value.as_strided((storage.nbytes() // value.element_size(),), (1,), 0)
-            key = storage.data_ptr(), value.dtype  # empty ones are all at 0
-            if key not in moved:
-                moved[key] = whole.to(GPU, copy=True)
-                back.append((whole, moved[key]))
-            return moved[key].as_strided(value.shape, value.stride(), value.storage_offset())
-
-        # copy_blocks has them on the host
-        there = [arg if name == "pairs" else move(arg) for name, arg in zip(names, args)]
-        with reachable([written for _, written in back]), NothingWaits():
-            result = function(*there)
-        for here, written in back:
-            here.copy_(written)
-        if callable(result):
-            return on_gpu(result)
-        return (
-            tuple(r.cpu() for r in result)
-            if isinstance(result, tuple)
-            else result.cpu()
-            if isinstance(result, Tensor)
-            else result
-        )
-
-    return call
-
-
-def rand(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape).to(dtype)
 
 
 def embedding(dtype: torch.dtype) -> list[Case]:
@@ -179,7 +47,7 @@ def gather_rows(dtype: torch.dtype) -> list[Case]:
 
 
 def pack_linear(dtype: torch.dtype) -> list[Case]:
-    """The weight is packed, then x multiplied."""
+    """Packs the weight, then multiplies x."""
 
     class Packed(Case):
         def call(self, function: Callable, args: list[Any]) -> Tensor:
@@ -203,8 +71,8 @@ def pack_linear(dtype: torch.dtype) -> list[Case]:
 
 
 def pack_quantized_linear(dtype: torch.dtype) -> list[Case]:
-    """Against the same whole numbers, multiplied in another precision: how far these are from the
-    weights is tested elsewhere.
+    """Multiplies the same integers in another precision. Their distance from the weights is tested
+    in tests/kernels/native/test_quantized.py.
     """
 
     class Packed(Case):
@@ -318,7 +186,7 @@ def rotary_embedding(dtype: torch.dtype) -> list[Case]:
         tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, layout: str
     ) -> Case:
         angles = torch.arange(512)[:, None] * 0.01 ** torch.linspace(0, 1, rotary_dim // 2)
-        # rounded beforehand: truth in fp64 has the same rotations
+        # rounded in advance, so that fp64 has the same rotations
         cache = torch.cat((angles.cos(), angles.sin()), -1).to(dtype).float()
         positions = torch.randint(0, 512, (tokens,))
         qkv = rand(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
@@ -375,7 +243,7 @@ def fused_qk_rope_reshape_and_cache(dtype: torch.dtype) -> list[Case]:
     def own(
         positions: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
     ) -> tuple[Tensor, ...]:
-        """transformers' Qwen3Attention, as far as its rotation, and index_put_"""
+        """transformers' Qwen3Attention up to its rotation, and index_put_"""
         angles, key_cache, value_cache, slots, query_norm, key_norm, eps = rest
         cos, sin = (
             half.to(query.dtype).repeat(1, 2)[:, None] for half in angles[positions].chunk(2, -1)
@@ -404,7 +272,7 @@ def fused_qk_rope_reshape_and_cache(dtype: torch.dtype) -> list[Case]:
         joined: bool = True,
     ) -> Case:
         angles = torch.arange(512)[:, None] * 0.01 ** torch.linspace(0, 1, rotary_dim // 2)
-        # rounded beforehand, as for rotary_embedding
+        # rounded in advance, as for rotary_embedding
         angles = torch.cat((angles.cos(), angles.sin()), -1).to(dtype).float()
         query, key, value = rand(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype).split(
             (heads, kv_heads, kv_heads), dim=1
@@ -423,7 +291,8 @@ def fused_qk_rope_reshape_and_cache(dtype: torch.dtype) -> list[Case]:
             else (None, None, 0.0)
         )
         args = torch.randint(0, 512, (tokens,)), query, key, value, angles, *caches, slots, *norms
-        name = f"{tokens} tokens {heads}/{kv_heads} x {head_dim}, {rotary_dim} rotated{', norms' * norm}"
+        name = f"{tokens} tokens {heads}/{kv_heads} x {head_dim}, {rotary_dim} rotated"
+        name += ", norms" * norm
         return Case(name, args, own, in_place=(1, 5, 6))
 
     return [
@@ -440,7 +309,7 @@ def fused_qk_rope_reshape_and_cache(dtype: torch.dtype) -> list[Case]:
 
 def copy_blocks(dtype: torch.dtype) -> list[Case]:
     class Copies(Case):
-        """args: pairs, then sources and destinations in turn"""
+        """args: pairs, then sources and destinations alternately"""
 
         def call(self, function: Callable, args: list[Any]) -> None:
             pairs, *caches = args
@@ -479,132 +348,6 @@ def copy_blocks(dtype: torch.dtype) -> list[Case]:
         case("odd sizes", [(1, 0), (3, 2)], odd[0], odd[1]),
         case("views of one tensor", [(0, 3), (9, 1)], joined[0], joined[0], joined[2], joined[2]),
         case("large blocks", [(2, 0)], large[0], large[1], large[2], large[3]),
-    ]
-
-
-def make_metadata(
-    query_lens: list[int], seq_lens: list[int], block_size: int, num_blocks: int
-) -> AttentionMetadata:
-    """Pages handed out in random order; rows with one query token must come first."""
-    counts = [-(-seq_len // block_size) for seq_len in seq_lens]
-    pages = torch.randperm(num_blocks, dtype=torch.int32).split([*counts, num_blocks - sum(counts)])
-    block_tables = torch.full(
-        (len(seq_lens), max(counts, default=0) + 1), FOREIGN_BLOCK, dtype=torch.int32
-    )
-    slots = [torch.zeros(0, dtype=torch.int64)]
-    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens)):
-        block_tables[row, : counts[row]] = pages[row]
-        position = torch.arange(seq_len - query_len, seq_len)
-        slots.append(pages[row].long()[position // block_size] * block_size + position % block_size)
-    num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
-    starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
-    lengths = torch.tensor(seq_lens, dtype=torch.int32)
-    return AttentionMetadata(
-        starts, lengths, block_tables, torch.cat(slots), num_decodes, query_lens, seq_lens
-    )
-
-
-def context_slots(metadata: AttentionMetadata, row: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """(blocks, offsets) of a request's positions"""
-    position = torch.arange(metadata.seq_lens_list[row])
-    return metadata.block_tables[row].long()[position // block_size], position % block_size
-
-
-def attention_case(
-    query_lens: list[int],
-    seq_lens: list[int],
-    heads: tuple[int, int, int],
-    block_size: int,
-    dtype: torch.dtype,
-    *options: Any,
-) -> Case:
-    """heads: (NQ, NKV, D); options: sliding_window and softcap, where there are any.
-
-    Every slot that no request owns holds NaN.
-    """
-    num_heads, num_kv_heads, head_dim = heads
-    num_blocks = sum(-(-n // block_size) for n in seq_lens) + 3
-    metadata = make_metadata(query_lens, seq_lens, block_size, num_blocks)
-    key_cache, value_cache = (
-        torch.full((2, num_blocks, block_size, num_kv_heads, head_dim), math.nan)
-        .to(dtype)
-        .unbind(0)
-    )
-    for row in range(len(seq_lens)):
-        where = context_slots(metadata, row, block_size)
-        for cache in (key_cache, value_cache):
-            cache[where] = rand(seq_lens[row], num_kv_heads, head_dim, dtype=dtype)
-    query = rand(sum(query_lens), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)[
-        :, :num_heads
-    ]
-    batch = (
-        f"queries {query_lens} of {seq_lens}" if len(seq_lens) < 6 else f"{len(seq_lens)} requests"
-    )
-    name = f"{batch}, {heads}, blocks of {block_size}, {options}"
-    return Case(
-        name, (query, key_cache, value_cache, metadata, head_dim**-0.5, *options), attention_own
-    )
-
-
-def attention_own(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-    backend: SDPBackend = SDPBackend.MATH,
-) -> tuple[Tensor, ...]:
-    out = torch.empty_like(query)
-    start, group = 0, query.shape[1] // key_cache.shape[2]
-    for row, (query_len, seq_len) in enumerate(zip(metadata.query_lens, metadata.seq_lens_list)):
-        blocks, offsets = context_slots(metadata, row, key_cache.shape[1])
-        keys, values = (
-            cache[blocks, offsets].transpose(0, 1).repeat_interleave(group, 0)
-            for cache in (key_cache, value_cache)
-        )
-        mask = torch.ones(query_len, seq_len, dtype=torch.bool).tril(seq_len - query_len)
-        if sliding_window:
-            mask = mask.triu(seq_len - query_len + 1 - sliding_window)
-        q = query[start : start + query_len].transpose(0, 1)
-        if softcap:  # transformers' Gemma 2
-            logits = (q @ keys.mT * scale / softcap).tanh() * softcap
-            attended = logits.masked_fill(~mask, -math.inf).softmax(-1) @ values
-        else:
-            with sdpa_kernel(backend):
-                (attended,) = F.scaled_dot_product_attention(
-                    q[None], keys[None], values[None], attn_mask=mask, scale=scale
-                )
-        out[start : start + query_len] = attended.transpose(0, 1)
-        start += query_len
-    return (out,)
-
-
-def paged_attention(dtype: torch.dtype) -> list[Case]:
-    bundled, qwen = (4, 2, 64), (14, 2, 64)
-    if INTERPRETED:  # a tile of keys takes 10 ms there
-        return [
-            attention_case([1, 1, 1], [15, 1, 33], bundled, 16, dtype),
-            attention_case([1, 1, 7, 80], [300, 3, 100, 80], (4, 1, 32), 16, dtype),
-            attention_case([1, 9], [150, 100], (4, 2, 32), 16, dtype, 40, 3.0),
-        ]
-    ragged = [50 + i for i in range(31)] + [1500]
-    return [
-        attention_case([1], [1], bundled, 16, dtype),
-        attention_case([1], [16], bundled, 16, dtype),
-        attention_case([1, 1, 1], [15, 17, 33], qwen, 16, dtype),
-        attention_case([1] * 32, ragged, bundled, 16, dtype),
-        attention_case([1] * 5, [40] * 5, (3, 3, 16), 8, dtype),
-        attention_case([5], [5], bundled, 8, dtype),
-        attention_case([7], [100], qwen, 16, dtype),
-        attention_case([2, 300], [2, 700], (4, 1, 32), 32, dtype),
-        attention_case([1, 1, 600, 20], [900, 3, 600, 37], bundled, 16, dtype),
-        attention_case([1, 1, 1, 70, 300], [1, 100, 1500, 70, 900], bundled, 16, dtype, 64),
-        attention_case([1, 7, 20], [1300, 7, 1100], qwen, 32, dtype, 500),
-        attention_case([1, 1, 9, 30], [40, 300, 9, 200], (4, 1, 32), 16, dtype, 0, 2.0),
-        attention_case([1, 1, 300], [600, 3, 700], (3, 3, 16), 8, dtype, 33, 5.0),
-        attention_case([1, 5], [9, 100], (2, 2, 8), 16, dtype, 1),
     ]
 
 

@@ -1,15 +1,15 @@
-"""Inputs for the operations on slots' tables, and what they give, in numpy: whole numbers and
-copies, so equal to the bit.
+"""Inputs for the operations on slots' tables, and their results in numpy. These are integers and
+copies, so results must be equal bit by bit.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from quire.tests.kernels.cases import Case
+from quire.tests.kernels.case import Case
 from torch import Tensor
 
-UNTOUCHED = -77  # what stands where nothing may be written
+UNTOUCHED = -77  # fills places that must not be written
 
 
 def tensor(values: np.ndarray) -> Tensor:
@@ -21,7 +21,7 @@ def filled(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def write_runs() -> list[Case]:
-    """Runs in any order, of 0 to thousands of values; between them nothing changes."""
+    """Runs in any order, of 0 to thousands of values; the memory between them does not change."""
 
     def own(memory: Tensor, places: Tensor, starts: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         written = memory.numpy().copy()
@@ -50,7 +50,7 @@ def write_runs() -> list[Case]:
 
 
 def prepare_step_inputs() -> list[Case]:
-    """Slots in any order, chunks that begin anywhere, tables wider than needed and narrower ones,
+    """Slots in any order, chunks that begin anywhere, tables wider and narrower than needed,
     padding.
     """
 
@@ -131,7 +131,7 @@ def prepare_step_inputs() -> list[Case]:
 
 
 def gather_sampling_parameters() -> list[Case]:
-    """Every bit of every word; the slots' order."""
+    """Every bit of every word, and the slots' order."""
 
     def own(parameters: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
         words = np.ascontiguousarray(parameters.numpy()[slots.numpy()])

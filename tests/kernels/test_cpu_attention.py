@@ -1,11 +1,11 @@
-"""How the CPU's attention groups decoding requests: padding stays bounded, calls stay few."""
+"""How the CPU's attention groups decoding requests: padding is bounded, calls are few."""
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.kernels.cpu import attention
 from quire.kernels.cpu.attention import group_by_length
-from quire.tests.kernels import cases
+from quire.tests.kernels.attention_cases import attention_case
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -27,7 +27,7 @@ def test_groups_hold_every_row_once_within_both_bounds(lengths, call_cost, max_t
 def test_one_long_context_does_not_pad_thirty_short_ones():
     assert group_by_length([50] * 31 + [1500], 512, 10**6) == [[31], list(range(31))]
     assert len(group_by_length(list(range(100, 132)), 512, 10**6)) == 1
-    # of 255 rows, no two alike
+    # 255 rows, all different
     assert len(group_by_length(list(range(6, 1536, 6)), 512, 10**6)) < 25
 
 
@@ -41,7 +41,7 @@ def test_decode_calls_do_not_grow_with_the_number_of_requests(monkeypatch):
     )
     for num_requests in (1, 4, 64):
         calls.clear()
-        case = cases.attention_case(
+        case = attention_case(
             [1] * num_requests,
             [40 + i % 8 for i in range(num_requests)],
             (4, 2, 16),
@@ -53,7 +53,7 @@ def test_decode_calls_do_not_grow_with_the_number_of_requests(monkeypatch):
 
 
 def test_the_largest_mask_is_a_tile_of_the_context(monkeypatch):
-    """A long chunk over a long context: no mask of all queries by all keys."""
+    """For a long chunk over a long context, no mask covers all queries times all keys."""
     largest = 0
     attend = attention.F.scaled_dot_product_attention
 
@@ -63,11 +63,7 @@ def test_the_largest_mask_is_a_tile_of_the_context(monkeypatch):
         return attend(*args, attn_mask=attn_mask, **kwargs)
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watch)
-    attention.paged_attention(
-        *cases.attention_case([2000], [2000], (1, 1, 8), 16, torch.float32).args
-    )
+    attention.paged_attention(*attention_case([2000], [2000], (1, 1, 8), 16, torch.float32).args)
     assert largest == 0
-    attention.paged_attention(
-        *cases.attention_case([1500], [2000], (1, 1, 8), 16, torch.float32).args
-    )
+    attention.paged_attention(*attention_case([1500], [2000], (1, 1, 8), 16, torch.float32).args)
     assert 0 < largest <= attention.QUERY_TILE * 2000

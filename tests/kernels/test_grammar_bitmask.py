@@ -1,26 +1,15 @@
-"""apply_grammar_bitmask, in every implementation: against bits counted one by one in Python."""
+"""apply_grammar_bitmask in every implementation, against bits counted one by one in Python."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire.kernels import registry
-from quire.kernels.registry import Facts
-
-IMPLEMENTATIONS = [
-    i
-    for i in registry.implementations("apply_grammar_bitmask")
-    if i.predicate(Facts("cpu", torch.float32))
-]
-each = pytest.mark.parametrize(
-    "apply", [i.function for i in IMPLEMENTATIONS], ids=[i.name for i in IMPLEMENTATIONS]
-)
+from quire.tests.kernels.implementations import each
 
 
-@each
+@each("apply_grammar_bitmask")
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_clears_exactly_the_tokens_without_a_bit(apply, data):
+def test_clears_exactly_the_tokens_without_a_bit(apply_grammar_bitmask, data):
     vocab_size = data.draw(st.sampled_from([1, 31, 32, 33, 64, 100, 2048]))
     num_rows = data.draw(st.integers(1, 5))
     rows = data.draw(
@@ -40,12 +29,12 @@ def test_clears_exactly_the_tokens_without_a_bit(apply, data):
             if not mask[token_id // 32] >> token_id % 32 & 1:
                 expected[row, token_id] = float("-inf")
     bitmask = torch.tensor(masks, dtype=torch.int32).reshape(len(rows), -(-vocab_size // 32))
-    assert apply(logits, bitmask, torch.tensor(rows, dtype=torch.int64)) is None
+    assert apply_grammar_bitmask(logits, bitmask, torch.tensor(rows, dtype=torch.int64)) is None
     assert torch.equal(logits, expected)
 
 
-@each
-def test_what_is_masked_stays_masked(apply):
+@each("apply_grammar_bitmask")
+def test_what_is_masked_stays_masked(apply_grammar_bitmask):
     logits = torch.tensor([[float("-inf"), 1.0, -2.5]])
-    apply(logits, torch.tensor([[0b011]], dtype=torch.int32), torch.tensor([0]))
+    apply_grammar_bitmask(logits, torch.tensor([[0b011]], dtype=torch.int32), torch.tensor([0]))
     assert logits.tolist() == [[float("-inf"), 1.0, float("-inf")]]

@@ -1,4 +1,6 @@
-"""The machine's limits: positive, the fastest of several runs, threads left as they were."""
+"""The machine's measured limits: positive, the fastest of several runs, number of threads
+unchanged.
+"""
 
 import time
 

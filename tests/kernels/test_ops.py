@@ -1,5 +1,5 @@
-"""The public functions: contracts are written down, dispatch by device and dtype, write what they
-say and nothing else.
+"""The public functions: contracts are documented, dispatch goes by device and dtype, and only the
+named arguments are written.
 """
 
 import dataclasses
@@ -9,6 +9,8 @@ import pytest
 import torch
 from quire.kernels import ops, registry
 from quire.tests.kernels import cases
+from quire.tests.kernels.attention_cases import make_metadata
+from quire.tests.kernels.case import copies
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,7 +29,7 @@ def test_every_contract_is_public_and_says_shapes(op):
 def test_dispatches_and_writes_only_what_it_says(op, dtype):
     torch.manual_seed(0)
     for case in cases.MODEL_OPS[op](dtype):
-        args = cases.copies(case.args)
+        args = copies(case.args)
         case.call(getattr(ops, op), args)
         for i, (before, after) in enumerate(zip(case.args, args)):
             if isinstance(before, torch.Tensor) and i not in case.in_place:
@@ -74,7 +76,7 @@ def test_empty_batches():
 
 
 def test_metadata_is_frozen_and_keeps_its_scratch_to_itself():
-    first, second = (cases.make_metadata([1, 4], [9, 4], 8, 8) for _ in range(2))
+    first, second = (make_metadata([1, 4], [9, 4], 8, 8) for _ in range(2))
     first.scratch["x"] = 1
     assert not second.scratch
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -1,4 +1,4 @@
-"""Every registered implementation of every operation against torch in fp64, and against the
+"""Every registered implementation of every operation, against torch in fp64 and against the
 reference.
 """
 
@@ -13,6 +13,8 @@ from quire.kernels import registry
 from quire.kernels.ops import kv_cache_row
 from quire.kernels.registry import Facts, Implementation
 from quire.tests.kernels import cases
+from quire.tests.kernels.attention_cases import attention_case, context_slots, make_metadata
+from quire.tests.kernels.case import GPU, INTERPRETED, Case, copies, rand
 from quire.tests.kernels.state_cases import STATE_OPS
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -22,24 +24,24 @@ FP8, INT8 = torch.float8_e4m3fn, torch.int8
 def all_implementations(
     op: str, dtype: torch.dtype, kv_cache_dtype: torch.dtype | None = None
 ) -> list[Implementation]:
-    """Those for CPUs, and where there is a GPU those for it.
+    """The implementations for CPUs, and those for a GPU if there is one.
 
-    In Triton's interpreter (tests/kernels/triton/), which is slow, the one that a
-    GPU would run.
+    In Triton's interpreter (tests/kernels/triton/), which is slow: only the one that a GPU would
+    run.
     """
     found, facts = [], {"dtype": dtype, "head_dim": 64, "kv_cache_dtype": kv_cache_dtype}
-    if not cases.INTERPRETED:
+    if not INTERPRETED:
         found += [i for i in registry.implementations(op) if i.predicate(Facts("cpu", **facts))]
-    has_fp8 = cases.GPU.type == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
-    if cases.INTERPRETED or (has_fp8 if kv_cache_dtype == FP8 else cases.GPU.type == "cuda"):
+    has_fp8 = GPU.type == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
+    if INTERPRETED or (has_fp8 if kv_cache_dtype == FP8 else GPU.type == "cuda"):
         registry.import_implementations("cuda")
         on_gpu = [
             i
             for i in registry.implementations(op)
             if i.predicate(Facts("cuda", **facts)) and i.name != "reference"
         ]
-        on_gpu = sorted(on_gpu, key=lambda i: i.priority)[-1:] if cases.INTERPRETED else on_gpu
-        found += [dataclasses.replace(i, function=cases.on_gpu(i.function)) for i in on_gpu]
+        on_gpu = sorted(on_gpu, key=lambda i: i.priority)[-1:] if INTERPRETED else on_gpu
+        found += [dataclasses.replace(i, function=on_gpu(i.function)) for i in on_gpu]
     return found
 
 
@@ -58,9 +60,9 @@ ATTENTION = [(dtype, i) for dtype in DTYPES for i in all_implementations("paged_
 
 
 def error(results: tuple[torch.Tensor, ...], truth: tuple[torch.Tensor, ...]) -> float:
-    """Root mean square of the difference, over the elements that the truth defines.
+    """Root mean square of the difference over the elements that are defined in the expected result.
 
-    A NaN where the truth has none is an infinite error.
+    A NaN where the expected result has none is an infinite error.
     """
     difference = torch.cat(
         [
@@ -76,11 +78,11 @@ def error(results: tuple[torch.Tensor, ...], truth: tuple[torch.Tensor, ...]) ->
 
 
 def check_close(
-    case: cases.Case, implementation: Implementation, dtype: torch.dtype, rounding: float = 0.0
+    case: Case, implementation: Implementation, dtype: torch.dtype, rounding: float = 0.0
 ) -> None:
-    """`rounding`: the least relative error that torch is taken to have.
+    """rounding: lower bound of torch's relative error.
 
-    On a few numbers its own may be small by luck.
+    On few numbers torch's own error may be small by chance.
     """
     results, truth = case.run(implementation.function), case.truth(torch.float64)
     for result, expected in zip(results, truth, strict=True):
@@ -109,9 +111,7 @@ def test_agrees_with_torch_in_fp64(op, dtype, implementation):
     ("op", "dtype", "implementation"), [m for m in MODEL_OPS if m[2].name != "reference"], ids=label
 )
 def test_agrees_with_the_reference(op, dtype, implementation):
-    """In fp32 to rounding; in bf16 to two of its steps, since sums may be taken in another
-    order.
-    """
+    """In fp32 up to rounding; in bf16 up to two steps, since sums may have another order."""
     torch.manual_seed(1)
     reference = next(i for i in registry.implementations(op) if i.name == "reference")
     rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2**-7, 2**-7)
@@ -131,7 +131,7 @@ def test_agrees_with_the_reference(op, dtype, implementation):
 
 @pytest.mark.parametrize(("op", "implementation"), STATE, ids=label)
 def test_tables_of_slots_to_the_bit(op, implementation):
-    """What is not to be written stays as it is, too."""
+    """Memory that must not be written does not change either."""
     for case in STATE_OPS[op]():
         for result, expected in zip(
             case.run(implementation.function), case.torch_own(*case.args), strict=True
@@ -144,7 +144,7 @@ def test_tables_of_slots_to_the_bit(op, implementation):
 )
 def test_bf16_norm_rounds_before_the_weight_as_transformers_does(implementation):
     torch.manual_seed(2)
-    x, weight = cases.rand(40, 896, dtype=torch.bfloat16), cases.rand(896, dtype=torch.bfloat16)
+    x, weight = rand(40, 896, dtype=torch.bfloat16), rand(896, dtype=torch.bfloat16)
     normalised = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
     assert torch.equal(implementation.function(x, weight, 1e-6), weight * normalised.to(x.dtype))
 
@@ -171,21 +171,21 @@ def batches(draw) -> tuple[list[int], list[int], tuple[int, int, int], int]:
 
 
 @pytest.mark.parametrize(("dtype", "implementation"), ATTENTION, ids=label)
-@settings(max_examples=3 if cases.INTERPRETED else 25, deadline=None, derandomize=True)
+@settings(max_examples=3 if INTERPRETED else 25, deadline=None, derandomize=True)
 @given(batch=batches())
 def test_attention_over_ragged_batches(dtype, implementation, batch):
     torch.manual_seed(len(batch[0]))
-    check_close(cases.attention_case(*batch, dtype=dtype), implementation, dtype, rounding=2**-8)
+    check_close(attention_case(*batch, dtype=dtype), implementation, dtype, rounding=2**-8)
 
 
 @pytest.mark.parametrize(("dtype", "implementation"), ATTENTION, ids=label)
 def test_a_request_with_nan_spoils_only_itself(dtype, implementation):
     torch.manual_seed(3)
-    case = cases.attention_case([1, 1, 1, 12, 20], [30, 31, 50, 12, 45], (4, 2, 16), 16, dtype)
+    case = attention_case([1, 1, 1, 12, 20], [30, 31, 50, 12, 45], (4, 2, 16), 16, dtype)
     (before,) = case.run(implementation.function)
     query, key_cache, value_cache, metadata, scale = case.args
     for row, cache in ((1, key_cache), (3, value_cache)):
-        cache[cases.context_slots(metadata, row, 16)] = float("nan")
+        cache[context_slots(metadata, row, 16)] = float("nan")
     after = implementation.function(query, key_cache, value_cache, metadata, scale)
     starts = metadata.query_start_loc.tolist()
     for row in range(5):
@@ -198,16 +198,16 @@ def test_a_request_with_nan_spoils_only_itself(dtype, implementation):
 @pytest.mark.parametrize(("dtype", "implementation"), ATTENTION, ids=label)
 def test_chunked_prefill_equals_whole(dtype, implementation):
     torch.manual_seed(4)
-    sizes = (1, 15, 16, 17, 1, 40, 20) if cases.INTERPRETED else (1, 15, 16, 17, 1, 300, 180)
+    sizes = (1, 15, 16, 17, 1, 40, 20) if INTERPRETED else (1, 15, 16, 17, 1, 300, 180)
     total, heads, block_size = sum(sizes), (4, 2, 32), 16
-    query, key_cache, value_cache, whole, scale = cases.attention_case(
+    query, key_cache, value_cache, whole, scale = attention_case(
         [total], [total], heads, block_size, dtype
     ).args
     expected = implementation.function(query, key_cache, value_cache, whole, scale)
     pieces, start = [], 0
     for size in sizes:
         end = start + size
-        metadata = cases.make_metadata([size], [end], block_size, 64)
+        metadata = make_metadata([size], [end], block_size, 64)
         metadata.block_tables[:] = whole.block_tables[:, : metadata.block_tables.shape[1]]
         pieces.append(
             implementation.function(query[start:end], key_cache, value_cache, metadata, scale)
@@ -219,17 +219,17 @@ def test_chunked_prefill_equals_whole(dtype, implementation):
 
 @pytest.mark.parametrize(("dtype", "implementation"), ATTENTION, ids=label)
 def test_layers_share_metadata(dtype, implementation):
-    """What is kept in metadata.scratch for the next layer must hold for it: other cache contents,
-    the same pages.
+    """Values kept in metadata.scratch must be valid for the next layer, whose cache has other
+    contents in the same blocks.
     """
     torch.manual_seed(5)
-    case = cases.attention_case([1, 1, 9], [200, 20, 30], (4, 2, 16), 16, dtype)
+    case = attention_case([1, 1, 9], [200, 20, 30], (4, 2, 16), 16, dtype)
     query, key_cache, value_cache, metadata, scale = case.args
     other = [
         torch.randn_like(query),
         *(torch.where(cache.isnan(), cache, cache.flip(-1)) for cache in (key_cache, value_cache)),
     ]
-    expected = implementation.function(*other, *cases.copies((metadata, scale)))
+    expected = implementation.function(*other, *copies((metadata, scale)))
     implementation.function(query, key_cache, value_cache, metadata, scale)
     assert torch.equal(implementation.function(*other, metadata, scale), expected)
 
@@ -242,8 +242,8 @@ def with_cache(op: str, cache_dtype: torch.dtype) -> list:
 
 
 def nearest_fp8(x: torch.Tensor) -> torch.Tensor:
-    """x [...] -> fp8: of all its numbers the nearest, ties to the one whose last bit is 0; what is
-    beyond the largest becomes that.
+    """x [...] -> the nearest fp8 number, ties to the one whose last bit is 0; values beyond the
+    largest become the largest.
     """
     numbers = torch.arange(127, dtype=torch.uint8).view(FP8).double()  # ascending from 0
     distance = (x.double().abs().clamp(max=448)[..., None] - numbers).abs()
@@ -252,8 +252,8 @@ def nearest_fp8(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), 127, bits).view(FP8)
 
 
-def fp8_cases(op: str, dtype: torch.dtype) -> list[cases.Case]:
-    """Those of the operation, with numbers of all sizes and caches in fp8."""
+def fp8_cases(op: str, dtype: torch.dtype) -> list[Case]:
+    """The operation's cases, with numbers of all magnitudes and caches in fp8."""
     special = torch.tensor(
         [
             0,
@@ -275,9 +275,9 @@ def fp8_cases(op: str, dtype: torch.dtype) -> list[cases.Case]:
     )
     special = torch.cat((special, -special)).to(dtype)
     changed, kept = [], cases.MODEL_OPS[op](dtype)
-    for case in kept[2:5] if cases.INTERPRETED else kept:
+    for case in kept[2:5] if INTERPRETED else kept:
         names = list(inspect.signature(registry.CONTRACTS[op]).parameters)
-        args = list(cases.copies(case.args))
+        args = list(copies(case.args))
         for name in ("key", "value"):
             x = args[names.index(name)]
             x *= torch.exp2(torch.randint(-12, 12, x.shape)).to(dtype)
@@ -285,7 +285,7 @@ def fp8_cases(op: str, dtype: torch.dtype) -> list[cases.Case]:
                 x[..., 0] = special[torch.randint(len(special), x.shape[:-1])]
         for name in ("key_cache", "value_cache"):
             args[names.index(name)] = nearest_fp8(args[names.index(name)])
-        changed.append(cases.Case(case.name, tuple(args), case.torch_own, case.in_place))
+        changed.append(Case(case.name, tuple(args), case.torch_own, case.in_place))
     return changed
 
 
@@ -314,10 +314,10 @@ def test_numbers_are_rounded_to_the_nearest_of_fp8(dtype, implementation):
     ("dtype", "implementation"), with_cache("fused_qk_rope_reshape_and_cache", FP8), ids=label
 )
 def test_rotated_keys_are_rounded_once_more(dtype, implementation):
-    """What is stored is what the operation stores in a plain cache, rounded."""
+    """The stored values are those that the operation stores in a plain cache, rounded."""
     torch.manual_seed(7)
     for case in fp8_cases("fused_qk_rope_reshape_and_cache", dtype):
-        plain = cases.Case(
+        plain = Case(
             case.name,
             tuple(
                 arg.to(dtype) if getattr(arg, "dtype", None) == FP8 else arg for arg in case.args
@@ -334,17 +334,17 @@ def test_rotated_keys_are_rounded_once_more(dtype, implementation):
 
 @pytest.mark.parametrize(("dtype", "implementation"), with_cache("paged_attention", FP8), ids=label)
 def test_attention_over_fp8_is_that_over_its_numbers(dtype, implementation):
-    """And its error against the cache that was not rounded is that of 4 bits: some percent of what
-    is summed up.
+    """Also compares with the cache that was not rounded: the error is that of 4 bits, some percent
+    of the summed values.
     """
     torch.manual_seed(8)
-    case = cases.attention_case([1, 1, 12], [200, 3, 70], (4, 2, 64), 16, dtype, 50)
+    case = attention_case([1, 1, 12], [200, 3, 70], (4, 2, 64), 16, dtype, 50)
     query, *caches = case.args[:3]
     rounded = [nearest_fp8(cache) for cache in caches]
-    (result,) = cases.Case(case.name, (query, *rounded, *case.args[3:]), case.torch_own).run(
+    (result,) = Case(case.name, (query, *rounded, *case.args[3:]), case.torch_own).run(
         implementation.function
     )
-    same = cases.Case(
+    same = Case(
         case.name, (query, *(cache.to(dtype) for cache in rounded), *case.args[3:]), case.torch_own
     )
     (truth,), (unrounded,) = same.truth(torch.float64), case.truth(torch.float64)
@@ -376,7 +376,7 @@ def test_blocks_of_bytes_are_copied_byte_by_byte(cache_dtype, implementation):
 
 
 def turning(head_dim: int) -> torch.Tensor:
-    """[head_dim, head_dim] fp64: Sylvester's Hadamard matrix in blocks, of the largest power of two
+    """[head_dim, head_dim] fp64: Sylvester's Hadamard matrix in blocks of the largest power of two
     that divides head_dim.
     """
     block, base = (
@@ -389,7 +389,7 @@ def turning(head_dim: int) -> torch.Tensor:
 
 
 def take_apart(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache in int8: whole numbers [num_blocks, block_size, NKV, D] and scales [num_blocks,
+    """An int8 cache -> integers [num_blocks, block_size, NKV, D] and scales [num_blocks,
     block_size, NKV, 1], fp64.
     """
     (num_blocks, block_size, heads, row), blocks = cache.shape, cache.flatten(1)
@@ -417,7 +417,7 @@ def test_heads_in_int8_are_the_nearest_whole_numbers_of_their_scale(
     heads = torch.randn(2, 30, 3, head_dim) * torch.exp2(
         torch.randint(-40, 40, (2, 30, 3, 1)).float()
     )
-    heads[0, :, :, 5] *= 100  # a channel as keys have them
+    heads[0, :, :, 5] *= 100  # a channel that is much larger than the others, as in real keys
     heads[:, 7], heads[:, 8, 1], heads[:, 9] = 0, 1e-38, torch.eye(3, head_dim)
     key, value = heads = heads.to(dtype)
     caches = torch.full((2, 5, 8, 3, kv_cache_row(head_dim, INT8)), 77, dtype=INT8)
@@ -455,11 +455,11 @@ def test_heads_in_int8_are_the_nearest_whole_numbers_of_their_scale(
     ("dtype", "implementation"), with_cache("paged_attention", INT8), ids=label
 )
 def test_attention_over_int8_is_that_over_its_numbers(dtype, implementation, head_dim):
-    """And its error against the cache that was not rounded is that of 8 bits, even where a channel
-    of all keys is thirty times the others.
+    """Also compares with the cache that was not rounded: the error is that of 8 bits, even if one
+    channel of all keys is thirty times the others.
     """
     torch.manual_seed(11)
-    case = cases.attention_case([1, 1, 12], [200, 3, 70], (4, 2, head_dim), 16, dtype, 50, 3.0)
+    case = attention_case([1, 1, 12], [200, 3, 70], (4, 2, head_dim), 16, dtype, 50, 3.0)
     query, *plain = case.args[:3]
     plain[0][..., 5] *= 30
     query[..., 5] /= 30
@@ -472,7 +472,7 @@ def test_attention_over_int8_is_that_over_its_numbers(dtype, implementation, hea
         *caches,
         torch.arange(plain[0].shape[0] * plain[0].shape[1]),
     )
-    (result,) = cases.Case(case.name, (query, *caches, *case.args[3:]), case.torch_own).run(
+    (result,) = Case(case.name, (query, *caches, *case.args[3:]), case.torch_own).run(
         implementation.function
     )
     (keys, key_scales), (values, value_scales) = map(take_apart, caches)

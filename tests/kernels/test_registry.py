@@ -1,4 +1,4 @@
-"""The registry: who is chosen, what an override may say, and what is refused."""
+"""The registry: selection, valid overrides, and errors."""
 
 import logging
 
@@ -9,14 +9,14 @@ from quire.kernels import ops, registry
 from quire.kernels.cpu.native.library import library
 from quire.kernels.registry import register, select, unregister
 
-OURS = "native" if library else "cpu"  # what silu_and_mul is by default
+# the implementation of silu_and_mul that is selected by default
+OURS = "native" if library else "cpu"
 
 
 @pytest.fixture
 def add():
-    """Registers silu_and_mul implementations that go again with the test.
-
-    They return the number they are made with.
+    """Registers silu_and_mul implementations, which return the number they are made with and are
+    removed after the test.
     """
     before = {i.name for i in registry.implementations("silu_and_mul")}
 
@@ -123,7 +123,7 @@ def test_registrations_that_cannot_work_are_refused(add):
     ):
         unregister("silu_and_mul", "yours")
     with pytest.raises(TypeError):
-        select("cpu", torch.float32, num_layers=3)  # not a fact
+        select("cpu", torch.float32, num_layers=3)  # not one of the facts
 
 
 def test_the_choice_is_logged(caplog):

@@ -1,5 +1,5 @@
-"""The sampler draws from exactly the distribution it was asked for, and from nothing else but the
-row.
+"""The sampler draws from exactly the requested distribution, and a row's token depends on the row
+alone.
 """
 
 import math
@@ -9,23 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.kernels import registry
-from quire.kernels.reference.sampling import keep_tokens, philox4x32
-from quire.kernels.registry import Facts
+from quire.kernels.reference.sampling import keep_tokens
+from quire.tests.kernels.implementations import each
 from torch import Tensor
 
-FACTS = Facts("cpu", torch.float32)
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
-def each(op: str):
-    found = [i for i in registry.implementations(op) if i.predicate(FACTS)]
-    return pytest.mark.parametrize(op, [i.function for i in found], ids=[i.name for i in found])
-
-
 def params(rows: list[dict]) -> list[Tensor]:
-    """[{"temperature": …, …}] -> the columns that sample_tokens takes before seeds and
-    positions.
-    """
+    """[{"temperature": …, …}] -> the columns of sample_tokens before seeds and positions."""
     columns = {name: torch.tensor([(NEUTRAL | row)[name] for row in rows]) for name in NEUTRAL}
     return [
         columns["temperature"].float(),
@@ -36,94 +28,13 @@ def params(rows: list[dict]) -> list[Tensor]:
 
 
 def draw(sample_tokens, logits: Tensor, num_draws: int, **filters) -> Tensor:
-    """[num_draws] tokens of one row of logits [V], half over the seeds and half over the
-    positions.
+    """[num_draws] tokens of one row of logits [V], half with different seeds and half with
+    different positions.
     """
     seeds = torch.arange(num_draws).where(torch.arange(num_draws) % 2 == 0, torch.tensor(12345))
     positions = torch.arange(num_draws).where(torch.arange(num_draws) % 2 == 1, torch.tensor(67))
     columns = [column.expand(num_draws) for column in params([filters])]
     return sample_tokens(logits.expand(num_draws, -1).clone(), *columns, seeds, positions)
-
-
-# ---------------------------------------------------------------- random numbers
-
-
-@pytest.mark.parametrize(
-    ("counter", "key", "expected"),
-    [  # Random123's kat_vectors, the lines "philox4x32 10"
-        (
-            "00000000 00000000 00000000 00000000",
-            "00000000 00000000",
-            "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
-        ),
-        (
-            "ffffffff ffffffff ffffffff ffffffff",
-            "ffffffff ffffffff",
-            "408f276d 41c83b0e a20bc7c6 6d5451fd",
-        ),
-        (
-            "243f6a88 85a308d3 13198a2e 03707344",
-            "a4093822 299f31d0",
-            "d16cfe09 94fdcceb 5001e420 24126ea1",
-        ),
-    ],
-)
-def test_philox_gives_the_published_numbers(counter, key, expected):
-    def words(text: str) -> tuple[Tensor, ...]:
-        return tuple(torch.tensor([int(word, 16)]) for word in text.split())
-
-    assert [int(word) for word in philox4x32(words(counter), words(key))] == [
-        int(word, 16) for word in expected.split()
-    ]
-
-
-@each("random_gumbel")
-def test_gumbel_noise_is_the_documented_function_of_its_words(random_gumbel):
-    """Every element against Python's integers and doubles; seeds and positions use their high words
-    too.
-    """
-    seeds, positions = torch.tensor([0, 2**63 - 1, 5 + 2**40]), torch.tensor([0, 2**33 + 7, 9])
-    noise = random_gumbel(seeds, positions, 11)
-    for row, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist())):
-        for token in range(11):
-            word = python_philox(
-                [token // 4, position % 2**32, position >> 32, 0], [seed % 2**32, seed >> 32]
-            )[token % 4]
-            u = min((word + 0.5) * 2**-32, 1 - 2**-24)
-            assert noise[row, token].item() == pytest.approx(
-                -math.log(-math.log1p(-u)), rel=1e-5, abs=1e-6
-            )
-
-
-def python_philox(counter: list[int], key: list[int]) -> list[int]:
-    for i in range(10):
-        if i:
-            key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
-        high0, low0 = divmod(counter[0] * 0xD2511F53, 2**32)
-        high1, low1 = divmod(counter[2] * 0xCD9E8D57, 2**32)
-        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
-    return counter
-
-
-@each("random_gumbel")
-def test_gumbel_noise_has_its_moments_and_no_infinities(random_gumbel):
-    noise = random_gumbel(torch.arange(64), torch.arange(64) * 31, 4096).double()
-    assert noise.isfinite().all()
-    # Euler's constant; the mean's own deviation is 0.0025
-    assert noise.mean().item() == pytest.approx(0.5772157, abs=0.01)
-    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.03)
-    neighbours = torch.corrcoef(torch.stack((noise[:, :-1].flatten(), noise[:, 1:].flatten())))[
-        0, 1
-    ]
-    assert abs(neighbours) < 0.01
-
-
-@each("random_gumbel")
-def test_more_tokens_do_not_change_the_first_ones(random_gumbel):
-    seeds, positions = torch.tensor([3, 4]), torch.tensor([8, 9])
-    torch.testing.assert_close(
-        random_gumbel(seeds, positions, 6), random_gumbel(seeds, positions, 99)[:, :6]
-    )
 
 
 # ---------------------------------------------------------------- which tokens, how often
@@ -132,7 +43,7 @@ def test_more_tokens_do_not_change_the_first_ones(random_gumbel):
 def exact_distribution(
     logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> Tensor:
-    """In Python, token by token, from the contract's words."""
+    """Computed in Python, token by token, from the contract's definition."""
     weights = (logits.double() / temperature).softmax(-1).tolist()
     order = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
     order = [token for token in order if weights[token] >= min_p * weights[order[0]] * (1 - 1e-12)]
@@ -163,8 +74,8 @@ FILTERS = [
 @each("sample_tokens")
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_draws_follow_the_exact_distribution(sample_tokens, filters):
-    """Chi-square at 12 tokens, 2000 draws: below the 0.9999 quantile of 11 degrees of freedom,
-    fixed draws, so it never flickers.
+    """Chi-square over 12 tokens and 2000 fixed draws: below the 0.9999 quantile of 11 degrees of
+    freedom. Deterministic.
     """
     torch.manual_seed(1)
     logits, num_draws = torch.randn(12) * 1.5, 2000
@@ -196,7 +107,7 @@ def test_no_filters_are_filters_that_keep_all(sample_tokens):
 
 @each("sample_tokens")
 def test_a_large_vocabulary_is_drawn_from_in_full(sample_tokens):
-    """A flat distribution over more tokens than any list of candidates: each quarter of the
+    """A flat distribution over more tokens than any list of candidates holds: each quarter of the
     vocabulary gets its share.
     """
     num_draws = 400
@@ -208,7 +119,7 @@ def test_a_large_vocabulary_is_drawn_from_in_full(sample_tokens):
         ]
     )
     counts = torch.histc(tokens.double(), bins=4, min=0, max=2400)
-    assert (counts - 300).abs().max() < 60  # four deviations of 15
+    assert (counts - 300).abs().max() < 60  # four standard deviations of 15
 
 
 # ---------------------------------------------------------------- filters
@@ -236,7 +147,7 @@ def test_equal_logits_are_kept_from_the_lowest_index(sample_tokens):
 
 @each("sample_tokens")
 def test_equal_logits_across_many_candidates(sample_tokens):
-    """2000 equal tokens of 6000: the border of any short list falls among them."""
+    """2000 equal tokens of 6000: the end of any short list falls among them."""
     logits = torch.full((6000,), -50.0)
     logits[2000:4000] = 1.0
     assert max(survivors(sample_tokens, logits, top_k=100)) < 2100
@@ -244,28 +155,28 @@ def test_equal_logits_across_many_candidates(sample_tokens):
     wide = survivors(sample_tokens, logits, min_p=0.5)
     assert min(wide) >= 2000 and 3000 < max(wide) < 4000
     few = torch.full((6000,), -50.0)
-    # 200 equal ones: none falls off the short list, but half of them are cut
+    # 200 equal ones: all fit the short list, but half of them are cut
     few[3010:5010:10] = 1.0
     assert max(survivors(sample_tokens, few, top_k=100)) < 4010
 
 
 @each("sample_tokens")
 def test_top_p_is_a_share_of_the_whole_row(sample_tokens):
-    """Ten tokens of 5 % each, the other half of the mass spread over thousands that no short list
-    holds.
+    """Ten tokens of 5 % each; the other half of the mass is spread over thousands that no short
+    list holds.
     """
     logits = torch.full((6010,), 0.5 / 6000).log()
     logits[600:610] = torch.tensor(0.05).log()
     assert survivors(sample_tokens, logits, top_p=0.42) == set(range(600, 609))
-    # of the ten alone: 5 tenths reach 0.42
+    # of the ten alone, five tenths would reach 0.42
     assert survivors(sample_tokens, logits, top_p=0.42, min_p=0.01) == set(range(600, 605))
 
 
 @each("sample_tokens")
 def test_stages_come_in_vllms_order(sample_tokens):
-    """top_p is a share of what top_k left; temperature comes before min_p."""
+    """top_p is a share of what top_k keeps; the temperature is applied before min_p."""
     logits = torch.tensor([0.5, 0.3, 0.1, 0.1]).log()
-    # 0.5 / 0.8 is enough; of everything it is not
+    # 0.5 / 0.8 is enough; 0.5 of everything is not
     assert survivors(sample_tokens, logits, top_k=2, top_p=0.6) == {0}
     assert survivors(sample_tokens, logits, top_p=0.6) == {0, 1}
     assert survivors(sample_tokens, logits, min_p=0.5) == {0, 1}
@@ -356,7 +267,7 @@ def test_logits_are_not_written(sample_tokens):
 
 
 def test_filters_of_the_reference_are_the_contract():
-    """Against the plain Python reading, over ties and all filters."""
+    """Against a plain implementation in Python, over ties and all filters."""
     torch.manual_seed(3)
     for _ in range(60):
         logits = torch.randint(-4, 4, (15,)).float() / 2
@@ -380,8 +291,8 @@ def test_filters_of_the_reference_are_the_contract():
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_row_does_not_depend_on_its_batch_mates(sample_tokens, data):
-    """Any mix of rows, drawn together, in another order and one by one: the same tokens; and those
-    of the reference.
+    """Any mix of rows gives the same tokens drawn together, in another order and one by one; they
+    are those of the reference.
     """
     vocab_size = data.draw(st.sampled_from([5, 512, 3000]))
     row = st.fixed_dictionaries(
@@ -436,68 +347,3 @@ def test_rows_of_nothing_but_nan_give_some_token(sample_tokens, filters):
     logits, ids = torch.full((2, 3000), math.nan), torch.arange(2)
     token_ids = sample_tokens(logits, *params([filters, filters]), ids, ids)
     assert ((token_ids >= 0) & (token_ids < 3000)).all()
-
-
-# ---------------------------------------------------------------- log-probabilities
-
-
-@each("gather_logprobs")
-@pytest.mark.parametrize("k", [0, 1, 20, 300])
-def test_logprobs_and_ranks(gather_logprobs, k):
-    torch.manual_seed(6)
-    logits = torch.randn(5, 300) * 6
-    token_ids = torch.tensor([0, 299, 17, 5, int(logits[4].argmax())])
-    ids, logprobs, ranks = gather_logprobs(logits, token_ids, k)
-    assert (ids.dtype, logprobs.dtype, ranks.dtype) == (torch.int32, torch.float32, torch.int32)
-    assert ids.shape == logprobs.shape == (5, k + 1) and ranks.shape == (5,)
-    truth = logits.double().log_softmax(-1)
-    assert torch.equal(ids[:, 0].long(), token_ids)
-    assert torch.equal(ids[:, 1:].long(), truth.sort(descending=True).indices[:, :k])
-    torch.testing.assert_close(logprobs.double(), truth.gather(1, ids.long()), rtol=1e-6, atol=1e-5)
-    assert torch.equal(ranks.long(), (truth > truth.gather(1, token_ids[:, None])).sum(-1) + 1)
-    assert ranks[4] == 1
-
-
-@each("gather_logprobs")
-def test_ranks_of_equals(gather_logprobs):
-    ranks = gather_logprobs(torch.tensor([[1.0, 2.0, 2.0, 0.0]] * 4), torch.arange(4), 0)[2]
-    assert ranks.tolist() == [3, 1, 1, 4]
-
-
-# ---------------------------------------------------------------- penalties
-
-
-@each("apply_penalties")
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_penalties_are_those_of_the_plain_reading(apply_penalties, data):
-    """Row by row and token by token in Python's doubles; every other logit is untouched."""
-    torch.manual_seed(data.draw(st.integers(0, 99)))
-    num_rows, vocab_size = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([3, 40, 2000]))
-    logits = torch.randn(num_rows, vocab_size) * 4
-    logits[torch.rand(logits.shape) < 0.1] = -math.inf
-    logits[torch.rand(logits.shape) < 0.1] = 0.0
-    pairs = (torch.rand(logits.shape) < data.draw(st.sampled_from([0.0, 0.2, 1.0]))).nonzero()
-    pairs = pairs[torch.randperm(len(pairs))]
-    rows, token_ids = pairs.unbind(1)
-    counts = torch.randint(0, 4, (len(pairs),), dtype=torch.int32)
-    of_rows = [
-        torch.tensor([data.draw(st.sampled_from(values)) for _ in range(num_rows)])
-        for values in ([1.0, 0.6, 1.7], *[[0.0, -1.5, 0.8]] * 2)
-    ]
-    expected = logits.double()
-    for row, token_id, count in zip(rows.tolist(), token_ids.tolist(), counts.tolist()):
-        repetition, frequency, presence = (values[row].item() for values in of_rows)
-        value = logits[row, token_id].item()
-        value = value / repetition if value > 0 else value * repetition
-        expected[row, token_id] = value - frequency * count - (presence if count > 0 else 0.0)
-    is_touched = torch.zeros(logits.shape, dtype=torch.bool)
-    is_touched[rows, token_ids] = True
-    before = logits.clone()
-    assert (
-        apply_penalties(logits, rows, token_ids, counts, *(values[rows] for values in of_rows))
-        is None
-    )
-    torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(logits[~is_touched], before[~is_touched])
-    assert torch.equal(logits.isneginf(), before.isneginf())

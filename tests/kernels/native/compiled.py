@@ -1,4 +1,4 @@
-"""The native library compiled again for a test: with emulated instruction sets, or under a
+"""Compiles the native library again for a test: with emulated instruction sets, or under a
 sanitizer.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent
 
-# What the headers of emulated intrinsics need is included outside the kernels' namespaces.
+# Headers that the emulated intrinsics need, included outside the kernels' namespaces.
 EMULATED = (
     "-DQUIRE_EMULATED",
     f"-I{HERE}",
@@ -29,14 +29,14 @@ EMULATED = (
 
 
 def find_compiler() -> str | None:
-    """g++: the emulation relies on how it looks intrinsics up."""
+    """g++, because the emulation relies on its name look-up of intrinsics."""
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
 def compile_library(directory: Path, *flags: str) -> Path:
-    """The library as pyproject.toml builds it, with further flags.
+    """Compiles the library as pyproject.toml does, with further flags.
 
-    Raises AssertionError with the compiler's words.
+    Raises AssertionError with the compiler's messages.
     """
     [extension] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
         "ext-modules"

@@ -1,5 +1,5 @@
-"""The instruction sets that a test of native kernels runs on: the processor's own, emulated where
-it lacks one.
+"""The instruction sets that a test of native kernels runs on: the processor's own, and emulated
+ones that it lacks.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import pytest
 from quire.kernels.cpu.native.library import ISAS, Library, library
 from quire.tests.kernels.native.compiled import EMULATED, compile_library, find_compiler
 
-NEEDS_LIBRARY = "native kernels are not built here (no C++ compiler at installation, QUIRE_NATIVE=0, or no AVX2)"
+NEEDS_LIBRARY = (
+    "native kernels are not built here (no C++ compiler at installation, QUIRE_NATIVE=0, "
+    "or no AVX2)"
+)
 
 
 @contextmanager
 def instead_of(original: Library, other: Library) -> Iterator[None]:
-    """Every wrapper's calls go to another compiled library."""
+    """Redirects every wrapper's calls to another compiled library."""
     saved = dict(vars(original))
     vars(original).update(vars(other))
     try:
@@ -28,7 +31,7 @@ def instead_of(original: Library, other: Library) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def emulated_library(tmp_path_factory) -> Callable[[], Library]:
-    """The library that emulates what the processor lacks, compiled once, at its first use."""
+    """The library that emulates what the processor lacks, compiled once at its first use."""
     made: list[Library] = []
 
     def get() -> Library:
@@ -45,7 +48,7 @@ def emulated_library(tmp_path_factory) -> Callable[[], Library]:
 
 @pytest.fixture(params=ISAS)
 def isa(request, emulated_library) -> Iterator[str]:
-    """A test that takes this runs once on each instruction set, whatever the processor has; all
+    """A test with this fixture runs once per instruction set, whatever the processor has; all
     wrappers of native kernels use it.
     """
     if library is None:

@@ -1,5 +1,5 @@
-"""Without the native library, and without a compiler to build it: installing succeeds, a notice
-says so, torch's kernels serve.
+"""Without the native library, and without a compiler to build it: installation succeeds, a warning
+says so, and torch's kernels run.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from quire.tests.kernels.native.compiled import ROOT
 GENERATE = """
 from quire import LLM, SamplingParams
 with LLM(engine="inproc", num_threads=1) as llm:
-    [output] = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    params = SamplingParams(temperature=0, max_tokens=3)
+    [output] = llm.generate("Once upon a time", params, use_tqdm=False)
     print("tokens", len(output.outputs[0].token_ids))
 from quire.kernels import registry
-print("native", [op for op in registry.CONTRACTS if any(i.name == "native" for i in registry.implementations(op))])
+names = {op: [i.name for i in registry.implementations(op)] for op in registry.CONTRACTS}
+print("native", [op for op in names if "native" in names[op]])
 """
 
 
 def test_an_installation_without_a_compiler_succeeds_and_says_so(tmp_path):
-    """The step of `pip install` that compiles, in a copy of what it needs."""
+    """The step of `pip install` that compiles, in a copy of the files it needs."""
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "__init__.py"):
         shutil.copy(ROOT / name, tmp_path)
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]

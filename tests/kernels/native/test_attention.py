@@ -1,5 +1,5 @@
-"""Native attention, rotary embedding and KV writes: a token's bits do not depend on how it came to
-be computed.
+"""Native attention, rotary embedding and KV writes: a token's bits do not depend on how the
+computation was divided.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from quire.kernels.cpu.native.library import library
 from quire.kernels.ops import AttentionMetadata, kv_cache_row
 from quire.kernels.reference.kv_cache import parts
 from quire.kernels.registry import Facts
-from quire.tests.kernels import cases
+from quire.tests.kernels.attention_cases import FOREIGN_BLOCK, attention_case, attention_own
+from quire.tests.kernels.case import Case, rand
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -32,10 +33,10 @@ from quire.kernels.cpu.native.tensors import CACHE_DTYPES
 from quire.kernels.cpu.native.tensors import DTYPES as CALL_DTYPES
 
 DTYPES = (torch.float32, torch.bfloat16)
-# of activations, of the cache
+# dtypes of activations and of the cache
 KINDS = [(dtype, cache_dtype) for dtype in DTYPES for cache_dtype in (dtype, torch.int8)]
-TILE = 64  # of keys, src/attention_tile.inl
-SPLIT = 512  # src/attention.inl: contexts beyond it are summed up in pieces
+TILE = 64  # keys, src/attention_tile.inl
+SPLIT = 512  # src/attention.inl: longer contexts are summed in pieces
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +54,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @dataclass
 class Request:
-    """All tokens of a sequence: query [n, NQ, D], key and value [n, NKV, D]; what each must give,
-    [n, NQ, D], with a cache of that type; how many are computed.
+    """All tokens of a sequence: query [n, NQ, D], key and value [n, NKV, D]; their expected output
+    [n, NQ, D] with a cache of that type; the number computed so far.
     """
 
     query: Tensor
@@ -66,8 +67,8 @@ class Request:
 
 
 class Cache:
-    """A paged cache where only what was written is no NaN, its pages handed out in random order,
-    tables filled with impossible ones.
+    """A paged cache where all slots that were not written hold NaN, with blocks in random order and
+    invalid entries at the end of block tables.
     """
 
     def __init__(self, requests: list[Request], block_size: int):
@@ -76,12 +77,10 @@ class Cache:
         num_kv_heads, head_dim = requests[0].key.shape[1:]
         dtype = requests[0].cache_dtype
         shape = (2, sum(counts) + 2, block_size, num_kv_heads, kv_cache_row(head_dim, dtype))
-        nan = -1 if dtype == torch.int8 else math.nan  # all bits are set, the scale's too
+        nan = -1 if dtype == torch.int8 else math.nan  # all bits are set, in the scale too
         self.keys, self.values = torch.full(shape, nan, dtype=dtype).unbind(0)
         pages = torch.randperm(shape[1], dtype=torch.int32)[: sum(counts)].split(counts)
-        self.tables = torch.full(
-            (len(requests), max(counts) + 1), cases.FOREIGN_BLOCK, dtype=torch.int32
-        )
+        self.tables = torch.full((len(requests), max(counts) + 1), FOREIGN_BLOCK, dtype=torch.int32)
         for table, own in zip(self.tables, pages):
             table[: len(own)] = own
 
@@ -96,7 +95,7 @@ class Cache:
     def step(
         self, requests: list[Request], rows: list[int], sizes: list[int], options: tuple = ()
     ) -> list[Tensor]:
-        """Computes the next sizes[i] tokens of request rows[i], as the engine does; gives each
+        """Computes the next sizes[i] tokens of request rows[i], as the engine does; returns each
         one's result.
         """
         ends = [requests[row].computed + size for row, size in zip(rows, sizes)]
@@ -139,11 +138,12 @@ def make_request(
 ) -> Request:
     """Options: sliding_window and softcap.
 
-    Expected is what a single thread gives when the tokens come one by one and nobody else is there.
+    The expected output is that of a single thread that computes the tokens one by one, without
+    other requests.
     """
     (num_heads, num_kv_heads, head_dim), (dtype, cache_dtype) = heads, kind
-    query = cases.rand(length, num_heads, head_dim, dtype=dtype)
-    key, value = (cases.rand(length, num_kv_heads, head_dim, dtype=dtype) for _ in range(2))
+    query = rand(length, num_heads, head_dim, dtype=dtype)
+    key, value = (rand(length, num_kv_heads, head_dim, dtype=dtype) for _ in range(2))
     request = Request(query, key, value, torch.empty_like(query), cache_dtype)
     library.set_num_threads(1)
     cache = Cache([request], 16)
@@ -154,8 +154,8 @@ def make_request(
 
 
 def check_in_steps(requests: list[Request], block_size: int, draw, options: tuple = ()) -> None:
-    """All tokens of all requests, in steps of some requests with some tokens each: `draw(n)`
-    chooses from 0 to n.
+    """Computes all tokens of all requests in steps of some requests with some tokens each;
+    `draw(n)` returns an integer from 0 to n.
     """
     cache = Cache(requests, block_size)
     while open_rows := [i for i, r in enumerate(requests) if r.computed < len(r.query)]:
@@ -236,8 +236,8 @@ def test_what_is_not_finite_spoils_no_earlier_token(isa, kind, bad, what):
 @pytest.mark.parametrize("what", ["keys", "values"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_what_lies_before_a_window_spoils_nothing(isa, kind, what):
-    """Tokens whose windows have passed a NaN have the bits that they have without it; tiles before
-    all windows are not looked at.
+    """Tokens whose windows have passed a NaN have the same bits as without it; tiles before all
+    windows are not read.
     """
     torch.manual_seed(17)
     window, length, bad = 30, 150, 77
@@ -252,7 +252,7 @@ def test_what_lies_before_a_window_spoils_nothing(isa, kind, what):
         same_bits(result[unspoilt], request.expected[90:][unspoilt])
         and result[: unspoilt.start].isnan().all()
     )
-    cache.tables[0, : (length - window) // TILE * TILE // 8] = cases.FOREIGN_BLOCK
+    cache.tables[0, : (length - window) // TILE * TILE // 8] = FOREIGN_BLOCK
     request.computed = length - 1
     assert same_bits(cache.step([request], [0], [1], (window,))[0], request.expected[-1:])
 
@@ -262,18 +262,18 @@ def test_what_lies_before_a_window_spoils_nothing(isa, kind, what):
     ("query_lens", "contexts"), [([1], [16384]), ([1, 1], [5, 9001]), ([20], [8200])], ids=str
 )
 def test_long_contexts(isa, heads, query_lens, contexts):
-    """Error no worse than that of torch's flash attention, which takes probabilities in bf16 too,
-    and the same bits by one thread and by two, which share a context out.
+    """The error is no larger than that of torch's flash attention, which also has probabilities in
+    bf16. One thread, and two that share a context, give the same bits.
     """
     torch.manual_seed(13)
     for dtype in DTYPES:
-        case = cases.attention_case(query_lens, contexts, heads, 16, dtype)
+        case = attention_case(query_lens, contexts, heads, 16, dtype)
         (truth,) = case.truth(torch.float64)
         library.set_num_threads(1)
         (result,) = case.run(attention.paged_attention)
         library.set_num_threads(2)
         assert same_bits(result, *case.run(attention.paged_attention))
-        (own,) = cases.attention_own(*case.args, backend=SDPBackend.FLASH_ATTENTION)
+        (own,) = attention_own(*case.args, backend=SDPBackend.FLASH_ATTENTION)
         worst = (
             1e-6 if dtype == torch.float32 else 1.05 * (own.double() - truth).square().mean().sqrt()
         )
@@ -281,10 +281,10 @@ def test_long_contexts(isa, heads, query_lens, contexts):
 
 
 def test_large_scores_are_exact_enough():
-    """Softmax over scores of hundreds: all weight on few keys, nothing overflows."""
+    """Softmax over scores of several hundred: all weight is on few keys, nothing overflows."""
     torch.manual_seed(14)
-    case = cases.attention_case([3, 1], [300, 90], (4, 2, 64), 16, torch.float32)
-    large = cases.Case(case.name, (case.args[0] * 100, *case.args[1:]), case.torch_own)
+    case = attention_case([3, 1], [300, 90], (4, 2, 64), 16, torch.float32)
+    large = Case(case.name, (case.args[0] * 100, *case.args[1:]), case.torch_own)
     torch.testing.assert_close(
         large.run(attention.paged_attention)[0].double(),
         large.truth(torch.float64)[0],
@@ -329,7 +329,7 @@ def test_rotation_and_write_in_one_have_the_bits_of_the_two(isa, kind, rotary_di
     results, calls = [], []
     for _ in range(2):
         torch.manual_seed(16)
-        qkv = cases.rand(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+        qkv = rand(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
         caches = torch.zeros(
             2, 6, 8, num_kv_heads, kv_cache_row(head_dim, cache_dtype), dtype=cache_dtype
         )

@@ -1,5 +1,5 @@
-"""Every native kernel on every instruction set, those that this processor lacks emulated: right,
-and the same bits whatever is beside a row.
+"""Every native kernel on every instruction set, emulated if the processor lacks it: correct, and
+the same bits whatever rows are computed together.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from quire.kernels.cpu.native.library import library
 from quire.kernels.ops import kv_cache_row
 from quire.kernels.reference.kv_cache import parts
 from quire.tests.kernels import cases
+from quire.tests.kernels.attention_cases import attention_case, attention_own
+from quire.tests.kernels.case import Case, copies
 from quire.tests.kernels.native.conftest import instead_of
 from quire.tests.kernels.test_parity import DTYPES, check_close, label
 from torch import Tensor
@@ -25,8 +27,8 @@ NATIVE = [
 ]
 WORD = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
-# Operation -> its arguments that have a row per token. Of all others a row is a request: attention
-# has tests of its own.
+# Operation -> its arguments that have a row per token. In all other operations a row is a request;
+# attention has tests of its own.
 PER_TOKEN = {
     "rms_norm": (0,),
     "fused_add_rms_norm": (0, 1),
@@ -46,7 +48,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*(x.contiguous().view(WORD.get(x.dtype, x.dtype)) for x in (a, b)))
 
 
-def only(case: cases.Case, rows: slice, op: str) -> cases.Case:
+def only(case: Case, rows: slice, op: str) -> Case:
     args = tuple(arg[rows] if i in PER_TOKEN[op] else arg for i, arg in enumerate(case.args))
     return replace(case, args=args)
 
@@ -83,7 +85,7 @@ def test_a_row_of_nan_and_one_of_infinity_spoil_only_themselves(isa, op, dtype):
     for case in cases.MODEL_OPS[op](dtype):
         if len(case.args[0]) < 4:
             continue
-        spoilt = replace(case, args=tuple(cases.copies(case.args)))
+        spoilt = replace(case, args=tuple(copies(case.args)))
         for i in PER_TOKEN[op]:
             if spoilt.args[i].is_floating_point():
                 spoilt.args[i][1], spoilt.args[i][2] = float("nan"), float("inf")
@@ -102,10 +104,11 @@ def test_a_cache_in_int8_has_the_references_bytes_and_its_attention(isa, dtype):
         for op in ("reshape_and_cache", "paged_attention")
     }
     for head_dim in (16, 48, 64, 256):
-        query, *plain, metadata, scale = cases.attention_case(
+        query, *plain, metadata, scale = attention_case(
             [1, 1, 9], [150, 3, 70], (4, 2, head_dim), 16, dtype
         ).args
-        heads = [cache.flatten(0, 1) for cache in plain]  # of all slots: NaN where nobody's
+        # of all slots; NaN in those without an owner
+        heads = [cache.flatten(0, 1) for cache in plain]
         slots = torch.randperm(len(heads[0]))
         slots[torch.rand(len(slots)) < 0.1] = -1
         for cache_slots in (slots, torch.arange(len(slots))):
@@ -122,7 +125,7 @@ def test_a_cache_in_int8_has_the_references_bytes_and_its_attention(isa, dtype):
                 torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
                 counts = scales.transpose(1, 2).isfinite().unsqueeze(-1)
                 assert torch.equal(numbers * counts, expected_numbers * counts)
-        (expected,) = cases.Case("", (query, *caches[0], metadata, scale), cases.attention_own).run(
+        (expected,) = Case("", (query, *caches[0], metadata, scale), attention_own).run(
             reference["paged_attention"]
         )
         result = native("paged_attention").function(query, *caches[1], metadata, scale)
@@ -136,7 +139,7 @@ def test_a_cache_in_int8_has_the_references_bytes_and_its_attention(isa, dtype):
 )
 @pytest.mark.parametrize(("op", "dtype"), NATIVE, ids=label)
 def test_what_is_emulated_is_what_the_processor_does(emulated_library, op, dtype):
-    """So that elsewhere the emulation may stand for the processor."""
+    """The emulation equals the processor, so tests elsewhere can rely on it."""
     torch.manual_seed(8)
     for isa in library.isas:
         for case in cases.MODEL_OPS[op](dtype):

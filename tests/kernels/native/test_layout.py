@@ -1,6 +1,4 @@
-"""The structs that Python hands over are those that the library reads: names, order, types, sizes,
-offsets.
-"""
+"""The structs in Python equal those of the library: names, order, types, sizes, offsets."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ def structs_in_python() -> dict[str, type[ctypes.Structure]]:
 
 
 def offsets(struct: type[ctypes.Structure]) -> dict[str, int]:
-    """Of all fields, inherited ones too."""
+    """Offsets of all fields, inherited ones included."""
     names = [
         name for base in reversed(struct.__mro__) for name, _ in base.__dict__.get("_fields_", ())
     ]

@@ -1,5 +1,5 @@
-"""Linear layers by the native library, on each instruction set: right over ragged shapes, and the
-same bits whatever is beside a row.
+"""Native linear layers on each instruction set: correct over ragged shapes, and the same bits
+whatever rows are computed together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 # out, in
 SHAPES = ((1, 1), (16, 2), (17, 3), (33, 31), (100, 33), (48, 531), (160, 896), (64, 1100))
 ROWS = (1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 97)
-FAST_ROWS = (1, 6, 33)  # where instructions are emulated
+FAST_ROWS = (1, 6, 33)  # rows with emulated instructions
 WORD = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 dtypes = pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_rows_of_nan_and_infinity_spoil_only_themselves(isa, dtype, in_features)
 
 @dtypes
 def test_an_infinite_weight_stays_in_its_output(isa, dtype):
-    """Beside it stand the zeros that fill the last panel, and the other outputs."""
+    """Its panel also has other outputs, and the zeros that pad the last panel."""
     weight, bias = make(19, 33, dtype)
     x = torch.randn(3, 33, generator=torch.Generator().manual_seed(5)).to(dtype)
     expected = pack_linear(weight, bias)(x)
@@ -166,9 +166,7 @@ def test_rows_of_a_packed_table_are_the_tables(isa, dtype):
 
 @dtypes
 def test_packing_gives_panels_of_sixteen_outputs(dtype):
-    """The layout of src/abi.h, which all instruction sets and the embedding of a tied table
-    read.
-    """
+    """The layout of src/abi.h, which all instruction sets and a tied table's embedding read."""
     if library is None:
         pytest.skip("native kernels are not built")
     library.set_num_threads(2)
@@ -177,7 +175,7 @@ def test_packing_gives_panels_of_sixteen_outputs(dtype):
         wide = torch.randn(
             out_features, in_features + 3, generator=torch.Generator().manual_seed(7)
         ).to(dtype)
-        weight = wide[:, :in_features]  # rows with something between them
+        weight = wide[:, :in_features]  # with a gap between rows
         padded = F.pad(weight, (0, -in_features % pair, 0, -out_features % 16))
         expected = padded.view(len(padded) // 16, 16, -1, pair).transpose(1, 2)
         assert torch.equal(PackedLinear([weight], None).weight, expected)

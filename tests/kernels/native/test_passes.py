@@ -1,4 +1,4 @@
-"""Several steps of a recorded model as one run: the bits of as many runs, on every instruction set
+"""Several steps of a recorded model in one run: the bits of separate runs, on every instruction set
 and number of threads.
 """
 
@@ -24,7 +24,7 @@ CONTEXTS = [1, 3, 4, 17, 30]  # tokens before each row's first
 
 
 class Model:
-    """Attention over what was written before, and a head: each token depends on all before it."""
+    """Attention over the earlier tokens, and a head: each token depends on all before it."""
 
     def __init__(self, dtype: torch.dtype):
         self.ops = registry.select(
@@ -78,8 +78,8 @@ class Model:
 def make_step(
     contexts: list[int], token_ids: Tensor, num_ahead: int
 ) -> tuple[Tensor, Tensor, AttentionMetadata, Tensor]:
-    """Rows behind `contexts` tokens each, with room for num_ahead behind them; a block table is the
-    same however long the context.
+    """Rows after `contexts` tokens each, with room for num_ahead more; the size of a block table
+    does not depend on the context.
     """
     count, positions = len(contexts), torch.tensor(contexts)
     blocks = torch.randperm(
@@ -104,7 +104,7 @@ def make_step(
 
 
 def draw_columns(count: int, filtered: bool) -> list[Tensor | None]:
-    """temperature to seeds; the first row takes its largest."""
+    """Columns from temperature to seeds; the first row is greedy."""
     filters = (
         (torch.arange(count) * 7, torch.full((count,), 0.9), torch.full((count,), 0.01))
         if filtered
@@ -121,7 +121,7 @@ def test_as_many_steps_one_by_one(isa, dtype, draws, num_threads):
     model = Model(dtype)
     program = model.record()
     passes = Passes(program, BLOCK_SIZE)
-    # sizes come again, and in turns
+    # sizes repeat and alternate
     for num_rows, count in ((1, 1), (1, 8), (5, 2), (5, 9), (3, 5), (5, 9)):
         contexts, first = CONTEXTS[:num_rows], torch.arange(num_rows) * 11 % VOCABULARY
         columns = None if draws is None else draw_columns(num_rows, draws)
@@ -143,7 +143,7 @@ def test_as_many_steps_one_by_one(isa, dtype, draws, num_threads):
         tokens, is_finite = passes(*make_step(contexts, first, count - 1), count, draw)
         assert torch.equal(tokens, torch.stack(expected)) and is_finite.all()
         assert torch.equal(model.caches.view(torch.uint8), cache.view(torch.uint8))
-    assert len(set(tokens.flatten().tolist())) > 5  # else it would show little
+    assert len(set(tokens.flatten().tolist())) > 5  # otherwise the comparison would show little
 
 
 def test_what_is_not_finite_is_told_from_its_step_on(isa):

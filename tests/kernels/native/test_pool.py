@@ -1,5 +1,5 @@
-"""The threads of native kernels: every piece done once, whoever calls, however many; forks, cores,
-hints, and idleness.
+"""The threads of native kernels: every piece is done once for any caller and any number of threads;
+forks, cores, hints, and idle threads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def task_ids() -> set[int]:
 
 
 def start(num_threads: int, cores: list[int] | None = None) -> list[int]:
-    """Sets the number of threads; the system's ids of those that it starts."""
+    """Sets the number of threads; returns the system's ids of the threads that this starts."""
     library.set_num_threads(1)
     before = task_ids()
     library.set_num_threads(num_threads, cores)
@@ -50,7 +50,7 @@ def start(num_threads: int, cores: list[int] | None = None) -> list[int]:
 
 
 def work(rows: int, seed: int = 0) -> tuple[Callable[[], Tensor], Tensor]:
-    """A call of the activation, and what it must give."""
+    """A call of the activation, and its expected result."""
     torch.set_num_threads(1)  # torch's own threads do not survive a fork
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(seed))
     function = next(i.function for i in implementations("silu_and_mul") if i.name == "native")
@@ -66,7 +66,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def must_end_well(child: int) -> None:
-    """A forked process ends by itself, and with code 0."""
+    """A forked process ends by itself, with code 0."""
     status: list[int] = []
 
     def ended() -> bool:
@@ -84,7 +84,7 @@ def must_end_well(child: int) -> None:
 
 
 def in_a_fork(body: Callable[[], None]) -> None:
-    """`body` raises nothing in a child."""
+    """`body` raises nothing in a child process."""
     if child := os.fork():
         must_end_well(child)
         return
@@ -99,7 +99,7 @@ def in_a_fork(body: Callable[[], None]) -> None:
 
 
 def switches(task: int) -> int:
-    """How often a thread has gone to sleep."""
+    """The number of times that a thread has gone to sleep."""
     lines = Path(f"/proc/self/task/{task}/status").read_text().splitlines()
     return next(
         int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches")
@@ -119,12 +119,12 @@ def test_every_piece_is_done_in_every_run(num_threads):
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_more_pieces_than_a_share_counts(num_threads):
-    """So many that threads take several at once: each must be done, and the last take may be a
-    short one.
+    """With this many, threads take several at once: each must be done, and the last take may be
+    shorter.
     """
     argmax = next(i.function for i in implementations("argmax") if i.name == "native")
     library.set_num_threads(num_threads)
-    # a piece each
+    # one piece each
     for rows in (4096 * num_threads - 1, 4096 * num_threads, 4096 * num_threads + 1, 50_003):
         logits = torch.randn(rows, 3, generator=torch.Generator().manual_seed(rows))
         token_ids, is_finite = argmax(logits)
@@ -132,8 +132,8 @@ def test_more_pieces_than_a_share_counts(num_threads):
 
 
 def test_a_call_of_several_phases_with_threads_that_come_late():
-    """Seven threads on one core: whoever has its turn does the work, the others come in any phase
-    of any call, or not at all.
+    """Seven threads share one core. The one that is running works; the others join in any phase of
+    any call, or not at all.
     """
     logits = torch.randn(6, 30_000, generator=torch.Generator().manual_seed(1))
     find, draw = (
@@ -154,8 +154,8 @@ def test_a_call_of_several_phases_with_threads_that_come_late():
 
 @needs_two_cores
 def test_nobody_waits_for_a_thread_that_is_kept_from_its_core():
-    """A worker that gets the crumbs of a busy core: if each call waited for it, a run would take
-    thousands of times as long as by one thread.
+    """A worker gets little time on a busy core. If each call waited for it, a run would take
+    thousands of times as long as with one thread.
     """
     call, step = SiluAndMul(Op.SILU_AND_MUL, BF16, 0, size=1), Step()
     many = (ctypes.c_void_p * 2000)(*[ctypes.addressof(call)] * 2000)
@@ -192,12 +192,12 @@ def test_threads_may_change_between_any_two_runs():
     call, expected = work(rows=200)
     for i in range(60):
         library.set_num_threads(1 + i % 5)
-        time.sleep((i % 3) * 0.0002)  # awake, about to sleep, asleep
+        time.sleep((i % 3) * 0.0002)  # polling, about to sleep, asleep
         assert torch.equal(call(), expected) and torch.equal(call(), expected)
 
 
 def test_a_run_of_many_calls_with_threads_that_fall_asleep_between_runs():
-    """Nobody who sleeps is forgotten: a lost wake-up would hang."""
+    """No sleeping thread is missed: a lost wake-up would hang."""
     library.set_num_threads(3)
     call, step = SiluAndMul(Op.SILU_AND_MUL, BF16, 0, size=1), Step()
     many = (ctypes.c_void_p * 50)(*[ctypes.addressof(call)] * 50)
@@ -229,7 +229,7 @@ def test_a_fork_has_threads_of_its_own(num_threads):
     call()
 
     def in_child() -> None:
-        # not always one: OpenTelemetry starts a thread of its own in every fork
+        # not always one: OpenTelemetry starts a thread in every fork
         before = task_ids()
         assert torch.equal(call(), expected)
         assert len(task_ids() - before) == num_threads - 1
@@ -243,7 +243,7 @@ def test_a_fork_has_threads_of_its_own(num_threads):
 
 
 def test_a_fork_beside_a_run():
-    """Of another thread: its locks and its half-done work stay behind."""
+    """While another thread runs: the child inherits neither its locks nor its unfinished work."""
     call, expected = work(rows=2000)
     library.set_num_threads(2)
     stop = threading.Event()
@@ -270,7 +270,7 @@ def test_limit_memory_threads_that_cannot_be_had_are_an_error_and_one_remains():
 
     def in_child() -> None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        # room for one stack or two
+        # enough for one or two stacks
         resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))
         before = task_ids()
         with pytest.raises(OSError):
@@ -301,7 +301,7 @@ def test_workers_are_pinned_and_the_caller_is_not():
 
 @needs_two_cores
 def test_a_worker_makes_way_for_the_caller():
-    """Else one core would be both threads', and the other nobody's."""
+    """Otherwise two threads would share one core, and another would be idle."""
     call, _ = work(rows=200)
     [worker] = start(2, CORES[:2])
     for mine, others in ((CORES[1], CORES[0]), (CORES[0], CORES[1]), (CORES[0], CORES[1])):
@@ -318,7 +318,7 @@ def test_idle_threads_sleep():
         wait_until(lambda: asleep(worker), "a thread without work stays awake")
     before = [switches(worker) for worker in workers]
     time.sleep(0.1)
-    assert [switches(worker) for worker in workers] == before  # not even now and then
+    assert [switches(worker) for worker in workers] == before  # no periodic wake-ups either
 
 
 def test_a_hint_wakes_them_and_runs_nothing():
@@ -329,7 +329,7 @@ def test_a_hint_wakes_them_and_runs_nothing():
         wait_until(lambda: asleep(worker), "a thread without work stays awake")
         before = switches(worker)
         library.wake()
-        # awake, and asleep again since no run came
+        # awake, then asleep again since no run followed
         wait_until(lambda: switches(worker) > before, "no hint came through")
     library.wake()
     assert torch.equal(call(), expected)

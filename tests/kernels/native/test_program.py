@@ -1,5 +1,5 @@
-"""Recorded steps: the same bits as the calls one by one, buffers that never share memory while both
-live, refusals that name the reason.
+"""Recorded steps: the same bits as separate calls, buffers that share no memory while both are in
+use, and errors that name the reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.kernels.cpu.native.library import library
-from quire.tests.kernels import cases
+from quire.tests.kernels.attention_cases import make_metadata
 from torch import Tensor
 
 if library is None:
@@ -59,7 +59,7 @@ def record(model: Model, ops: SimpleNamespace, limits: Limits = LIMITS) -> Progr
 
 
 def make_step(query_lens: list[int]) -> tuple:
-    metadata = cases.make_metadata(query_lens, query_lens, 16, 64)
+    metadata = make_metadata(query_lens, query_lens, 16, 64)
     num_tokens = sum(query_lens)
     return (
         torch.randint(0, VOCABULARY, (num_tokens,), dtype=torch.int32),
@@ -70,7 +70,7 @@ def make_step(query_lens: list[int]) -> tuple:
 
 
 def check(model: Model, ops: SimpleNamespace, limits: Limits = LIMITS) -> Program:
-    """The program gives, for steps of several sizes in turn, what the model gives."""
+    """The program's results equal the model's for alternating steps of several sizes."""
     program = record(model, ops, limits)
     for query_lens in ([1], [1, 1, 1], [20, 4], [3], [24], [1]):
         step = make_step(query_lens)
@@ -102,7 +102,7 @@ def test_a_program_gives_the_bits_of_its_calls(ops):
     program = check(layers(ops), ops)
     assert len(program.calls) == 2 + 4 * 4 + 1
     row_bytes = HIDDEN * ops.table.element_size()
-    # residual, x, and what a layer needs: not all layers'
+    # residual, x, and what one layer needs, not all layers
     assert program.num_bytes < 6 * row_bytes * LIMITS.num_tokens
 
 
@@ -120,8 +120,8 @@ def test_a_call_says_which_of_the_steps_counts_it_has(ops):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_random_graphs(data):
-    """Results that live for a while, in any order, and are added up in the end: memory given to two
-    at once would show.
+    """Results that are used for a while, in any order, and summed in the end: memory assigned to
+    two of them at once would change the sum.
     """
     table = registry.select("cpu", torch.float32)
     torch.manual_seed(0)
@@ -147,7 +147,7 @@ def test_random_graphs(data):
                 live.append(ops.embedding(token_ids, ops.table))
             elif move == "norm":
                 live.append(ops.rms_norm(one, ops.norm, 1e-6))
-            elif move == "gate":  # of the half as wide results, the halves are added to it
+            elif move == "gate":  # halves the width; both halves are added to it
                 small = ops.silu_and_mul(one)
                 ops.fused_add_rms_norm(
                     small, other.view(len(other), 2, -1)[:, j % 2], ops.half_norm, 1e-6
@@ -178,7 +178,7 @@ def test_buffers_that_live_together_lie_apart(spans):
         for other, other_start in zip(buffers[:i], offsets):
             apart = start + mine.num_bytes <= other_start or other_start + other.num_bytes <= start
             assert apart or mine.last < other.first or other.last < mine.first
-    if all(buffer.first == 0 for buffer in buffers):  # all at once: no gaps
+    if all(buffer.first == 0 for buffer in buffers):  # all in use at once: no gaps
         assert num_bytes == sum(buffer.num_bytes for buffer in buffers)
 
 
@@ -195,7 +195,7 @@ def test_a_linear_layer_gates_by_itself_where_nobody_else_reads_it(ops):
         torch.randn(2 * HIDDEN, HIDDEN).to(ops.norm.dtype),
         torch.randn(2 * HIDDEN).to(ops.norm.dtype),
     )
-    # no multiple of 32
+    # not a multiple of 32
     narrow = ops.pack_linear(torch.randn(HIDDEN + 2, HIDDEN).to(ops.norm.dtype), None)
 
     def alone(token_ids: Tensor, *_: object) -> Tensor:
@@ -255,7 +255,7 @@ def test_rotation_and_writing_are_one_where_the_key_is_the_same(ops, written, ex
 def refused(model: Model, ops: SimpleNamespace) -> str:
     with pytest.raises(Unrecordable) as caught:
         record(model, ops)
-    assert wrappers._thread.recorder is None  # and the next call runs
+    assert wrappers._thread.recorder is None  # the next call runs
     return str(caught.value)
 
 
@@ -265,7 +265,7 @@ def refused(model: Model, ops: SimpleNamespace) -> str:
         (lambda x: x * 2, "mul.Tensor"),
         (lambda x: x.add_(1), "add_.Tensor"),
         (lambda x: x.clone(), "clone"),
-        (lambda x: x.t().reshape(-1, HIDDEN), "reshape"),  # a copy, here
+        (lambda x: x.t().reshape(-1, HIDDEN), "reshape"),  # a copy in this case
         (lambda x: x.float().half(), "to.dtype"),
         (lambda x: torch.zeros(len(x), HIDDEN), "zeros"),
         (lambda x: x[torch.arange(3)], "arange"),

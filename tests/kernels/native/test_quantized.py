@@ -1,5 +1,5 @@
-"""Linear layers over int8 and int4 weights, on each instruction set: the reference's bits, whatever
-is beside a row, and weights near the given ones.
+"""Linear layers over int8 and int4 weights on each instruction set: the reference's bits whatever
+rows are computed together, and weights near the given ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if library is not None:
     from quire.kernels.cpu.native.quantized import pack_quantized_linear
 
 SHAPES = ((1, 1), (16, 64), (33, 65), (40, 200), (96, 448), (48, 1216))  # out, in
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 17, 33)  # few and many go by different instructions
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 17, 33)  # few and many rows use different instructions
 WORD = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 bits = pytest.mark.parametrize("bits", [8, 4])
@@ -58,8 +58,8 @@ def test_the_bits_are_the_references_for_any_number_of_rows_and_threads(isa, sha
 
 @bits
 def test_panels_read_side_by_side(isa, bits):
-    """So many that a thread's share is several times as many as are multiplied at once, and no
-    multiple of that.
+    """A thread's share is several times the number of panels multiplied at once, and no multiple of
+    it.
     """
     weight, bias = make(1184, 65, torch.bfloat16)
     layer, x = pack_quantized_linear(weight, bias, bits), normal(4, 65, dtype=torch.bfloat16)
@@ -83,8 +83,8 @@ def test_more_rows_than_are_quantized_together(isa, bits):
 
 @bits
 def test_numbers_at_the_edge_of_their_range(isa, bits):
-    """All of the largest magnitude, of one sign or of alternating ones: nowhere may a sum of
-    products not fit.
+    """All numbers of the largest magnitude, of one sign or alternating: no sum of products may
+    overflow.
     """
     signs = torch.tensor(
         [
@@ -95,7 +95,7 @@ def test_numbers_at_the_edge_of_their_range(isa, bits):
             [0.0, 0.0, 0.0, 0.0],
         ]
     )
-    rows = signs.repeat(4, 96)  # [20, 384]: a whole group of int8 and a part of one
+    rows = signs.repeat(4, 96)  # [20, 384]: a complete group of int8 and a part of one
     layer, reference = (
         pack_quantized_linear(rows * 3, None, bits),
         QuantizedLinear(rows * 3, None, bits),
@@ -190,15 +190,15 @@ def test_rows_of_a_table_are_what_is_multiplied_by(isa, dtype):
 @pytest.mark.skipif(library is None, reason="native kernels are not built here")
 @pytest.mark.parametrize(("bits", "bound"), [(8, 0.007), (4, 0.084)])
 def test_weights_stay_near_the_given_ones(bits, bound):
-    """Root mean square relative to normal weights.
+    """Root mean square error relative to normal weights.
 
-    An int4 scale for each 32 alone, the largest weight at -8, has 0.086; 0.0825 is what is found
-    here.
+    A scale for each 32 weights that maps the largest to -8 has 0.086; the measured value here is
+    0.0825.
     """
     weight = normal(512, 640, dtype=torch.float32)
     layer = QuantizedLinear(weight, None, bits)
     values = (layer.numbers * layer.scales.unsqueeze(-1)).flatten(1)[:, :640]
     assert ((values - weight).square().mean() / weight.square().mean()).sqrt() < bound
-    # exact: a group of x is one number, at 127
+    # exact: all numbers of a group of x are 127
     product = pack_quantized_linear(weight, None, bits)(torch.eye(640))
     torch.testing.assert_close(product.T, values, rtol=1e-6, atol=1e-7)

@@ -1,5 +1,5 @@
-"""The native sampling kernels on the borders of their groups and pieces, with one thread and two,
-on every instruction set.
+"""The native sampling kernels at the limits of their groups and pieces, with one thread and two, on
+every instruction set.
 """
 
 import math
@@ -42,8 +42,8 @@ def columns(filters: list[dict]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("scale", [0.3, 3.0, 30.0])
 def test_the_reference_draws_the_same(isa, scale):
-    """Every filter over every size, rows of all kinds side by side; with ties, and in a memory
-    where rows are further apart.
+    """Every filter and every size, with rows of all kinds together, with ties, and with gaps
+    between rows.
     """
     for vocab_size in VOCAB_SIZES:
         torch.manual_seed(vocab_size)
@@ -62,8 +62,8 @@ def test_the_reference_draws_the_same(isa, scale):
 
 
 def test_rows_that_are_nearly_or_wholly_masked(isa):
-    """Whatever the filters, a masked token is not drawn; of rows that are masked or broken
-    altogether only an id is asked.
+    """With all filters, a masked token is not drawn. A row that is completely masked or invalid
+    only has to give a valid id.
     """
     for vocab_size in (65, 9000):
         logits = torch.full((len(FILTERS), vocab_size), -math.inf)
@@ -81,7 +81,7 @@ def test_rows_that_are_nearly_or_wholly_masked(isa):
 
 
 def test_what_lies_behind_a_row_is_not_read(isa):
-    """Between two rows stands what would be the largest of all."""
+    """The memory between two rows holds what would be the largest logit."""
     memory = torch.full((4, 9000), 1e9)
     logits = memory[:, :8129]
     logits.copy_(torch.randn(4, 8129))
@@ -96,12 +96,12 @@ def test_what_lies_behind_a_row_is_not_read(isa):
 
 
 def test_log_probabilities_are_the_references(isa):
-    """Values to rounding, all else exactly (but the order of masked tokens); a row is the same
-    beside any others, and one with a NaN spoils only itself.
+    """Values agree up to rounding, the rest exactly (except the order of masked tokens). A row does
+    not depend on other rows, and a row with a NaN does not affect others.
     """
     for vocab_size in (1, 65, 1000, 8193):
         torch.manual_seed(vocab_size)
-        size = vocab_size + 3  # so that rows are further apart than they are long
+        size = vocab_size + 3  # so that the stride exceeds a row's length
         # all different
         logits = (torch.stack([torch.randperm(size) for _ in range(5)]) * (20 / size) - 10)[
             :, :vocab_size

@@ -1,4 +1,4 @@
-"""The tests of native kernels again, with a library compiled under AddressSanitizer and UBSan, and
+"""Runs the tests of native kernels with a library compiled under AddressSanitizer and UBSan, and
 under ThreadSanitizer.
 
     pytest -m sanitizers
@@ -26,13 +26,13 @@ FLAGS = {
 }
 RUNTIMES = {"address": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}
 OPTIONS = {
-    # Python's own leaks at exit are not ours
+    # ignores Python's own leaks at exit
     "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
     "TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1",
 }
-# Under ThreadSanitizer only what has threads: emulated arithmetic is slow there. It has no word on
-# forks beside threads either.
+# Under ThreadSanitizer only tests with threads run, because emulated arithmetic is slow there. It
+# does not support forks beside threads.
 TESTS = {
     "address": ("tests/kernels/native",),
     "thread": tuple(f"tests/kernels/native/test_{name}.py" for name in ("pool", "isas", "passes")),
@@ -41,8 +41,8 @@ SELECTION = {"address": "not limit_memory", "thread": "not fork and not limit_me
 
 
 def runtime(name: str) -> str:
-    """The path of a sanitizer's library: it must be loaded before Python, which is compiled
-    without.
+    """The path of a sanitizer's library. It must be loaded before Python, which is compiled without
+    it.
     """
     done = subprocess.run(
         [find_compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True
@@ -54,7 +54,7 @@ def runtime(name: str) -> str:
 
 @pytest.fixture(scope="module", params=FLAGS)
 def checked(request, tmp_path_factory) -> tuple[str, dict[str, str]]:
-    """A sanitizer's name, and the environment of a process whose native library is compiled under
+    """A sanitizer's name, and the environment of a process whose native library is compiled with
     it.
     """
     library = compile_library(
@@ -76,7 +76,7 @@ def checked(request, tmp_path_factory) -> tuple[str, dict[str, str]]:
 
 
 def run(environment: dict[str, str], *arguments: str) -> tuple[int, str]:
-    # ThreadSanitizer's own memory lies where the system's random addresses may lie too.
+    # Address randomisation can collide with ThreadSanitizer's own memory.
     command = ["setarch", "--addr-no-randomize", sys.executable, *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
@@ -111,13 +111,14 @@ from quire.kernels.cpu.native.library import library
 library.set_num_threads(2)
 x, out = torch.ones(1000, 512), torch.empty({num_rows}, 256)
 for _ in range(100):
-    submit(SiluAndMul(Op.SILU_AND_MUL, F32, 1000, x.data_ptr(), out.data_ptr(), 512, {out_row}, 256))
+    pointers = x.data_ptr(), out.data_ptr()
+    submit(SiluAndMul(Op.SILU_AND_MUL, F32, 1000, *pointers, 512, {out_row}, 256))
 """
 
 
 def test_faults_are_found(checked):
-    """Rows past the end of their memory, and two threads at one row: else the test above would show
-    nothing.
+    """Rows past the end of their memory, and two threads that write one row: shows that the test
+    above can fail.
     """
     sanitizer, environment = checked
     fault = (

@@ -1,4 +1,4 @@
-"""Memory of packed weights: aligned, apart from each other, gone with its last weight."""
+"""Memory of packed weights: aligned, disjoint, freed with the last weight."""
 
 from __future__ import annotations
 

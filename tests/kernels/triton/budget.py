@@ -1,17 +1,18 @@
-"""What the compiler makes of a wrapper's launches, without a GPU: registers, spills, shared memory,
-instructions, on sm_80 and sm_90.
+"""The compiled code of a wrapper's launches, inspected without a GPU: registers, spills, shared
+memory and instructions, on sm_80 and sm_90.
 
-A budget is a call of a wrapper, as a model makes it, and what its launches may take:
+A budget is a call of a wrapper, as a model makes it, and the limits of its launches:
 
-    BUDGETS = [Budget("rms_norm, 896", lambda: norm.rms_norm(bf16(4, 896), bf16(896), 1e-6),
-    registers=40)]
+    BUDGETS = [
+        Budget("rms_norm, 896", lambda: norm.rms_norm(bf16(4, 896), bf16(896), 1e-6), registers=40)
+    ]
 
     @pytest.mark.parametrize(("budget", "arch"), combinations(BUDGETS), ids=str)
     def test_budget(budget, arch):
         budget.check(arch)
 
-The tensors lie in host memory and are never read: the launches are compiled exactly as the wrapper
-asks for them, with its warps and stages and the alignments that it passes, and not run.
+The tensors are in host memory and are never read: the launches are compiled as the wrapper requests
+them, with its warps, stages and pointer alignments, and not run.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-# bytes that one program may have; the keys are the architectures
+# bytes that one program may have, by architecture
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
-# 16 bytes to a thread, or a tile by the copy engine
+# 16 bytes per thread, or a tile by the copy engine
 WIDE_LOAD = r"\b(?:LDG|LDGSTS)\S*\.128\b|\bUTMALDG\b"
 
 
 class AbsentGpu:
-    """Stands in for Triton's driver: names the architecture to compile for.
+    """Replaces Triton's driver: names the architecture to compile for.
 
-    Launch caches are kept by device, so its number is the architecture.
+    Launch caches are kept per device, so the device number is the architecture.
     """
 
     def __init__(self, arch: int):
@@ -68,9 +69,9 @@ class AbsentGpu:
 @dataclass(frozen=True)
 class Compiled:
     kernel: str
-    registers: int  # of a thread
+    registers: int  # per thread
     stack: int  # bytes that a thread spills
-    shared: int  # bytes that a program has
+    shared: int  # bytes per program
     sass: str
 
     def count(self, instruction: str) -> int:
@@ -78,20 +79,23 @@ class Compiled:
 
     def __str__(self) -> str:
         wide, narrow = self.count(WIDE_LOAD), self.count(r"\bLDG\S*")
-        return f"{self.kernel}: {self.registers} registers, {self.stack} B stack, {self.shared} B shared, {wide} wide of {narrow} loads"
+        return (
+            f"{self.kernel}: {self.registers} registers, {self.stack} B stack, "
+            f"{self.shared} B shared, {wide} wide of {narrow} loads"
+        )
 
 
 def compile_launches(call: Callable[[], Any], arch: int) -> list[Compiled]:
-    """Every launch that `call` makes, in order, as compiled for `arch`.
+    """Every launch that `call` makes, in order, compiled for `arch`.
 
-    Fails if it reads a tensor.
+    Fails if `call` reads a tensor.
     """
     return [_inspect(kernel) for kernel in compiled_kernels(call, arch)]
 
 
 def compiled_kernels(call: Callable[[], Any], arch: int) -> list[Any]:
-    """As compile_launches, Triton's own objects: a `name`, and a `hash` that two launches share if
-    they need not be compiled apart.
+    """As compile_launches, but returns Triton's own objects, which have a `name`, and a `hash` that
+    is equal for launches that share a compilation.
     """
     kernels = []
 
@@ -118,10 +122,9 @@ def _inspect(kernel: Any) -> Compiled:
 
 @dataclass(frozen=True)
 class Budget:
-    """Nothing may spill.
+    """Limits of a call's launches. Nothing may spill.
 
-    `contains`: patterns of instructions, for each architecture, that some launch of the call must
-    have.
+    `contains`: patterns of instructions, by architecture, that some launch of the call must have.
     """
 
     name: str

@@ -25,9 +25,7 @@ else:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiler_cache(tmp_path_factory) -> Iterator[None]:
-    """What the compiler keeps goes away with the tests, and nothing that an earlier run left is
-    believed.
-    """
+    """A compiler cache that is removed with the tests and contains nothing of earlier runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         yield
@@ -35,9 +33,9 @@ def compiler_cache(tmp_path_factory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter(request, tmp_path_factory) -> Iterator[tuple[subprocess.Popen, Path] | None]:
-    """The process that runs the interpreted tests, and the file that it prints to, if they are
-    among those to be run. It starts with the first test of this folder, so that it has one core
-    while the compiler's tests have another.
+    """The process that runs the interpreted tests, and the file of its output, if these tests are
+    selected. It starts with the first test of this folder, so that it uses one core while the
+    compiler's tests use another.
     """
     if not any(item.path.name == "test_interpreted.py" for item in request.session.items):
         yield None

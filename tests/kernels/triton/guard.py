@@ -1,12 +1,12 @@
-"""Makes Triton's CPU interpreter trustworthy: bf16 and fp8 rounded as a GPU rounds them, every
-address checked, races between programs found.
+"""Makes Triton's CPU interpreter stricter: bf16 and fp8 are rounded as on a GPU, every address is
+checked, and races between programs are found.
 
-Importing it patches the interpreter of this process, where TRITON_INTERPRET=1 was set before triton
-was imported. A kernel that does wrong fails with an InterpreterError that names the KernelFault.
-Programs run one after another, so a race shows only here: as memory that two programs of one launch
-touch, one of them writing. It is none if the first had done so before an atomic of acquire-release
-order at the GPU's scope, and the second does so after another one: the hand-over of which that is
-part. What else is no race: `with unordered(): ...`.
+Importing it patches the interpreter of this process; TRITON_INTERPRET=1 must be set before triton
+is imported. An invalid kernel fails with an InterpreterError that names the KernelFault. Programs
+run one after another, so a race shows only as memory that two programs of one launch access, at
+least one of them writing. It is no race if the first program accessed the memory before an atomic
+of acquire-release order at GPU scope, and the second one accesses it after such an atomic. `with
+unordered(): ...` disables the search for races.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from triton._C.libtriton.ir import MEM_SEMANTIC, MEM_SYNC_SCOPE
 from triton.runtime.interpreter import InterpreterBuilder as Builder
 from triton.runtime.interpreter import TensorHandle
 
-MANY = -1  # readers
+MANY = -1  # several readers
 
 
 class KernelFault(AssertionError):
-    """A kernel did what a GPU would punish, or would compute otherwise."""
+    """A kernel does something that a GPU would punish or compute differently."""
 
 
-# --- bf16: the interpreter holds it as uint16, truncates when it rounds, and adds and multiplies
+# --- bf16: the interpreter stores it as uint16, truncates when it rounds, and adds and multiplies
 # the bits ---
 
 
@@ -37,7 +37,7 @@ def widened(bits: np.ndarray) -> np.ndarray:
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
-    """To the nearest, ties to even; a NaN stays one."""
+    """Rounds to nearest, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), nearest)
@@ -51,8 +51,7 @@ def as_f32(value: TensorHandle) -> TensorHandle:
     return TensorHandle(widened(value.data), tl.float32) if is_bf16(value) else value
 
 
-# Of e4m3: 3 bits of fraction, and 4 of exponent, of which 0 means a denormal; the last number is
-# NaN.
+# e4m3: 3 bits of fraction and 4 of exponent, of which 0 means a denormal; the last number is NaN.
 FP8 = np.array(
     [
         np.ldexp(8 + bits % 8, bits // 8 - 10) if bits >= 8 else np.ldexp(bits, -9)
@@ -65,10 +64,10 @@ FP8_MIDDLES = (FP8[:126] + FP8[1:127]) / 2
 
 
 def to_fp8(values: np.ndarray) -> np.ndarray:
-    """f32 -> bits of e4m3, as PTX's only conversion: to the nearest, ties to even; what is beyond
-    448 becomes that; a NaN stays one.
+    """f32 -> bits of e4m3, as PTX's only conversion: to nearest, ties to even; values beyond 448
+    become 448; NaN stays NaN.
     """
-    # of two numbers beside a middle, the first
+    # the lower number next to each midpoint
     above = np.searchsorted(FP8_MIDDLES, np.abs(values))
     is_tie = above != np.searchsorted(FP8_MIDDLES, np.abs(values), side="right")
     bits = np.where(np.isnan(values), 127, above + (is_tie & (above % 2 == 1)))
@@ -82,7 +81,7 @@ def from_fp8(bits: np.ndarray) -> np.ndarray:
 def _cast(original):
     def cast(self, source, target, *rounding):
         wanted = target.scalar
-        # the interpreter rounds ties upwards and small numbers anyhow
+        # the interpreter rounds ties upwards, and small numbers differently
         if wanted == tl.float8e4nv and source.dtype.scalar == tl.float32:
             return TensorHandle(to_fp8(source.data), tl.float8e4nv)
         if source.dtype.scalar == tl.float8e4nv and wanted != tl.float8e4nv:
@@ -117,8 +116,8 @@ def _refuse_bf16(original):
                 "so"
             )
         result = original(self, *args)
-        # A comparison keeps the type of what was compared, so that a scalar one would make integers
-        # of the mask that it becomes part of.
+        # A comparison keeps the type of its operands; otherwise a scalar comparison would turn the
+        # mask that it becomes part of into integers.
         return TensorHandle(result.data, tl.int1) if result.data.dtype == bool else result
 
     return operate
@@ -136,22 +135,22 @@ def _refuse_bf16_sums(original):
     return apply
 
 
-# --- addresses: every one must lie in a tensor that the kernel was given, and no two programs may
-# meet there ---
+# --- addresses: each one must be in a tensor that was passed to the kernel, and two programs may
+# not access the same one ---
 
 
 class Watch:
-    """What the programs of one launch have touched so far: for each byte at which an element
-    begins, its writer and its reader.
+    """The accesses of one launch's programs so far: for each byte at which an element begins, its
+    writer and its reader.
     """
 
     def __init__(self) -> None:
-        self.races = True  # looked for
+        self.races = True  # races are searched
         self.reachable: list = []  # tensors whose addresses a kernel reads from memory
         self.bases = np.zeros(0, np.uint64)
 
     def start(self, tensors: list) -> None:
-        """A launch begins, and these are its tensors."""
+        """Begins a launch with these tensors."""
         storages = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for t in (*tensors, *self.reachable)
@@ -159,19 +158,19 @@ class Watch:
         sizes = sorted((base, size) for base, size in storages.items() if size)
         self.bases = np.array([base for base, _ in sizes], np.uint64)
         self.remapped: set[frozenset[int]] = set()  # views of Triton's language
-        # 0: nobody, else 1 + the program. Zeroed memory is only taken where it is touched.
+        # 0: none, otherwise 1 + the program. Zeroed memory is only allocated where it is touched.
         self.regions = [
             (base, size, np.zeros(size, np.int32), np.zeros(size, np.int32)) for base, size in sizes
         ]
-        # of programs that did atomics: what they touch since, they touch under another number
+        # for programs after an atomic: the number of their later accesses
         self.names: dict[int, int] = {}
-        self.released: list[int] = []  # numbers of what came before an atomic
-        # program -> the numbers that its last atomic saw released
+        self.released: list[int] = []  # numbers of accesses that precede an atomic
+        # program -> the numbers that were released at its last atomic
         self.acquired: dict[int, list[int]] = {}
 
     def hand_over(self) -> None:
-        """An atomic of acquire-release order: all that the program did is released, all that was
-        released before is acquired.
+        """An atomic of acquire-release order: releases the program's accesses so far, and acquires
+        all that were released before.
         """
         program = self._program()
         self.released.append(self.names.get(program, program))
@@ -240,9 +239,7 @@ watch = Watch()
 
 @contextmanager
 def unordered() -> Iterator[None]:
-    """For a kernel whose programs share memory by other means: bounds are checked, races are
-    not.
-    """
+    """For a kernel whose programs share memory in another way: checks bounds, but not races."""
     watch.races = False
     try:
         yield
@@ -252,9 +249,7 @@ def unordered() -> Iterator[None]:
 
 @contextmanager
 def reachable(tensors: list) -> Iterator[None]:
-    """For a kernel that reads the addresses of these tensors from memory in place of being given
-    them.
-    """
+    """For a kernel that reads the addresses of these tensors from memory."""
     watch.reachable = tensors
     try:
         yield
@@ -309,7 +304,7 @@ def _start(original):
 
 
 def _index(original):
-    """numpy >= 2.4 makes no integer of an array; Triton 3.6 needs one of arrays with one
+    """numpy >= 2.4 does not convert an array to an integer; Triton 3.6 needs it for arrays of one
     element.
     """
 
@@ -321,9 +316,9 @@ def _index(original):
 
 
 def _once(original):
-    """The interpreter remaps Triton's language at every call of a function by a kernel, which takes
-    most of its time. Once per launch is enough: for the kernel's own view of the language, which it
-    restores in the end, and for each other view.
+    """The interpreter remaps Triton's language at every function call of a kernel, which takes most
+    of its time. Once per launch suffices: for the kernel's own view of the language, which it
+    restores at the end, and for each other view.
     """
 
     def patch(kernel):

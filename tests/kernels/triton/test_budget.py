@@ -1,5 +1,5 @@
-"""The compiler's side of the checks: launches are seen, spills and narrow loads found, waiting for
-the device refused.
+"""The checks of compiled code: launches are seen, spills and narrow loads are found, waiting for
+the device raises an error.
 """
 
 import pytest
@@ -26,7 +26,7 @@ def dot_kernel(x_ptr, out_ptr, M: tl.constexpr):
 
 @triton.jit
 def many_values_kernel(x_ptr, out_ptr):
-    """Keeps 32 values to a thread, which are all wanted again at the end"""
+    """Keeps 32 values per thread that are all used again at the end."""
     i = tl.arange(0, 1024)
     x = tl.load(x_ptr + i)
     tl.store(out_ptr + i, x + tl.cumsum(x, reverse=True))

@@ -1,9 +1,10 @@
-"""Triton's kernels in its CPU interpreter, in a process of their own: what the interpreter is to
-run must be decorated for it.
+"""Triton's kernels in its CPU interpreter, in a separate process, because kernels must be decorated
+for the interpreter.
 
-There the parity test, which enumerates the registry, runs the kernels for GPUs on tensors in host
-memory, under the guard; and so does everything in interpreted/. To run some of it by hand:
-TRITON_INTERPRET=1 pytest tests/kernels/test_parity.py -k rms_norm
+The process runs the parity test, which enumerates the registry, with the GPU kernels on tensors in
+host memory under the guard, and all tests of interpreted/. To run some of them by hand:
+
+    TRITON_INTERPRET=1 pytest tests/kernels/test_parity.py -k rms_norm
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""A whole step launched with Triton's kernels, none of which runs: nothing on the way asks for a
-tensor's contents, so it could not wait for a GPU.
+"""A complete step launched with Triton's kernels, none of which runs: no wrapper reads a tensor's
+contents, so none could wait for a GPU.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def make_runner(copies: LateCopies, with_graphs: bool) -> ModelRunner:
 
 
 class Launches:
-    """What goes to the device: the names of kernels, and the number of copies."""
+    """What is sent to the device: the names of kernels, and the number of copies."""
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self.kernels: Counter[str] = Counter()
@@ -77,7 +77,7 @@ class Launches:
 
         def upload(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
             self.num_copies += 1
-            with torch._C.DisableTorchFunction():  # fills host memory, which nobody waits for
+            with torch._C.DisableTorchFunction():  # fills host memory; nothing waits for it
                 return packed(arrays, device)
 
         patch.setattr(driver, "_active", AbsentGpu(90))
@@ -101,8 +101,8 @@ class Launches:
 @pytest.mark.parametrize("with_graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "drawn"])
 def test_steps_are_launched_without_a_look(temperature, with_graphs, monkeypatch):
-    """One copy each, whatever they begin or look ahead, and one launch for each thing to be done;
-    the third begins a block.
+    """One copy per step, and one launch per task, for steps that begin requests and steps that look
+    ahead; the third step begins a block.
     """
     copies, launches = LateCopies(), Launches(monkeypatch)
     runner = make_runner(copies, with_graphs)
@@ -145,10 +145,10 @@ def test_a_look_would_be_seen(monkeypatch):
     launches, copies = Launches(monkeypatch), LateCopies()
     runner = make_runner(copies, False)
     launches.take()
-    params = SamplingParams(temperature=0.0, seed=1, logprobs=1)  # of the host's making
+    params = SamplingParams(temperature=0.0, seed=1, logprobs=1)  # processed on the host
     step = SchedulerOutput(0, [1], [3], [0], [[1]], [NewRequestData(1, "r", [1, 2, 3], 3, params)])
     with NothingWaits():
-        # the model runs; what is to be looked at is its logits
+        # the model runs; its logits must be read
         launched = runner.launch_model(step)
         with pytest.raises(AssertionError, match="waits for the GPU"):
             launched.result()

@@ -1,5 +1,5 @@
-"""What packed layers on a GPU give, as far as it can be seen without one: shapes, dtypes, and that
-logits are not rounded on the way.
+"""Results of packed layers on a GPU as far as they can be checked without one: shapes, dtypes, and
+that logits are not rounded in between.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Which operations run in Triton on a GPU, and that a machine without one pays nothing for them."""
+"""Operations that run in Triton on a GPU; a machine without one does not import Triton."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 import torch
 from quire.kernels import registry
 
-# Operations without a kernel of ours on a GPU: torch's serve, as the reference calls them.
+# Operations without a kernel of Quire's on a GPU: torch's kernels run, as the reference calls them.
 NOT_IN_TRITON = {"pack_linear", "pack_quantized_linear"}
 
 
@@ -22,6 +22,9 @@ def test_a_gpu_runs_triton_wherever_there_is_a_kernel(dtype):
 
 def test_a_cpu_never_runs_triton_nor_imports_it():
     assert "triton" not in registry.select("cpu", torch.bfloat16).chosen.values()
-    code = "import sys, torch; from quire.kernels import registry; registry.select('cpu', torch.float32); print('triton' in sys.modules)"
+    code = (
+        "import sys, torch; from quire.kernels import registry; "
+        "registry.select('cpu', torch.float32); print('triton' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -1,12 +1,12 @@
-"""Finds wrappers that would wait for a GPU, on tensors that lie in host memory."""
+"""Finds wrappers that would wait for a GPU, on tensors in host memory."""
 
 from torch.overrides import TorchFunctionMode
 
 
 class NothingWaits(TorchFunctionMode):
-    """Refuses what would wait for a GPU: asking for a tensor's contents.
+    """Raises an error for operations that read a tensor's contents, which wait for the GPU.
 
-    No launch could then be part of a CUDA graph.
+    A launch that does so cannot be part of a CUDA graph.
     """
 
     WAITS = frozenset(

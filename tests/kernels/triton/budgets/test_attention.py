@@ -1,5 +1,5 @@
 """Budgets of attention: no spills in any shape, tensor cores, and keys and values copied 16 bytes
-at a time past the registers.
+at a time without passing through registers.
 """
 
 import pytest
@@ -15,9 +15,12 @@ TENSOR_CORES = {
 }
 ASYNCHRONOUS = r"\bLDGSTS\S*\.128\b"
 
-# States stored, all threads done, released, counted, acquired, all threads told; only then is a
-# state loaded.
-HAND_OVER = r"(?s)STG\.E.*?BAR\.SYNC.*?MEMBAR\.\w+\.GPU.*?ATOMG\.E\.ADD\.STRONG\.GPU.*?CCTL\.IVALL.*?BAR\.SYNC.*?LDGSTS.*?STG\.E"
+# In this order: states are stored, a barrier of all threads, release, counter, acquire, a barrier;
+# a state is loaded only then.
+HAND_OVER = (
+    r"(?s)STG\.E.*?BAR\.SYNC.*?MEMBAR\.\w+\.GPU.*?ATOMG\.E\.ADD\.STRONG\.GPU"
+    r".*?CCTL\.IVALL.*?BAR\.SYNC.*?LDGSTS.*?STG\.E"
+)
 
 
 def call(
@@ -69,7 +72,7 @@ def budget(
     )
 
 
-# Decodes: at most 168 registers and 77 KiB, so that two programs or more share a multiprocessor,
+# Decodes: at most 168 registers and 77 KiB, so that at least two programs share a multiprocessor,
 # each with two tiles in flight.
 BUDGETS = [
     budget("7B", 168, 77, "decode", SEVEN_B, archs=(90,)),

@@ -1,5 +1,5 @@
-"""Budgets of what works on each token's row by itself: activation, rotary embedding, rows of
-tables, the writing of the cache.
+"""Budgets of operations on each token's row: activation, rotary embedding, rows of tables, writes
+to the cache.
 """
 
 import pytest

@@ -28,8 +28,7 @@ def penalize() -> None:
     logits.apply_penalties(f32(B, V), i64(N), i64(N), i32(N), f32(N), f32(N), f32(N))
 
 
-# Of the launches only those that read whole rows have anything wide to load: test_budget looks at
-# each.
+# Only the launches that read whole rows have wide loads; test_budget checks each.
 BUDGETS = [
     Budget(
         "argmax", lambda: sampling.argmax(f32(B, V)), registers=64, launches=2, wide_loads=False

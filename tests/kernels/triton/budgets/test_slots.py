@@ -1,4 +1,4 @@
-"""Budgets of what works on a step's state: few registers, one launch each, and one compilation for
+"""Budgets of operations on a step's state: few registers, one launch each, and one compilation for
 all steps.
 """
 
@@ -57,8 +57,8 @@ def test_budget(budget, arch):
 
 
 def test_no_size_of_a_step_compiles_anew():
-    """Whatever is not a table's width: else a request would wait a second for a kernel that nobody
-    has asked for yet.
+    """Only a table's width may cause a compilation. Otherwise a request would wait a second for a
+    kernel that no earlier request used.
     """
 
     def all_sizes() -> None:

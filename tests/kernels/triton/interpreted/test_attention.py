@@ -1,8 +1,8 @@
 """Paged attention in Triton's interpreter: lengths around every boundary, windows, soft-caps, and
 bits that depend on the context alone.
 
-Slots that no request owns hold NaN, block tables end in blocks that do not exist, and results are
-NaN until they are stored.
+Slots without an owner hold NaN, block tables end in blocks that do not exist, and results are NaN
+until they are stored.
 """
 
 from __future__ import annotations
@@ -15,19 +15,26 @@ import torch
 from quire.kernels.ops import AttentionMetadata
 from quire.kernels.triton import attention
 from quire.kernels.triton.attention import attend
-from quire.tests.kernels import cases
+from quire.tests.kernels.attention_cases import (
+    FOREIGN_BLOCK,
+    attention_case,
+    attention_own,
+    context_slots,
+    make_metadata,
+)
+from quire.tests.kernels.case import Case
 from torch import Tensor
 
 BF16, FP32 = torch.bfloat16, torch.float32
-TILE = 64  # of decodes and prefills with heads of 64 in bf16
+TILE = 64  # keys per tile of decodes and prefills with heads of 64 in bf16
 
 
 def root_mean_square(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-def truth(case: cases.Case, dtype: torch.dtype, window: int = 0, softcap: float = 0.0) -> Tensor:
-    """Scores, caps, masks and sums of every query by itself."""
+def truth(case: Case, dtype: torch.dtype, window: int = 0, softcap: float = 0.0) -> Tensor:
+    """Scores, caps, masks and sums of every query separately."""
     query, keys, values = (arg.to(dtype) for arg in case.args[:3])
     metadata, scale = case.args[3:5]
     group, out, token = query.shape[1] // keys.shape[2], torch.empty_like(query), 0
@@ -35,8 +42,7 @@ def truth(case: cases.Case, dtype: torch.dtype, window: int = 0, softcap: float 
         for position in range(length - query_len, length):
             first = max(position + 1 - window, 0) if window else 0
             where = tuple(
-                index[first : position + 1]
-                for index in cases.context_slots(metadata, row, keys.shape[1])
+                index[first : position + 1] for index in context_slots(metadata, row, keys.shape[1])
             )
             k, v = (cache[where].repeat_interleave(group, 1) for cache in (keys, values))
             logits = torch.einsum("hd,khd->hk", query[token], k) * scale
@@ -46,7 +52,7 @@ def truth(case: cases.Case, dtype: torch.dtype, window: int = 0, softcap: float 
     return out
 
 
-def check_bf16(case: cases.Case, **options) -> Tensor:
+def check_bf16(case: Case, **options) -> Tensor:
     """Error at most 1.5 times that of torch's own attention."""
     result, (exact,), (torchs,) = (
         attend(*case.args, **options),
@@ -65,17 +71,17 @@ LENGTHS = [1, TILE - 1, TILE, TILE + 1, 2 * TILE, 2 * TILE + 1, 5 * TILE + 7]
 
 def test_decodes_around_the_ends_of_tiles_and_pieces():
     torch.manual_seed(0)
-    case = cases.attention_case([1] * len(LENGTHS), LENGTHS, (7, 1, 64), 16, BF16)
+    case = attention_case([1] * len(LENGTHS), LENGTHS, (7, 1, 64), 16, BF16)
     in_one = check_bf16(case, num_programs=2)
     assert torch.equal(attend(*case.args, num_programs=3, one_launch=False), in_one)
 
 
 def test_a_decode_has_the_same_bits_in_any_batch():
-    """Alone, among others, between requests of length 0 that pad a graph's batch, and however many
-    programs share it.
+    """Alone, among others, between requests of length 0 that pad a graph's batch, and with any
+    number of programs that share it.
     """
     torch.manual_seed(1)
-    query, keys, values, metadata, scale = cases.attention_case(
+    query, keys, values, metadata, scale = attention_case(
         [1] * 3, [3, 6 * TILE + 5, 3 * TILE], (3, 1, 64), 32, BF16
     ).args
     expected = attend(query, keys, values, metadata, scale, num_programs=1)
@@ -86,7 +92,7 @@ def test_a_decode_has_the_same_bits_in_any_batch():
             torch.arange(len(rows) + 1, dtype=torch.int32),
             torch.zeros(len(rows), dtype=torch.int64),
         )
-        # The host's lengths are not asked for: under a graph they would be those of its capture.
+        # The host's lengths must not be used: under a graph they would be those of its capture.
         some = AttentionMetadata(
             starts, lengths, metadata.block_tables[index], slots, len(rows), [1] * len(rows), []
         )
@@ -107,7 +113,7 @@ def test_a_decode_has_the_same_bits_in_any_batch():
 
 def test_counters_serve_the_next_layer():
     torch.manual_seed(2)
-    case = cases.attention_case([1], [6 * TILE], (2, 1, 64), 16, BF16)
+    case = attention_case([1], [6 * TILE], (2, 1, 64), 16, BF16)
     first, second = attend(*case.args, num_programs=3), attend(*case.args, num_programs=3)
     assert torch.equal(first, second) and not first.isnan().any()
     (*_, counters) = next(
@@ -117,7 +123,7 @@ def test_counters_serve_the_next_layer():
 
 
 def test_long_contexts_have_larger_pieces():
-    """Beyond MAX_PIECES pieces of the least size.
+    """More than MAX_PIECES pieces of minimum size.
 
     Heads of 72 are padded to 128; their tiles in fp32 have 16 keys.
     """
@@ -126,35 +132,35 @@ def test_long_contexts_have_larger_pieces():
         attention.decode_shape(2, 128, FP32)["TILE"] * attention.MIN_TILES * attention.MAX_PIECES
         == 1024
     )
-    case = cases.attention_case([1], [1100], (2, 1, 72), 8, FP32)
+    case = attention_case([1], [1100], (2, 1, 72), 8, FP32)
     assert (
         root_mean_square(attend(*case.args, num_programs=4) - case.truth(torch.float64)[0]) < 1e-6
     )
 
 
 def test_prefills_around_the_ends_of_blocks_and_tiles():
-    """A program serves 18 tokens of 7 query heads."""
+    """A program handles 18 tokens of 7 query heads."""
     torch.manual_seed(4)
     assert attention.prefill_shape(7, 64, BF16, 90)["ROWS"] // 7 == 18
     check_bf16(
-        cases.attention_case(
+        attention_case(
             [1, 17, 18, 19, 2], [TILE + 1, 17, TILE, TILE + 1, 2 * TILE + 1], (7, 1, 64), 16, BF16
         )
     )
 
 
 def test_chunks_equal_the_whole():
-    """To a step of bf16: numpy's sums in a product of matrices depend on which row it is."""
+    """Up to a step of bf16: the sums of numpy's matrix product depend on the row's index."""
     torch.manual_seed(5)
     total, block_size = 150, 16
-    query, keys, values, whole, scale = cases.attention_case(
+    query, keys, values, whole, scale = attention_case(
         [total], [total], (4, 1, 64), block_size, BF16
     ).args
     for window in (0, 50):
         expected, start = attend(query, keys, values, whole, scale, sliding_window=window), 0
         for size in (1, 30, 33, 2, 84):
             end = start + size
-            chunk = cases.make_metadata([size], [end], block_size, 16)
+            chunk = make_metadata([size], [end], block_size, 16)
             chunk = replace(chunk, block_tables=whole.block_tables, num_decodes=0)
             result = attend(query[start:end], keys, values, chunk, scale, sliding_window=window)
             torch.testing.assert_close(result, expected[start:end], rtol=2**-7, atol=2**-12)
@@ -167,20 +173,20 @@ def test_chunks_equal_the_whole():
 def test_windows_and_softcaps(window, softcap):
     """Decodes and prefills; tiles have 32 keys.
 
-    What lies before all windows may hold anything, in blocks that exist no more.
+    Keys before all windows may hold anything, in blocks that do not exist any more.
     """
     torch.manual_seed(6)
     query_lens, lengths = [1, 1, 3, 20], [5, 150, 100, 20]
-    case = cases.attention_case(query_lens, lengths, (3, 1, 48), 8, FP32)
+    case = attention_case(query_lens, lengths, (3, 1, 48), 8, FP32)
     expected = truth(case, torch.float64, window, softcap)
     metadata = case.args[3]
     for row, (query_len, length) in enumerate(zip(query_lens, lengths)):
         gone = max(length - query_len + 1 - window, 0) if window else 0
-        where = tuple(index[:gone] for index in cases.context_slots(metadata, row, 8))
-        if row == 1:  # of prefills a tile's block is followed before it is masked
+        where = tuple(index[:gone] for index in context_slots(metadata, row, 8))
+        if row == 1:  # in prefills the block of a tile is looked up before masking
             for cache in case.args[1:3]:
                 cache[where] = math.nan
-            metadata.block_tables[row, : gone // 8] = cases.FOREIGN_BLOCK
+            metadata.block_tables[row, : gone // 8] = FOREIGN_BLOCK
     assert (
         root_mean_square(
             attend(*case.args, sliding_window=window, softcap=softcap, num_programs=2) - expected
@@ -195,25 +201,25 @@ def test_windows_and_softcaps(window, softcap):
     ids=str,
 )
 def test_heads_and_blocks_of_other_sizes(head_dim, block_size, dtype):
-    """A block of 64 or more is looked up once for all of a tile."""
+    """With blocks of 64 or more, one look-up serves a tile."""
     torch.manual_seed(7)
-    check_bf16(cases.attention_case([1, 5], [70, 133], (4, 2, head_dim), block_size, dtype))
+    check_bf16(attention_case([1, 5], [70, 133], (4, 2, head_dim), block_size, dtype))
 
 
 def test_an_fp8_cache():
-    """As one in bf16 that holds the same numbers, rounded to fp8 and scaled; a NaN of fp8 is none's
-    business either.
+    """As a bf16 cache that holds the same numbers, rounded to fp8 and scaled. An fp8 NaN in unused
+    slots has no effect either.
     """
     torch.manual_seed(9)
-    query, keys, values, metadata, scale = cases.attention_case(
+    query, keys, values, metadata, scale = attention_case(
         [1, 12], [200, 70], (4, 2, 64), 16, BF16
     ).args
     small = [(cache * 4).to(torch.float8_e4m3fn) for cache in (keys, values)]
     result = attend(query, *small, metadata, scale, key_scale=0.25, value_scale=0.5)
-    same = cases.Case(
+    same = Case(
         "fp8",
         (query, small[0].to(BF16) / 4, small[1].to(BF16) / 2, metadata, scale),
-        cases.attention_own,
+        attention_own,
     )
     exact, torchs = same.truth(torch.float64)[0], same.truth(BF16)[0]
     assert root_mean_square(result.double() - exact) <= 1.5 * root_mean_square(
@@ -222,12 +228,10 @@ def test_an_fp8_cache():
 
 
 def test_a_capture_takes_nothing_from_the_run_before_it(monkeypatch):
-    """What that leaves in the metadata's scratch is freed with the metadata, while the graph lives
-    on.
+    """The buffers of the run before it are in the metadata's scratch and freed with the metadata,
+    while the graph continues to exist.
     """
-    query, keys, values, metadata, scale = cases.attention_case(
-        [1], [300], (2, 1, 64), 16, BF16
-    ).args
+    query, keys, values, metadata, scale = attention_case([1], [300], (2, 1, 64), 16, BF16).args
     attend(query, keys, values, metadata, scale, num_programs=2)
     before = {tensor.data_ptr() for tensors in metadata.scratch.values() for tensor in tensors}
     used = []
@@ -246,7 +250,7 @@ def test_a_capture_takes_nothing_from_the_run_before_it(monkeypatch):
 
 def test_caches_that_are_views():
     torch.manual_seed(8)
-    query, keys, values, metadata, scale = cases.attention_case(
+    query, keys, values, metadata, scale = attention_case(
         [1, 4], [40, 70], (2, 2, 64), 16, BF16
     ).args
     both = torch.stack((keys, values), 1)  # [num_blocks, 2, block_size, NKV, D]
@@ -255,7 +259,7 @@ def test_caches_that_are_views():
 
 
 def test_arguments_out_of_range_are_refused():
-    args = cases.attention_case([1], [1], (1, 1, 64), 16, BF16).args
+    args = attention_case([1], [1], (1, 1, 64), 16, BF16).args
     for bad in ({"sliding_window": -1}, {"softcap": -1.0}):
         with pytest.raises(ValueError, match="at least 0"):
             attend(*args, **bad)

@@ -1,5 +1,5 @@
-"""Steps of a tiny model with its state on the device, in the interpreter, a chunk, a look ahead and
-a reused slot among them: the reference's tokens.
+"""Steps of a tiny model with its state on the device, in the interpreter, with a chunk, a
+look-ahead and a reused slot: the reference's tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ STEPS = [
         [[1], [2, 3]],
         [new(0, [5, 6, 7], GREEDY), new(2, list(range(17)), DRAWN)],
     ),
-    SchedulerOutput(1, [0, 2], [1, 7], [3, 10], [[], []]),  # a decode beside the rest of a prompt
+    # a decode together with the rest of a prompt
+    SchedulerOutput(1, [0, 2], [1, 7], [3, 10], [[], []]),
     SchedulerOutput(2, [0, 2], [1, 1], [4, 17], [[], []], num_lookahead_tokens=[1, 0]),
     SchedulerOutput(
         3, [2, 0], [1, 4], [18, 0], [[], [8]], [new(0, [9, 8, 7, 6], DRAWN)], freed_slots=[0]

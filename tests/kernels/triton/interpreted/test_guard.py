@@ -1,4 +1,4 @@
-"""The guard itself: each kind of fault is caught, and bf16 is rounded as torch rounds it."""
+"""The guard itself: each kind of fault is found, and bf16 is rounded as in torch."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def meet_kernel(x_ptr, WRITE: tl.constexpr, ATOMIC: tl.constexpr):
 def last_sums_kernel(
     x_ptr, count_ptr, out_ptr, N: tl.constexpr, ORDER: tl.constexpr, EARLY: tl.constexpr
 ):
-    """Each program stores an element; the last one adds them up."""
+    """Each program stores an element; the last one sums them."""
     if EARLY == 0:
         tl.store(x_ptr + tl.program_id(0), 1.0)
     place = tl.atomic_add(count_ptr, 1, sem=ORDER)

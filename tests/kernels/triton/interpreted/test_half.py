@@ -1,5 +1,5 @@
-"""fp16, which a GPU takes and a CPU does not: the kernels that no other test runs in it, against
-torch in fp64.
+"""fp16, which GPUs support and Quire's CPU kernels do not: the kernels that no other test runs in
+fp16, against torch in fp64.
 """
 
 import dataclasses
@@ -8,6 +8,7 @@ import pytest
 import torch
 from quire.kernels import registry
 from quire.tests.kernels import cases
+from quire.tests.kernels.case import on_gpu
 from quire.tests.kernels.test_parity import check_close
 
 OPS = (
@@ -20,7 +21,7 @@ OPS = (
     "copy_blocks",
 )
 
-# half of what one rounding changes at most: rms_norm rounds twice, as transformers does, and
+# half of the largest change by one rounding: rms_norm rounds twice, as transformers does, and
 # torch's own once
 ROUNDING = 2.0**-12
 
@@ -30,8 +31,6 @@ def test_agrees_with_torch_in_fp64(op):
     torch.manual_seed(0)
     registry.import_implementations("cuda")
     implementation = next(i for i in registry.implementations(op) if i.name == "triton")
-    implementation = dataclasses.replace(
-        implementation, function=cases.on_gpu(implementation.function)
-    )
+    implementation = dataclasses.replace(implementation, function=on_gpu(implementation.function))
     for case in cases.MODEL_OPS[op](torch.float16):
         check_close(case, implementation, torch.float16, ROUNDING)

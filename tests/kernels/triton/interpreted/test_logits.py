@@ -1,5 +1,5 @@
-"""What changes logits and what reads log-probabilities off them, in the interpreter, against the
-reference: bit by bit but for logarithms.
+"""Changes of logits, and log-probabilities, in the interpreter, against the reference: equal bits
+except for logarithms.
 """
 
 import math
@@ -12,7 +12,7 @@ from quire.kernels.triton import logits as triton_logits
 from quire.kernels.triton import logprobs as triton_logprobs
 from quire.tests.kernels.triton import guard  # noqa: F401  patches the interpreter
 
-# numpy's, in lanes that are masked
+# numpy's warnings about masked lanes
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(invalid value|divide by zero) encountered:RuntimeWarning"
 )
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize("num_pairs", [0, 1, 700])
 def test_penalties_are_the_references_bits(num_pairs):
-    """Of every sign, on masked logits too; nothing else changes."""
+    """With every sign, also on masked logits; nothing else changes."""
     torch.manual_seed(num_pairs)
     logits = torch.randn(20, 507)[:, :500]
     logits[torch.rand(20, 500) < 0.1] = -math.inf
@@ -39,7 +39,7 @@ def test_penalties_are_the_references_bits(num_pairs):
 
 @pytest.mark.parametrize("vocab_size", [1, 32, 33, 4200])
 def test_masks_are_the_references(vocab_size):
-    """Words of all bits, the sign bit too; rows in any order, others untouched."""
+    """Words with all bits, the sign bit included; rows in any order, others unchanged."""
     torch.manual_seed(vocab_size)
     memory = torch.randn(6, vocab_size + 3)
     bitmask = torch.randint(-(2**31), 2**31 - 1, (4, -(-vocab_size // 32)), dtype=torch.int32)
@@ -57,11 +57,11 @@ def test_masks_are_the_references(vocab_size):
 
 @pytest.mark.parametrize(("vocab_size", "counts"), [(1, (0, 1)), (65, (0, 20, 65)), (8193, (3,))])
 def test_log_probabilities_are_the_references(vocab_size, counts):
-    """Values to rounding, all else exactly (but the order of masked tokens); one row with a NaN
-    spoils only itself.
+    """Values agree up to rounding, the rest exactly (except the order of masked tokens); a row with
+    a NaN does not affect others.
     """
     torch.manual_seed(vocab_size)
-    size = vocab_size + 3  # so that rows are further apart than they are long
+    size = vocab_size + 3  # so that the stride exceeds a row's length
     # all different
     logits = (torch.stack([torch.randperm(size) for _ in range(4)]) * (20 / size) - 10)[
         :, :vocab_size

@@ -1,5 +1,5 @@
-"""A whole tiny model on the kernels for GPUs, in the interpreter: prefill, a chunk beside a decode,
-decode; the logits are the reference's.
+"""A complete tiny model on the GPU kernels in the interpreter: prefill, a chunk together with a
+decode, decode; the logits are the reference's.
 """
 
 import pytest
@@ -29,7 +29,7 @@ SHAPE = {
 
 
 def build(model_class: type, device: str):
-    """On tensors in host memory, with the operations of `device`."""
+    """Builds the model on tensors in host memory, with the operations of `device`."""
     config = model_class.parse_config(SHAPE | (WINDOWS if model_class is Qwen3ForCausalLM else {}))
     ops = registry.select(
         device,
@@ -48,7 +48,7 @@ def build(model_class: type, device: str):
 def metadata(
     query_lens: list[int], seq_lens: list[int], block_tables: torch.Tensor
 ) -> tuple[torch.Tensor, AttentionMetadata]:
-    """Positions too."""
+    """-> positions and metadata."""
     positions = torch.cat([torch.arange(n - q, n) for q, n in zip(query_lens, seq_lens)])
     rows = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
     slots = block_tables[rows, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE

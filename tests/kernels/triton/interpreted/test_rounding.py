@@ -1,5 +1,5 @@
-"""Where a contract rounds on the way, too fine a difference for the parity test: most results are
-then the reference's to the bit.
+"""Roundings inside an operation that the contract requires. The difference is too small for the
+parity test, so most results must equal the reference bit by bit.
 """
 
 import torch

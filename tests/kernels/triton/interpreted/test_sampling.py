@@ -1,5 +1,5 @@
-"""The draw on a GPU, in the interpreter: the reference's tokens and filters, its noise bit by bit
-up to the logarithms.
+"""The draw on a GPU, in the interpreter: the reference's tokens and filters; the noise has the same
+bits up to its logarithms.
 """
 
 import math
@@ -13,7 +13,7 @@ from quire.kernels.reference import sampling as reference
 from quire.kernels.triton import cut, noise, sampling
 from quire.tests.kernels.triton import guard  # noqa: F401  patches the interpreter
 
-# numpy's, in lanes that are masked
+# numpy's warnings about masked lanes
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(invalid value|divide by zero) encountered:RuntimeWarning"
 )
@@ -42,7 +42,7 @@ def columns(rows: list[dict]) -> list[torch.Tensor]:
 
 
 def numbers(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Seeds and positions with all their bits"""
+    """Seeds and positions that use all their bits."""
     return torch.randint(-(2**63), 2**63 - 1, (count,)), torch.randint(0, 2**40, (count,))
 
 
@@ -112,7 +112,7 @@ def test_noise_is_exact_over_the_whole_range_of_u():
 
 
 def kept(logits: torch.Tensor, filters: list[dict]) -> torch.Tensor:
-    """[rows, V] bool: what the cut and min_p leave, read from the kernels' numbers."""
+    """[rows, V] bool: what the cut and min_p keep, computed from the kernels' results."""
     temperature, top_k, top_p, min_p = columns(filters)
     cuts = cut.find_cuts(
         logits, temperature, top_k, top_p, min_p, sampling.first_of_chunks(logits)[0]
@@ -134,8 +134,8 @@ def references(logits: torch.Tensor, filters: list[dict]) -> torch.Tensor:
 
 
 def random_filters(count: int, vocab_size: int) -> list[dict]:
-    """With the borders: top_k of 1, V - 1, V and more; top_p next to 0 and to 1, and of halves,
-    which flat rows reach exactly.
+    """Includes the limits: top_k of 1, V - 1, V and more; top_p next to 0 and 1, and multiples of
+    one half, which flat rows reach exactly.
     """
 
     def one(*values: float) -> float:
@@ -169,7 +169,7 @@ def random_filters(count: int, vocab_size: int) -> list[dict]:
     ("vocab_size", "count"), [(2, 8), (13, 24), (70, 24), pytest.param(40, 2000, marks=SLOW)]
 )
 def test_the_same_tokens_are_kept(vocab_size, count):
-    """Rows of random numbers, of few different ones, of one alone; and with nearly all masked."""
+    """Rows of random numbers, of few different ones, of a single one, and nearly all masked."""
     torch.manual_seed(vocab_size)
     logits = torch.randn(count, vocab_size) * 3
     logits[1::4] = logits[1::4].round()
@@ -208,7 +208,7 @@ def test_a_row_that_does_not_fit_the_list_is_searched_as_it_stands(monkeypatch):
     [(1, 3, FILTERS[::4]), (65, 30, FILTERS), (1000, 0.3, FILTERS), (4099, 3, FILTERS[1::3])],
 )
 def test_the_reference_draws_the_same(vocab_size, scale, some):
-    """Rows of all kinds side by side; with ties, and in a memory where rows are further apart.
+    """Rows of all kinds together, with ties, and with gaps between rows.
 
     A row alone gets the same token.
     """
@@ -239,8 +239,8 @@ def test_without_filters_the_same_with_less_work(vocab_size):
 
 
 def test_rows_that_are_nearly_or_wholly_masked():
-    """Whatever the filters, a masked token is not drawn; of rows that are broken altogether only an
-    id is asked, and they spoil no other.
+    """With all filters, a masked token is not drawn. A row that is completely invalid only has to
+    give a valid id, and does not affect others.
     """
     some, vocab_size = [FILTERS[i] for i in (0, 2, 5, 7, 12)], 4100
     logits = torch.full((len(some) + 3, vocab_size), -math.inf)

@@ -1,0 +1,141 @@
+"""Inputs for paged attention, and the same attention with torch's scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from quire.kernels.ops import AttentionMetadata
+from quire.tests.kernels.case import INTERPRETED, Case, rand
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+FOREIGN_BLOCK = 2**30  # in block tables past a request's last block: following it would fail
+
+
+def make_metadata(
+    query_lens: list[int], seq_lens: list[int], block_size: int, num_blocks: int
+) -> AttentionMetadata:
+    """Blocks are assigned in random order; rows with one query token must come first."""
+    counts = [-(-seq_len // block_size) for seq_len in seq_lens]
+    pages = torch.randperm(num_blocks, dtype=torch.int32).split([*counts, num_blocks - sum(counts)])
+    block_tables = torch.full(
+        (len(seq_lens), max(counts, default=0) + 1), FOREIGN_BLOCK, dtype=torch.int32
+    )
+    slots = [torch.zeros(0, dtype=torch.int64)]
+    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens)):
+        block_tables[row, : counts[row]] = pages[row]
+        position = torch.arange(seq_len - query_len, seq_len)
+        slots.append(pages[row].long()[position // block_size] * block_size + position % block_size)
+    num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
+    starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
+    lengths = torch.tensor(seq_lens, dtype=torch.int32)
+    return AttentionMetadata(
+        starts, lengths, block_tables, torch.cat(slots), num_decodes, query_lens, seq_lens
+    )
+
+
+def context_slots(metadata: AttentionMetadata, row: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """(blocks, offsets) of a request's positions"""
+    position = torch.arange(metadata.seq_lens_list[row])
+    return metadata.block_tables[row].long()[position // block_size], position % block_size
+
+
+def attention_case(
+    query_lens: list[int],
+    seq_lens: list[int],
+    heads: tuple[int, int, int],
+    block_size: int,
+    dtype: torch.dtype,
+    *options: Any,
+) -> Case:
+    """heads: (NQ, NKV, D); options: sliding_window and softcap, if any.
+
+    Every slot without an owner holds NaN.
+    """
+    num_heads, num_kv_heads, head_dim = heads
+    num_blocks = sum(-(-n // block_size) for n in seq_lens) + 3
+    metadata = make_metadata(query_lens, seq_lens, block_size, num_blocks)
+    key_cache, value_cache = (
+        torch.full((2, num_blocks, block_size, num_kv_heads, head_dim), math.nan)
+        .to(dtype)
+        .unbind(0)
+    )
+    for row in range(len(seq_lens)):
+        where = context_slots(metadata, row, block_size)
+        for cache in (key_cache, value_cache):
+            cache[where] = rand(seq_lens[row], num_kv_heads, head_dim, dtype=dtype)
+    query = rand(sum(query_lens), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)[
+        :, :num_heads
+    ]
+    batch = (
+        f"queries {query_lens} of {seq_lens}" if len(seq_lens) < 6 else f"{len(seq_lens)} requests"
+    )
+    name = f"{batch}, {heads}, blocks of {block_size}, {options}"
+    return Case(
+        name, (query, key_cache, value_cache, metadata, head_dim**-0.5, *options), attention_own
+    )
+
+
+def attention_own(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    backend: SDPBackend = SDPBackend.MATH,
+) -> tuple[Tensor, ...]:
+    out = torch.empty_like(query)
+    start, group = 0, query.shape[1] // key_cache.shape[2]
+    for row, (query_len, seq_len) in enumerate(zip(metadata.query_lens, metadata.seq_lens_list)):
+        blocks, offsets = context_slots(metadata, row, key_cache.shape[1])
+        keys, values = (
+            cache[blocks, offsets].transpose(0, 1).repeat_interleave(group, 0)
+            for cache in (key_cache, value_cache)
+        )
+        mask = torch.ones(query_len, seq_len, dtype=torch.bool).tril(seq_len - query_len)
+        if sliding_window:
+            mask = mask.triu(seq_len - query_len + 1 - sliding_window)
+        q = query[start : start + query_len].transpose(0, 1)
+        if softcap:  # transformers' Gemma 2
+            logits = (q @ keys.mT * scale / softcap).tanh() * softcap
+            attended = logits.masked_fill(~mask, -math.inf).softmax(-1) @ values
+        else:
+            with sdpa_kernel(backend):
+                (attended,) = F.scaled_dot_product_attention(
+                    q[None], keys[None], values[None], attn_mask=mask, scale=scale
+                )
+        out[start : start + query_len] = attended.transpose(0, 1)
+        start += query_len
+    return (out,)
+
+
+def paged_attention(dtype: torch.dtype) -> list[Case]:
+    bundled, qwen = (4, 2, 64), (14, 2, 64)
+    if INTERPRETED:  # a tile of keys takes 10 ms there
+        return [
+            attention_case([1, 1, 1], [15, 1, 33], bundled, 16, dtype),
+            attention_case([1, 1, 7, 80], [300, 3, 100, 80], (4, 1, 32), 16, dtype),
+            attention_case([1, 9], [150, 100], (4, 2, 32), 16, dtype, 40, 3.0),
+        ]
+    ragged = [50 + i for i in range(31)] + [1500]
+    return [
+        attention_case([1], [1], bundled, 16, dtype),
+        attention_case([1], [16], bundled, 16, dtype),
+        attention_case([1, 1, 1], [15, 17, 33], qwen, 16, dtype),
+        attention_case([1] * 32, ragged, bundled, 16, dtype),
+        attention_case([1] * 5, [40] * 5, (3, 3, 16), 8, dtype),
+        attention_case([5], [5], bundled, 8, dtype),
+        attention_case([7], [100], qwen, 16, dtype),
+        attention_case([2, 300], [2, 700], (4, 1, 32), 32, dtype),
+        attention_case([1, 1, 600, 20], [900, 3, 600, 37], bundled, 16, dtype),
+        attention_case([1, 1, 1, 70, 300], [1, 100, 1500, 70, 900], bundled, 16, dtype, 64),
+        attention_case([1, 7, 20], [1300, 7, 1100], qwen, 32, dtype, 500),
+        attention_case([1, 1, 9, 30], [40, 300, 9, 200], (4, 1, 32), 16, dtype, 0, 2.0),
+        attention_case([1, 1, 300], [600, 3, 700], (3, 3, 16), 8, dtype, 33, 5.0),
+        attention_case([1, 5], [9, 100], (2, 2, 8), 16, dtype, 1),
+    ]

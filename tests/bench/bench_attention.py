@@ -1,8 +1,9 @@
-"""Attention over the paged cache, native and torch's, in alternating calls: decode by batch and
-context, prefill by length.
+"""Attention over the paged cache, native and torch's, in alternating calls.
 
     python tests/bench/bench_attention.py [--threads 2] [--seconds 1.0] [--only decode|prefill]
     [--dtype bfloat16]
+
+Decode by batch and context, prefill by length.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ BLOCK_SIZE = 16
 
 
 def metadata_of(query_len: int, contexts: list[int]) -> AttentionMetadata:
-    """Requests with `query_len` tokens each, their pages in random order."""
+    """Requests with `query_len` tokens each, their blocks in random order."""
     counts = [-(-context // BLOCK_SIZE) for context in contexts]
     pages = torch.randperm(sum(counts), dtype=torch.int32).split(counts)
     tables = torch.nn.utils.rnn.pad_sequence(list(pages), batch_first=True)
@@ -53,8 +54,8 @@ def measure(
     query = torch.randn(
         query_len * len(contexts), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype
     )[:, :num_heads]
-    # As many layers as make the caches larger than the processor's: a step finds each layer's keys
-    # in memory.
+    # Enough layers that the caches exceed the processor's: a step reads each layer's keys from
+    # memory.
     slots = sum(-(-context // BLOCK_SIZE) for context in contexts) * BLOCK_SIZE
     layers = max(1, min(24, 2**27 // (slots * 2 * num_kv_heads * head_dim * dtype.itemsize)))
     caches = torch.randn(
@@ -107,7 +108,8 @@ def main() -> None:
                 (min(t) * 1e3, statistics.median(t) * 1e3) for t in (times["native"], times["cpu"])
             )
             if query_len == 1:
-                rate = f"{sum(contexts) * heads[1] * heads[2] * 2 * dtype.itemsize / native / 1e6:7.1f} GB/s"
+                num_bytes = sum(contexts) * heads[1] * heads[2] * 2 * dtype.itemsize
+                rate = f"{num_bytes / native / 1e6:7.1f} GB/s"
             else:
                 rate = f"{2 * query_len**2 * heads[0] * heads[2] / native / 1e6:7.1f} GFLOP/s"
             ratios = f"torch / native {own / native:5.2f} {own_median / native_median:5.2f}"

@@ -1,11 +1,10 @@
-"""What `quire bench serve` itself costs per streamed chunk, against a server that does next to
-nothing; beside it other HTTP clients.
+"""What `quire bench serve` itself costs per streamed chunk, next to other HTTP clients.
 
     python tests/bench/bench_client.py [--rounds 5] [--clients quire httpx2 aiohttp] [--write]
 
-64 streams; every 10 ms each gets one chunk, in a segment of its own, as from a server whose steps
-last 10 ms. Counted is the CPU time of the process that reads. The other clients only split the
-stream into lines and decode them, which is the least that a load generator must do.
+The server does almost nothing. 64 streams; every 10 ms each gets one chunk, in its own segment, as
+from a server whose steps take 10 ms. The CPU time of the reading process is counted. The other
+clients only split the stream into lines and decode them, the minimum for a load generator.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding
 
 
 class Stream(asyncio.Protocol):
-    """Whatever is asked, the answer is CHUNKS chunks, one per tick."""
+    """Answers every request with CHUNKS chunks, one per tick."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self.transport, self.left = transport, 0
 
     def data_received(self, data: bytes) -> None:
-        if data.endswith(b"}"):  # the end of a body; a request comes in one segment or two
+        if data.endswith(b"}"):  # the end of a body; a request arrives in one segment or two
             self.left = CHUNKS
             self.transport.write(HEAD)
             self.tick()
@@ -145,7 +144,7 @@ def main() -> None:
         default=[name for name in CLIENTS if find_spec(name)],
     )
     parser.add_argument("--write", action="store_true", help="append to tests/bench/results")
-    # what a child process is: serve, or a client and a URL
+    # role of a child process: serve, or a client and a URL
     parser.add_argument("--as", dest="role", metavar="ROLE", help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,12 +1,12 @@
-"""What one streamed token costs the frontend's process: AsyncLLM over an engine process that
-computes nothing, many streams of deltas.
+"""What one streamed token costs the frontend's process, with an engine that computes nothing.
 
     python tests/bench/bench_frontend.py [--streams 64] [--tokens 100] [--rounds 20] [--step-ms 4]
     [--write]
 
-CPU time of the whole process (the loop and ZMQ's thread), per token, from the socket to the
-reader's `async for`: receive, decode, text, hand-over, waking the reader. The engine rests between
-its steps, so that each step wakes an idle loop, as a model does.
+AsyncLLM over an engine process, many streams of deltas. CPU time of the whole process (the loop and
+ZMQ's thread), per token, from the socket to the reader's `async for`: receive, decode, text,
+hand-over, waking the reader. The engine sleeps between its steps, so that each step wakes an idle
+loop, as with a model.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from quire.tests.fake_engine import COMMAND
 
 
 async def measure(num_streams: int, num_tokens: int, num_rounds: int, step_s: float) -> list[float]:
-    """Microseconds of CPU per token, round by round; the first round, which warms up, is left
-    out.
-    """
+    """Microseconds of CPU per token, by round; without the first round, which warms up."""
     args = EngineArgs(
         max_model_len=1024,
         max_num_seqs=num_streams,

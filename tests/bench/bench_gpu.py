@@ -1,14 +1,14 @@
-"""What the engine makes of a GPU, in one call of some minutes: the card's ceilings, then every
-kernel, steps and whole workloads beside them.
+"""Measures a GPU's limits, then every kernel, steps and complete workloads relative to them.
 
-    python -P -m quire.tests.bench.bench_gpu [--out DIR] [--models 0.5B 0.6B 1.5B 7B] [--seconds 1] [--skip peers ...]
-    python -P -m quire.tests.bench.bench_gpu --device cpu --models tiny --seconds 0.05      # a dry run, without a GPU
+    python -P -m quire.tests.bench.bench_gpu [--out DIR] [--models 0.5B 0.6B 1.5B 7B]
+    [--seconds 1] [--skip peers ...]
+    python -P -m quire.tests.bench.bench_gpu --device cpu --models tiny --seconds 0.05
 
-Random weights of the models' real shapes, in bfloat16, never zeros, which a card multiplies with
-less power. "floor": the time in which the card, at the ceilings measured in the same call, reads
-the weights and the context and does the arithmetic. A part that fails is told and does not end the
-others; every part has its line of JSON the moment it is known, so that a call that is cut off
-leaves what it had.
+The second command is a dry run without a GPU. One call takes some minutes. Weights are random, of
+the models' real shapes, in bfloat16; not zeros, which a GPU multiplies with less power. "floor" is
+the time in which the GPU, at the limits measured in the same call, reads the weights and the
+context and does the arithmetic. A part that fails is reported and does not end the others. Every
+part prints its line of JSON as soon as it is known, so a call that is cut off keeps its results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import gc
 import json
 import random
 import statistics
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -34,60 +33,27 @@ from quire.executor.step_costs import StepTimer, Times
 from quire.frontend import bundled_model
 from quire.kernels import registry
 from quire.kernels.ops import AttentionMetadata
+from quire.tests.bench import gpu_peers
 from quire.tests.bench.bench_attention import metadata_of
 from quire.tests.bench.gpu_kernels import BLOCK_SIZE, Sizes, kernel_calls
+from quire.tests.bench.gpu_shapes import SHAPES
 from quire.tests.bench.report import write_result
+from quire.tests.bench.timing import gpu_seconds, host_seconds
 
 BUNDLED = Path(bundled_model.__file__).parent
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-
-
-def shape(
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    intermediate: int,
-    vocab: int,
-    tied: bool,
-    **more: Any,
-) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": intermediate,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": 32768,
-        **more,
-    }
-
-
-SHAPES = {
-    "tiny": shape(64, 2, 4, 2, 16, 128, 512, True),
-    "0.5B": shape(896, 24, 14, 2, 64, 4864, 151936, True),
-    "0.6B": shape(1024, 28, 16, 8, 128, 3072, 151936, True, **QWEN3),
-    "1.5B": shape(1536, 28, 12, 2, 128, 8960, 151936, True),
-    "7B": shape(3584, 28, 28, 4, 128, 18944, 152064, False),
-}
 PARTS = ("steps", "attention", "kernels", "workload", "peers")
 BATCHES, CONTEXT, PROMPTS = (1, 8, 64, 256), 1024, (512, 1024, 2048, 8192)
-COMPARED = 4  # prompts whose log-probabilities are held against transformers'
 # nano-vllm's workload: prompts and outputs uniform in this range, seed 0
 NANO_REQUESTS, NANO_LENGTHS = 256, (100, 1024)
 
 
 class Bench:
-    """One call. `limits`: bytes and operations per second of the card."""
+    """One call of the benchmark. limits: bytes and operations per second of the GPU."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.is_gpu = args.device == "cuda"
-        # an H200's, until the card's own are measured
+        # an H200's, until this GPU's own are measured
         self.limits = {"bytes": 4.0e12, "flops": 790e12}
         self.found: dict[str, Any] = {}
         self._begin = time.perf_counter()
@@ -121,7 +87,7 @@ class Bench:
         if self.args.out:
             Path(self.args.out, "gpu.json").write_text(json.dumps(self.found, indent=1) + "\n")
 
-    # ------------------------------------------------------------ the card
+    # ------------------------------------------------------------ the GPU's limits
 
     def seconds_of(self, function: Callable[[], Any]) -> float:
         """The median of some calls; on a GPU by its own clock."""
@@ -149,8 +115,8 @@ class Bench:
         )
 
     def floor_s(self, model: str, tokens: int, context: int, is_prefill: bool) -> float:
-        """Seconds: of a decode step of `tokens` requests with `context` tokens each, or of a prompt
-        of `tokens`.
+        """Lower bound in seconds of a decode step of `tokens` requests with `context` tokens each,
+        or of a prompt of `tokens`.
         """
         s = SHAPES[model]
         heads, kv_heads, size = s["num_attention_heads"], s["num_key_value_heads"], s["head_dim"]
@@ -192,7 +158,7 @@ class Bench:
         }
 
     def steps(self, model: str) -> None:
-        """Decode steps and prompts, as the executor's caller sees them: all that a step takes but
+        """Decode steps and prompts as the executor's caller sees them: all parts of a step except
         the scheduler and the frontend.
         """
         context, batches, prompts = (
@@ -204,7 +170,7 @@ class Bench:
         executor.initialize_kv_cache(executor.determine_num_blocks())
         timer = StepTimer(executor, config, SHAPES[model]["vocab_size"])
         for batch in batches:
-            # a graph of this size is captured, or kernels are compiled
+            # captures a graph of this size, or compiles kernels
             timer.decode(batch, context, 0.0)
             self.tell_times(
                 f"decode {model} b={batch} ctx={context}",
@@ -239,8 +205,8 @@ class Bench:
         )
 
     def attention(self, model: str) -> None:
-        """The kernels alone: decodes as a share of the bytes per second that the card reads,
-        prompts of the operations that it does.
+        """The attention kernels alone: decodes relative to the GPU's read bandwidth, prompts
+        relative to its operations per second.
         """
         s = SHAPES[model]
         heads, kv_heads, size = s["num_attention_heads"], s["num_key_value_heads"], s["head_dim"]
@@ -285,7 +251,7 @@ class Bench:
             )
 
     def kernels(self, model: str) -> None:
-        """All others, as shares of what the card reads and writes or computes per second."""
+        """All other kernels, relative to the GPU's bandwidth or operations per second."""
         s, (tokens, rows) = SHAPES[model], (65536, 64) if self.is_gpu else (64, 4)
         facts = {
             "head_dim": s["head_dim"],
@@ -316,8 +282,8 @@ class Bench:
             )
 
     def workload(self, model: str) -> None:
-        """nano-vllm's: all requests at once, ends of sequence ignored; in this process and in a
-        child.
+        """nano-vllm's workload: all requests at once, ends of sequence ignored; in this process and
+        in a child process.
         """
         count, (low, high) = (NANO_REQUESTS, NANO_LENGTHS) if self.is_gpu else (6, (5, 30))
         chance = random.Random(0)
@@ -354,127 +320,8 @@ class Bench:
             process_of_inproc=best["process"] / best["inproc"],
         )
 
-    # ------------------------------------------------------------ transformers, on the same weights
-
     def peers(self, model: str) -> None:
-        """generate at batch 1, and continuous batching of 64 prompts, which on a bare machine runs
-        without flash-attention: a weak peer. Then Quire on the same prompts and weights, and by how
-        much the two differ in the log-probabilities of what follows a prompt.
-        """
-        length, count, new = (64, 64, 64) if self.is_gpu else (8, 4, 8)
-        prompts = [[(31 * row + i) % 500 for i in range(length)] for row in range(count)]
-        with tempfile.TemporaryDirectory() as directory:
-            theirs, rate = self.transformers(model, prompts, new, directory)
-            gc.collect()
-            if self.is_gpu:
-                torch.cuda.empty_cache()
-            mine, my_rate = self.quire(model, prompts, new, directory)
-        differences = (theirs - mine).abs()
-        self.tell(
-            f"beside transformers {model}",
-            times_continuous_batching=my_rate / rate,
-            greatest_logprob_difference=differences.max().item(),
-            mean_logprob_difference=differences.mean().item(),
-            same_first_tokens=(theirs.argmax(-1) == mine.argmax(-1)).float().mean().item(),
-        )
-
-    def transformers(
-        self, model: str, prompts: list[list[int]], new: int, directory: str
-    ) -> tuple[torch.Tensor, float]:
-        """Saves a model of random weights to `directory`.
-
-        Returns the log-probabilities behind the first prompts [N, vocab_size] and tokens per
-        second.
-        """
-        from transformers import (
-            GenerationConfig,
-            Qwen2Config,
-            Qwen2ForCausalLM,
-            Qwen3Config,
-            Qwen3ForCausalLM,
-        )
-        from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-        kind, config = (
-            (Qwen3ForCausalLM, Qwen3Config)
-            if "architectures" in SHAPES[model]
-            else (Qwen2ForCausalLM, Qwen2Config)
-        )
-        torch.manual_seed(0)
-        with torch.device(self.args.device):
-            hf = kind(config(**SHAPES[model])).to(torch.bfloat16).eval()
-        hf.save_pretrained(directory)
-        generation = GenerationConfig(
-            max_new_tokens=new,
-            min_new_tokens=new,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        ids = torch.tensor(prompts, device=self.args.device)
-        with torch.inference_mode():
-            logprobs = hf(ids[:COMPARED]).logits[:, -1].float().log_softmax(-1).cpu()
-        hf.generate(ids[:1], generation_config=generation)
-        seconds = host_seconds(lambda: hf.generate(ids[:1], generation_config=generation).tolist())
-        self.tell(f"transformers generate {model} b=1", ms_per_token=1e3 * seconds / new)
-        sizes = (
-            {"max_memory_percent": 0.5}
-            if self.is_gpu
-            else {"num_blocks": 256, "block_size": BLOCK_SIZE, "max_batch_tokens": 256}
-        )
-        batching = {
-            "generation_config": generation,
-            "continuous_batching_config": ContinuousBatchingConfig(**sizes),
-            "progress_bar": False,
-        }
-        hf.generate_batch(inputs=prompts[:4], **batching)
-        begin = time.perf_counter()
-        outputs = hf.generate_batch(inputs=prompts, **batching)
-        rate = sum(len(output.generated_tokens) for output in outputs.values()) / (
-            time.perf_counter() - begin
-        )
-        self.tell(
-            f"transformers continuous batching {model} n={len(prompts)}",
-            tokens_per_s=rate,
-            attention=hf.config._attn_implementation,
-        )
-        return logprobs, rate
-
-    def quire(
-        self, model: str, prompts: list[list[int]], new: int, directory: str
-    ) -> tuple[torch.Tensor, float]:
-        """As `transformers`, of the model that it has saved."""
-        sizes = {
-            "max_model_len": len(prompts[0]) + new,
-            "max_logprobs": -1,
-            "skip_tokenizer_init": True,
-            "async_scheduling": True,
-        }
-        with LLM(
-            directory,
-            engine="inproc",
-            dtype="bfloat16",
-            device=self.args.device,
-            enable_prefix_caching=False,
-            **sizes,
-        ) as llm:
-            inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-            params = SamplingParams(
-                temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False
-            )
-            llm.generate(inputs, params, use_tqdm=False)
-            seconds = host_seconds(lambda: llm.generate(inputs, params, use_tqdm=False))
-            whole = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1, detokenize=False)
-            rows = [
-                output.outputs[0].logprobs[0]
-                for output in llm.generate(inputs[:COMPARED], whole, use_tqdm=False)
-            ]
-        logprobs = torch.tensor(
-            [[row[token].logprob for token in range(SHAPES[model]["vocab_size"])] for row in rows]
-        )
-        rate = len(prompts) * new / seconds
-        self.tell(f"quire {model} n={len(prompts)}", tokens_per_s=rate)
-        return logprobs, rate
+        gpu_peers.compare(self, model)
 
 
 def on_device(step: AttentionMetadata, device: str) -> AttentionMetadata:
@@ -500,21 +347,6 @@ def machine(is_gpu: bool) -> dict[str, Any]:
         if card
         else {}
     )
-
-
-def gpu_seconds(function: Callable[[], Any]) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    function()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
-def host_seconds(function: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
 
 
 def main() -> None:

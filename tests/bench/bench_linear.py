@@ -1,11 +1,11 @@
-"""Linear layers, native and torch's, in alternating calls over weights that no cache holds:
-microseconds, bytes and operations per second.
+"""Linear layers, native and torch's, in alternating calls over weights that exceed the caches.
 
-    python tests/bench/bench_linear.py [--threads 2] [--seconds 1.0] [--dtype bfloat16] [--model
-    0.5B] [--rows 1,16,256]
+    python tests/bench/bench_linear.py [--threads 2] [--seconds 1.0] [--dtype bfloat16]
+    [--model 0.5B] [--rows 1,16,256]
 
-One thread is timed by its own clock, which stands still while others have the core: that is what to
-compare on a machine that is shared.
+Prints microseconds, bytes and operations per second. One thread is timed by its own CPU clock,
+which does not count time in which others have the core. Use that for comparisons on a shared
+machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHAPES = {  # out, in
     },
 }
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
-# the copies of a weight that calls go round, so that each finds its own in memory
+# calls alternate between copies of a weight, so that each is read from memory
 COLD_BYTES = 2**27
 NAMES = ("native", "cpu")
 
@@ -112,8 +112,14 @@ def main() -> None:
                     for t in (times[n] for n in NAMES)
                 )
                 size = out_features * in_features
-                rates = f"{size * dtype.itemsize / native / 1e9:6.1f} GB/s {2 * num_rows * size / native / 1e9:7.1f} GFLOP/s"
-                us = f"native {native * 1e6:9.1f} {median * 1e6:9.1f}  torch {own * 1e6:9.1f} {own_median * 1e6:9.1f}"
+                rates = (
+                    f"{size * dtype.itemsize / native / 1e9:6.1f} GB/s "
+                    f"{2 * num_rows * size / native / 1e9:7.1f} GFLOP/s"
+                )
+                us = (
+                    f"native {native * 1e6:9.1f} {median * 1e6:9.1f}  "
+                    f"torch {own * 1e6:9.1f} {own_median * 1e6:9.1f}"
+                )
                 print(
                     f"{model:5} {name:8} M={num_rows:<5}{us}  torch / native {own / native:5.2f} "
                     f"{own_median / median:5.2f} {rates}",

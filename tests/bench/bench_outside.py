@@ -1,13 +1,13 @@
-"""What a decoded token of a real model costs outside its recorded program: in one process, with a
-child, and the program alone.
+"""What a decoded token of a real model costs outside its recorded program.
 
     python tests/bench/bench_outside.py [--model DIR] [--batches 1 32] [--rounds 8]
     [--async-scheduling]
 
-Microseconds for a token of each request, medians of means over 24 of them; all take turns: engines
-as they are by default and with steps of one token, and the program alone, which repeats the inputs
-of the last such step. Beside bench_overhead.py, whose model computes nothing: a model that computes
-pushes what Python needs out of the caches.
+In one process, with a child process, and the program alone. Microseconds for a token of each
+request, medians of means over 24 of them. All forms alternate: engines with default settings,
+engines with steps of one token, and the program alone, which repeats the inputs of the last such
+step. The model of bench_overhead.py computes nothing; a real model evicts Python's data from the
+caches.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from quire.frontend.clients.inproc_client import InprocClient
 from quire.frontend.clients.mp_client import MPClient
 from quire.tests.bench.report import hardware
 
-# tokens of a mean, and steps left out at both ends of a round; tokens of each request
+# tokens per mean; steps left out at both ends of a round; tokens of each request
 MEAN, EDGE, NUM_TOKENS = 24, 12, 200
 
 
 class Witness:
-    """A program that remembers what it was last called with."""
+    """A program that records the inputs of its last call."""
 
     def __init__(self, program: Any):
         self._program = program
@@ -46,7 +46,7 @@ class Witness:
 
 
 def means(steps: list[tuple[float, int]]) -> list[float]:
-    """steps: seconds, tokens -> seconds per token, of MEAN tokens or a step more each."""
+    """steps: (seconds, tokens) -> seconds per token, each the mean of at least MEAN tokens."""
     found, seconds, tokens = [], 0.0, 0
     for step_s, num_tokens in steps:
         seconds, tokens = seconds + step_s, tokens + num_tokens

@@ -1,15 +1,15 @@
-"""What a decode step costs outside the model: the whole engine over a model that computes nothing,
-in one process and in two.
+"""What a decode step costs outside the model: the engine over a model that computes nothing.
 
-    python tests/bench/bench_overhead.py [--batches 1 32 128] [--vocabs 2048 151936] [--modes inproc
-    process] [--profile] [--write]
+    python tests/bench/bench_overhead.py [--batches 1 32 128] [--vocabs 2048 151936]
+    [--modes inproc process] [--profile] [--write]
 
-Microseconds per step. "median" and "quiet" (the tenth percentile: what the machine needs when
-nothing disturbs it): as the caller of LLMEngine.step sees it, measured without a timer inside. The
-parts come from a second run with timers, their tenth percentiles; what "step" has beyond them is
-the loop between them. "process": the engine in a child, where the frontend's part overlaps with the
-engine's next step; steps come in bursts, so both numbers are of means, over 50 steps each. What the
-model's program does, argmax included, costs nothing here: other benchmarks time it.
+In one process and in two. Microseconds per step. "median" and "quiet" (the tenth percentile,
+without disturbances by other processes) are what the caller of LLMEngine.step sees, measured
+without a timer inside. The parts come from a second run with timers and are tenth percentiles; the
+difference between "step" and their sum is the loop between them. "process": the engine is in a
+child process, where the frontend's part overlaps with the engine's next step. Steps arrive in
+bursts there, so both numbers are of means over 50 steps each. The model's program, argmax included,
+takes no time here: other benchmarks measure it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ CHOICES = {
 NUM_PROMPT_TOKENS = 16
 BURST = 50  # steps
 COMMAND = [sys.executable, "-P", "-m", "quire.tests.bench.bench_overhead", "--as-engine"]
-# By column: (what of the step's objects, its method). A column's time is without that of the
-# columns before it, which it calls.
+# column -> (one of the step's objects, its method). A column's time excludes that of the columns
+# before it, which it calls.
 PARTS = {
     "schedule": ("core", "_schedule"),
     "prepare": ("runner", "make_inputs"),
@@ -51,9 +51,8 @@ PARTS = {
 
 
 class StubProgram:
-    """In the place of a step's program: hidden states are the rows' numbers; logits, by row, always
-    the same, and so is what argmax finds in them. No token of the bundled model's is much likelier
-    than others.
+    """Replaces a step's program. Hidden states are the rows' numbers; each row always has the same
+    logits and the same argmax. No token of the bundled model is much more likely than others.
     """
 
     def __init__(self, vocab_size: int, max_num_seqs: int):
@@ -101,7 +100,7 @@ def make_engine(vocab_size: int, mode: str, num_steps: int, async_scheduling: bo
         num_gpu_blocks_override=128 * (num_steps // 16 + 3),
         load_format="dummy",
         num_scheduler_steps=1,
-        # there is no work to share, and threads that rest between steps would be woken for it
+        # there is no work to share, and idle threads would be woken for it between steps
         num_threads=1,
         hf_overrides={"vocab_size": vocab_size, "hidden_size": 64, "num_hidden_layers": 1},
         swap_space=0.0,
@@ -119,7 +118,7 @@ def make_engine(vocab_size: int, mode: str, num_steps: int, async_scheduling: bo
 
 
 def run(engine: LLMEngine, batch: int, params: SamplingParams, prefix: str) -> list[float]:
-    """Seconds of each decode step but the first ones."""
+    """Seconds of each decode step except the first ones."""
     for i in range(batch):
         engine.add_request(
             f"{prefix}-{i}",
@@ -135,7 +134,7 @@ def run(engine: LLMEngine, batch: int, params: SamplingParams, prefix: str) -> l
 
 
 def add_timers(engine: LLMEngine) -> dict[str, list[float]]:
-    """Seconds by part and step, from now on."""
+    """Records seconds by part and step from now on."""
     core = engine.client._engine.core
     objects = SimpleNamespace(
         core=core,

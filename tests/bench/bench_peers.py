@@ -1,12 +1,12 @@
-"""Quire and other engines on the same work in one interleaved run: rounds alternate, medians and
-spread, JSON and a table for the README.
+"""Quire and other engines on the same work in one interleaved run; JSON and a Markdown table.
 
-    PEERS=DIR python tests/bench/bench_peers.py --model qwen05b --minutes 15 [--groups
-    bf16,int8,int4] [--workloads W1,W4,W2,W3] [--write]
+    PEERS=DIR python tests/bench/bench_peers.py --model qwen05b --minutes 15
+    [--groups bf16,int8,int4] [--workloads W1,W4,W2,W3] [--write]
 
-Engines of one group are loaded together and take turns, so that what disturbs the machine disturbs
-all; groups follow each other, since memory does not hold all. A cell that is hopeless (FAR times
-the best) is measured once, one of SKIPPED only with --slow.
+Rounds alternate; results are medians with extremes. Engines of one group are loaded together and
+alternate, so that disturbances affect all of them. Groups follow each other, since memory does not
+hold all. An engine that takes FAR times as long as the best one is measured once; entries of
+SKIPPED are measured only with --slow.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 from quire.tests.bench.report import hardware, write_result
 
 HERE = Path(__file__).resolve().parent
-# and an engine's name: its virtual environment
+# followed by an engine's name: its virtual environment
 VENVS = os.path.expanduser(os.environ.get("PEERS_VENVS", "~/venv-peer-"))
-FAR = 1.6  # as long as the best of a workload: such a cell is not measured again
-NOISY = 0.25  # cores that others used: such a measurement is made again, once
-START_TIMEOUT_S, RUN_TIMEOUT_S, SLOW_TIMEOUT_S = 400, 300, 900  # the last with --slow
+FAR = 1.6  # times the best of a workload: slower engines are not measured again
+NOISY = 0.25  # cores that other processes used: such a measurement is repeated once
+START_TIMEOUT_S, RUN_TIMEOUT_S, SLOW_TIMEOUT_S = 400, 300, 900  # the last one with --slow
 
 OUT, PROMPT = "out_tok_s", "prompt_tok_s"
 MEASURED = {"W1": OUT, "W2": OUT, "W3": OUT, "W4": PROMPT}
@@ -38,7 +38,7 @@ MEASURED = {"W1": OUT, "W2": OUT, "W3": OUT, "W4": PROMPT}
 class Peer(NamedTuple):
     label: str
     venv: str | None  # None: this interpreter
-    command: str  # the script of the harness, or of this folder, and its arguments
+    command: str  # a script of the harness or of this folder, with its arguments
 
 
 GROUPS = {
@@ -61,7 +61,8 @@ GROUPS = {
         Peer("llama.cpp Q4_0", None, "bench_llamacpp.py --dtype Q4_0"),
     ],
 }
-# Minutes for one measurement of the large model, several times behind whatever group.
+# Minutes for one measurement of the large model, and several times slower than the others in any
+# group.
 SKIPPED = {
     ("qwen05b", label, workload)
     for label in (
@@ -108,7 +109,7 @@ class Engine:
     def measure(
         self, workload: str, repetition: int, timeout_s: float = RUN_TIMEOUT_S
     ) -> dict[str, Any]:
-        """One JSON line of the harness; {"error": ...} where there is none."""
+        """One JSON line of the harness; {"error": ...} if it gives none."""
         try:
             self.process.stdin.write(f"{workload} {repetition}\n".encode())
             self.process.stdin.flush()
@@ -132,9 +133,9 @@ class Engine:
 
 
 def run_group(group: str, args: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:
-    """All measurements of a group, one after the other: a round of each workload, which is what
-    peak memory is compared after, and then more of them, for which workloads share the time that is
-    left evenly; loading is not counted.
+    """All measurements of a group: first a round of each workload, after which peak memory is
+    compared; then more rounds. The workloads share the remaining time evenly. Loading is not
+    counted.
     """
     engines: list[Engine] = []
     for peer in GROUPS[group]:
@@ -148,7 +149,7 @@ def run_group(group: str, args: argparse.Namespace, seconds: float) -> list[dict
     deadline = time.monotonic() + seconds
     rows: dict[str, list[dict[str, Any]]] = {workload: [] for workload in args.workloads.split(",")}
     for engine in engines:
-        # warm: the first request of an engine's life is start-up's
+        # warm-up: the first request of an engine belongs to its start-up
         engine.measure("W1", new_repetition())
     for workload, found in rows.items():
         taking_part = [
@@ -174,8 +175,8 @@ def run_group(group: str, args: argparse.Namespace, seconds: float) -> list[dict
 def run_rounds(
     workload: str, engines: list[Engine], until: float, max_rounds: int, rows: list[dict[str, Any]]
 ) -> None:
-    """After the first round more of them, in alternating order, until the time is over: of those
-    that are not far behind.
+    """After the first round: further rounds in alternating order until the time is over, with
+    engines that are not far behind.
     """
     for round_ in range(1, max_rounds):
         best = min((row["makespan_s"] for row in rows if "error" not in row), default=None)
@@ -199,7 +200,7 @@ def run_round(
     until: float = 0.0,
     timeout_s: float = RUN_TIMEOUT_S,
 ) -> None:
-    """Once more, until then, where others had the machine."""
+    """Measures once more, until `until`, if other processes used the machine."""
     for engine in engines:
         row = engine.measure(workload, new_repetition(), timeout_s)
         if (
@@ -224,16 +225,16 @@ _repetitions = iter(range(int(time.time()) % 100_000 * 1000, 10**12))
 
 
 def new_repetition() -> int:
-    """Never the same twice: prompts differ by it, so that no cache knows them."""
+    """A number that is never repeated. Prompts depend on it, so no cache contains them."""
     return next(_repetitions)
 
 
-# ---------------------------------------------------------------- what came
+# ---------------------------------------------------------------- results
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By engine: of each workload the median, the extremes and the number of measurements; peak
-    memory of the first rounds; start-up.
+    """By engine: for each workload the median, the extremes and the number of measurements; peak
+    memory of the first rounds; start-up time.
     """
     table: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -244,7 +245,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             cells.setdefault(row["workload"], {"error": row["error"]})
             continue
         cells |= {"version": row["version"], "startup_s": row["startup_s"]}
-        if row["round"] == 0:  # later ones are not the same for all, and fill prefix caches
+        if row["round"] == 0:  # later rounds differ between engines, and fill prefix caches
             cells["peak_rss_mb"] = max(cells["peak_rss_mb"], row["peak_rss_mb"])
         cell = cells.get(row["workload"])
         if cell is None or "values" not in cell:
@@ -263,7 +264,9 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def as_markdown(table: dict[str, dict[str, Any]], workloads: list[str]) -> str:
-    """A row per engine; of each group a row with Quire's figures over the best of the others'."""
+    """A row per engine, and for each group a row with Quire's figures divided by the best of the
+    others.
+    """
     lines = [
         "| | " + " | ".join(workloads) + " | peak MB | start s |",
         "|---" * (len(workloads) + 3) + "|",

@@ -1,11 +1,10 @@
-"""What the threads of native kernels cost: a call without work, a run, a run after idling, alone
-and beside a busy process.
+"""What the threads of native kernels cost: a call without work, a run, a run after idling.
 
     python tests/bench/bench_pool.py [--threads 2] [--write]
 
-"call" is one of 200 in a run: the barrier. "run" is a run of one call, back to back with the last.
-"idle" is a run after a millisecond of sleep, when the threads sleep too; "hint" is the same with
-wake() a twentieth of a millisecond before it. Rounds alternate.
+Alone and next to a busy process. "call" is one of 200 in a run: the barrier. "run" is a run of one
+call immediately after the last. "idle" is a run after a millisecond of sleep, in which the threads
+sleep too. "hint" is the same with wake() 0.05 ms before it. Rounds alternate.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def hint() -> None:
     time.sleep(1e-3)
     library.wake()
     until = time.perf_counter() + 5e-5
-    while time.perf_counter() < until:  # awake, as a caller is who prepares a step
+    while time.perf_counter() < until:  # busy, like a caller that prepares a step
         pass
 
 
@@ -55,7 +54,7 @@ KINDS = {"call": (CALLS, nothing), "run": (1, nothing), "idle": (1, idle), "hint
 
 
 def measure(num_threads: int, cores: list[int] | None, rounds: int) -> dict[str, list[float]]:
-    """Kind -> least, median and 90th percentile."""
+    """Kind -> minimum, median and 90th percentile."""
     library.set_num_threads(num_threads, cores)
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(rounds):

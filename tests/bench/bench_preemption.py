@@ -1,9 +1,9 @@
-"""When swapping beats recomputing: what bringing one request back costs by its length, and a batch
-that does not fit its KV cache.
+"""When swapping is faster than recomputing, by the length of a request and for a whole batch.
 
     python tests/bench/bench_preemption.py [--rounds 5] [--write]
 
-The bundled model, and one of the shape of a half-billion model (random weights, made on the spot).
+Measures the cost to restore one request, and a batch that does not fit its KV cache. Uses the
+bundled model, and one of the shape of a half-billion model with random weights.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SHAPES = {"bundled": {}, "0.5B": dict(hf_overrides=BIG, load_format="dummy")}
 
 
 def measure_one_request(arguments: dict) -> list[dict]:
-    """For each length: seconds to compute so many tokens at once, and to copy their blocks out and
-    in.
+    """For each length: seconds to compute that many tokens at once, and to copy their blocks out
+    and in.
     """
     config = EngineArgs(
         max_model_len=1536, max_num_seqs=2, max_num_batched_tokens=2048, swap_space=1.0, **arguments
@@ -78,8 +78,8 @@ def measure_one_request(arguments: dict) -> list[dict]:
 def measure_batch(
     arguments: dict, rounds: int, num_requests: int, num_output: int
 ) -> dict[str, dict]:
-    """The same requests in a cache with room for a third of them, by each mode, rounds interleaved:
-    median seconds, and what was done.
+    """The same requests in a cache for a third of them, with each mode in interleaved rounds:
+    median seconds, and the number of preemptions by kind.
     """
     rng = random.Random(0)
     prompts = [
@@ -131,7 +131,7 @@ def main() -> None:
                 f"{name}: {row['tokens']:5d} tokens: recompute {row['recompute_ms']:8.2f} ms, swap "
                 f"out and in {row['swap_ms']:7.2f} ms"
             )
-        # minutes, for the other one
+        # would take minutes for the other model
         batch = measure_batch(arguments, args.rounds, 32, 96) if name == "bundled" else {}
         for mode, figures in batch.items():
             print(f"{name}: batch, {mode}: {figures}")

@@ -1,12 +1,12 @@
-"""What prompt_logprobs costs: seconds and peak memory of one long prompt at a large vocabulary,
-with none, with few and with 20 asked for.
+"""What prompt_logprobs costs: seconds and peak memory of one long prompt with a large vocabulary.
 
     python tests/bench/bench_prompt_logprobs.py [--prompt 8192] [--vocab 151936] [--hidden 64]
     [--chunk 2048] [--dtype float32] [--write]
 
-The model is small but for its vocabulary and has random weights, so nearly all it does is logits.
-Every measurement is a process of its own; memory is the peak of its resident set over what it had
-when the model and the cache stood (the kernel's own count, set back at that point).
+Without prompt_logprobs, with few and with 20. The model is small except for its vocabulary and has
+random weights, so nearly all its work is logits. Every measurement is a separate process. Memory is
+the peak of its resident set beyond the size with model and cache loaded (the kernel's counter,
+reset at that point).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What quantized weights lose and gain: the bundled model's perplexity on texts of its kind in
-fp32, bf16, int8 and int4, and bytes and tokens/s.
+"""What quantized weights cost and gain: the bundled model's perplexity, bytes and tokens/s.
 
     python tests/bench/bench_quantization.py [--texts 150] [--write]
 
-The perplexity is that of each token given those before it, from prompt_logprobs. Texts are stories,
-chats, JSON, sums, copies and translations by the training's generator, under seeds that it does not
-use. Tokens/s are of one greedy request and of 32, medians of rounds that take turns.
+In fp32, bf16, int8 and int4. The perplexity is that of each token given those before it, from
+prompt_logprobs. Texts are stories, chats, JSON, sums, copies and translations from the training's
+generator, with seeds that training does not use. Tokens/s are those of one greedy request and of
+32, medians of alternating rounds.
 """
 
 from __future__ import annotations

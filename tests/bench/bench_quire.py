@@ -1,8 +1,9 @@
-"""Quire as one engine of the harness that measures engines side by side (a folder with common.py,
-named by --peers or $PEERS).
+"""Quire as one engine of the harness that compares engines.
 
     PEERS=DIR python tests/bench/bench_quire.py --model qwen05b --mode process --workloads W1,W2
     --reps 3
+
+The harness is a folder with common.py, named by --peers or $PEERS.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from quire import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams, __ve
 
 
 def harness():
-    """The module `common`, from the folder that --peers or $PEERS names."""
+    """The module `common` from the folder named by --peers or $PEERS."""
     folder = os.environ.get("PEERS", "")
     if "--peers" in sys.argv[1:-1]:
         at = sys.argv.index("--peers")
@@ -59,8 +60,8 @@ def make_adapter(common):
             self.num_requests = 0
 
         def run(self, reqs: list) -> list[list[float]]:
-            """Submits all requests at once; per request the perf_counter time at which each token
-            was in the caller's hands.
+            """Submits all requests at once; returns for each request the perf_counter time at which
+            the caller received each token.
             """
             first, times = self.num_requests, [[] for _ in reqs]
             self.num_requests += len(reqs)

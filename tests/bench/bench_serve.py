@@ -1,12 +1,11 @@
-"""Throughput over HTTP against offline, on the bundled model, and what a streamed token costs the
-server's process. The goals: 90 %, 40 us.
+"""Throughput over HTTP relative to offline, and what a streamed token costs the server's process.
 
-    python tests/bench/bench_serve.py [--rounds 7] [--streams 64] [--max-tokens 128] [--endpoint
-    completions|chat] [--write]
+    python tests/bench/bench_serve.py [--rounds 7] [--streams 64] [--max-tokens 128]
+    [--endpoint completions|chat] [--write]
 
-Both engines are started once; rounds alternate between them, so that a busy machine disturbs both
-alike. The server's CPU is that of its own process, without the engine's, over all that it does for
-these requests: reading, tokenizing, streaming.
+On the bundled model. The goals: 90 %, 40 us. Both engines are started once; rounds alternate
+between them, so that disturbances affect both alike. The server's CPU time is that of its own
+process, without the engine's, for all its work on these requests: reading, tokenizing, streaming.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ NUM_WORDS = 16
 
 
 def make_prompts(round_: int, args: argparse.Namespace) -> list[Any]:
-    """Of the kind that the endpoint takes, texts or messages: offline does the same work.
+    """Texts or messages, depending on the endpoint, so that offline does the same work.
 
-    Contents differ from round to round: none finds
-    another's prefixes in the cache beyond its template's.
+    Contents differ from round to round: the cache holds no prefixes of other rounds except the
+    template's.
     """
     rng = random.Random(round_)
     texts = [" ".join(rng.choices(WORDS, k=NUM_WORDS)) for _ in range(args.streams)]
@@ -48,8 +47,8 @@ def make_prompts(round_: int, args: argparse.Namespace) -> list[Any]:
 
 
 def offline(args: argparse.Namespace) -> None:
-    """A worker: for every line with a round's number on stdin one line {"seconds", "tokens"} on
-    stdout.
+    """A worker: for every line on stdin with a round's number, writes a line {"seconds", "tokens"}
+    to stdout.
     """
     from quire import LLM, SamplingParams
 
@@ -171,7 +170,7 @@ def run_rounds(args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
         process = psutil.Process(server.pid)
         plain, http = [], []
         for round_ in range(args.rounds + 1):
-            for _ in range(2):  # which comes first alternates
+            for _ in range(2):  # the order alternates
                 if (len(plain) == len(http) == round_ and round_ % 2) or len(plain) > len(http):
                     http.append(measure_http(args, 2 * round_ + 1, port, process))
                 else:

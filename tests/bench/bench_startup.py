@@ -1,9 +1,8 @@
-"""How long a user waits: import quire, quire --version, LLM() until it is ready, and the first
-token after that.
+"""How long a user waits: import quire, quire --version, LLM() until ready, then the first token.
 
     python tests/bench/bench_startup.py [--rounds 5] [--write]
 
-Every measurement is a fresh interpreter, so the files are in the page cache and nothing else is
+Every measurement uses a fresh interpreter, so the files are in the page cache and nothing else is
 warm. The goals: 50 ms, 0.25 s, 6 s.
 """
 

@@ -1,12 +1,12 @@
-"""One decode step of a model, three ways in turn: torch's kernels op by op, the native ones op by
-op, and recorded as one call.
+"""One decode step of a model: torch's kernels, native kernels, and native ones recorded as one
+call.
 
-    python tests/bench/bench_step.py [--models bundled 16M] [--dtypes float32 bfloat16] [--batches 1
-    32] [--threads 1] [--rounds 60] [--write]
+    python tests/bench/bench_step.py [--models bundled 16M] [--dtypes float32 bfloat16]
+    [--batches 1 32] [--threads 1] [--rounds 60] [--write]
 
-Milliseconds, "quiet" (the tenth percentile: what the machine needs when nothing disturbs it) and
-"median", of steps whose requests have a context of 128 tokens each. Last, in microseconds, what a
-recorded step costs in Python and ctypes: the same program without its calls.
+The three forms alternate. Milliseconds, "quiet" (the tenth percentile, without disturbances by
+other processes) and "median", of steps whose requests have a context of 128 tokens each. Last, in
+microseconds, the cost of a recorded step in Python and ctypes: the same program without its calls.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def make_step(num_requests: int) -> tuple[Any, ...]:
 def time_in_turn(
     functions: dict[str, Callable[[], Any]], rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Seconds of each, one call of each per round."""
+    """Seconds of each function, one call of each per round."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():

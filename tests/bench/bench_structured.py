@@ -1,10 +1,11 @@
-"""What a grammar costs: to check and compile it, for each mask, for a step; and what tokens without
-the model save.
+"""What a grammar costs: to check and compile, per mask, per step; and what jump-forward saves.
 
-    python tests/bench/bench_structured.py [--tokenizer DIRECTORY --vocab-size N]        # default: the bundled model's
+    python tests/bench/bench_structured.py [--tokenizer DIRECTORY --vocab-size N]
 
-Times of masks and compilations are medians and means over random grammars; throughput is counted
-per second of processor time, rounds interleaved, so that a busy machine changes little.
+The default is the bundled model's tokenizer. Times of masks and compilations are medians and means
+over random grammars. Throughput is per second of processor time, in interleaved rounds, so that
+other processes have little influence. Jump-forward appends tokens that the grammar determines,
+without the model.
 """
 
 from __future__ import annotations

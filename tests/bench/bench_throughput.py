@@ -1,10 +1,9 @@
-"""Throughput with the engine in a child process against the engine in the same process, on the
-bundled model. The goal: at least 95 %.
+"""Throughput with the engine in a child process relative to the same process. The goal: 95 %.
 
     python tests/bench/bench_throughput.py [--rounds 7] [--requests 32] [--max-tokens 128] [--write]
 
-Each form lives in a program of its own, started once; rounds alternate between them, so that a busy
-machine disturbs both alike.
+On the bundled model. Each form runs in its own program, started once; rounds alternate between
+them, so that disturbances affect both alike.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from quire import LLM, SamplingParams
 from quire.tests.bench.report import hardware, write_result
 
 FORMS = ("inproc", "process")
-VOCAB = range(300, 1000)  # ids that any tokenizer of ours has, none of them special
+VOCAB = range(300, 1000)  # ids that every tokenizer here has, none of them special
 
 
 def serve(form: str, model: str) -> None:
-    """A worker: for every line {"round", "requests", "max_tokens"} on stdin one line {"seconds",
-    "tokens"} on stdout.
+    """A worker: for every line {"round", "requests", "max_tokens"} on stdin, writes a line
+    {"seconds", "tokens"} to stdout.
     """
     with LLM(model, engine=form) as llm:
         print(json.dumps({"ready": form}), flush=True)
@@ -49,8 +48,8 @@ def serve(form: str, model: str) -> None:
 
 
 def make_prompts(round_: int, num_requests: int) -> list[list[int]]:
-    """Lengths are the same in every round, contents differ: no round finds another's prefixes in
-    the cache.
+    """Lengths are the same in every round, contents differ: the cache holds no prefixes of other
+    rounds.
     """
     lengths, contents = random.Random(1), random.Random(f"round {round_}")
     return [

@@ -1,5 +1,7 @@
-"""Every kernel but attention at the sizes of a model, and what its call must at least move or
-compute: the measure of bench_gpu.py.
+"""Every kernel except attention at a model's sizes, with the minimal bytes or operations of its
+call.
+
+Part of bench_gpu.py.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ BF16, FP32 = 2, 4  # bytes
 
 @dataclass(frozen=True)
 class KernelCall:
-    """`limit`: what bounds it, "bytes" moved to and from memory or "flops"; `amount` of these is
-    the least that the contract allows.
+    """limit: "bytes" moved to and from memory, or "flops"; amount: the minimum of these that the
+    contract allows.
     """
 
     name: str
@@ -29,9 +31,7 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class Sizes:
-    """tokens: of a large prompt, so that what they take does not fit in the card's caches; rows: of
-    a decode.
-    """
+    """tokens: of a large prompt, so that its data exceed the GPU's caches; rows: of a decode."""
 
     tokens: int
     rows: int
@@ -44,7 +44,7 @@ class Sizes:
 
 
 def kernel_calls(ops: Any, sizes: Sizes, device: str) -> Iterator[KernelCall]:
-    """One after the other: the tensors of one are gone when the next is made."""
+    """Yields one call at a time: the tensors of one are freed before the next is created."""
     for family in (elementwise, attention_inputs, linears, sampling, tables):
         yield from family(ops, sizes, device)
 
@@ -213,7 +213,7 @@ def sampling(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
 
 
 def tables(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
-    """What surrounds a decode's graph: launches, hardly any bytes."""
+    """The operations around a decode's graph: launches that move hardly any bytes."""
     context = 1024
     slots, computed = (
         torch.arange(s.rows, dtype=torch.int32, device=device),

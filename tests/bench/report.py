@@ -1,4 +1,4 @@
-"""Where the benchmarks put their numbers: results/HARDWARE__MODEL__WORKLOAD.json, one object per
+"""Where the benchmarks write their numbers: results/HARDWARE__MODEL__WORKLOAD.json, one object per
 run, newest last.
 """
 
@@ -17,9 +17,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def hardware() -> str:
-    """The processor's name, what it multiplies matrices with where that is more than AVX2, and the
-    cores this process may use, e.g. "intel-r-xeon-r-platinum-8488c-amx-2-cores": machines of one
-    name differ by as much as twice.
+    """The processor's name, its matrix instructions beyond AVX2, and the cores that this process
+    may use, e.g. "intel-r-xeon-r-platinum-8488c-amx-2-cores". Machines with the same processor name
+    can differ by a factor of two.
     """
     try:
         told = Path("/proc/cpuinfo").read_text()
@@ -36,7 +36,7 @@ def hardware() -> str:
 
 
 def write_result(model: str, workload: str, numbers: dict[str, Any]) -> Path:
-    """Appends one run, stamped with the time and the versions that matter."""
+    """Appends one run, with the time and the relevant versions."""
     path = RESULTS / f"{hardware()}__{model}__{workload}.json"
     runs = json.loads(path.read_text()) if path.exists() else []
     stamp = {

@@ -1,15 +1,17 @@
-"""All that Quire has to show on a GPU, in one command: the tests that need one, then the
-measurement, each with its own deadline.
+"""Runs the tests that need a GPU, then the measurement, each with its own deadline.
 
-    python3 tests/gpu/run.py --out DIR                       # from the repository; nothing has to be installed but Quire's dependencies
-    python3 tests/gpu/run.py --out DIR --only tests          # or in two calls, each of less than ten minutes
+From the repository; only Quire's dependencies have to be installed:
+
+    python3 tests/gpu/run.py --out DIR                   # all parts
+    python3 tests/gpu/run.py --out DIR --only tests      # in two calls, each below ten minutes
     python3 tests/gpu/run.py --out DIR --only measure
-    python3 tests/gpu/run.py --out DIR --only racecheck      # the decode of one launch under compute-sanitizer, where that is installed
-    python3 tests/gpu/run.py --out DIR --device cpu          # a dry run, without a GPU
+    python3 tests/gpu/run.py --out DIR --only racecheck  # needs compute-sanitizer
+    python3 tests/gpu/run.py --out DIR --device cpu      # a dry run, without a GPU
 
-What a part prints goes to a file of DIR as it comes, so that a part that fails, hangs or is cut off
-leaves what it had; the next one runs all the same. DIR gets at most: machine.txt, tests.txt,
-tests.xml, measure.txt, gpu.json, racecheck.txt, summary.json.
+A part's output goes to a file in DIR as it is printed, so a part that fails, hangs or is cut off
+keeps its output so far, and the next part runs. DIR receives at most: machine.txt, tests.txt,
+tests.xml, measure.txt, gpu.json, racecheck.txt, summary.json. The racecheck part runs the
+one-launch decode.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 560  # of a part: a call of ten minutes holds it, with what stands around it
-GRACE_S = 10  # for a part that is told to end
+LIMIT_S = 560  # per part, so that a part and its start-up fit into ten minutes
+GRACE_S = 10  # for a part that has been asked to terminate
 NEEDS_NO_GPU = ("tests/gpu/test_run.py", "tests/gpu/test_bench.py")
 SANITIZER = "compute-sanitizer"
 
 
 @dataclass(frozen=True)
 class Part:
-    name: str  # of its file in DIR
+    name: str  # name of its file in DIR
     command: list[str]
 
 
@@ -91,7 +93,7 @@ def make_parts(out: Path, device: str, wanted: list[str]) -> list[Part]:
 
 
 def run_part(part: Part, out: Path, environment: dict[str, str], limit_s: float) -> dict[str, Any]:
-    """Runs it to its end or its deadline. Its whole process group ends with it."""
+    """Runs a part to its end or its deadline, at which its process group is killed."""
     begin, path = time.monotonic(), out / f"{part.name}.txt"
     with path.open("w", encoding="utf-8") as file:
         try:
@@ -141,11 +143,11 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def run(parts: list[Part], out: Path, limit_s: float = LIMIT_S) -> bool:
-    """All parts, one after the other, whatever becomes of them; whether all ended well."""
+    """Runs all parts in order, even if some fail; returns whether all succeeded."""
     out.mkdir(parents=True, exist_ok=True)
     found = []
     with tempfile.TemporaryDirectory() as directory:
-        # the repository is the package, installed or not
+        # makes the repository importable as the package, installed or not
         (Path(directory) / "quire").symlink_to(ROOT)
         environment = os.environ | {
             "PYTHONPATH": directory,

@@ -1,5 +1,5 @@
-"""The benchmark that a GPU is measured with: its floors against figures worked out by hand, and
-what becomes of a part that fails.
+"""The GPU benchmark: its lower bounds against figures computed by hand, and its behaviour if a part
+fails.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_floors_at_4_3_terabytes_and_790_teraflops(model, tokens, context, is_pr
 
 NOT_TIMED = {
     "paged_attention",  # Bench.attention
-    # when weights are loaded; what pack_linear returns is timed
+    # at load time; the function that pack_linear returns is timed
     "pack_linear",
     "pack_quantized_linear",
     "random_gumbel",  # within sample_tokens

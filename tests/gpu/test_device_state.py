@@ -1,5 +1,5 @@
-"""Steps launched without waiting, on a GPU: nothing synchronises, the launches of later steps go
-out while an earlier one runs, tokens stay the same.
+"""Steps launched without waiting, on a GPU: no launch synchronises, later steps are launched while
+an earlier one runs, tokens stay the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def params(**wishes) -> list[SamplingParams]:
-    """Greedy and drawn, of several lengths."""
+    """Greedy and random parameters with outputs of several lengths."""
     return [
         SamplingParams(
             temperature=0.8 * (i % 2),
@@ -58,7 +58,7 @@ def run(llm: LLM, **wishes) -> list[list[int]]:
 
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
 def test_overlapped_and_multi_step_give_the_plain_steps_tokens(model, enforce_eager) -> None:
-    """A thousand tokens and more each; with few blocks requests are swapped and recomputed in
+    """More than a thousand tokens each; with few blocks, requests are swapped and recomputed in
     between.
     """
     found = []
@@ -78,7 +78,7 @@ def test_overlapped_and_multi_step_give_the_plain_steps_tokens(model, enforce_ea
         with LLM(
             str(model), engine="inproc", enforce_eager=enforce_eager, **ARGUMENTS, **settings
         ) as llm:
-            found += [run(llm), run(llm, logprobs=0)]  # as launched, and in the plain order
+            found += [run(llm), run(llm, logprobs=0)]  # with overlapped steps, and in plain order
     assert all(tokens == found[0] for tokens in found)
 
 
@@ -87,7 +87,7 @@ def test_overlapped_and_multi_step_give_the_plain_steps_tokens(model, enforce_ea
 )
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
 def test_nothing_synchronises_in_a_launch(model, settings, enforce_eager, monkeypatch) -> None:
-    """Once all graphs are captured and all kernels compiled."""
+    """After all graphs are captured and all kernels compiled."""
     original, num_launches = StepLauncher.launch, 0
 
     def launch(self, scheduler_output):
@@ -136,13 +136,13 @@ def test_later_steps_are_launched_while_an_earlier_one_runs(model, wishes) -> No
 
 
 def test_values_come_back_while_the_first_stream_goes_on() -> None:
-    """What the next step does to the memory that was copied comes too late to change it."""
+    """Later writes of the next step to the copied memory do not change the values."""
     device = torch.device("cuda")
     copies, waits = SecondStream(device), []
     for number in range(200):
         values = torch.full((1000,), number, dtype=torch.int32, device=device)
         waits.append(copies(values))
-        del values  # the next one may take its place
+        del values  # its memory may be used for the next one
     assert [wait().tolist() for wait in waits] == [[number] * 1000 for number in range(200)]
     values = torch.ones(4, dtype=torch.int32, device=device)
     wait, after = copies(values), torch.cuda.Event()

@@ -1,5 +1,5 @@
-"""The engine on a GPU: the tokens of the CPU's engine with and without graphs, and no more memory
-than it was given. Skips itself without one.
+"""The engine on a GPU: the tokens of the CPU's engine with and without graphs, within its memory
+limit. Skipped without a GPU.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ ARGUMENTS = {
 PROMPTS = [[5, 6, 7], [40], list(range(60, 300)), *([n, n + 1, 2 * n] for n in range(3, 36))]
 
 
-# the last with a sliding window
+# the last one with a sliding window
 @pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama", "mistral"])
 def model(request, tmp_path_factory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("gpu") / request.param, request.param, seed=3)
 
 
 def run(model: Path, **arguments) -> list[tuple[list[int], list[float]]]:
-    """Token ids and their log-probabilities, greedy and drawn ones in one batch."""
+    """Token ids and their log-probabilities, greedy and random requests in one batch."""
     params = [
         SamplingParams(
             temperature=0.8 * (i % 2),
@@ -97,9 +97,8 @@ def test_no_more_memory_than_given_and_none_kept(model) -> None:
     reason="this GPU has no fp8",
 )
 def test_a_cache_in_fp8(model) -> None:
-    """The same tokens from graphs and without, in whole prompts and in chunks beside decodes; and
-    of those of the CPU's reference nearly all, since the rounding of a key to fp8 may hang on its
-    last bit.
+    """The same tokens with and without graphs, in whole prompts and in chunks next to decodes.
+    Nearly all equal the CPU reference's; a key's rounding to fp8 may depend on its last bit.
     """
     eager = run(model, device="cuda", kv_cache_dtype="fp8", enforce_eager=True)
     assert [tokens for tokens, _ in run(model, device="cuda", kv_cache_dtype="fp8")] == [

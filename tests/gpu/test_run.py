@@ -1,5 +1,5 @@
-"""The one command for a GPU: a part that fails, hangs or cannot be run leaves what it had and stops
-no other; and its dry run.
+"""The command that runs all parts on a GPU: a part that fails, hangs or cannot be started keeps its
+output and stops no other; and its dry run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ def python(name: str, code: str) -> Part:
 
 def test_no_part_stops_another_and_each_leaves_what_it_had(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "GRACE_S", 0.2)
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('begun', flush=True); time.sleep(600)"
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print('begun', flush=True); time.sleep(600)"
+    )
     parts = [
         python("good", "import quire; print(quire.__name__)"),
         python("bad", "print('half'); 1 / 0"),
@@ -50,7 +53,7 @@ def test_no_part_stops_another_and_each_leaves_what_it_had(tmp_path, monkeypatch
 
 
 def test_a_dry_run(tmp_path):
-    """As a stranger runs it, with Python alone; the parts that a CPU has."""
+    """As a user runs it, with Python alone; only the parts that a CPU supports."""
     command = [
         sys.executable,
         str(Path(runner.__file__)),
@@ -93,7 +96,7 @@ def test_a_dry_run(tmp_path):
 
 
 def test_on_a_gpu(tmp_path):
-    """What a dry run leaves out."""
+    """The parts that a dry run leaves out."""
     parts = {
         part.name: part.command
         for part in runner.make_parts(tmp_path, "cuda", ["tests", "measure", "racecheck"])

@@ -1,5 +1,5 @@
-"""Sampling on a GPU: the CPU reference's tokens at the size of real vocabularies, whatever the
-batch, eager and from a CUDA graph.
+"""Sampling on a GPU: the CPU reference's tokens for real vocabulary sizes, in any batch, eager and
+from a CUDA graph.
 """
 
 import pytest
@@ -53,9 +53,7 @@ def ops():
 )
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
 def test_the_reference_draws_the_same(ops, rows, vocab_size, scale):
-    """A draw differs only where two scores lie as close as the roundings of a logarithm: one in a
-    million.
-    """
+    """Draws differ only if two scores are within a logarithm's rounding: one in a million."""
     host = inputs(rows, vocab_size, scale)
     device = [column.to(DEVICE) for column in host]
     drawn = ops.sample_tokens(*device).cpu()

@@ -1,5 +1,5 @@
-"""Grammars that are small to send and large to compile, to walk, or to hold: what a hostile or
-careless client might ask for.
+"""Grammars that are small to send and expensive to compile, to match or to store: requests of a
+hostile or careless client.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random schemas, regexes and choices, and whether a text is what they ask for, by jsonschema, re
+"""Random schemas, regexes and choices, and a check that a text matches them, with jsonschema, re
 and equality.
 """
 
@@ -31,9 +31,9 @@ WORDS = (
     "value_2",
 )
 LITERALS = "abcxyz019 _-@:.,é"
-# Not \d, \w and \s: they are Unicode's in Rust and in Python, but not of the same year, and what
-# counts as a letter differs. In a schema's patterns, where llguidance has them ASCII, \d and \w are
-# among Python's.
+# Without \d, \w and \s: Rust and Python define them by Unicode, but of different versions, and
+# differ in which characters are letters. In a schema's patterns llguidance makes them ASCII, so \d
+# and \w are subsets of Python's.
 CLASSES = (
     "[a-z]",
     "[A-Z0-9]",
@@ -46,16 +46,14 @@ CLASSES = (
     "[áéí]",
     "[ \\t]",
 )
-# Formats are shapes to llguidance: it lets through the 31st of any month, and the year 0, of which
-# Python has no dates.
+# llguidance checks only the shape of formats: it accepts day 31 in any month, and the year 0, which
+# Python's dates do not have.
 FORMAT_CHECKER = jsonschema.FormatChecker(("ipv4", "ipv6", "uuid", "email"))
 FORMATS = ("date", "time", "date-time", "ipv4", "ipv6", "uuid", "email")
 
 
 def random_params(seed: int) -> StructuredOutputsParams:
-    """The same for the same seed: half schemas, a third regexes, the rest choices and plain
-    objects.
-    """
+    """Depends on the seed alone: half schemas, a third regexes, the rest choices and objects."""
     rng = random.Random(seed)
     kind = rng.choices(["json", "regex", "choice", "json_object"], [50, 33, 15, 2])[0]
     if kind == "json":
@@ -218,7 +216,7 @@ def _any_of(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _reference(rng: random.Random, depth: int) -> dict[str, Any]:
-    """A chain of any length. Its $id makes it the root of what "#" means inside."""
+    """A chain of any length. Its $id makes it the root that "#" refers to inside."""
     following = {"anyOf": [{"type": "null"}, {"$ref": "#"}]}
     return {
         "$id": f"urn:node:{rng.randint(0, 10**9)}",
@@ -230,10 +228,10 @@ def _reference(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def is_bounded(schema: Any) -> bool:
-    """Whether every value has a limited length: no recursion, no properties or items beside those
-    listed, no number with any number of decimals.
+    """Whether every value has a limited length: no recursion, no properties or items beyond those
+    listed, no number with unlimited decimals.
 
-    Of what else has no limit (fractions of a second, repetition in a pattern) it knows nothing.
+    Other unlimited values (fractions of a second, repetition in a pattern) are not recognised.
     """
     if isinstance(schema, list):
         return all(map(is_bounded, schema))
@@ -244,11 +242,11 @@ def is_bounded(schema: Any) -> bool:
     return not (is_open or is_endless or "$ref" in schema) and all(map(is_bounded, schema.values()))
 
 
-# ---------------------------------------------------------------- the judges
+# ---------------------------------------------------------------- checks
 
 
 def problem_with(text: str, params: StructuredOutputsParams) -> str | None:
-    """Why the text is not what was asked for; None where it is."""
+    """Why the text does not match what was requested; None if it does."""
     if params.regex is not None:
         return None if re.fullmatch(params.regex, text) else "re.fullmatch finds no match"
     if params.choice is not None:

@@ -1,5 +1,5 @@
-"""Hostile grammars, beside a neighbour whose tokens must not change: each is refused or bounded,
-and the engine lives on.
+"""Hostile grammars next to another request whose tokens must not change: each is refused or
+bounded, and the engine continues to work.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ SETTINGS = dict(
 )
 NEIGHBOUR = "Once upon a time"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-# that the bombs may take, engine and checks together; torch's own memory is not counted
+# for all grammars, engine and checks together; torch's own memory is not counted
 MOST_MEMORY = 1.5 * 2**30
-DEADLINE_S = 60.0  # a hang, not slowness
+DEADLINE_S = 60.0  # detects hangs, not slowness
 
 
 class Site:
-    """An engine in a process of its own, in which one neighbour generates the same again and
-    again.
-    """
+    """An engine in its own process, in which another request repeatedly generates the same text."""
 
     def __init__(self):
         others = psutil.Process().children()
@@ -45,11 +43,11 @@ class Site:
         self.num_neighbours = 0
         self.finished: dict[str, object] = {}
         self.run_neighbour()
-        self.expected = self.finished.pop("neighbour 0").outputs[0].token_ids  # alone
+        self.expected = self.finished.pop("neighbour 0").outputs[0].token_ids  # run alone
         self.memory_before = self.peak = self.memory()
 
     def memory(self) -> int:
-        """Bytes of the engine's process and of those it has started."""
+        """Bytes of the engine's process and of the processes it has started."""
         family = [
             process
             for parent in self.processes
@@ -59,7 +57,7 @@ class Site:
         for process in family:
             try:
                 total += process.memory_info().rss
-            except psutil.NoSuchProcess:  # ended since
+            except psutil.NoSuchProcess:  # has ended meanwhile
                 pass
         return total
 
@@ -76,9 +74,10 @@ class Site:
         self.num_neighbours += 1
 
     def throw(self, name: str, **grammar) -> tuple[str, float]:
-        """How the bomb ended, an error or a finish reason, and after how many seconds.
+        """Runs a hostile grammar -> how it ended, an error or a finish reason, and after how many
+        seconds.
 
-        The neighbour generates all the while.
+        The other request generates all the time.
         """
         start = time.monotonic()
         try:
@@ -104,7 +103,7 @@ class Site:
                 f"beside {name}"
             )
             self.num_neighbours += 1
-            assert time.monotonic() - start < DEADLINE_S, f"{name} has no end"
+            assert time.monotonic() - start < DEADLINE_S, f"{name} does not end"
         output = self.finished[name]
         return output.error or output.outputs[0].finish_reason, seconds
 
@@ -124,11 +123,13 @@ def test_bombs_are_refused_or_bounded_and_a_neighbour_does_not_notice() -> None:
         refused = [name for name, (end, _) in ends.items() if end not in ("stop", "length")]
         assert len(ends) >= 60 and len(refused) >= 25
         assert any("takes longer" in end for end, _ in ends.values()), (
-            "no bomb was endless: the test shows less than it should"
+            "no grammar exceeded the time limit: the test is too weak"
         )
-        assert any("ended the process" in end for end, _ in ends.values()), "no bomb was deadly"
+        assert any("ended the process" in end for end, _ in ends.values()), (
+            "no grammar ended its process: the test is too weak"
+        )
         assert site.peak - site.memory_before < MOST_MEMORY
-        # The engine serves as before, others' grammars too.
+        # The engine works as before, with other requests' grammars too.
         assert site.throw("a fine grammar", choice=["yes", "no"])[0] == "stop"
         assert site.engine.client.call_utility("check_integrity")
         state = site.engine.client.call_utility("scheduler_state")

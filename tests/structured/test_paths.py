@@ -1,5 +1,5 @@
 """The same grammars give the same tokens on every path: chunked, preempted, swapped, cached,
-overlapped, through every client, at n > 1.
+overlapped, through every client, with n > 1.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def test_asyncio_gives_the_same(expected) -> None:
 
 
 def test_log_probabilities_are_the_models_own_and_change_nothing(expected) -> None:
-    """The grammar's mask is not in them: a token that the model finds unlikely keeps its low
+    """They do not include the grammar's mask: a token that the model finds unlikely keeps its low
     probability.
     """
     with_logprobs = [msgspec.structs.replace(params, logprobs=2) for params in PARAMS]

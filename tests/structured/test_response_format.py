@@ -1,5 +1,5 @@
-"""Random schemas through `response_format`, on the bundled model: the JSON is finished and valid, and
-holds no more whitespace than JSON usually has.
+"""Random schemas through `response_format` on the bundled model: the JSON is finished and valid,
+and has no more whitespace than JSON usually has.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def num_finished_and_valid(server: httpx.Client, count: int) -> int:
 
 
 def longest_whitespace(text: str) -> str:
-    """Between two tokens of JSON, in text that may be cut off."""
+    """Between two JSON tokens, in text that may be cut off."""
     found = re.findall(r"\s+", re.sub(STRING, "s", text))
     return max(found, key=len, default="")
 
@@ -80,7 +80,7 @@ def test_two_hundred_schemas(server) -> None:
 
 
 def test_whitespace_stays_within_its_bound(server) -> None:
-    """With schemas of all kinds, of which some need not end."""
+    """With schemas of all kinds, including unbounded ones."""
     with ThreadPoolExecutor(16) as threads:
         wanted = itertools.islice(schemas(), 16)
         texts = [

@@ -1,5 +1,5 @@
-"""Outputs of the bundled model, under random schemas, regexes and choices: every one that is
-finished is what was asked for.
+"""Outputs of the bundled model under random schemas, regexes and choices: every finished one
+matches its constraint.
 
     pytest -m slow tests/structured/test_validity.py        # ten thousand, some minutes
 """
@@ -12,7 +12,7 @@ import pytest
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.tests.structured.generator import kind_of, numbered, problem_with
 
-# from what the model would say to anything that the grammar lets through
+# from the model's preferred tokens to anything that the grammar allows
 TEMPERATURES = (0.0, 0.7, 1.0, 2.0, 5.0)
 SETTINGS = dict(
     engine="inproc",
@@ -25,9 +25,9 @@ SETTINGS = dict(
 
 
 def check(first: int, count: int) -> Counter:
-    """Asks for `count` outputs; returns how many of each kind ended how.
+    """Requests `count` outputs; returns how many of each kind ended in which way.
 
-    Asserts that all that are finished are valid.
+    Asserts that all finished outputs are valid.
     """
     items = list(numbered(first, count))
     params = [
@@ -54,8 +54,8 @@ def check(first: int, count: int) -> Counter:
 
 
 def assert_telling(ends: Counter, count: int) -> None:
-    """Outputs that were cut off show nothing: most must be finished, of every kind but objects of
-    any length.
+    """Outputs that were cut off show nothing: most must be finished, of every kind except objects
+    of any length.
     """
     finished = {kind: number for (kind, reason), number in ends.items() if reason == "stop"}
     print(f"\n{sum(finished.values())} of {count} outputs finished: {dict(ends)}")

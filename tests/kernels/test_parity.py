@@ -14,7 +14,7 @@ from quire.kernels.ops import kv_cache_row
 from quire.kernels.registry import Facts, Implementation
 from quire.tests.kernels import cases
 from quire.tests.kernels.attention_cases import attention_case, context_slots, make_metadata
-from quire.tests.kernels.case import GPU, INTERPRETED, Case, copies, rand
+from quire.tests.kernels.case import GPU, INTERPRETED, Case, copies, on_gpu, rand
 from quire.tests.kernels.state_cases import STATE_OPS
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -35,13 +35,13 @@ def all_implementations(
     has_fp8 = GPU.type == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
     if INTERPRETED or (has_fp8 if kv_cache_dtype == FP8 else GPU.type == "cuda"):
         registry.import_implementations("cuda")
-        on_gpu = [
+        for_gpu = [
             i
             for i in registry.implementations(op)
             if i.predicate(Facts("cuda", **facts)) and i.name != "reference"
         ]
-        on_gpu = sorted(on_gpu, key=lambda i: i.priority)[-1:] if INTERPRETED else on_gpu
-        found += [dataclasses.replace(i, function=on_gpu(i.function)) for i in on_gpu]
+        for_gpu = sorted(for_gpu, key=lambda i: i.priority)[-1:] if INTERPRETED else for_gpu
+        found += [dataclasses.replace(i, function=on_gpu(i.function)) for i in for_gpu]
     return found
 
 

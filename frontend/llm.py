@@ -13,6 +13,7 @@ import msgspec
 
 from ..ipc.errors import InvalidParameterError
 from ..ipc.params import RequestOutputKind, SamplingParams
+from . import vllm_arguments
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
 from .clients.guard import Guard
 from .engine_args import EngineArgs
@@ -135,19 +136,28 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
         trace_headers: dict[str, str] | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """One RequestOutput per prompt, in the order of the prompts.
 
         prompts: one or several; each a string, a list of token ids, or a dict with `prompt` or
         `prompt_token_ids`. sampling_params: for all, or one per prompt; None:
         get_default_sampling_params(). trace_headers: the caller's trace context, for all of them
-        (LLMEngine.add_request). Raises InvalidParameterError before anything is submitted if one
+        (LLMEngine.add_request). lora_request, tokenization_kwargs, mm_processor_kwargs: vLLM's,
+        which Quire lacks: None or an error. Raises InvalidParameterError before anything is submitted if one
         prompt or parameter is bad. A request that fails inside the engine ends with finish_reason
         "error" and its message in `error`; the others go on. What only the engine can refuse, a
         grammar that does not compile, ends so too among several prompts, with `error_parameter`; of
         a single one it raises InvalidParameterError. Whatever is raised while it runs,
         KeyboardInterrupt included, aborts all that was submitted.
         """
+        vllm_arguments.require_nothing(
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
         several = _prompt_list(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
@@ -241,11 +251,16 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_content_format: str = "auto",
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """One answer per conversation; `messages` is one or several.
 
         The rest is as for generate and Tokenizer.apply_chat_template.
         """
+        vllm_arguments.accept("chat_template_content_format", chat_template_content_format)
         tokenizer = self.get_tokenizer()
         if tokenizer is None:
             raise InvalidParameterError(
@@ -270,7 +285,14 @@ class LLM:
                     "prompt_token_ids": tokenizer.encode(str(text), add_special_tokens=False),
                 }
             )
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
 
     def _run(
         self,

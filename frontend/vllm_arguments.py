@@ -284,6 +284,15 @@ def accept(name: str, value: Any) -> bool:
     return True
 
 
+def require_nothing(**arguments: Any) -> None:
+    """For arguments of a call that vLLM has and Quire lacks: InvalidParameterError names the one
+    that asks for something.
+    """
+    for name, value in arguments.items():
+        if not _asks_for_nothing(value):
+            raise InvalidParameterError(name, f"is not supported, got {type(value).__name__}")
+
+
 def _asks_for_nothing(value: Any) -> bool:
     if isinstance(value, str):
         return value.lower() in NOTHING

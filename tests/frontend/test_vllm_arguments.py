@@ -4,17 +4,19 @@ name; and its spellings of values.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 
 import pytest
-from quire import AsyncEngineArgs, EngineArgs, InvalidParameterError, SamplingParams
+from quire import LLM, AsyncEngineArgs, EngineArgs, InvalidParameterError, SamplingParams
 from quire.frontend import vllm_arguments
 from quire.frontend.cli import serve
 from quire.frontend.cli.flags import engine_flags, given
 from quire.frontend.cli.values import parse_count
 from quire.frontend.server.config import server_fields
 from quire.ipc.config import config_fields
+from quire.tests.frontend.test_llm import make_llm
 from quire.tests.frontend.tiny_tokenizers import text_config
 
 ENGINE_ARGS = """
@@ -360,3 +362,29 @@ def test_the_tokenizers_own_end_token_comes_first(monkeypatch) -> None:
     side = llm_engine.TextSide.for_config(config)
     request = side.input_processor.process_inputs("r", "a", SamplingParams()).core_request
     assert request.eos_token_ids == [own, own + 1, own - 1]
+
+
+# ---------------------------------------------------------------- calls of LLM
+
+GENERATE = ["prompts", "sampling_params", "use_tqdm", "lora_request", "priority", "tokenization_kwargs", "mm_processor_kwargs"]
+CHAT = ["messages", "sampling_params", "use_tqdm", "lora_request", "chat_template", "chat_template_content_format", "add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs", "tokenization_kwargs", "mm_processor_kwargs"]
+
+
+@pytest.mark.parametrize(("method", "names"), [("generate", GENERATE), ("chat", CHAT)])
+def test_every_argument_of_vllms_calls(method, names) -> None:
+    assert set(names) <= set(inspect.signature(getattr(LLM, method)).parameters)
+
+
+@pytest.mark.parametrize("name", ["lora_request", "tokenization_kwargs", "mm_processor_kwargs"])
+def test_what_a_call_cannot_have_is_refused_by_name(name, monkeypatch) -> None:
+    llm = make_llm(monkeypatch)
+    messages = [{"role": "user", "content": "a"}]
+    with pytest.raises(InvalidParameterError, match=f"{name}: is not supported, got dict"):
+        llm.generate("a", use_tqdm=False, **{name: {"x": 1}})
+    with pytest.raises(InvalidParameterError, match=f"{name}: is not supported, got dict"):
+        llm.chat(messages, None, False, chat_template="{{ messages }}", **{name: {"x": 1}})
+    assert llm.generate("a", use_tqdm=False, **{name: None})
+    template = {"chat_template": "{{ messages[0].content }}", name: {}}
+    assert llm.chat(messages, None, False, chat_template_content_format="auto", **template)
+    with pytest.raises(InvalidParameterError, match="chat_template_content_format: must be 'auto'"):
+        llm.chat(messages, None, False, chat_template_content_format="openai", **template)

@@ -366,8 +366,29 @@ def test_the_tokenizers_own_end_token_comes_first(monkeypatch) -> None:
 
 # ---------------------------------------------------------------- calls of LLM
 
-GENERATE = ["prompts", "sampling_params", "use_tqdm", "lora_request", "priority", "tokenization_kwargs", "mm_processor_kwargs"]
-CHAT = ["messages", "sampling_params", "use_tqdm", "lora_request", "chat_template", "chat_template_content_format", "add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs", "tokenization_kwargs", "mm_processor_kwargs"]
+GENERATE = [
+    "prompts",
+    "sampling_params",
+    "use_tqdm",
+    "lora_request",
+    "priority",
+    "tokenization_kwargs",
+    "mm_processor_kwargs",
+]
+CHAT = [
+    "messages",
+    "sampling_params",
+    "use_tqdm",
+    "lora_request",
+    "chat_template",
+    "chat_template_content_format",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "chat_template_kwargs",
+    "tokenization_kwargs",
+    "mm_processor_kwargs",
+]
 
 
 @pytest.mark.parametrize(("method", "names"), [("generate", GENERATE), ("chat", CHAT)])

@@ -27,7 +27,8 @@ from .counters import Counters
 from .grammar_gate import GatedRequest, GrammarGate
 from .kv_cache.block_pool import BlockPool
 from .request import Request, RequestStatus
-from .scheduling.scheduler import ScheduledStep, Scheduler
+from .scheduling.scheduler import Scheduler
+from .scheduling.step import ScheduledStep
 
 MAX_STEPS = 512  # that are kept
 MAX_CELLS = 2**16  # of a map

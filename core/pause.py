@@ -95,7 +95,7 @@ class PauseControl:
             raise EnginePausedError(
                 "the engine is asleep, so what is there cannot finish: wake_up() first"
             )
-        core._drain()
+        core.drain()
         self.mode = mode
         self._owners.add(client_index)
         if mode == "abort":
@@ -238,7 +238,7 @@ class PauseControl:
             raise InvalidParameterError(
                 "reset_running", f"must be True or False, got {reset_running!r}"
             )
-        self._core._drain()
+        self._core.drain()
         if reset_running:
             self._forget_kv()
             return True
@@ -254,7 +254,7 @@ class PauseControl:
         """
         if not isinstance(path, str) or not path:
             raise InvalidParameterError("path", f"must be the name of a directory, got {path!r}")
-        self._core._drain()
+        self._core.drain()
         self._core.executor.collective_rpc("load_weights", path)
         self._forget_kv()
         self.asleep.discard("weights")
@@ -270,12 +270,12 @@ class PauseControl:
             )
         if not isinstance(args, list):
             raise InvalidParameterError("args", f"must be a list, got {args!r}")
-        self._core._drain()
+        self._core.drain()
         return self._core.executor.collective_rpc(method, *args)
 
     def _forget_kv(self) -> None:
         """Nobody holds a block, and none can be found again."""
-        self._core._drain()
+        self._core.drain()
         self._core.scheduler.preempt_all()
         if not self._core.scheduler.reset_prefix_cache():
             raise AssertionError("a block is held by nobody")

@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.core.engine_core import EngineCore
-from quire.ipc.messages import EngineCoreOutputs, FinishReason
+from quire.ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from quire.ipc.params import SamplingParams
 from quire.tests.fakes import FakeExecutor, make_config
 
 
@@ -82,3 +83,15 @@ def assert_nothing_left(core: EngineCore) -> None:
     assert state["running"] == state["waiting"] == state["swapped"] == []
     assert state["num_free_slots"] == core.config.scheduler_config.max_num_seqs
     assert state["num_free_blocks"] == core.ready.num_blocks - 1
+
+
+def greedy(**fields) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "seed": 0, "max_tokens": 5, **fields})
+
+
+def make_request(
+    request_id="r", prompt=None, params: SamplingParams | None = None, **fields
+) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id, [1, 2, 3] if prompt is None else prompt, params or greedy(), **fields
+    )

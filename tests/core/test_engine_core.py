@@ -5,23 +5,17 @@ test_random_workloads.py).
 import pytest
 from quire.core.engine_core import EngineCore
 from quire.ipc.errors import InvalidParameterError
-from quire.ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
-from quire.ipc.params import PoolingParams, SamplingParams
-from quire.tests.core.engine_loop import assert_nothing_left, collect, make_core, run, step
+from quire.ipc.messages import EngineCoreOutputs, FinishReason
+from quire.tests.core.engine_loop import (
+    assert_nothing_left,
+    collect,
+    greedy,
+    make_core,
+    make_request,
+    run,
+    step,
+)
 from quire.tests.fakes import FakeExecutor, expected_output, make_config
-
-
-def greedy(**fields) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "seed": 0, "max_tokens": 5, **fields})
-
-
-def make_request(
-    request_id="r", prompt=None, params: SamplingParams | None = None, **fields
-) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        request_id, [1, 2, 3] if prompt is None else prompt, params or greedy(), **fields
-    )
-
 
 # ------------------------------------------------------------ requests and refusals
 
@@ -37,73 +31,11 @@ def test_a_request_is_answered():
     assert_nothing_left(core)
 
 
-REFUSED = [
-    ("prompt_token_ids", make_request(prompt=[])),
-    ("prompt_token_ids", make_request(prompt=[97])),
-    ("prompt_token_ids", make_request(prompt=[-1])),
-    ("prompt_token_ids", make_request(prompt=[1] * 256)),
-    ("prompt_token_ids", make_request(prompt=["a"])),
-    ("prompt_token_ids", make_request(prompt=[1.0])),
-    ("prompt_token_ids", make_request(prompt="abc")),
-    (
-        "prompt_token_ids",
-        make_request(prompt=[1] * 200, resume_tokens=[1] * 56, params=greedy(max_tokens=100)),
-    ),
-    ("resume_tokens", make_request(resume_tokens=[500])),
-    ("resume_tokens", make_request(resume_tokens=[1] * 5)),
-    ("eos_token_ids", make_request(eos_token_ids=[None])),
-    ("params", EngineCoreRequest("r", [1], None)),
-    ("params", EngineCoreRequest("r", [1], PoolingParams())),
-    ("seed", make_request(params=greedy(seed=None))),
-    ("max_tokens", make_request(params=greedy(max_tokens=None))),
-    ("resume_tokens", make_request(resume_tokens=[1], params=greedy(n=2))),
-    ("logprobs", make_request(params=greedy(logprobs=21))),
-    ("prompt_logprobs", make_request(params=greedy(prompt_logprobs=-1))),
-    ("stop_token_ids", make_request(params=greedy(stop_token_ids=[97]))),
-    ("allowed_token_ids", make_request(params=greedy(allowed_token_ids=[97]))),
-    ("logit_bias", make_request(params=greedy(logit_bias={97: 2.0}))),
-    ("bad_words_token_ids", make_request(params=greedy(bad_words=["no"]))),
-    (
-        "bad_words_token_ids",
-        make_request(params=greedy(bad_words=["no"], bad_words_token_ids=[[1, 97]])),
-    ),
-    ("priority", make_request(priority="high")),
-    ("cache_salt", make_request(cache_salt=5)),
-    ("request_id", make_request(request_id=["r"])),
-]
-
-
-@pytest.mark.parametrize(
-    ("parameter", "bad"), REFUSED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(REFUSED)]
-)
-def test_a_bad_request_is_refused_by_name_and_its_neighbour_is_not_harmed(parameter, bad):
-    core = make_core()
-    core.add_request(make_request("good"), client_index=1)
-    core.add_request(bad, client_index=2)
-    answers = run(core)
-    ((refused_id, refusal),) = answers[2].items()
-    assert refused_id == str(bad.request_id) and refusal.tokens == []
-    assert refusal.reason is FinishReason.ERROR and refusal.error.startswith(f"{parameter}: "), (
-        refusal.error
-    )
-    assert answers[1]["good"].tokens == expected_output([1, 2, 3], greedy(), [], core.config)[0]
-    assert_nothing_left(core)
-
-
 def test_the_longest_prompt_gets_its_one_token():
     core = make_core()
     core.add_request(make_request(prompt=[1] * 255, params=greedy(max_tokens=50)))
     answer = run(core)[0]["r"]
     assert len(answer.tokens) == 1 and answer.reason is FinishReason.LENGTH
-
-
-def test_more_logprobs_than_tokens_are_refused():
-    core = make_core(vocab_size=10)
-    core.add_request(make_request(params=greedy(logprobs=11)))
-    assert (
-        run(core)[0]["r"].error
-        == "logprobs: must be at most 10 (max_logprobs=20, a vocabulary of 10), got 11"
-    )
 
 
 def test_a_request_id_in_use_is_refused_and_free_again_afterwards():
@@ -305,25 +237,6 @@ def test_start_up_reports_and_says_what_it_runs():
     assert step(core)[0].epoch == 4
 
 
-@pytest.mark.parametrize(
-    ("parameter", "arguments"),
-    [
-        ("max_model_len", {"num_gpu_blocks_override": 16}),  # 15 blocks of 16 for 256 tokens
-        ("max_model_len", {"max_model_len": None, "num_gpu_blocks_override": 16}),
-        ("max_num_batched_tokens", {"max_num_batched_tokens": None}),
-        (
-            "max_num_batched_tokens",
-            {"max_num_batched_tokens": 255, "enable_chunked_prefill": False},
-        ),
-    ],
-)
-def test_what_could_wait_for_ever_does_not_start(parameter, arguments):
-    config = make_config(**arguments)
-    with pytest.raises(InvalidParameterError) as error:
-        EngineCore(config, FakeExecutor(config))
-    assert error.value.parameter == parameter
-
-
 def test_a_start_that_fails_lets_the_model_go():
     config = make_config(num_gpu_blocks_override=2)
     executor = FakeExecutor(config)
@@ -368,30 +281,6 @@ def test_utilities():
     assert core.call_utility("scheduler_state", [])["num_cached_blocks"] == 0
     core.call_utility("execute_dummy_batch", [])
     assert core.executor.num_dummy_batches == 1
-
-
-@pytest.mark.parametrize(
-    "method",
-    ["shutdown", "step_fn", "__init__", "_schedule", "drop_client", "no_such_thing", "", 5],
-)
-def test_only_the_listed_utilities_can_be_called(method):
-    with pytest.raises(
-        InvalidParameterError, match="method: must be one of check_integrity, .* got"
-    ):
-        make_core().call_utility(method, [])
-
-
-def test_a_utility_with_wrong_arguments_is_refused():
-    with pytest.raises(InvalidParameterError, match=r"args: ping does not take \[1\]"):
-        make_core().call_utility("ping", [1])
-
-
-def test_every_utility_exists():
-    core = make_core()
-    assert all(
-        callable(getattr(core, name, None) or getattr(core.pausing, name))
-        for name in EngineCore.UTILITIES
-    )
 
 
 def test_shutdown_reaches_the_executor():

@@ -8,7 +8,7 @@ import pytest
 from quire.core.request import split
 from quire.ipc.messages import EngineCoreRequest, FinishReason, child_request_id
 from quire.ipc.params import SamplingParams, child_seed
-from quire.tests.core.scheduling.test_scheduler import Loop, distinct
+from quire.tests.core.scheduling.loop import Loop, distinct
 from quire.tests.fakes import expected_output
 
 BLOCK, EOS = 16, 10**6

@@ -1,13 +1,10 @@
-"""Pause, sleep, new weights: who goes on, who is held, what a call returns and when; the outputs
-are those of an engine left alone.
-"""
+"""Pause and resume: who goes on, who is held, what a call returns and when."""
 
 import random
-from concurrent.futures import Future
 
 import pytest
 from quire.core.pause import PauseControl
-from quire.ipc.errors import EnginePausedError, InvalidParameterError, ModelLoadError
+from quire.ipc.errors import EnginePausedError, InvalidParameterError
 from quire.ipc.messages import (
     EngineCoreRequest,
     FinishReason,
@@ -17,81 +14,15 @@ from quire.ipc.messages import (
 )
 from quire.ipc.params import SamplingParams
 from quire.tests.core.engine_loop import assert_nothing_left, collect, make_core, run, step
-from quire.tests.fakes import expected_output, weights_digest
-
-
-def make_request(request_id="r", max_tokens=8, prompt=(1, 2, 3), n=1) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        request_id,
-        list(prompt),
-        SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, n=n),
-    )
-
-
-def long_request(i: int, **fields) -> EngineCoreRequest:
-    return make_request(f"r{i}", prompt=[(i * 31 + j * 7) % 97 for j in range(40)], **fields)
-
-
-def expected(core, request, weights: int = 0) -> list[int]:
-    return expected_output(
-        request.prompt_token_ids, request.sampling_params, [], core.config, weights
-    )[0]
-
-
-def call(core, method: str, *args, client_index: int = 0, told: dict | None = None):
-    """The result of a utility that is due at once, or with the next step, which may only deliver
-    rows to client 0.
-    """
-    result = core.call_utility(method, list(args), client_index)
-    deliver(core, told)
-    return result.result(0) if isinstance(result, Future) else result
-
-
-def deliver(core, told: dict | None) -> None:
-    """What is owed already, where nothing more can come: rows of a step that was in flight."""
-    if told is not None and core.owes_rows() and not core.pausing.can_step:
-        for outputs in step(core).values():
-            collect(outputs, told)
-
-
-def started(num_requests: int = 3, num_steps: int = 3, **arguments):
-    """A core in the middle of its work: (core, requests, what client 0 was told)."""
-    core, told = make_core(**arguments), {}
-    requests = [
-        long_request(i, max_tokens=arguments.get("num_scheduler_steps", 1) * 8)
-        for i in range(num_requests)
-    ]
-    for request in requests:
-        core.add_request(request)
-    for _ in range(num_steps):
-        for outputs in step(core).values():
-            collect(outputs, told)
-    return core, requests, told
-
-
-FORMS = {
-    "plain": {},
-    "overlapped": {"async_scheduling": True},
-    "multi-step": {"num_scheduler_steps": 4},
-    "overlapped multi-step": {"async_scheduling": True, "num_scheduler_steps": 4},
-    # 3 requests of 48 tokens take 9 blocks and 7 are there; 97 tokens is what one may need
-    "swapping": {"preemption_mode": "swap", "num_gpu_blocks_override": 8, "max_model_len": 97},
-    "chunked": {"max_num_batched_tokens": 16},
-}
-every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-
-
-def assert_finished(core, requests, told) -> None:
-    answers = run(core, {0: told})[0]
-    for request in requests:
-        assert (
-            answers[request.request_id].tokens == expected(core, request)
-            and answers[request.request_id].reason is FinishReason.LENGTH
-        )
-    assert_nothing_left(core)
-
-
-# ------------------------------------------------------------ pause
+from quire.tests.core.pausing import (
+    assert_finished,
+    call,
+    every_form,
+    expected,
+    long_request,
+    make_request,
+    started,
+)
 
 
 @every_form
@@ -261,186 +192,6 @@ def test_why_nothing_comes():
     assert call(core, "stall_reason") == "the engine is asleep (kv_cache): wake_up() first"
 
 
-# ------------------------------------------------------------ sleep
-
-
-@every_form
-@pytest.mark.parametrize("level", [1, 2])
-def test_sleep_frees_everything_and_outputs_do_not_change(level, form):
-    core, requests, told = started(**form)
-    call(core, "sleep", level, told=told)
-    assert (
-        core.executor.kv_cache == []
-        and core.executor.asleep == {1: {"kv_cache"}, 2: {"kv_cache", "weights"}}[level]
-    )
-    late = long_request(9, max_tokens=requests[0].sampling_params.max_tokens)
-    core.add_request(late)
-    state = core.scheduler_state()
-    assert (
-        state["running"] == []
-        and state["num_cached_blocks"] == 0
-        and state["kv_cache_usage"] == 0.0
-    )
-    assert call(core, "is_sleeping") and not call(core, "is_paused") and not core.has_work()
-    call(core, "sleep", level)  # again: nothing happens
-    call(core, "wake_up")
-    assert not call(core, "is_sleeping")
-    assert_finished(core, [*requests, late], told)
-
-
-@every_form
-def test_sleep_deeper_and_wake_in_two_parts(form):
-    core, requests, told = started(**form)
-    call(core, "sleep", 1, told=told)
-    call(core, "sleep", 2)
-    assert core.executor.asleep == {"kv_cache", "weights"}
-    with pytest.raises(InvalidParameterError, match="tags: the weights are asleep"):
-        call(core, "wake_up", ["kv_cache"])
-    call(core, "wake_up", ["weights"])
-    assert (
-        call(core, "is_sleeping")
-        and core.scheduler_state()["asleep"] == ["kv_cache"]
-        and not core.has_work()
-    )
-    call(core, "wake_up", ["kv_cache"])
-    call(core, "wake_up", ["kv_cache"])
-    assert_finished(core, requests, told)
-
-
-def test_a_wake_up_that_fails_can_be_tried_again(monkeypatch):
-    core, requests, told = started()
-    call(core, "sleep", 2)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            core.executor,
-            "wake_up",
-            lambda tags: (_ for _ in ()).throw(ModelLoadError("no such file")),
-        )
-        with pytest.raises(ModelLoadError):
-            call(core, "wake_up")
-        assert core.scheduler_state()["asleep"] == ["kv_cache", "weights"] and not core.has_work()
-    call(core, "wake_up")
-    assert_finished(core, requests, told)
-
-
-@every_form
-def test_sleep_inside_a_pause_needs_both_to_end(form):
-    core, requests, told = started(**form)
-    call(core, "pause", "keep", told=told)
-    call(core, "sleep")
-    call(core, "resume")
-    assert not core.has_work()
-    with pytest.raises(EnginePausedError, match="asleep"):
-        call(core, "pause", "wait")
-    call(core, "wake_up")
-    assert_finished(core, requests, told)
-
-
-@pytest.mark.parametrize("level", [0, 3, True, "1", None])
-def test_unknown_levels_are_refused(level):
-    core = make_core()
-    with pytest.raises(InvalidParameterError, match="level: must be 1"):
-        call(core, "sleep", level)
-    assert core.executor.asleep == set()
-
-
-@pytest.mark.parametrize("tags", [[], ["kv"], "weights", [1], [["weights"]]])
-def test_unknown_tags_are_refused(tags):
-    core = make_core()
-    call(core, "sleep", 1)
-    with pytest.raises(InvalidParameterError, match="tags: must be a list of weights and kv_cache"):
-        call(core, "wake_up", tags)
-
-
-# ------------------------------------------------------------ cache, weights, workers
-
-
-@every_form
-def test_the_prefix_cache_can_be_reset_under_running_requests(form):
-    core, requests, told = started(**form)
-    assert call(core, "reset_prefix_cache") is False
-    assert call(core, "reset_prefix_cache", True) is True
-    assert (
-        core.scheduler_state()["num_cached_blocks"] == 0
-        and core.get_metrics()["num_preemptions"] > 0
-    )
-    assert_finished(core, requests, told)
-    with pytest.raises(InvalidParameterError, match="reset_running: must be True or False"):
-        call(core, "reset_prefix_cache", 1)
-
-
-def test_new_weights_take_over_for_what_is_left():
-    core, requests, told = started()
-    before = {request.request_id: list(told[request.request_id].tokens) for request in requests}
-    call(core, "load_weights", "/models/new")
-    answers = run(core, {0: told})[0]
-    for request in requests:
-        tokens, had = answers[request.request_id].tokens, before[request.request_id]
-        rest = make_request(prompt=request.prompt_token_ids + had, max_tokens=8 - len(had))
-        assert tokens == had + expected(core, rest, weights_digest("/models/new"))
-    fresh = long_request(1)
-    core.add_request(fresh)
-    answer = run(core)[0]["r1"]
-    assert answer.tokens == expected(core, fresh, weights_digest("/models/new"))
-
-
-def test_weights_that_cannot_be_loaded_change_nothing():
-    core, requests, told = started()
-    with pytest.raises(ModelLoadError, match="/models/missing"):
-        call(core, "load_weights", "/models/missing")
-    assert core.get_metrics()["num_preemptions"] == 0
-    assert_finished(core, requests, told)
-    for path in (None, "", 5):
-        with pytest.raises(InvalidParameterError, match="path: must be the name of a directory"):
-            call(core, "load_weights", path)
-
-
-def test_weights_can_be_loaded_into_a_sleeping_engine():
-    core = make_core()
-    call(core, "sleep", 2)
-    call(core, "load_weights", "/models/new")
-    assert core.scheduler_state()["asleep"] == ["kv_cache"]
-    call(core, "wake_up", ["kv_cache"])
-    core.add_request(make_request())
-    assert run(core)[0]["r"].tokens == expected(core, make_request(), weights_digest("/models/new"))
-
-
-def test_workers_are_called_by_name():
-    core = make_core()
-    assert call(core, "collective_rpc", "check_health") == [None]
-    assert call(core, "collective_rpc", "memory_usage", []) == [{"kv_cache_bytes": 257 * 16 * 8}]
-    for method in ("shutdown", "__class__", "", 5, ["sleep"]):
-        with pytest.raises(InvalidParameterError, match="method"):
-            call(core, "collective_rpc", method)
-    for method in ("sleep", "wake_up", "load_weights"):
-        with pytest.raises(
-            InvalidParameterError, match=f"method: {method} is not for the workers alone"
-        ):
-            call(core, "collective_rpc", method, [["kv_cache"]])
-    with pytest.raises(InvalidParameterError, match="args: must be"):
-        call(core, "collective_rpc", "check_health", "abc")
-
-
-def test_whatever_uses_the_executor_drains_the_step_in_flight_first(monkeypatch):
-    for method, *args in (
-        ("pause", "keep"),
-        ("sleep", 1),
-        ("load_weights", "/new"),
-        ("collective_rpc", "check_health"),
-        ("reset_prefix_cache", True),
-    ):
-        core, order = make_core(), []
-        monkeypatch.setattr(core, "_drain", lambda order=order: order.append("drain"))
-        monkeypatch.setattr(
-            core.executor, "collective_rpc", lambda name, *args, order=order: order.append(name)
-        )
-        call(core, method, *args)
-        assert order[0] == "drain", method
-
-
-# ------------------------------------------------------------ answers
-
-
 def test_answers_come_once_now_or_later():
     core, requests, told = started()
     answers: list[UtilityResult] = []
@@ -469,9 +220,6 @@ def test_a_failure_that_comes_later_is_answered_and_counted():
 
 def test_every_utility_of_the_pause_exists():
     assert all(callable(getattr(PauseControl, name)) for name in PauseControl.UTILITIES)
-
-
-# ------------------------------------------------------------ at random
 
 
 @every_form

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 from quire.core import engine_core, grammar_gate, observation, output_rows
 from quire.core import request as request_module
-from quire.core.scheduling import scheduler
+from quire.core.scheduling import scheduler, waiting
 from quire.ipc.messages import EngineCoreRequest, FinishReason, RequestTiming
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
 from quire.tests.core.engine_loop import make_core, step
@@ -25,7 +25,15 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (output_rows, request_module, scheduler, engine_core, grammar_gate, observation):
+    for module in (
+        output_rows,
+        request_module,
+        scheduler,
+        waiting,
+        engine_core,
+        grammar_gate,
+        observation,
+    ):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

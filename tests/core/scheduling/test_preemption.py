@@ -5,7 +5,7 @@ from quire.core.request import Request
 from quire.core.scheduling.preemption import PreemptionPolicy
 from quire.ipc.messages import EngineCoreRequest, PreemptionCosts
 from quire.ipc.params import SamplingParams
-from quire.tests.core.scheduling.test_scheduler import Loop, distinct
+from quire.tests.core.scheduling.loop import Loop, distinct
 
 # swapping wins from 40 tokens on
 COSTS = PreemptionCosts(recompute_s_per_token=1.0, swap_s=20.0, swap_s_per_token=0.5)
@@ -139,7 +139,7 @@ def test_a_request_swapped_while_it_was_recomputed_and_then_preempted_keeps_its_
         loop.step()
     loop.scheduler.preempt_all()
     loop.step()
-    loop.scheduler._preempt(loop.scheduler.running.pop())
+    loop.scheduler.preempt(loop.scheduler.running.pop())
     assert loop.state("swapped") == ["a"]
     loop.scheduler.preempt_all()
     loop.run()

@@ -1,0 +1,111 @@
+"""What happens when a step has run: tokens are appended, requests end, rows are written.
+
+Must not know: who is scheduled next, torch, sockets.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...ipc.messages import FinishReason, ModelRunnerOutput, SlotLogprobs
+from ..output_rows import OutputRows
+from ..request import Request, RequestStatus
+from .step import ScheduledStep
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+
+def update_from_output(
+    scheduler: Scheduler, step: ScheduledStep, result: ModelRunnerOutput, rows: OutputRows
+) -> None:
+    """Takes the sampled tokens, ends the requests that end with them, and writes the clients'
+    rows.
+    """
+    rows.stamp()
+    for request, num_tokens in step.prefills:
+        request.note_prefill(step.output.step, step.execute_time, rows.now, num_tokens)
+    scheduled, logprobs = step.output, {entry.slot: entry for entry in result.logprobs}
+    prompt_logprobs = {entry.slot: entry for entry in result.prompt_logprobs}
+    cursor, errors, running, block_size = (
+        0,
+        result.errors,
+        RequestStatus.RUNNING,
+        scheduler.kv_cache_manager.block_size,
+    )
+    for request, slot, num_sampled, num_expected, num_computed in zip(
+        step.requests, scheduled.slots, result.num_sampled, step.num_expected, step.num_computed
+    ):
+        token_ids = result.token_ids[cursor : cursor + num_sampled]
+        cursor += num_sampled
+        request.num_pending_tokens -= num_expected
+        is_running = request.status is running
+        if not is_running and request.is_finished:  # since the step was scheduled
+            continue
+        if slot in prompt_logprobs:
+            client_rows = rows.of(request.client_index)
+            client_rows.add(request.request_id, request.num_output_tokens, [])
+            client_rows.add_prompt_logprobs(prompt_logprobs[slot])
+        reason = (
+            append_tokens(scheduler, request, token_ids, rows, logprobs.get(slot))
+            if num_sampled
+            else None
+        )
+        # behind the tokens that it did sample; if one of them ended the request, what failed
+        # was computed in vain
+        if slot in errors:
+            if reason is None:
+                fail(scheduler, request, errors[slot], rows)
+                continue
+        elif is_running:  # else it was preempted while the step ran
+            if num_computed > (num_known := len(request.token_ids)):
+                # what was decoded behind a stop was computed in vain, too
+                num_computed = num_known
+            if num_computed // block_size > request.num_executed_tokens // block_size:
+                scheduler.kv_cache_manager.cache_blocks(request, num_computed)
+            request.num_executed_tokens = num_computed
+        if reason is not None:
+            scheduler.finish(request, reason)
+
+
+def append_tokens(
+    scheduler: Scheduler,
+    request: Request,
+    token_ids: list[int],
+    rows: OutputRows,
+    logprobs: SlotLogprobs | None,
+) -> FinishReason | None:
+    """Adds what the row sampled, up to where the request ends; returns why it does, or None.
+
+    Its owner's row is written.
+    """
+    first_index = len(request.token_ids) - request.num_prompt_tokens
+    reason = None
+    for count, token_id in enumerate(token_ids, start=1):
+        reason = request.append_output_token(token_id)
+        if reason is not None:
+            token_ids = token_ids[:count]
+            break
+    scheduler.counters.num_generation_tokens += len(token_ids)
+    client_rows = rows.of(request.client_index)
+    client_rows.add(request.request_id, first_index, token_ids)
+    if first_index == request.report_index:  # the first token, or the first after a preemption
+        if first_index == request.num_resumed_tokens and request.first_token_time == 0.0:
+            request.first_token_time = rows.now
+            client_rows.add_num_cached_tokens(request.num_cached_tokens)
+        if reason is None:
+            client_rows.add_timing(request, rows.now)
+    if logprobs is not None:
+        client_rows.add_logprobs(logprobs, len(token_ids))
+    if reason is not None:
+        client_rows.finish(reason, request.stop_reason)
+        client_rows.add_timing(request, rows.now)
+    return reason
+
+
+def fail(scheduler: Scheduler, request: Request, error: str, rows: OutputRows) -> None:
+    scheduler.finish(request, FinishReason.ERROR)
+    client_rows = rows.of(request.client_index)
+    client_rows.add(request.request_id, request.num_output_tokens, [])
+    client_rows.finish(FinishReason.ERROR, error=error)
+    client_rows.add_timing(request, rows.now)

@@ -1,0 +1,86 @@
+"""The first half of a step: tokens for requests that already run.
+
+Must not know: requests that wait, beyond whether there are any; how a token is computed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..request import Request
+from .step import ScheduledStep, add_row
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+# Where the scheduler finds by itself how many tokens a step may decode (num_scheduler_steps=0):
+# they share what a step costs outside the model, and whoever comes meanwhile waits for all of them.
+# So many bytes of weights, once for each token, are some 8 ms of work; it is counted, not measured,
+# so that what a step decodes does not depend on the weather.
+MAX_BURST, MAX_BURST_BYTES = 8, 320 * 10**6
+
+
+def schedule_running(scheduler: Scheduler, step: ScheduledStep) -> tuple[int, bool]:
+    """Gives every running request its tokens, in order, preempting others for blocks.
+
+    Returns (budget left, any preempted).
+    """
+    budget, preempted = scheduler.max_num_batched_tokens, False
+    if scheduler.burst_weights_bytes:
+        scheduler.num_lookahead_slots = burst_length(scheduler) - 1
+    running, allocate_slots = scheduler.running, scheduler.kv_cache_manager.allocate_slots
+    index = 0
+    while index < len(running) and budget > 0:
+        request = running[index]
+        num_pending = request.num_pending_tokens
+        if num_pending and request.num_tokens_left <= 0:  # its last token is on its way
+            index += 1
+            continue
+        num_tokens = len(request.token_ids) + num_pending - request.num_computed_tokens
+        if num_tokens > 1:
+            num_tokens = min(num_tokens, scheduler.max_chunk_tokens, budget)
+        num_lookahead = (
+            num_lookahead_of(scheduler, request, num_tokens) if scheduler.num_lookahead_slots else 0
+        )
+        block_ids = allocate_slots(request, num_tokens + num_lookahead)
+        # nobody is preempted for what can be done one step later
+        if block_ids is None and num_lookahead:
+            num_lookahead = 0
+            block_ids = allocate_slots(request, num_tokens)
+        if block_ids is None:
+            # perhaps `request`; if not, it tries again
+            scheduler.preempt(running.pop(scheduler.preemption.choose_victim(running, index)))
+            preempted = True
+            continue
+        add_row(scheduler, step, request, num_tokens, num_lookahead, block_ids)
+        budget -= num_tokens
+        index += 1
+    return budget, preempted
+
+
+def burst_length(scheduler: Scheduler) -> int:
+    """Tokens of each request that the next step may decode: more than one where nobody waits,
+    nobody has a prompt to compute, all can have as many, and it takes little time. Where a
+    grammar leaves no choice tokens come without the model, and behind them nothing does.
+    """
+    length = min(
+        MAX_BURST,
+        MAX_BURST_BYTES // (scheduler.burst_weights_bytes * max(1, len(scheduler.running))),
+    )
+    if scheduler.waiting or length < 2:
+        return 1
+    for request in scheduler.running:
+        decodes = request.num_prompt_tokens < request.num_tokens == request.num_computed_tokens + 1
+        if not decodes or request.has_grammar:
+            return 1
+        length = min(length, request.num_tokens_left)
+    return length
+
+
+def num_lookahead_of(scheduler: Scheduler, request: Request, num_tokens: int) -> int:
+    """Tokens to decode behind the row's first sample, if these `num_tokens` are all there are
+    to compute.
+    """
+    if request.num_computed_tokens + num_tokens < request.num_tokens + request.num_pending_tokens:
+        return 0
+    return min(scheduler.num_lookahead_slots, request.num_tokens_left - 1)

@@ -1,0 +1,75 @@
+"""A step while it is scheduled and while it runs: its rows, whose they are, and what they are
+expected to sample.
+
+Must not know: who is chosen for a step, torch, sockets.
+
+A step may be scheduled while the one before still runs. The tokens that the earlier one samples are
+then pending: counted in `num_pending_tokens`, and not yet in `token_ids`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ...ipc.messages import SchedulerOutput
+from ..request import Request
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """A step on its way through the executor: what it is told, and whose the rows are.
+
+    The lists are parallel with `output.slots`.
+    """
+
+    output: SchedulerOutput
+    requests: list[Request] = field(default_factory=list)
+    # tokens that the row is going to sample, if nothing goes wrong
+    num_expected: list[int] = field(default_factory=list)
+    # of the request's tokens, when the step has run
+    num_computed: list[int] = field(default_factory=list)
+    # rows that compute a prompt, or anew what was preempted; their tokens
+    prefills: list[tuple[Request, int]] = field(default_factory=list)
+    # its begin and end, on time.monotonic(), and preemptions; observation.py writes it
+    scheduling: tuple[float, float, int] = (0.0, 0.0, 0)
+    execute_time: float = 0.0  # its execution began; only for steps with prefills
+
+
+def add_row(
+    scheduler: Scheduler,
+    step: ScheduledStep,
+    request: Request,
+    num_tokens: int,
+    num_lookahead: int,
+    block_ids: list[int],
+) -> None:
+    computed, output = request.num_computed_tokens, step.output
+    step.requests.append(request)
+    output.slots.append(request.slot)
+    output.num_scheduled_tokens.append(num_tokens)
+    output.num_computed_tokens.append(computed)
+    output.new_block_ids.append(block_ids)
+    if scheduler.num_lookahead_slots:
+        output.num_lookahead_tokens.append(num_lookahead)
+    end = computed + num_tokens
+    num_expected = (
+        1 + num_lookahead if end == len(request.token_ids) + request.num_pending_tokens else 0
+    )
+    request.num_pending_tokens += num_expected
+    request.num_computed_tokens = end = end + num_lookahead
+    step.num_expected.append(num_expected)
+    step.num_computed.append(end)
+    if computed < request.num_prompt_tokens or computed < request.num_computed_before_preemption:
+        step.prefills.append((request, num_tokens))
+        scheduler.counters.num_prompt_tokens += min(
+            num_tokens, max(0, request.num_prompt_tokens - computed)
+        )
+        num_recomputed_tokens = min(
+            num_tokens, max(0, request.num_computed_before_preemption - computed)
+        )
+        request.num_recomputed_tokens += num_recomputed_tokens
+        scheduler.counters.num_recomputed_tokens += num_recomputed_tokens

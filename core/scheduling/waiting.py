@@ -1,0 +1,99 @@
+"""The second half of a step: admits requests that wait.
+
+Must not know: the rows of running requests, how a token is computed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from bisect import bisect_right, insort
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from ...ipc.messages import NewRequestData
+from ..request import Request, RequestStatus
+from .admission import Start, find_start, has_room, num_missing_blocks
+from .step import ScheduledStep, add_row
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+_by_key = attrgetter("key")
+
+
+def schedule_waiting(scheduler: Scheduler, step: ScheduledStep, budget: int) -> None:
+    """Admits from the head of the queue while there are budget, slots and blocks.
+
+    Nobody overtakes a head that does not fit; a request
+    that waits for the prompt its sibling computes stands aside.
+    """
+    index, num_reserved, block_size = 0, None, scheduler.kv_cache_manager.block_size
+    while index < len(scheduler.waiting) and budget > 0 and scheduler.free_slots:
+        request = scheduler.waiting[index]
+        start = find_start(scheduler.kv_cache_manager, request)
+        if start is None:  # nor may the rest of its family begin
+            assert request.family is not None
+            index = bisect_right(scheduler.waiting, request.family.last_key, key=_by_key)
+            continue
+        if num_reserved is None:
+            num_reserved = sum(num_missing_blocks(block_size, other) for other in scheduler.running)
+        num_tokens = min(request.num_tokens - start.num_tokens, scheduler.max_chunk_tokens)
+        if num_tokens > budget:
+            if not scheduler.enable_chunked_prefill:
+                break
+            num_tokens = budget
+        if not has_room(scheduler.kv_cache_manager, num_reserved, request, start):
+            break
+        num_in_blocks = len(start.blocks) * block_size
+        block_ids = scheduler.kv_cache_manager.allocate_slots(
+            request, start.num_tokens - num_in_blocks + num_tokens, start.blocks
+        )
+        if block_ids is None:
+            break
+        del scheduler.waiting[index]
+        admit(scheduler, step, request, start, block_ids)
+        add_row(scheduler, step, request, num_tokens, 0, block_ids)
+        budget -= num_tokens
+        num_reserved += num_missing_blocks(block_size, request)
+
+
+def admit(
+    scheduler: Scheduler, step: ScheduledStep, request: Request, start: Start, block_ids: list[int]
+) -> None:
+    num_blocks = len(start.blocks)
+    if start.source is not None:
+        step.output.blocks_to_copy.append((start.source.block_id, block_ids[num_blocks]))
+        scheduler.counters.num_blocks_copied += 1
+    if request.num_swapped_tokens:
+        pairs = scheduler.kv_cache_manager.swap_in(request, num_blocks)
+        step.output.blocks_to_swap_in.extend(pairs)
+        scheduler.counters.num_blocks_swapped_in += len(pairs)
+        request.num_swapped_tokens = 0
+    request.status = RequestStatus.RUNNING
+    request.num_computed_tokens = start.num_tokens
+    request.slot = heapq.heappop(scheduler.free_slots)
+    insort(scheduler.running, request, key=_by_key)
+    if request.family is not None:
+        request.family.note_start(request)
+    if request.scheduled_time == 0.0:
+        request.scheduled_time = time.monotonic()
+    # hits after a preemption are its own old blocks: they say nothing about the cache
+    if request.num_cached_tokens is None:
+        request.num_cached_tokens = min(start.num_tokens, request.num_prompt_tokens)
+        if (
+            scheduler.kv_cache_manager.enable_caching
+            and request.reads_prefix_cache
+            and not start.is_fork
+        ):
+            scheduler.kv_cache_manager.record_prefix_query(request.num_tokens, start.num_tokens)
+    step.output.new_requests.append(
+        NewRequestData(
+            slot=request.slot,
+            request_id=request.request_id,
+            token_ids=request.token_ids.copy(),  # the runner's copy grows by itself
+            num_prompt_tokens=request.num_prompt_tokens,
+            params=request.params,
+            eos_token_ids=request.eos_token_ids,
+        )
+    )

@@ -1,0 +1,157 @@
+"""After a step: how requests end, and the rows that tell so."""
+
+import msgspec
+import pytest
+from quire.core.output_rows import OutputRows
+from quire.core.scheduling.scheduler import Scheduler
+from quire.ipc.messages import (
+    Array,
+    EngineCoreRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    SlotPromptLogprobs,
+)
+from quire.ipc.params import SamplingParams
+from quire.tests.core.scheduling.loop import Loop, distinct
+from quire.tests.fakes import expected_output, make_config
+
+
+def test_stops_and_lengths():
+    loop = Loop(max_model_len=64)
+    for name in ("eos", "stop", "both", "short", "full", "held"):
+        loop.executor.tokens[name, 3] = 90
+        held = {"min_tokens": 6} if name == "held" else {}
+        eos, stop = (
+            ([90] if name in ("eos", "both", "held") else []),
+            ([90] if name in ("stop", "both") else []),
+        )
+        prompt = distinct(len(name), 60 if name == "full" else 5)
+        loop.add(name, prompt, max_tokens=7, eos_token_ids=eos, stop_token_ids=stop, **held)
+    loop.run()
+    assert loop.ends == {
+        "eos": (FinishReason.STOP, None),
+        "stop": (FinishReason.STOP, 90),
+        "both": (FinishReason.STOP, None),
+        "short": (FinishReason.LENGTH, None),
+        "full": (FinishReason.LENGTH, None),
+        "held": (FinishReason.LENGTH, None),
+    }
+    assert {name: len(tokens) for name, tokens in loop.tokens.items()} == {
+        "eos": 4,
+        "stop": 4,
+        "both": 4,
+        "short": 7,
+        "full": 4,
+        "held": 7,
+    }
+    assert loop.tokens["eos"][-1] == 90  # the token that ends it is part of the output
+
+
+def test_an_abort_ends_a_request_wherever_it_is():
+    loop = Loop(
+        max_num_seqs=2, num_gpu_blocks_override=9, max_model_len=128, max_num_batched_tokens=32
+    )
+    for i in range(4):
+        loop.add(str(i), distinct(i, 50), client_index=i % 2)
+    loop.step()
+    aborted = loop.scheduler.abort_requests(["0", "3", "1", "nobody", "0"], client_index=0)
+    assert [request.request_id for request in aborted] == ["0"]  # 1 and 3 are another client's
+    loop.scheduler.check_integrity()
+    # it was waiting
+    assert [r.request_id for r in loop.scheduler.abort_requests(["3"], client_index=1)] == ["3"]
+    loop.run()
+    assert set(loop.ends) == {"1", "2"}
+    assert (
+        loop.scheduler.stats().num_free_blocks == 8
+        and loop.scheduler.state()["num_free_slots"] == 2
+    )
+
+
+def test_a_failed_row_ends_that_request_alone():
+    loop = Loop()
+    alone = {}
+    for i in range(3):
+        loop.add(str(i), distinct(i, 20))
+        alone[str(i)] = expected_output(
+            distinct(i, 20), SamplingParams(temperature=0.0, seed=0, max_tokens=8), [], loop.config
+        )[0]
+    loop.executor.nan_rows.add(("1", 2))
+    loop.run()
+    assert loop.ends["1"] == (FinishReason.ERROR, None) and loop.tokens["1"] == alone["1"][:2]
+    assert loop.tokens["0"] == alone["0"] and loop.tokens["2"] == alone["2"]
+    loop.add("again", distinct(1, 20))
+    loop.run()
+    # the failed request left nothing in the cache
+    assert loop.cached["again"] == 0 and loop.tokens["again"] == alone["1"]
+
+
+def test_resumed_output_is_computed_but_not_told_again():
+    loop = Loop()
+    loop.add("whole", distinct(0, 20), max_tokens=10, temperature=1.0, seed=4)
+    loop.run()
+    resumed = Loop()
+    resumed.tokens["rest"] = loop.tokens["whole"][:6]  # Loop checks that the first index is 6
+    resumed.add(
+        "rest",
+        distinct(0, 20),
+        max_tokens=10,
+        temperature=1.0,
+        seed=4,
+        resume_tokens=loop.tokens["whole"][:6],
+    )
+    assert resumed.step() == {"rest": 26}
+    resumed.run()
+    assert (
+        resumed.tokens["rest"] == loop.tokens["whole"]
+        and resumed.ends["rest"] == loop.ends["whole"]
+    )
+    assert resumed.cached == {"rest": 0}
+
+
+def test_several_tokens_in_one_row_end_at_the_first_stop():
+    config = make_config()
+    scheduler, rows = Scheduler(config, 257), OutputRows()
+    scheduler.add_request(
+        EngineCoreRequest("r", [1, 2], SamplingParams(seed=0, max_tokens=9), eos_token_ids=[7])
+    )
+    step = scheduler.schedule()
+    scheduler.update_from_output(step, ModelRunnerOutput([3], [5, 7, 6]), rows)
+    (outputs,) = rows.take(None).values()
+    assert outputs.token_ids == [5, 7] and outputs.finished[0].reason is FinishReason.STOP
+    assert scheduler.stats().num_generation_tokens == 2 and not scheduler.has_unfinished_requests()
+
+
+def test_prompt_logprobs_reach_the_row_with_and_without_a_token():
+    loop = Loop(max_num_batched_tokens=16)
+    loop.add("r", distinct(0, 20), prompt_logprobs=1, eos_token_ids=[13])
+    array = Array("f4", (1, 1), b"0000")
+    for first_index, num_tokens in ((1, []), (17, [1])):
+        step = loop.scheduler.schedule()
+        result = loop.executor.execute_model(step.output)
+        scored = SlotPromptLogprobs(step.output.slots[0], first_index, array, array, array)
+        loop.scheduler.update_from_output(
+            step, msgspec.structs.replace(result, prompt_logprobs=[scored]), loop.rows
+        )
+        outputs = loop.rows.take(None)[0]
+        assert [row.first_index for row in outputs.prompt_logprobs] == [first_index]
+        assert (
+            set(outputs.request_ids) == {"r"} and [n for n in outputs.num_tokens if n] == num_tokens
+        )
+        assert len(outputs.num_cached_tokens) == len(num_tokens)
+
+
+@pytest.mark.parametrize("num_scheduler_steps", [1, 4])
+def test_what_fails_behind_the_end_of_a_request_does_not_spoil_it(num_scheduler_steps):
+    """With lookahead as without: tokens before an error are delivered, and one that ends the
+    request makes the error void.
+    """
+    loop = Loop(num_scheduler_steps=num_scheduler_steps)
+    for name in ("ends", "fails"):
+        loop.add(name, distinct(0, 20), eos_token_ids=[13])
+        loop.executor.tokens |= {
+            (name, i): token_id for i, token_id in enumerate([5, 6, 13 if name == "ends" else 7])
+        }
+        loop.executor.errors[name, 3] = "no more"
+    loop.run()
+    assert loop.tokens == {"ends": [5, 6, 13], "fails": [5, 6, 7]}
+    assert loop.ends == {"ends": (FinishReason.STOP, None), "fails": (FinishReason.ERROR, None)}

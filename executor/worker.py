@@ -5,7 +5,6 @@ Must not know: other ranks, requests, how steps reach it.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import torch
 
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.decoder_config import unread_keys
-from ..ipc.errors import InvalidParameterError, ModelLoadError
+from ..ipc.errors import ModelLoadError
 from ..ipc.json_files import read_json
 from ..ipc.memory_plan import check_weights_fit, plan_num_blocks, plan_num_host_blocks
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
@@ -27,6 +26,7 @@ from ..kernels.cpu.native.recorder import Limits
 from ..kernels.cpu.native.weights import early_memory
 from ..kernels.ops import kv_cache_row
 from . import device as devices
+from .kernel_choice import check_kv_cache_dtype, check_quantization, warn_of_slow_heads
 from .lean_import import PLUGINS
 from .models import find_model_class
 from .models.layers import LayerFactory
@@ -127,6 +127,7 @@ class Worker:
         check_kv_cache_dtype(
             self.config.cache_config.kv_cache_dtype, ops, self.config.device_config.kernels
         )
+        warn_of_slow_heads(shape.head_dim, ops, self.config.device_config.kernels)
         if self.config.load_config.load_format != "dummy":
             self._directory = Path(model_config.model)
         with early_memory(take_early_memory()):
@@ -412,48 +413,6 @@ class Worker:
         self.model = self.grammars = None
         if hasattr(self, "runner"):
             del self.runner
-
-
-def check_quantization(
-    quantization: str | None, ops: registry.OpTable, overrides: dict[str, str]
-) -> None:
-    """Raises InvalidParameterError if quantized layers have no fast kernels.
-
-    The slow reference is used only if `kernels` names it.
-    """
-    op, slow = "pack_quantized_linear", "reference"
-    if quantization is not None and ops.chosen[op] == slow and overrides.get(op) != slow:
-        raise InvalidParameterError(
-            "quantization",
-            f"{quantization} needs the native CPU kernels with dtype bfloat16 or float32, and they "
-            f"do not serve here (the log says why); "
-            f'leave quantization out, or set kernels={{"{op}": "{slow}"}}, which is slow',
-        )
-
-
-SERVED_BY = {
-    "fp8": "the kernels for NVIDIA GPUs; use auto",
-    "int8": "the native CPU kernels for a head_dim that is a multiple of 16 up to 256, and they do "
-    "not serve here; use auto",
-}
-
-
-def check_kv_cache_dtype(
-    kv_cache_dtype: str, ops: registry.OpTable, overrides: dict[str, str]
-) -> None:
-    """Raises InvalidParameterError if no fast kernels support such a cache.
-
-    The slow reference is used only if `kernels` names it.
-    """
-    readers = dict.fromkeys(("reshape_and_cache", "paged_attention"), "reference")
-    if kv_cache_dtype != "auto" and any(
-        ops.chosen[op] == slow and overrides.get(op) != slow for op, slow in readers.items()
-    ):
-        raise InvalidParameterError(
-            "kv_cache_dtype",
-            f"{kv_cache_dtype} is served by {SERVED_BY[kv_cache_dtype]}, or set "
-            f"kernels={json.dumps(readers)}, which is slow",
-        )
 
 
 def check_same_architecture(config: EngineConfig, model_class: Any, directory: Path) -> None:

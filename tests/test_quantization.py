@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from quire import LLM, EngineArgs, InvalidParameterError
-from quire.executor.worker import check_quantization
+from quire.executor.kernel_choice import check_quantization
 from quire.kernels.cpu.native.library import library
 from quire.tests.bench.bench_quantization import make_texts, perplexity
 

@@ -1,0 +1,70 @@
+"""What a choice of kernels means for the user: refusals and warnings.
+
+Must not know: how kernels are chosen (kernels/registry.py), the model, requests.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from ..ipc.errors import InvalidParameterError
+from ..kernels import registry
+from .program.step_program import NATIVE
+
+logger = logging.getLogger(__name__)
+
+SERVED_BY = {
+    "fp8": "the kernels for NVIDIA GPUs; use auto",
+    "int8": "the native CPU kernels for a head_dim that is a multiple of 16 up to 256, and they do "
+    "not serve here; use auto",
+}
+
+
+def warn_of_slow_heads(head_dim: int, ops: registry.OpTable, overrides: dict[str, str]) -> None:
+    """Logs what it means that the native kernels take no heads of this size. Silent where they
+    would not be chosen anyway.
+    """
+    op = "paged_attention"
+    if NATIVE in ops.chosen.values() and ops.chosen[op] != NATIVE and op not in overrides:
+        logger.warning(
+            "head_dim=%d: native attention takes multiples of 8 up to 256, so PyTorch computes it: "
+            "more slowly, and the last bits of a request's logits may depend on the requests beside "
+            "it",
+            head_dim,
+        )
+
+
+def check_quantization(
+    quantization: str | None, ops: registry.OpTable, overrides: dict[str, str]
+) -> None:
+    """Raises InvalidParameterError if quantized layers have no fast kernels.
+
+    The slow reference is used only if `kernels` names it.
+    """
+    op, slow = "pack_quantized_linear", "reference"
+    if quantization is not None and ops.chosen[op] == slow and overrides.get(op) != slow:
+        raise InvalidParameterError(
+            "quantization",
+            f"{quantization} needs the native CPU kernels with dtype bfloat16 or float32, and they "
+            f"do not serve here (the log says why); "
+            f'leave quantization out, or set kernels={{"{op}": "{slow}"}}, which is slow',
+        )
+
+
+def check_kv_cache_dtype(
+    kv_cache_dtype: str, ops: registry.OpTable, overrides: dict[str, str]
+) -> None:
+    """Raises InvalidParameterError if no fast kernels support such a cache.
+
+    The slow reference is used only if `kernels` names it.
+    """
+    readers = dict.fromkeys(("reshape_and_cache", "paged_attention"), "reference")
+    if kv_cache_dtype != "auto" and any(
+        ops.chosen[op] == slow and overrides.get(op) != slow for op, slow in readers.items()
+    ):
+        raise InvalidParameterError(
+            "kv_cache_dtype",
+            f"{kv_cache_dtype} is served by {SERVED_BY[kv_cache_dtype]}, or set "
+            f"kernels={json.dumps(readers)}, which is slow",
+        )

@@ -126,7 +126,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 DEFAULT_MAX_WINDOW_LAYERS = 28  # transformers'
 # Far above any model: a larger value is a mistake and must not cost time or memory.
-MOST = {"num_hidden_layers": 1024, "num_attention_heads": 65_536, "num_key_value_heads": 65_536}
+MOST = {
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 65_536,
+    "num_key_value_heads": 65_536,
+    "head_dim": 65_536,
+}
 MOST_OF_A_SIZE = 2**31 - 1
 _REQUIRED = (
     "vocab_size",

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from ...ipc.decoder_config import DecoderConfig
+from ...ipc.errors import NotEnoughMemoryError
 from ...ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 from ...kernels.ops import AttentionMetadata
-from ..device import copy_mapped, release_mapped
+from ..device import copy_mapped, free_bytes, release_mapped
 from .rope import make_cos_sin_cache
 
 # (name in the checkpoint, the tensor it fills: a whole parameter, or a view of a merged one's rows)
@@ -230,7 +231,14 @@ class LayerFactory:
             linear.fill(tensor, values)
 
     def parameter(self, *shape: int) -> torch.Tensor:
-        parameter = torch.empty(shape, dtype=self.dtype, device=self.device)
+        try:
+            parameter = torch.empty(shape, dtype=self.dtype, device=self.device)
+        except RuntimeError:  # of torch's allocators, in several lines
+            raise NotEnoughMemoryError(
+                "model",
+                f"a tensor of shape {list(shape)} does not fit the memory; quire plan shows what "
+                f"a model needs",
+            ) from None
         self.weights_bytes += parameter.nbytes
         return parameter
 
@@ -276,7 +284,17 @@ class LayerFactory:
         return RMSNorm(name, self.parameter(size), eps, self.ops)
 
     def rope(self, config: DecoderConfig, num_positions: int) -> torch.Tensor:
-        """[num_positions, head_dim] f32, shared by all layers; see rope.make_cos_sin_cache."""
+        """[num_positions, head_dim] f32, shared by all layers; see rope.make_cos_sin_cache.
+
+        Raises NotEnoughMemoryError where the table and what makes it exceed the free memory.
+        """
+        num_bytes = 3 * num_positions * config.head_dim * 4
+        if num_bytes > (free := free_bytes(self.device)):
+            raise NotEnoughMemoryError(
+                "max_model_len",
+                f"the rotary embeddings of {num_positions} positions take {num_bytes} bytes, "
+                f"{free} bytes are free",
+            )
         return make_cos_sin_cache(config.rope, config.head_dim, num_positions).to(self.device)
 
     def _linear(

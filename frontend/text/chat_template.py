@@ -20,7 +20,7 @@ from .template_traits import TemplateTraits, find_traits
 # message.
 CONTINUE_MARK = "\ue000continue\ue001 "
 # Processor time that one rendering may take. A conversation of ten thousand messages takes 0.1 s.
-TIME_LIMIT_S = 2.0
+TIME_LIMIT_S = 1.0
 
 
 class ChatTemplateTimeError(InvalidParameterError):
@@ -40,7 +40,15 @@ def read_chat_templates(directory: Path, tokenizer_config: dict[str, Any]) -> di
     if isinstance(stated, str):
         templates = {"default": stated}
     else:
-        templates = {entry["name"]: entry["template"] for entry in stated}
+        try:
+            templates = {str(entry["name"]): entry["template"] for entry in stated}
+        except (TypeError, KeyError):
+            templates = {"": None}
+        if not all(isinstance(template, str) for template in templates.values()):
+            raise ModelLoadError(
+                f"{directory}: chat_template must be a text, or a list of objects with `name` and "
+                f"`template`"
+            )
     for path in (
         directory / "chat_template.jinja",
         *sorted(directory.glob("additional_chat_templates/*.jinja")),
@@ -177,5 +185,5 @@ def template_traits(template: str) -> TemplateTraits:
         return render(template, variables)
 
     # the answer is kept, so it must not depend on how much time the caller has left
-    with time_limit(TIME_LIMIT_S, fresh=True):
+    with time_limit(TIME_LIMIT_S / 2, fresh=True):
         return find_traits(template, try_out)

@@ -40,11 +40,17 @@ class Tokenizer:
         self.directory = Path(directory)
         config = read_json_if_exists(self.directory / "tokenizer_config.json")
         special = {**read_json_if_exists(self.directory / "special_tokens_map.json"), **config}
-        self.special_tokens_map = {
-            key: text for key in SPECIAL_TOKEN_KEYS if (text := _token_text(special.get(key)))
-        }
         self.backend = _load_backend(self.directory / "tokenizer.json")
-        _add_missing_tokens(self.backend, config, self.special_tokens_map)
+        try:
+            self.special_tokens_map = {
+                key: text for key in SPECIAL_TOKEN_KEYS if (text := _token_text(special.get(key)))
+            }
+            _add_missing_tokens(self.backend, config, self.special_tokens_map)
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+            raise ModelLoadError(
+                f"{self.directory / 'tokenizer_config.json'}: its special or added tokens cannot "
+                f"be understood: {error!s:.200}"
+            ) from error
         self.added_tokens = {
             i: token.content for i, token in self.backend.get_added_tokens_decoder().items()
         }
@@ -159,7 +165,10 @@ class Tokenizer:
 
 def _token_text(token: Any) -> str | None:
     """tokenizer_config.json gives a special token as its text or as an object with `content`."""
-    return token.get("content") if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"a token must be text, got {text!r:.100}")
+    return text
 
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:

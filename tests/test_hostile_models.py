@@ -1,0 +1,102 @@
+"""A model's directory that anybody may have written: engine, plan and doctor each end with one
+sentence, and none of them waits or takes the memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire import EngineArgs, QuireError
+from quire.frontend.llm_engine import LLMEngine
+from quire.frontend.model_info.model_diagnosis import check_model
+from quire.frontend.model_info.plan import make_plan
+from quire.tests.tiny_models import save_tiny_model
+
+Spoil = Callable[[Path], Any]
+CONFIG, TOKENIZER = "config.json", "tokenizer_config.json"
+DEEP = b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}"
+
+
+def edit(file: str, **changes: Any) -> Spoil:
+    def apply(model: Path) -> None:
+        path = model / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return apply
+
+
+def write(file: str, content: bytes) -> Spoil:
+    return lambda model: (model / file).write_bytes(content)
+
+
+def pipe(file: str) -> Spoil:
+    def apply(model: Path) -> None:
+        (model / file).unlink(missing_ok=True)
+        os.mkfifo(model / file)
+
+    return apply
+
+
+CASES: dict[str, Spoil] = {
+    "no heads": edit(CONFIG, num_attention_heads=0),
+    "text for a size": edit(CONFIG, hidden_size="64"),
+    "many layers": edit(CONFIG, num_hidden_layers=10**9),
+    "large vocabulary": edit(CONFIG, vocab_size=2 * 10**9),
+    "large layer": edit(CONFIG, intermediate_size=2 * 10**9),
+    "large heads": edit(CONFIG, head_dim=2 * 10**9),
+    "long context": edit(CONFIG, max_position_embeddings=2 * 10**9),
+    "longer context": edit(CONFIG, max_position_embeddings=10**30),
+    "no text": edit(CONFIG, comment="\ud800"),
+    "rope of another shape": edit(CONFIG, rope_parameters=[1]),
+    "layer types of another shape": edit(CONFIG, layer_types=[[1]] * 3),
+    "nested config": write(CONFIG, DEEP),
+    "nested header": write("model.safetensors", len(DEEP).to_bytes(8, "little") + DEEP),
+    "nested tokenizer": write("tokenizer.json", DEEP),
+    "pipe for config": pipe(CONFIG),
+    "pipe for weights": pipe("model.safetensors"),
+    "pipe for tokenizer": pipe("tokenizer.json"),
+    "pipe for template": pipe("chat_template.jinja"),
+    "template of another type": edit(TOKENIZER, chat_template=5),
+    "templates of another shape": edit(TOKENIZER, chat_template=[{"name": 1, "template": 2}]),
+    "tokens of another shape": edit(TOKENIZER, added_tokens_decoder={"9999": {"content": 5}}),
+    "special token of another type": edit(TOKENIZER, eos_token=[1]),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"), "qwen2")
+
+
+@pytest.mark.timeout(60)  # a pipe that is opened would block for ever
+@pytest.mark.parametrize("case", CASES)
+def test_one_sentence_for_engine_plan_and_doctor(case: str, saved: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(saved, tmp_path / "model")
+    CASES[case](model)
+    args = EngineArgs(str(model), kv_cache_memory_bytes=2**22)
+    with pytest.raises(QuireError) as refused:
+        LLMEngine.from_engine_args(args, engine="inproc").shutdown()
+    sentences = [str(refused.value)]
+    try:
+        make_plan(args)
+    except QuireError as error:  # a plan looks at config.json alone
+        sentences.append(str(error))
+    failures = [finding.detail for finding in check_model(args) if finding.status == "fail"]
+    assert failures
+    for sentence in sentences + failures:
+        assert "\n" not in sentence and len(sentence) < 600, sentence
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_that_is_not_needed_is_not_opened(saved: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(saved, tmp_path / "model")
+    pipe("another.safetensors")(model)
+    args = EngineArgs(str(model), kv_cache_memory_bytes=2**22)
+    LLMEngine.from_engine_args(args, engine="inproc").shutdown()
+    assert [finding for finding in check_model(args) if finding.status == "fail"] == []

@@ -32,6 +32,7 @@ from ..processor import (
 )
 
 GIB = 2**30
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)  # as requires-python in pyproject.toml
 # What the kernels make use of, best first; the first line that holds says how the model is
 # multiplied.
 X86_FEATURES = (
@@ -78,9 +79,9 @@ def check_machine(
 
 def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Finding:
     detail = f"{platform.python_version()} at {sys.executable}"
-    if (3, 11) <= version < (3, 13):
+    if OLDEST_PYTHON <= version <= NEWEST_PYTHON:
         return Finding("python", "pass", detail)
-    return Finding("python", "fail", detail, "Quire runs on Python 3.11 and 3.12")
+    return Finding("python", "fail", detail, "Quire runs on Python 3.11 to 3.14")
 
 
 def check_packages() -> Iterator[Finding]:

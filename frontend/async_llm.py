@@ -14,21 +14,20 @@ from typing import Any, Unpack
 
 from ..ipc.checks import INT64_MAX, require_int
 from ..ipc.config import EngineConfig
-from ..ipc.errors import EngineDeadError, InvalidParameterError
+from ..ipc.errors import EngineDeadError
 from ..ipc.messages import SchedulerStats
 from ..ipc.params import PoolingParams, SamplingParams
 from ..ipc.threads import in_thread
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
 from .clients.client import EngineClient
+from .clients.connect import TokenizerBeside, connect, connect_async
 from .engine_args import EngineArgs
 from .engine_arguments import EngineArguments
 from .input_processor import Prompt
-from .llm_engine import TextSide, TokenizerBeside, connect, connect_async
 from .model_info.model_files import find_model_directory
-from .output_processor import ProcessedOutputs
 from .outputs import RequestMetrics, RequestOutput
 from .request_stream import RequestStream
-from .stats import Telemetry
+from .session import RequestSession
 from .text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ class AsyncLLM:
     readers.
 
     config: resolved. client: made with asyncio_mode=True, owned from now on. beside: see
-    llm_engine.connect.
+    clients/connect.py.
     """
 
     def __init__(
@@ -49,9 +48,7 @@ class AsyncLLM:
     ):
         self.config = config
         self.client = client
-        self.text_side = TextSide.for_config(config, client.ready.epoch, beside)
-        self._output_processor = self.text_side.output_processor
-        self._telemetry = Telemetry(config, client, self._output_processor)
+        self.session = RequestSession(config, client, beside)
         # by request id; from generate's start to its end
         self._streams: dict[str, RequestStream] = {}
         self._output_task: asyncio.Task | None = None
@@ -127,18 +124,18 @@ class AsyncLLM:
     @property
     def stats(self) -> SchedulerStats | None:
         """The engine's, after its last step."""
-        return self._telemetry.stats
+        return self.session.telemetry.stats
 
     @property
     def record_token_times(self) -> bool:
         """Whether the moments of a request's tokens are kept, in RequestMetrics.token_ts; off until
         it is set. It costs a float per token.
         """
-        return self._output_processor.record_token_times
+        return self.session.output_processor.record_token_times
 
     @record_token_times.setter
     def record_token_times(self, is_wanted: bool) -> None:
-        self._output_processor.record_token_times = is_wanted
+        self.session.output_processor.record_token_times = is_wanted
 
     @property
     def max_outputs_per_s(self) -> int:
@@ -160,13 +157,13 @@ class AsyncLLM:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self.text_side.tokenizer
+        return self.session.tokenizer
 
     async def get_tokenizer(self) -> Tokenizer | None:
-        return self.text_side.tokenizer
+        return self.session.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        return self.text_side.default_sampling_params
+        return self.session.default_sampling_params
 
     # ------------------------------------------------------------ requests
 
@@ -218,26 +215,14 @@ class AsyncLLM:
         take_at_once: Callable[[RequestOutput], bool] | None,
     ) -> tuple[RequestStream, RequestMetrics]:
         self.check_health()
-        try:
-            request = self.text_side.input_processor.process_inputs(
-                request_id, prompt, params, priority=priority
-            )
-        except InvalidParameterError:
-            self._telemetry.num_inputs_refused += 1
-            raise
-        if not self._output_processor.has_unfinished_requests():
+        request = self.session.process(request_id, prompt, params, priority=priority)
+        was_idle = not self.session.has_unfinished_requests()
+        self._ensure_output_task()
+        metrics = self.session.submit(request, trace_headers)
+        if was_idle:
             self._busy_since = time.monotonic()
-        metrics = self._output_processor.add_request(request)
-        self._telemetry.begin(request, trace_headers)
         stream = self._streams[request_id] = RequestStream(take_at_once)
         self._idle.clear()
-        try:
-            self._ensure_output_task()
-            self.client.add_request(request.core_request)
-        except BaseException:
-            self._end_stream(request_id)
-            self._output_processor.abort_requests([request_id])
-            raise
         return stream, metrics
 
     def _end_stream(self, request_id: str) -> None:
@@ -252,7 +237,7 @@ class AsyncLLM:
 
         Its steps are requests beside all others.
         """
-        request = self.text_side.input_processor.process_inputs(
+        request = self.session.input_processor.process_inputs(
             request_id, prompt, first_params(params)
         )
         search, num_steps = BeamSearch(request, params, self.config.model_config), 0
@@ -286,16 +271,13 @@ class AsyncLLM:
         self._abort([request_id] if isinstance(request_id, str) else request_id)
 
     def _abort(self, request_ids: list[str]) -> None:
-        try:
-            self._deliver(self._output_processor.abort_requests(request_ids))
-        except EngineDeadError:
-            logger.debug("the engine is gone, and its requests with it")
+        self._deliver(self.session.abort(request_ids))
 
     def has_unfinished_requests(self) -> bool:
-        return self._output_processor.has_unfinished_requests()
+        return self.session.output_processor.has_unfinished_requests()
 
     def get_num_unfinished_requests(self) -> int:
-        return self._output_processor.num_unfinished_requests()
+        return self.session.output_processor.num_unfinished_requests()
 
     async def wait_until_idle(self, timeout_s: float | None = None) -> bool:
         """Waits until every stream has been read to its end or left; False if some are still open
@@ -322,8 +304,7 @@ class AsyncLLM:
             while True:
                 outputs = await self.client.get_output_async()
                 self._last_output_time = time.monotonic()
-                self._telemetry.take(outputs)
-                self._deliver(self._output_processor.process_outputs(outputs))
+                self._deliver(self.session.take(outputs))
                 # readers run after every step, even if the next outputs are there already
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
@@ -338,17 +319,15 @@ class AsyncLLM:
             dead.__cause__ = error
             self._fail(dead)
 
-    def _deliver(self, processed: ProcessedOutputs) -> None:
-        for output in processed.request_outputs:
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
             if (stream := self._streams.get(output.request_id)) is not None:
                 stream.put(output)
-        if processed.requests_to_abort:
-            self.client.abort_requests(processed.requests_to_abort)
 
     def _fail(self, error: EngineDeadError) -> None:
         """Every reader, now and later, gets the error, after what came before it."""
         self._dead_error = error
-        self._telemetry.fail(error)
+        self.session.fail(error)
         for stream in self._streams.values():
             stream.fail(error)
 
@@ -375,7 +354,7 @@ class AsyncLLM:
         Long silence need not mean harm: chunks of a long prompt give no output, nor does a paused
         engine. `is_responsive` knows.
         """
-        if not self._output_processor.has_unfinished_requests():
+        if not self.session.output_processor.has_unfinished_requests():
             return 0.0
         return time.monotonic() - max(self._last_output_time, self._busy_since)
 
@@ -403,17 +382,17 @@ class AsyncLLM:
     # As in LLMEngine, where each is described.
 
     async def get_metrics(self) -> dict[str, int]:
-        return self._telemetry.metrics(await self.call_utility("get_metrics"))
+        return self.session.telemetry.metrics(await self.call_utility("get_metrics"))
 
     async def scheduler_state(self) -> dict[str, Any]:
         return await self.call_utility("scheduler_state")
 
     async def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
         observation = await self.call_utility("observe", since_step, max_blocks)
-        return observation | {"counters": self._telemetry.metrics(observation["counters"])}
+        return self.session.with_own_counters(observation)
 
     def set_tracer_provider(self, provider: Any) -> None:
-        self._telemetry.set_tracer_provider(provider)
+        self.session.telemetry.set_tracer_provider(provider)
 
     async def pause(self, mode: str = "abort") -> None:
         """Cancelled while "wait" has not been reached, it leaves the pause standing."""
@@ -450,7 +429,7 @@ class AsyncLLM:
         """
         self._stop_reading()
         self.client.shutdown()
-        self._telemetry.close()
+        self.session.telemetry.close()
 
     async def shutdown_async(self) -> None:
         """As shutdown, while the loop goes on; a cancellation is raised when it is done."""
@@ -458,7 +437,7 @@ class AsyncLLM:
         try:
             await self.client.shutdown_async()
         finally:
-            await in_thread(self._telemetry.close)  # may send spans
+            await in_thread(self.session.telemetry.close)  # may send spans
 
     def _stop_reading(self) -> None:
         task, self._output_task = self._output_task, None

@@ -66,6 +66,7 @@ MIRRORS = {
     # one contract suite over all forms of a client
     "frontend/clients/inproc_client.py": "tests/frontend/clients/test_client.py",
     "frontend/clients/mp_client.py": "tests/frontend/clients/test_client.py",
+    "frontend/clients/connect.py": "tests/frontend/test_llm_engine.py",
     "ipc/errors.py": "tests/ipc/test_failures.py",
     "ipc/messages.py": "tests/ipc/test_codec.py",
     "executor/models/llama.py": "tests/executor/test_models.py",

@@ -140,7 +140,7 @@ def add_timers(engine: LLMEngine) -> dict[str, list[float]]:
         core=core,
         executor=core.executor,
         runner=core.executor.worker.runner,
-        output_processor=engine._output_processor,
+        output_processor=engine.session.output_processor,
     )
     spent: dict[str, list[float]] = {part: [] for part in PARTS}
     inside = 0.0

@@ -14,7 +14,7 @@ from quire import (
     RequestOutputKind,
     SamplingParams,
 )
-from quire.frontend import llm_engine
+from quire.frontend.clients import connect
 from quire.frontend.clients.inproc_client import InprocClient
 from quire.tests.fakes import FakeExecutor, expected_output
 from quire.tests.frontend.scripted_client import ScriptedClient
@@ -258,7 +258,7 @@ def test_a_bug_in_reading_outputs_is_not_silent() -> None:
         def broken(outputs):
             raise ZeroDivisionError("a bug")
 
-        llm._output_processor.process_outputs = broken
+        llm.session.output_processor.process_outputs = broken
         with pytest.raises(EngineDeadError, match="ZeroDivisionError: a bug"):
             await collect(llm, "a")
 
@@ -300,7 +300,7 @@ def test_from_engine_args_asks_for_an_asyncio_client(monkeypatch) -> None:
         modes.append((engine, asyncio_mode))
         return ScriptedClient(config, lambda request: TEXT)
 
-    monkeypatch.setattr(llm_engine, "make_client", make_client)
+    monkeypatch.setattr(connect, "make_client", make_client)
     llm = AsyncLLM.from_engine_args(EngineArgs(), engine="ipc://daemon")
     assert modes == [("ipc://daemon", True)] and llm.config == config
 

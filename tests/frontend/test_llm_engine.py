@@ -17,7 +17,7 @@ from quire import (
     ModelLoadError,
     SamplingParams,
 )
-from quire.frontend import llm_engine
+from quire.frontend.clients import connect
 from quire.frontend.clients.inproc_client import InprocClient
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.tests.fakes import FakeExecutor, expected_output
@@ -145,7 +145,7 @@ def test_from_engine_args_makes_the_client(model, monkeypatch) -> None:
         made.append((config, engine, asyncio_mode))
         return ScriptedClient(config, lambda request: TEXT)
 
-    monkeypatch.setattr(llm_engine, "make_client", make_client)
+    monkeypatch.setattr(connect, "make_client", make_client)
     engine = LLMEngine.from_engine_args(EngineArgs(model), engine="inproc")
     [(config, name, asyncio_mode)] = made
     assert (config.model_config.max_model_len, name, asyncio_mode) == (64, "inproc", False)
@@ -175,8 +175,8 @@ def test_the_tokenizer_is_read_while_the_engine_loads(model, monkeypatch) -> Non
             when[stage] = len(read)
         return ScriptedClient(config, lambda request: TEXT)
 
-    monkeypatch.setattr(llm_engine, "load_tokenizer", load_tokenizer)
-    monkeypatch.setattr(llm_engine, "make_client", make_client)
+    monkeypatch.setattr(connect, "load_tokenizer", load_tokenizer)
+    monkeypatch.setattr(connect, "make_client", make_client)
     engine = LLMEngine.from_engine_args(EngineArgs(model))
     assert read == [False] and when["start"] == 0
     assert engine.get_tokenizer().eos_token_id == 302
@@ -188,7 +188,7 @@ def test_a_tokenizer_that_cannot_be_read_is_the_callers_error(model, monkeypatch
         return ScriptedClient(config, lambda request: TEXT)
 
     (Path(model) / "tokenizer.json").write_text("{")
-    monkeypatch.setattr(llm_engine, "make_client", make_client)
+    monkeypatch.setattr(connect, "make_client", make_client)
     with pytest.raises(ModelLoadError, match="tokenizer.json"):
         LLMEngine.from_engine_args(EngineArgs(model))
 
@@ -201,7 +201,7 @@ def test_attaching_takes_the_engines_configuration(model, monkeypatch) -> None:
         clients.append(ScriptedClient(theirs, lambda request: TEXT))
         return clients[-1]
 
-    monkeypatch.setattr(llm_engine, "make_client", make_client)
+    monkeypatch.setattr(connect, "make_client", make_client)
     engine = LLMEngine.from_engine_args(EngineArgs(), engine="ipc://somewhere")
     assert engine.config == theirs and engine.tokenizer.encode("x") == tiny_tokenizer().encode("x")
     with pytest.raises(InvalidParameterError, match="max_model_len"):
@@ -219,7 +219,7 @@ def test_a_model_without_tokenizer_ends_the_engine_it_started(tmp_path, monkeypa
         started.append(ScriptedClient(config, lambda request: TEXT))
         return started[-1]
 
-    monkeypatch.setattr(llm_engine, "make_client", make_client)
+    monkeypatch.setattr(connect, "make_client", make_client)
     with pytest.raises(ModelLoadError, match="tokenizer.json"):
         LLMEngine.from_engine_args(EngineArgs(str(tmp_path)))
     assert [client.num_shutdowns for client in started] == [1]

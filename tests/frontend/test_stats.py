@@ -244,10 +244,10 @@ def bad_frames(engine: LLMEngine) -> None:
 
 
 def of_an_old_engine(engine: LLMEngine) -> None:
-    engine._output_processor._epochs[0] = 5
+    engine.session.output_processor._epochs[0] = 5
     engine.add_request("a", [1, 2, 3], GREEDY)
     engine.step()
-    engine._output_processor._epochs[0] = 0
+    engine.session.output_processor._epochs[0] = 0
     engine.abort_request("a")
     engine.client.get_output()
 

@@ -17,7 +17,6 @@ from quire.frontend.cli.values import parse_count
 from quire.frontend.server.config import server_fields
 from quire.ipc.config import config_fields
 from quire.tests.frontend.test_llm import make_llm
-from quire.tests.frontend.tiny_tokenizers import text_config
 
 ENGINE_ARGS = """
     model enable_return_routed_experts return_sampling_mask model_weights served_model_name
@@ -347,21 +346,6 @@ def test_a_clone_shares_nothing() -> None:
     clone.stop.append("b")
     clone.extra_args["a"].append(2)
     assert params == SamplingParams(stop=["a"], extra_args={"a": [1]}, seed=3)
-
-
-def test_the_tokenizers_own_end_token_comes_first(monkeypatch) -> None:
-    """So that another one of generation_config.json is a stop_reason, as in vLLM."""
-    from quire.frontend import llm_engine
-    from quire.tests.frontend.tiny_tokenizers import tiny_tokenizer
-
-    tokenizer = tiny_tokenizer()
-    own = tokenizer.eos_token_id
-    assert own is not None
-    config = text_config(override_generation_config={"eos_token_id": [own + 1, own, own - 1]})
-    monkeypatch.setattr(llm_engine, "load_tokenizer", lambda config: tokenizer)
-    side = llm_engine.TextSide.for_config(config)
-    request = side.input_processor.process_inputs("r", "a", SamplingParams()).core_request
-    assert request.eos_token_ids == [own, own + 1, own - 1]
 
 
 # ---------------------------------------------------------------- calls of LLM

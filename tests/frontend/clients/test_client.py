@@ -10,9 +10,9 @@ import random
 import msgspec
 import pytest
 from quire.frontend.clients.client import EngineClient
+from quire.frontend.clients.connect import make_client
 from quire.frontend.clients.inproc_client import InprocClient
 from quire.frontend.clients.mp_client import MPClient
-from quire.frontend.llm_engine import make_client
 from quire.ipc.errors import (
     EngineDeadError,
     EnginePausedError,

@@ -8,13 +8,14 @@ from typing import Any
 
 import httpx2 as httpx
 import msgspec
+from quire.frontend.clients.connect import load_tokenizer
 from quire.frontend.engine_args import EngineArgs
-from quire.frontend.llm_engine import TextSide
 from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.frontend.server.app import App, make_app
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.state import ServerState
+from quire.frontend.session import default_sampling_params
 from quire.ipc.params import RequestOutputKind, SamplingParams
 
 # A template as models that think and call tools have it: Hermes' calls, <think>.
@@ -53,9 +54,9 @@ class ScriptedEngine:
     ):
         self.pieces, self.reason, self.stop_reason = pieces, reason, stop_reason
         self.config = EngineArgs(max_model_len=512, device="cpu").create_engine_config()
-        text_side = TextSide.for_config(self.config)
-        self.tokenizer = text_side.tokenizer
-        self.get_default_sampling_params = lambda: text_side.default_sampling_params
+        self.tokenizer = load_tokenizer(self.config.model_config)
+        defaults = default_sampling_params(self.config.model_config)
+        self.get_default_sampling_params = lambda: defaults
         self.prompts: list[str] = []
         self.params: list[SamplingParams] = []
         self.num_running = 0

@@ -1,0 +1,135 @@
+"""Starts an engine or attaches to one, and loads the tokenizer meanwhile.
+
+Must not know: requests, outputs, what a client does with its engine.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+
+from ...ipc.config import EngineConfig, ModelConfig
+from ...ipc.handshake import Report, report_nothing
+from ...ipc.threads import begin, in_thread
+from ..engine_args import EngineArgs
+from ..model_info.model_files import read_ahead
+from ..text.tokenizer import Tokenizer
+from ..tracing import check_endpoint
+from .client import EngineClient
+
+
+def load_tokenizer(model_config: ModelConfig) -> Tokenizer | None:
+    return (
+        None
+        if model_config.skip_tokenizer_init
+        else Tokenizer(model_config.tokenizer or model_config.model)
+    )
+
+
+class TokenizerBeside:
+    """Loads the tokenizer while the engine loads, after asking for the weight files.
+
+    It waits until the engine has its configuration, because the tokenizer library holds the GIL.
+
+        this process    config ─▶ spawn ─▶ HELLO, CONFIG ─▶ tokenizer ───────────────────▶ result
+        the system               weight files into the page cache
+        the engine                imports ─▶ HELLO ─▶ torch ─▶ weights ─▶ KV cache ─▶ READY
+    """
+
+    def __init__(self, config: EngineConfig, on_progress: Report = report_nothing):
+        self._model_config = config.model_config
+        self._on_progress = on_progress
+        self._tokenizer: Future[Tokenizer | None] | None = None
+        if config.load_config.load_format != "dummy":
+            begin(lambda: read_ahead(Path(config.model_config.model)))
+
+    def on_progress(self, stage: str, fraction: float) -> None:
+        """Reports a stage of the engine's start. Its first stage means that it is configured."""
+        if self._tokenizer is None and stage != "start":
+            self._tokenizer = begin(lambda: load_tokenizer(self._model_config))
+        self._on_progress(stage, fraction)
+
+    def result(self) -> Tokenizer | None:
+        return (
+            load_tokenizer(self._model_config)
+            if self._tokenizer is None
+            else self._tokenizer.result()
+        )
+
+
+def make_client(
+    config: EngineConfig,
+    engine: str = "process",
+    *,
+    asyncio_mode: bool = False,
+    on_progress: Report = report_nothing,
+) -> EngineClient:
+    """Makes the client of an engine: "inproc" (this process), "process" (a child), or the address
+    of a daemon, "ipc://...".
+
+    `config` is resolved. With an address it is not used; `client.ready.config` is the daemon's own.
+    `on_progress` is called while an engine in another process starts.
+    """
+    if engine == "inproc":
+        from .inproc_client import InprocClient
+
+        return InprocClient(config)
+    from .mp_client import MPClient
+
+    return MPClient(config, engine, asyncio_mode=asyncio_mode, on_progress=on_progress)
+
+
+Connected = tuple[EngineConfig, EngineClient, TokenizerBeside | None]
+
+
+def connect(args: EngineArgs, engine: str, *, asyncio_mode: bool = False) -> Connected:
+    """Starts the engine that `args` describe, or attaches to the one at the address `engine`.
+
+    Returns its configuration, its client, and the tokenizer that is being loaded, if any. When
+    attaching, arguments that differ from their defaults and concern the engine must agree with the
+    engine's (EngineArgs.attach_to).
+    """
+    check_endpoint(args.otlp_traces_endpoint)
+    if engine in ("inproc", "process"):
+        config = args.create_engine_config()
+        beside = TokenizerBeside(config)
+        return (
+            config,
+            make_client(config, engine, asyncio_mode=asyncio_mode, on_progress=beside.on_progress),
+            beside,
+        )
+    client = make_client(args.tree(), engine, asyncio_mode=asyncio_mode)
+    try:
+        return args.attach_to(client.ready.config), client, None
+    except BaseException:
+        client.shutdown()
+        raise
+
+
+async def connect_async(args: EngineArgs, engine: str, on_progress: Report) -> Connected:
+    """As connect in asyncio_mode, without blocking the running loop; see AsyncLLM.start."""
+    check_endpoint(args.otlp_traces_endpoint)
+    if engine not in ("inproc", "process"):
+        from .mp_client import MPClient
+
+        client = await MPClient.start(args.tree(), engine, on_progress)
+        try:
+            return (
+                await in_thread(lambda: args.attach_to(client.ready.config), may_abandon=True),
+                client,
+                None,
+            )
+        except BaseException:
+            await client.shutdown_async()
+            raise
+    on_progress("model files", 0.0)
+    config = await in_thread(args.create_engine_config, may_abandon=True)  # may download
+    on_progress("model files", 1.0)
+    beside = TokenizerBeside(config, on_progress)
+    if engine == "inproc":
+        from .inproc_client import InprocClient
+
+        return config, await InprocClient.start(config, beside.on_progress), beside
+    from .mp_client import MPClient
+
+    return config, await MPClient.start(config, engine, beside.on_progress), beside

@@ -1,0 +1,157 @@
+"""RequestSession: one engine client, text processing on both sides of it, and the requests in
+progress.
+
+Must not know: who waits for outputs, and how: LLMEngine blocks, AsyncLLM runs in an event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from ..ipc.config import EngineConfig, ModelConfig
+from ..ipc.errors import EngineDeadError, InvalidParameterError, ModelLoadError
+from ..ipc.messages import EngineCoreOutputs
+from ..ipc.params import PoolingParams, SamplingParams
+from .clients.client import EngineClient
+from .clients.connect import TokenizerBeside, load_tokenizer
+from .input_processor import InputProcessor, ProcessedRequest, Prompt
+from .model_info.model_files import (
+    NO_GENERATION_CONFIG,
+    SAMPLING_KEYS,
+    default_sampling_arguments,
+    eos_token_ids,
+    read_generation_config,
+)
+from .output_processor import OutputProcessor
+from .outputs import RequestMetrics, RequestOutput
+from .stats import Telemetry
+
+logger = logging.getLogger(__name__)
+
+
+class RequestSession:
+    """Requests go in through `process` and `submit`, the engine's outputs through `take`.
+
+    config: resolved. client: owned from now on. beside: the tokenizer that `connect` loads. Reads
+    generation_config.json and the tokenizer; raises ModelLoadError naming the file that is missing
+    or corrupt. No method waits for the engine.
+    """
+
+    def __init__(
+        self, config: EngineConfig, client: EngineClient, beside: TokenizerBeside | None = None
+    ):
+        self.config = config
+        self.client = client
+        model_config = config.model_config
+        self.tokenizer = beside.result() if beside is not None else load_tokenizer(model_config)
+        self.default_sampling_params = default_sampling_params(model_config)
+        own_eos_id = self.tokenizer.eos_token_id if self.tokenizer is not None else None
+        eos_ids = find_eos_ids(model_config, own_eos_id)
+        self.input_processor = InputProcessor(config, self.tokenizer, eos_ids)
+        self.output_processor = OutputProcessor(self.tokenizer, client.ready.epoch)
+        self.telemetry = Telemetry(config, client, self.output_processor)
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        **options: Any,
+    ) -> ProcessedRequest:
+        """Checks and tokenizes a request. Raises InvalidParameterError. Sends nothing."""
+        try:
+            return self.input_processor.process_inputs(request_id, prompt, params, **options)
+        except InvalidParameterError:
+            self.telemetry.num_inputs_refused += 1
+            raise
+
+    def submit(
+        self, request: ProcessedRequest, trace_headers: dict[str, str] | None = None
+    ) -> RequestMetrics:
+        """Registers a request and sends it; returns the metrics that its outputs will carry.
+
+        If it cannot be sent, it is not registered. `trace_headers`: see LLMEngine.add_request.
+        """
+        metrics = self.output_processor.add_request(request)
+        self.telemetry.begin(request, trace_headers)
+        try:
+            self.client.add_request(request.core_request)
+        except BaseException:
+            self.output_processor.abort_requests([request.request_id])
+            raise
+        return metrics
+
+    def take(self, outputs: EngineCoreOutputs) -> list[RequestOutput]:
+        """Converts the engine's outputs, and aborts the requests that hit a stop string."""
+        self.telemetry.take(outputs)
+        processed = self.output_processor.process_outputs(outputs)
+        self._abort_in_engine(processed.requests_to_abort)
+        return processed.request_outputs
+
+    def abort(self, request_ids: list[str]) -> list[RequestOutput]:
+        """Ends requests and returns their last outputs. Unknown ids are ignored."""
+        processed = self.output_processor.abort_requests(request_ids)
+        self._abort_in_engine(processed.requests_to_abort)
+        return processed.request_outputs
+
+    def _abort_in_engine(self, request_ids: list[str]) -> None:
+        if not request_ids:
+            return
+        try:
+            self.client.abort_requests(request_ids)
+        except EngineDeadError:  # which the next wait for outputs raises
+            logger.debug("the engine is gone, and its requests with it")
+
+    def has_unfinished_requests(self) -> bool:
+        return self.output_processor.has_unfinished_requests()
+
+    def fail(self, error: EngineDeadError) -> None:
+        """The engine is gone: its requests will not finish."""
+        self.telemetry.fail(error)
+
+    def with_own_counters(self, observation: dict[str, Any]) -> dict[str, Any]:
+        """The result of EngineCore.observe with this session's counters added."""
+        return observation | {"counters": self.telemetry.metrics(observation["counters"])}
+
+
+def find_eos_ids(model_config: ModelConfig, own: int | None) -> list[int]:
+    """End-of-sequence ids: `own`, the tokenizer's, first; the others are stop reasons, as in vLLM."""
+    generation_config = read_generation_config(Path(model_config.model))
+    generation_config |= model_config.override_generation_config
+    found = eos_token_ids(generation_config, model_config.hf_config)
+    return found if own is None else [own, *(token_id for token_id in found if token_id != own)]
+
+
+def default_sampling_params(model_config: ModelConfig) -> SamplingParams:
+    """The defaults of SamplingParams, overridden by the configuration's `generation_config` and
+    then by `override_generation_config`.
+    """
+    overrides = model_config.override_generation_config
+    for key in overrides:
+        if key not in SAMPLING_KEYS and key != "eos_token_id":
+            known = ", ".join([*SAMPLING_KEYS, "eos_token_id"])
+            raise InvalidParameterError(
+                "override_generation_config", f"has the unknown key {key!r}; the keys are {known}"
+            )
+    arguments = default_sampling_arguments(overrides)
+    try:
+        SamplingParams(**arguments)
+    except InvalidParameterError as error:
+        raise InvalidParameterError("override_generation_config", str(error)) from None
+    source = model_config.generation_config
+    directory = model_config.model if source == "auto" else source
+    if source != NO_GENERATION_CONFIG:
+        arguments = default_sampling_arguments(read_generation_config(Path(directory))) | arguments
+    try:
+        params = SamplingParams(**arguments)
+    except InvalidParameterError as error:
+        remedy = f'generation_config="{NO_GENERATION_CONFIG}" leaves it unread'
+        raise ModelLoadError(f"generation_config.json in {directory}: {error}; {remedy}") from None
+    if arguments:
+        logger.info(
+            "default sampling parameters: %s",
+            ", ".join(f"{name}={value}" for name, value in arguments.items()),
+        )
+    return params

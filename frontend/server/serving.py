@@ -232,8 +232,7 @@ class Server(uvicorn.Server):
     def _note_death(self) -> None:
         """Of an engine that nobody has ended."""
         engine = self.state.engine
-        is_dead = engine is not None and engine.errored and not self._has_ended_engine
-        if is_dead and self.failure is None:
+        if engine is not None and self.failure is None and not self._has_ended_engine:
             self.failure = engine.dead_error
 
     async def _end_engine(self) -> None:

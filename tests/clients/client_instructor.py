@@ -44,6 +44,10 @@ def check_json_schema(address: str, _: str) -> None:
     assert made(address, instructor.Mode.JSON_SCHEMA).name in ("red", "green")
 
 
+def check_json_o1(address: str, _: str) -> None:
+    assert made(address, instructor.Mode.JSON_O1).name in ("red", "green")
+
+
 def check_partial_stream(address: str, _: str) -> None:
     client = instructor.from_openai(
         openai.OpenAI(base_url=f"{address}/v1", api_key="none"), mode=instructor.Mode.TOOLS

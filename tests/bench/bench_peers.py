@@ -322,9 +322,11 @@ def main() -> None:
     parser.add_argument(
         "--slow",
         action="store_true",
-        help="also what takes minutes for one measurement of the large model",
+        help="also measure entries that take minutes each",
     )
-    parser.add_argument("--only", default="", help="words: engines whose names hold one of them")
+    parser.add_argument(
+        "--only", default="", help="comma-separated words; only engines whose names contain one"
+    )
     parser.add_argument(
         "--peers",
         type=Path,

@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--isa",
         default=None,
-        help="the native kernels' instruction set, where it shall not be the best there is",
+        help="the native kernels' instruction set (default: the best available)",
     )
     parser.add_argument("--no-detok", action="store_true", help="token ids only")
 

@@ -165,13 +165,13 @@ def run(parts: list[Part], out: Path, limit_s: float = LIMIT_S) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", required=True, type=Path, help="directory for all that is found")
+    parser.add_argument("--out", required=True, type=Path, help="directory for the results")
     parser.add_argument(
         "--only", nargs="+", choices=["tests", "measure", "racecheck"], default=["tests", "measure"]
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument(
-        "--limit", type=float, default=LIMIT_S, help="seconds that each part may take"
+        "--limit", type=float, default=LIMIT_S, help="deadline of each part in seconds"
     )
     args = parser.parse_args()
     out = args.out.resolve()

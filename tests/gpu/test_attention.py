@@ -70,7 +70,7 @@ def test_a_state_is_handed_over_once():
     assert torch.equal(attend(*args, num_programs=4), attend(*args, one_launch=False))
 
 
-def test_a_graph_serves_other_lengths():
+def test_a_graph_works_for_other_lengths():
     """Captured with some lengths, replayed with others, padding included."""
     torch.manual_seed(1)
     query, keys, values, metadata, scale = on_gpu(

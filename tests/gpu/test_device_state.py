@@ -135,7 +135,7 @@ def test_later_steps_are_launched_while_an_earlier_one_runs(model, wishes) -> No
     executor.shutdown()
 
 
-def test_values_come_back_while_the_first_stream_goes_on() -> None:
+def test_values_arrive_while_the_first_stream_continues() -> None:
     """Later writes of the next step to the copied memory do not change the values."""
     device = torch.device("cuda")
     copies, waits = SecondStream(device), []

@@ -17,7 +17,7 @@ def python(name: str, code: str) -> Part:
     return Part(name, [sys.executable, "-P", "-c", code])
 
 
-def test_no_part_stops_another_and_each_leaves_what_it_had(tmp_path, monkeypatch):
+def test_no_part_stops_another_and_each_keeps_its_output(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "GRACE_S", 0.2)
     stubborn = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "

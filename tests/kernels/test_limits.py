@@ -33,7 +33,7 @@ def test_the_first_run_is_not_timed_and_one_is(monkeypatch, durations, seconds, 
     assert limits._shortest(run, seconds) == best
 
 
-def test_meters_take_turns(monkeypatch):
+def test_measurements_alternate(monkeypatch):
     monkeypatch.setattr(limits, "GEMM_SHAPES", ((4, 32, 48),))
     for meter in (limits.Reader(2**16), limits.Multiplier([torch.float32, torch.int8], 0.001)):
         rates = meter.rates(3)

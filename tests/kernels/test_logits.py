@@ -35,7 +35,7 @@ def test_ranks_of_equals(gather_logprobs):
 @each("apply_penalties")
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_penalties_are_those_of_the_plain_reading(apply_penalties, data):
+def test_penalties_equal_a_plain_implementation(apply_penalties, data):
     """Row by row and token by token in Python's doubles; every other logit is unchanged."""
     torch.manual_seed(data.draw(st.integers(0, 99)))
     num_rows, vocab_size = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([3, 40, 2000]))

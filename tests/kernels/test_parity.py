@@ -179,7 +179,7 @@ def test_attention_over_ragged_batches(dtype, implementation, batch):
 
 
 @pytest.mark.parametrize(("dtype", "implementation"), ATTENTION, ids=label)
-def test_a_request_with_nan_spoils_only_itself(dtype, implementation):
+def test_a_request_with_nan_does_not_affect_others(dtype, implementation):
     torch.manual_seed(3)
     case = attention_case([1, 1, 1, 12, 20], [30, 31, 50, 12, 45], (4, 2, 16), 16, dtype)
     (before,) = case.run(implementation.function)

@@ -47,7 +47,7 @@ def test_the_table_has_one_attribute_per_operation():
     assert table.chosen["copy_blocks"] == "cpu"
 
 
-def test_a_registration_from_outside_wins_by_default_and_goes_again(add):
+def test_an_external_registration_wins_by_default_and_can_be_removed(add):
     add("mine", 7)
     assert select("cpu", torch.float32).silu_and_mul(None) == 7
     unregister("silu_and_mul", "mine")

@@ -109,7 +109,7 @@ class Site:
 
 
 @pytest.mark.timeout(600)
-def test_bombs_are_refused_or_bounded_and_a_neighbour_does_not_notice() -> None:
+def test_hostile_grammars_are_refused_or_bounded_and_do_not_affect_others() -> None:
     site = Site()
     try:
         ends = {name: site.throw(name, **grammar) for name, grammar in bombs().items()}

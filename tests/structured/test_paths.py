@@ -159,7 +159,7 @@ def test_several_completions_of_one_request() -> None:
         assert len({tuple(token_ids) for token_ids, _, _ in together}) > 1
 
 
-def test_a_grammar_that_does_not_compile_is_raised_to_a_single_caller_and_told_to_many() -> None:
+def test_a_grammar_that_does_not_compile_raises_for_one_caller_and_is_reported_to_many() -> None:
     bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
     with LLM(**SETTINGS) as llm:
         with pytest.raises(

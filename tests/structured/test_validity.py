@@ -85,7 +85,7 @@ def test_ten_thousand_outputs_are_what_was_asked_for(first: int) -> None:
     ],
     ids=str,
 )
-def test_the_judges_see_what_is_wrong(structured: dict, texts: list[str]) -> None:
+def test_the_checks_find_errors(structured: dict, texts: list[str]) -> None:
     assert [
         text for text in texts if problem_with(text, StructuredOutputsParams(**structured)) is None
     ] == []

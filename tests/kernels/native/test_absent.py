@@ -58,7 +58,7 @@ def test_the_list_of_sources_is_complete():
     )
 
 
-def test_torch_serves_in_its_place():
+def test_torch_runs_without_the_library():
     environment = {**os.environ, "QUIRE_NATIVE": "0"}
     done = subprocess.run(
         [sys.executable, "-c", GENERATE],
@@ -71,7 +71,7 @@ def test_torch_serves_in_its_place():
     assert "tokens 3" in done.stdout and "native []" in done.stdout
 
 
-def test_a_library_that_is_damaged_or_old_is_a_notice(tmp_path, caplog):
+def test_a_damaged_or_old_library_causes_a_warning(tmp_path, caplog):
     damaged = tmp_path / "_native.so"
     damaged.write_bytes(b"no library")
     assert _load(str(damaged)) is None

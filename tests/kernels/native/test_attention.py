@@ -197,7 +197,7 @@ def test_a_token_is_the_same_bits_in_any_chunk_batch_and_pool(kind, data):
 
 @pytest.mark.parametrize("options", [(), (70,), (SPLIT + 5, 4.0)], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_so_it_is_where_contexts_are_summed_up_in_pieces(kind, options):
+def test_the_same_where_contexts_are_summed_in_pieces(kind, options):
     torch.manual_seed(10)
     requests = [
         make_request(length, (6, 2, 32), kind, options)
@@ -209,7 +209,7 @@ def test_so_it_is_where_contexts_are_summed_up_in_pieces(kind, options):
         check_in_steps(requests, 16, lambda n: int(torch.randint(n + 1, ())), options)
 
 
-def test_so_it_is_on_every_instruction_set(isa):
+def test_the_same_on_every_instruction_set(isa):
     for kind in KINDS:
         for options in ((), (20, 2.0)):
             torch.manual_seed(11)
@@ -223,7 +223,7 @@ def test_so_it_is_on_every_instruction_set(isa):
 @pytest.mark.parametrize("what", ["key", "value"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_what_is_not_finite_spoils_no_earlier_token(isa, kind, bad, what):
+def test_non_finite_values_do_not_affect_earlier_tokens(isa, kind, bad, what):
     torch.manual_seed(12)
     request = make_request(100, (4, 2, 48 if kind[1] == torch.int8 else 24), kind)
     getattr(request, what)[77] = bad
@@ -235,7 +235,7 @@ def test_what_is_not_finite_spoils_no_earlier_token(isa, kind, bad, what):
 
 @pytest.mark.parametrize("what", ["keys", "values"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_what_lies_before_a_window_spoils_nothing(isa, kind, what):
+def test_values_before_a_window_have_no_effect(isa, kind, what):
     """Tokens whose windows have passed a NaN have the same bits as without it; tiles before all
     windows are not read.
     """
@@ -293,7 +293,7 @@ def test_large_scores_are_exact_enough():
     )
 
 
-def test_heads_that_are_not_served_are_declined():
+def test_unsupported_heads_are_declined():
     assert [
         d for d in range(300) if attention.has_native_heads(Facts("cpu", torch.float32, head_dim=d))
     ] == list(range(8, 257, 8))

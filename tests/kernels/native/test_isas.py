@@ -80,7 +80,7 @@ def test_a_row_is_the_same_bits_alone_and_among_any_number(isa, op, dtype):
 
 
 @pytest.mark.parametrize(("op", "dtype"), BY_ROWS, ids=label)
-def test_a_row_of_nan_and_one_of_infinity_spoil_only_themselves(isa, op, dtype):
+def test_rows_of_nan_and_of_infinity_do_not_affect_others(isa, op, dtype):
     torch.manual_seed(7)
     for case in cases.MODEL_OPS[op](dtype):
         if len(case.args[0]) < 4:
@@ -138,7 +138,7 @@ def test_a_cache_in_int8_has_the_references_bytes_and_its_attention(isa, dtype):
     reason="the processor has nothing that is emulated elsewhere",
 )
 @pytest.mark.parametrize(("op", "dtype"), NATIVE, ids=label)
-def test_what_is_emulated_is_what_the_processor_does(emulated_library, op, dtype):
+def test_the_emulation_equals_the_processor(emulated_library, op, dtype):
     """The emulation equals the processor, so tests elsewhere can rely on it."""
     torch.manual_seed(8)
     for isa in library.isas:

@@ -110,7 +110,7 @@ def test_logits_are_the_sums_before_rounding(isa, dtype):
 
 @dtypes
 @pytest.mark.parametrize("in_features", [7, 64, 600])
-def test_rows_of_nan_and_infinity_spoil_only_themselves(isa, dtype, in_features):
+def test_rows_of_nan_and_infinity_do_not_affect_others(isa, dtype, in_features):
     layer = pack_linear(*make(40, in_features, dtype))
     x = torch.randn(20, in_features, generator=torch.Generator().manual_seed(4)).to(dtype)
     expected = layer(x)

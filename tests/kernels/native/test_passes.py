@@ -146,7 +146,7 @@ def test_as_many_steps_one_by_one(isa, dtype, draws, num_threads):
     assert len(set(tokens.flatten().tolist())) > 5  # otherwise the comparison would show little
 
 
-def test_what_is_not_finite_is_told_from_its_step_on(isa):
+def test_non_finite_logits_are_reported_from_their_step_on(isa):
     model = Model(torch.float32)
     passes = Passes(model.record(), BLOCK_SIZE)
     step = make_step([4, 17], torch.tensor([3, 40]), 5)

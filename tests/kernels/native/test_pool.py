@@ -153,7 +153,7 @@ def test_a_call_of_several_phases_with_threads_that_come_late():
 
 
 @needs_two_cores
-def test_nobody_waits_for_a_thread_that_is_kept_from_its_core():
+def test_a_preempted_thread_delays_no_call():
     """A worker gets little time on a busy core. If each call waited for it, a run would take
     thousands of times as long as with one thread.
     """
@@ -265,7 +265,7 @@ def test_a_fork_beside_a_run():
         other.join()
 
 
-def test_limit_memory_threads_that_cannot_be_had_are_an_error_and_one_remains():
+def test_limit_memory_threads_that_cannot_start_raise_an_error_and_one_remains():
     call, expected = work(rows=200)
 
     def in_child() -> None:

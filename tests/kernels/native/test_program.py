@@ -189,7 +189,7 @@ def kinds(program: Program) -> list[str]:
     return [type(call).__name__ for call in program.calls]
 
 
-def test_a_linear_layer_gates_by_itself_where_nobody_else_reads_it(ops):
+def test_a_linear_layer_includes_the_gate_if_nothing_else_reads_its_result(ops):
     torch.manual_seed(3)
     gate_up = ops.pack_linear(
         torch.randn(2 * HIDDEN, HIDDEN).to(ops.norm.dtype),

@@ -108,7 +108,7 @@ def test_numbers_at_the_edge_of_their_range(isa, bits):
 
 
 @bits
-def test_an_outlier_spoils_only_its_group(isa, bits):
+def test_an_outlier_affects_only_its_group(isa, bits):
     layer = pack_quantized_linear(*make(32, 640, torch.float32), bits)
     x = normal(9, 640, dtype=torch.float32)
     spoilt = x.clone()

@@ -80,7 +80,7 @@ def test_rows_that_are_nearly_or_wholly_masked(isa):
             assert int(drawn.min()) >= 0 and int(drawn.max()) < vocab_size
 
 
-def test_what_lies_behind_a_row_is_not_read(isa):
+def test_memory_after_a_row_is_not_read(isa):
     """The memory between two rows holds what would be the largest logit."""
     memory = torch.full((4, 9000), 1e9)
     logits = memory[:, :8129]

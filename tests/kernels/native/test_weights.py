@@ -18,7 +18,7 @@ def test_weights_lie_apart_and_aligned():
     assert all((weight == number).all() for number, weight in enumerate(made))
 
 
-def test_a_large_one_has_memory_of_its_own_and_small_ones_go_on_where_they_were():
+def test_a_large_weight_has_its_own_memory_and_small_ones_continue_theirs():
     weights._last = None
     small, large, other = (
         empty_weight(count, dtype=torch.uint8) for count in (100, 33 * 2**20, 100)

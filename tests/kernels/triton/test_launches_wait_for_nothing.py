@@ -100,7 +100,7 @@ class Launches:
 
 @pytest.mark.parametrize("with_graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "drawn"])
-def test_steps_are_launched_without_a_look(temperature, with_graphs, monkeypatch):
+def test_steps_are_launched_without_reading_a_tensor(temperature, with_graphs, monkeypatch):
     """One copy per step, and one launch per task, for steps that begin requests and steps that look
     ahead; the third step begins a block.
     """
@@ -141,7 +141,7 @@ def test_steps_are_launched_without_a_look(temperature, with_graphs, monkeypatch
     assert copies.events == [f"launched {n}" for n in range(4)]
 
 
-def test_a_look_would_be_seen(monkeypatch):
+def test_reading_a_tensor_is_detected(monkeypatch):
     launches, copies = Launches(monkeypatch), LateCopies()
     runner = make_runner(copies, False)
     launches.take()

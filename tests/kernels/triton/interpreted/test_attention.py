@@ -111,7 +111,7 @@ def test_a_decode_has_the_same_bits_in_any_batch():
             ), (num_programs, rows, one_launch)
 
 
-def test_counters_serve_the_next_layer():
+def test_counters_are_reset_for_the_next_layer():
     torch.manual_seed(2)
     case = attention_case([1], [6 * TILE], (2, 1, 64), 16, BF16)
     first, second = attend(*case.args, num_programs=3), attend(*case.args, num_programs=3)
@@ -227,7 +227,7 @@ def test_an_fp8_cache():
     )
 
 
-def test_a_capture_takes_nothing_from_the_run_before_it(monkeypatch):
+def test_a_capture_uses_no_buffers_of_the_preceding_run(monkeypatch):
     """The buffers of the run before it are in the metadata's scratch and freed with the metadata,
     while the graph continues to exist.
     """

@@ -190,11 +190,7 @@ class Grammars:
     # ------------------------------------------------------------ slots
 
     def enter(self, request: NewRequestData) -> bool:
-        params = (
-            request.sampling_params.structured_outputs
-            if request.sampling_params is not None
-            else None
-        )
+        params = request.sampling_params.structured_outputs
         if params is None:
             return False
         compiler = self._require_compiler()

@@ -1,12 +1,12 @@
-"""What the engine counts from its start to its end; SchedulerStats carries these numbers,
-get_metrics names each of them.
+"""The engine's counters. SchedulerStats carries them, and get_metrics names them.
 
-Must not know: who counts what when, or who reads it. The table of all counters and their meaning is
-in frontend/stats.py.
+Must not know: who counts what when, or who reads it. frontend/stats.py has the table of all
+counters and their meaning.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -15,7 +15,7 @@ from ..ipc.messages import FinishReason, SchedulerStats
 
 @dataclass(slots=True)
 class Counters:
-    """Each field is also one of SchedulerStats, by the same name. They only grow."""
+    """Each field is also a field of SchedulerStats with the same name. Counters only grow."""
 
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
@@ -34,8 +34,8 @@ class Counters:
     num_failed_utilities: int = 0
 
     def count_end(self, reason: FinishReason) -> None:
-        """A request that was taken has ended; one that was refused is in num_requests_refused
-        alone.
+        """Counts the end of an accepted request; refused ones count in num_requests_refused
+        only.
         """
         name = f"num_finished_{reason}"
         setattr(self, name, getattr(self, name) + 1)
@@ -54,7 +54,7 @@ class Counters:
 
         Made in every step, so by position: by name it takes ten times as long.
         """
-        return SchedulerStats(
+        return _make_stats(
             num_running,
             num_waiting,
             num_free_blocks,
@@ -69,5 +69,10 @@ class Counters:
 
 # SchedulerStats begins with four gauges, four counters, two counters of the cache and one more
 # gauge; the rest are counters.
-_first_counters = attrgetter(*SchedulerStats.__struct_fields__[4:8])
-_other_counters = attrgetter(*SchedulerStats.__struct_fields__[11:])
+_make_stats: Callable[..., SchedulerStats] = SchedulerStats  # pyright cannot count *values
+_first_counters: Callable[[object], Iterable[int]] = attrgetter(
+    *SchedulerStats.__struct_fields__[4:8]
+)
+_other_counters: Callable[[object], Iterable[int]] = attrgetter(
+    *SchedulerStats.__struct_fields__[11:]
+)

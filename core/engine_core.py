@@ -1,9 +1,9 @@
-"""The engine without its process: takes requests, steps them through the model, and hands each
-client its rows.
+"""The engine without its process: accepts requests, runs steps, and returns each client's rows.
 
-Must not know: torch (the executor is imported when one has to be made), sockets, threads, text.
+Must not know: torch (the executor is imported when it is created), sockets, threads, text.
 
-    step_fn:   _schedule ──▶ _execute_model ──▶ _process_model_outputs ──▶ rows by client          post_step
+    step_fn:   _schedule ──▶ _execute_model ──▶ _process_model_outputs ──▶ rows by client
+    post_step: what must not delay those rows
 """
 
 from __future__ import annotations
@@ -42,12 +42,10 @@ Report = Callable[[str, float], None]
 
 
 class EngineCore:
-    """One model, one scheduler, any number of clients, each known by an index.
+    """One model, one scheduler, and any number of clients, each known by an index.
 
-    Used by one thread; nothing here waits but the model.
-
-    Raises in the constructor whatever keeps the engine from starting: ModelLoadError,
-    InvalidParameterError, …
+    Used by one thread; nothing here waits except the model. The constructor raises what prevents
+    the engine from starting: ModelLoadError, InvalidParameterError, …
     """
 
     UTILITIES = (
@@ -64,7 +62,7 @@ class EngineCore:
         )
         | PauseControl.UTILITIES
     )
-    # those that wait for the step in flight before they do anything
+    # those that wait for the step in flight first
     DRAINING = PauseControl.DRAINING | {"execute_dummy_batch"}
 
     def __init__(
@@ -77,9 +75,9 @@ class EngineCore:
         engine_index: int = 0,
         is_alone: bool = False,
     ):
-        """Loads the model and sizes the KV cache, calling `report(stage, fraction)` on the way.
+        """Loads the model and sizes the KV cache, calling `report(stage, fraction)`.
 
-        `is_alone`: this process is the engine's own, and runs no other program's code.
+        `is_alone`: this process is the engine's own and runs no other program's code.
         """
         check_config(config)
         report = report or _report_nothing
@@ -110,7 +108,7 @@ class EngineCore:
                 give_back()
             report("kv cache", 1.0)
         except BaseException:
-            with contextlib.suppress(Exception):  # the first error is the one to tell
+            with contextlib.suppress(Exception):  # the first error is the one to report
                 executor.shutdown()
             raise
         self.scheduler = Scheduler(
@@ -124,9 +122,9 @@ class EngineCore:
         self.ready = Ready(config, num_blocks, kv_cache_bytes, epoch, engine_index)
         self.log_stats = not config.service_config.disable_log_stats
         self.check_every_step = False  # for tests: post_step runs check_integrity
-        # the host's own, for get_metrics; see TransportStats
+        # the host's own counters, for get_metrics; see TransportStats
         self.host_counters: Callable[[], dict[str, int]] = dict
-        # The host's, for rows that had better not wait for the end of a step; without one they
+        # Set by the host, for rows that should not wait for the end of a step; without it they
         # wait.
         self.hand_out: Callable[[dict[int, EngineCoreOutputs] | None], None] | None = None
         self.pausing = PauseControl(self)
@@ -139,8 +137,7 @@ class EngineCore:
     def add_request(self, request: EngineCoreRequest, client_index: int = 0) -> None:
         """Queues a request.
 
-        One that cannot be served is answered by an ERROR row in the next outputs; nothing is
-        raised.
+        A request that cannot be served gets an ERROR row in the next outputs; nothing is raised.
         """
         try:
             check_request(request, self.config)
@@ -166,7 +163,7 @@ class EngineCore:
         self.scheduler.counters.num_requests_refused += 1
 
     def _admit_checked(self) -> None:
-        """Requests whose grammar is sound go on to the scheduler, the others are answered."""
+        """Passes requests with a valid grammar to the scheduler, and answers the others."""
         for gated in self.gate.take():
             if gated.error is None:
                 self.scheduler.add_request(
@@ -178,9 +175,9 @@ class EngineCore:
                 self._refuse(gated.request.request_id, as_refusal(gated.error), gated.client_index)
 
     def abort_requests(self, request_ids: list[str], client_index: int = 0) -> None:
-        """Ends those that this client owns and that still live; each is answered by an ABORT row.
+        """Ends this client's live requests among these; each gets an ABORT row.
 
-        Others' and unknown ids are ignored.
+        Other clients' and unknown ids are ignored.
         """
         if self.gate:
             # in the scheduler it ends like any other
@@ -195,8 +192,8 @@ class EngineCore:
             rows.add_timing(request, time.monotonic())
 
     def drop_client(self, client_index: int) -> None:
-        """The client has left or died: its requests end, what it was owed is thrown away, and its
-        pause is over.
+        """The client has left or died: its requests end, its rows are discarded, and its pause
+        ends.
         """
         mine = [
             request_id
@@ -215,7 +212,7 @@ class EngineCore:
         self._rows.pace(client_index, rows_per_s)
 
     def abort_all_requests(self) -> None:
-        """Every client's, wherever they are; each is answered as in abort_requests."""
+        """Ends every client's requests; each is answered as in abort_requests."""
         by_client: dict[int, list[str]] = {}
         for request_id, request in self.scheduler.requests.items():
             by_client.setdefault(request.client_index, []).append(request_id)
@@ -225,31 +222,31 @@ class EngineCore:
             self.abort_requests(request_ids, client_index)
 
     def num_unheld_requests(self) -> int:
-        """Unfinished ones, without those that arrived during a pause and are not to begin before
-        its end.
+        """The number of unfinished requests, without those that arrived during a pause and must
+        wait.
         """
         num_unchecked = sum(not self.scheduler.is_held_back(gated.arrival) for gated in self.gate)
         return len(self.scheduler.requests) - len(self.scheduler.held) + num_unchecked
 
     def owes_rows(self) -> bool:
-        """Rows that a client has not been handed, or that a step in flight may bring."""
+        """Whether a client has rows to receive, or a step in flight may bring some."""
         return bool(self._rows) or self._in_flight is not None
 
     def has_work(self) -> bool:
-        """True while a step would compute something or deliver a row."""
+        """Whether a step would compute something or deliver a row."""
         if self.owes_rows() or self.gate.has_checked():
             return True
         return self.pausing.can_step and len(self.scheduler.requests) > len(self.scheduler.held)
 
     def is_idle(self) -> bool:
-        """No work now, and none to come from a check of a grammar."""
+        """Whether there is no work, and no grammar check that may bring some."""
         return not self.has_work() and not self.gate
 
     # ------------------------------------------------------------ the step
 
-    # `step_fn` is one of these two. It does one step: (rows by client or None when nobody is owed
-    # any, whether the model ran). An exception means that the engine is beyond help; what goes
-    # wrong with one request alone becomes that request's ERROR row.
+    # `step_fn` is one of these two. It runs one step and returns (rows by client, or None; whether
+    # the model ran). An exception means that the engine cannot continue; an error of one request
+    # becomes its ERROR row.
 
     def _step(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
         step = self._schedule()
@@ -258,8 +255,9 @@ class EngineCore:
         return self.take_rows(everything=step is None), step is not None
 
     def _step_overlapped(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
-        """As _step, with the next step scheduled and handed over before the one that runs is waited
-        for: the model never waits for us.
+        """As _step, but schedules and submits the next step before it waits for the running one.
+
+        The model never waits for this code:
 
             model       [ step 1 ][ step 2 ][ step 3 ]
             here    sch 1 | sch 2, wait 1, rows of 1 | sch 3, wait 2, rows of 2 | …
@@ -271,9 +269,9 @@ class EngineCore:
         return self.take_rows(everything=step is None), ran or step is not None
 
     def drain(self) -> bool:
-        """Waits for the step in flight and takes its results; whether there was one.
+        """Waits for the step in flight and processes its result. Returns whether there was one.
 
-        Whoever changes what steps work on calls it first.
+        Call it before changing anything that steps work on.
         """
         if self._in_flight is None:
             return False
@@ -282,7 +280,7 @@ class EngineCore:
         return True
 
     def take_rows(self, *, everything: bool = True) -> dict[int, EngineCoreOutputs] | None:
-        """What clients are owed; without `everything` some of it may wait for the next step's
+        """The rows for clients. Without `everything`, some may wait for the next step's
         (PaceOutputs).
         """
         stats = self.scheduler.stats() if self._rows and self.log_stats else None
@@ -315,16 +313,14 @@ class EngineCore:
         self._step_records.end(step, self._rows.now, self.scheduler.counters)
 
     def post_step(self, model_executed: bool) -> None:
-        """Called after each step when its outputs are on their way: what must not delay them."""
+        """Runs after each step, when its outputs are on their way."""
         if model_executed and self.check_every_step:
             self.scheduler.check_integrity()
         if self.pausing.waits:
             self.pausing.settle()
 
     def execute_dummy_batch(self) -> None:
-        """Runs the model on nothing, so that ranks which have no work keep step with those that
-        have.
-        """
+        """Runs the model on no data, so that ranks without work stay in step with the others."""
         self.drain()
         self.executor.execute_dummy_batch()
 
@@ -344,7 +340,7 @@ class EngineCore:
         return "pong"
 
     def scheduler_state(self) -> dict[str, Any]:
-        """What waits, runs and is swapped, for people and tests; plain values."""
+        """The waiting, running and swapped requests in plain values, for people and tests."""
         requests, manager = self.scheduler.requests.values(), self.scheduler.kv_cache_manager
         return self.scheduler.state() | {
             "requests": [
@@ -358,32 +354,36 @@ class EngineCore:
         }
 
     def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
-        """The engine at work, to be asked again and again, a millisecond each time; plain values.
+        """The engine at work in plain values. Takes about a millisecond; call it repeatedly.
 
-        Moments are of time.monotonic().
+        Times are of time.monotonic().
 
-        "time": now. "step": the number of the last step, -1 before the first. "steps": of those
-        newer than `since_step`, at most the last 512, see StepRecords.newer_than. "requests": see
-        observation.describe_requests; state "waiting", "running", "swapped", "held" (by a pause) or
-        "grammar". "num_blocks": of the KV cache. "blocks", "blocks_per_cell", "block_counts": its
-        blocks in at most `max_blocks` letters, and how many are in each state, see
-        observation.map_blocks. "counters": get_metrics().
+        - "time": now.
+        - "step": the number of the last step, -1 before the first.
+        - "steps": those newer than `since_step`, at most the last 512, see StepRecords.newer_than.
+        - "requests": see observation.describe_requests; state "waiting", "running", "swapped",
+          "held" (by a pause) or "grammar".
+        - "num_blocks": of the KV cache.
+        - "blocks", "blocks_per_cell", "block_counts": its blocks in at most `max_blocks` letters,
+          and how many are in each state, see observation.map_blocks.
+        - "counters": get_metrics().
         """
         return observe(self.scheduler, self.gate, self._step_records, since_step, max_blocks) | {
             "counters": self.get_metrics()
         }
 
     def get_metrics(self) -> dict[str, int]:
-        """Every gauge and counter of the engine and its host, by name.
+        """All gauges and counters of the engine and its host, by name.
 
-        The table is in frontend/stats.py.
+        frontend/stats.py has the table.
         """
         return msgspec.structs.asdict(self.scheduler.stats()) | self.host_counters()
 
     def status(self) -> dict[str, Any]:
-        """What a metrics page shows beside get_metrics(), in time that does not grow with the
-        number of requests: what is "asleep", "num_held" requests (by a pause, part of num_waiting),
-        and "step_tokens", see StepRecords.step_tokens.
+        """What a metrics page shows in addition to get_metrics(), in constant time.
+
+        "asleep": what sleeps. "num_held": requests held by a pause, part of num_waiting.
+        "step_tokens": see StepRecords.step_tokens.
         """
         return {
             "asleep": sorted(self.pausing.asleep),
@@ -392,13 +392,13 @@ class EngineCore:
         }
 
     def check_integrity(self) -> bool:
-        """True, or AssertionError naming what does not hold."""
+        """Returns True, or raises AssertionError naming what is inconsistent."""
         self.scheduler.check_integrity()
         self.gate.check_integrity(self.scheduler.requests)
         return True
 
     def shutdown(self) -> None:
-        """Lets go of the model.
+        """Releases the model.
 
         May be called twice; requests still in the scheduler get no answer.
         """

@@ -1,9 +1,11 @@
-"""EngineCoreProc: an EngineCore in a process of its own, a child of one program or a daemon for
-several. `python -m quire.core.engine_proc`
+"""EngineCoreProc: an EngineCore in its own process, a child of one program or a daemon for several.
 
 Must not know: torch, text, or what a step does.
 
-    input thread ──events, aborts──▶ main thread: take events, step, hand out rows ──messages──▶ output thread
+Run as `python -m quire.core.engine_proc`.
+
+    input thread ── events, aborts ──▶ main thread: take events, step, hand out rows
+                                       ── messages ──▶ output thread
 """
 
 from __future__ import annotations
@@ -50,17 +52,17 @@ from ..ipc.process import PARENT_DEATH_SIGNAL, SignalPipe, die_with_parent
 from ..ipc.sockets import bind_listener, make_context
 from .engine_core import EngineCore
 
-FLUSH_TIMEOUT_S = 2.0  # how long a leaving engine lets its clients read what they are owed
+FLUSH_TIMEOUT_S = 2.0  # how long an exiting engine waits for its clients to read their outputs
 
 logger = logging.getLogger("quire.engine")
 
 
 class LeaveEarly(Exception):
-    """Asked to leave while the model was being loaded."""
+    """Asked to exit while the model was loading."""
 
 
 class EngineCoreProc:
-    """The main thread. It owns the core, the list of clients, and the decision to leave."""
+    """The main thread. It owns the core, the list of clients, and the decision to exit."""
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class EngineCoreProc:
         self.epoch = self.engine_index = 0
         self.core: EngineCore | None = None
         self.clients: set[int] = set()
-        # nothing new is taken; we leave when everybody has what they are owed
+        # nothing new is accepted; the process exits when all rows are delivered
         self.is_draining = False
         self.must_leave = False
         self.num_overflowed_clients = 0
@@ -88,12 +90,10 @@ class EngineCoreProc:
         )
 
     def run(self, config: EngineConfig | None = None) -> int:
-        """Serves until asked to leave; returns the exit code.
+        """Serves until asked to exit; returns the exit code.
 
-        `config` is a daemon's own; a child waits for its parent's.
-
-        Raises what kept the engine from starting (the clients have been told); later errors end in
-        EngineDead and exit code 1.
+        `config` is a daemon's own; a child receives its parent's. Raises what prevented the engine
+        from starting (after telling the clients); later errors end in EngineDead and exit code 1.
         """
         self.config = config
         self.output.start()
@@ -139,8 +139,8 @@ class EngineCoreProc:
         core.hand_out = self._hand_out
         core.gate.wake = lambda: self.input.events.put(events.Wake())
         self._take_events(block=False)
-        # see main. What has been made stays: a collection that looked at all of it would stop a
-        # step for 0.1 s and more
+        # see main: objects made so far are frozen, since a collection that visits all of them would
+        # stop a step for 0.1 s and more
         if not gc.isenabled():
             gc.freeze()
             gc.enable()
@@ -160,27 +160,29 @@ class EngineCoreProc:
     # ------------------------------------------------------------ the loop
 
     def _loop(self) -> None:
-        while not self.must_leave and not (self.is_draining and self.core.is_idle()):
-            self._take_events(block=not self._can_step())
-            if self._can_step():
-                self._step()
+        core = self.core
+        assert core is not None  # it is loaded before the loop starts
+        while not self.must_leave and not (self.is_draining and core.is_idle()):
+            self._take_events(block=not self._can_step(core))
+            if self._can_step(core):
+                self._step(core)
         if not self.must_leave:
             self._tell_all(EngineDead("the engine was asked to leave"))
 
-    def _can_step(self) -> bool:
-        return self.core.has_work() and not self.output.is_full and not self.must_leave
+    def _can_step(self, core: EngineCore) -> bool:
+        return core.has_work() and not self.output.is_full and not self.must_leave
 
-    def _step(self) -> None:
-        outputs, model_executed = self.core.step_fn()
+    def _step(self, core: EngineCore) -> None:
+        outputs, model_executed = core.step_fn()
         self._hand_out(outputs)
-        self.core.post_step(model_executed)
+        core.post_step(model_executed)
 
     def _hand_out(self, outputs: dict[int, EngineCoreOutputs] | None) -> None:
         for client_index, rows in (outputs or {}).items():
             self.output.send(client_index, rows)
 
     def _take_events(self, block: bool) -> None:
-        """Applies everything that has come; aborts first. `block`: waits until something has."""
+        """Applies everything that has arrived, aborts first. `block`: waits until something has."""
         while True:
             while self.input.aborts:
                 client_index, request_ids = self.input.aborts.popleft()
@@ -244,9 +246,9 @@ class EngineCoreProc:
             self.epoch, self.engine_index = message.epoch, message.engine_index
 
     def _call_utility(self, call: UtilityCall, client_index: int) -> None:
-        """The answer is sent when there is one: now or after a later step.
+        """Sends the answer when it is available, now or after a later step.
 
-        Clients learn of an engine that leaves before that.
+        If the engine exits first, clients learn that instead.
         """
         if self.core is None:
             failure = pack_exception(QuireError("the engine is not ready"))
@@ -256,8 +258,9 @@ class EngineCoreProc:
         )
 
     def _refuse(self, client_index: int, identity: str | int, error: str) -> None:
-        """Answers a request (its id is a string) or a utility call (an integer) that never reached
-        the core.
+        """Answers a request (its id is a string) or a utility call (an integer) that never
+        reached the
+        core.
         """
         if isinstance(identity, int):
             answer = UtilityResult(
@@ -281,7 +284,7 @@ class EngineCoreProc:
 def run_child(
     sockets_path: Path, parent_pid: int, parent_fd: int, max_message_bytes: int, make_executor=None
 ) -> int:
-    """Serves the parent that started us, through the sockets in its directory."""
+    """Serves the parent that started this process, through the sockets in its directory."""
     signals = SignalPipe(signal.SIGTERM, signal.SIGINT, PARENT_DEATH_SIGNAL)
     die_with_parent(parent_pid)
     context = make_context()
@@ -289,7 +292,7 @@ def run_child(
     input_.serve_parent(sockets_path, parent_pid, parent_fd)
     try:
         return EngineCoreProc(input_, EngineOutput(context, max_message_bytes), make_executor).run()
-    except Exception as error:  # the parent has it, and raises it
+    except Exception as error:  # the parent has received it, and raises it
         logger.debug("start-up failed", exc_info=error)
         return 1
     finally:
@@ -297,12 +300,12 @@ def run_child(
 
 
 def run_daemon(address: str, config: EngineConfig, make_executor=None) -> int:
-    """Serves programs that attach at `address` ("ipc://PATH"), until SIGTERM and the end of what
-    runs then. Main thread only.
+    """Serves programs that attach at `address` ("ipc://PATH") until SIGTERM, then finishes running
+    requests.
 
-    Returns the exit code: 0 asked to leave, 1 failed (traceback on stderr), 2 bad address or
-    configuration (a sentence on stderr). Programs of the frontend, which do not import core, get
-    here through ipc.process.exec_daemon.
+    Main thread only. Returns the exit code: 0 asked to exit, 1 failed (traceback on stderr), 2
+    invalid address or configuration (a message on stderr). The frontend, which does not import
+    core, starts it through ipc.process.exec_daemon.
     """
     signals = SignalPipe(signal.SIGTERM, signal.SIGINT)
     context = make_context()
@@ -339,9 +342,8 @@ def main(
 ) -> int:
     """The program.
 
-    `make_executor(config)` replaces the real executor: a program that calls main with one is an
-    engine of its own kind, which MPClient(command=[...]) starts like this module; tests run the
-    fake executor so.
+    `make_executor(config)` replaces the real executor. A program that calls main with one is an
+    engine that MPClient(command=[...]) can start; tests run the fake executor this way.
     """
     parser = argparse.ArgumentParser(
         prog="quire.core.engine_proc",
@@ -379,8 +381,9 @@ def main(
 
 
 def leave(exit_code: int) -> NoReturn:
-    """Ends the process without the interpreter's tidying up: with torch loaded that takes seconds,
-    and a parent waits for our end.
+    """Exits without the interpreter's shutdown, which takes seconds with torch loaded while a
+    parent
+    waits.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The requests of one message with n > 1, and where they find the prompt that they share.
+"""The requests of one message with n > 1, and the source of their shared prompt.
 
 Must not know: queues, slots, when a step runs.
 """
@@ -17,7 +17,7 @@ class Family:
     """The unfinished requests of one message, in order of arrival.
 
     The prompt is computed once. The others take it from a running member that has computed it
-    (`find_source`), or, if that member has ended, from the blocks it left (`parked`).
+    (`find_source`), or, if that member has ended, from the blocks that it left (`parked`).
     """
 
     __slots__ = ("_source", "_started", "last_key", "members", "parked", "request_id")
@@ -29,11 +29,11 @@ class Family:
         self.last_key = members[-1].key
         self.parked: ParkedBlocks | None = None
         self._source: Request | None = None
-        self._started: list[Request] = []  # members that were admitted; some may have ended since
+        self._started: list[Request] = []  # admitted members; some may have ended
 
     @property
     def first(self) -> Request:
-        """The one that computes the prompt if nobody has."""
+        """The member that computes the prompt if none has."""
         return next(iter(self.members.values()))
 
     def note_start(self, request: Request) -> None:
@@ -41,9 +41,7 @@ class Family:
         self._started.append(request)
 
     def find_source(self) -> Request | None:
-        """A running member whose prompt is computed. Looks at members that were admitted, never at
-        those that wait.
-        """
+        """A running member whose prompt is computed. Searches admitted members only."""
         if self._source is None or not self.has_prompt(self._source):
             self._started = [r for r in self._started if r.status is RequestStatus.RUNNING]
             self._source = next((r for r in self._started if self.has_prompt(r)), None)

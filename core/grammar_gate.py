@@ -1,12 +1,11 @@
-"""Requests whose grammar is being checked: they wait here, and go on to the scheduler in the place
-in which they arrived.
+"""Holds requests whose grammar is being checked; then they take their place in order of arrival.
 
 Must not know: grammars, the scheduler, sockets.
 
-    add ──▶ waiting ──(a check is done, in some thread)──▶ checked ──▶ take, between two steps
+    add ──▶ waiting ──(a check completes, in some thread)──▶ checked ──▶ take, between two steps
 
-Nobody polls: a finished check calls `wake`, which ends the wait of whoever steps the engine; `wait`
-is for a caller that steps it itself.
+There is no polling: a completed check calls `wake`, which ends the wait of the engine's host;
+`wait` is for a caller that runs steps itself.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ class GatedRequest:
     client_index: int
     arrival: int  # its place in the scheduler's order
     check: Future
-    # its wait here is part of its time in the queue
+    # the time spent here is part of its time in the queue
     queued_time: float = field(default_factory=lambda: time.monotonic())
-    # of its completions, to be aborted as soon as the scheduler has them
+    # completions to abort as soon as the scheduler has them
     aborted_ids: list[str] = field(default_factory=list)
 
     @property
     def error(self) -> BaseException | None:
-        """Why it may not go on; only when its check is done."""
+        """Why it is refused, if so. Call it when the check is done."""
         return (
             RuntimeError("the check was cancelled")
             if self.check.cancelled()
@@ -44,7 +43,7 @@ class GatedRequest:
 
 
 class GrammarGate:
-    """Owned and called by the thread that steps the engine; only the ends of checks come from
+    """Owned and called by the thread that runs steps; only completions of checks come from
     others.
     """
 
@@ -68,7 +67,7 @@ class GrammarGate:
     ) -> None:
         gated = GatedRequest(request, client_index, arrival, check)
         self._waiting[request.request_id] = gated
-        if check.done():  # a grammar that is known: nobody has to be woken
+        if check.done():  # a known grammar: there is no wait to end
             self._ready.append(gated)
         else:
             check.add_done_callback(lambda _: self._on_checked(gated))
@@ -81,7 +80,7 @@ class GrammarGate:
         return bool(self._ready) or not self._checked.empty()
 
     def take(self) -> list[GatedRequest]:
-        """Those whose check is done; they are gone from here."""
+        """Removes and returns the requests whose check is done."""
         while not self._checked.empty():
             self._ready.append(self._checked.get())
         taken = [
@@ -93,14 +92,14 @@ class GrammarGate:
         return taken
 
     def wait(self) -> None:
-        """Blocks until a check is done. Only while somebody waits here."""
+        """Blocks until a check is done. Call it only while a request waits here."""
         if not self._ready:
             self._ready.append(self._checked.get())
 
     def abort(self, request_ids: list[str], client_index: int) -> list[GatedRequest]:
-        """Takes out this client's requests among `request_ids`.
+        """Removes this client's requests among `request_ids`.
 
-        Of a request with several completions one may be meant: that is noted.
+        The abort of one of several completions is recorded.
         """
         taken = []
         for request_id in request_ids:
@@ -114,9 +113,8 @@ class GrammarGate:
         return taken
 
     def drop_client(self, client_index: int) -> int:
-        """The client is gone; returns how many of its requests waited here.
-
-        What their checks say will interest nobody.
+        """The client is gone. Returns how many of its requests waited here; their checks are
+        ignored.
         """
         mine = [
             request_id
@@ -128,8 +126,8 @@ class GrammarGate:
         return len(mine)
 
     def check_integrity(self, scheduled: Container[str]) -> None:
-        """Nobody is here and in the scheduler; whoever waits here waits for a check, or is about to
-        be taken. Raises AssertionError.
+        """Raises AssertionError if a request is both here and in the scheduler, or waits for
+        nothing.
         """
         both = [request_id for request_id in self._waiting if request_id in scheduled]
         forgotten = [
@@ -144,9 +142,7 @@ class GrammarGate:
 
 
 def as_refusal(error: BaseException) -> InvalidParameterError:
-    """A check that failed by itself refuses its requests too: nobody has seen that their grammar is
-    sound.
-    """
+    """A check that fails by itself refuses its requests: their grammar is not known to be valid."""
     if isinstance(error, InvalidParameterError):
         return error
     return InvalidParameterError(

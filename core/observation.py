@@ -1,18 +1,16 @@
-"""The engine at work, for people who watch it: the last steps and where their time went, the
-requests, a map of the KV cache.
+"""The engine at work: the last steps and their times, the requests, a map of the KV cache.
 
 Must not know: who watches, sockets, torch.
 
-A step's time has three parts. schedule: choosing the rows. execute: the model, and whatever else
-the executor does for the step, which may be several tokens of each request. process: what the
-tokens mean for their requests, before the rows are sent. They add up where one follows the other.
-With async_scheduling a step is scheduled while the one before runs, and its execution begins when
-it was handed over and the one before was done, and ends when we took its result: then the steps'
-execute parts follow each other, and the rest hides behind them.
+A step has three parts. schedule: choosing the rows. execute: the model, and the executor's other
+work for the step, which may be several tokens of each request. process: updating the requests,
+before the rows are sent. With async_scheduling a step is scheduled while the previous one runs. Its
+execution begins when it has been submitted and the previous one is done, and ends when its result
+is taken: then the execute parts follow each other, and the other parts overlap with them.
 
     plain       | schedule 1 | execute 1 | process 1 | schedule 2 | execute 2 | process 2 |
     overlapped  | schedule 1 | execute 1                     | execute 2                  |
-                             | schedule 2                    | process 1 | schedule 3     | process 2 …
+                             | schedule 2                    | process 1 | schedule 3     | …
 """
 
 from __future__ import annotations
@@ -30,41 +28,42 @@ from .request import Request, RequestStatus
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
 
-MAX_STEPS = 512  # that are kept
+MAX_STEPS = 512  # steps kept
 MAX_CELLS = 2**16  # of a map
-# Upper bounds of the histogram of tokens per step; vLLM's.
+# Upper bounds of the histogram of tokens per step, as in vLLM.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 LETTERS = bytes.maketrans(bytes(range(5)), b"-.cus")  # from how busy a block is
 
 
 class StepRecords:
-    """A ring of the last steps, written in every step: so it costs a microsecond, and nothing is
-    computed before somebody asks.
+    """A ring of the last steps. Every step writes it, which costs a microsecond; the rest is
+    computed
+    on request.
     """
 
     def __init__(self) -> None:
         self._ring: deque[tuple] = deque(maxlen=MAX_STEPS)
-        self._executed_time = 0.0  # of the step before
-        self._num_preemptions = self._num_generation_tokens = 0  # accounted for
-        # Steps by the number of tokens in them, computed of prompts and sampled; the last count is
-        # of those beyond STEP_TOKENS.
+        self._executed_time = 0.0  # of the previous step
+        self._num_preemptions = self._num_generation_tokens = 0  # already counted
+        # Steps by their number of tokens, computed prompt tokens and sampled ones; the last count
+        # is of steps with more than STEP_TOKENS.
         self._step_counts = [0] * (len(STEP_TOKENS) + 1)
         self._num_step_tokens = 0  # of all steps
 
     def begin(self, step: ScheduledStep, start_time: float, counters: Counters) -> None:
-        """It has been scheduled, from `start_time` on."""
+        """Called when a step has been scheduled, from `start_time` on."""
         num_preemptions = counters.num_preemptions
-        # with those of a sleep before it
+        # including those of a sleep before it
         step.scheduling = start_time, time.monotonic(), num_preemptions - self._num_preemptions
         self._num_preemptions = num_preemptions
 
     def execute_time(self, step: ScheduledStep) -> float:
-        """When the execution of a step that has run, and is not processed, began."""
+        """When the execution of a step began that has run and is not processed."""
         scheduled_time = step.scheduling[1]
         return scheduled_time if scheduled_time > self._executed_time else self._executed_time
 
     def end(self, step: ScheduledStep, executed_time: float, counters: Counters) -> None:
-        """Its result came at `executed_time`, and has been processed."""
+        """Called when a step has been processed; its result came at `executed_time`."""
         start_time, scheduled_time, num_preemptions = step.scheduling
         num_generation_tokens = counters.num_generation_tokens
         num_prefill = sum([num_tokens for _, num_tokens in step.prefills]) if step.prefills else 0
@@ -87,8 +86,9 @@ class StepRecords:
         self._executed_time, self._num_generation_tokens = executed_time, num_generation_tokens
 
     def step_tokens(self) -> dict[str, Any]:
-        """The histogram of tokens per step since the engine's start: `bounds`, `counts` (of each
-        bucket by itself, the last without a bound) and `sum`.
+        """The histogram of tokens per step since the start: `bounds`, `counts` (per bucket, the
+        last
+        without a bound) and `sum`.
         """
         return {
             "bounds": list(STEP_TOKENS),
@@ -97,8 +97,9 @@ class StepRecords:
         }
 
     def expected_s(self, num_tokens: int) -> float:
-        """About the longest that a step of so many tokens will take: as long for each of them as in
-        the last one, where there was any.
+        """An estimate of the longest time of a step with this many tokens, from the last step's
+        time
+        per token.
         """
         if not self._ring:
             return 0.0
@@ -107,13 +108,15 @@ class StepRecords:
 
     @property
     def last_step(self) -> int:
-        """The number of the last one; -1 before the first."""
+        """The number of the last step; -1 before the first."""
         return self._ring[-1][0] if self._ring else -1
 
     def newer_than(self, since_step: int) -> list[list]:
         """In order: [step, start_time, schedule_s, execute_s, process_s, num_prefill_tokens,
-        num_decode_tokens, num_requests, num_preemptions]. Prefill tokens are those computed of
-        prompts, or again after a preemption; decode tokens those that were sampled.
+        num_decode_tokens, num_requests, num_preemptions].
+
+        Prefill tokens are computed prompt tokens and those recomputed after a preemption; decode
+        tokens are the sampled ones.
         """
         newer = []
         for record in reversed(self._ring):
@@ -139,7 +142,7 @@ def check_observe(since_step: Any, max_blocks: Any) -> None:
 def observe(
     scheduler: Scheduler, gate: GrammarGate, records: StepRecords, since_step: int, max_blocks: int
 ) -> dict[str, Any]:
-    """All but the counters, in plain values; see EngineCore.observe."""
+    """All except the counters, in plain values; see EngineCore.observe."""
     check_observe(since_step, max_blocks)
     pool = scheduler.kv_cache_manager.block_pool
     return {
@@ -152,7 +155,7 @@ def observe(
 
 
 def describe_requests(scheduler: Scheduler) -> list[dict[str, Any]]:
-    """In the order of arrival."""
+    """The requests in order of arrival."""
     num_blocks, held = scheduler.kv_cache_manager.num_blocks_of, scheduler.held
     return [
         {
@@ -181,9 +184,7 @@ def _state(request: Request, held: dict[str, Request]) -> str:
 
 
 def _describe_gated(gated: GatedRequest) -> dict[str, Any]:
-    """One that waits for its grammar: nothing is computed, and with n > 1 its completions are still
-    one.
-    """
+    """A request that waits for its grammar: nothing is computed, and with n > 1 it is still one."""
     request = gated.request
     return {
         "request_id": request.request_id,
@@ -203,11 +204,11 @@ def _describe_gated(gated: GatedRequest) -> dict[str, Any]:
 def map_blocks(pool: BlockPool, max_cells: int) -> dict[str, Any]:
     """The KV cache as at most `max_cells` letters, and how many blocks are in each state.
 
-    "blocks": one letter per cell, for the blocks up to the last that was ever taken; the blocks
-    after it are free. "-" the null block, "." free, "c" free and in the prefix cache, "u" used by
-    one request, "s" used by several; of a cell with several blocks the busiest, in this order.
-    "blocks_per_cell": the number of blocks of each cell; the last cell may have fewer.
-    "block_counts": blocks that are "free", "cached", "used" and "shared", without the null block.
+    - "blocks": one letter per cell, for the blocks up to the last that was ever used; the blocks
+      after it are free. "-" the null block, "." free, "c" free and in the prefix cache, "u" used by
+      one request, "s" used by several. A cell with several blocks shows the busiest, in this order.
+    - "blocks_per_cell": the number of blocks of each cell; the last cell may have fewer.
+    - "block_counts": "free", "cached", "used" and "shared" blocks, without the null block.
     """
     busy = b"\0" + bytes(
         [

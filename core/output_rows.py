@@ -1,15 +1,17 @@
-"""Gathers the rows that each client is owed (new tokens, refusals, aborts) until they leave as one
-EngineCoreOutputs per client.
+"""Collects the rows for each client (new tokens, refusals, aborts) into one EngineCoreOutputs.
 
 Must not know: the scheduler, sockets, or what a client does with its rows.
 
-They leave after each step, or, for a client that asked for fewer and larger messages, the tokens of
+Rows leave after each step, or, for a client that asked for fewer and larger messages, the tokens of
 several steps together:
 
-    step 1: a b c ──▶ sent    step 2: a b c held    step 3: a b c held, c ends ──▶ c sent, three tokens    step 4: a b ──▶ sent, three tokens each
+    step 1: a b c ──▶ sent
+    step 2: a b c held
+    step 3: a b c held, c ends ──▶ c sent, three tokens
+    step 4: a b ──▶ sent, three tokens each
 
-A message costs the threads on its way, and each row its client, nearly the same whether there are
-four tokens in it or one.
+A message costs the threads on its way, and a row its client, nearly the same with four tokens as
+with one.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from ..ipc.messages import (
 )
 from .request import Request
 
-# between two messages: less is not worth holding anything back, and more could be seen
+# between two messages: holding rows for less is not worth it, and for longer could be noticed
 LEAST_GAP_S, MAX_GAP_S = 0.005, 0.05
 
 
@@ -59,7 +61,7 @@ class ClientRows:
         self.num_tokens.append(len(token_ids))
         self.token_ids += token_ids
 
-    # Each of these adds to the row that was added last.
+    # Each of these extends the row that was added last.
 
     def finish(
         self,
@@ -73,8 +75,8 @@ class ClientRows:
         )
 
     def add_logprobs(self, logprobs: SlotLogprobs, num_tokens: int) -> None:
-        """Of the first `num_tokens` tokens: a request may end before the last of those that were
-        sampled.
+        """Adds those of the first `num_tokens` tokens: a request may end before its last sampled
+        token.
         """
         columns = (
             _head(array, num_tokens)
@@ -98,7 +100,7 @@ class ClientRows:
         self.timings.append(request.timing(len(self.request_ids) - 1, now))
 
     def urgent_ids(self) -> list[str]:
-        """The requests whose rows tell more than tokens and their log-probabilities: a first token,
+        """The requests whose rows have more than tokens and log-probabilities: a first token,
         an end.
         """
         news = {
@@ -122,21 +124,20 @@ def _head(array: Array, num_rows: int) -> Array:
 
 @dataclass(slots=True)
 class HeldRow:
-    """One request's tokens of some steps."""
+    """The tokens of one request from several steps."""
 
     first_index: int
     token_ids: list[int] = field(default_factory=list)
-    # of each token: its step's place among Pace._step_times
+    # for each token: its step's index in Pace._step_times
     token_steps: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Pace:
-    """Of one client, that wants about `rows_per_s` rows.
+    """The pace of one client that asked for about `rows_per_s` rows.
 
-    Its rows leave together, where there are n of them not before n / rows_per_s seconds after they
-    last did; one that tells more than tokens (a first token, an end) leaves at once, with what was
-    held of its request.
+    n rows leave together, not before n / rows_per_s seconds after the last ones. A row with more
+    than tokens (a first token, an end) leaves at once, with the held rows of its request.
     """
 
     def __init__(self, rows_per_s: int):
@@ -146,12 +147,13 @@ class Pace:
         self._told_at = float("-inf")
 
     def __bool__(self) -> bool:
-        """Whether anything is held."""
+        """Whether rows are held."""
         return bool(self._held)
 
     def take(self, rows: ClientRows, now: float, *, everything: bool) -> ClientRows | None:
-        """What leaves after a step that ended `now` and gave `rows`: perhaps nothing (None), with
-        `everything` all there is.
+        """What leaves after a step that ended at `now` and gave `rows`; None for nothing.
+
+        `everything`: all rows leave.
         """
         gap_s = (
             min(MAX_GAP_S, max(len(rows.request_ids), len(self._held)) / self.rows_per_s)
@@ -186,9 +188,7 @@ class Pace:
             held[rows.request_ids[logprobs.row]].logprobs.append(logprobs)
 
     def _release(self, request_ids: list[str], rows: ClientRows) -> ClientRows:
-        """The held rows of these requests, with all else that the step which gave `rows` tells: it
-        is theirs.
-        """
+        """The held rows of these requests, with everything else of the step that gave `rows`."""
         told, index_of = ClientRows(step_times=self._step_times.copy()), {}
         for index, request_id in enumerate(request_ids):
             row, index_of[request_id] = self._held.pop(request_id), index
@@ -209,7 +209,7 @@ class Pace:
 
 
 def _joined(row: int, parts: list[TokenLogprobs]) -> TokenLogprobs:
-    """Those of one request's steps."""
+    """Joins the rows of one request."""
     columns = zip(*((part.token_ids, part.logprobs, part.ranks) for part in parts))
     return TokenLogprobs(row, *map(_below_each_other, columns))
 
@@ -243,13 +243,11 @@ class OutputRows:
         return any(self._paces.values())
 
     def pace(self, client_index: int, rows_per_s: int) -> None:
-        """From now on the client gets about so many rows in a second, those of several steps in one
-        message; 0: each step's at once.
-        """
+        """Sets a client's pace; see PaceOutputs."""
         self._paces.setdefault(client_index, Pace(rows_per_s)).rows_per_s = rows_per_s
 
     def stamp(self) -> None:
-        """The model has run: its rows carry this moment. The clock is read once per step."""
+        """Records when the model ran, for its rows. The clock is read once per step."""
         self.now = time.monotonic()
 
     def of(self, client_index: int) -> ClientRows:
@@ -259,16 +257,16 @@ class OutputRows:
         return rows
 
     def drop(self, client_index: int) -> None:
-        """The client is gone; nobody will ask for its rows."""
+        """The client is gone: discards its rows."""
         self._by_client.pop(client_index, None)
         self._paces.pop(client_index, None)
 
     def take(
         self, stats: SchedulerStats | None, *, everything: bool = True
     ) -> dict[int, EngineCoreOutputs] | None:
-        """What is owed, as messages; None when nothing is.
+        """The messages that are due; None if there are none.
 
-        Without `everything` clients with a pace may get theirs later.
+        Without `everything`, clients with a pace may get theirs later.
         """
         by_client, self._by_client = self._by_client, {}
         now, self.now = self.now or time.monotonic(), 0.0

@@ -1,17 +1,17 @@
-"""What happens to the engine beside its steps: pause and resume, sleep and wake-up, new weights,
-calls of the workers.
+"""Operations between steps: pause and resume, sleep and wake-up, new weights, calls of workers.
 
-Must not know: sockets, threads, torch; who waits for a result, or how it is told.
+Must not know: sockets, threads, torch; who waits for a result, or how it is delivered.
 
-    pause("abort")  everybody ends with ABORT          ┐
-    pause("wait")   what is there finishes             ├ meanwhile arrivals are held; resume() lets everything go on
-    pause("keep")   everything freezes where it is     ┘
-    sleep(level)    everything is preempted, the memory given back; arrivals are held until wake_up()
+    pause("abort")  all requests end with ABORT        ┐ meanwhile new requests are
+    pause("wait")   running requests finish            ├ held; resume() continues
+    pause("keep")   all requests freeze                ┘
+    sleep(level)    all requests are preempted and memory is released; new requests are held until
+                    wake_up()
 
-Both may hold at once; the engine goes on when neither does. A pause ends with the last client that
-asked for one and is still there: a client that dies takes its pause with it. Sleep stays until
-somebody wakes the engine: another program may be using the memory. An engine that is asked to leave
-(SIGTERM) while it is paused or asleep leaves at once: what is frozen would never finish.
+Both may be active at once; the engine continues when neither is. A pause ends with the last
+connected client that asked for it: a client that dies takes its pause with it. A sleep stays until
+wake_up, because another program may be using the memory. A paused or sleeping engine that is asked
+to exit (SIGTERM) exits at once: frozen requests would never finish.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 from ..ipc.errors import EnginePausedError, InvalidParameterError
 
 MODES = ("abort", "wait", "keep")
-TAGS = ("weights", "kv_cache")  # what can be asleep, in the order in which it must be woken
+TAGS = ("weights", "kv_cache")  # what can sleep, in the order in which it must wake up
 SLEEPS = {1: ("kv_cache",), 2: TAGS}  # level -> what it frees
-# methods of a worker that must not be called behind our back
+# methods of a worker that only this module may call
 KNOWN_TO_THE_CORE = frozenset({"sleep", "wake_up", "load_weights"})
 
 
@@ -34,7 +34,7 @@ KNOWN_TO_THE_CORE = frozenset({"sleep", "wake_up", "load_weights"})
 class Wait:
     """A utility's result that a later step brings.
 
-    `is_due` is asked when something has changed, `result` once.
+    `is_due` is checked when something has changed; `result` is called once.
     """
 
     is_due: Callable[[], bool]
@@ -44,12 +44,10 @@ class Wait:
 
 
 class PauseControl:
-    """The one owner of the pause, of what sleeps, and of the results that are due later.
+    """Owns the pause, what sleeps, and the results that are due later.
 
-    `core` is the EngineCore it belongs to.
-
-    Its utilities return a plain value, or a Future that `settle` or a later call completes, in the
-    thread of the core.
+    `core` is the EngineCore it belongs to. Utilities return a plain value, or a Future that
+    `settle` or a later call completes, in the core's thread.
     """
 
     UTILITIES = frozenset(
@@ -72,21 +70,19 @@ class PauseControl:
     def __init__(self, core: Any):
         self.mode: str | None = None  # of MODES, while paused
         self.asleep: set[str] = set()  # of TAGS
-        self.can_step = True  # asked in every step
+        self.can_step = True  # read in every step
         self.waits: list[Wait] = []
         self._core = core
-        self._owners: set[int] = set()  # clients whose pause stands
+        self._owners: set[int] = set()  # clients whose pause is active
 
     # ------------------------------------------------------------ pause
 
     def pause(self, mode: str = "abort", *, client_index: int = 0) -> Future:
-        """See above.
+        """Pauses the engine in a mode of the module's docstring.
 
-        The result comes when the mode is reached and every client has been sent the rows that led
-        there.
-
-        "wait" fails with EnginePausedError if the engine is resumed before everything has finished.
-        Called again it changes the mode.
+        The result comes when the mode is reached and all rows that led there are sent. "wait" fails
+        with EnginePausedError if the engine is resumed before everything has finished. Another call
+        changes the mode.
         """
         core = self._core
         if mode not in MODES:
@@ -112,8 +108,8 @@ class PauseControl:
         )
 
     def resume(self) -> None:
-        """Ends every client's pause: what was frozen goes on, what was held is queued, in the order
-        of arrival.
+        """Ends every client's pause: frozen requests continue, held ones are queued in order of
+        arrival.
         """
         self.settle()
         self.mode = None
@@ -129,9 +125,7 @@ class PauseControl:
         return self.mode is not None
 
     def stall_reason(self) -> Future:
-        """Why nothing more would come however long one waited, in a sentence; None if something
-        may. Once all rows are delivered.
-        """
+        """Why no output can come, after all rows are delivered; None if one may come."""
         core = self._core
 
         def goes_on() -> bool:
@@ -140,7 +134,7 @@ class PauseControl:
         return self._when(Wait(lambda: goes_on() or not core.owes_rows(), self.describe_stall))
 
     def describe_stall(self) -> str | None:
-        """The same for now: rows that are owed may come."""
+        """The same, while rows may still come."""
         if self._core.has_work() or (self.mode is None and not self.asleep):
             return None
         if self.asleep:
@@ -148,7 +142,7 @@ class PauseControl:
         return "the engine is paused: resume() first"
 
     def drop_client(self, client_index: int) -> None:
-        """It has left: a pause that nobody else asked for ends."""
+        """The client has left: a pause that no other client asked for ends."""
         self._owners.discard(client_index)
         if self.mode is not None and not self._owners:
             self.resume()
@@ -157,9 +151,9 @@ class PauseControl:
     # ------------------------------------------------------------ results that are due later
 
     def settle(self) -> None:
-        """Completes what is due.
+        """Completes the results that are due.
 
-        Called after each step whose rows are on their way, and when a client has left.
+        Called after each step whose rows are sent, and when a client has left.
         """
         for wait in [wait for wait in self.waits if wait.is_due()]:
             self.waits.remove(wait)
@@ -174,7 +168,7 @@ class PauseControl:
         return self._when(Wait(lambda: not self._core.owes_rows(), result))
 
     def _update(self) -> None:
-        """To be called when mode or sleep has changed."""
+        """Called when mode or sleep has changed."""
         self.can_step = self.mode != "keep" and not self.asleep
         if self.mode is not None or self.asleep:
             self._core.scheduler.hold_arrivals()
@@ -184,9 +178,9 @@ class PauseControl:
     # ------------------------------------------------------------ sleep
 
     def sleep(self, level: int = 1) -> None:
-        """Gives memory back: the KV cache (level 1), the weights too (level 2).
+        """Releases memory: the KV cache (level 1), the weights too (level 2).
 
-        Requests stay queued and go on after wake_up.
+        Requests stay queued and continue after wake_up.
         """
         if type(level) is not int or level not in SLEEPS:
             raise InvalidParameterError(
@@ -202,9 +196,9 @@ class PauseControl:
         self._core.executor.collective_rpc("sleep", tags)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Takes memory again: all that sleeps, or what is named.
+        """Allocates memory again: all that sleeps, or the named parts.
 
-        What fails stays asleep, and can be woken again.
+        What fails stays asleep and can be woken again.
         """
         tags = list(TAGS) if tags is None else tags
         if not isinstance(tags, list) or not tags or not all(tag in TAGS for tag in tags):
@@ -229,10 +223,9 @@ class PauseControl:
     # ------------------------------------------------------------ cache, weights, workers
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forgets all cached blocks, if no request holds one; returns whether it did.
+        """Drops all cached blocks if no request holds one; returns whether it did.
 
-        `reset_running`: requests that hold some are
-        preempted, and recompute theirs.
+        `reset_running`: requests that hold blocks are preempted, and recompute theirs.
         """
         if type(reset_running) is not bool:
             raise InvalidParameterError(
@@ -245,12 +238,10 @@ class PauseControl:
         return self._core.scheduler.reset_prefix_cache()
 
     def load_weights(self, path: str) -> None:
-        """The weights in the directory `path` replace those in use.
+        """Replaces the weights by those in the directory `path`.
 
-        Raises ModelLoadError, and then the old ones go on serving.
-
-        What was computed with the old weights is computed anew; unfinished requests keep the tokens
-        they have and go on with the new.
+        Raises ModelLoadError; the old ones then stay in use. Unfinished requests keep their tokens,
+        and their KV entries are recomputed with the new weights.
         """
         if not isinstance(path, str) or not path:
             raise InvalidParameterError("path", f"must be the name of a directory, got {path!r}")
@@ -261,7 +252,7 @@ class PauseControl:
         self._update()
 
     def collective_rpc(self, method: str, args: list[Any] = []) -> list[Any]:  # noqa: B006 (never changed; the wire's default)
-        """Calls a method of every worker by name; the results in rank order."""
+        """Calls a method of every worker by name; returns the results in rank order."""
         if not isinstance(method, str):
             raise InvalidParameterError("method", f"must be a method's name, got {method!r}")
         if method in KNOWN_TO_THE_CORE:
@@ -274,7 +265,7 @@ class PauseControl:
         return self._core.executor.collective_rpc(method, *args)
 
     def _forget_kv(self) -> None:
-        """Nobody holds a block, and none can be found again."""
+        """Preempts all requests and drops the prefix cache."""
         self._core.drain()
         self._core.scheduler.preempt_all()
         if not self._core.scheduler.reset_prefix_cache():

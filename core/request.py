@@ -1,7 +1,7 @@
-"""One request as the engine core sees it: its tokens, how far they are computed, when it ends, and
-the hashes of its full blocks.
+"""A request in the engine core: its tokens, how many are computed, when it ends, and its block
+hashes.
 
-Must not know: text, which blocks hold its KV cache, or who runs beside it.
+Must not know: text, which blocks hold its KV cache, or which requests run beside it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..ipc.config import resolved
 from ..ipc.messages import EngineCoreRequest, FinishReason, RequestTiming, child_request_id
 from ..ipc.params import SamplingParams, child_seed, require_sampling
 
@@ -25,13 +26,13 @@ MAX_PREFILL_CHUNKS = 512
 
 
 class RequestStatus(IntEnum):
-    """WAITING → RUNNING ⇄ PREEMPTED or SWAPPED, and from each of them to one of the FINISHED
-    states, for good.
+    """WAITING → RUNNING ⇄ PREEMPTED or SWAPPED, and from each of them to one of the final FINISHED
+    states.
     """
 
     WAITING = 0
     RUNNING = 1
-    PREEMPTED = 2  # waits again; its blocks were taken and its tokens will be recomputed
+    PREEMPTED = 2  # waits again; its blocks were taken and its tokens are recomputed
     SWAPPED = 3  # waits again; its blocks are in host memory
     FINISHED_STOPPED = 4
     FINISHED_LENGTH = 5
@@ -48,9 +49,10 @@ _FINISHED_STATUS = {
 
 
 def hash_root(cache_salt: str | None) -> bytes:
-    """Parent of a sequence's first block.
+    """The parent hash of a sequence's first block.
 
-    What else must be equal for blocks to be shared goes in here, and so into the whole chain.
+    It includes everything else that must be equal for blocks to be shared, and so does the whole
+    chain.
     """
     return sha256(
         b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
@@ -58,18 +60,18 @@ def hash_root(cache_salt: str | None) -> bytes:
 
 
 def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
-    """32 bytes that name a full block and everything before it: the same in every process and on
-    every machine.
+    """32 bytes that identify a full block and everything before it, in every process and on every
+    machine.
 
-    A cryptographic hash, since the clients of a daemon share one cache: nobody can craft a prompt
-    that hits somebody else's blocks.
+    The hash is cryptographic, because the clients of a daemon share one cache: no client can craft
+    a prompt that hits another client's blocks.
     """
     return sha256(parent + struct.pack(f"<{len(token_ids)}I", *token_ids)).digest()
 
 
 def split(message: EngineCoreRequest) -> list[EngineCoreRequest]:
-    """The n requests that a message with n > 1 stands for: their own ids and seeds, otherwise
-    alike. With n = 1 the message itself.
+    """The n requests of a message with n > 1, with their own ids and seeds; with n = 1 the message
+    itself.
     """
     params = message.sampling_params
     if params.n == 1:
@@ -79,7 +81,7 @@ def split(message: EngineCoreRequest) -> list[EngineCoreRequest]:
         replace(
             message,
             request_id=child_request_id(message.request_id, index),
-            params=replace(params, n=1, seed=child_seed(params.seed, index)),
+            params=replace(params, n=1, seed=child_seed(resolved(params.seed), index)),
         )
         for index in range(params.n)
     ]
@@ -88,11 +90,10 @@ def split(message: EngineCoreRequest) -> list[EngineCoreRequest]:
 class Request:
     """The only owner of a request's token ids.
 
-    `token_ids` = prompt + output; the last ones may not be computed yet.
-
-    The scheduler moves `num_computed_tokens` (tokens whose KV entries exist or are being made by
-    the step in flight) and `status`. A step in flight also samples: `num_pending_tokens` counts the
-    tokens that are on their way and not in `token_ids` yet.
+    `token_ids` = prompt + output; the last ones may not be computed yet. The scheduler updates
+    `num_computed_tokens` (tokens whose KV entries exist or are written by the step in flight) and
+    `status`. `num_pending_tokens` counts the tokens that a step in flight samples and that are not
+    in `token_ids` yet.
     """
 
     __slots__ = (
@@ -140,9 +141,9 @@ class Request:
         key: tuple[int, int] = (0, 0),
         queued_time: float | None = None,
     ):
-        """`message` has been validated.
-
-        `key` orders requests: the smallest is scheduled first, the largest preempted first.
+        """`message` is validated. `key` orders requests: the smallest is scheduled first, the
+        largest
+        is preempted first.
         """
         params = message.sampling_params
         self.request_id = message.request_id
@@ -159,19 +160,21 @@ class Request:
         self.num_pending_tokens = 0
         # computed tokens whose KV entries wait in host memory, while SWAPPED
         self.num_swapped_tokens = 0
-        self.family: Family | None = None  # of the message with n > 1 that this is a part of
+        self.family: Family | None = None  # of the message with n > 1 that this request belongs to
         # tokens below this index are computed a second time
         self.num_computed_before_preemption = 0
         # prompt tokens found in the prefix cache at first admission; None: not admitted yet
         self.num_cached_tokens: int | None = None
         self.slot: int | None = None  # in the model runner, while RUNNING
         self.eos_token_ids = message.eos_token_ids
-        # What the cache holds is not computed, so it would have no log-probabilities. Its own
-        # blocks are offered to others all the same.
+        # Cached tokens are not computed, so they would have no log-probabilities. The request's own
+        # blocks are still offered to others.
         self.reads_prefix_cache = params.prompt_logprobs is None
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.min_tokens = params.min_tokens
-        self.max_output_tokens = min(params.max_tokens, max_model_len - self.num_prompt_tokens)
+        self.max_output_tokens = min(
+            resolved(params.max_tokens), max_model_len - self.num_prompt_tokens
+        )
         self.stop_reason: int | None = None
         self.queued_time = time.monotonic() if queued_time is None else queued_time
         self.scheduled_time = self.first_token_time = 0.0
@@ -179,14 +182,14 @@ class Request:
         self.preemption_times: list[float] = []  # the first MAX_PREEMPTION_TIMES
         # the first MAX_PREFILL_CHUNKS; see RequestTiming
         self.prefill_chunks: list[tuple[int, float, float, int]] = []
-        # with the output token of this index the client hears of the times again
+        # with the output token of this index, the client receives the times again
         self.report_index = self.num_resumed_tokens
         self.block_hashes: list[bytes] = []
         self._hash_root = hash_root(message.cache_salt)
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """`params` of a request that generates; raises TypeError for one that pools."""
+        """`params` of a generating request; raises TypeError for a pooling one."""
         return require_sampling(self.params)
 
     @property
@@ -203,7 +206,7 @@ class Request:
 
     @property
     def num_tokens_left(self) -> int:
-        """Output tokens that may still be sampled, besides those already on their way."""
+        """Output tokens that may still be sampled, besides pending ones."""
         return self.max_output_tokens - self.num_output_tokens - self.num_pending_tokens
 
     @property
@@ -211,12 +214,11 @@ class Request:
         return self.status >= RequestStatus.FINISHED_STOPPED
 
     def append_output_token(self, token_id: int) -> FinishReason | None:
-        """Takes a sampled token; returns why the request ends with it, or None.
+        """Appends a sampled token; returns why the request ends with it, or None.
 
-        The request is not finished yet: its owner does that.
-
-        The first of eos_token_ids, the model's own, leaves stop_reason None. Further ones and stop
-        token ids are their own stop_reason, as in vLLM. The length counts resumed tokens.
+        The owner then finishes the request. The first of eos_token_ids, the model's own, leaves
+        stop_reason None. Further ones and stop token ids are their own stop_reason, as in vLLM. The
+        length includes resumed tokens.
         """
         self.token_ids.append(token_id)
         num_output_tokens = len(self.token_ids) - self.num_prompt_tokens
@@ -234,14 +236,16 @@ class Request:
         self.status = _FINISHED_STATUS[reason]
 
     def note_preemption(self, now: float) -> None:
-        """What the account of its time says about it; the scheduler does the rest."""
+        """Records a preemption in the request's times."""
         self.num_preemptions += 1
         if len(self.preemption_times) < MAX_PREEMPTION_TIMES:
             self.preemption_times.append(now)
         self.report_index = self.num_output_tokens
 
     def note_prefill(self, step: int, start_time: float, end_time: float, num_tokens: int) -> None:
-        """A step has computed a part of its prompt, or anew what was lost in a preemption."""
+        """Records that a step has computed a part of the prompt, or recomputed tokens after a
+        preemption.
+        """
         if len(self.prefill_chunks) < MAX_PREFILL_CHUNKS:
             self.prefill_chunks.append((step, start_time, end_time, num_tokens))
 
@@ -260,8 +264,8 @@ class Request:
         )
 
     def extend_block_hashes(self, block_size: int) -> list[bytes]:
-        """Hashes the blocks that became full since the last call; returns the chain, one digest per
-        full block of token_ids.
+        """Hashes the blocks that became full since the last call; returns one digest per full
+        block.
         """
         hashes, token_ids = self.block_hashes, self.token_ids
         for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
@@ -270,7 +274,7 @@ class Request:
         return hashes
 
     def describe(self) -> dict[str, Any]:
-        """Where it stands, in plain values."""
+        """Its state in plain values."""
         return {
             "request_id": self.request_id,
             "status": self.status.name.lower(),
@@ -284,4 +288,7 @@ class Request:
         }
 
     def __repr__(self) -> str:
-        return f"Request({self.request_id!r}, {self.status.name}, tokens={self.num_tokens}, computed={self.num_computed_tokens})"
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, tokens={self.num_tokens}, "
+            f"computed={self.num_computed_tokens})"
+        )

@@ -1,23 +1,21 @@
-"""What a configuration and a request must hold before the core takes them.
+"""Checks of a configuration and of requests before the core accepts them.
 
-Must not know: what becomes of a request, queues, text. The frontend checks the same in the user's
-words; these checks are for clients that did not.
+Must not know: what becomes of a request, queues, text. The frontend makes the same checks with
+messages for users; these are for clients that did not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..ipc.config import EngineConfig
+from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ..ipc.messages import EngineCoreRequest
 from ..ipc.params import ALL_LOGPROBS, SamplingParams
 
 
 def check_config(config: EngineConfig) -> None:
-    """What the frontend's resolved configuration promises, and without which a request could wait
-    for ever.
-    """
+    """Checks what the frontend guarantees, and without which a request could wait forever."""
     _require(
         "vocab_size" in config.model_config.hf_config,
         "hf_config",
@@ -31,6 +29,7 @@ def check_config(config: EngineConfig) -> None:
     _require(
         budget is not None, "max_num_batched_tokens", "must be resolved by the frontend, got None"
     )
+    assert max_model_len is not None and budget is not None
     _require(
         scheduling.enable_chunked_prefill or budget >= max_model_len,
         "max_num_batched_tokens",
@@ -40,10 +39,9 @@ def check_config(config: EngineConfig) -> None:
 
 
 def check_num_blocks(config: EngineConfig, num_blocks: int) -> None:
-    """One sequence of max_model_len must fit the cache alone: the scheduler's promise that
-    everybody finishes rests on it.
-    """
-    block_size, max_model_len = config.cache_config.block_size, config.model_config.max_model_len
+    """Checks that one sequence of max_model_len fits the cache: otherwise it could never finish."""
+    block_size = config.cache_config.block_size
+    max_model_len = resolved(config.model_config.max_model_len)
     capacity = (num_blocks - 1) * block_size
     if capacity < max_model_len:
         raise NotEnoughMemoryError(
@@ -56,9 +54,7 @@ def check_num_blocks(config: EngineConfig, num_blocks: int) -> None:
 
 
 def check_request(request: EngineCoreRequest, config: EngineConfig) -> None:
-    """Refuses what the engine could not serve.
-
-    The frontend checks the same, in the user's words; this is for clients that did not.
+    """Refuses requests that the engine cannot serve.
 
     Raises InvalidParameterError, naming the parameter and its range.
     """
@@ -132,7 +128,7 @@ def _check_params(params: SamplingParams, config: EngineConfig) -> None:
 def _check_token_ids(request: EngineCoreRequest, config: EngineConfig) -> None:
     vocab_size, max_model_len = (
         config.model_config.hf_config["vocab_size"],
-        config.model_config.max_model_len,
+        resolved(config.model_config.max_model_len),
     )
     for name in ("prompt_token_ids", "resume_tokens", "eos_token_ids"):
         token_ids = getattr(request, name)
@@ -160,7 +156,7 @@ def _check_token_ids(request: EngineCoreRequest, config: EngineConfig) -> None:
         f"must leave room for an output token in max_model_len={max_model_len}, got "
         f"{num_prompt_tokens + num_resumed_tokens} tokens",
     )
-    max_tokens = request.sampling_params.max_tokens
+    max_tokens = resolved(request.sampling_params.max_tokens)
     _require(
         num_resumed_tokens < max_tokens,
         "resume_tokens",
@@ -169,7 +165,7 @@ def _check_token_ids(request: EngineCoreRequest, config: EngineConfig) -> None:
 
 
 def _check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """`token_ids` are not empty."""
+    """Checks `token_ids`, which are not empty."""
     for extreme in (min(token_ids), max(token_ids)):
         _require(
             0 <= extreme < vocab_size,

@@ -26,11 +26,12 @@ def answer_utility(
     client_index: int,
     answer: Callable[[UtilityResult], None],
 ) -> None:
-    """Calls a utility for a client. `answer` gets the result or the failure in this thread: now, or
-    after a later step.
+    """Calls a utility for a client and passes its result or failure to `answer`, now or after a
+    later
+    step.
 
-    What this raises is a failure of the step in flight, and with it of the engine, not of the
-    utility.
+    An exception raised here is a failure of the step in flight, and therefore of the engine, not of
+    the utility.
     """
     if call.method in core.DRAINING:
         core.drain()
@@ -55,10 +56,10 @@ def answer_utility(
 
 
 def call_utility(core: EngineCore, method: str, args: list[Any], client_index: int) -> Any:
-    """Calls one of EngineCore.UTILITIES between two steps; returns its result, or a Future where a
-    later step brings it (core/pause.py).
+    """Calls one of EngineCore.UTILITIES between two steps; returns its result, or a Future that a
+    later step completes (core/pause.py).
 
-    Raises InvalidParameterError for any other name, or for arguments it does not take.
+    Raises InvalidParameterError for an unknown name and for wrong arguments.
     """
     if method not in core.UTILITIES:
         raise InvalidParameterError(

@@ -1,1 +1,3 @@
-"""Who owns which KV-cache block: the manager of requests' blocks over the pool of all blocks."""
+"""Which request owns which KV-cache block: the manager of requests' blocks over the pool of all
+blocks.
+"""

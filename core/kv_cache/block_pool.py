@@ -1,5 +1,4 @@
-"""The blocks of the KV cache: which are free, how many requests hold each, and which can be found
-again by the hash of their content.
+"""The blocks of the KV cache: free ones, reference counts, and look-up by content hash.
 
 Must not know: requests, tokens, or the memory behind a block.
 """
@@ -10,9 +9,10 @@ from collections.abc import Iterable, Iterator
 
 
 class KVCacheBlock:
-    """A block's bookkeeping.
+    """The state of one block.
 
-    In the free list exactly while ref_cnt is 0; with a hash exactly while the cache map names it.
+    It is in the free list exactly while ref_cnt is 0, and has a hash exactly while the cache map
+    has it.
     """
 
     __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_cnt")
@@ -21,8 +21,8 @@ class KVCacheBlock:
         self.block_id = block_id
         self.ref_cnt = 0
         self.block_hash: bytes | None = None  # set when full and computed
-        self.prev_free: KVCacheBlock | None = None
-        self.next_free: KVCacheBlock | None = None
+        self.prev_free: KVCacheBlock = self  # of itself while it is not in the free list
+        self.next_free: KVCacheBlock = self
 
     def __repr__(self) -> str:
         cached = "" if self.block_hash is None else f", cached as {self.block_hash.hex()[:8]}"
@@ -30,10 +30,10 @@ class KVCacheBlock:
 
 
 class FreeBlockQueue:
-    """A doubly linked list through the blocks themselves: O(1) at both ends, and O(1) removal in
-    the middle, which a deque cannot.
+    """A doubly linked list through the blocks: O(1) at both ends, and O(1) removal in the middle,
+    which a deque does not have.
 
-    The front is taken first. Two sentinels spare every operation its special cases.
+    The front is taken first. Two sentinels avoid special cases.
     """
 
     def __init__(self, blocks: Iterable[KVCacheBlock]):
@@ -51,16 +51,16 @@ class FreeBlockQueue:
 
     def remove(self, block: KVCacheBlock) -> None:
         block.prev_free.next_free, block.next_free.prev_free = block.next_free, block.prev_free
-        block.prev_free = block.next_free = None
+        block.prev_free = block.next_free = block
         self.num_free_blocks -= 1
 
     def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """To the back, in the order given."""
+        """Appends in the given order."""
         for block in blocks:
             self._insert(self._tail.prev_free, block)
 
     def prepend_n(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """To the front, in the order given: the first of `blocks` is the next to be taken."""
+        """Prepends in the given order: the first of `blocks` is the next to be taken."""
         before = self._head
         for block in blocks:
             self._insert(before, block)
@@ -80,13 +80,12 @@ class FreeBlockQueue:
 
 
 class BlockPool:
-    """Blocks 1 … num_blocks - 1 to give away; block 0 is the null block, which pads tables and is
-    never given.
+    """Blocks 1 … num_blocks - 1 for allocation; block 0 is the null block, which pads tables.
 
-    A freed block keeps its content and its hash until somebody needs the space (lazy eviction). The
-    order of the free list is the eviction order: blocks nobody could find again first, then the
-    least recently freed, and of one request its tail before its head, because a prefix is useful
-    without what follows it and not the other way round.
+    A freed block keeps its content and hash until its space is needed (lazy eviction). The order of
+    the free list is the eviction order: blocks without a hash first, then the least recently freed;
+    within a request its tail before its head, because a prefix is useful without its continuation
+    and not the other way round.
     """
 
     def __init__(self, num_blocks: int):
@@ -96,9 +95,9 @@ class BlockPool:
             )
         self.num_blocks = num_blocks
         self.null_block = KVCacheBlock(0)
-        # by id, those that were given away once: the rest is free, and made when it is needed
+        # by id, those that were ever allocated; the others are free, and created when needed
         self.blocks = [self.null_block]
-        self._untouched = KVCacheBlock(num_blocks)  # stands for the rest in the free list
+        self._untouched = KVCacheBlock(num_blocks)  # represents the others in the free list
         self.free_queue = FreeBlockQueue([self._untouched])
         self._cached: dict[bytes, KVCacheBlock] = {}
 
@@ -112,7 +111,7 @@ class BlockPool:
         return self.num_blocks - 1 - self.num_free_blocks
 
     def free_block_ids(self) -> Iterator[int]:
-        """In the order in which they would be taken."""
+        """In the order in which they would be allocated."""
         for block in self.free_queue:
             if block is self._untouched:
                 yield from range(len(self.blocks), self.num_blocks)
@@ -127,9 +126,9 @@ class BlockPool:
         return self._cached.get(block_hash)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Takes blocks from the front of the free list, evicting what they cached.
+        """Allocates blocks from the front of the free list, evicting what they cached.
 
-        Raises ValueError when there are too few.
+        Raises ValueError if there are too few.
         """
         if num_blocks > self.num_free_blocks:
             raise ValueError(f"{num_blocks} blocks wanted, {self.num_free_blocks} are free")
@@ -149,8 +148,9 @@ class BlockPool:
         return block
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """One more request holds these cached blocks; those that were free leave the free list, so
-        that nothing evicts them.
+        """One more request holds these cached blocks; free ones leave the free list, so that
+        they are
+        not evicted.
         """
         for block in blocks:
             if block.ref_cnt == 0:
@@ -158,7 +158,7 @@ class BlockPool:
             block.ref_cnt += 1
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """One request lets go of these, given tail first."""
+        """One request releases these blocks, given tail first."""
         findable, useless = [], []
         for block in blocks:
             block.ref_cnt -= 1
@@ -168,10 +168,10 @@ class BlockPool:
         self.free_queue.append_n(findable)
 
     def cache(self, block: KVCacheBlock, block_hash: bytes) -> None:
-        """Makes a full, computed block findable.
+        """Makes a full, computed block findable by its hash.
 
-        A second block of the same content stays anonymous: tables are append-only, so it
-        cannot be swapped for its twin, and being useless to the cache it is the first to be reused.
+        A second block with the same content gets no hash: tables are append-only, so it cannot be
+        replaced by the first one. It is evicted first.
         """
         if block.block_hash is None and block_hash not in self._cached:
             self._cached[block_hash] = block
@@ -183,7 +183,7 @@ class BlockPool:
             block.block_hash = None
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every hash, if no request holds a block; returns whether it did."""
+        """Drops every hash if no request holds a block; returns whether it did."""
         if self.num_used_blocks:
             return False
         for block in list(self._cached.values()):
@@ -191,8 +191,8 @@ class BlockPool:
         return True
 
     def check_integrity(self) -> None:
-        """Free + used == total, every free block is unreferenced and listed once, map and hashes
-        agree. Raises AssertionError.
+        """Raises AssertionError unless free + used == total, every free block is unreferenced and
+        listed once, and the map agrees with the hashes.
         """
         free_ids = list(self.free_block_ids())
         free, cached = set(free_ids), self._cached

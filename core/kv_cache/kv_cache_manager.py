@@ -1,5 +1,4 @@
-"""Gives requests their KV-cache blocks, and finds blocks that already hold the beginning of a
-prompt.
+"""Allocates KV-cache blocks to requests, and finds cached blocks of a prompt's beginning.
 
 Must not know: who is scheduled when, the memory behind a block, torch.
 """
@@ -17,9 +16,7 @@ from .block_pool import BlockPool, KVCacheBlock
 
 
 class ParkedBlocks(NamedTuple):
-    """Blocks that an ended request left for others. A block that was taken for something else has
-    lost its name.
-    """
+    """Blocks that an ended request left for others. A reallocated block has lost its name."""
 
     blocks: list[KVCacheBlock]
     names: list[bytes]  # a block's hash, or a name of its own if it has none
@@ -27,10 +24,9 @@ class ParkedBlocks(NamedTuple):
 
 
 class KVCacheManager:
-    """The owner of block tables.
+    """Owns the block tables.
 
-    A table only grows: position i of a request lives in entry i // block_size for as long as it
-    runs.
+    A table only grows: while a request runs, its position i is in entry i // block_size.
     """
 
     def __init__(
@@ -46,7 +42,7 @@ class KVCacheManager:
         self.block_pool = BlockPool(num_blocks)
         self._tables: dict[str, list[KVCacheBlock]] = {}
         self._host_tables: dict[str, list[int]] = {}  # host blocks of swapped requests
-        self._free_host_blocks = array("q", range(num_host_blocks - 1, -1, -1))  # there may be many
+        self._free_host_blocks = array("q", range(num_host_blocks - 1, -1, -1))  # may be long
         # entries of the table that were offered to the cache; absent: none
         self._num_cached: dict[str, int] = {}
         self.prefix_cache_queries = 0  # tokens
@@ -58,7 +54,7 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Fraction of the blocks that requests hold, 0 … 1."""
+        """Fraction of the blocks that requests hold, from 0 to 1."""
         return self.block_pool.num_used_blocks / (self.block_pool.num_blocks - 1)
 
     def get_block_ids(self, request_id: str) -> list[int]:
@@ -68,11 +64,11 @@ class KVCacheManager:
         return len(self._tables.get(request_id, ()))
 
     def get_computed_blocks(self, request: Request) -> list[KVCacheBlock]:
-        """The longest run of cached blocks that begins the request's tokens: a look, nothing is
-        taken or counted.
+        """The longest run of cached blocks at the beginning of the request's tokens. Changes
+        nothing.
 
-        At least one token is left to compute, since its logits are needed; so a prompt cached to
-        its end recomputes its last block.
+        At least one token remains to compute, since its logits are needed. A prompt that is cached
+        to its end recomputes its last block.
         """
         if not self.enable_caching or not request.reads_prefix_cache:
             return []
@@ -88,18 +84,19 @@ class KVCacheManager:
     def allocate_slots(
         self, request: Request, num_new_tokens: int, computed_blocks: Sequence[KVCacheBlock] = ()
     ) -> list[int] | None:
-        """Makes room for `num_new_tokens` after the computed ones; returns the ids that the table
-        gains, or None (and no change) if full.
+        """Makes room for `num_new_tokens` after the computed ones; returns the block ids added
+        to the
+        table, or None (and no change) if the cache is full.
 
         `computed_blocks` come from get_computed_blocks, at admission, when the request holds
-        nothing yet; they start its table.
+        nothing; they start its table.
         """
         table = self._tables.get(request.request_id, ())
         num_tokens = request.num_computed_tokens + num_new_tokens
         if table and num_tokens <= len(table) * self.block_size:
             return []
         num_new_blocks = -(-num_tokens // self.block_size) - len(table)
-        # A hit on a block that nobody holds takes it out of the free list too.
+        # A hit on a free block takes it out of the free list, too.
         num_free_hits = sum(block.ref_cnt == 0 for block in computed_blocks)
         if num_new_blocks + num_free_hits > self.block_pool.num_free_blocks:
             return None
@@ -111,8 +108,8 @@ class KVCacheManager:
         return [block.block_id for block in gained]
 
     def num_free_after(self, num_new_blocks: int, computed_blocks: Sequence[KVCacheBlock]) -> int:
-        """Blocks that would be left free if `computed_blocks` were held and so many others taken;
-        negative: they do not fit.
+        """Blocks left free if `computed_blocks` were held and this many others allocated; negative:
+        they do not fit.
         """
         return (
             self.block_pool.num_free_blocks
@@ -121,34 +118,34 @@ class KVCacheManager:
         )
 
     def get_blocks(self, request: Request, num_blocks: int) -> list[KVCacheBlock]:
-        """The first blocks of a running request, for another one to hold too."""
+        """The first blocks of a running request, for another one to share."""
         return self._tables[request.request_id][:num_blocks]
 
     def park(self, request: Request, num_blocks: int) -> ParkedBlocks:
         """Makes the first blocks of a running request findable for others.
 
-        Called before the request ends. Nothing is reserved: the blocks are free when nobody holds
-        them, and evicted like cached ones.
+        Call it before the request ends. Nothing is reserved: the blocks are free when no request
+        holds them, and evicted like cached ones.
         """
         blocks, names, own_names = self.get_blocks(request, num_blocks), [], set()
         root = sha256(b"parked:" + request.request_id.encode("utf-8", "surrogatepass")).digest()
         for index, block in enumerate(blocks):
             if block.block_hash is None:
-                name = root + index.to_bytes(4)  # longer than any hash of content
+                name = root + index.to_bytes(4)  # longer than any content hash
                 self.block_pool.cache(block, name)
                 own_names.add(name)
             names.append(block.block_hash)
         return ParkedBlocks(blocks, names, frozenset(own_names))
 
     def holds_parked(self, parked: ParkedBlocks) -> bool:
-        """Whether none of the blocks was taken for something else."""
+        """Whether none of the blocks was reallocated."""
         return all(
             block.block_hash == name
             for block, name in zip(parked.blocks, parked.names, strict=True)
         )
 
     def unpark(self, parked: ParkedBlocks) -> None:
-        """Nobody will ask for these blocks again."""
+        """These blocks are no longer needed by others."""
         for block, name in zip(parked.blocks, parked.names, strict=True):
             if name in parked.own_names and block.block_hash == name:
                 self.block_pool.uncache(block)
@@ -164,7 +161,8 @@ class KVCacheManager:
         return len(self._free_host_blocks)
 
     def swap_out(self, request: Request) -> list[tuple[int, int]] | None:
-        """Gives the request's blocks free, and it a host block for each: the copies to make,
+        """Frees the request's blocks and allocates a host block for each; returns the copies to
+        make,
         (device, host). None if the host is full.
         """
         table = self._tables[request.request_id]
@@ -177,9 +175,11 @@ class KVCacheManager:
         return pairs
 
     def swap_in(self, request: Request, num_computed_blocks: int) -> list[tuple[int, int]]:
-        """The copies, (host, device), that fill the request's table behind the blocks that were
-        found in the cache. Its host blocks are free from now on: their content is read before
-        anything overwrites it (a step swaps out, or admits, never both).
+        """The copies, (host, device), that fill the request's table after the blocks found in the
+        cache.
+
+        Its host blocks are free from now on: their content is read before anything overwrites it (a
+        step swaps out or admits, never both).
         """
         table, host_blocks = self._tables[request.request_id], self._host_tables[request.request_id]
         pairs = [
@@ -190,7 +190,7 @@ class KVCacheManager:
         return pairs
 
     def free_host_blocks(self, request: Request) -> list[int]:
-        """What the request holds of host memory is free again, and returned."""
+        """Frees the request's host blocks and returns them."""
         host_blocks = self._host_tables.pop(request.request_id, [])
         self._free_host_blocks.extend(reversed(host_blocks))
         return host_blocks
@@ -202,8 +202,8 @@ class KVCacheManager:
         self.prefix_cache_hits += num_hit_tokens
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Offers the request's full blocks to the cache, once their tokens have really been
-        computed (not when they are scheduled).
+        """Offers the request's full blocks to the cache, after their tokens were computed (not when
+        they are scheduled).
         """
         num_full_blocks = num_computed_tokens // self.block_size
         num_cached = self._num_cached.get(request.request_id, 0)
@@ -218,16 +218,16 @@ class KVCacheManager:
         self._num_cached[request.request_id] = num_full_blocks
 
     def free(self, request: Request) -> None:
-        """Takes the request's table away, tail first.
+        """Releases the request's table, tail first.
 
-        What is cached stays findable until the space is needed.
+        Cached blocks stay findable until their space is needed.
         """
         self._num_cached.pop(request.request_id, None)
         self.block_pool.free_blocks(reversed(self._tables.pop(request.request_id, [])))
 
     def discard(self, request: Request) -> None:
-        """As `free`, for a request that failed: what it held is not to be trusted, so nobody shall
-        find it again.
+        """As `free`, for a failed request: its blocks are not trusted, so they lose their
+        hashes.
         """
         for block in self._tables.get(request.request_id, ()):
             self.block_pool.uncache(block)
@@ -237,10 +237,9 @@ class KVCacheManager:
         return self.block_pool.reset_prefix_cache()
 
     def check_integrity(self, running: Sequence[Request], swapped: Sequence[Request] = ()) -> None:
-        """Running requests have tables that cover their tokens; a block counts the tables it is in;
-        swapped ones have host blocks.
-
-        Raises AssertionError.
+        """Raises AssertionError unless running requests have tables that cover their tokens, a
+        block
+        counts the tables it is in, and swapped requests have host blocks.
         """
         self.block_pool.check_integrity()
         if sorted(self._tables) != sorted(request.request_id for request in running):

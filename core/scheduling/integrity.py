@@ -1,4 +1,4 @@
-"""The state of a scheduler as plain values, and the check that it is consistent.
+"""A scheduler's state in plain values, and the check that it is consistent.
 
 Must not know: how the state came about; nothing is changed here.
 """
@@ -17,7 +17,7 @@ _by_key = attrgetter("key")
 
 
 def describe(scheduler: Scheduler) -> dict[str, Any]:
-    """Who is where, for people and tests; plain values."""
+    """Which request is in which list, for people and tests."""
     return {
         "step": scheduler.num_steps,
         "running": [request.request_id for request in scheduler.running],
@@ -40,12 +40,13 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def check_integrity(scheduler: Scheduler) -> None:
-    """Every request is in exactly one list, in order; slots and blocks are held by running
-    requests alone. Raises AssertionError.
+    """Raises AssertionError unless every request is in exactly one list, in order, and only running
+    requests hold slots and blocks.
     """
     swapped = [request for request in scheduler.waiting if request.status is RequestStatus.SWAPPED]
     scheduler.kv_cache_manager.check_integrity(scheduler.running, swapped)
-    slots = sorted(scheduler.free_slots + [request.slot for request in scheduler.running])
+    held_slots = [request.slot for request in scheduler.running if request.slot is not None]
+    slots = sorted(scheduler.free_slots + held_slots)
     expected = {
         "requests are exactly those listed": sorted(scheduler.requests)
         == sorted(

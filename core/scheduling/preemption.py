@@ -1,4 +1,4 @@
-"""Who gives way when the KV cache is full, and how: what each choice costs to undo.
+"""Which request is preempted when the KV cache is full, and how, by the cost of undoing it.
 
 Must not know: blocks, queues, the executor that measured the costs.
 """
@@ -12,8 +12,8 @@ from ..request import Request
 
 
 class PreemptionPolicy:
-    """`mode`: "recompute", "swap" (while there is room in host memory) or "auto" (for each request
-    what costs less).
+    """`mode`: "recompute", "swap" (while there is room in host memory) or "auto" (the cheaper
+    one).
     """
 
     def __init__(self, mode: str, costs: PreemptionCosts):
@@ -26,7 +26,7 @@ class PreemptionPolicy:
         return self.mode == "swap"
 
     def cost_s(self, request: Request) -> float:
-        """Seconds of work until this request would be where it is now."""
+        """Seconds of work until this request is where it is now."""
         if self.mode == "auto":
             return min(self._swap_s(request), self._recompute_s(request))
         return self._swap_s(request) if self.mode == "swap" else self._recompute_s(request)
@@ -38,11 +38,12 @@ class PreemptionPolicy:
         return self.costs.swap_s + request.num_computed_tokens * self.costs.swap_s_per_token
 
     def choose_victim(self, running: Sequence[Request], index: int) -> int:
-        """Which entry of `running` gives way so that running[index] gets its blocks; perhaps
+        """Which entry of `running` is preempted so that running[index] gets blocks; possibly
         itself.
 
-        One that has no row in this step yet, and never the head, which so always finishes. Of the
-        worst priority class the cheapest to bring back; of equals the last to come.
+        It has no row in this step yet, and is never the head, which therefore always finishes. In
+        the worst priority class, the request that is cheapest to bring back; among equals the last
+        to arrive.
         """
         candidates = range(max(index, 1), len(running)) if len(running) > 1 else range(1)
         return max(

@@ -1,4 +1,4 @@
-"""What happens when a step has run: tokens are appended, requests end, rows are written.
+"""Applies the output of a step: tokens are appended, requests end, rows are written.
 
 Must not know: who is scheduled next, torch, sockets.
 """
@@ -51,15 +51,15 @@ def update_from_output(
             if num_sampled
             else None
         )
-        # behind the tokens that it did sample; if one of them ended the request, what failed
-        # was computed in vain
+        # after the tokens that it did sample; if one of them ended the request, the failed ones
+        # were computed in vain
         if slot in errors:
             if reason is None:
                 fail(scheduler, request, errors[slot], rows)
                 continue
         elif is_running:  # else it was preempted while the step ran
             if num_computed > (num_known := len(request.token_ids)):
-                # what was decoded behind a stop was computed in vain, too
+                # tokens decoded after a stop were computed in vain, too
                 num_computed = num_known
             if num_computed // block_size > request.num_executed_tokens // block_size:
                 scheduler.kv_cache_manager.cache_blocks(request, num_computed)
@@ -75,9 +75,8 @@ def append_tokens(
     rows: OutputRows,
     logprobs: SlotLogprobs | None,
 ) -> FinishReason | None:
-    """Adds what the row sampled, up to where the request ends; returns why it does, or None.
-
-    Its owner's row is written.
+    """Appends the row's tokens up to the request's end; returns why it ends, or None. Writes
+    its row.
     """
     first_index = len(request.token_ids) - request.num_prompt_tokens
     reason = None
@@ -92,7 +91,7 @@ def append_tokens(
     if first_index == request.report_index:  # the first token, or the first after a preemption
         if first_index == request.num_resumed_tokens and request.first_token_time == 0.0:
             request.first_token_time = rows.now
-            client_rows.add_num_cached_tokens(request.num_cached_tokens)
+            client_rows.add_num_cached_tokens(request.num_cached_tokens or 0)
         if reason is None:
             client_rows.add_timing(request, rows.now)
     if logprobs is not None:

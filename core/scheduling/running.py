@@ -1,6 +1,6 @@
 """The first half of a step: tokens for requests that already run.
 
-Must not know: requests that wait, beyond whether there are any; how a token is computed.
+Must not know: requests that wait, except whether there are any; how a token is computed.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from .step import ScheduledStep, add_row
 if TYPE_CHECKING:
     from .scheduler import Scheduler
 
-# Where the scheduler finds by itself how many tokens a step may decode (num_scheduler_steps=0):
-# they share what a step costs outside the model, and whoever comes meanwhile waits for all of them.
-# So many bytes of weights, once for each token, are some 8 ms of work; it is counted, not measured,
-# so that what a step decodes does not depend on the weather.
+# For num_scheduler_steps=0 the scheduler chooses how many tokens a step decodes. They share a
+# step's cost outside the model, and requests that arrive meanwhile wait for all of them. This many
+# bytes of weights, read once per token, take about 8 ms. The number is fixed, not measured, so that
+# results are deterministic.
 MAX_BURST, MAX_BURST_BYTES = 8, 320 * 10**6
 
 
 def schedule_running(scheduler: Scheduler, step: ScheduledStep) -> tuple[int, bool]:
     """Gives every running request its tokens, in order, preempting others for blocks.
 
-    Returns (budget left, any preempted).
+    Returns (budget left, whether any was preempted).
     """
     budget, preempted = scheduler.max_num_batched_tokens, False
     if scheduler.burst_weights_bytes:
@@ -33,7 +33,7 @@ def schedule_running(scheduler: Scheduler, step: ScheduledStep) -> tuple[int, bo
     while index < len(running) and budget > 0:
         request = running[index]
         num_pending = request.num_pending_tokens
-        if num_pending and request.num_tokens_left <= 0:  # its last token is on its way
+        if num_pending and request.num_tokens_left <= 0:  # its last token is being sampled
             index += 1
             continue
         num_tokens = len(request.token_ids) + num_pending - request.num_computed_tokens
@@ -43,12 +43,12 @@ def schedule_running(scheduler: Scheduler, step: ScheduledStep) -> tuple[int, bo
             num_lookahead_of(scheduler, request, num_tokens) if scheduler.num_lookahead_slots else 0
         )
         block_ids = allocate_slots(request, num_tokens + num_lookahead)
-        # nobody is preempted for what can be done one step later
+        # no preemption for what can be done one step later
         if block_ids is None and num_lookahead:
             num_lookahead = 0
             block_ids = allocate_slots(request, num_tokens)
         if block_ids is None:
-            # perhaps `request`; if not, it tries again
+            # possibly `request`; if not, it tries again
             scheduler.preempt(running.pop(scheduler.preemption.choose_victim(running, index)))
             preempted = True
             continue
@@ -59,9 +59,11 @@ def schedule_running(scheduler: Scheduler, step: ScheduledStep) -> tuple[int, bo
 
 
 def burst_length(scheduler: Scheduler) -> int:
-    """Tokens of each request that the next step may decode: more than one where nobody waits,
-    nobody has a prompt to compute, all can have as many, and it takes little time. Where a
-    grammar leaves no choice tokens come without the model, and behind them nothing does.
+    """Tokens of each request that the next step may decode.
+
+    More than one if no request waits, none has a prompt to compute, all can have as many, and it
+    takes little time. Where a grammar forces tokens, they come without the model, and no lookahead
+    follows.
     """
     length = min(
         MAX_BURST,
@@ -78,8 +80,8 @@ def burst_length(scheduler: Scheduler) -> int:
 
 
 def num_lookahead_of(scheduler: Scheduler, request: Request, num_tokens: int) -> int:
-    """Tokens to decode behind the row's first sample, if these `num_tokens` are all there are
-    to compute.
+    """Tokens to decode after the row's first sample, if `num_tokens` are all that remain to
+    compute.
     """
     if request.num_computed_tokens + num_tokens < request.num_tokens + request.num_pending_tokens:
         return 0

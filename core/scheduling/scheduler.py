@@ -1,21 +1,21 @@
 """Decides what each step computes: which requests, how many tokens of each, who waits and who is
 preempted; and when a request ends.
 
-Must not know: torch, sockets, or how a token comes about.
+Must not know: torch, sockets, or how a token is computed.
 
-There is no prefill and no decode here. Every request has tokens (prompt and output) and a count of
-those computed; a step moves the counts towards the lengths under one budget, running requests
-first, then waiting ones. A prompt too long for what is left of the budget is cut; a request with
-one token to go is what others call decoding.
+There is no prefill or decode phase. Every request has tokens (prompt and output) and a count of
+computed ones; a step moves the counts towards the lengths under one token budget, running requests
+first, then waiting ones. A prompt that exceeds the remaining budget is split. A decode is a request
+with one token left to compute.
 
-Both lists are sorted by the same key: arrival, or (priority, arrival). The head of `running` never
-gives way, and always finishes, since one sequence of max_model_len fits the cache alone; whoever
-gives way keeps its place, so the first of all requests is the head, or the next to be admitted.
-That is FCFS and priority scheduling in one rule, and it cannot livelock.
+Both lists are sorted by the same key: arrival, or (priority, arrival). The head of `running` is
+never preempted and always finishes, since one sequence of max_model_len fits the cache alone. A
+preempted request keeps its place, so the first of all requests is the head, or the next to be
+admitted. This one rule gives FCFS and priority scheduling, and cannot livelock.
 
-A step may be scheduled while the one before still runs. What that one samples is counted as pending
-and not known: a request that turns out to have ended with it has a row too many, whose sample is
-ignored (`update_from_output`).
+A step may be scheduled while the previous one runs. Tokens that the previous one samples are
+pending: counted but unknown. A request that turns out to have ended has one row too many, whose
+sample is ignored (`update_from_output`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _by_key = attrgetter("key")
 class Scheduler:
     """Owns the requests and their slots.
 
-    One call of `schedule`, one execution, one call of `update_from_output`, and so on.
+    Call `schedule`, execute the step, call `update_from_output`, and so on.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class Scheduler:
         costs: PreemptionCosts = PreemptionCosts(),
         burst_weights_bytes: int = 0,
     ):
-        """`num_host_blocks`: blocks of host memory for preempted requests; `costs`: what bringing
-        one back takes, see PreemptionPolicy; `burst_weights_bytes`: see Executor.
+        """`num_host_blocks`: blocks of host memory for preempted requests; `costs`: of bringing one
+        back, see PreemptionPolicy; `burst_weights_bytes`: see Executor.
         """
         scheduling = config.scheduler_config
         self.max_model_len = resolved(config.model_config.max_model_len)
         self.max_num_seqs = scheduling.max_num_seqs
         self.max_num_batched_tokens = resolved(scheduling.max_num_batched_tokens)
         self.enable_chunked_prefill = scheduling.enable_chunked_prefill
-        # Without chunks a prompt is computed at once or waits, so there is nothing to cut.
+        # Without chunks a prompt is computed at once or waits, so there is nothing to split.
         threshold = (
             scheduling.long_prefill_token_threshold if scheduling.enable_chunked_prefill else 0
         )
@@ -80,7 +80,7 @@ class Scheduler:
         self.uses_priority = scheduling.scheduling_policy == "priority"
         # of the step that is being scheduled
         self.num_lookahead_slots = max(0, scheduling.num_scheduler_steps - 1)
-        # Overlapped stepping hides what is outside the model: it has no need.
+        # Overlapped stepping hides the work outside the model and does not need it.
         is_free = scheduling.num_scheduler_steps == 0 and not scheduling.async_scheduling
         self.burst_weights_bytes = burst_weights_bytes if is_free else 0
         self.preemption = PreemptionPolicy(scheduling.preemption_mode, costs)
@@ -100,7 +100,7 @@ class Scheduler:
         self._num_arrivals = 0
         # a heap: the lowest is taken first, which keeps the runner's batch compact
         self.free_slots = list(range(self.max_num_seqs))
-        # Since the last step; the runner has not heard of them yet.
+        # Since the last step; not sent to the runner yet.
         self._freed_slots: list[int] = []
         self._blocks_to_swap_out: list[tuple[int, int]] = []
 
@@ -113,10 +113,10 @@ class Scheduler:
         arrival: int | None = None,
         queued_time: float | None = None,
     ) -> None:
-        """Takes a validated request whose id is not in use; n > 1 makes n of it.
+        """Adds a validated request whose id is not in use; n > 1 makes n of it.
 
-        Arrival is the order of these calls, or what was reserved earlier: clients' clocks are not
-        trusted. `queued_time`: when the engine took it, if that was not now.
+        Arrival is the order of these calls, or a reserved place: clients' clocks are not trusted.
+        `queued_time`: when the engine received it, if not now.
         """
         requests = []
         if arrival is None:
@@ -145,21 +145,20 @@ class Scheduler:
         return request_id in self.requests or request_id in self.families
 
     def reserve_arrivals(self, count: int) -> int:
-        """The next place in the order of arrival, and `count` - 1 behind it, for a request that is
-        added later.
+        """Reserves `count` places in the order of arrival for a request that is added later;
+        returns
+        the first.
         """
         self._num_arrivals += count
         return self._num_arrivals - count
 
     def hold_arrivals(self) -> None:
-        """Requests that come from now on are kept apart: they are not scheduled until
-        release_arrivals.
-        """
+        """Holds requests that arrive from now on: they are not scheduled until release_arrivals."""
         if not self._is_holding:
             self._is_holding, self._first_held_arrival = True, self._num_arrivals
 
     def is_held_back(self, arrival: int) -> bool:
-        """Whether a request of this place in the order came after hold_arrivals."""
+        """Whether a request with this place in the order arrived after hold_arrivals."""
         return self._is_holding and arrival >= self._first_held_arrival
 
     def release_arrivals(self) -> None:
@@ -169,8 +168,9 @@ class Scheduler:
         self.held.clear()
 
     def abort_requests(self, request_ids: Iterable[str], client_index: int) -> list[Request]:
-        """Ends this client's requests among `request_ids`, a parent's id standing for all its
-        children; returns those that were alive. Called between steps.
+        """Ends this client's requests among `request_ids`; a parent's id means all its children.
+
+        Returns those that were alive. Called between steps.
         """
         aborted = []
         for request_id in request_ids:
@@ -183,8 +183,10 @@ class Scheduler:
         return aborted
 
     def preempt_all(self) -> None:
-        """By recompute: nobody holds a block or a slot afterwards, and everybody goes on from the
-        queue. Called between steps.
+        """Preempts all requests by recompute: they release blocks and slots and continue from the
+        queue.
+
+        Called between steps.
         """
         while self.running:
             self.preempt(self.running.pop(), may_swap=False)
@@ -200,7 +202,7 @@ class Scheduler:
         return bool(self.requests)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """The one way out: the request leaves its list, its slot and its blocks."""
+        """The only way out: the request leaves its list, its slot and its blocks."""
         if self.held.pop(request.request_id, None) is None:
             queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
             del queue[bisect_left(queue, request.key, key=_by_key)]
@@ -218,7 +220,7 @@ class Scheduler:
         self.counters.count_end(reason)
 
     def _leave_host(self, request: Request) -> None:
-        """What it holds of host memory is free, and nothing is copied there any more."""
+        """Frees its host memory, and cancels copies to it."""
         freed = self.kv_cache_manager.free_host_blocks(request)
         self._blocks_to_swap_out = [
             pair for pair in self._blocks_to_swap_out if pair[1] not in freed
@@ -226,8 +228,10 @@ class Scheduler:
         request.num_swapped_tokens = 0
 
     def _leave_family(self, request: Request, family: Family, reason: FinishReason) -> None:
-        """Called while the request still holds its blocks. Those of the prompt stay findable for
-        members that have not begun, if the request was the last that had them.
+        """Called while the request still holds its blocks.
+
+        If it was the last to hold the prompt's blocks, these stay findable for members that have
+        not started.
         """
         manager = self.kv_cache_manager
         has_prompt = family.has_prompt(request) and reason is not FinishReason.ERROR
@@ -251,9 +255,9 @@ class Scheduler:
     # ------------------------------------------------------------ before the model runs
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step, or None when nobody has anything to compute.
+        """The next step, or None if there is nothing to compute.
 
-        Counts what it schedules as computed: the step may overlap others.
+        Counts what it schedules as computed, because steps may overlap.
         """
         output = SchedulerOutput(
             self.num_steps,
@@ -270,7 +274,7 @@ class Scheduler:
         )
         step = ScheduledStep(output)
         budget, preempted = schedule_running(self, step)
-        # a victim must not come straight back and take the room it was made to leave
+        # a preempted request must not take back the room at once
         if not preempted:
             schedule_waiting(self, step, budget)
         if not step.requests:
@@ -280,8 +284,10 @@ class Scheduler:
         return step
 
     def preempt(self, victim: Request, may_swap: bool = True) -> None:
-        """The victim, already out of `running`, loses slot and blocks and waits in its place: to
-        compute prompt and output anew, or with what it has computed in host memory.
+        """Preempts the request, which is already out of `running`.
+
+        It loses its slot and blocks and waits in its place, to be recomputed or with its KV entries
+        in host memory.
         """
         self._release_slot(victim)
         pairs = (
@@ -310,9 +316,7 @@ class Scheduler:
     def update_from_output(
         self, step: ScheduledStep, result: ModelRunnerOutput, rows: OutputRows
     ) -> None:
-        """Takes the sampled tokens, ends the requests that end with them, and writes the clients'
-        rows.
-        """
+        """See results.update_from_output."""
         results.update_from_output(self, step, result, rows)
 
     # ------------------------------------------------------------ for observers

@@ -1,9 +1,8 @@
-"""A step while it is scheduled and while it runs: its rows, whose they are, and what they are
-expected to sample.
+"""A step while it is scheduled and runs: its rows, their requests, and the tokens expected from it.
 
 Must not know: who is chosen for a step, torch, sockets.
 
-A step may be scheduled while the one before still runs. The tokens that the earlier one samples are
+A step may be scheduled while the previous one runs. The tokens that the previous one samples are
 then pending: counted in `num_pending_tokens`, and not yet in `token_ids`.
 """
 
@@ -21,20 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """A step on its way through the executor: what it is told, and whose the rows are.
+    """A step in the executor: its SchedulerOutput, and the requests of its rows.
 
     The lists are parallel with `output.slots`.
     """
 
     output: SchedulerOutput
     requests: list[Request] = field(default_factory=list)
-    # tokens that the row is going to sample, if nothing goes wrong
+    # tokens that the row samples unless it fails
     num_expected: list[int] = field(default_factory=list)
-    # of the request's tokens, when the step has run
+    # of the request's tokens, after the step
     num_computed: list[int] = field(default_factory=list)
-    # rows that compute a prompt, or anew what was preempted; their tokens
+    # rows that compute a prompt, or recompute a preempted request; their tokens
     prefills: list[tuple[Request, int]] = field(default_factory=list)
-    # its begin and end, on time.monotonic(), and preemptions; observation.py writes it
+    # its begin and end, by time.monotonic(), and preemptions; observation.py writes it
     scheduling: tuple[float, float, int] = (0.0, 0.0, 0)
     execute_time: float = 0.0  # its execution began; only for steps with prefills
 
@@ -49,6 +48,7 @@ def add_row(
 ) -> None:
     computed, output = request.num_computed_tokens, step.output
     step.requests.append(request)
+    assert request.slot is not None  # it is running
     output.slots.append(request.slot)
     output.num_scheduled_tokens.append(num_tokens)
     output.num_computed_tokens.append(computed)

@@ -1,4 +1,4 @@
-"""The second half of a step: admits requests that wait.
+"""The second half of a step: admits waiting requests.
 
 Must not know: the rows of running requests, how a token is computed.
 """
@@ -25,14 +25,14 @@ _by_key = attrgetter("key")
 def schedule_waiting(scheduler: Scheduler, step: ScheduledStep, budget: int) -> None:
     """Admits from the head of the queue while there are budget, slots and blocks.
 
-    Nobody overtakes a head that does not fit; a request
-    that waits for the prompt its sibling computes stands aside.
+    No request overtakes a head that does not fit; a request that waits for its sibling's prompt is
+    skipped.
     """
     index, num_reserved, block_size = 0, None, scheduler.kv_cache_manager.block_size
     while index < len(scheduler.waiting) and budget > 0 and scheduler.free_slots:
         request = scheduler.waiting[index]
         start = find_start(scheduler.kv_cache_manager, request)
-        if start is None:  # nor may the rest of its family begin
+        if start is None:  # nor may the rest of its family start
             assert request.family is not None
             index = bisect_right(scheduler.waiting, request.family.last_key, key=_by_key)
             continue
@@ -78,7 +78,7 @@ def admit(
         request.family.note_start(request)
     if request.scheduled_time == 0.0:
         request.scheduled_time = time.monotonic()
-    # hits after a preemption are its own old blocks: they say nothing about the cache
+    # hits after a preemption are its own old blocks and say nothing about the cache
     if request.num_cached_tokens is None:
         request.num_cached_tokens = min(start.num_tokens, request.num_prompt_tokens)
         if (

@@ -1,7 +1,7 @@
-"""AsyncLLM: requests as async iterators, for servers and for anything that runs many requests from
-one event loop.
+"""AsyncLLM: requests as async iterators, for servers and programs that run many requests in one
+event loop.
 
-Must not know: how a client reaches its engine, HTTP, torch.
+Must not know: how a client connects to its engine, HTTP, torch.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncLLM:
-    """For one event loop.
+    """Serves one event loop.
 
-    One task, begun with the first request, reads the engine's outputs and hands them to the
+    One task, started with the first request, reads the engine's outputs and passes them to the
     readers.
 
-    config: resolved. client: made with asyncio_mode=True, owned from now on. beside: see
+    config: resolved. client: made with asyncio_mode=True; AsyncLLM owns it. beside: see
     clients/connect.py.
     """
 
@@ -49,14 +49,14 @@ class AsyncLLM:
         self.config = config
         self.client = client
         self.session = RequestSession(config, client, beside)
-        # by request id; from generate's start to its end
+        # by request id, from the start of `generate` to its end
         self._streams: dict[str, RequestStream] = {}
         self._output_task: asyncio.Task | None = None
         self._dead_error: EngineDeadError | None = None
-        # of time.monotonic(); the second: the first unfinished request came
+        # time.monotonic() of the last outputs, and of the first unfinished request's arrival
         self._last_output_time = self._busy_since = 0.0
         self._max_outputs_per_s = 0
-        self._idle = asyncio.Event()  # no stream is open
+        self._idle = asyncio.Event()  # set while no stream is open
         self._idle.set()
 
     @classmethod
@@ -70,8 +70,8 @@ class AsyncLLM:
     ) -> AsyncLLM:
         """Blocks until the engine is ready.
 
-        The model and its arguments are given by themselves or as EngineArgs. `engine`: "process" (a
-        child), "inproc", or the address of a daemon ("ipc://...").
+        The model is given by its arguments or as EngineArgs. `engine`: "process" (a child),
+        "inproc", or the address of a daemon ("ipc://...").
         """
         if engine_args is None:
             engine_args = EngineArgs(model, **arguments)
@@ -91,22 +91,21 @@ class AsyncLLM:
         engine: str = "process",
         on_progress: Callable[[str, float], None] | None = None,
     ) -> AsyncLLM:
-        """As from_engine_args, while the running loop goes on.
+        """As from_engine_args, without blocking the running loop.
 
         Raises the engine's own exception if it cannot start.
 
-        `on_progress(stage, fraction)` is called in the loop's thread, stages in this order,
-        fractions from 0 to 1: "model files" (found, or downloaded), "start" (the engine's process),
-        "import" (its libraries), "load weights", "kv cache", "tokenizer". A stage that an engine
-        does not have is left out; a daemon that has begun before us tells only what is still to
-        come.
+        `on_progress(stage, fraction)` is called in the loop's thread with fractions from 0 to 1.
+        The stages, in order: "model files" (found or downloaded), "start" (the engine's process),
+        "import" (its libraries), "load weights", "kv cache", "tokenizer". An engine reports only
+        the stages that it has. A daemon that is already loading reports only the remaining ones.
 
-        The loop goes on but for the reading of a large tokenizer.json, whose library lets nobody
-        else run: half a second for 150,000 tokens.
+        Loading a large tokenizer.json still blocks the loop, because the tokenizer library holds
+        the GIL: 0.5 s for 150,000 tokens.
 
-        Cancelled, it ends a child, or the loading in this process at the next report, before it
-        raises; only a download goes on. A child dies with the thread that started it, so the loop's
-        thread must live as long as the engine is wanted.
+        If cancelled, it ends the child process, or stops loading in this process at the next
+        progress report, before it raises. A download continues. A child exits with the thread that
+        started it, so the loop's thread must live as long as the engine.
         """
         report = on_progress or (lambda stage, fraction: None)
         config, client, beside = await connect_async(args, engine, report)
@@ -114,7 +113,7 @@ class AsyncLLM:
             report("tokenizer", 0.0)
             llm = await in_thread(lambda: cls(config, client, beside))
             report("tokenizer", 1.0)
-            # from here on the engine's death is noticed even if nobody asks anything of it
+            # from here on the task detects the engine's death even without requests
             llm._ensure_output_task()
             return llm
         except BaseException:
@@ -123,13 +122,13 @@ class AsyncLLM:
 
     @property
     def stats(self) -> SchedulerStats | None:
-        """The engine's, after its last step."""
+        """Statistics of the engine after its last step."""
         return self.session.telemetry.stats
 
     @property
     def record_token_times(self) -> bool:
-        """Whether the moments of a request's tokens are kept, in RequestMetrics.token_ts; off until
-        it is set. It costs a float per token.
+        """Whether RequestMetrics.token_ts records the time of each token. Off by default. Costs one
+        float per token.
         """
         return self.session.output_processor.record_token_times
 
@@ -139,13 +138,13 @@ class AsyncLLM:
 
     @property
     def max_outputs_per_s(self) -> int:
-        """About how many outputs all readers together get in a second; 0, until it is set: one for
-        each token.
+        """The approximate number of outputs per second for all readers together. 0 (the default):
+        one output per token.
 
-        With it, n streams get the tokens of several of the engine's steps together, every n /
-        max_outputs_per_s seconds or 50 ms, whichever is less; where that is less than 5 ms, each
-        token at once. First tokens and the engine's ends never wait, a stop string is found so much
-        later. For servers: what a token costs them is mostly what its output costs.
+        Otherwise each of n streams gets the tokens of several steps in one output, every n /
+        max_outputs_per_s seconds, at most every 50 ms. Below 5 ms each token is delivered at once.
+        First tokens and ends reported by the engine are never delayed. Stop strings are detected
+        later by the same interval. For servers: most of a token's cost is the cost of its output.
         """
         return self._max_outputs_per_s
 
@@ -178,17 +177,18 @@ class AsyncLLM:
         on_submitted: Callable[[RequestMetrics], None] | None = None,
         take_at_once: Callable[[RequestOutput], bool] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """The request's outputs, in the form that sampling_params.output_kind asks for; the last
-        one is finished.
+        """Yields the request's outputs in the form of sampling_params.output_kind. The last one is
+        finished.
 
         Raises InvalidParameterError before anything is sent, and EngineDeadError when the engine is
-        gone. Leaving the iterator, by cancellation or `aclose`, aborts the request. A reader slower
-        than the engine gets several steps' news in one output. `trace_headers`: as for
-        LLMEngine.add_request. `on_submitted` is given the metrics that all outputs will carry, so
-        that they are at hand for a request that ends before its first output. `take_at_once` is
-        offered each output while the reader waits, but errors and the last one, and says whether it
-        has dealt with it; then the iterator does not give it. That spares a server the waking of a
-        task per token.
+        gone. Leaving the iterator, by cancellation or `aclose`, aborts the request. If the reader
+        is slower than the engine, several steps are merged into one output.
+
+        trace_headers: as for LLMEngine.add_request. on_submitted: called with the metrics that all
+        outputs carry; they are thus available for a request that ends before its first output.
+        take_at_once: called with each output while the reader waits, except for errors and the last
+        output. If it returns True, the output is consumed and the iterator does not yield it. This
+        saves a server one task switch per token.
         """
         stream, metrics = self._submit(
             request_id, prompt, sampling_params, priority, trace_headers, take_at_once
@@ -199,7 +199,7 @@ class AsyncLLM:
             while not (output := await stream.get()).finished:
                 yield output
         finally:
-            # else the id has been used again after an abort
+            # otherwise the id was reused after an abort
             if self._streams.get(request_id) is stream:
                 self._end_stream(request_id)
                 self._abort([request_id])
@@ -233,9 +233,9 @@ class AsyncLLM:
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, request_id: str
     ) -> BeamSearchOutput:
-        """The params.beam_width likeliest continuations of the prompt, best first.
+        """Returns the params.beam_width most likely continuations of the prompt, best first.
 
-        Its steps are requests beside all others.
+        Each step is submitted as ordinary requests.
         """
         request = self.session.input_processor.process_inputs(
             request_id, prompt, first_params(params)
@@ -249,7 +249,7 @@ class AsyncLLM:
             tasks = [asyncio.ensure_future(last) for last in step]
             try:
                 search.advance(await asyncio.gather(*tasks))
-            finally:  # after a failure or a cancellation, the other beams' requests end too
+            finally:  # after a failure or a cancellation, end the requests of the other beams too
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -264,9 +264,9 @@ class AsyncLLM:
         return last
 
     async def abort(self, request_id: str | list[str]) -> None:
-        """Ends requests; unknown ids are ignored.
+        """Ends requests. Unknown ids are ignored.
 
-        Their iterators give a last output with finish_reason "abort".
+        Their iterators yield a last output with finish_reason "abort".
         """
         self._abort([request_id] if isinstance(request_id, str) else request_id)
 
@@ -280,9 +280,11 @@ class AsyncLLM:
         return self.session.output_processor.num_unfinished_requests()
 
     async def wait_until_idle(self, timeout_s: float | None = None) -> bool:
-        """Waits until every stream has been read to its end or left; False if some are still open
-        after `timeout_s`. Begins and ends nothing itself: who drains lets no new request in
-        meanwhile, and aborts what is left.
+        """Waits until every stream has been read to its end or closed. Returns False if some are
+        still open after `timeout_s`.
+
+        It does not stop or abort requests: to drain, the caller rejects new requests and aborts the
+        remaining ones.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -305,7 +307,7 @@ class AsyncLLM:
                 outputs = await self.client.get_output_async()
                 self._last_output_time = time.monotonic()
                 self._deliver(self.session.take(outputs))
-                # readers run after every step, even if the next outputs are there already
+                # let readers run after every step, even if the next outputs are already available
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
             raise
@@ -325,7 +327,7 @@ class AsyncLLM:
                 stream.put(output)
 
     def _fail(self, error: EngineDeadError) -> None:
-        """Every reader, now and later, gets the error, after what came before it."""
+        """Fails all current and future readers with the error, after the outputs before it."""
         self._dead_error = error
         self.session.fail(error)
         for stream in self._streams.values():
@@ -348,21 +350,22 @@ class AsyncLLM:
 
     @property
     def silent_for_s(self) -> float:
-        """Seconds since the engine last told anything, while requests of ours are unfinished; 0.0
-        while none is. It costs nothing to ask.
+        """Seconds since the engine's last output while requests are unfinished; otherwise 0.0. Does
+        not call the engine.
 
-        Long silence need not mean harm: chunks of a long prompt give no output, nor does a paused
-        engine. `is_responsive` knows.
+        A long silence is not always a fault: chunks of a long prompt produce no output, and neither
+        does a paused engine. `is_responsive` asks the engine.
         """
         if not self.session.output_processor.has_unfinished_requests():
             return 0.0
         return time.monotonic() - max(self._last_output_time, self._busy_since)
 
     async def is_responsive(self, timeout_s: float) -> bool:
-        """Whether the engine goes on, for a readiness check: outputs came within the last
-        `timeout_s`, or it answers a call within `timeout_s`. It answers between two steps, also
-        while it is paused, asleep or idle; so False means that it is dead, or that one step takes
-        longer.
+        """Whether the engine is running, for a readiness check.
+
+        True if outputs arrived within the last `timeout_s`, or if the engine answers a call within
+        `timeout_s`. The engine answers between two steps, also while it is paused, asleep or idle.
+        False therefore means that it is dead or that one step takes longer than `timeout_s`.
         """
         if self._dead_error is None and time.monotonic() - self._last_output_time < timeout_s:
             return True
@@ -374,12 +377,12 @@ class AsyncLLM:
         return True
 
     async def call_utility(self, method: str, *args: Any) -> Any:
-        """Any of EngineCore.UTILITIES, by name."""
+        """Calls one of EngineCore.UTILITIES by name."""
         self.check_health()
         self._ensure_output_task()
         return await self.client.call_utility_async(method, *args)
 
-    # As in LLMEngine, where each is described.
+    # Documented in LLMEngine.
 
     async def get_metrics(self) -> dict[str, int]:
         return self.session.telemetry.metrics(await self.call_utility("get_metrics"))
@@ -395,7 +398,7 @@ class AsyncLLM:
         self.session.telemetry.set_tracer_provider(provider)
 
     async def pause(self, mode: str = "abort") -> None:
-        """Cancelled while "wait" has not been reached, it leaves the pause standing."""
+        """If cancelled while "wait" is in progress, the engine stays paused."""
         await self.call_utility("pause", mode)
 
     async def resume(self) -> None:
@@ -423,7 +426,7 @@ class AsyncLLM:
         return await self.call_utility("collective_rpc", method, args or [])
 
     def shutdown(self) -> None:
-        """Leaves the engine: a child exits, a daemon stays.
+        """Disconnects from the engine: a child exits, a daemon keeps running.
 
         Readers get EngineDeadError. May be called twice.
         """
@@ -432,7 +435,9 @@ class AsyncLLM:
         self.session.telemetry.close()
 
     async def shutdown_async(self) -> None:
-        """As shutdown, while the loop goes on; a cancellation is raised when it is done."""
+        """As shutdown, without blocking the loop. A cancellation is raised when the shutdown is
+        complete.
+        """
         self._stop_reading()
         try:
             await self.client.shutdown_async()

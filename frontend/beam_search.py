@@ -54,7 +54,10 @@ class BeamSearchParams(msgspec.Struct, frozen=True):
                 f"must be True or False, got {shown(getattr(self, name))}",
             )
         is_plain = is_finite(self.temperature) and self.temperature in (0, 1)
-        problem = f"must be 0 or 1 for a beam search, which follows the model's own log-probabilities, got {shown(self.temperature)}"
+        problem = (
+            "must be 0 or 1 for a beam search, which uses the model's own log-probabilities, "
+            f"got {shown(self.temperature)}"
+        )
         require(is_plain, "temperature", problem)
         in_range = is_finite(self.length_penalty) and -100 <= self.length_penalty <= 100
         require(
@@ -124,7 +127,9 @@ class BeamSearch:
         """
         core_request = request.core_request
         self.prompt_token_ids = core_request.prompt_token_ids
-        self.max_tokens = core_request.sampling_params.max_tokens  # cut to the context
+        max_tokens = core_request.sampling_params.max_tokens
+        assert max_tokens is not None  # set by the InputProcessor
+        self.max_tokens = max_tokens
         self.params = params
         self.error: str | None = None
         self._eos_token_ids = frozenset(core_request.eos_token_ids)

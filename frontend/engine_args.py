@@ -1,7 +1,6 @@
-"""EngineArgs: the configuration as flat arguments, checked, and resolved into the tree the engine
-receives.
+"""EngineArgs: the configuration as flat arguments, validated and resolved into an EngineConfig.
 
-Must not know: torch, the engine, what a value does once it is resolved.
+Must not know: torch, the engine, the effect of a resolved value.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from .model_info.model_files import NO_GENERATION_CONFIG, find_model_directory, 
 from .processor import prefers_bfloat16
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
-# A frontend's own choices even when it attaches to a daemon: they change how it makes requests, not
-# the engine.
+# Arguments that a frontend may set even when it attaches to a daemon: they affect its requests,
+# not the engine.
 FRONTEND_ARGUMENTS = frozenset(
     {
         "tokenizer",
@@ -44,7 +43,7 @@ FRONTEND_ARGUMENTS = frozenset(
 class EngineArgs:
     """Every field of ipc/config.py as a keyword argument and an attribute.
 
-    None stands for an argument's default. vLLM's other arguments are accepted where they change
+    None selects an argument's default. vLLM's other arguments are accepted where they change
     nothing (vllm_arguments.py). Raises InvalidParameterError on construction.
     """
 
@@ -76,20 +75,18 @@ class EngineArgs:
         return isinstance(other, EngineArgs) and vars(self) == vars(other)
 
     def tree(self) -> EngineConfig:
-        """The arguments as they are, "auto" and None included: what a daemon's client starts
-        from.
-        """
+        """The arguments as given, "auto" and None included. A daemon's client uses them."""
         sections: dict[str, dict[str, Any]] = {}
         for name, (section, _) in config_fields().items():
             sections.setdefault(section, {})[name] = getattr(self, name)
         return msgspec.convert(sections, EngineConfig)
 
     def create_engine_config(self) -> EngineConfig:
-        """The tree with every "auto" and default decided, for a model whose files are found (and
-        downloaded, if need be).
+        """Returns the tree with every "auto" and default resolved. Downloads the model's files if
+        needed.
 
-        Raises InvalidParameterError for conflicts, ModelLoadError where the model's files are
-        missing or unreadable.
+        Raises InvalidParameterError for conflicts, ModelLoadError if files of the model are missing
+        or unreadable.
         """
         config = self.tree()
         device_config = _resolve_device(config.device_config)
@@ -107,11 +104,11 @@ class EngineArgs:
         )
 
     def attach_to(self, config: EngineConfig) -> EngineConfig:
-        """The configuration of a frontend attached to a daemon: the daemon's, with this frontend's
-        own tokenizer, seed and timeouts.
+        """Returns the configuration of a frontend attached to a daemon: the daemon's, with this
+        frontend's own tokenizer, seed and timeouts.
 
-        An argument that is neither at its default nor the frontend's own must agree with the
-        daemon's; InvalidParameterError names both.
+        Any other argument that differs from its default must equal the daemon's value; otherwise
+        InvalidParameterError names both.
         """
         own: dict[str, dict[str, Any]] = {}
         for name, (section, field) in config_fields().items():
@@ -148,7 +145,7 @@ class EngineArgs:
         )
 
 
-AsyncEngineArgs = EngineArgs  # vLLM's name of the arguments of an AsyncLLM
+AsyncEngineArgs = EngineArgs  # vLLM's name for the arguments of an AsyncLLM
 
 
 def replace(section: Any, **changes: Any) -> Any:
@@ -181,7 +178,7 @@ def _checked(name: str, value: Any, field: msgspec.structs.FieldInfo) -> Any:
 
 
 def describe_type(declared_type: Any) -> str:
-    """A field's type and range in words, e.g. "an integer, at least 1" (for errors and for
+    """Describes a field's type and range, e.g. "an integer, at least 1" (for errors and for
     --help).
     """
     return _describe(inspect.type_info(declared_type))
@@ -220,8 +217,8 @@ def _describe(info: inspect.Type) -> str:
 
 
 def _names_model(name: str, wanted: Any, config: EngineConfig) -> bool:
-    """A daemon's model is a resolved directory; the user may call it by the name it was started
-    with.
+    """Whether `wanted` is another name of the daemon's model: the resolved directory, or the name
+    it was started with.
     """
     if name != "model":
         return False
@@ -268,7 +265,7 @@ def _resolve_model(config: EngineConfig, device_config: Any) -> Any:
 
 
 def _resolve_generation_config(wanted: str, model_directory: str) -> str:
-    """A directory with generation_config.json, or "none"."""
+    """Returns a directory with generation_config.json, or "none"."""
     if wanted in ("auto", NO_GENERATION_CONFIG):
         return model_directory if wanted == "auto" else wanted
     directory = Path(wanted).expanduser().resolve()

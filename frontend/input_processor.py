@@ -1,7 +1,8 @@
-"""InputProcessor: a prompt and its parameters become one checked, complete EngineCoreRequest.
+"""InputProcessor: converts a prompt and its parameters into a validated, complete
+EngineCoreRequest.
 
-Must not know: the engine, sockets, outputs. Every check and every default happens here, once; the
-engine trusts what it gets.
+Must not know: the engine, sockets, outputs. All checks and defaults are applied here once; the
+engine relies on them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 
 from ..ipc.checks import INT64_MAX, require, require_int, require_text, shown
-from ..ipc.config import EngineConfig
+from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import EngineCoreRequest
 from ..ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams
@@ -29,30 +30,31 @@ MAX_LOGIT_BIAS = 100.0
 
 @dataclass(slots=True, frozen=True)
 class ProcessedRequest:
-    """A request as the frontend keeps it: the user's id and text, and what the engine is sent."""
+    """A request in the frontend: the user's id and text, and the request for the engine."""
 
     request_id: str  # the user's
     prompt: str | None
     core_request: EngineCoreRequest
     # clock_offset + time.monotonic() = seconds since 1970, by the wall clock at arrival. Later
-    # moments of the request are taken this way, so that a clock that is set changes no duration.
+    # times
+    # of the request are computed with it, so that setting the wall clock changes no duration.
     clock_offset: float = field(default_factory=lambda: time.time() - time.monotonic())
 
 
 class InputProcessor:
     """`eos_token_ids`: every id that ends a sequence of this model.
 
-    One instance per frontend: it counts requests to draw their seeds.
+    One instance per frontend: request seeds are derived from its request counter.
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, eos_token_ids: list[int]):
         self._model_config = config.model_config
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
-        # The rows of the embedding, which may be more than the tokenizer has tokens.
-        self._vocab_size: int | None = config.model_config.hf_config.get("vocab_size") or (
-            tokenizer and tokenizer.vocab_size
-        )
+        # The number of rows of the embedding, which may exceed the tokenizer's number of tokens.
+        num_tokens = None if tokenizer is None else tokenizer.vocab_size
+        self._vocab_size: int | None = config.model_config.hf_config.get("vocab_size") or num_tokens
+        self._max_model_len = resolved(config.model_config.max_model_len)
         self._num_requests = 0
 
     def process_inputs(
@@ -64,20 +66,20 @@ class InputProcessor:
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> ProcessedRequest:
-        """Checks everything, tokenizes, and fills in seed and max_tokens.
+        """Checks and tokenizes the request and sets its seed and max_tokens.
 
-        Raises InvalidParameterError; then nothing has happened.
+        Raises InvalidParameterError without changing any state.
         """
         require_text("request_id", request_id)
         require_int("priority", priority, -(2**63), INT64_MAX)
-        self._check_params(params)
+        params = self._check_params(params)
         text, token_ids, cache_salt = self._read_prompt(prompt)
         token_ids = self._check_prompt(token_ids, params.truncate_prompt_tokens)
         clock_offset = time.time() - time.monotonic()
         if arrival_time is None:
             arrival_time = clock_offset + time.monotonic()
         core_request = EngineCoreRequest(
-            # the user's ids need not be unique over clients, or over time
+            # user ids need not be unique across clients or over time
             request_id=f"{request_id}-{secrets.token_hex(8)}",
             prompt_token_ids=token_ids,
             params=self._complete(params, len(token_ids)),
@@ -91,9 +93,9 @@ class InputProcessor:
     # ------------------------------------------------------------ prompt
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
-        """(text, token ids, cache salt) of any form of prompt.
+        """Returns (text, token ids, cache salt) for any form of prompt.
 
-        Given both, the ids count and the text is for show.
+        If both text and ids are given, the ids are used and the text is informative only.
         """
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
@@ -124,23 +126,24 @@ class InputProcessor:
         require_text("prompt", text or "")
         require_text("cache_salt", salt or "")
         if token_ids is None:
-            require(text is not None, "prompt", "must hold `prompt` or `prompt_token_ids`")
-            require(
-                self._tokenizer is not None,
-                "prompt",
-                "must be token ids: this engine runs with skip_tokenizer_init=True",
-            )
-            token_ids = self._tokenizer.encode(text)
+            if text is None:
+                raise InvalidParameterError("prompt", "must have `prompt` or `prompt_token_ids`")
+            token_ids = self._encode("prompt", text)
         return text, token_ids, salt
 
+    def _encode(self, parameter: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if self._tokenizer is None:
+            raise InvalidParameterError(
+                parameter, "must be token ids: this engine runs with skip_tokenizer_init=True"
+            )
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
     def _check_prompt(self, token_ids: Any, num_kept: int | None) -> list[int]:
-        """A copy of the ids, of which the last `num_kept` count
-        (SamplingParams.truncate_prompt_tokens).
-        """
+        """Returns a copy of the last `num_kept` ids (SamplingParams.truncate_prompt_tokens)."""
         is_list = isinstance(token_ids, list) and set(map(type, token_ids)) <= {int}
         require(is_list, "prompt_token_ids", "must be a list of integers")
         require(len(token_ids) > 0, "prompt", "must not be empty")
-        most = self._model_config.max_model_len - 1  # one token is left for the output
+        most = self._max_model_len - 1  # leaves room for one output token
         if num_kept is not None:
             require(
                 num_kept <= most,
@@ -148,34 +151,39 @@ class InputProcessor:
                 f"must be -1 or at most {most}, the longest prompt, got {num_kept}",
             )
             token_ids = token_ids[-(most if num_kept == -1 else num_kept) :]
-        problem = f"is {len(token_ids)} tokens long; with max_model_len={most + 1} it can have at most {most}"
+        problem = (
+            f"is {len(token_ids)} tokens long; with max_model_len={most + 1} it can have at most "
+            f"{most}"
+        )
         require(len(token_ids) <= most, "prompt", problem)
         self._check_range("prompt_token_ids", token_ids)
         return token_ids.copy()
 
     def _check_range(self, name: str, token_ids: Iterable[int]) -> None:
-        """`token_ids` are not empty."""
+        """Requires that `token_ids` is not empty."""
         if self._vocab_size is None:
             return
         for extreme in (min(token_ids), max(token_ids)):
-            problem = f"must be ids between 0 and {self._vocab_size - 1}, the model's vocabulary, got {extreme}"
+            problem = (
+                f"must be ids between 0 and {self._vocab_size - 1}, the model's vocabulary, "
+                f"got {extreme}"
+            )
             require(0 <= extreme < self._vocab_size, name, problem)
 
     # ------------------------------------------------------------ parameters
 
-    def _check_params(self, params: SamplingParams | PoolingParams) -> None:
-        """What depends on the model; the rest SamplingParams has checked itself."""
+    def _check_params(self, params: SamplingParams | PoolingParams) -> SamplingParams:
+        """Checks that depend on the model. SamplingParams itself makes the others."""
         require(
             not isinstance(params, PoolingParams),
             "params",
-            "pooling is not possible yet; give SamplingParams",
+            "pooling is not supported; use SamplingParams",
         )
-        require(
-            isinstance(params, SamplingParams),
-            "params",
-            f"must be SamplingParams, got {type(params).__name__}",
-        )
-        is_useful = params.n == 1 or not params.is_greedy  # vLLM refuses it too
+        if not isinstance(params, SamplingParams):
+            raise InvalidParameterError(
+                "params", f"must be SamplingParams, got {type(params).__name__}"
+            )
+        is_useful = params.n == 1 or not params.is_greedy  # vLLM raises an error too
         require(
             is_useful,
             "n",
@@ -191,8 +199,8 @@ class InputProcessor:
         require(
             can_end,
             "ignore_eos",
-            "must be False with structured_outputs: an end-of-sequence token is how such an output "
-            "ends",
+            "must be False with structured_outputs: an end-of-sequence token ends a structured "
+            "output",
         )
         if params.structured_outputs is not None:
             self._check_end_token()
@@ -202,26 +210,29 @@ class InputProcessor:
         require(
             not params.bad_words_token_ids,
             "bad_words_token_ids",
-            "is not for requests to give: bad_words takes the words themselves",
+            "cannot be set in a request; use bad_words",
         )
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(params, name)) is not None:
                 self._check_num_logprobs(name, value)
+        return params
 
     def _check_end_token(self) -> None:
-        """A structured output ends with an end-of-sequence token that the model can sample."""
+        """Requires an end-of-sequence token that the model can sample, because it ends a structured
+        output.
+        """
         ids, vocab_size = self._eos_token_ids, self._vocab_size
         can_end = any(vocab_size is None or 0 <= token_id < vocab_size for token_id in ids)
         require(
             can_end,
             "structured_outputs",
-            "needs an end-of-sequence token to end with: eos_token_id of generation_config.json or "
+            "needs an end-of-sequence token: eos_token_id of generation_config.json or "
             f"config.json must be between 0 and {(vocab_size or 0) - 1}, the model's vocabulary, "
             f"got {ids or None}",
         )
 
     def _check_num_logprobs(self, name: str, value: int) -> None:
-        """max_logprobs counts the whole vocabulary as what it is."""
+        """A max_logprobs of -1 means the whole vocabulary."""
         cap, vocab_size = self._model_config.max_logprobs, self._vocab_size or 2**31 - 1
         most = vocab_size if cap == ALL_LOGPROBS else min(cap, vocab_size)
         wanted = vocab_size if value == ALL_LOGPROBS else value
@@ -233,10 +244,8 @@ class InputProcessor:
         require(wanted <= most, name, f"must be {words}, got {value}")
 
     def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Resolves the seed, cuts max_tokens to what the context leaves, and brings the rest into
-        the form the engine takes.
-        """
-        room = self._model_config.max_model_len - num_prompt_tokens
+        """Sets the seed, limits max_tokens to the remaining context, converts the other values."""
+        room = self._max_model_len - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         changes: dict[str, Any] = {
             "max_tokens": max_tokens,
@@ -249,24 +258,24 @@ class InputProcessor:
             }
         if params.bad_words:
             changes["bad_words_token_ids"] = self._bad_words_token_ids(params.bad_words)
-        # Drawn for every request, so that a request's seed depends on its place in the script
-        # alone.
+        # Drawn for every request, so that a request's seed depends only on its position in
+        # the sequence of requests.
         drawn = derive_seed(self._model_config.seed, self._num_requests)
         self._num_requests += 1
         changes["seed"] = drawn if params.seed is None else params.seed
         return msgspec.structs.replace(params, **changes)
 
     def _bad_words_token_ids(self, words: list[str]) -> list[list[int]]:
-        """Each word as the tokenizer writes it at the beginning of a text and behind a space, which
-        often is another token.
+        """The token ids of each word at the beginning of a text and after a space. They often
+        differ.
 
-        vLLM drops the second writing where the two differ in length; the word would then come
-        through. Here both are kept.
+        vLLM drops the second form if the two differ in length, and the word can then appear. Quire
+        keeps both.
         """
         written: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word.lstrip(" "), " " + word.lstrip(" ")):
-                token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+                token_ids = self._encode("bad_words", text, add_special_tokens=False)
                 require(
                     token_ids,
                     "bad_words",
@@ -278,7 +287,7 @@ class InputProcessor:
 
 
 def derive_seed(base: int, index: int) -> int:
-    """Seed number `index` of the sequence that starts at `base`, in [0, 2**63).
+    """Returns seed number `index` of the sequence that starts at `base`, in [0, 2**63).
 
     SplitMix64 (Steele, Lea, Flood: OOPSLA 2014).
     """

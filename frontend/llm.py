@@ -1,4 +1,4 @@
-"""LLM: the class for scripts. Prompts in, all outputs back, in order.
+"""LLM: the class for scripts. Takes prompts and returns all outputs in order.
 
 Must not know: clients, messages, steps of the engine beyond LLMEngine.step.
 """
@@ -27,15 +27,15 @@ Message = dict[str, Any]
 
 
 class LLM:
-    """A model, ready to generate.
+    """A loaded model.
 
     model: "bundled", a directory, or a name on the hub. engine: "process" (a child of this
     process), "inproc" (this process), or the address of a running daemon ("ipc://..."). arguments:
-    those of EngineArgs: tokenizer, dtype, max_model_len, max_num_seqs, enable_prefix_caching, seed,
-    …
+    those of EngineArgs, such as tokenizer, dtype, max_model_len, max_num_seqs,
+    enable_prefix_caching, seed.
 
-    Threads may share one: their calls run one after the other. A fork of the process cannot use it
-    (EngineUsageError).
+    Threads may share one instance: their calls run one after the other. A fork of the process
+    cannot use it and gets EngineUsageError.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Ends the engine, or leaves the daemon.
+        """Ends the engine, or disconnects from the daemon.
 
-        May be called twice and by any thread: another thread's call ends with EngineDeadError, as
-        does every later call. In a fork of the process it does nothing.
+        May be called twice and by any thread. A call of another thread ends with EngineDeadError,
+        as does every later call. In a fork of the process it does nothing.
         """
-        self.llm_engine.client.shutdown()  # another thread's call ends, and gives up its turn
+        self.llm_engine.client.shutdown()  # a call of another thread ends and releases the guard
         if not self._turn.is_in_fork:
             with self._turn:
                 self.llm_engine.shutdown()
@@ -70,12 +70,12 @@ class LLM:
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What generate and chat use without parameters: by default, what the model's
-        generation_config.json recommends.
+        """The parameters that `generate` and `chat` use by default. Unless configured otherwise,
+        the model's generation_config.json sets them.
         """
         return self.llm_engine.get_default_sampling_params()
 
-    # As in LLMEngine, where each is described.
+    # Documented in LLMEngine.
 
     def get_metrics(self) -> dict[str, int]:
         with self._turn:
@@ -140,18 +140,20 @@ class LLM:
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """One RequestOutput per prompt, in the order of the prompts.
+        """Returns one RequestOutput per prompt, in the order of the prompts.
 
         prompts: one or several; each a string, a list of token ids, or a dict with `prompt` or
-        `prompt_token_ids`. sampling_params: for all, or one per prompt; None:
-        get_default_sampling_params(). trace_headers: the caller's trace context, for all of them
-        (LLMEngine.add_request). lora_request, tokenization_kwargs, mm_processor_kwargs: vLLM's,
-        which Quire lacks: None or an error. Raises InvalidParameterError before anything is submitted if one
-        prompt or parameter is bad. A request that fails inside the engine ends with finish_reason
-        "error" and its message in `error`; the others go on. What only the engine can refuse, a
-        grammar that does not compile, ends so too among several prompts, with `error_parameter`; of
-        a single one it raises InvalidParameterError. Whatever is raised while it runs,
-        KeyboardInterrupt included, aborts all that was submitted.
+        `prompt_token_ids`. sampling_params: one for all, or one per prompt; None:
+        get_default_sampling_params(). trace_headers: the caller's trace context for all requests
+        (LLMEngine.add_request). lora_request, tokenization_kwargs, mm_processor_kwargs: vLLM's
+        arguments that Quire does not support; must be None.
+
+        Raises InvalidParameterError before anything is submitted if a prompt or parameter is
+        invalid. A request that fails inside the engine ends with finish_reason "error" and a
+        message in `error`; the other requests continue. Errors that only the engine can detect,
+        such as a grammar that does not compile, also set `error_parameter`; with a single prompt
+        they raise InvalidParameterError. Any exception during the call, KeyboardInterrupt included,
+        aborts all submitted requests.
         """
         vllm_arguments.require_nothing(
             lora_request=lora_request,
@@ -173,9 +175,7 @@ class LLM:
     def _process(
         self, prompts: Sequence[Prompt], params: list[Any], priorities: list[Any]
     ) -> list[ProcessedRequest]:
-        """Checks and tokenizes all of them, or raises InvalidParameterError for the first that is
-        bad.
-        """
+        """Checks and tokenizes the prompts. Raises InvalidParameterError for an invalid one."""
         final_only = {id(p): _final_only(p) for p in params}
         requests = []
         for i, prompt in enumerate(prompts):
@@ -200,11 +200,11 @@ class LLM:
         params: BeamSearchParams,
         use_tqdm: bool | Callable[..., Any] = False,
     ) -> list[BeamSearchOutput]:
-        """The params.beam_width likeliest continuations of each prompt, best first; all prompts and
-        beams take their steps together.
+        """Returns the params.beam_width most likely continuations of each prompt, best first. The
+        beams of all prompts are computed in the same steps.
 
-        Errors are as for generate; a search one of whose steps fails inside the engine gives its
-        message in `error`, the others go on.
+        Raises the errors of `generate`. If a step of a search fails inside the engine, that search
+        ends with the message in `error`; the others continue.
         """
         several = _prompt_list(prompts)
         with self._turn:
@@ -214,7 +214,7 @@ class LLM:
     def _search(
         self, prompts: list[Prompt], params: BeamSearchParams, use_tqdm: bool | Callable[..., Any]
     ) -> list[BeamSearch]:
-        """Beam searches of all prompts, run to their ends."""
+        """Runs the beam searches of all prompts to their ends."""
         step_params = first_params(params)
         requests = self._process(prompts, [step_params] * len(prompts), [0] * len(prompts))
         searches = [
@@ -256,9 +256,9 @@ class LLM:
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """One answer per conversation; `messages` is one or several.
+        """Returns one answer per conversation; `messages` is one conversation or several.
 
-        The rest is as for generate and Tokenizer.apply_chat_template.
+        For the other parameters see `generate` and Tokenizer.apply_chat_template.
         """
         vllm_arguments.accept("chat_template_content_format", chat_template_content_format)
         tokenizer = self.get_tokenizer()
@@ -326,7 +326,9 @@ class LLM:
 
 
 class Progress:
-    """tqdm's bar over finished requests, with tokens per second; nothing when it is not wanted."""
+    """A tqdm progress bar over finished requests with tokens per second. Does nothing if use_tqdm
+    is false.
+    """
 
     def __init__(self, num_requests: int, use_tqdm: bool | Callable[..., Any]):
         self._bar = None
@@ -337,7 +339,7 @@ class Progress:
             self._bar = make_bar(total=num_requests, desc="Processed prompts", dynamic_ncols=True)
 
     def update(self, num_input_tokens: int, num_output_tokens: int) -> None:
-        """One request is finished."""
+        """Counts one finished request."""
         if self._bar is None:
             return
         self._num_input_tokens += num_input_tokens
@@ -361,8 +363,8 @@ def _tqdm() -> Callable[..., Any]:
 
 
 def _prompt_list(prompts: Any) -> list[Prompt]:
-    """A single prompt is a string, a dict, or a list of integers; anything else must be a sequence
-    of those.
+    """Converts the argument to a list. A single prompt is a string, a dict, or a list of integers;
+    anything else must be a sequence of prompts.
     """
     if isinstance(prompts, (str, dict)):
         return [prompts]
@@ -386,9 +388,9 @@ def _one_each(name: str, value: Any, num_prompts: int) -> list[Any]:
 
 
 def _final_only(params: Any) -> Any:
-    """Only the last outputs are wanted here.
+    """A copy with output_kind FINAL_ONLY.
 
-    What is no SamplingParams is left for the InputProcessor to refuse.
+    A value that is not SamplingParams is returned as it is; the InputProcessor raises the error.
     """
     if not isinstance(params, SamplingParams) or params.output_kind == RequestOutputKind.FINAL_ONLY:
         return params

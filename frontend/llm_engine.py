@@ -1,6 +1,6 @@
-"""LLMEngine: prompts in, RequestOutputs out, one step at a time, in blocking code.
+"""LLMEngine: blocking requests and outputs, one engine step at a time.
 
-Must not know: how a client reaches its engine, torch, progress bars.
+Must not know: how a client connects to its engine, torch, progress bars.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
-    """`add_request` any number of times, then `step` while `has_unfinished_requests`.
+    """Call `add_request` any number of times, then `step` while `has_unfinished_requests`.
 
     For one thread.
 
-    config: resolved, as from EngineArgs.create_engine_config. client: owned from now on; `shutdown`
+    config: resolved, as from EngineArgs.create_engine_config. client: LLMEngine owns it; `shutdown`
     ends it. beside: see clients/connect.py.
     """
 
@@ -61,11 +61,11 @@ class LLMEngine:
 
     @property
     def stats(self) -> SchedulerStats | None:
-        """The engine's, after its last step."""
+        """Statistics of the engine after its last step."""
         return self.session.telemetry.stats
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests are given that bring no parameters of their own: see the configuration's
+        """The sampling parameters of requests that bring none; see the configuration's
         `generation_config`.
         """
         return self.session.default_sampling_params
@@ -81,12 +81,13 @@ class LLMEngine:
         priority: int = 0,
         trace_headers: dict[str, str] | None = None,
     ) -> None:
-        """Raises InvalidParameterError before anything is sent.
+        """Checks, tokenizes and sends a request. Raises InvalidParameterError before anything is
+        sent.
 
-        `request_id` must not be that of an unfinished request.
+        `request_id` must not be the id of an unfinished request.
 
-        `trace_headers`: the caller's trace context as HTTP headers carry it (W3C traceparent);
-        without, its current span is the parent.
+        `trace_headers`: the caller's trace context as HTTP headers carry it (W3C traceparent).
+        Without it the current span is the parent.
         """
         self.submit(
             self.process_inputs(
@@ -102,7 +103,7 @@ class LLMEngine:
         params: SamplingParams | PoolingParams,
         **options: Any,
     ) -> ProcessedRequest:
-        """The first half of add_request: checks and tokenizes, and sends nothing."""
+        """The first half of add_request: checks and tokenizes without sending."""
         return self.session.process(request_id, prompt, params, **options)
 
     def submit(
@@ -112,7 +113,7 @@ class LLMEngine:
         self.session.submit(request, trace_headers)
 
     def step(self) -> list[RequestOutput]:
-        """Waits for the engine's next outputs; what they mean for each request. [] when no request
+        """Waits for the engine's next outputs and returns them by request. Returns [] if no request
         is unfinished.
 
         Raises EngineDeadError when the engine is gone.
@@ -127,15 +128,15 @@ class LLMEngine:
         return self.session.take(outputs)
 
     def abort_request(self, request_ids: str | list[str]) -> list[RequestOutput]:
-        """Ends requests now; unknown ids are ignored.
+        """Ends requests. Unknown ids are ignored.
 
-        Their last outputs, finish_reason "abort", are returned here and not by `step`.
+        Returns their last outputs, with finish_reason "abort"; `step` does not return them.
         """
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         return self.session.abort(ids)
 
     def abort_all_requests(self) -> None:
-        """Ends every request, to clean up."""
+        """Ends every request."""
         self.session.abort(self.session.output_processor.unfinished_request_ids())
 
     def has_unfinished_requests(self) -> bool:
@@ -147,38 +148,38 @@ class LLMEngine:
     # ------------------------------------------------------------ the engine itself
 
     def call_utility(self, method: str, *args: Any) -> Any:
-        """Any of EngineCore.UTILITIES, by name."""
+        """Calls one of EngineCore.UTILITIES by name."""
         return self.client.call_utility(method, *args)
 
     def get_metrics(self) -> dict[str, int]:
-        """Gauges and counters by name; the table of them is in frontend/stats.py."""
+        """Gauges and counters by name; frontend/stats.py lists them."""
         return self.session.telemetry.metrics(self.client.call_utility("get_metrics"))
 
     def scheduler_state(self) -> dict[str, Any]:
-        """What waits, runs and is swapped, request by request; whether the engine is paused or
-        asleep.
-        """
+        """The waiting, running and swapped requests, and whether the engine is paused or asleep."""
         return self.client.call_utility("scheduler_state")
 
     def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
-        """The engine at work: its last steps and where their time went, its requests, a map of the
-        KV cache; see EngineCore.observe.
+        """The engine's last steps with their durations, its requests, and a map of the KV cache;
+        see EngineCore.observe.
         """
         observation = self.client.call_utility("observe", since_step, max_blocks)
         return self.session.with_own_counters(observation)
 
     def set_tracer_provider(self, provider: Any) -> None:
-        """Requests from now on become spans of this opentelemetry.trace.TracerProvider
-        (frontend/tracing.py); None: they no longer do.
+        """Records later requests as spans of this opentelemetry.trace.TracerProvider
+        (frontend/tracing.py). None: stops recording.
         """
         self.session.telemetry.set_tracer_provider(provider)
 
-    # What follows acts on the whole engine, other programs' requests included; core/pause.py says
-    # what each does.
+    # The methods below act on the whole engine, including requests of other programs; core/pause.py
+    # documents each.
 
     def pause(self, mode: str = "abort") -> None:
-        """ "abort": everybody's requests end; "wait": returns when they have finished; "keep": they
-        freeze. New ones wait for resume().
+        """Pauses the engine. New requests wait for resume().
+
+        mode: "abort" ends the requests of all clients; "wait" returns when they have finished;
+        "keep" suspends them.
         """
         self.client.call_utility("pause", mode)
 
@@ -189,39 +190,40 @@ class LLMEngine:
         return self.client.call_utility("is_paused")
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forgets the KV cache of finished prompts.
+        """Removes the KV cache of finished prompts.
 
-        False if blocks are still in use; `reset_running` preempts who uses them.
+        Returns False if blocks are still in use; `reset_running` preempts the requests that use
+        them.
         """
         return self.client.call_utility("reset_prefix_cache", reset_running)
 
     def sleep(self, level: int = 1) -> None:
-        """Frees the memory of the KV cache (1), of the weights too (2).
+        """Frees the memory of the KV cache (level 1), or of the weights too (level 2).
 
-        Requests wait, and go on after wake_up.
+        Requests wait and continue after wake_up.
         """
         self.client.call_utility("sleep", level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """`tags`: of "weights" and "kv_cache"; None: all that sleeps."""
+        """Wakes the parts in `tags`, "weights" and "kv_cache"; None: all that sleep."""
         self.client.call_utility("wake_up", tags)
 
     def is_sleeping(self) -> bool:
         return self.client.call_utility("is_sleeping")
 
     def load_weights(self, path: str) -> None:
-        """Other weights for the same model, from a directory or the hub.
+        """Loads other weights for the same model, from a directory or the hub.
 
-        Raises ModelLoadError; then the old ones go on serving.
+        Raises ModelLoadError and keeps the present weights.
         """
         self.client.call_utility("load_weights", str(find_model_directory(path)))
 
     def collective_rpc(self, method: str, args: list[Any] | None = None) -> list[Any]:
-        """Calls one of the workers' own methods (Worker.CALLABLE); the results in rank order."""
+        """Calls a method of each worker (Worker.CALLABLE). Returns the results in rank order."""
         return self.client.call_utility("collective_rpc", method, args or [])
 
     def shutdown(self) -> None:
-        """Leaves the engine: a child exits, a daemon stays. May be called twice."""
+        """Disconnects: a child exits, a daemon keeps running. May be called twice."""
         self.client.shutdown()
         self.session.telemetry.fail(EngineDeadError("LLMEngine.shutdown was called"))
         self.session.telemetry.close()

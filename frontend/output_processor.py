@@ -1,7 +1,6 @@
-"""OutputProcessor: the engine's columns of token ids become the RequestOutputs of the requests they
-belong to.
+"""OutputProcessor: converts EngineCoreOutputs into the RequestOutputs of the frontend's requests.
 
-Must not know: sockets, the scheduler, who reads the outputs.
+Must not know: sockets, the scheduler, the consumers of the outputs.
 """
 
 from __future__ import annotations
@@ -35,27 +34,31 @@ from .text.tokenizer import Tokenizer
 
 @dataclass(slots=True, eq=False)
 class CompletionState:
-    """One of a request's n completions. `token_ids` is every output token so far.
+    """One of a request's n completions.
 
-    num_told: how many of them an output has carried (or counted, where outputs are cumulative).
+    token_ids: every output token so far. num_emitted: the number of them that an output has carried
+    (or counted, for cumulative outputs).
     """
 
     index: int
-    engine_id: str  # of its rows, and for aborting it alone
+    engine_id: str  # identifies its rows, and aborts it alone
     detokenizer: IncrementalDetokenizer
-    logprobs_reader: LogprobsReader | None
+    logprobs_reader: LogprobsReader | None  # None: no log-probabilities are reported
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] | None = None
-    cumulative_logprob: float | None = None
-    num_told: int = 0
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    num_emitted: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    is_end_told: bool = False
+    is_end_emitted: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One unfinished request: what its completions share. It is finished when all of them are."""
+    """One unfinished request: the state that its completions share.
+
+    It is finished when all completions are finished.
+    """
 
     request_id: str
     prompt: str | None
@@ -68,9 +71,9 @@ class RequestState:
     stream_interval: int
     prompt_logprobs_reader: LogprobsReader | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
-    are_prompt_logprobs_told: bool = False
+    are_prompt_logprobs_emitted: bool = False
     num_cached_tokens: int | None = None
-    # by the engine's id of the completion
+    # by engine id of the completion
     timings: dict[str, RequestTiming] = field(default_factory=dict)
     num_unfinished: int = 1
     error: str | None = None
@@ -80,13 +83,14 @@ class RequestState:
 @dataclass(slots=True)
 class ProcessedOutputs:
     request_outputs: list[RequestOutput]
-    # the engine's ids of what ended here and goes on there (a stop string, a gap)
+    # engine ids of completions that ended here but still run in the engine (a stop string, missing
+    # tokens)
     requests_to_abort: list[str]
 
 
 @dataclass(slots=True)
 class _Extras:
-    """What EngineCoreOutputs says of a row besides its tokens: of most rows nothing."""
+    """The optional parts of one row of EngineCoreOutputs. Most rows have none."""
 
     finished: Finished | None = None
     logprobs: TokenLogprobs | None = None
@@ -95,41 +99,44 @@ class _Extras:
 
 
 NO_EXTRAS = _Extras()
-MAX_TOKEN_TS = 4096  # of a request
+MAX_TOKEN_TS = 4096  # per request
 
 
 class OutputProcessor:
     """Owns the frontend's requests from add_request to their last output.
 
-    Knows them by the engine's ids, and by the user's for aborts.
+    Rows are looked up by engine id, aborts by user id.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, epoch: int = 0):
         self._tokenizer = tokenizer
         self._first_epoch = epoch
-        self._epochs: dict[int, int] = {}  # the newest, by engine_index
-        self._requests: dict[str, RequestState] = {}  # by the user's id
-        # By the engine's ids of rows: the unfinished completions; with n > 1 also the request's own
-        # id, under which it may be refused whole.
+        self._epochs: dict[int, int] = {}  # the latest epoch by engine_index
+        self._requests: dict[str, RequestState] = {}  # by user id
+        # By engine id: the unfinished completions. With n > 1 the request's own engine id is also a
+        # key,
+        # because the engine rejects the request under that id.
         self._by_engine_id: dict[str, tuple[RequestState, list[CompletionState]]] = {}
         self._token_texts = None if tokenizer is None else TokenTexts(tokenizer)
-        # with each request that ends, and what to add to the engine's clock for seconds since 1970
+        # called with each finished request and the offset from the engine's clock to seconds since
+        # 1970
         self.on_finished: Callable[[RequestState, float], None] | None = None
-        self._engine_ts = 0.0  # the engine's clock when its last outputs left
-        self._clock_offset = 0.0  # what to add to it for time.monotonic()
+        self._engine_ts = 0.0  # the engine's clock when it sent its last outputs
+        self._clock_offset = 0.0  # added to the engine's clock, gives time.monotonic()
         self.record_token_times = False  # fill RequestMetrics.token_ts
-        # rows of an earlier engine; rows of requests that ended here are expected, and not counted
+        # rows of an earlier engine; rows of requests that ended here are expected and not counted
         self.num_dropped_rows = 0
 
     def add_request(self, request: ProcessedRequest) -> RequestMetrics:
-        """Returns what will go on changing until the request is finished.
+        """Registers a request. Returns its metrics, which are updated until the request is
+        finished.
 
-        Raises InvalidParameterError when the user's id is that of an unfinished request.
+        Raises InvalidParameterError if an unfinished request has the same user id.
         """
         core_request = request.core_request
         if request.request_id in self._requests:
             raise InvalidParameterError(
-                "request_id", f"{request.request_id!r} is that of a request still running"
+                "request_id", f"{request.request_id!r} is already used by a running request"
             )
         params = core_request.sampling_params
         engine_ids = [core_request.request_id]
@@ -169,12 +176,10 @@ class OutputProcessor:
     ) -> CompletionState:
         params, prompt_token_ids = core_request.sampling_params, core_request.prompt_token_ids
         detokenizer = IncrementalDetokenizer(self._tokenizer, prompt_token_ids, params)
-        if params.logprobs is None:
-            return CompletionState(index, engine_id, detokenizer, None)
-        reader = LogprobsReader(self._token_texts, prompt_token_ids)
-        return CompletionState(
-            index, engine_id, detokenizer, reader, logprobs=[], cumulative_logprob=0.0
-        )
+        reader = None
+        if params.logprobs is not None:
+            reader = LogprobsReader(self._token_texts, prompt_token_ids)
+        return CompletionState(index, engine_id, detokenizer, reader)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
@@ -186,10 +191,10 @@ class OutputProcessor:
         return list(self._requests)
 
     def journal(self, request_id: str) -> list[tuple[EngineCoreRequest, list[int]]]:
-        """For each unfinished completion: the request that gives it, and its output tokens so far.
+        """For each unfinished completion: its engine request and its output tokens so far.
 
-        With them another engine could go on
-        where this one is; a completion of several is a request of its own there, with its own seed.
+        Another engine can continue the request from them. With n > 1 each completion becomes a
+        request of its own with its own seed.
         """
         state = self._requests[request_id]
         request, params = state.core_request, state.core_request.sampling_params
@@ -198,6 +203,7 @@ class OutputProcessor:
             if completion.finish_reason is None:
                 own = request
                 if params.n > 1:
+                    assert params.seed is not None  # set by the InputProcessor
                     child_params = msgspec.structs.replace(
                         params, n=1, seed=child_seed(params.seed, completion.index)
                     )
@@ -208,26 +214,27 @@ class OutputProcessor:
         return entries
 
     def abort_requests(self, request_ids: Iterable[str]) -> ProcessedOutputs:
-        """Ends requests by the user's ids; unknown ones are ignored.
+        """Ends requests by user id. Unknown ids are ignored.
 
-        The outputs carry what there was, with finish_reason "abort".
+        The outputs carry the tokens received so far, with finish_reason "abort".
         """
         processed = ProcessedOutputs([], [])
         for request_id in request_ids:
             if (state := self._requests.get(request_id)) is not None:
-                # with n > 1: of all that still runs
+                # with n > 1 this id aborts all unfinished completions
                 processed.requests_to_abort.append(state.core_request.request_id)
                 for completion in state.completions:
                     self._finish(state, completion, FinishReason.ABORT)
-                processed.request_outputs.append(self._make_output(state))
+                if (output := self._make_output(state)) is not None:
+                    processed.request_outputs.append(output)
         return processed
 
     # ------------------------------------------------------------ rows
 
     def process_outputs(self, outputs: EngineCoreOutputs) -> ProcessedOutputs:
-        """The news for each request that has any.
+        """Returns an output for each request with new tokens or a new state.
 
-        Rows of requests that ended here, or of an engine since replaced, are dropped.
+        Rows of requests that ended here and rows of an earlier engine are dropped.
         """
         if outputs.epoch < self._epochs.get(outputs.engine_index, self._first_epoch):
             self.num_dropped_rows += len(outputs.request_ids)
@@ -238,7 +245,7 @@ class OutputProcessor:
         for timing in outputs.timings:
             self._note_timing(outputs.request_ids[timing.row], timing)
         processed = ProcessedOutputs([], [])
-        with_news: dict[str, RequestState] = {}  # by the user's id, in the order of their first row
+        changed: dict[str, RequestState] = {}  # by the user's id, in the order of their first row
         extras_of, end = _extras(outputs), 0
         token_ts = _token_ts(outputs) if self.record_token_times else None
         for i, (engine_id, first_index, num_tokens) in enumerate(
@@ -257,7 +264,7 @@ class OutputProcessor:
             for completion in completions:
                 if completion.finish_reason is not None:
                     continue
-                # tokens of the row that came before; less than 0: some are lost
+                # number of the row's tokens already received; negative if tokens are missing
                 num_known = len(completion.token_ids) - first_index
                 new_token_ids = outputs.token_ids[
                     start + num_known if num_known > 0 else start : end
@@ -265,14 +272,14 @@ class OutputProcessor:
                 new_token_ts = (
                     None if token_ts is None else token_ts[end - len(new_token_ids) : end]
                 )
-                is_news = self._process_row(
+                has_changed = self._process_row(
                     state, completion, new_token_ids, new_token_ts, num_known, extras, now
                 )
-                if is_news and (not state.is_final_only or state.num_unfinished == 0):
-                    with_news[state.request_id] = state
+                if has_changed and (not state.is_final_only or state.num_unfinished == 0):
+                    changed[state.request_id] = state
                 if completion.finish_reason is not None and extras.finished is None:
                     processed.requests_to_abort.append(completion.engine_id)
-        for state in with_news.values():
+        for state in changed.values():
             if (output := self._make_output(state)) is not None:
                 processed.request_outputs.append(output)
         return processed
@@ -287,10 +294,11 @@ class OutputProcessor:
         extras: _Extras,
         now: float,
     ) -> bool:
-        """Takes in what the row says about the completion; whether that is anything new."""
+        """Applies a row to the completion. Returns whether the completion changed."""
         if num_known < 0:
             num_tokens = len(completion.token_ids)
-            problem = f"output tokens {num_tokens} to {num_tokens - num_known - 1} did not arrive from the engine"
+            missing = f"{num_tokens} to {num_tokens - num_known - 1}"
+            problem = f"output tokens {missing} did not arrive from the engine"
             self._finish(state, completion, FinishReason.ERROR, error=problem)
             return True
         if (
@@ -298,7 +306,10 @@ class OutputProcessor:
             and state.prompt_logprobs is not None
             and len(state.prompt_logprobs) < len(state.core_request.prompt_token_ids)
         ):
-            problem = f"log-probabilities of the prompt's tokens from {len(state.prompt_logprobs)} on did not arrive from the engine"
+            problem = (
+                "log-probabilities of the prompt's tokens from "
+                f"{len(state.prompt_logprobs)} on did not arrive from the engine"
+            )
             self._finish(state, completion, FinishReason.ERROR, error=problem)
             return True
         finished = extras.finished
@@ -338,14 +349,14 @@ class OutputProcessor:
         return num_used > 0 or completion.finish_reason is not None
 
     def _read_prompt_logprobs(self, state: RequestState, columns: PromptLogprobs) -> None:
-        """Appends what is new: a prompt that is computed again after a preemption sends its
-        positions again.
+        """Appends the positions that are new. A prompt that is recomputed after a preemption sends
+        its positions again.
         """
-        if state.prompt_logprobs is None:
+        if state.prompt_logprobs is None or state.prompt_logprobs_reader is None:
             return
         num_known = len(state.prompt_logprobs) - columns.first_index
         num_rows = columns.token_ids.shape[0]
-        if 0 <= num_known < num_rows:  # a gap is found when the first token comes
+        if 0 <= num_known < num_rows:  # missing positions are detected with the first token
             state.prompt_logprobs += state.prompt_logprobs_reader.read(columns, num_known, num_rows)
 
     def _finish(
@@ -358,11 +369,11 @@ class OutputProcessor:
         error: str | None = None,
         error_parameter: str | None = None,
     ) -> None:
-        """Ends a completion, if it has not ended; with the last one its request is forgotten."""
+        """Ends a completion if it has not ended. Removes the request with its last completion."""
         if completion.finish_reason is not None:
             return
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
-            # shows what was held back; harmless if the row did so already
+            # emits the deferred text; has no effect if the row has already done so
             completion.detokenizer.update([], reason)
         completion.finish_reason, completion.stop_reason = reason, stop_reason
         if reason is FinishReason.ERROR and state.error is None:
@@ -374,7 +385,7 @@ class OutputProcessor:
         state.num_unfinished -= 1
         if state.num_unfinished == 0:
             state.metrics.finished_time = state.clock_offset + time.monotonic()
-            # a stop string, an abort: the engine has not told the end
+            # a stop string or an abort: the engine did not report the end
             if state.metrics.first_token_ts:
                 state.metrics.last_token_ts = max(state.metrics.last_token_ts, self._engine_ts)
             self._by_engine_id.pop(state.core_request.request_id, None)
@@ -392,26 +403,27 @@ class OutputProcessor:
     # ------------------------------------------------------------ outputs
 
     def _make_output(self, state: RequestState) -> RequestOutput | None:
-        """What the reader asked to see now: everything so far, the news, or (FINAL_ONLY, or between
-        two intervals) nothing.
+        """Returns what the request's output_kind emits now, or None (FINAL_ONLY, or between two
+        stream intervals).
         """
         finished, is_delta = state.num_unfinished == 0, state.is_delta
         if state.is_final_only and not finished:
             return None
         due = state.completions
-        if len(due) > 1 or state.stream_interval > 1:  # else the news are its
+        if len(due) > 1 or state.stream_interval > 1:  # otherwise the only completion is due
             due = [completion for completion in due if _is_due(completion, state.stream_interval)]
             if not due and not finished:
                 return None
-        prompt_logprobs = None if state.are_prompt_logprobs_told else state.prompt_logprobs
-        state.are_prompt_logprobs_told = is_delta
-        told = due if is_delta else state.completions
+        prompt_logprobs = None if state.are_prompt_logprobs_emitted else state.prompt_logprobs
+        state.are_prompt_logprobs_emitted = is_delta
+        emitted = due if is_delta else state.completions
         outputs = (
-            [_completion_output(told[0], is_delta)]
-            if len(told) == 1
-            else [_completion_output(completion, is_delta) for completion in told]
+            [_completion_output(emitted[0], is_delta)]
+            if len(emitted) == 1
+            else [_completion_output(completion, is_delta) for completion in emitted]
         )
-        return RequestOutput(  # one for every token of a stream: by name it takes twice as long
+        # runs once per token of a stream: keyword arguments take twice as long
+        return RequestOutput(
             state.request_id,
             state.prompt,
             state.core_request.prompt_token_ids,
@@ -427,38 +439,38 @@ class OutputProcessor:
 
 
 def _is_due(completion: CompletionState, stream_interval: int) -> bool:
-    """The first token and the end at once, the tokens between them so many at a time."""
+    """True for the first token, at the end, and every `stream_interval` tokens."""
     if completion.finish_reason is not None:
-        return not completion.is_end_told
-    num_new = len(completion.token_ids) - completion.num_told
-    return num_new >= stream_interval or completion.num_told == 0 < num_new
+        return not completion.is_end_emitted
+    num_new = len(completion.token_ids) - completion.num_emitted
+    return num_new >= stream_interval or completion.num_emitted == 0 < num_new
 
 
 def _completion_output(completion: CompletionState, is_delta: bool) -> CompletionOutput:
-    start = completion.num_told if is_delta else 0
-    finish_reason = completion.finish_reason
-    completion.num_told = len(completion.token_ids)
-    completion.is_end_told = finish_reason is not None
+    start = completion.num_emitted if is_delta else 0
+    finish_reason, has_logprobs = completion.finish_reason, completion.logprobs_reader is not None
+    completion.num_emitted = len(completion.token_ids)
+    completion.is_end_emitted = finish_reason is not None
     return CompletionOutput(
         completion.index,
         completion.detokenizer.take_delta() if is_delta else completion.detokenizer.text,
         completion.token_ids[start:],
-        completion.cumulative_logprob,
-        None if completion.logprobs is None else completion.logprobs[start:],
+        completion.cumulative_logprob if has_logprobs else None,
+        completion.logprobs[start:] if has_logprobs else None,
         None if finish_reason is None else str(finish_reason),
         completion.stop_reason,
     )
 
 
 def _token_ts(outputs: EngineCoreOutputs) -> list[float]:
-    """For each token of all rows the moment of its step."""
+    """The timestamp of the step that produced each token, for all rows."""
     if not outputs.token_steps:
         return [outputs.timestamp] * len(outputs.token_ids)
     return [outputs.step_times[step] for step in outputs.token_steps]
 
 
 def _extras(outputs: EngineCoreOutputs) -> dict[int, _Extras]:
-    """By row, of those that have any."""
+    """The extras by row, for rows that have any."""
     extras: dict[int, _Extras] = defaultdict(_Extras)
     for finished in outputs.finished:
         extras[finished.row].finished = finished

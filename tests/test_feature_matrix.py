@@ -75,8 +75,8 @@ REFUSED = {
     (
         "structured_outputs",
         "ignore_eos",
-    ): "ignore_eos: must be False with structured_outputs: an end-of-sequence token is how such an "
-    "output ends",
+    ): "ignore_eos: must be False with structured_outputs: an end-of-sequence token ends a "
+    "structured output",
     ("stop", "detokenize"): "stop: needs detokenize=True: stop strings are found in the text",
 } | {
     ("beam_width", "max_tokens", name): f"Unexpected keyword argument '{name}'"

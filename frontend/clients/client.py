@@ -1,6 +1,6 @@
-"""The one interface between the frontend and an engine, whatever its form.
+"""EngineClient: the interface between the frontend and an engine in any process.
 
-Must not know: text, tokenizers, torch; who schedules or computes.
+Must not know: text, tokenizers, torch, scheduling, computation.
 """
 
 from __future__ import annotations
@@ -17,54 +17,54 @@ CLOSED = "this client was shut down"
 class EngineClient(ABC):
     """An engine as the frontend sees it.
 
-    All forms give the same outputs, order, errors and utilities.
+    Every implementation produces the same outputs, order, errors and utilities.
 
-    One client is used either from blocking code (get_output, call_utility) or from one asyncio loop
-    (the `_async` pair), by one thread at a time. The other methods never block and serve both. When
-    the engine is gone every method, and every waiter inside one, raises EngineDeadError with the
-    cause. A second thread, and every call in a fork of the process, gets EngineUsageError.
-    `shutdown` never raises, may be called twice and by any thread: calls of others then end with
+    Use a client either from blocking code (get_output, call_utility) or from one asyncio loop (the
+    `_async` methods), and from one thread at a time. The other methods never block and work in both
+    modes. When the engine is gone, every method and every waiting call raises EngineDeadError with
+    the cause. A call from a second thread, or from a fork of the process, raises EngineUsageError.
+    `shutdown` never raises and may be called twice and by any thread; other calls then end with
     EngineDeadError. In a fork it does nothing.
     """
 
-    is_shared = False  # others may use the engine too: it is a daemon
-    num_bad_frames = 0  # from the engine, dropped
-    ready: Ready  # the engine's word on itself: resolved configuration, number of KV-cache blocks
+    is_shared = False  # other clients may use the engine too: it is a daemon
+    num_bad_frames = 0  # invalid frames from the engine, which are dropped
+    ready: Ready  # sent by the engine: resolved configuration, number of KV-cache blocks
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Hands over a request.
+        """Sends a request.
 
-        Its tokens, or its refusal as a FinishReason.ERROR row, come through get_output.
+        Its tokens, or a FinishReason.ERROR row if the engine rejects it, arrive through get_output.
         """
 
     @abstractmethod
     def abort_requests(self, request_ids: list[str]) -> None:
-        """Ends requests. Each one still alive is answered by a row with FinishReason.ABORT."""
+        """Ends requests. Each unfinished one gets a row with FinishReason.ABORT."""
 
     @abstractmethod
     def pace_outputs(self, rows_per_s: int) -> None:
-        """From now on the rows of several steps may come together; see PaceOutputs."""
+        """Lets the engine send the rows of several steps together; see PaceOutputs."""
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
-        """Blocks for the next outputs.
+        """Blocks until the next outputs arrive.
 
-        To be called only while a request of this client is unfinished.
+        May be called only while a request of this client is unfinished.
 
-        Raises EnginePausedError when none can come because this client itself has paused the engine
-        or put it to sleep. When another client of a daemon has done it, it waits for that client.
+        Raises EnginePausedError if none can arrive because this client paused the engine or put it
+        to sleep. If another client of a daemon did so, it waits for that client.
         """
 
     @abstractmethod
     async def get_output_async(self) -> EngineCoreOutputs:
-        """As get_output; waits as long as there is nothing to tell, so that one task can loop over
-        it for ever.
+        """As get_output, but waits even if no request is unfinished, so that one task can call it
+        in a loop.
         """
 
     @abstractmethod
     def call_utility(self, method: str, *args: Any) -> Any:
-        """Calls one of EngineCore.UTILITIES between two steps and returns its result, or raises its
+        """Calls one of EngineCore.UTILITIES between two steps. Returns its result or raises its
         exception.
         """
 
@@ -73,11 +73,11 @@ class EngineClient(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Leaves: a child engine exits, a daemon stays and drops this client's requests."""
+        """Disconnects: a child engine exits; a daemon stays and drops this client's requests."""
 
     async def shutdown_async(self) -> None:
-        """As shutdown, while the loop goes on: an engine may take as long as a step to leave.
+        """As shutdown, without blocking the loop: the engine may take one step to stop.
 
-        A cancellation is raised when it has left.
+        A cancellation is raised when the shutdown is complete.
         """
         await in_thread(self.shutdown)

@@ -1,6 +1,6 @@
-"""Starts an engine or attaches to one, and loads the tokenizer meanwhile.
+"""Starts an engine or attaches to one, and loads the tokenizer in parallel.
 
-Must not know: requests, outputs, what a client does with its engine.
+Must not know: requests, outputs, the use of the client.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def load_tokenizer(model_config: ModelConfig) -> Tokenizer | None:
 
 
 class TokenizerBeside:
-    """Loads the tokenizer while the engine loads, after asking for the weight files.
+    """Loads the tokenizer in a thread while the engine loads; first requests the weight files.
 
     It waits until the engine has its configuration, because the tokenizer library holds the GIL.
 
@@ -44,7 +44,9 @@ class TokenizerBeside:
             begin(lambda: read_ahead(Path(config.model_config.model)))
 
     def on_progress(self, stage: str, fraction: float) -> None:
-        """Reports a stage of the engine's start. Its first stage means that it is configured."""
+        """Records a stage of the engine's start. Its first stage shows that it has its
+        configuration.
+        """
         if self._tokenizer is None and stage != "start":
             self._tokenizer = begin(lambda: load_tokenizer(self._model_config))
         self._on_progress(stage, fraction)
@@ -67,8 +69,8 @@ def make_client(
     """Makes the client of an engine: "inproc" (this process), "process" (a child), or the address
     of a daemon, "ipc://...".
 
-    `config` is resolved. With an address it is not used; `client.ready.config` is the daemon's own.
-    `on_progress` is called while an engine in another process starts.
+    `config` is resolved. With an address it is not used; `client.ready.config` is the daemon's
+    configuration. `on_progress` is called while an engine in another process starts.
     """
     if engine == "inproc":
         from .inproc_client import InprocClient
@@ -83,11 +85,10 @@ Connected = tuple[EngineConfig, EngineClient, TokenizerBeside | None]
 
 
 def connect(args: EngineArgs, engine: str, *, asyncio_mode: bool = False) -> Connected:
-    """Starts the engine that `args` describe, or attaches to the one at the address `engine`.
+    """Starts the engine that `args` describe, or attaches to the daemon at the address `engine`.
 
-    Returns its configuration, its client, and the tokenizer that is being loaded, if any. When
-    attaching, arguments that differ from their defaults and concern the engine must agree with the
-    engine's (EngineArgs.attach_to).
+    Returns its configuration, its client, and the tokenizer being loaded, if any. When attaching,
+    engine arguments that differ from their defaults must equal the daemon's (EngineArgs.attach_to).
     """
     check_endpoint(args.otlp_traces_endpoint)
     if engine in ("inproc", "process"):

@@ -1,7 +1,6 @@
-"""Guard: who may call an engine client. One thread at a time, of the process that made the client,
-until it is closed.
+"""Guard: admits one thread at a time, of the process that made the client, until it is closed.
 
-Must not know: what a call does, how a client reaches its engine.
+Must not know: the calls, how a client connects to its engine.
 """
 
 from __future__ import annotations
@@ -15,17 +14,18 @@ from ...ipc.errors import EngineDeadError, EngineUsageError
 
 
 class Guard:
-    """`with guard:` around every call. Calls of one thread may nest.
+    """Use `with guard:` around every call. Calls of one thread may nest.
 
     waits: a second thread waits for its turn; otherwise it gets EngineUsageError. In a fork of the
-    owning process every call raises EngineUsageError: sockets and threads do not survive a fork.
+    owning process every call raises EngineUsageError, because sockets and threads do not survive a
+    fork.
     """
 
     def __init__(self, *, waits: bool = False):
         self._owner_pid = os.getpid()
         self._waits = waits
         self._lock = threading.RLock()
-        self._depth = 0  # of nested calls of the thread that holds the lock
+        self._depth = 0  # nesting depth of the calls of the thread that holds the lock
         self._closed: EngineDeadError | None = None
         self._close_later: Callable[[], object] | None = None
 
@@ -34,7 +34,7 @@ class Guard:
         return os.getpid() != self._owner_pid
 
     def check_process(self) -> None:
-        """Raises EngineUsageError in a fork of the process that made this."""
+        """Raises EngineUsageError in a fork of the owning process."""
         if self.is_in_fork:
             raise EngineUsageError(
                 f"this engine belongs to process {self._owner_pid}, and process {os.getpid()} is a "
@@ -47,7 +47,7 @@ class Guard:
         if not self._lock.acquire(blocking=self._waits):
             raise self._closed or EngineUsageError(
                 "another thread is in a call of this engine: LLMEngine and its clients serve one "
-                "thread at a time (LLM lets its callers wait, AsyncLLM runs their requests together)"
+                "thread at a time (calls of LLM wait, AsyncLLM runs requests concurrently)"
             )
         self._depth += 1
 
@@ -66,10 +66,11 @@ class Guard:
             self._lock.release()
 
     def close(self, function: Callable[[], object], cause: str) -> None:
-        """Calls function() when no call is under way.
+        """Calls function() when no call is in progress.
 
-        Waits for another thread's call, which must have been told to end. Inside a call of this
-        thread (a signal handler, a progress bar's callback) the function runs when that call ends.
+        Waits for another thread's call, which the caller must have interrupted. Inside a call of
+        this thread (a signal handler, a progress bar's callback) the function runs when that call
+        ends.
         """
         self._closed = self._closed or EngineDeadError(cause)
         with self._lock:

@@ -1,10 +1,12 @@
-"""InprocClient: an engine in this process. Pulling an output is a step; in asyncio a worker thread
-does the stepping.
+"""InprocClient: an engine in this process. In blocking code the caller steps it; in asyncio a
+worker thread does.
 
 Must not know: text, sockets, the scheduler.
 
-    blocking: get_output ── step, step, … until there are rows                      (the caller's thread owns the core)
-    asyncio:  add, abort, call ──▶ inbox ──▶ thread: step ──▶ outputs ──▶ get_output_async     (the worker thread owns it)
+    blocking: get_output ── step, step, … until there are rows
+              (the caller's thread owns the core)
+    asyncio:  add, abort, call ──▶ inbox ──▶ thread: step ──▶ outputs ──▶ get_output_async
+              (the worker thread owns the core)
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 import msgspec
 
 from ...ipc import messages as m
-from ...ipc.codec import BadFrameError, Decoder, Encoder, in_words, whose
+from ...ipc.codec import BadFrameError, Decoder, Encoder, in_words
 from ...ipc.config import EngineConfig
 from ...ipc.errors import EngineDeadError, EnginePausedError
 from ...ipc.failures import unpack_exception
@@ -32,27 +34,27 @@ from ...ipc.threads import in_thread
 from .client import CLOSED, EngineClient
 from .guard import Guard
 
-MAX_QUEUED_OUTPUTS = 256  # the thread steps this far ahead of its reader
-CLIENT = 0  # our index in the core
+MAX_QUEUED_OUTPUTS = 256  # the thread runs at most this many outputs ahead of its reader
+CLIENT = 0  # this client's index in the core
 
 
 class StartCancelled(Exception):
-    """Ends the making of an engine that nobody waits for any more."""
+    """Stops the start of an engine after a cancellation."""
 
 
 class LocalEngine:
-    """The core, its outputs, and the thread that steps it once there is one.
+    """The core, its outputs, and the worker thread if it has been started.
 
-    Does not know the client, which may be collected.
+    Holds no reference to the client, so that the client can be garbage-collected.
     """
 
     def __init__(self, core: Any):
         self.core = core
         self.outputs: deque[m.EngineCoreOutputs] = deque()
         self.death: EngineDeadError | None = None
-        self.num_bad_frames = 0  # of requests that did not survive the codec
-        self.calls: set[Future] = set()  # utility calls whose results are yet to come
-        self.waiter: asyncio.Future | None = None  # of the one task that waits for outputs
+        self.num_bad_frames = 0  # requests that could not be encoded or decoded
+        self.calls: set[Future] = set()  # utility calls without a result so far
+        self.waiter: asyncio.Future | None = None  # set by the one task that waits for outputs
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closing = False
@@ -73,11 +75,11 @@ class LocalEngine:
             self._notify()
 
     def step(self) -> None:
-        """One step; its outputs are appended.
+        """Runs one step and appends its outputs.
 
-        Raises EngineDeadError if it fails: the engine is then dead.
+        Raises EngineDeadError if the step fails; the engine is then dead.
         """
-        # a grammar is being checked, in a thread and a process of its own
+        # a grammar is being compiled in another thread and process
         if not self.core.has_work() and self.core.gate:
             self.core.gate.wait()
         with self._fatal():
@@ -87,7 +89,7 @@ class LocalEngine:
 
     @contextlib.contextmanager
     def _fatal(self) -> Iterator[None]:
-        """Nothing survives an exception in here, and whoever waits for anything is told."""
+        """Marks the engine as dead after an exception and fails every waiting call."""
         try:
             yield
         except Exception as error:
@@ -98,8 +100,8 @@ class LocalEngine:
             raise self.death from error
 
     def begin_call(self, call: m.UtilityCall, receive: Callable[[m.UtilityResult], Any]) -> Future:
-        """Calls a utility on the core; the Future gets what `receive` makes of the answer, now or
-        after a later step.
+        """Calls a utility on the core. The Future gets the value of `receive(answer)`, now or after
+        a later step.
         """
         future: Future = Future()
 
@@ -142,13 +144,14 @@ class LocalEngine:
             self._thread.start()
 
     def wake(self) -> None:
-        """The reader has taken everything: the thread may go on, if it waited for that."""
+        """Resumes the thread if it waits because the reader had not taken its outputs."""
         self._inbox.put(lambda: None)
 
     def wake_thread(self) -> None:
-        """There is news for the core.
+        """Notifies the worker thread of new work for the core.
 
-        Called from any thread; without one of ours, the caller's next step finds the news itself.
+        Called from any thread. Without a worker thread, the caller's next step finds the work
+        itself.
         """
         if self._thread is not None:
             self.wake()
@@ -160,9 +163,9 @@ class LocalEngine:
                 if self._can_step() and not self._is_closing:
                     self.step()
         except EngineDeadError:
-            pass  # told below, and by every later call
+            pass  # reported below, and by every later call
         finally:
-            self._take(block=False)  # calls that wait for a dead engine learn of it
+            self._take(block=False)  # fails the calls that wait for a dead engine
             self._notify()
 
     def _can_step(self) -> bool:
@@ -182,13 +185,13 @@ class LocalEngine:
             return
         try:
             waiter.get_loop().call_soon_threadsafe(_resolve, waiter)
-        except RuntimeError:  # the loop was closed with its task still waiting
+        except RuntimeError:  # the loop was closed while its task was waiting
             self.waiter = None
 
     def close(self, cause: str = CLOSED) -> None:
-        """Ends the thread after its present step, and lets go of the model. May be called twice.
+        """Ends the thread after its present step and releases the model. May be called twice.
 
-        In a fork it does nothing: threads do not survive a fork, and cannot be joined there.
+        In a fork it does nothing, because threads do not survive a fork and cannot be joined.
         """
         if self._is_closing or os.getpid() != self._owner_pid:
             return
@@ -196,7 +199,7 @@ class LocalEngine:
         self.death = self.death or EngineDeadError(cause)
         if self._thread is not None:
             self.wake()
-            # it is when the thread dropped the last reference to the client
+            # true if the thread dropped the last reference to the client
             if self._thread is not threading.current_thread():
                 self._thread.join()
         self._fail_calls()
@@ -209,10 +212,10 @@ def _resolve(waiter: asyncio.Future) -> None:
 
 
 class InprocClient(EngineClient):
-    """See EngineClient.
+    """Implements EngineClient for an engine in this process.
 
-    Errors are those of the other forms: the engine's own at start, EngineDeadError after a failed
-    step.
+    Errors are the same as in the other implementations: the engine's own at start, EngineDeadError
+    after a failed step.
     """
 
     def __init__(
@@ -223,11 +226,11 @@ class InprocClient(EngineClient):
         round_trip: bool = False,
         report: Report | None = None,
     ):
-        """`executor` takes the place of the real one.
+        """Makes the engine and waits until it is ready.
 
-        `round_trip` sends every message through the codec and back: for tests, which must not pass
-        on objects that the wire could not carry. `report(stage, fraction)` hears how far the engine
-        is; what it raises ends it.
+        executor: replaces the default executor. round_trip: encodes and decodes every message, so
+        that tests cannot pass objects that the wire could not carry. report: called with (stage,
+        fraction) during the start; an exception from it cancels the start.
         """
         from ...core.engine_core import EngineCore
 
@@ -236,7 +239,8 @@ class InprocClient(EngineClient):
         engine.core.hand_out = engine.hand_out
         engine.core.gate.wake = engine.wake_thread
         self._guard = Guard()
-        self._close = weakref.finalize(self, engine.close)  # also at exit, for scripts that forget
+        # also runs at exit, for scripts that do not call shutdown
+        self._close = weakref.finalize(self, engine.close)
         self.ready = engine.core.ready
         max_message_bytes = config.service_config.max_message_bytes
         self._encoder = Encoder(max_message_bytes) if round_trip else None
@@ -247,9 +251,9 @@ class InprocClient(EngineClient):
     async def start(
         cls, config: EngineConfig, on_progress: Report, *, executor: Any = None
     ) -> InprocClient:
-        """A client whose engine is made in a thread while the running loop goes on.
+        """Returns a client whose engine is made in a thread, without blocking the running loop.
 
-        Cancelled, it gives up at the engine's next report.
+        If cancelled, it stops at the engine's next progress report.
         """
         loop, is_cancelled = asyncio.get_running_loop(), threading.Event()
 
@@ -289,8 +293,8 @@ class InprocClient(EngineClient):
             self._engine.submit(lambda: core.pace_outputs(rows_per_s, CLIENT))
 
     def _carry(self, request: m.EngineCoreRequest) -> m.EngineCoreRequest | None:
-        """The request as the engine receives it; None if it did not survive and was answered, as
-        ipc/engine_input.py does it.
+        """Returns the request as the engine receives it. If it cannot be decoded, appends an error
+        row, as ipc/engine_input.py does, and returns None.
         """
         if self._encoder is None:
             return request
@@ -302,7 +306,7 @@ class InprocClient(EngineClient):
             finished = [m.Finished(0, m.FinishReason.ERROR, error=in_words(error, frames))]
             refusal = m.EngineCoreOutputs(
                 self.ready.epoch,
-                [whose(frames)],
+                [request.request_id],
                 [0],
                 [0],
                 [],
@@ -333,13 +337,13 @@ class InprocClient(EngineClient):
                 if engine.death is not None:
                     raise engine.death
                 if engine.core.is_idle():
-                    # there is no other client that could change it
+                    # no other client can resume it
                     if stall := engine.core.pausing.describe_stall():
                         raise EnginePausedError(stall)
                     raise RuntimeError(
                         "no request of this client is unfinished: there is nothing to wait for"
                     )
-                # raised in the next turn, behind the rows that came before it
+                # raised by the next call, after the rows that precede it
                 with contextlib.suppress(EngineDeadError):
                     engine.step()
             return self._deliver()
@@ -351,7 +355,7 @@ class InprocClient(EngineClient):
             while not engine.has_thread and not future.done():
                 if engine.death is not None:
                     raise engine.death
-                engine.step()  # the result comes with a step, and nobody else makes one
+                engine.step()  # the result arrives with a step, and only this thread makes steps
         return future.result()
 
     def _begin_call(self, method: str, args: tuple) -> Future:
@@ -378,7 +382,7 @@ class InprocClient(EngineClient):
                 raise engine.death
             engine.waiter = waiter = asyncio.get_running_loop().create_future()
             try:
-                # asked again: the thread may have looked for a waiter just before
+                # checked again: the thread may have looked for a waiter just before
                 if not engine.outputs and engine.death is None:
                     await waiter
             finally:
@@ -395,7 +399,7 @@ class InprocClient(EngineClient):
 
     def shutdown(self) -> None:
         if self._guard.is_in_fork:
-            return  # the engine is the parent's
+            return  # the engine belongs to the parent process
         # ends a call of another thread after its present step
         self._engine.death = self._engine.death or EngineDeadError(CLOSED)
         self._guard.close(self._close, CLOSED)

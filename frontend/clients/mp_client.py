@@ -1,10 +1,10 @@
-"""MPClient: an engine in another process, a child of this one or a daemon that others use too; for
-blocking code and for asyncio.
+"""MPClient: an engine in a child process or a daemon shared with other clients, for blocking code
+and asyncio.
 
-Must not know: text, torch, core; what a request is for.
+Must not know: text, torch, core, the purpose of a request.
 
-No thread of its own: blocking calls poll the output socket and the engine's pidfd; in asyncio the
-loop watches both.
+It has no thread: blocking calls poll the output socket and the engine's pidfd; in asyncio the loop
+watches both.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ from ...ipc.threads import in_thread
 from .client import CLOSED, EngineClient
 from .guard import Guard
 
-if TYPE_CHECKING:  # 6 MB and 30 ms, which blocking programs need not pay
+if TYPE_CHECKING:  # importing asyncio costs 6 MB and 30 ms, which blocking programs avoid
     import asyncio
 
-# read ahead of the caller; then they stay in the socket, and the engine notices
+# outputs read ahead of the caller; further ones stay in the socket, which limits the engine
 # (ipc/engine_output.py)
 MAX_QUEUED_OUTPUTS = 256
 
 
 class MPClient(EngineClient):
-    """See EngineClient. `engine` is "process" or a daemon's address."""
+    """Implements EngineClient for an engine in another process. `engine` is "process" or a daemon's
+    address.
+    """
 
     def __init__(
         self,
@@ -57,17 +59,16 @@ class MPClient(EngineClient):
         on_progress: Report = report_nothing,
         connected: tuple[Connection, m.Ready] | None = None,
     ):
-        """Starts or attaches, and returns when the engine is ready.
+        """Starts an engine or attaches to one. Returns when it is ready.
 
-        Raises the engine's own exception if it cannot start,
-        EngineStartError if it dies or takes longer than startup_timeout_s.
+        Raises the engine's own exception if it cannot start, and EngineStartError if it dies or
+        takes longer than startup_timeout_s.
 
-        `asyncio_mode`: get_output, which would stop the loop, is refused. `engine_index` numbers
-        the engines that one frontend uses at the same time, `epoch` those that replace each other;
-        both come back in every output of an engine started here.
-        `command` starts another program than our engine (see engine_proc.main). `on_progress(stage,
-        fraction)` hears how far the engine is. `connected`: this has been done already (see
-        `start`).
+        asyncio_mode: get_output, which would block the loop, raises an error. engine_index: numbers
+        the engines that one frontend uses at the same time. epoch: numbers the engines that replace
+        each other. Every output of an engine started here carries both. command: starts another
+        program instead of the engine (see engine_proc.main). on_progress: called with (stage,
+        fraction) during the start. connected: an established connection (see `start`).
         """
         self._connection, self.ready = connected or open_connection(
             config,
@@ -78,22 +79,22 @@ class MPClient(EngineClient):
             command=command,
         )
         self._guard = Guard()
-        # also at exit, for scripts that forget
+        # also runs at exit, for scripts that do not call shutdown
         self._close = weakref.finalize(self, self._connection.close)
         self.asyncio_mode = asyncio_mode
         self.is_shared = engine != "process"
         self._outputs: deque[m.EngineCoreOutputs] = deque()
         self._results: dict[int, m.UtilityResult] = {}
-        # pending calls; a Future for those of asyncio
+        # pending calls, with a Future for those of asyncio
         self._calls: dict[int, asyncio.Future | None] = {}
         self._num_calls = 0
-        # We have paused the engine ourselves, or put it to sleep: who then waits for outputs in
-        # blocking code might wait for himself. When another client has done it, it is that client's
-        # to undo, and waiting for it is right.
+        # Whether this client has paused the engine or put it to sleep. Blocking code that then
+        # waits for outputs would deadlock. If another client has done it, that client also
+        # resumes the engine, so waiting is correct.
         self._may_be_stalled = False
         self._output_waiter: asyncio.Future | None = None
-        self._death: str | None = None  # why the engine is gone
-        self._last_words: str | None = None  # its EngineDead
+        self._death: str | None = None  # the reason why the engine is gone
+        self._last_words: str | None = None  # the text of the engine's EngineDead message
         self._poller = zmq.Poller()
         self._poller.register(self._connection.pull, zmq.POLLIN)
         self._poller.register(self._connection.pidfd, zmq.POLLIN)
@@ -110,10 +111,10 @@ class MPClient(EngineClient):
         engine_index: int = 0,
         command: Sequence[str] | None = None,
     ) -> MPClient:
-        """A client in asyncio_mode, made while the running loop goes on; `on_progress(stage,
-        fraction)` hears how far the engine is.
+        """Returns a client in asyncio_mode without blocking the running loop. `on_progress(stage,
+        fraction)` is called during the start.
 
-        Cancelled, it ends a child before it raises.
+        If cancelled, it ends a child before it raises.
         """
         connected = await open_connection_async(
             config,
@@ -143,7 +144,7 @@ class MPClient(EngineClient):
 
     def shutdown(self) -> None:
         if self._guard.is_in_fork:
-            return  # the engine is the parent's
+            return  # the engine belongs to the parent process
         self._leave()
         self._guard.close(self._close, CLOSED)
 
@@ -154,7 +155,7 @@ class MPClient(EngineClient):
         await in_thread(lambda: self._guard.close(self._close, CLOSED))
 
     def _leave(self) -> None:
-        """Ends every wait, also that of another thread, and the loop's watching."""
+        """Ends every waiting call, also in another thread, and stops watching in the loop."""
         if self._death is None:
             self._fail_waiters(CLOSED)
             self._connection.wake()
@@ -167,7 +168,7 @@ class MPClient(EngineClient):
     def _send_now(self, message: m.ClientMessage) -> None:
         try:
             self._connection.send(message)
-        except zmq.ZMQError as error:  # no peer: the engine has died, or has cut the connection
+        except zmq.ZMQError as error:  # no peer: the engine has died or closed the connection
             if zmq.select([self._connection.pidfd], [], [], LAST_WORDS_S)[0]:
                 self._on_death()
             else:
@@ -179,8 +180,8 @@ class MPClient(EngineClient):
             raise EngineDeadError(self._death)
 
     def _read(self, everything: bool = False) -> None:
-        """Takes in what the socket holds; leaves outputs there while enough are queued and nobody
-        waits for what may be behind them.
+        """Reads outputs from the socket. Leaves them there while enough are queued and no call
+        waits for a message behind them.
         """
         while everything or self._wants_more():
             frames = receive(self._connection.pull)
@@ -210,7 +211,7 @@ class MPClient(EngineClient):
             waiter.set_result(message)
 
     def _on_death(self) -> None:
-        """The engine is gone: reads what it still said, then fails every waiter."""
+        """Called when the engine is gone: reads its last messages, then fails the waiting calls."""
         deadline = time.monotonic() + LAST_WORDS_S
         while self._last_words is None and self._connection.pull.poll(
             max(0, int((deadline - time.monotonic()) * 1000))
@@ -244,10 +245,12 @@ class MPClient(EngineClient):
     # ------------------------------------------------------------ blocking
 
     def _wait(self) -> None:
-        """Blocks until something was read, the engine has died, or another thread has closed us."""
+        """Blocks until a message was read, the engine has died, or another thread has closed this
+        client.
+        """
         ready = dict(self._poller.poll())
         if self._death is not None:
-            return  # the callers raise it
+            return  # the callers raise the error
         if self._connection.pidfd in ready:
             self._on_death()
         else:
@@ -285,38 +288,41 @@ class MPClient(EngineClient):
 
     # ------------------------------------------------------------ asyncio
 
-    def _watch(self) -> None:
-        """Lets the running loop watch the output socket and the engine's life."""
+    def _watch(self) -> asyncio.AbstractEventLoop:
+        """Makes the running loop watch the output socket and the pidfd. Returns the loop."""
         import asyncio
 
         loop = asyncio.get_running_loop()
         if self._connection.loop is not loop:
-            this = weakref.ref(self)  # the loop must not keep a forgotten client alive
+            this = weakref.ref(self)  # the loop must not keep an unused client alive
             self._connection.watch(
                 loop,
                 lambda: (client := this()) and client._on_readable(),
                 lambda: (client := this()) and client._on_death(),
             )
-        # ZMQ's descriptor tells of changes only, not of what lies there already
+        # ZMQ's descriptor reports changes only, not messages that have already arrived
         self._on_readable()
+        return loop
 
     def _on_readable(self) -> None:
-        """ZMQ's descriptor tells of a change once, and asking for EVENTS takes the news from it:
-        what EVENTS then says must be acted upon. It must be asked, or the loop would call us again
-        at once, for ever, where _read stopped early.
+        """Reads until ZMQ reports no more messages.
+
+        ZMQ's descriptor becomes readable once per change, and reading EVENTS resets it, so messages
+        that EVENTS reports must be read here. EVENTS must be read even where _read stopped early;
+        otherwise the loop would call this method again without end.
         """
         self._read()
-        while self._connection.pull.get(zmq.EVENTS) & zmq.POLLIN and self._wants_more():
+        while int(self._connection.pull.get(zmq.EVENTS)) & zmq.POLLIN and self._wants_more():
             self._read()
 
     async def get_output_async(self) -> m.EngineCoreOutputs:
         self._guard.check_process()
         while not self._outputs:
             self._raise_if_dead()
-            self._watch()
+            loop = self._watch()
             if self._outputs:
                 break
-            self._output_waiter = self._connection.loop.create_future()
+            self._output_waiter = loop.create_future()
             try:
                 await self._output_waiter
             finally:

@@ -37,17 +37,19 @@ def read_chat_templates(directory: Path, tokenizer_config: dict[str, Any]) -> di
         or read_json_if_exists(directory / "chat_template.json").get("chat_template")
         or {}
     )
+    templates: dict[str, str] = {}
     if isinstance(stated, str):
         templates = {"default": stated}
     else:
         try:
             templates = {str(entry["name"]): entry["template"] for entry in stated}
+            is_valid = all(isinstance(template, str) for template in templates.values())
         except (TypeError, KeyError):
-            templates = {"": None}
-        if not all(isinstance(template, str) for template in templates.values()):
+            is_valid = False
+        if not is_valid:
             raise ModelLoadError(
-                f"{directory}: chat_template must be a text, or a list of objects with `name` and "
-                f"`template`"
+                f"{directory}: chat_template must be a string, or a list of objects with `name` "
+                f"and `template`"
             )
     for path in (
         directory / "chat_template.jinja",

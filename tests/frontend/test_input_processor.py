@@ -57,7 +57,7 @@ def test_forms_of_a_prompt() -> None:
     [
         ("", "prompt", "must not be empty"),
         ([], "prompt", "must not be empty"),
-        ({}, "prompt", "must hold `prompt` or `prompt_token_ids`"),
+        ({}, "prompt", "must have `prompt` or `prompt_token_ids`"),
         (5, "prompt", "must be a string, a list of token ids or a dict, got int"),
         (None, "prompt", "got NoneType"),
         ({"prompt": 5}, "prompt", "must be a string, got int"),

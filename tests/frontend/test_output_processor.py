@@ -257,7 +257,7 @@ def test_aborted_requests_give_what_there_was() -> None:
 def test_a_running_id_cannot_be_used_again() -> None:
     processor, _ = started("r")
     with pytest.raises(
-        InvalidParameterError, match="request_id: 'r' is that of a request still running"
+        InvalidParameterError, match="request_id: 'r' is already used by a running request"
     ):
         processor.add_request(make_request("r"))
     processor.abort_requests(["r"])

@@ -1,5 +1,5 @@
-"""The frontend: text in, text out. Tokenizes, validates, hands requests to a client, and turns
-tokens back into text.
+"""The frontend: tokenizes and validates requests, sends them to an engine client, and converts
+tokens back to text.
 
-Must not know: torch, blocks, schedules; engine internals are reached through the client only.
+Must not know: torch, blocks, schedules; engine internals are accessible through the client only.
 """

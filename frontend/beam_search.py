@@ -1,11 +1,11 @@
-"""Beam search over an engine that knows nothing of it: each step asks for one token of every beam,
-with the likeliest candidates.
+"""Beam search outside the engine: each step requests one token of every beam with the most likely
+candidates.
 
 Must not know: engines, clients, who runs the steps (LLM.beam_search and AsyncLLM.beam_search do).
 
-The beams of a prompt are requests for one token behind prompt + beam. They share their KV cache
-through the prefix cache: a step computes what is behind the last full block. The search is
-transformers' `generate(num_beams=...)`, rule for rule; the names are vLLM's.
+Each beam is a request for one token after prompt + beam. The beams of a prompt share their KV cache
+through the prefix cache: a step computes only the tokens after the last full block. The search
+follows the rules of transformers' `generate(num_beams=...)`; the names are vLLM's.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from .text.tokenizer import Tokenizer
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True):
-    """Raises InvalidParameterError on construction.
+    """Parameters of a beam search. Raises InvalidParameterError on construction.
 
     A finished beam's score is its log-probability / (number of its output tokens **
-    length_penalty): above 0, the penalty favours long ones. early_stopping: True ends as soon as
-    beam_width beams are finished; False when no running beam could be better at its present length;
-    "never" when none could at any length.
+    length_penalty). A length_penalty above 0 favours long beams. early_stopping: True ends as soon
+    as beam_width beams are finished; False when no running beam could be better at its present
+    length; "never" when none could at any length.
     """
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
-    # the search follows the model's own log-probabilities: nothing but 0 or 1 (which change
-    # nothing) is taken
+    # the search uses the model's own log-probabilities, so only 0 and 1 are accepted; both change
+    # nothing
     temperature: float = 0.0
     length_penalty: float = 1.0
-    # leaves the end-of-sequence token at the end of `tokens` and `text`
+    # keeps the end-of-sequence token at the end of `tokens` and `text`
     include_stop_str_in_output: bool = False
     early_stopping: bool | Literal["never"] = False
 
@@ -81,13 +81,13 @@ class BeamSearchParams(msgspec.Struct, frozen=True):
 class BeamSearchSequence:
     """One finished beam.
 
-    `tokens` and `text` begin with the prompt, as vLLM's do; `logprobs` are of the output tokens.
+    `tokens` and `text` begin with the prompt, as in vLLM; `logprobs` covers the output tokens.
     """
 
     tokens: list[int]
     logprobs: list[PositionLogprobs]
-    cum_logprob: float  # of all output tokens, the end of sequence included
-    score: float  # by which the sequences are ordered
+    cum_logprob: float  # of all output tokens, the end-of-sequence token included
+    score: float  # sorts the sequences
     text: str | None = None
     finish_reason: str | None = None  # "stop" or "length"
     stop_reason: int | None = None  # the end-of-sequence token
@@ -95,8 +95,8 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """`sequences`: beam_width of them, best first; none if the search failed, then `error` says
-    why.
+    """The result: `sequences` has beam_width entries, best first. If the search failed, it is empty
+    and `error` has the reason.
     """
 
     sequences: list[BeamSearchSequence]
@@ -113,17 +113,17 @@ class Beam:
 
 
 class BeamSearch:
-    """The search over one prompt.
+    """The search for one prompt.
 
-    While not is_done: run `step_prompts` with `step_params`, and `advance` with what came.
+    While not is_done: run `step_prompts` with `step_params`, and pass the outputs to `advance`.
     """
 
     def __init__(
         self, request: ProcessedRequest, params: BeamSearchParams, model_config: ModelConfig
     ):
-        """`request`: the prompt, checked, made with first_params(params).
+        """`request`: the prompt, processed with first_params(params).
 
-        Raises InvalidParameterError for a beam_width that is too great.
+        Raises InvalidParameterError if beam_width is too large.
         """
         core_request = request.core_request
         self.prompt_token_ids = core_request.prompt_token_ids
@@ -133,8 +133,8 @@ class BeamSearch:
         self.params = params
         self.error: str | None = None
         self._eos_token_ids = frozenset(core_request.eos_token_ids)
-        # So many of all candidates, each with another end-of-sequence token, may end; beam_width
-        # must be left to run.
+        # A beam can end with each end-of-sequence token. One more candidate per beam ensures that
+        # beam_width beams continue.
         num_per_beam = max(2, 1 + len(self._eos_token_ids))
         self.num_candidates = num_per_beam * params.beam_width
         _check_width(params.beam_width, num_per_beam, model_config)
@@ -148,7 +148,7 @@ class BeamSearch:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self.running = [Beam()]
-        # the best beam_width so far, best first; `tokens` are without the prompt
+        # the best beam_width so far, best first; `tokens` does not include the prompt
         self.finished: list[BeamSearchSequence] = []
 
     @property
@@ -162,7 +162,7 @@ class BeamSearch:
         ]
 
     def advance(self, outputs: list[RequestOutput]) -> None:
-        """`outputs` are parallel with step_prompts."""
+        """Adds one token to each beam. `outputs` is parallel to step_prompts."""
         self.error = next((output.error for output in outputs if output.error is not None), None)
         if self.error is not None:
             self.running = []
@@ -183,7 +183,7 @@ class BeamSearch:
             if not is_end and num_tokens < self.max_tokens:
                 running.append(extended)
             elif place < self.params.beam_width:
-                # the others are there to go on in place of those that end
+                # the other candidates only replace running beams that end
                 self.finished.append(self._sequence(extended, is_end))
         self.finished = heapq.nlargest(
             self.params.beam_width, self.finished, key=lambda sequence: sequence.score
@@ -200,8 +200,9 @@ class BeamSearch:
         )
 
     def _is_decided(self, running: list[Beam], num_tokens: int) -> bool:
-        """Whether the finished beams are the result, by the rule of early_stopping; `running` are
-        best first, of `num_tokens` each.
+        """Whether the finished beams are the result, by the rule of early_stopping.
+
+        `running` is sorted best first; each beam has `num_tokens` tokens.
         """
         if not running or len(self.finished) < self.params.beam_width:
             return False
@@ -215,7 +216,7 @@ class BeamSearch:
         )
 
     def output(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-        """The result, when is_done."""
+        """Returns the result, once is_done."""
         if self.error is not None:
             return BeamSearchOutput([], self.error)
         for sequence in self.finished:
@@ -227,8 +228,8 @@ class BeamSearch:
 
 
 def first_params(params: BeamSearchParams) -> SamplingParams:
-    """With these the InputProcessor checks a prompt, finds the end-of-sequence tokens and cuts
-    max_tokens.
+    """Parameters with which the InputProcessor checks a prompt, finds the end-of-sequence tokens
+    and limits max_tokens.
     """
     require(
         isinstance(params, BeamSearchParams),
@@ -249,7 +250,7 @@ def _check_width(beam_width: int, num_per_beam: int, model_config: ModelConfig) 
     )
     problem = (
         f"must be at most {most // num_per_beam}, got {beam_width}: a step needs the "
-        f"{num_per_beam} * beam_width likeliest tokens, "
+        f"{num_per_beam} * beam_width most likely tokens, "
         f"of which max_logprobs={model_config.max_logprobs} and the vocabulary give {most}"
     )
     require(beam_width * num_per_beam <= most, "beam_width", problem)

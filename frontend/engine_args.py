@@ -17,8 +17,8 @@ from ..ipc.errors import InvalidParameterError
 from ..ipc.rope_config import model_context
 from . import vllm_arguments
 from .engine_arguments import EngineArguments
+from .model_info.cpu import prefers_bfloat16
 from .model_info.model_files import NO_GENERATION_CONFIG, find_model_directory, read_hf_config
-from .processor import prefers_bfloat16
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 # Arguments that a frontend may set even when it attaches to a daemon: they affect its requests,

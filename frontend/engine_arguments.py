@@ -1,7 +1,6 @@
-"""The keyword arguments of EngineArgs and LLM with their types, so that editors complete and type
-checkers check them.
+"""The typed keyword arguments of EngineArgs and LLM, for editors and type checkers.
 
-Must not know: defaults and ranges, which ipc/config.py has.
+Must not know: defaults and ranges, which are in ipc/config.py.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from typing import Any, Literal, TypedDict
 
 
 class EngineArguments(TypedDict, total=False):
-    """Every field of ipc/config.py but `model`, under the same name; `quire serve --help-all`
+    """Every field of ipc/config.py except `model`, under the same name. `quire serve --help-all`
     describes each.
     """
 

@@ -1,7 +1,7 @@
-"""From the engine's arrays of log-probabilities to vLLM's dicts of Logprob, with the text that each
-candidate adds.
+"""Converts the engine's arrays of log-probabilities to vLLM's dicts of Logprob with the text of
+each candidate.
 
-Must not know: requests, who reads the result.
+Must not know: requests, the readers of the result.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from .outputs import Logprob, PositionLogprobs
 from .text.detokenizer import MAX_CHARACTER_TOKENS, REPLACEMENT, piece_table
 from .text.tokenizer import Tokenizer
 
-# the last tokens, as far as they belong to a character that is not complete; nearly always empty
+# the last tokens if they belong to an incomplete character; nearly always empty
 Context = tuple[int, ...]
 
 
 class TokenTexts:
-    """The text that a token adds behind others.
+    """The text that a token adds after other tokens.
 
-    The sampled tokens' texts, put together, are the output's text, special tokens included.
+    The texts of the sampled tokens, concatenated, are the output's text with special tokens
+    included.
 
-    A token that leaves a character incomplete adds nothing; the one that completes it has the whole
-    character; one that breaks it begins with U+FFFD, as the output's text does. (vLLM repairs in
-    the same way and shows "" for what is incomplete.)
+    A token that leaves a character incomplete adds nothing; the token that completes it adds the
+    whole character; a token that breaks it begins with U+FFFD, as in the output's text. (vLLM does
+    the same and shows "" for incomplete characters.)
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._table = piece_table(tokenizer, skip_special_tokens=False)
-        self._alone: dict[int, tuple[str, bool]] = {}  # of tokens that follow a complete character
+        self._alone: dict[int, tuple[str, bool]] = {}  # for tokens that follow a complete character
 
     def text(self, context: Context, token_id: int) -> str:
         if not context:
@@ -55,7 +56,7 @@ class TokenTexts:
         return self._alone[token_id]
 
     def _decode(self, token_ids: list[int]) -> tuple[str, bool]:
-        """(text without an incomplete character at its end, whether there was one)"""
+        """Returns (text without an incomplete character at its end, whether there was one)."""
         if self._table is None:
             text = self._tokenizer.decode(token_ids)
             return text.rstrip(REPLACEMENT), text.endswith(REPLACEMENT)
@@ -67,7 +68,7 @@ class TokenTexts:
 class LogprobsReader:
     """Reads the positions of one sequence in order.
 
-    `context_token_ids` are the tokens before the first of them.
+    `context_token_ids` are the tokens before the first position.
     """
 
     def __init__(self, texts: TokenTexts | None, context_token_ids: list[int]):
@@ -77,8 +78,8 @@ class LogprobsReader:
     def read(
         self, columns: TokenLogprobs | PromptLogprobs, start: int, end: int
     ) -> list[PositionLogprobs]:
-        """Rows [start, end) of the arrays, one dict per token: its own first, with its rank; the
-        others' rank is their column.
+        """Returns rows [start, end) of the arrays as one dict per token: its own entry first, with
+        its rank; the rank of the others is their column.
         """
         width = columns.token_ids.shape[1]
         cells = slice(start * width, end * width)
@@ -97,7 +98,7 @@ class LogprobsReader:
         texts, context = self._texts, self._context
         position: PositionLogprobs = {}
         for token_id, logprob, column in zip(ids, logprobs, range(len(ids)), strict=True):
-            # the token's own comes first and may be among the most probable
+            # the token's own entry comes first and may repeat one of the most likely ones
             if token_id not in position:
                 text = None if texts is None else texts.text(context, token_id)
                 position[token_id] = Logprob(logprob, column or rank, text)

@@ -1,6 +1,6 @@
-"""What a caller receives: RequestOutput and its parts, with vLLM's names and fields.
+"""The results for callers: RequestOutput and its parts, with vLLM's names and fields.
 
-Must not know: messages, tokenizers, or how an output came about (output_processor.py makes them).
+Must not know: messages, tokenizers, how an output is produced (output_processor.py).
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ class Logprob:
     decoded_token: str | None = None
 
 
-# One position: the sampled token (of a prompt: its own) first, then the most probable ones (the
-# first may be among them).
+# One position: the sampled token (for a prompt: its own) first, then the most likely ones, which
+# may include the first.
 PositionLogprobs = dict[int, Logprob]
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """What became of a request and when.
+    """The times and counts of a request.
 
-    One object per request: it goes on changing until the request is finished.
+    Each request has one object, which is updated until the request is finished.
 
-    The *_time fields are seconds since 1970, None until they have come. The later ones are
-    arrival_time plus the monotonic time since then: setting the system's clock changes no
-    difference. The *_ts fields are moments of the engine's monotonic clock, 0.0 until known.
-    With n > 1: the first token of any completion, the last of all.
+    The *_time fields are seconds since 1970, None until known. The later ones are arrival_time plus
+    the monotonic time since then, so that setting the system's clock changes no difference. The
+    *_ts fields are times of the engine's monotonic clock in seconds, 0.0 until known. With n > 1:
+    the first token of any completion, the last of all.
     """
 
     arrival_time: float
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
-    queued_ts: float = 0.0  # the engine took it
+    queued_ts: float = 0.0  # the engine received it
     scheduled_ts: float = 0.0  # its first step began
     first_token_ts: float = 0.0
-    last_token_ts: float = 0.0  # or the end, for a request that was aborted or failed
+    last_token_ts: float = 0.0  # or the end of a request that was aborted or failed
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
-    preemption_ts: list[float] = field(default_factory=list)  # of the first 32 of each completion
-    # (the engine's step, start, end, tokens) of the first 512 of each completion: its prompt, and
-    # what was computed anew after a preemption
+    preemption_ts: list[float] = field(default_factory=list)  # the first 32 of each completion
+    # (the engine's step, start, end, tokens) of the first 512 chunks of each completion: its
+    # prompt, and tokens that were recomputed after a preemption
     prefill_chunks: list[tuple[int, float, float, int]] = field(default_factory=list)
-    # of the first 4096 tokens of all completions; only if record_token_times says so
+    # of the first 4096 tokens of all completions; only if record_token_times is set
     token_ts: list[float] = field(default_factory=list)
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds from arrival, as the frontend saw it."""
+        """Seconds from arrival to the first token, measured in the frontend."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
     @property
     def e2e_latency(self) -> float | None:
-        """Seconds from arrival to the end, as the frontend saw it."""
+        """Seconds from arrival to the end, measured in the frontend."""
         return None if self.finished_time is None else self.finished_time - self.arrival_time
 
     @property
@@ -95,7 +95,7 @@ def _between(begin_ts: float, end_ts: float) -> float | None:
 class CompletionOutput:
     """One continuation of the prompt.
 
-    `token_ids` holds the stop token too; `text` does not, unless include_stop_str_in_output.
+    `token_ids` includes the stop token; `text` does not, unless include_stop_str_in_output.
     """
 
     index: int
@@ -103,17 +103,17 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
-    # "stop", "length", "abort", "error" (RequestOutput.error says why); None while it runs
+    # "stop", "length", "abort", "error" (reason in RequestOutput.error); None while it runs
     finish_reason: str | None = None
-    # the stop token id or stop string, or a further end-of-sequence id of the model; None for its
-    # own
+    # the stop token id or stop string, or an additional end-of-sequence id of the model; None for
+    # the main one
     stop_reason: int | str | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
 
     def extend(self, news: CompletionOutput) -> None:
-        """Adds the delta that follows this one."""
+        """Appends the delta that follows this one."""
         self.text += news.text
         self.token_ids += news.token_ids
         if self.logprobs is not None:
@@ -124,11 +124,11 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of a request (CUMULATIVE, FINAL_ONLY: all n completions) or what is new in it
-    (DELTA: completions with news, and only that).
+    """The state of a request (CUMULATIVE, FINAL_ONLY: all n completions) or its changes (DELTA:
+    only completions that changed).
 
-    `outputs` is in the order of CompletionOutput.index. A failure of one completion leaves the
-    others alone; `error` is that of the first.
+    `outputs` is in the order of CompletionOutput.index. A failure of one completion does not affect
+    the others; `error` is the first failure.
     """
 
     request_id: str
@@ -141,15 +141,15 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     # one per prompt token, None for the first; DELTA: in the first output
     prompt_logprobs: list[PositionLogprobs | None] | None = None
-    error: str | None = None  # what went wrong, when a finish_reason is "error"
-    # the user's parameter that the engine refused; None for a failure
+    error: str | None = None  # the failure, if a finish_reason is "error"
+    # the user's parameter that the engine rejected; None for a failure
     error_parameter: str | None = None
     kind_is_delta: bool = field(default=False, repr=False, compare=False)
 
     def merge(self, newer: RequestOutput) -> None:
-        """Takes over what came later, for a reader who was not fast enough to see both.
+        """Adds a later output, for a reader that is slower than the engine.
 
-        Deltas add up, states replace each other.
+        Deltas are appended, states replaced.
         """
         if self.kind_is_delta:
             self._add_deltas(newer.outputs)

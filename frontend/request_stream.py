@@ -1,7 +1,7 @@
-"""RequestStream: hands one request's outputs from the task that reads the engine to the request's
+"""RequestStream: passes one request's outputs from the task that reads the engine to the request's
 reader.
 
-Must not know: the engine, how outputs are made, who reads.
+Must not know: the engine, how outputs are produced, the reader.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .outputs import RequestOutput
 
 
 class RequestStream:
-    """What one reader has not read yet, merged into one output: a slow reader costs no more memory
-    than its text.
+    """The outputs that the reader has not read yet, merged into one, so that a slow reader needs no
+    more memory than its text.
 
     take_at_once: see AsyncLLM.generate.
     """
@@ -24,15 +24,16 @@ class RequestStream:
         self._take_at_once = take_at_once
         self._unread: RequestOutput | None = None
         self._error: EngineDeadError | None = None
-        self._fault: Exception | None = None  # of take_at_once; fails its own reader alone
-        self._reader: asyncio.Future | None = None  # of the reader that waits
+        self._fault: Exception | None = None  # raised by take_at_once; fails this reader only
+        self._reader: asyncio.Future | None = None  # the reader's future while it waits
 
     def put(self, output: RequestOutput) -> None:
         if self._unread is not None:
             self._unread.merge(output)
             return
         take, reader = self._take_at_once, self._reader
-        # A waiting reader has read all that came before. What is taken at once need not wake it.
+        # A waiting reader has read all earlier outputs. An output that is taken at once does not
+        # wake it.
         if (
             take is not None
             and reader is not None
@@ -59,7 +60,9 @@ class RequestStream:
             self._reader.set_result(None)
 
     async def get(self) -> RequestOutput:
-        """Waits for an output. For one reader. Raises a failure after what came before it."""
+        """Waits for an output. Supports one reader. Raises a failure after the outputs before
+        it.
+        """
         if self._unread is None and self._error is None:
             self._reader = asyncio.get_running_loop().create_future()
             try:
@@ -69,7 +72,7 @@ class RequestStream:
         if self._fault is not None:
             raise self._fault
         if self._unread is None:
-            assert self._error is not None  # else nobody would have woken us
+            assert self._error is not None  # only an output or an error wakes the reader
             raise EngineDeadError(*self._error.args) from self._error
         output, self._unread = self._unread, None
         return output

@@ -1,6 +1,6 @@
-"""The engine's accounts of one request's completions, laid together.
+"""Merges the engine's timings of one request's completions.
 
-Must not know: where they come from, or what is done with them.
+Must not know: where they come from, or how they are used.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from ..ipc.messages import RequestTiming
 
 
 def merge_timings(timings: Iterable[RequestTiming]) -> dict[str, Any]:
-    """What the completions of one request tell of its times, as fields of RequestMetrics: first
-    moments of any, last of all, sums.
+    """The times of one request as fields of RequestMetrics: the first times of any completion, the
+    last of all, and sums.
     """
     timings = list(timings)
     return {

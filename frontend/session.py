@@ -1,7 +1,6 @@
-"""RequestSession: one engine client, text processing on both sides of it, and the requests in
-progress.
+"""RequestSession: one engine client, the text processing for it, and the requests in progress.
 
-Must not know: who waits for outputs, and how: LLMEngine blocks, AsyncLLM runs in an event loop.
+Must not know: how outputs are awaited: LLMEngine blocks, AsyncLLM runs in an event loop.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class RequestSession:
         try:
             self.client.abort_requests(request_ids)
         except EngineDeadError:  # which the next wait for outputs raises
-            logger.debug("the engine is gone, and its requests with it")
+            logger.debug("the engine is gone; its requests are lost")
 
     def has_unfinished_requests(self) -> bool:
         return self.output_processor.has_unfinished_requests()
@@ -117,7 +116,7 @@ class RequestSession:
 
 
 def find_eos_ids(model_config: ModelConfig, own: int | None) -> list[int]:
-    """End-of-sequence ids: `own`, the tokenizer's, first; the others are stop reasons, as in vLLM."""
+    """End-of-sequence ids: `own`, the tokenizer's, first. Others are stop reasons, as in vLLM."""
     generation_config = read_generation_config(Path(model_config.model))
     generation_config |= model_config.override_generation_config
     found = eos_token_ids(generation_config, model_config.hf_config)

@@ -1,40 +1,44 @@
-"""What a frontend knows of its requests and its engine in numbers: per-request times, the log line,
-the counters; and who traces.
+"""The frontend's statistics: the log line, the counters, and tracing of requests.
 
-Must not know: text, sockets, how a request is served.
+Must not know: text, sockets, how a request is processed.
 
-get_metrics() gives the same names over every client. Counters only grow; they are the engine's from
-its start and the clients' together, except those of the last group, which are this client's own.
+get_metrics() returns the same names with every client. Counters never decrease. They count since
+the engine's start and for all clients together, except those of the last group, which count for
+this client only.
 
     name                     kind      counts
     num_running              gauge     requests that take part in steps
-    num_waiting              gauge     requests in the queue, preempted ones and those held by a pause included
-    num_swapped              gauge     preempted requests whose KV entries lie in host memory
-    num_free_blocks          gauge     KV-cache blocks that no request holds
+    num_waiting              gauge     requests in the queue, including preempted and paused ones
+    num_swapped              gauge     preempted requests whose KV entries are in host memory
+    num_free_blocks          gauge     KV-cache blocks that no request uses
     num_blocks               gauge     all KV-cache blocks, the null block included
     num_prompt_tokens        counter   prompt tokens computed, recomputed ones included
     num_generation_tokens    counter   output tokens
     prefix_cache_queries     counter   prompt tokens looked up in the prefix cache
-    prefix_cache_hits        counter   prompt tokens found there
-    num_preemptions          counter   times a running request had to make room
-    num_recomputed_tokens    counter   tokens computed again after a preemption
+    prefix_cache_hits        counter   prompt tokens found in the prefix cache
+    num_preemptions          counter   preemptions of running requests
+    num_recomputed_tokens    counter   tokens recomputed after a preemption
     num_blocks_swapped_out   counter   blocks moved to host memory
     num_blocks_swapped_in    counter   blocks moved back
-    num_blocks_copied        counter   blocks copied on write, for completions that part
-    num_finished_stop        counter   requests that ended with a stop token (those that end with a stop string are aborted by the frontend)
+    num_blocks_copied        counter   blocks copied on write, for completions that diverge
+    num_finished_stop        counter   requests that ended with a stop token; those with a stop
+                                       string are aborted by the frontend
     num_finished_length      counter   requests that ended with max_tokens or the context
-    num_finished_abort       counter   requests that were aborted, by a client, a stop string, pause("abort") or a lost client
-    num_finished_error       counter   requests that failed inside the engine: logits that are not finite, a failing processor
-    num_requests_refused     counter   requests whose parameters the engine refused
+    num_finished_abort       counter   requests aborted by a client, a stop string, pause("abort")
+                                       or a lost client
+    num_finished_error       counter   requests that failed inside the engine: logits that are not
+                                       finite, an exception in a processor
+    num_requests_refused     counter   requests whose parameters the engine rejected
     num_requests_orphaned    counter   requests that ended because their client left or died
-    num_grammar_refusals     counter   structured outputs that could not be compiled within their limits
+    num_grammar_refusals     counter   structured outputs that did not compile within their limits
     num_failed_utilities     counter   utility calls that raised
-    num_bad_frames           counter   frames from clients that were no message; they cost their sender an error, nobody else anything
-    num_lost_outputs         counter   rows that could not be encoded; their requests ended with an error
-    num_overflowed_clients   counter   a daemon's clients that were dropped because they did not read their outputs
+    num_bad_frames           counter   invalid frames from clients; only their sender gets an error
+    num_lost_outputs         counter   rows that could not be encoded; their requests failed
+    num_overflowed_clients   counter   clients of a daemon that were disconnected because they did
+                                       not read their outputs
 
-    num_inputs_refused       counter   requests that this frontend refused before they were sent
-    num_bad_engine_frames    counter   frames from the engine that were no message
+    num_inputs_refused       counter   requests that this frontend rejected before sending them
+    num_bad_engine_frames    counter   invalid frames from the engine
     num_dropped_rows         counter   rows of an engine that has been replaced since
 """
 
@@ -57,31 +61,34 @@ logger = logging.getLogger("quire.stats")
 
 
 class StatsLogger:
-    """One line every `interval_s` while outputs arrive, and one when the engine becomes idle, if
-    the last is as old. No thread, no timer: where nothing arrives, nothing is logged.
+    """Logs one line every `interval_s` while outputs arrive, and one when the engine becomes idle
+    if the last line is at least as old.
+
+    It has no thread or timer: without outputs nothing is logged.
     """
 
     def __init__(self, interval_s: float, shares_engine: bool = False):
         self.interval_s = interval_s
-        # what others have it do while we are idle is none of our intervals
+        # other clients' work while this client is idle belongs to no interval
         self.shares_engine = shares_engine
         self._is_idle = True
-        self._begin = 0.0  # of the present interval
+        self._begin = 0.0  # start of the present interval
         self._last_line = float("-inf")
-        self._base: SchedulerStats | None = None  # at the interval's begin; None: what comes next
+        # at the interval's start; None: the next statistics
+        self._base: SchedulerStats | None = None
         self._latest = SchedulerStats()
 
     def begin(self) -> None:
-        """A request is on its way.
+        """Called before a request is sent.
 
-        After idleness a new interval begins, so that the rates are those of the work.
+        After an idle time it starts a new interval, so that the rates cover only the work.
         """
         if self._is_idle:
             self._is_idle = False
             self._begin, self._base = time.monotonic(), None if self.shares_engine else self._latest
 
     def record(self, stats: SchedulerStats) -> None:
-        """The engine's statistics, as they come with its outputs."""
+        """Processes the engine's statistics, which arrive with its outputs."""
         now = time.monotonic()
         if self._base is None:
             self._begin, self._base = now, stats
@@ -96,7 +103,7 @@ class StatsLogger:
 
 
 def format_line(base: SchedulerStats, stats: SchedulerStats, interval_s: float) -> str:
-    """The line for the `interval_s` seconds from `base` to `stats`."""
+    """Returns the line for the `interval_s` seconds from `base` to `stats`."""
     queries, hits = (
         stats.prefix_cache_queries - base.prefix_cache_queries,
         stats.prefix_cache_hits - base.prefix_cache_hits,
@@ -115,7 +122,7 @@ def format_line(base: SchedulerStats, stats: SchedulerStats, interval_s: float) 
 
 
 class Telemetry:
-    """All that LLMEngine and AsyncLLM do alike to watch themselves: the engine's latest statistics,
+    """The statistics and tracing that LLMEngine and AsyncLLM share: the engine's latest statistics,
     the log line, counters, tracing.
     """
 
@@ -142,8 +149,8 @@ class Telemetry:
             )
 
     def set_tracer_provider(self, provider: Any, *, is_ours: bool = False) -> None:
-        """Requests from now on become spans of this opentelemetry.trace.TracerProvider; None: they
-        no longer do.
+        """Records later requests as spans of this opentelemetry.trace.TracerProvider. None: stops
+        recording.
         """
         if self._tracer is not None:
             self._tracer.close()
@@ -155,7 +162,7 @@ class Telemetry:
         self._output_processor.on_finished = None if self._tracer is None else self._tracer.finish
 
     def begin(self, request: ProcessedRequest, trace_headers: dict[str, str] | None = None) -> None:
-        """A request is about to be sent.
+        """Called before a request is sent.
 
         `trace_headers`: the caller's trace context, as HTTP headers carry it (W3C traceparent).
         """
@@ -165,19 +172,19 @@ class Telemetry:
             self._tracer.begin(request, trace_headers)
 
     def take(self, outputs: EngineCoreOutputs) -> None:
-        """Outputs have come."""
+        """Processes outputs of the engine."""
         if outputs.stats is not None:
             self.stats = outputs.stats
             if self._log is not None:
                 self._log.record(outputs.stats)
 
     def fail(self, error: Exception) -> None:
-        """The engine is gone, and no request will be finished any more."""
+        """Called when the engine is gone: no request will finish."""
         if self._tracer is not None:
             self._tracer.fail(error)
 
     def metrics(self, of_the_engine: dict[str, int]) -> dict[str, int]:
-        """The engine's and this client's own; see above."""
+        """Returns the engine's metrics with this client's own; see the module."""
         return of_the_engine | {
             "num_inputs_refused": self.num_inputs_refused,
             "num_bad_engine_frames": self._client.num_bad_frames,
@@ -185,6 +192,8 @@ class Telemetry:
         }
 
     def close(self) -> None:
-        """Sends the spans that are still here, if they are ours to send. May be called twice."""
+        """Sends the remaining spans if this object owns the tracer provider. May be called
+        twice.
+        """
         if self._tracer is not None:
             self._tracer.close()

@@ -3,10 +3,10 @@ an event for each preemption.
 
 Must not know: the engine, sockets, text: prompts and outputs never enter a span.
 
-Spans are made when a request ends, from the times that the engine kept: nothing is traced while it
-runs. The engine's clock is laid on the wall clock by the moment at which its last outputs arrived,
-so children are early or late by the time a message takes. A beam search is many requests to the
-engine, and as many trees; a span of the caller's that is current meanwhile gathers them.
+Spans are made when a request ends, from the times that the engine recorded; nothing is traced while
+it runs. The engine's clock is mapped to the wall clock at the arrival of its last outputs, so child
+spans are off by the transfer time of a message. A beam search is many requests with one tree each;
+the caller's current span is their common parent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .outputs import RequestMetrics
 if TYPE_CHECKING:
     from .output_processor import RequestState
 
-# an endpoint that does not answer costs its spans, and no more than this at the end
+# limit at the end: an endpoint that does not answer loses its spans and delays no longer than this
 EXPORT_TIMEOUT_S = 3.0
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"  # OpenTelemetry's own: grpc, http/protobuf
 EXPORTERS = {
@@ -36,11 +36,11 @@ EXPORTERS = {
 
 
 def check_installed(parameter: str, *modules: str) -> None:
-    """Raises InvalidParameterError when a package of the extra `tracing` is not there."""
+    """Raises InvalidParameterError if a package of the extra `tracing` is missing."""
     for module in ("opentelemetry.sdk", *modules):
         try:
             found = importlib.util.find_spec(module) is not None
-        except ModuleNotFoundError:  # a parent package
+        except ModuleNotFoundError:  # a parent package is missing
             found = False
         if not found:
             raise InvalidParameterError(
@@ -59,15 +59,15 @@ def exporter_module() -> str:
 
 
 def check_endpoint(endpoint: str | None) -> None:
-    """Raises InvalidParameterError if spans could not be sent to `endpoint`; asked before an engine
-    is started. None: they are not to be.
+    """Raises InvalidParameterError if spans cannot be sent to `endpoint`; called before an engine
+    is started. None: tracing is off.
     """
     if endpoint is not None:
         check_installed("otlp_traces_endpoint", exporter_module())
 
 
 def make_tracer_provider(endpoint: str) -> Any:
-    """A TracerProvider that sends spans to `endpoint` from a thread of its own."""
+    """Returns a TracerProvider that sends spans to `endpoint` from its own thread."""
     check_endpoint(endpoint)
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -92,9 +92,9 @@ class _Begun:
 
 
 class RequestTracer:
-    """Knows the requests under way by the user's ids.
+    """Traces the requests in progress, by user id.
 
-    `provider` is an opentelemetry.trace.TracerProvider; `is_ours`: close it with us.
+    `provider` is an opentelemetry.trace.TracerProvider; `is_ours`: close it with this object.
     """
 
     def __init__(self, provider: Any, config: EngineConfig, *, is_ours: bool = False):
@@ -113,7 +113,7 @@ class RequestTracer:
         self._begun: dict[str, _Begun] = {}
 
     def begin(self, request: ProcessedRequest, trace_headers: dict[str, str] | None) -> None:
-        """The parent is what the headers name, or else the span that is current in the caller."""
+        """The headers name the parent; without them it is the caller's current span."""
         from opentelemetry import context
 
         if trace_headers is None:
@@ -125,20 +125,20 @@ class RequestTracer:
         self._begun[request.request_id] = _Begun(request, parent)
 
     def finish(self, state: RequestState, clock_offset: float) -> None:
-        """The request has ended.
+        """Makes the spans of a finished request.
 
-        `clock_offset` + a moment of the engine's clock = seconds since 1970.
+        `clock_offset` + a time of the engine's clock = seconds since 1970.
         """
         begun = self._begun.pop(state.request_id, None)
         if begun is None:
-            return  # it began before tracing was switched on
+            return  # it began before tracing was enabled
         reasons = [str(completion.finish_reason) for completion in state.completions]
         attributes = _usage(state.metrics) | {"gen_ai.response.finish_reasons": reasons}
         error = None if state.error is None else (state.error_parameter or "engine", state.error)
         self._make_spans(begun, attributes, state.metrics, clock_offset, error)
 
     def fail(self, error: Exception) -> None:
-        """Nothing that has begun will be finished."""
+        """Ends the spans of all requests in progress, which will not finish."""
         for begun in self._begun.values():
             request = begun.request
             metrics = RequestMetrics(
@@ -168,7 +168,7 @@ class RequestTracer:
         assert end is not None  # the request has ended
 
         def wall(engine_ts: float) -> int:
-            """Nanoseconds, inside the root span."""
+            """Nanoseconds, limited to the root span."""
             return int(min(max(engine_ts + clock_offset, metrics.arrival_time), end) * 1e9)
 
         root = self._tracer.start_span(
@@ -198,8 +198,8 @@ class RequestTracer:
 
 
 def _request_attributes(request: ProcessedRequest, model: str) -> dict[str, Any]:
-    """What was asked for, under the names of the gen_ai conventions; what is at its default of
-    "nothing" is left out.
+    """The request's parameters under the names of the gen_ai conventions, without parameters that
+    are unset by default.
     """
     core_request, params = request.core_request, request.core_request.sampling_params
     attributes = {

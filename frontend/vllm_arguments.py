@@ -1,11 +1,11 @@
-"""vLLM's names and spellings of engine and server arguments that are not Quire's own: which are
-accepted, and which are refused.
+"""vLLM's names and values of engine and server arguments that Quire does not have, and how each is
+handled.
 
-Must not know: what an argument of Quire's does, argparse.
+Must not know: the effect of Quire's arguments, argparse.
 
-An argument is accepted without effect where vLLM's meaning cannot change an answer here: it tunes
-speed or logs, or it refines something that is off. An argument that asks for something Quire lacks
-is refused, unless its value asks for nothing (None, False, an empty list).
+An argument is accepted without effect if vLLM's meaning cannot change an answer here: it tunes
+speed or logging, or refines a disabled feature. An argument that requests an unsupported feature
+raises an error, unless its value requests nothing (None, False, an empty list).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Argument of Quire's -> vLLM's spelling of a value -> Quire's.
+# Quire's argument -> vLLM's value -> Quire's value.
 SPELLINGS: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "generation_config": {"vllm": "none"},
     "max_model_len": {-1: None, "-1": None, "auto": None},
 }
-# Argument of Quire's -> other options of the command line that mean it.
+# Quire's argument -> other command-line options with the same meaning.
 OPTIONS = {
     "tensor_parallel_size": ("-tp",),
     "pipeline_parallel_size": ("-pp",),
@@ -51,7 +51,7 @@ SHORT_OPTIONS = {
 NOTED = {
     "trust_remote_code": "Quire runs no code from a model's repository",
     "enable_log_requests": "quire serve logs a line per request (access_log)",
-    "enable_auto_tool_choice": "tool calls are always read where the model's template has them",
+    "enable_auto_tool_choice": "tool calls are always parsed if the model's template supports them",
 }
 # Accepted without effect, whatever the value.
 WITHOUT_EFFECT = _names(
@@ -94,7 +94,7 @@ WITHOUT_EFFECT = _names(
     video_pruning_rate watermark
     """
 )
-# Accepted with these values alone.
+# Accepted with these values only.
 ONLY: dict[str, tuple[Any, ...]] = {
     "api_server_count": (1,),
     "config_format": ("auto", "hf"),
@@ -114,7 +114,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto", "hf"),
     "worker_cls": ("auto",),
     "worker_extension_cls": ("",),
-    # of the server
+    # server arguments
     "allowed_headers": ("*", '["*"]'),
     "allowed_methods": ("*", '["*"]'),
     "chat_template_content_format": ("auto", "string"),
@@ -122,18 +122,18 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "response_role": ("assistant",),
     "ssl_cert_reqs": (0,),
 }
-# Refused, with what to do instead where there is something.
+# Rejected, with the alternative if there is one.
 REFUSED = {
     "attention_backend": "kernels chooses implementations",
     "attention_config": "kernels chooses implementations",
-    "chat_template": "LLM.chat and quire serve take it",
-    "collect_detailed_traces": "otlp_traces_endpoint gives the spans there are",
+    "chat_template": "LLM.chat and quire serve accept it",
+    "collect_detailed_traces": "otlp_traces_endpoint enables the spans that exist",
     "data_parallel_external_lb": "",
     "data_parallel_hybrid_lb": "",
     "data_parallel_multi_port_external_lb": "",
     "data_parallel_rank": "",
     "data_parallel_start_rank": "",
-    "device_ids": "CUDA_VISIBLE_DEVICES chooses the GPU",
+    "device_ids": "CUDA_VISIBLE_DEVICES selects the GPU",
     "diffusion_config": "",
     "disable_sliding_window": "",
     "ec_transfer_config": "",
@@ -141,7 +141,7 @@ REFUSED = {
     "enable_eplb": "",
     "enable_fault_tolerance": "",
     "enable_lora": "LoRA adapters are not supported",
-    "enable_mm_embeds": "models read text alone",
+    "enable_mm_embeds": "models accept text only",
     "enable_prompt_embeds": "prompts are text or token ids",
     "enable_return_routed_experts": "",
     "enable_trace_replay": "",
@@ -153,31 +153,31 @@ REFUSED = {
     "kv_transfer_config": "",
     "max_num_queued_reqs": "quire serve has max_queued_requests",
     "max_num_queued_tokens": "quire serve has max_queued_tokens",
-    "max_num_scheduled_tokens": "max_num_batched_tokens bounds a step",
-    "mm_encoder_only": "models read text alone",
+    "max_num_scheduled_tokens": "max_num_batched_tokens limits a step",
+    "mm_encoder_only": "models accept text only",
     "model_class_overrides": "",
     "model_weights": "",
-    "pooler_config": "the engine cannot pool",
+    "pooler_config": "pooling is not supported",
     "prefix_cache_retention_interval": "",
     "prefix_match_unit": "",
-    "quantization_config": "quantization takes int8 or int4",
+    "quantization_config": "quantization accepts int8 or int4",
     "reasoning_config": "",
-    "reasoning_parser": "quire serve takes it",
+    "reasoning_parser": "quire serve accepts it",
     "reasoning_parser_plugin": "",
     "return_sampling_mask": "",
-    "rope_scaling": "give it in hf_overrides",
-    "rope_theta": "give it in hf_overrides",
+    "rope_scaling": "set it in hf_overrides",
+    "rope_theta": "set it in hf_overrides",
     "scheduler_cls": "",
     "spec_method": "speculative decoding is not supported",
     "spec_model": "speculative decoding is not supported",
     "spec_tokens": "speculative decoding is not supported",
     "speculative_config": "speculative decoding is not supported",
-    "tokenizer_revision": "revision holds for model and tokenizer",
+    "tokenizer_revision": "revision applies to the model and the tokenizer",
     "tokens_only": "",
     "use_fp64_gumbel": "",
-    "weight_transfer_config": "load_weights puts new weights in place",
+    "weight_transfer_config": "load_weights replaces the weights",
 }
-# Of `vllm serve` alone.
+# Only in `vllm serve`.
 SERVER_WITHOUT_EFFECT = _names(
     """
     cohere_format cohere_is_reasoning_model data_parallel_supervisor_port
@@ -192,7 +192,7 @@ SERVER_WITHOUT_EFFECT = _names(
 )
 SERVER_REFUSED = {
     "allow_credentials": "",
-    "enable_force_include_usage": "clients ask with stream_options",
+    "enable_force_include_usage": "clients set stream_options",
     "enable_log_outputs": "",
     "enable_per_request_metrics": "/metrics has the histograms",
     "enable_ssl_refresh": "",
@@ -228,7 +228,7 @@ HUB_TOKEN = "hf_token"
 NAMES = frozenset(
     {HUB_TOKEN, *NOTED, *WITHOUT_EFFECT, *ONLY, *REFUSED, *SERVER_WITHOUT_EFFECT, *SERVER_REFUSED}
 )
-# On the command line these take no value.
+# These take no value on the command line.
 SWITCHES = frozenset(
     name
     for name in NAMES
@@ -244,12 +244,12 @@ SWITCHES = frozenset(
     use_tqdm_on_load
     """
 )
-# Texts that ask for nothing, on the command line and in a file.
+# Strings that request nothing, on the command line and in a file.
 NOTHING = ("", "none", "null", "false", "{}", "[]")
 
 
 def spelled(name: str, value: Any) -> Any:
-    """The value in Quire's spelling: "half" is float16, torch.bfloat16 is bfloat16."""
+    """Converts vLLM's value to Quire's: "half" is float16, torch.bfloat16 is bfloat16."""
     if name == "dtype" and type(value).__module__ == "torch":
         value = str(value).removeprefix("torch.")
     known = SPELLINGS.get(name)
@@ -259,9 +259,11 @@ def spelled(name: str, value: Any) -> Any:
 
 
 def accept(name: str, value: Any) -> bool:
-    """Whether `name` is an argument of vLLM's that Quire accepts though it has none of this name.
+    """Whether `name` is an argument of vLLM that Quire accepts although it has no argument of this
+    name.
 
-    False: nobody's argument. Raises InvalidParameterError for one that asks for what Quire lacks.
+    False: neither vLLM nor Quire has it. Raises InvalidParameterError if it requests an unsupported
+    feature.
     """
     if name not in NAMES:
         return False
@@ -285,8 +287,8 @@ def accept(name: str, value: Any) -> bool:
 
 
 def require_nothing(**arguments: Any) -> None:
-    """For arguments of a call that vLLM has and Quire lacks: InvalidParameterError names the one
-    that asks for something.
+    """Raises InvalidParameterError naming the first argument of a vLLM call that requests a feature
+    that Quire does not support.
     """
     for name, value in arguments.items():
         if not _asks_for_nothing(value):

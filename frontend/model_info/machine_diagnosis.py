@@ -23,7 +23,7 @@ import psutil
 
 from ...ipc.errors import QuireError
 from ...ipc.machine import available_cores, cgroup_cpu_quota, cgroup_free_memory, free_memory_bytes
-from ..processor import (
+from .cpu import (
     NATIVE_BFLOAT16,
     are_kernels_built,
     native_isas,

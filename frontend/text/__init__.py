@@ -1,1 +1,1 @@
-"""Text in and out: tokenizer, incremental detokenizer with stop strings, chat templates."""
+"""Text processing: tokenizer, incremental detokenizer with stop strings, chat templates."""

@@ -1,7 +1,6 @@
-"""Messages of a conversation as clients write them, brought into the form that chat templates
-expect.
+"""Converts the messages of a conversation into the form that chat templates expect.
 
-Must not know: jinja2, any one model, requests.
+Must not know: jinja2, specific models, requests.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from typing import Any
 from ...ipc.checks import shown
 from ...ipc.errors import InvalidParameterError
 
-# type of a part -> where its text is
+# type of a part -> the key of its text
 TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-SHORT_ID_LENGTH = 9  # what Mistral's templates accept
+SHORT_ID_LENGTH = 9  # required by Mistral's templates
 
 
 def normalize_messages(messages: Any) -> list[dict[str, Any]]:
-    """Copies of the messages: keys whose value is None left out, content as text, arguments of tool
-    calls as dicts where their JSON text is one, reasoning of earlier turns under both of its names,
-    and the function's name on a tool's answer.
+    """Returns copies of the messages in one form: no keys whose value is None, content as text,
+    arguments of tool calls as dicts if they are JSON, reasoning of earlier turns under both of its
+    names, and the function's name in each tool result.
 
-    A template sees a missing key as empty, as in transformers; None it would write as "None".
+    Templates treat a missing key as empty, as in transformers. They would render None as "None".
 
     Raises InvalidParameterError that names the place, such as
     messages[2].tool_calls[0].function.name.
@@ -31,7 +30,7 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise InvalidParameterError("messages", "must be a list of at least one message")
     normalized: list[dict[str, Any]] = []
-    names: dict[str, str] = {}  # id of a call -> its function
+    names: dict[str, str] = {}  # id of a call -> name of its function
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
         if not isinstance(message, dict):
@@ -63,7 +62,7 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _content_text(content: Any, path: str) -> str:
-    """Parts of text are joined by newlines, as in vLLM."""
+    """Joins the text parts with newlines, as in vLLM."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -83,7 +82,7 @@ def _content_text(content: Any, path: str) -> str:
         if not isinstance(text, str):
             raise InvalidParameterError(
                 f"{path}[{i}]",
-                f"must be a part of type text with its `text`: this model reads text alone; got "
+                f"must be a part of type text with its `text`: this model reads text only; got "
                 f"{shown(part)}",
             )
         texts.append(text)
@@ -113,8 +112,8 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
 
 
 def _arguments(arguments: Any, path: str) -> dict[str, Any] | str:
-    """A model may have written arguments that are no JSON; the conversation goes on with them as
-    they are.
+    """Parses the arguments. A model may have produced arguments that are not JSON; they are kept as
+    text.
     """
     if arguments is None or arguments == "":
         return {}
@@ -129,11 +128,11 @@ def _arguments(arguments: Any, path: str) -> dict[str, Any] | str:
     return value if isinstance(value, dict) else arguments
 
 
-# ---------------------------------------------------------------- what only some templates want
+# ---------------------------------------------------------------- what only some templates need
 
 
 def with_arguments_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that put the arguments behind a text."""
+    """For templates that concatenate the arguments with text."""
 
     def as_text(call: dict[str, Any]) -> dict[str, Any]:
         arguments = call["function"]["arguments"]
@@ -154,7 +153,7 @@ def with_empty_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that refuse ids of any other form than Mistral's own."""
+    """For templates that accept only ids in Mistral's form."""
 
     def short(identifier: Any) -> str:
         return re.sub(r"[^A-Za-z0-9]", "", str(identifier))[-SHORT_ID_LENGTH:].rjust(
@@ -176,5 +175,5 @@ def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_system_for_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that do not know OpenAI's newer name of the role."""
+    """For templates that do not support OpenAI's newer role name."""
     return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]

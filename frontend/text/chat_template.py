@@ -1,5 +1,4 @@
-"""Chat templates: from messages to the text of a prompt, as the authors of the model wrote it down
-in Jinja.
+"""Chat templates: render messages to the text of a prompt with the model's Jinja template.
 
 Must not know: tokens, requests. A template comes with a model and is not trusted: it runs in
 jinja2's sandbox on plain data, with limits on time and length (template_sandbox.py).
@@ -16,21 +15,22 @@ from ...ipc.json_files import check_regular_file, read_json_if_exists
 from .chat_messages import normalize_messages
 from .template_traits import TemplateTraits, find_traits
 
-# Marks where the last message ends. The trailing space shows whether the template trimmed the
+# Marks the end of the last message. The trailing space shows whether the template trims the
 # message.
 CONTINUE_MARK = "\ue000continue\ue001 "
-# Processor time that one rendering may take. A conversation of ten thousand messages takes 0.1 s.
+# Limit on the CPU time of one rendering. A conversation of ten thousand messages takes 0.1 s.
 TIME_LIMIT_S = 1.0
 
 
 class ChatTemplateTimeError(InvalidParameterError):
-    """The template takes longer than it may for these messages."""
+    """Rendering the template exceeded its time limit."""
 
 
 def read_chat_templates(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name, "default" among them where the model has one.
+    """Returns the templates by name. The default template, if the model has one, is named
+    "default".
 
-    Files win over tokenizer_config.json, as in transformers.
+    Files override tokenizer_config.json, as in transformers.
     """
     stated = (
         tokenizer_config.get("chat_template")
@@ -68,9 +68,9 @@ def read_chat_templates(directory: Path, tokenizer_config: dict[str, Any]) -> di
 def choose_template(
     templates: dict[str, str], wanted: str | None, *, with_tools: bool = False
 ) -> str:
-    """The model's template called `wanted`, or `wanted` itself, or the model's own choice.
+    """Returns the model's template named `wanted`, or `wanted` itself, or the model's default.
 
-    InvalidParameterError if there is none.
+    Raises InvalidParameterError if there is none.
     """
     if wanted is not None:
         return templates.get(wanted, wanted)
@@ -94,14 +94,14 @@ def render_chat(
     continue_final_message: bool = False,
     variables: dict[str, Any] | None = None,
 ) -> str:
-    """The prompt's text.
+    """Returns the text of the prompt.
 
-    `tools` reaches the template as given: [] is not None. With continue_final_message the text ends
-    where the last message's content ends, so that the model continues it.
+    `tools` is passed to the template as given: [] differs from None. With continue_final_message
+    the text ends where the last message's content ends, so that the model continues it.
 
-    Raises InvalidParameterError naming the place in `messages`, `tools` (of a template that ignores
-    them) or `chat_template`, with the template's own words where it refuses;
-    ChatTemplateTimeError after TIME_LIMIT_S, or after what the caller's time_limit leaves.
+    Raises InvalidParameterError naming the place in `messages`, `tools` (if the template ignores
+    them) or `chat_template`, with the template's own message if it raises one. Raises
+    ChatTemplateTimeError after TIME_LIMIT_S, or after the remainder of the caller's time_limit.
     """
     import jinja2
 
@@ -136,7 +136,7 @@ def render_chat(
         raise InvalidParameterError(
             "chat_template", f"is not valid Jinja: {error.message} (line {error.lineno})"
         ) from error
-    except Exception as error:  # a template can fail in any way that Python can
+    except Exception as error:  # a template can raise any exception
         raise InvalidParameterError(
             "messages", f"the chat template refuses them: {error}"
         ) from error
@@ -168,9 +168,9 @@ def _cut_at_mark(text: str) -> str:
 
 @lru_cache(maxsize=32)
 def template_traits(template: str) -> TemplateTraits:
-    """What the template can do with tools.
+    """Returns what the template supports of tools.
 
-    A template that is no Jinja can do nothing; what is wrong with it, rendering says.
+    An invalid template supports nothing; rendering reports the error.
     """
 
     from .template_sandbox import render, time_limit
@@ -186,6 +186,6 @@ def template_traits(template: str) -> TemplateTraits:
         )
         return render(template, variables)
 
-    # the answer is kept, so it must not depend on how much time the caller has left
+    # the result is cached, so it must not depend on the caller's remaining time
     with time_limit(TIME_LIMIT_S / 2, fresh=True):
         return find_traits(template, try_out)

@@ -1,7 +1,6 @@
-"""From tokens to text, one token at a time: incremental decoding, and stop strings found in what it
-gives.
+"""Incremental decoding of tokens to text, with detection of stop strings.
 
-Must not know: messages, other requests, who reads the text.
+Must not know: messages, other requests, the readers of the text.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ MAX_CHARACTER_TOKENS = 4  # a character has at most four bytes, and a token at l
 
 
 class TokenDecoder(Protocol):
-    """What both ways of decoding offer.
+    """The interface of both decoders.
 
-    All results of `decode`, then `flush`, put together are the text of all tokens.
+    The results of all `decode` calls and of `flush`, concatenated, are the text of all tokens.
     """
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text that these tokens complete."""
+        """Returns the text that these tokens complete."""
         ...
 
     def flush(self) -> str:
-        """The remaining text at the end, with an incomplete character as U+FFFD."""
+        """Returns the remaining text at the end, with an incomplete character as U+FFFD."""
         ...
 
 
 class IncrementalDetokenizer:
-    """The text of one request's output while it grows, cut at the first stop string.
+    """The growing text of one request's output, truncated at the first stop string.
 
-    The stop string that is complete first wins, of several with the same end the one that comes
-    first in the list: so the text does not depend on how it was split into tokens. Text that may
-    turn out to be the beginning of a stop string is held back until it is decided.
+    The stop string that is complete first applies. If several end at the same character, the first
+    one in the list applies, so the text does not depend on how it is split into tokens. Text that
+    may be the beginning of a stop string is deferred until more tokens decide it.
     """
 
     def __init__(
@@ -53,13 +52,13 @@ class IncrementalDetokenizer:
         )
         self._stops = params.stop_list
         self._include_stop = params.include_stop_str_in_output
-        # a stop string that is complete within these does not count
+        # a stop string that is complete within these characters is ignored
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        # decoded and not shown: it ends in what may be the beginning of a stop string
+        # decoded but deferred: it ends with a possible beginning of a stop string
         self._held = ""
         self._shown: list[str] = []
-        self._num_taken = 0  # entries of _shown that take_delta has given
+        self._num_taken = 0  # number of entries of _shown that take_delta has returned
 
     @property
     def text(self) -> str:
@@ -67,24 +66,24 @@ class IncrementalDetokenizer:
         return self._shown[0]
 
     def take_delta(self) -> str:
-        """The text shown since the last call. (A reader uses either this or `text`.)"""
+        """Returns the text added since the last call. A reader uses either this or `text`."""
         start, self._num_taken = self._num_taken, len(self._shown)
         return self._shown[start] if start + 1 == self._num_taken else "".join(self._shown[start:])
 
     def update(
         self, token_ids: list[int], finish_reason: FinishReason | None = None
     ) -> tuple[int, str | None]:
-        """Appends new tokens; `finish_reason` is given with the last ones.
+        """Appends new tokens. `finish_reason` is passed with the last ones.
 
-        Returns how many of them belong to the output (fewer than all when a stop string ends it
+        Returns how many of them belong to the output (fewer than all if a stop string ends it
         early) and that stop string.
         """
         if self._decoder is None:
             return len(token_ids), None
-        if finish_reason is None and token_ids and not self._stops:  # nearly all
+        if finish_reason is None and token_ids and not self._stops:  # the most common case
             self._shown.append(self._decoder.decode(token_ids))
             return len(token_ids), None
-        # The token that ended the request is an output token, but no text.
+        # The token that ended the request is an output token, but adds no text.
         hidden = 1 if finish_reason is FinishReason.STOP and not self._include_stop else 0
         texts = token_ids[: len(token_ids) - hidden]
         if self._stops:
@@ -103,7 +102,9 @@ class IncrementalDetokenizer:
         return len(token_ids), stop
 
     def _search(self, new_text: str) -> str | None:
-        """Adds text; shows what is safe; returns the stop string if one is now complete."""
+        """Adds text, releases the part that is not deferred, and returns the stop string if one is
+        complete.
+        """
         num_searched = len(self._held)
         self._held += new_text
         found = (
@@ -126,8 +127,9 @@ class IncrementalDetokenizer:
 
 
 def find_stop(text: str, stops: list[str], num_searched: int) -> tuple[int, int, str] | None:
-    """(start, end, stop) of the match with the first end behind `num_searched` characters; of
-    several the first of `stops`; None without.
+    """Returns (start, end, stop) of the match with the first end after `num_searched` characters.
+
+    If several match, the first of `stops`; None without a match.
     """
     best = None
     for stop in stops:
@@ -138,7 +140,7 @@ def find_stop(text: str, stops: list[str], num_searched: int) -> tuple[int, int,
 
 
 def length_of_possible_stop(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with, without being all of it."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     start = max(0, len(text) - len(stop) + 1)
     while (start := text.find(stop[0], start)) != -1:
         if stop.startswith(text[start:]):
@@ -153,8 +155,8 @@ def length_of_possible_stop(text: str, stop: str) -> int:
 def make_decoder(
     tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams
 ) -> TokenDecoder:
-    """The exact and fast way for byte-level and byte-fallback vocabularies, the general one for any
-    other.
+    """Returns the fast, exact decoder for byte-level and byte-fallback vocabularies, otherwise the
+    general one.
     """
     table = piece_table(tokenizer, params.skip_special_tokens)
     if table is not None:
@@ -168,7 +170,9 @@ def make_decoder(
 
 
 def piece_table(tokenizer: Tokenizer, skip_special_tokens: bool) -> PieceTable | None:
-    """The tokenizer's own, made once; None where its decoder does more than put pieces together."""
+    """Returns the tokenizer's table, built once; None if its decoder does more than concatenate
+    pieces.
+    """
     if skip_special_tokens not in tokenizer.piece_tables:
         tokenizer.piece_tables[skip_special_tokens] = _make_piece_table(
             tokenizer, skip_special_tokens
@@ -177,7 +181,7 @@ def piece_table(tokenizer: Tokenizer, skip_special_tokens: bool) -> PieceTable |
 
 
 class PieceTable(dict[int, bytes]):
-    """Token id -> the bytes it adds to the text, found when first asked for."""
+    """Token id -> the bytes it adds to the text. Entries are computed on first use."""
 
     def __init__(
         self,
@@ -191,7 +195,7 @@ class PieceTable(dict[int, bytes]):
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._byte_of_character = _byte_level_alphabet() if byte_level else None
         self._texts: dict[int, str | None] = {}
-        # spaces that the decoder takes off the beginning of a text
+        # spaces that the decoder strips from the beginning of a text
         self.num_stripped = num_stripped
         self.errors = "replace" if byte_level else "quire.replace_each_byte"
 
@@ -202,7 +206,7 @@ class PieceTable(dict[int, bytes]):
         return piece
 
     def text_of(self, token_id: int) -> str | None:
-        """The token's text if it is made of whole characters, or None."""
+        """Returns the token's text if it consists of whole characters, otherwise None."""
         if token_id not in self._texts:
             try:
                 self._texts[token_id] = self[token_id].decode()
@@ -220,19 +224,19 @@ class PieceTable(dict[int, bytes]):
 
 
 class PieceDecoder:
-    """Puts the tokens' bytes together and reads them as UTF-8; the few bytes of an unfinished
-    character wait. O(1) per token.
+    """Concatenates the tokens' bytes and decodes them as UTF-8; the bytes of an unfinished
+    character are buffered. O(1) per token.
 
-    Equal to decoding everything at once, with one exception in byte-fallback vocabularies: there a
-    run of byte tokens with one invalid byte is all U+FFFD, in here the complete characters before
-    that byte have been shown and stay.
+    Equal to decoding all tokens at once, with one exception in byte-fallback vocabularies: there a
+    run of byte tokens with one invalid byte becomes U+FFFD throughout, while here the complete
+    characters before that byte have already been emitted.
     """
 
     def __init__(self, table: PieceTable, prompt_token_ids: list[int]):
         self._table = table
         self._utf8 = codecs.getincrementaldecoder("utf-8")(table.errors)
         # A prompt given as ids may end within a character. The output may complete it; if it does
-        # not, its U+FFFD is the prompt's.
+        # not, its U+FFFD belongs to the prompt.
         self._utf8.decode(b"".join(table[i] for i in prompt_token_ids[-MAX_CHARACTER_TOKENS:]))
         num_begun = len(self._utf8.getstate()[0])
         self._is_within_character = num_begun > 0
@@ -247,7 +251,7 @@ class PieceDecoder:
             and not self._is_within_character
             and (text := table.text_of(token_ids[0])) is not None
         ):
-            return self._own(text)  # by far the most common, in a third of the time
+            return self._own(text)  # the most common case, at a third of the time
         text = self._utf8.decode(b"".join([table[i] for i in token_ids]))
         self._is_within_character = bool(self._utf8.getstate()[0])
         return self._own(text)
@@ -256,7 +260,7 @@ class PieceDecoder:
         return self._own(self._utf8.decode(b"", final=True))
 
     def _own(self, text: str) -> str:
-        """Without what is the prompt's, or would be stripped from a whole text."""
+        """Removes the text that belongs to the prompt or that decoding a whole text would strip."""
         if not (self._num_of_prompt or self._num_to_strip):
             return text
         if self._num_of_prompt and text:
@@ -265,7 +269,7 @@ class PieceDecoder:
         if self._num_to_strip and text:
             num_spaces = len(text) - len(text.lstrip(" "))
             num_taken = min(num_spaces, self._num_to_strip)
-            # Spaces may come one token at a time: go on until something else comes.
+            # Spaces may arrive one token at a time: continue until another character arrives.
             self._num_to_strip = self._num_to_strip - num_taken if num_spaces == len(text) else 0
             text = text[num_taken:]
         return text
@@ -273,10 +277,10 @@ class PieceDecoder:
 
 class WindowDecoder:
     """Decodes the last few tokens twice, with and without the new one; the difference is the new
-    text. For decoders of any kind.
+    text. Works with any decoder.
 
-    The prefix-offset method of Hugging Face's text-generation-inference: the spaces of new tokens
-    depend on the ones before.
+    This is the prefix-offset method of Hugging Face's text-generation-inference: the spaces of new
+    tokens depend on the tokens before them.
     """
 
     def __init__(
@@ -318,8 +322,8 @@ class WindowDecoder:
         if len(after) > len(before):
             self._context, self._pending = self._pending, []
             return after[len(before) :]
-        # Nothing to see yet (a skipped special token, say): the context stays, the token is
-        # forgotten.
+        # The token adds no text (a skipped special token, for example): keep the context and drop
+        # the token.
         self._pending = []
         return ""
 
@@ -350,8 +354,8 @@ def _is_space(step: dict[str, Any]) -> bool:
 
 
 def _num_stripped(steps: list[dict[str, Any]]) -> int | None:
-    """Spaces taken off the text's beginning by the steps behind Fuse; None if they do anything
-    else.
+    """Number of spaces that the steps after Fuse strip from the text's beginning; None if they do
+    anything else.
     """
     if not steps:
         return 0
@@ -365,8 +369,8 @@ def _num_stripped(steps: list[dict[str, Any]]) -> int | None:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's writing of bytes as visible characters: printable Latin-1 stands for itself, the rest
-    for 256, 257, … in order.
+    """GPT-2's mapping of bytes to visible characters: printable Latin-1 maps to itself, the other
+    bytes to 256, 257, … in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]

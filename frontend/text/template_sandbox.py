@@ -1,10 +1,10 @@
-"""jinja2's sandbox with limits: a template that loops or grows without end ends with an error.
+"""jinja2's sandbox with limits on time and length, so that every template ends.
 
-Must not know: messages, tokens, where a template comes from.
+Must not know: messages, tokens, the origin of a template.
 
-Limits are on the processor time of the rendering thread and on the length of every text and list.
-Time is checked at the turns of loops and at calls, length where output, operators or methods make
-values longer. What a single call of a filter does is not interrupted; its input is limited.
+The limits apply to the CPU time of the rendering thread and to the length of every text and list.
+Time is checked at loop iterations and calls; length is checked where output, operators or methods
+make values longer. A single call of a filter is not interrupted; its input is limited.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MAX_LENGTH = 2**25  # characters of a text, elements of a list: more than any context holds
-MAX_BITS = 10_000  # of an integer that an operator makes
-_CHECKED_EACH = 8  # turns of loops and calls between two looks at the clock
-_WIDE = re.compile(r"\d{7,}")  # of a format's width
+MAX_BITS = 10_000  # of an integer that an operator returns
+_CHECKED_EACH = 8  # loop iterations and calls between two checks of the clock
+_WIDE = re.compile(r"\d{7,}")  # the width in a format
 _WIDENING = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
 
 
 class TemplateLimitError(TemplateError):
-    """The template takes too long, or makes more than it may."""
+    """The template exceeds a limit on time or length."""
 
 
 class TemplateTimeError(TemplateLimitError):
-    """It takes too long."""
+    """The template exceeds its time limit."""
 
 
 class _Budget(threading.local):
-    deadline = float("inf")  # of time.thread_time()
+    deadline = float("inf")  # in time.thread_time()
     limit_s = 0.0
     ticks = 0
 
@@ -52,10 +52,10 @@ _budget = _Budget()
 
 @contextmanager
 def time_limit(seconds: float, *, fresh: bool = False) -> Iterator[None]:
-    """Within it, templates that this thread renders may take so much processor time together.
+    """Limits the total CPU time of the templates that this thread renders in the block.
 
-    They raise TemplateTimeError. Of nested limits the one that ends first applies; with
-    `fresh` the outer ones do not.
+    They raise TemplateTimeError. Of nested limits the one that ends first applies; with `fresh` the
+    outer ones do not apply.
     """
     before = (_budget.deadline, _budget.limit_s)
     if (deadline := time.thread_time() + seconds) < _budget.deadline or fresh:
@@ -67,7 +67,7 @@ def time_limit(seconds: float, *, fresh: bool = False) -> Iterator[None]:
 
 
 def render(template: str, variables: dict[str, Any]) -> str:
-    """The template's text. Raises what a template can raise, TemplateLimitError among it."""
+    """Returns the rendered text. Raises whatever the template raises, and TemplateLimitError."""
     return _join(compile_template(template).generate(variables))
 
 
@@ -101,7 +101,7 @@ def _join(pieces: Iterable[str]) -> str:
     return "".join(kept)
 
 
-@pass_context  # no other filter is left to the time of rendering where its input is constant
+@pass_context  # pass_context prevents constant folding at compile time, where no limits apply
 def _limited(context: Any, iterable: Any) -> Iterator[Any]:
     for item in iterable:
         _tick()
@@ -114,7 +114,7 @@ def _concatenated(context: Any, *values: Any) -> str:
 
 
 class _Limits(NodeTransformer):
-    """Puts the checks into a parsed template."""
+    """Inserts the checks into a parsed template."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -129,8 +129,8 @@ class _Limits(NodeTransformer):
 
 
 class _Generation(Extension):
-    """{% generation %}…{% endgeneration %} marks the assistant's words for training; here it only
-    lets them through.
+    """{% generation %}…{% endgeneration %} marks the assistant's text for training; here its
+    content is rendered unchanged.
     """
 
     tags = {"generation"}
@@ -143,8 +143,8 @@ class _Generation(Extension):
 
 
 class _PlainNamespace(Namespace):
-    """Python looks up names such as __html__ on any object, outside the sandbox: a namespace must
-    not be able to hold one.
+    """A namespace without private attributes. Python looks up names such as __html__ on any object,
+    outside the sandbox.
     """
 
     def __init__(*args: Any, **values: Any) -> None:
@@ -211,7 +211,7 @@ def _check_format(text: str, values: Iterable[Any]) -> None:
 
 
 def _check_text_call(text: str, name: str, args: tuple[Any, ...]) -> None:
-    """Methods of str that can make a text much longer."""
+    """Checks methods of str that can return a much longer text."""
     if name in _WIDENING:
         width = next((value for value in args if isinstance(value, int)), 0)
         _check_length(width * (text.count("\t") if name == "expandtabs" else 1))
@@ -233,7 +233,7 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own escapes HTML."""
+    """Without the HTML escapes of jinja2's own filter."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -276,7 +276,7 @@ def _format_filter(value: str, *args: Any, **kwargs: Any) -> str:
 
 @lru_cache(maxsize=1)
 def _environment() -> _Environment:
-    """With what templates on the hub expect to find; the same as transformers'."""
+    """The environment that templates on the hub expect; the same as transformers'."""
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )

@@ -1,12 +1,11 @@
-"""What a chat template can do with tools and tool calls, found by trying it on a small
-conversation.
+"""Detects what a chat template supports of tools and tool calls by rendering a small conversation.
 
-Must not know: jinja2, how a template is rendered (chat_template.py passes that in), marks of any
+Must not know: jinja2, how a template is rendered (chat_template.py passes that in), markers of any
 model.
 
 Templates differ in what they read: arguments as an object or as text, no content or empty content
-beside calls, ids of any form or of one. A wrong guess fails, or worse writes Python's None into the
-prompt; nothing in the text of a template says it as surely as a trial does.
+in messages with calls, any id or only ids of one form. A wrong assumption fails or writes Python's
+None into the prompt. Rendering is more reliable than searching the template's text.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ CALLING = {"role": "assistant", "tool_calls": [PROBE_CALL]}
 @dataclass(frozen=True)
 class TemplateTraits:
     takes_tools: bool  # it writes the tools into the prompt
-    writes_calls: bool  # it writes calls of earlier turns
+    writes_calls: bool  # it writes the calls of earlier turns
     arguments_as_text: bool = False
     empty_content: bool = False
     short_ids: bool = False
@@ -57,7 +56,7 @@ class TemplateTraits:
     takes_several_calls: bool = True  # in one turn
 
     def adapt(self, messages: Messages) -> Messages:
-        """Normalized messages in the form that this template reads."""
+        """Converts normalized messages to the form that this template reads."""
         if self.arguments_as_text:
             messages = with_arguments_as_text(messages)
         if self.empty_content:
@@ -68,7 +67,7 @@ class TemplateTraits:
 
 
 def find_traits(template: str, render: Render) -> TemplateTraits:
-    """`render(messages, tools)` gives the prompt, and may fail in any way."""
+    """`render(messages, tools)` returns the prompt, and may raise any exception."""
 
     def attempt(messages: Messages, tools: list[dict] | None = None) -> str:
         try:
@@ -84,8 +83,8 @@ def find_traits(template: str, render: Render) -> TemplateTraits:
     for short_ids, as_text, empty in product((False, True), repeat=3):
         traits = TemplateTraits(takes_tools, True, as_text, empty, short_ids, knows_developer)
         text = attempt(traits.adapt([USER, CALLING]))
-        # 'probe_key' in quotes of Python's is an object written where text was wanted,
-        # \"probe_key\" text where an object was.
+        # 'probe_key' in Python's quotes is an object written where text was expected;
+        # \"probe_key\" is text where an object was expected.
         is_right = (
             all(word in text for word in ("probe_function", "probe_key", "probe value"))
             and "'probe_key'" not in text

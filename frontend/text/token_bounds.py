@@ -1,13 +1,12 @@
-"""How many tokens a text has at least, known without tokenizing it: so that a text that is far too
-long costs nothing.
+"""A lower bound on the number of tokens of a text without tokenizing it, to reject long texts
+cheaply.
 
 Must not know: models, requests.
 
-A token stands for at most as many characters as the longest entry of the vocabulary has, if nothing
-on the way to it takes characters away: no normalizer that deletes, no pre-tokenizer that drops what
-it splits at, no unknown characters that melt into one token or into none, no added token that
-swallows the blanks around it. Where any of that is so, or a part is not known here, there is no
-bound.
+A token covers at most as many characters as the longest vocabulary entry has, if nothing removes
+characters before: no normalizer that deletes, no pre-tokenizer that drops separators, no unknown
+characters that merge into one token or none, no added token that strips the spaces around it.
+Otherwise, or if a component is unknown here, there is no bound.
 """
 
 from __future__ import annotations
@@ -23,7 +22,9 @@ BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def max_token_length(backend: tokenizers.Tokenizer) -> int | None:
-    """See above."""
+    """Returns the longest vocabulary entry in characters, or None if there is no bound (see the
+    module).
+    """
     vocab = backend.get_vocab(with_added_tokens=True)
     splits = _parts(backend.pre_tokenizer, "pretokenizers")
     normalizers = _parts(backend.normalizer, "normalizers")
@@ -44,12 +45,12 @@ def max_token_length(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def composes(backend: tokenizers.Tokenizer) -> bool:
-    """Whether it reads the text in Unicode's composed form, NFC."""
+    """Whether the tokenizer normalizes text to Unicode's composed form, NFC."""
     return any(part["type"] == "NFC" for part in _parts(backend.normalizer, "normalizers"))
 
 
 def _parts(component: Any, inner: str) -> list[dict[str, Any]]:
-    """A component's own description, that of a sequence taken apart."""
+    """The descriptions of a component's parts; of the component itself if it is not a sequence."""
     if component is None:
         return []
     described = json.loads(component.__getstate__())
@@ -64,6 +65,6 @@ def _keeps_split(part: dict[str, Any]) -> bool:
 
 def _keeps_normalized(part: dict[str, Any]) -> bool:
     if part["type"] == "Replace":
-        # of an expression one cannot tell
+        # a regular expression gives no length
         return len(part["content"]) >= len(part["pattern"].get("String", part["content"] + "x"))
     return part["type"] in ("NFC", "Prepend")

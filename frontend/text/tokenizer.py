@@ -29,11 +29,11 @@ SPECIAL_TOKEN_KEYS = (
 
 
 class Tokenizer:
-    """As transformers' AutoTokenizer for a directory with a tokenizer.json: same ids, same text,
-    same chat prompts.
+    """Equivalent to transformers' AutoTokenizer for a directory with a tokenizer.json: the same
+    ids, text and chat prompts.
 
-    What stands around a prompt (a BOS, say) is up to tokenizer.json's post-processor; add_bos_token
-    and add_eos_token are ignored. Raises ModelLoadError when tokenizer.json is missing or corrupt.
+    The post-processor of tokenizer.json adds special tokens such as a BOS; add_bos_token and
+    add_eos_token are ignored. Raises ModelLoadError when tokenizer.json is missing or corrupt.
     """
 
     def __init__(self, directory: str | Path):
@@ -60,7 +60,7 @@ class Tokenizer:
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
         self.chat_templates = read_chat_templates(self.directory, config)
-        # detokenizer.py's, by skip_special_tokens; they grow as ids are met
+        # used by detokenizer.py, by skip_special_tokens; entries are added on first use
         self.piece_tables: dict[bool, Any] = {}
 
     def _special_id(self, key: str) -> int | None:
@@ -85,16 +85,17 @@ class Tokenizer:
 
     @cached_property
     def max_token_length(self) -> int | None:
-        """The most characters of text that one token stands for, so that a text of n characters has
-        at least n / max_token_length tokens; None where that cannot be known for sure. Of a
-        normalizer that composes characters (NFC) the text after it is meant.
+        """The largest number of characters that one token covers; None if it is unknown.
+
+        A text of n characters has at least n / max_token_length tokens. If a normalizer composes
+        characters (NFC), n counts the characters after it.
         """
         return token_bounds.max_token_length(self.backend)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids.
+        """Returns the token ids.
 
-        Raises InvalidParameterError for what is no text, a lone surrogate included.
+        Raises InvalidParameterError for values that are not valid text, lone surrogates included.
         """
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -111,9 +112,9 @@ class Tokenizer:
         ]
 
     def decode(self, token_ids: int | list[int], skip_special_tokens: bool = False) -> str:
-        """All at once.
+        """Decodes all ids at once.
 
-        Ids outside the vocabulary give nothing; bytes that are no UTF-8 give U+FFFD.
+        Ids outside the vocabulary add nothing; bytes that are not valid UTF-8 become U+FFFD.
         """
         return self.backend.decode(
             [token_ids] if isinstance(token_ids, int) else token_ids,
@@ -121,14 +122,14 @@ class Tokenizer:
         )
 
     def decode_batch(self, batch: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
-        """As `decode`, and other threads run meanwhile."""
+        """As `decode`, for several sequences; releases the GIL."""
         return self.backend.decode_batch(batch, skip_special_tokens=skip_special_tokens)
 
     def token_to_id(self, token: str) -> int | None:
         return self.backend.token_to_id(token)
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary writes it ("Ġworld"), not as text."""
+        """Returns the token as the vocabulary writes it ("Ġworld"), not as text."""
         return self.backend.id_to_token(token_id)
 
     def apply_chat_template(
@@ -143,10 +144,10 @@ class Tokenizer:
         tokenize: bool = True,
         **variables: Any,
     ) -> str | list[int]:
-        """The prompt of a conversation: token ids, or its text with tokenize=False.
+        """Returns the prompt of a conversation: token ids, or its text with tokenize=False.
 
-        `chat_template` is a template, or the name of one of the model's; the model's default
-        otherwise. `variables` reach the template.
+        `chat_template` is a template, or the name of one of the model's; by default the model's
+        default template. `variables` are passed to the template.
         """
         if tokenize not in (True, False):
             raise InvalidParameterError("tokenize", f"must be True or False, got {tokenize!r}")
@@ -164,7 +165,7 @@ class Tokenizer:
 
 
 def _token_text(token: Any) -> str | None:
-    """tokenizer_config.json gives a special token as its text or as an object with `content`."""
+    """tokenizer_config.json contains a special token as its text or as an object with `content`."""
     text = token.get("content") if isinstance(token, dict) else token
     if text is not None and not isinstance(text, str):
         raise TypeError(f"a token must be text, got {text!r:.100}")
@@ -182,7 +183,7 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
-    backend.no_truncation()  # some files carry the settings of their training
+    backend.no_truncation()  # some files contain the settings of their training
     backend.no_padding()
     return backend
 
@@ -190,7 +191,7 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens_map: dict[str, str]
 ) -> None:
-    """Tokens that only tokenizer_config.json knows, in the order of their ids."""
+    """Adds tokens that only tokenizer_config.json contains, in the order of their ids."""
     known = backend.get_added_tokens_decoder()
     described = sorted(
         (int(i), token) for i, token in config.get("added_tokens_decoder", {}).items()

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from packaging.specifiers import SpecifierSet
-from quire.frontend import processor
+from quire.frontend.model_info import cpu
 from quire.frontend.model_info import machine_diagnosis as diagnosis
 from quire.frontend.model_info.machine_diagnosis import GIB, Finding, check_machine
 
@@ -117,7 +117,7 @@ def test_processor(
     cpuinfo: str, status: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(cpuinfo + "\n")
-    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
     finding = diagnosis.check_cpu()
     assert finding.status == status and words in finding.detail
 
@@ -162,8 +162,8 @@ def test_native_kernels(
     (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
     if is_built:
         (tmp_path / "_native.so").touch()
-    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(processor, "NATIVE_KERNELS", tmp_path)
+    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(cpu, "NATIVE_KERNELS", tmp_path)
     monkeypatch.delenv("QUIRE_NATIVE", raising=False)
     finding = diagnosis.check_kernels(wanted)
     assert (

@@ -120,7 +120,7 @@ def test_content(content, text) -> None:
         (
             [{"role": "user", "content": ["a", {"type": "image_url"}]}],
             "messages[0].content[1]",
-            "this model reads text alone",
+            "this model reads text only",
         ),
         (
             [{"role": "user", "content": [{"type": ["x"]}]}],

@@ -1,13 +1,13 @@
-"""Which type a CPU multiplies fast: by what it has, what was built, and what the user wants."""
+"""The CPU's faster data type, by its features, the native library and the configuration."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from quire.frontend import processor
+from quire.frontend.model_info import cpu
 
-AVX512 = " ".join(sorted(processor.AVX512))
+AVX512 = " ".join(sorted(cpu.AVX512))
 
 
 @pytest.mark.parametrize(
@@ -33,24 +33,22 @@ def test_bfloat16(
         (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
     if is_built:
         (tmp_path / "_native.so").touch()
-    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(processor, "NATIVE_KERNELS", tmp_path)
+    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(cpu, "NATIVE_KERNELS", tmp_path)
     monkeypatch.delenv("QUIRE_NATIVE", raising=False)
     if native is not None:
         monkeypatch.setenv("QUIRE_NATIVE", native if native == "0" else str(tmp_path / native))
-    assert processor.prefers_bfloat16(cpu_isa) == is_faster
+    assert cpu.prefers_bfloat16(cpu_isa) == is_faster
 
 
 def test_instruction_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpuinfo").write_text(f"flags\t\t: {AVX512} amx_bf16\n")
-    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
-    assert processor.native_isas() == ["avx512", "avx2"]  # the system gives no tiles
+    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
+    assert cpu.native_isas() == ["avx512", "avx2"]  # the system gives no tiles
 
 
 def test_the_frontend_sees_what_the_engine_finds() -> None:
     from quire.kernels.cpu.native.library import library
 
-    assert (processor.are_kernels_built() and bool(processor.native_isas())) == (
-        library is not None
-    )
-    assert library is None or processor.native_isas() == list(library.isas)
+    assert (cpu.are_kernels_built() and bool(cpu.native_isas())) == (library is not None)
+    assert library is None or cpu.native_isas() == list(library.isas)

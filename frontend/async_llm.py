@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Unpack
 
 from ..ipc.checks import INT64_MAX, require_int
@@ -176,7 +176,7 @@ class AsyncLLM:
         trace_headers: dict[str, str] | None = None,
         on_submitted: Callable[[RequestMetrics], None] | None = None,
         take_at_once: Callable[[RequestOutput], bool] | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the request's outputs in the form of sampling_params.output_kind. The last one is
         finished.
 

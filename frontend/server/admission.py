@@ -254,6 +254,7 @@ class Admission:
             slot = self._take(key, 0)
             if (line := self._lines.pop(key, None)) is not None:
                 self._lines[key] = line
+            assert slot.waiter is not None
             if not slot.waiter.done():  # else it is being cancelled
                 self.let_in(slot)
                 slot.waiter.set_result(None)

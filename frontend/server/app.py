@@ -114,14 +114,15 @@ class App:
         self._cross_site = CrossSite(
             config.allowed_hosts, config.allowed_origins, has_keys=state.keys.are_asked_for
         )
-        self._paths = {route.endpoint: route.path for route in router.routes}
+        self._routes = [route for route in router.routes if isinstance(route, Route)]
+        self._paths = {route.endpoint: route.path for route in self._routes}
         # A path without parameters is looked up: the router, which tries one route after the other,
         # and its wrappers would take longer than most answers.
         self._endpoints = {
             (method, route.path): route.endpoint
-            for route in router.routes
+            for route in self._routes
             if "{" not in route.path
-            for method in route.methods
+            for method in route.methods or ()
         }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -133,9 +134,9 @@ class App:
             if scope["path"][len(root)] == "/":
                 scope["path"] = scope["path"][len(root) :]
         loop = asyncio.get_running_loop()
-        call = Call(
-            new_request_id(scope["headers"]), loop.time(), asyncio.current_task(), scope["path"]
-        )
+        task = asyncio.current_task()
+        assert task is not None
+        call = Call(new_request_id(scope["headers"]), loop.time(), task, scope["path"])
         of_connection = scope.setdefault("state", {})
         call.send, call.chunk_writer = send, of_connection.get("chunk_writer")
         of_connection["call"] = call
@@ -218,16 +219,16 @@ class App:
     def _allow(self, scope: Any) -> dict[str, str]:
         """Every method of the path: the router names those of its first route alone."""
         found = next(
-            route.path for route in self._router.routes if route.matches(scope)[0] is not Match.NONE
+            route.path for route in self._routes if route.matches(scope)[0] is not Match.NONE
         )
         return {
             "allow": ", ".join(
                 sorted(
                     {
                         method
-                        for route in self._router.routes
+                        for route in self._routes
                         if route.path == found
-                        for method in route.methods
+                        for method in route.methods or ()
                     }
                 )
             )

@@ -69,10 +69,12 @@ class Blocks:
             )
             if not part.text:
                 continue
-            if self._open is None or self._open.kind != kind:
+            block = self._open
+            if block is None or block.kind != kind:
                 events += self.begin(kind)
-            self._open.pieces.append(part.text)
-            events.append((DELTA, self._open, part.text))
+                block = self.blocks[-1]
+            block.pieces.append(part.text)
+            events.append((DELTA, block, part.text))
         return events
 
     def begin(self, kind: str, name: str = "") -> list[BlockEvent]:

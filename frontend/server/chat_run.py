@@ -10,7 +10,7 @@ only write these events down.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -79,7 +79,8 @@ def thinking_variables(
     `names`: the body's two fields, one of which is noted as ignored where the template knows
     nothing of it.
     """
-    template, variables = state.template_text, {}
+    template = state.template_text
+    variables: dict[str, Any] = {}
     if enabled is not None:
         variables = {name: enabled for name in ("enable_thinking", "thinking") if name in template}
         if not variables and (enabled or state.answer_format.reasoning_marks is not None):
@@ -166,7 +167,7 @@ def shape_answer(
             "compact_json": turn.compact_json,
         },
     )
-    tools = turn.tools if turn.wants_tools else []
+    tools = (turn.tools or []) if turn.wants_tools else []
     shape = format.forced(tools, turn.tool_choice, **options) if tools else None
     if shape is None and asked is not None:
         shape = format.after_reasoning(asked, tools=tools, **options)
@@ -207,9 +208,9 @@ async def render_turn(
         state.answer_format.require_tools()
 
     def render() -> str:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             turn.messages,
-            tools=[shown_tool(tool) for tool in turn.tools] if turn.wants_tools else None,
+            tools=[shown_tool(tool) for tool in turn.tools or ()] if turn.wants_tools else None,
             documents=turn.documents,
             chat_template=state.chat_template,
             add_generation_prompt=turn.add_generation_prompt,
@@ -217,6 +218,8 @@ async def render_turn(
             tokenize=False,
             **(state.server_config.chat_template_kwargs | turn.template_variables),
         )
+        assert isinstance(text, str)  # tokenize=False
+        return text
 
     num_characters = sum(
         len(m["content"])
@@ -286,7 +289,7 @@ class ChatRun:
         self,
         write_down: Callable[[list[ChoiceNews]], bytes] | None = None,
         write_text: Callable[[str], bytes] | None = None,
-    ) -> AsyncIterator[list[ChoiceNews]]:
+    ) -> AsyncGenerator[list[ChoiceNews], None]:
         """What each output brings.
 
         With `write_down`, which says it in a stream's words, what can be written at once is not
@@ -310,6 +313,7 @@ class ChatRun:
                 reasoned.num_tokens += num_tokens
                 self.usage.completion_tokens += num_tokens
                 return write_text(completion.text)
+            assert write_down is not None
             return write_down(self._read_output(output))
 
         at_once = None if write_down is None else partial(self._call.push, taken_down)
@@ -330,12 +334,11 @@ class ChatRun:
         if reason is not None:
             parts = [*parts, *parser.finish()]
         for part in parts:
-            kind = type(part)
-            if kind is Content:
+            if isinstance(part, Content):
                 reasoned.is_over = True
-            elif kind is Reasoning:
+            elif isinstance(part, Reasoning):
                 reasoned.texts.append(part.text)
-            elif kind is ToolCallStart:
+            elif isinstance(part, ToolCallStart):
                 self._has_calls[index] = reasoned.is_over = True
         reasoned.num_tokens += len(completion.token_ids)
         if reason is not None:
@@ -355,6 +358,7 @@ class ChatRun:
         if not reasoned.texts:
             return
         if reasoned.is_over:
+            assert self._tokenizer is not None
             token_ids = self._tokenizer.encode("".join(reasoned.texts), False)
             self.usage.reasoning_tokens += min(len(token_ids), reasoned.num_tokens)
         else:

@@ -15,7 +15,7 @@ from ...ipc.config import NonNegativeInt, PositiveInt, Section
 Seconds = Annotated[float, Meta(gt=0)]
 
 
-class ServerConfig(Section):
+class ServerConfig(Section, frozen=True):
     """Field names are unique here and in EngineConfig: together they are the flags of `quire
     serve`.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -70,7 +70,7 @@ async def run(
     call: Call,
     job: Job,
     take_at_once: Callable[[RequestOutput], bool] | None = None,
-) -> AsyncIterator[RequestOutput]:
+) -> AsyncGenerator[RequestOutput, None]:
     """The engine's outputs for one prompt.
 
     Closing it, or cancelling who reads it, aborts the request. Raises ApiError.
@@ -92,7 +92,7 @@ async def run(
         request_id = f"{job.request_id}-{secrets.token_hex(4)}"
     state.running_ids.add(request_id)
     metrics: list[RequestMetrics] = []
-    slot = state.admission.slot(
+    slot = state.ready_admission().slot(
         call.tenant, id(call), job.params.n, len(job.token_ids), job.priority
     )
     try:
@@ -141,13 +141,13 @@ def failure(output: RequestOutput, names: dict[str, str]) -> ApiError:
     """A request that the engine ended with an error: the user's mistake, with the parameter's name,
     or ours.
     """
-    if output.error_parameter is None:
+    if output.error is None or output.error_parameter is None:
         return ApiError(500, INTERNAL, code="internal_error")
     problem = output.error.removeprefix(f"{output.error_parameter}: ")
     return refused(output.error_parameter, problem, names)
 
 
-async def all_of(runs: list[AsyncIterator[RequestOutput]]) -> list[RequestOutput]:
+async def all_of(runs: list[AsyncGenerator[RequestOutput, None]]) -> list[RequestOutput]:
     """The last outputs of several runs side by side; the first failure ends them all."""
     last: dict[int, RequestOutput] = {}
     async with aclosing(merged(runs)) as outputs:
@@ -157,8 +157,8 @@ async def all_of(runs: list[AsyncIterator[RequestOutput]]) -> list[RequestOutput
 
 
 async def merged(
-    runs: list[AsyncIterator[RequestOutput]],
-) -> AsyncIterator[tuple[int, RequestOutput]]:
+    runs: list[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """(index of the run, output) of several runs side by side, as they come; the first failure ends
     them all.
     """
@@ -171,7 +171,7 @@ async def merged(
         maxsize=2 * len(runs)
     )
 
-    async def pump(index: int, outputs: AsyncIterator[RequestOutput]) -> None:
+    async def pump(index: int, outputs: AsyncGenerator[RequestOutput, None]) -> None:
         error = None
         try:
             async with aclosing(outputs):

@@ -238,9 +238,8 @@ def sampling_params(
             "array_above_max_length",
         )
     if "stop" in given:
-        given["stop"] = [
-            text for text in ([body.stop] if isinstance(body.stop, str) else body.stop) if text
-        ] or None
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        given["stop"] = [text for text in stops if text] or None
     if body.seed is not None:
         given["seed"] = body.seed % (INT64_MAX + 1)  # the API allows negative ones
     if body.logit_bias:

@@ -18,6 +18,7 @@ import ssl
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 
@@ -173,11 +174,16 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 make_app(state),
                 loop="uvloop",
-                http=functools.partial(
-                    Protocol,
-                    limits=config,
-                    batch=WriteBatch(),
-                    on_refused=lambda code: state.meters.connections_refused.update([code]),
+                # cast: uvicorn calls `http` and takes any number of seconds; its annotations are
+                # narrower
+                http=cast(
+                    Any,
+                    functools.partial(
+                        Protocol,
+                        limits=config,
+                        batch=WriteBatch(),
+                        on_refused=lambda code: state.meters.connections_refused.update([code]),
+                    ),
                 ),
                 ws="none",
                 lifespan="off",
@@ -186,7 +192,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 date_header=True,
                 proxy_headers=False,
-                timeout_keep_alive=config.keep_alive_timeout_s,
+                timeout_keep_alive=cast(Any, config.keep_alive_timeout_s),
                 timeout_graceful_shutdown=round(config.drain_timeout_s),
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
@@ -230,7 +236,7 @@ class Server(uvicorn.Server):
             await self._end_engine()
 
     def _note_death(self) -> None:
-        """Of an engine that nobody has ended."""
+        """Records the failure of an engine that was not shut down."""
         engine = self.state.engine
         if engine is not None and self.failure is None and not self._has_ended_engine:
             self.failure = engine.dead_error

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from ...ipc.config import resolved
 from ...ipc.errors import EngineDeadError, InvalidParameterError
 from ..answer_format import AnswerFormat, detect
 from ..async_llm import AsyncLLM
@@ -85,10 +86,10 @@ class ServerState:
         self.engine: AsyncLLM | None = None
         self.request_log = RequestLog()
         self.chat_template = read_template(server_config.chat_template)
-        self.answer_format: AnswerFormat | None = None
+        self.answer_format: AnswerFormat  # set with the engine
         self.template_text = ""  # the Jinja source of the chat template, "" if the model has none
         self.system_fingerprint = ""
-        self.admission: Admission | None = None  # with the engine
+        self.admission: Admission | None = None  # set with the engine
         # who may use the threads of tokenizing.py: the keys in turn
         self.tokenizing = Admission(
             NUM_TOKENIZER_THREADS, server_config.max_queued_requests, sys.maxsize
@@ -151,6 +152,11 @@ class ServerState:
             raise ApiError(503, ENGINE_GONE, code="engine_dead")
         return self.engine
 
+    def ready_admission(self) -> Admission:
+        """The queue in front of the engine. Call only after `ready_engine`."""
+        assert self.admission is not None
+        return self.admission
+
     def explain(self, error: Exception) -> ApiError:
         """What a client is told: from_exception, but that an engine which is gone while the server
         shuts down is no accident.
@@ -185,7 +191,7 @@ class ServerState:
 
     def event_stream(
         self,
-        events: AsyncIterator[bytes],
+        events: AsyncGenerator[bytes, None],
         call: Call,
         *,
         error_event: Callable[[ApiError], bytes] = openai_error_event,
@@ -215,7 +221,7 @@ class ServerState:
 
     @property
     def max_model_len(self) -> int:
-        return self.ready_engine().config.model_config.max_model_len
+        return resolved(self.ready_engine().config.model_config.max_model_len)
 
 
 def shutting_down() -> ApiError:

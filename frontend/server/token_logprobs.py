@@ -145,7 +145,11 @@ class TokenWriter:
     ) -> None:
         found.text_offset.append(offset)
         found.tokens.append(
-            self.text(token_id, self.raw(token_id, position and position[token_id]), "bytes:")
+            self.text(
+                token_id,
+                self.raw(token_id, None if position is None else position[token_id]),
+                "bytes:",
+            )
         )
         if position is None:
             found.token_logprobs.append(None)

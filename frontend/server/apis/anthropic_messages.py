@@ -177,10 +177,12 @@ def _result_text(block: ToolResultBlock, where: str) -> str:
         if not isinstance(block.content, list)
         else block.content
     )
+    texts: list[str] = []
     for k, part in enumerate(parts):
         if not isinstance(part, TextBlock):
             raise no_media(f"{where}.content[{k}]", part)
-    text = "\n".join(part.text for part in parts)
+        texts.append(part.text)
+    text = "\n".join(texts)
     # templates have no other way to say so
     return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text
 

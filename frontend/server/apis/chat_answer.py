@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -48,11 +48,14 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "function_call"]
+
+
 class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length", "tool_calls", "content_filter", "function_call"]
+    finish_reason: FinishReason
     # vLLM's: the stop token or string, null for the end of sequence
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
@@ -68,7 +71,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     service_tier: str | UnsetType = UNSET
     system_fingerprint: str
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType | None = UNSET
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
@@ -149,7 +152,7 @@ class ChatAnswer:
         choice = ChatChoice(
             index=index,
             message=said,
-            finish_reason=message.finish_reason,
+            finish_reason=cast(FinishReason, message.finish_reason),
             stop_reason=message.stop_reason,
         )
         if message.logprobs is not None and self._body.logprobs:
@@ -165,7 +168,7 @@ class ChatAnswer:
     def stream(self) -> EventStream:
         return self._state.event_stream(self._events(), self._call)
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self) -> AsyncGenerator[bytes, None]:
         body, options = self._body, self._body.stream_options
         wants_usage = bool(options and options.include_usage)
         counts_always = wants_usage and bool(options.continuous_usage_stats)
@@ -239,12 +242,12 @@ class ChatAnswer:
             part for part in news.parts if self._shows_reasoning or not isinstance(part, Reasoning)
         ]
         choices = [ChunkChoice(index=news.index, delta=_delta(part)) for part in parts]
-        has_logprobs = news.logprobs and self._body.logprobs
-        if not choices and news.token_ids and (has_logprobs or self._body.return_token_ids):
+        logprobs = news.logprobs if self._body.logprobs else None
+        if not choices and news.token_ids and (logprobs or self._body.return_token_ids):
             choices = [ChunkChoice(index=news.index, delta={"content": ""})]
-        if choices and has_logprobs:
+        if choices and logprobs:
             choices[0].logprobs = ChatLogprobs(
-                self._writer.chat(news.logprobs, self._body.top_logprobs or 0)
+                self._writer.chat(logprobs, self._body.top_logprobs or 0)
             )
         if choices and self._body.return_token_ids:
             choices[0].token_ids = news.token_ids

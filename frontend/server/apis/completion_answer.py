@@ -6,7 +6,7 @@ Must not know: how the body was checked, the engine.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Literal
@@ -33,7 +33,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType | None = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -84,7 +84,7 @@ class CompletionAnswer:
 
     def _runs(
         self, write_down: Callable[[RequestOutput], bytes] | None = None
-    ) -> list[AsyncIterator[RequestOutput]]:
+    ) -> list[AsyncGenerator[RequestOutput, None]]:
         """`write_down`: what a stream of one prompt says of an output.
 
         Several prompts take turns, so theirs go through the stream's task.
@@ -143,11 +143,12 @@ class CompletionAnswer:
             ]
         if len(output.outputs) == self._n:
             return output.outputs
-        best = sorted(
-            output.outputs,
-            key=lambda c: c.cumulative_logprob / max(1, len(c.token_ids)),
-            reverse=True,
-        )[: self._n]
+
+        def mean_logprob(completion: CompletionOutput) -> float:
+            assert completion.cumulative_logprob is not None  # routes/completions.py asks for it
+            return completion.cumulative_logprob / max(1, len(completion.token_ids))
+
+        best = sorted(output.outputs, key=mean_logprob, reverse=True)[: self._n]
         for index, completion in enumerate(best):
             completion.index = index
         return best
@@ -184,13 +185,14 @@ class CompletionAnswer:
             text = "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids)
         choice = CompletionChoice(text=text, index=index)
         if self._body.logprobs is not None:
+            assert output.prompt_logprobs is not None  # routes/completions.py asks for them
             choice.logprobs = self._writer.prompt(
                 output.prompt_token_ids, output.prompt_logprobs, text
             )
         return choice
 
     def _put_before(self, choice: CompletionChoice, echo: CompletionChoice) -> None:
-        if choice.logprobs is not None:
+        if choice.logprobs is not None and echo.logprobs is not None:
             choice.logprobs.text_offset = [
                 offset + len(echo.text) for offset in choice.logprobs.text_offset
             ]
@@ -202,7 +204,7 @@ class CompletionAnswer:
     def stream(self) -> EventStream:
         return self._state.event_stream(self._events(), self._call)
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self) -> AsyncGenerator[bytes, None]:
         body, options = self._body, self._body.stream_options
         wants_usage = bool(options and options.include_usage)
         counts_always = wants_usage and bool(options.continuous_usage_stats)

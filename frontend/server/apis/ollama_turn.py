@@ -219,7 +219,9 @@ def _format(format: str | dict[str, Any] | None) -> StructuredOutputsParams | No
 async def prepare_ollama_chat(
     state: ServerState, call: Call, body: OllamaChatBody, request_id: str
 ) -> ChatRun:
-    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+    messages = [
+        _message(message, f"messages[{i}]") for i, message in enumerate(body.messages or ())
+    ]
     tools = [
         {"type": "function", "function": msgspec.to_builtins(tool.function)}
         for tool in body.tools or []
@@ -300,7 +302,7 @@ async def prepare_generate(
         raise unsupported("context", "'context' is not supported: /api/chat takes a conversation.")
     params = sampling(state, body)
     if body.raw:
-        return await _prepare_raw(state, call, body.prompt, params, request_id)
+        return await _prepare_raw(state, call, body.prompt or "", params, request_id)
     system = [{"role": "system", "content": body.system}] if body.system else []
     return await prepare_chat(
         state,

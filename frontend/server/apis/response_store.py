@@ -66,7 +66,7 @@ class ResponseStore:
         self._num_bytes -= found[1]
         return found[0]
 
-    def find_item(self, tenant: str, item_id: str) -> dict[str, Any] | None:
+    def find_item(self, tenant: str, item_id: str | None) -> dict[str, Any] | None:
         """An item of any of the tenant's conversations, the latest first: clients refer to items by
         their id.
         """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -64,10 +64,12 @@ class ResponsesAnswer:
         self._suffix = self._head["id"].removeprefix("resp_")
 
     async def whole(self) -> Response:
+        last = None
         async with aclosing(self._chat.news()) as steps:
-            async for (news,) in steps:
-                self._take(news)
-        return Json(self._end(news))
+            async for (last,) in steps:
+                self._take(last)
+        assert last is not None
+        return Json(self._end(last))
 
     def stream(self) -> EventStream:
         return self._state.event_stream(self._events(), self._call, error_event=self._failed)
@@ -107,7 +109,7 @@ class ResponsesAnswer:
             block = self._blocks.blocks[-1]
             events.insert(-1, (DELTA, block, ""))
         if block is not None:
-            self._new_logprobs = self._writer.chat(self._unsaid, self._chat.params.logprobs)
+            self._new_logprobs = self._writer.chat(self._unsaid, self._chat.params.logprobs or 0)
             self._logprobs.setdefault(block.index, []).extend(self._new_logprobs)
         if events:
             self._unsaid = []
@@ -175,7 +177,7 @@ class ResponsesAnswer:
         number, self._num_events = self._num_events, self._num_events + 1
         return named_event(kind, {"type": kind, "sequence_number": number, **fields})
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._chat.news()) as steps:
             async for (news,) in steps:
                 chunks = []

@@ -103,8 +103,15 @@ def messages_of(
     return messages
 
 
+def _required(value: str | None, where: str) -> str:
+    """Raises ApiError 400 if `value` is missing or empty."""
+    if not value:
+        raise missing(where)
+    return value
+
+
 def _add(messages: list[dict[str, Any]], item: Item, where: str, names: dict[str, str]) -> None:
-    last = messages[-1] if messages else {"role": ""}
+    last: dict[str, Any] = messages[-1] if messages else {"role": ""}
     if item.type == "message":
         _add_message(messages, last, item, where)
     elif item.type == "reasoning":
@@ -116,22 +123,19 @@ def _add(messages: list[dict[str, Any]], item: Item, where: str, names: dict[str
         )
         messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
     elif item.type == "function_call":
-        for field in ("call_id", "name", "arguments"):
-            if not getattr(item, field):
-                raise missing(f"{where}.{field}")
-        names[item.call_id] = item.name
+        call_id = _required(item.call_id, f"{where}.call_id")
+        name = _required(item.name, f"{where}.name")
+        arguments = _required(item.arguments, f"{where}.arguments")
+        names[call_id] = name
         if last["role"] != "assistant":
             last = {"role": "assistant", "content": ""}
             messages.append(last)
-        function = {
-            "name": item.name,
-            "arguments": _arguments(item.arguments, f"{where}.arguments"),
-        }
+        function = {"name": name, "arguments": _arguments(arguments, f"{where}.arguments")}
         last.setdefault("tool_calls", []).append(
-            {"id": item.call_id, "type": "function", "function": function}
+            {"id": call_id, "type": "function", "function": function}
         )
     elif item.type == "function_call_output":
-        if item.call_id not in names:
+        if item.call_id is None or item.call_id not in names:
             raise invalid(
                 f"{where}.call_id", f"'{where}.call_id' must be that of an earlier function_call."
             )

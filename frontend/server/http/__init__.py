@@ -1,5 +1,5 @@
-"""HTTP itself: connections and their limits, bodies, keys, errors and streams of events, the same
-for every API.
+"""The HTTP layer shared by all APIs: connections and their limits, bodies, keys, errors and event
+streams.
 
-Must not know: routes, the shapes of an API, how a request is run.
+Must not know: routes, the formats of an API, how a request is run.
 """

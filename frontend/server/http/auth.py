@@ -1,5 +1,5 @@
-"""Keys: who may call. With keys configured every route asks for one, but those that tell whether
-the server lives.
+"""API keys. With keys configured, every route requires one, except those that report whether the
+server is alive.
 
 Must not know: what a route does with a tenant.
 """
@@ -16,15 +16,15 @@ from ....ipc.errors import InvalidParameterError
 from ..config import ServerConfig
 from .errors import ApiError
 
-# Everything else asks for a key: /metrics too, which tells how busy the others are (Prometheus has
-# `authorization: credentials:`). The page at / is only a file, whose contents come from routes that
-# ask; /docs is the same for every server.
+# All other routes require a key. This includes /metrics, which shows how busy other tenants are
+# (Prometheus sends a key with `authorization: credentials:`). The page at / is a static file whose
+# data come from routes that require a key; /docs is the same on every server.
 OPEN_PATHS = frozenset({"/health", "/health/ready", "/ping", "/docs"})
 KEY_IN_URL = re.compile(rb"(?i)(^|&)(api[-_]?key|key|token|access_token|authorization)=")
 
 
 class Keys:
-    """Raises InvalidParameterError when the file of keys cannot be read."""
+    """Raises InvalidParameterError when the key file cannot be read."""
 
     def __init__(self, config: ServerConfig):
         self._config = config
@@ -33,7 +33,7 @@ class Keys:
         self.read()
 
     def read(self) -> None:
-        """Reads the file of keys, again if need be; if that fails the keys stay as they are."""
+        """Reads the key file; may be called again. If reading fails, the keys stay as they are."""
         keys = [*self._config.api_key, *_read_keys(self._config.api_key_file)]
         self._digests = [_digest(key.encode()) for key in keys]
 
@@ -42,9 +42,9 @@ class Keys:
         return bool(self._digests)
 
     def check(self, scope: Any) -> str:
-        """The tenant of the request, "" without keys.
+        """Returns the tenant of the request; "" if no keys are configured.
 
-        Raises a 401; compares every key in constant time.
+        Raises ApiError 401. Compares every key in constant time.
         """
         if (
             not self._digests
@@ -56,7 +56,10 @@ class Keys:
         if presented is None:
             message = "You didn't provide an API key. Send it as 'Authorization: Bearer KEY'."
             if KEY_IN_URL.search(scope.get("query_string", b"")):
-                message = "A key in the URL is not read: URLs are kept in logs. Send it as 'Authorization: Bearer KEY'."
+                message = (
+                    "A key in the URL is ignored, since URLs are logged. "
+                    "Send it as 'Authorization: Bearer KEY'."
+                )
             raise ApiError(401, message, code="invalid_api_key")
         digest = _digest(presented)
         if not any([hmac.compare_digest(digest, known) for known in self._digests]):  # noqa: C419
@@ -65,7 +68,7 @@ class Keys:
 
 
 def _presented(headers: list[tuple[bytes, bytes]]) -> bytes | None:
-    """OpenAI's header, or Anthropic's."""
+    """The key from OpenAI's header, or from Anthropic's."""
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
             return value[7:].strip()
@@ -75,7 +78,7 @@ def _presented(headers: list[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def _digest(key: bytes) -> bytes:
-    """Keys of any length become alike; what is kept in memory is not the key."""
+    """Maps keys of any length to digests of one length; keys themselves are not kept in memory."""
     return blake2b(key, digest_size=32).digest()
 
 
@@ -89,6 +92,6 @@ def _read_keys(path: str | None) -> list[str]:
     keys = [line.split("#")[0].strip() for line in lines]
     if not any(keys):
         raise InvalidParameterError(
-            "api_key_file", "holds no key; an empty file would let everybody in"
+            "api_key_file", "contains no key; without keys every client would have access"
         )
     return [key for key in keys if key]

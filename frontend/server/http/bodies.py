@@ -1,5 +1,4 @@
-"""Bodies: JSON to Structs, with the place of what is wrong, and the names of the fields that nobody
-knows.
+"""Decodes JSON bodies into Structs, locates errors, and collects the names of unknown fields.
 
 Must not know: requests, routes, what a field means.
 """
@@ -17,19 +16,20 @@ from msgspec import inspect
 from .errors import ApiError, missing
 from .limits import check_limits
 
-# The end of msgspec's sentences: the place. "[...]" stands for a value of an object whose keys are
-# the user's.
+# The end of msgspec's error messages: the location. "[...]" is a value of an object whose keys are
+# arbitrary.
 PLACE = re.compile(r" - at (?P<key>`key[^`]*` in )?`\$\.?(?P<path>[^`]*)`$")
-KINDS = {"str": "string"}  # where msgspec's names are not JSON's
+KINDS = {"str": "string"}  # types whose names in msgspec and in JSON differ
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def decode(
     raw: bytes | bytearray, body_type: type[Body], *, find_unknown: bool = True
 ) -> tuple[Body, list[str]]:
-    """The body and the names of its unknown fields, those of nested objects with their path.
+    """Returns the body and the names of its unknown fields; names of nested fields include their
+    path.
 
-    Raises ApiError, 400, also for fields that exceed the limits of limits.py.
+    Raises ApiError 400, also for fields that exceed the limits of limits.py.
     """
     try:
         check_limits(raw, body_type)
@@ -43,12 +43,12 @@ def decode(
         raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None
 
 
-# ---------------------------------------------------------------- what is wrong, and where
+# ---------------------------------------------------------------- errors and their location
 
 
 def bad_field(problem: str) -> ApiError:
-    """msgspec's sentence as an error that names the field: "Expected `int`, got `str` - at
-    `$.messages[2].content`".
+    """Converts a message of msgspec ("Expected `int`, got `str` - at `$.messages[2].content`") to
+    an error that names the field.
     """
     place = PLACE.search(problem)
     param = place["path"].split("[...]")[0] if place else ""
@@ -66,7 +66,7 @@ def bad_field(problem: str) -> ApiError:
 
 
 def _code(sentence: str) -> str:
-    """OpenAI's code for a sentence of msgspec's."""
+    """OpenAI's error code for a message of msgspec."""
     if sentence.startswith("Invalid"):
         return "invalid_value"
     bound = re.match(r"Expected '(\w+)' (of length )?([<>])", sentence)
@@ -81,22 +81,23 @@ def _code(sentence: str) -> str:
             if is_empty
             else f"{kind}_{'below_min' if direction == '>' else 'above_max'}_length"
         )
-    return f"{'integer' if kind == 'int' else 'decimal'}_{'below_min' if direction == '>' else 'above_max'}_value"
+    number = "integer" if kind == "int" else "decimal"
+    return f"{number}_{'below_min' if direction == '>' else 'above_max'}_value"
 
 
-# ---------------------------------------------------------------- fields that nobody knows
+# ---------------------------------------------------------------- unknown fields
 
 
 class Shape:
-    """What of a type can hold fields: those of a Struct by name, the Struct for each value of a
-    tag, or a list's elements.
+    """The parts of a type that can hold fields: a Struct's fields by name, the Struct for each
+    value of a tag, or a list's elements.
     """
 
     __slots__ = ("by_tag", "elements", "fields", "nested", "tag_field")
 
     def __init__(self) -> None:
         self.fields: dict[str, Shape | None] | None = None
-        self.nested: dict[str, Shape] = {}  # those of `fields` that can hold fields themselves
+        self.nested: dict[str, Shape] = {}  # the fields of `fields` that can hold fields themselves
         self.tag_field = ""
         self.by_tag: dict[Any, Shape] = {}
         self.elements: Shape | None = None
@@ -120,10 +121,10 @@ class Shape:
 
 
 def _unknown_fields(raw: bytes | bytearray, body_type: type[msgspec.Struct]) -> list[str]:
-    """Sorted. Values are looked into only where their type has fields."""
+    """The paths of unknown fields, sorted. Visits only values whose type has fields."""
     shape = shape_of(body_type)
     given = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    unknown = [name for name in given if name not in shape.fields]
+    unknown = [name for name in given if name not in (shape.fields or {})]
     for name, child in shape.nested.items():
         if name in given:
             unknown += child.unknown(msgspec.json.decode(given[name]), name)
@@ -132,11 +133,13 @@ def _unknown_fields(raw: bytes | bytearray, body_type: type[msgspec.Struct]) -> 
 
 @lru_cache(maxsize=256)
 def shape_of(body_type: type[msgspec.Struct]) -> Shape:
-    return _shape(inspect.type_info(body_type))
+    shape = _shape(inspect.type_info(body_type))
+    assert shape is not None  # a Struct has fields
+    return shape
 
 
 def _shape(info: inspect.Type) -> Shape | None:
-    """None for what cannot hold fields."""
+    """None for a type that cannot hold fields."""
     if isinstance(info, inspect.StructType):
         shape = Shape()
         shape.fields = {field.encode_name: _shape(field.type) for field in info.fields}
@@ -155,8 +158,8 @@ def _shape(info: inspect.Type) -> Shape | None:
 
 
 def _union_shape(info: inspect.UnionType) -> Shape | None:
-    """Of a union at most one list, and one Struct or several with a tag, can be told apart: all go
-    into one Shape.
+    """The shape of a union. msgspec can distinguish at most one list, and one Struct or several
+    with tags, so all of them fit into one Shape.
     """
     shape, has_fields = Shape(), False
     for member in info.types:

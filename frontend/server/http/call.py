@@ -1,4 +1,4 @@
-"""Call: one HTTP request on its way through the server, and the reading of its body.
+"""Call: the state of one HTTP request in the server, and the reading of its body.
 
 Must not know: routes, the engine.
 """
@@ -21,48 +21,48 @@ from .bodies import Body, decode
 from .content_encoding import decoder
 from .errors import ApiError, invalid
 
-# times max_body_bytes: what the bodies of all requests under way may have together
+# times max_body_bytes: the limit for the bodies of all active requests together
 MAX_LARGE_BODIES = 16
 LARGE_BODY = 256 * 2**10  # bytes; decoded in a thread
 OVERLOADED_RETRY_S = 5.0
-SMALL_CHUNK = 1024  # compressed bytes, at most 1 MiB decompressed: about a millisecond
-MAX_NAMES = 20  # of fields, in one header
-# what we take as x-request-id from a client: printable ASCII without spaces
+SMALL_CHUNK = 1024  # compressed bytes; at most 1 MiB decompressed, about one millisecond of work
+MAX_NAMES = 20  # maximum number of field names in one header
+# The x-request-id values accepted from a client: printable ASCII without spaces.
 USERS_ID = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(slots=True)
 class Call:
-    """In scope["state"]["call"] of every request; made by app.py."""
+    """The state of one request: app.py sets scope["state"]["call"]."""
 
-    request_id: str  # the x-request-id of the answer
-    began: float  # of the loop's clock
+    request_id: str  # sent as x-request-id of the response
+    began: float  # start, by the event loop's clock
     task: asyncio.Task
-    path: str = ""  # of its URL
-    tenant: str = ""  # whose key it was: a digest, never the key itself
-    unknown_params: list[str] = field(default_factory=list)  # fields of the body that nobody knows
-    # fields that the API knows and that change nothing here
+    path: str = ""  # path of the URL
+    tenant: str = ""  # digest of the key; never the key itself
+    unknown_params: list[str] = field(default_factory=list)  # unknown fields of the body
+    # Fields that the API defines and that have no effect here.
     ignored_params: list[str] = field(default_factory=list)
-    num_body_bytes: int = 0  # that have come
+    num_body_bytes: int = 0  # bytes received so far
     is_disconnected: bool = False
     watcher: asyncio.Task | None = None
-    # ASGI's, as the server gave it: once an answer has started, nobody adds anything to what is
-    # sent
+    # The server's ASGI callable. Once a response has started, no middleware modifies what is sent.
     send: Any = None
-    chunk_writer: Any = None  # protocol.py's ChunkWriter, where there is one
-    # of the loop's clock: the last piece of a stream; while a send is under way, when it began
+    chunk_writer: Any = None  # ChunkWriter of protocol.py, where the server provides one
+    # By the event loop's clock: when the last piece of a stream was sent; during a send, when it
+    # began.
     last_sent: float = 0.0
 
     @property
     def suffix(self) -> str:
-        """For ids in the answer: chatcmpl-<suffix>."""
+        """Suffix of ids in the response: chatcmpl-<suffix>."""
         return self.request_id.removeprefix("req-")
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Of every answer."""
+        """Headers added to every response."""
         headers = [(b"x-request-id", self.request_id.encode())]
         if self.path.startswith("/v1/messages"):
-            headers.append((b"request-id", headers[0][1]))  # Anthropic's name for it
+            headers.append((b"request-id", headers[0][1]))  # Anthropic's name of the header
         for name, params in (
             (b"x-unknown-params", self.unknown_params),
             (b"x-ignored-params", self.ignored_params),
@@ -73,20 +73,22 @@ class Call:
                     if len(params) <= MAX_NAMES
                     else [*params[:MAX_NAMES], f"and {len(params) - MAX_NAMES} more"]
                 )
-                # line breaks and all else that a header must not hold
+                # Replaces line breaks and everything else that a header must not contain.
                 headers.append((name, ",".join(shown).encode("unicode_escape")[:2000]))
         return headers
 
     def push(self, write_down: Callable[[Any], bytes], news: Any) -> bool:
-        """Writes the piece of a stream that `write_down` makes of `news`, past the task that feeds
-        the stream. False, and nothing has been touched, where that cannot be done at once: before
-        the stream's first piece, or when the client does not keep up.
+        """Writes the piece of a stream that `write_down` makes of `news`, without waking the task
+        that feeds the stream.
+
+        Returns False, with no side effect, if the piece cannot be written at once: before the
+        stream's first piece, or when the client reads too slowly.
         """
         writer = self.chunk_writer
         if writer is None or not writer.is_ready():
             return False
         if piece := write_down(news):
-            # the loop's clock too; asking which loop runs would cost a system call
+            # The event loop's clock; looking up the running loop would cost a system call.
             self.last_sent = time.monotonic()
             writer.write(piece)
         return True
@@ -97,7 +99,7 @@ def call_of(request: Request) -> Call:
 
 
 def new_request_id(headers: list[tuple[bytes, bytes]]) -> str:
-    """The client's own x-request-id where it sent a decent one."""
+    """Returns the client's x-request-id if it is acceptable, else a new id."""
     for name, value in headers:
         if name == b"x-request-id" and USERS_ID.fullmatch(text := value.decode("latin-1")):
             return text
@@ -105,12 +107,12 @@ def new_request_id(headers: list[tuple[bytes, bytes]]) -> str:
 
 
 async def read_body(request: Request, config: ServerConfig, body_type: type[Body]) -> Body:
-    """The body, decoded and checked.
+    """Receives, decodes and checks the body.
 
-    From here on the handler's task is cancelled when the client goes away.
+    From here on, the handler's task is cancelled when the client disconnects.
 
-    Raises ApiError: 413 too large, 408 too slow, 400 for everything that is wrong in it, with
-    `param`.
+    Raises ApiError: 413 if the body is too large, 408 if it arrives too slowly, 400 with `param` if
+    its content is wrong.
     """
     raw = await _receive(request, config)
     call = call_of(request)
@@ -121,8 +123,8 @@ async def read_body(request: Request, config: ServerConfig, body_type: type[Body
 
 
 def release_memory() -> None:
-    """Gives back to the system what large bodies and texts took, which the C library would keep."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+    """Returns the memory of large bodies and texts to the system; the C library would keep it."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc only
         trim(0)
 
 
@@ -137,7 +139,7 @@ async def _receive(request: Request, config: ServerConfig) -> bytearray:
     if declared.isdigit() and int(declared) > config.max_body_bytes:
         raise too_large(config)
     decode_chunk = decoder(request.headers.get("content-encoding", ""), config.max_body_bytes)
-    body = bytearray()  # not a list of chunks: a dripping client may send one byte in each
+    body = bytearray()  # not a list of chunks: a slow client may send one byte per chunk
     call, meters = call_of(request), request.scope["app"].state.meters
     try:
         async with asyncio.timeout(config.body_timeout_s):
@@ -162,7 +164,7 @@ async def _receive(request: Request, config: ServerConfig) -> bytearray:
                 if meters.num_body_bytes > MAX_LARGE_BODIES * config.max_body_bytes:
                     raise ApiError(
                         503,
-                        "The bodies of the requests under way are too large together.",
+                        "The bodies of all active requests are too large together.",
                         code="overloaded",
                         retry_after_s=OVERLOADED_RETRY_S,
                     )
@@ -176,9 +178,9 @@ async def _receive(request: Request, config: ServerConfig) -> bytearray:
 
 
 def watch_disconnect(request: Request, call: Call) -> None:
-    """Cancels the handler's task when the client goes away, whether it streams or computes.
+    """Cancels the handler's task when the client disconnects, whether the task streams or computes.
 
-    The body has been read.
+    The body must have been read.
     """
 
     async def watch() -> None:
@@ -193,15 +195,15 @@ def watch_disconnect(request: Request, call: Call) -> None:
 def decode_body(
     raw: bytes | bytearray, body_type: type[Body], config: ServerConfig, call: Call
 ) -> Body:
-    """JSON -> Struct, with unknown fields noted or refused."""
+    """Decodes JSON into a Struct; unknown fields are noted or rejected."""
     body, unknown = decode(raw, body_type, find_unknown=config.unknown_params != "allow")
     note_unknown(unknown, config, call)
     return body
 
 
 def note_unknown(names: Iterable[str], config: ServerConfig, call: Call) -> None:
-    """For the header x-unknown-params: fields, by their paths, that nobody knows or that change
-    nothing here.
+    """Adds the paths of fields that are unknown or have no effect to the header x-unknown-
+    params.
     """
     if config.unknown_params == "allow" or not (unknown := sorted(names)):
         return

@@ -1,6 +1,6 @@
-"""Compressed bodies: gzip to bytes, piece by piece, never more of them than may come.
+"""Decompresses gzip bodies piece by piece and enforces the size limit.
 
-Must not know: requests, what a body says.
+Must not know: requests, the content of a body.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from .errors import ApiError
 
 
 class Gunzip:
-    """Raises ApiError 413 as soon as there are more than `max_bytes`, however small the compressed
-    body is, and 400 for what is not gzip.
+    """Decompresses gzip.
+
+    Raises ApiError 413 as soon as the output exceeds `max_bytes`, regardless of the compressed
+    size, and 400 for invalid gzip.
     """
 
     def __init__(self, max_bytes: int):
@@ -33,16 +35,19 @@ class Gunzip:
                 code="request_too_large",
             )
         if self._inflate.unused_data:
-            raise _bad("there is more behind its end")
+            raise _bad("data follow its end")
         return data
 
     def end(self) -> None:
         if not self._inflate.eof:
-            raise _bad("it ends too early")
+            raise _bad("it is truncated")
 
 
 def decoder(content_encoding: str, max_bytes: int) -> Gunzip | None:
-    """None: the body comes as it is. Raises ApiError 415 for an encoding other than gzip."""
+    """The decoder for the request's content encoding; None if the body is not compressed.
+
+    Raises ApiError 415 for an encoding other than gzip.
+    """
     name = content_encoding.strip().lower()
     if name in ("", "identity"):
         return None

@@ -1,17 +1,17 @@
-"""CrossSite: keeps web pages of other sites from using a server that asks for no key.
+"""CrossSite: prevents web pages of other sites from using a server that requires no key.
 
-Must not know: routes, keys, what is answered.
+Must not know: routes, keys, the responses.
 
-A browser sends a page's requests to 127.0.0.1 like any other, and a page whose name resolves to
-127.0.0.1 counts as the same origin as the server. So where a connection comes over loopback and no
-key is asked for, three things are checked:
+A browser sends a page's requests to 127.0.0.1 like any other request, and a page whose name
+resolves to 127.0.0.1 has the same origin as the server. So, for a connection over loopback to a
+server without keys, three headers are checked:
 
     Host            a name that is not this machine's, nor in --allowed-hosts      403
-    Origin          another one than the server's, and not in --allowed-origins    403
+    Origin          not the server's own, and not in --allowed-origins             403
     Content-Type    text/plain or multipart/form-data, or a form from a browser    415
 
-A form (application/x-www-form-urlencoded) from elsewhere is accepted: `curl -d` says so whatever it
-sends. Requests without these headers come from programs, not from browsers, and pass.
+A form (application/x-www-form-urlencoded) from another program is accepted: `curl -d` sends this
+type for any data. Requests without these headers come from programs other than browsers and pass.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from .errors import ApiError
 
 LOCAL_SUFFIXES = (".localhost", ".internal")  # .internal: host.docker.internal
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-# What a page can send to another origin without asking it first.
+# The content types that a page can send to another origin without a preflight request.
 PLAIN_TYPES = frozenset({b"text/plain", b"multipart/form-data"})
 FORM_TYPE = b"application/x-www-form-urlencoded"
 
 
 class CrossSite:
-    """`has_keys`: a key protects the server, so only hosts that were named are checked.
+    """Checks the headers of requests.
 
-    Patterns of `allowed_hosts` are names, "*.example.com", or "*".
+    `has_keys`: keys protect the server, so only the host is checked, and only if hosts were
+    configured. Patterns of `allowed_hosts` are names, "*.example.com", or "*".
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class CrossSite:
             _check_type(headers)
 
     def _find_host(self, host: bytes) -> bool:
-        """An address is always accepted: nobody else can make it resolve to this machine."""
+        """The pattern that matches the host. An IP address is always accepted: DNS rebinding needs
+        a name.
+        """
         name = _host_name(host.decode("latin-1"))
         if name is None:
             return False
@@ -79,7 +82,8 @@ class CrossSite:
     def _check_origin(self, method: str, headers: dict[bytes, bytes], host: bytes) -> None:
         origin = headers.get(b"origin")
         if origin is None:
-            # A page's GET without it cannot be read by the page, and changes nothing here.
+            # Without this header, a page cannot read the response to its GET, and a GET changes
+            # nothing here.
             is_foreign = (
                 headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site")
                 and method not in SAFE_METHODS
@@ -109,13 +113,13 @@ def _check_type(headers: dict[bytes, bytes]) -> None:
 
 
 def normal_origin(origin: str) -> str:
-    """As a browser sends it."""
+    """The origin in the form that a browser sends."""
     return origin.rstrip("/")
 
 
 @lru_cache(1024)
 def is_loopback(host: str) -> bool:
-    """Whether it is an address of this machine that only this machine reaches."""
+    """Whether the address belongs to this machine and is reachable only from it."""
     address = _address(host)
     if address is None:
         return False
@@ -131,7 +135,7 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _host_name(host: str) -> str | None:
-    """A Host header without its port, in lower case; None for what is no host."""
+    """The Host header without its port, in lower case; None for an invalid host."""
     try:
         name = urlsplit(f"//{host}").hostname
     except ValueError:

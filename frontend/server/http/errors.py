@@ -1,20 +1,21 @@
-"""ApiError: everything that the server refuses or fails at, as a status and OpenAI's error object.
+"""ApiError: every error that the server reports, as a status and OpenAI's error object.
 
-Must not know: routes, requests, how an answer is sent.
+Must not know: routes, requests, how a response is sent.
 
     status  type                    code                      when
     400     invalid_request_error   (the reason, or null)     a parameter is wrong; `param` names it
     401     authentication_error    invalid_api_key           no key, or a wrong one
-    403     permission_error        admin_disabled            a route that changes the engine, without --admin
+    403     permission_error        admin_disabled            a route that needs --admin
+    403     permission_error        host_not_allowed, ...     a web page of another site (no keys)
     404     not_found_error         model_not_found, ...      no such model, route or object
     405     invalid_request_error   method_not_allowed
-    408     timeout_error           request_timeout           the client took too long to send
-    403     permission_error        host_not_allowed, ...     a web page of another site, where no key is asked for
+    408     timeout_error           request_timeout           the client sent too slowly
     413     invalid_request_error   request_too_large
-    415     invalid_request_error   unsupported_media_type    a body that is not sent as JSON
-    429     rate_limit_error        rate_limit_exceeded       the queue is full; Retry-After says when to come again
-    500     server_error            internal_error            a defect of ours, or a failure of the engine in this request
-    503     service_unavailable     model_loading, ...        loading, draining, or the engine is gone; Retry-After where it may come back
+    415     invalid_request_error   unsupported_media_type    the body is not sent as JSON
+    429     rate_limit_error        rate_limit_exceeded       the queue is full; see Retry-After
+    500     server_error            internal_error            a bug, or a failure of the engine
+    503     service_unavailable     model_loading, ...        loading, draining, or the engine has
+                                                              stopped; Retry-After if it may return
 """
 
 from __future__ import annotations
@@ -38,21 +39,24 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable",
 }
-# where they differ from TYPES
+# codes whose type differs from TYPES
 ANTHROPIC_TYPES = {
     413: "request_too_large",
     408: "timeout_error",
     500: "api_error",
     503: "overloaded_error",
 }
-INTERNAL = "The server failed while it worked on this request. Its log has the cause, under the request id of this answer."
+INTERNAL = (
+    "The server failed to process this request. Its log has the cause, under the request id of "
+    "this response."
+)
 ENGINE_GONE = "The engine has stopped; the server's log has the cause."
 
 
 class ApiError(Exception):
-    """Raised anywhere in a handler; app.py makes the answer of it.
+    """An error that any part of a handler may raise; app.py converts it to a response.
 
-    `param`: the body's field, with its path.
+    `param`: the field of the body, with its path.
     """
 
     def __init__(
@@ -83,8 +87,8 @@ class ApiError(Exception):
         return {"retry-after": str(max(1, round(self.retry_after_s)))}
 
     def body(self, path: str = "") -> bytes:
-        """JSON in the shape of the API that `path` belongs to: Anthropic's, Ollama's, else
-        OpenAI's.
+        """The JSON body in the format of the API that `path` belongs to: Anthropic's, Ollama's,
+        else OpenAI's.
         """
         if path.startswith("/v1/messages"):
             kind = ANTHROPIC_TYPES.get(self.status) or self.type
@@ -96,7 +100,7 @@ class ApiError(Exception):
         return msgspec.json.encode(self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
-        """OpenAI's object, also for the inside of a stream."""
+        """OpenAI's error object, which is also sent inside a stream."""
         return {
             "error": {
                 "message": self.message,
@@ -122,16 +126,16 @@ def missing(param: str) -> ApiError:
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """A 400 for what the API knows and this server does not do."""
+    """A 400 for a feature that the API defines and this server does not support."""
     return ApiError(400, message, code="unsupported_value", param=param)
 
 
 def context_length_exceeded(
     param: str, max_model_len: int, num_prompt_tokens: int, max_tokens: int | None = None
 ) -> ApiError:
-    """OpenAI's sentence, which clients look for.
+    """An error with OpenAI's wording, which clients search for.
 
-    `max_tokens`: those asked for, where it is they that do not fit.
+    `max_tokens`: the requested number of tokens, if it is what exceeds the context length.
     """
     if max_tokens is None:
         problem, remedy = (
@@ -145,7 +149,10 @@ def context_length_exceeded(
             f"the completion)",
             f"{param} or completion",
         )
-    message = f"This model's maximum context length is {max_model_len} tokens. However, {problem}. Please reduce the length of the {remedy}."
+    message = (
+        f"This model's maximum context length is {max_model_len} tokens. However, {problem}. "
+        f"Please reduce the length of the {remedy}."
+    )
     return ApiError(400, message, code="context_length_exceeded", param=param)
 
 
@@ -154,9 +161,10 @@ def not_found(what: str) -> ApiError:
 
 
 def from_exception(error: Exception, names: dict[str, str] | None = None) -> ApiError:
-    """What a client is told about `error`.
+    """The error that a client receives for `error`.
 
-    Nothing internal gets out: whatever is not one of ours is INTERNAL, and the log's to explain.
+    No internal detail is sent: an unexpected exception becomes INTERNAL, and only the log has the
+    cause.
 
     `names`: the engine's parameters -> the body's fields, where they differ.
     """
@@ -170,7 +178,7 @@ def from_exception(error: Exception, names: dict[str, str] | None = None) -> Api
 
 
 def refused(parameter: str, problem: str, names: dict[str, str] | None = None) -> ApiError:
-    """A parameter that the frontend or the engine refused, under the name that it has in the
+    """An error about a parameter that the frontend or the engine rejected, under its name in the
     body.
     """
     param = (names or {}).get(parameter, parameter)
@@ -179,8 +187,8 @@ def refused(parameter: str, problem: str, names: dict[str, str] | None = None) -
 
 @contextmanager
 def named(names: dict[str, str]) -> Iterator[None]:
-    """What is refused within is told by the names that the body's API has for it: the house's
-    (OpenAI's) names -> the API's.
+    """Renames parameters in the errors raised within: internal (OpenAI's) names -> the API's
+    names.
     """
     try:
         yield
@@ -194,9 +202,11 @@ def named(names: dict[str, str]) -> Iterator[None]:
 
 
 def from_status(status: int, path: str, method: str, known_paths: Iterable[str] = ()) -> ApiError:
-    """For what the router refuses. A path that is near one of `known_paths` is told of it."""
+    """The error for a response of the router. It suggests the closest of `known_paths`, if any is
+    close.
+    """
     if status == 404:
-        # a base URL with /v1 too little or too much
+        # A base URL with a missing or a repeated /v1.
         guesses = {
             path.rstrip("/"),
             f"/v1{path}".rstrip("/"),
@@ -208,5 +218,5 @@ def from_status(status: int, path: str, method: str, known_paths: Iterable[str] 
         hint = f". Did you mean {min(near)}?" if near else ""
         return ApiError(404, f"Unknown route: {method} {path}{hint}", code="unknown_url")
     if status == 405:
-        return ApiError(405, f"{path} does not take {method}", code="method_not_allowed")
+        return ApiError(405, f"{path} does not support {method}", code="method_not_allowed")
     return ApiError(status, HTTPStatus(status).phrase)

@@ -2,8 +2,8 @@
 
 Must not know: requests, routes, what a field means.
 
-Decoding and checking a field takes time in proportion to its values, and nothing else runs in the
-server meanwhile.
+The time to decode and check a field is proportional to the number of its values, and it blocks the
+event loop.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import msgspec
 
 from .errors import ApiError
 
-SMALL_BODY = 16 * 2**10  # bytes; no smaller body is worth a look
-MAX_OTHER_VALUES = 50_000  # in all fields together that the type of the body does not have
+SMALL_BODY = 16 * 2**10  # bytes; smaller bodies are not checked
+MAX_OTHER_VALUES = 50_000  # of all fields together that the body's type does not define
 
 
 class FieldLimit(NamedTuple):
-    """Of one field of a body, with all that is nested in it."""
+    """Limits of one field of a body, nested values included."""
 
-    max_values: int = 10_000  # elements of lists and members of objects
-    max_bytes: int | None = 2**20  # of its JSON; None: as many as the body may have
+    max_values: int = 10_000  # list elements and object members
+    max_bytes: int | None = 2**20  # size of its JSON; None: limited only by the size of the body
 
 
-# By the name of the field at the top of any body; other fields have FieldLimit().
+# By the name of a top-level field of any body; other fields have FieldLimit().
 LIMITS = {
     "messages": FieldLimit(50_000, None),
     "input": FieldLimit(50_000, None),
@@ -39,16 +39,16 @@ LIMITS = {
     "allowed_token_ids": FieldLimit(500_000, 8 * 2**20),
     "stop_token_ids": FieldLimit(10_000),
     "logit_bias": FieldLimit(10_000),
-    # every one of them is tokenized twice
+    # each of them is tokenized twice
     "bad_words": FieldLimit(1_024, SMALL_BODY),
-    # every one of them is searched for in every piece of text
+    # each of them is searched for in every piece of text
     "stop": FieldLimit(1_024, SMALL_BODY),
     "stop_sequences": FieldLimit(1_024, SMALL_BODY),
 }
 
 
 def check_limits(raw: bytes | bytearray, body_type: type[msgspec.Struct]) -> None:
-    """Raises ApiError, 400, naming the field that is too large; msgspec's errors for what is no
+    """Raises ApiError 400 that names the field that is too large, and msgspec's errors for invalid
     JSON.
     """
     if len(raw) <= SMALL_BODY:
@@ -57,7 +57,7 @@ def check_limits(raw: bytes | bytearray, body_type: type[msgspec.Struct]) -> Non
     try:
         fields = msgspec.structs.asdict(msgspec.json.decode(raw, type=_unread(body_type)))
     except RecursionError:
-        return  # whoever decodes it comes no further either, and knows more about the place
+        return  # decoding fails too, and reports the location
     for name, value in fields.items():
         if value is not msgspec.UNSET:
             text = bytes(value)
@@ -66,8 +66,8 @@ def check_limits(raw: bytes | bytearray, body_type: type[msgspec.Struct]) -> Non
     if num_others > MAX_OTHER_VALUES:
         raise ApiError(
             400,
-            f"The fields of the body that this server does not know, or that are given twice, have "
-            f"more than {MAX_OTHER_VALUES} values together.",
+            f"The unknown or repeated fields of the body have more than {MAX_OTHER_VALUES} values "
+            f"together.",
             code="array_above_max_length",
         )
 
@@ -83,37 +83,37 @@ def _check(name: str, text: bytes, limit: FieldLimit) -> None:
     if len(text) > limit.max_values and exceeds(text, limit.max_values):
         raise ApiError(
             400,
-            f"'{name}' must have at most {limit.max_values} values, with all that is nested in it.",
+            f"'{name}' must have at most {limit.max_values} values, nested values included.",
             code="array_above_max_length",
             param=name,
         )
 
 
 def exceeds(text: bytes, max_values: int) -> bool:
-    """Whether a JSON text has more elements of lists and members of objects, empty ones counted as
-    one.
+    """Whether a JSON text has more than the given number of list elements and object members. An
+    empty list or object counts as one.
 
-    Takes no more time for a value than for a letter.
+    The cost per value is no more than that per character.
     """
     if _num_marks(text) <= max_values:
         return False
     if b'"' not in text:
         return True
-    # without escapes a quote begins or ends a string
+    # without escapes, each quote begins or ends a string
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if plain.count(b'"') > 4 * max_values:  # a member has two strings at most
+    if plain.count(b'"') > 4 * max_values:  # a member has at most two strings
         return True
     return sum(map(_num_marks, plain.split(b'"')[::2])) > max_values
 
 
 def _num_marks(text: bytes | bytearray) -> int:
-    """How many values there are, and more where strings hold such characters."""
+    """An upper bound of the number of values; strings that contain such characters increase it."""
     return text.count(b",") + text.count(b"[") + text.count(b"{")
 
 
 @lru_cache(maxsize=256)
 def _unread(body_type: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """The same fields, each as the JSON that it is."""
+    """The same fields, each as undecoded JSON."""
     names = [field.encode_name for field in msgspec.structs.fields(body_type)]
     raw = msgspec.Raw | msgspec.UnsetType
     return msgspec.defstruct("Unread", [(name, raw, msgspec.UNSET) for name in names])

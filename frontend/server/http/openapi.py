@@ -1,5 +1,5 @@
-"""The server's own description in OpenAPI 3.1, made of the route table and of the Structs that
-bodies are decoded into and answers made of.
+"""The server's OpenAPI 3.1 description, generated from the route table and the Structs of bodies
+and responses.
 
 Must not know: what a route does.
 """
@@ -49,15 +49,16 @@ class OllamaError(msgspec.Struct):
     error: str
 
 
-# by the beginning of the path; all others: Error
+# By the start of the path; all other paths use Error.
 ERRORS = {"/v1/messages": AnthropicError, "/api/": OllamaError}
 
 
 @dataclass(frozen=True)
 class Description:
-    """`answer`: of a success; None: none is described.
+    """What the description says of a handler.
 
-    `streams`: the media type of the answer that the body's `stream` asks for.
+    `answer`: the type of a successful response; None: not described. `streams`: the media type of
+    the response if the body sets `stream`.
     """
 
     body: Any = None
@@ -68,9 +69,9 @@ class Description:
 def described(
     body: Any = None, answer: Any = None, *, streams: bool | str = False
 ) -> Callable[[Any], Any]:
-    """For handlers: what goes in and what comes out.
+    """Decorates a handler with the types of its body and response.
 
-    The first line of the handler's docstring is its title.
+    The first line of the handler's docstring is the title.
     """
 
     def note(handler: Any) -> Any:
@@ -83,8 +84,8 @@ def described(
 
 
 def description_routes(routes: list[Route], version: str, root_path: str = "") -> list[Route]:
-    """/openapi.json, which describes `routes`, to be found below `root_path`, and /docs, the same
-    as a page. Made when they are first asked for.
+    """The routes /openapi.json, which describes `routes` below `root_path`, and /docs, the same as
+    a page. Both are generated on first use.
     """
 
     @cache
@@ -109,9 +110,9 @@ def description_routes(routes: list[Route], version: str, root_path: str = "") -
 
 
 def describe(routes: Iterable[Route], version: str, root_path: str = "") -> dict[str, Any]:
-    """The whole document.
+    """Returns the whole document.
 
-    Routes whose handlers say nothing of themselves are listed by path and method alone.
+    Routes whose handlers are not decorated are listed by path and method only.
     """
     routes = list(routes)
     descriptions = [getattr(route.endpoint, "description", Description()) for route in routes]
@@ -135,7 +136,7 @@ def describe(routes: Iterable[Route], version: str, root_path: str = "") -> dict
         "info": {
             "title": "Quire",
             "version": version,
-            "description": "An LLM inference engine behind OpenAI's API and its relatives.",
+            "description": "An LLM inference server with the APIs of OpenAI, Anthropic and Ollama.",
         },
         "servers": [{"url": root_path or "/"}],
         "paths": paths,

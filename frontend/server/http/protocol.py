@@ -1,15 +1,15 @@
-"""One connection: uvicorn's HTTP protocol with the limits that it does not have: deadlines, sizes,
-numbers, readers that do not read.
+"""One connection: uvicorn's HTTP protocol with additional limits: deadlines, sizes, counts and slow
+readers.
 
-Must not know: routes, the engine, what an answer says.
+Must not know: routes, the engine, the content of a response.
 
     connected ──▶ idle ──first byte──▶ head ──▶ body ──▶ answer ──▶ idle …
-                  header_timeout_s     header_timeout_s  app.py     write_timeout_s while it lies unread
+                  header_timeout_s     header_timeout_s  app.py     write_timeout_s while unread
                   (keep_alive_timeout_s after an answer)
 
-A refusal comes after the answers that are still under way, then the connection ends: it is read on
-for LINGER_S without looking at what comes, since closing it with something unread would make the
-system take the refusal back (RST).
+An error response is sent after the responses in progress; then the connection ends. Input is read
+and discarded for LINGER_S first, since closing a socket with unread input makes the system send
+RST, which discards the error response at the client.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from http import HTTPStatus
+from types import CoroutineType
 from typing import Any
 
 import httptools
@@ -30,15 +31,18 @@ from .errors import ApiError
 from .write_batch import GatheringTransport, WriteBatch
 
 logger = logging.getLogger(__name__)
-MAX_PIPELINED = 16  # requests that one connection may send ahead of the answers
+MAX_PIPELINED = 16  # requests that one connection may pipeline
 LINGER_S = 2.0
-SPARE_CONNECTIONS = 256  # beyond max_connections are told why; beyond these they are cut off
+# connections beyond max_connections that receive an error; further ones are closed
+SPARE_CONNECTIONS = 256
 UPGRADE = re.compile(rb"(?im)^upgrade(?=:)")
-TLS_HANDSHAKE = b"\x16"  # the first byte of HTTPS
+TLS_HANDSHAKE = b"\x16"  # the first byte of a TLS connection
 
 
 class Protocol(HttpToolsProtocol):
-    """`on_refused` is told the code of each refusal. Connections of one `batch` write together."""
+    """One connection. `on_refused` is called with the code of each rejected request. Connections
+    that share a `batch` write together.
+    """
 
     def __init__(
         self,
@@ -52,17 +56,18 @@ class Protocol(HttpToolsProtocol):
         self._batch = batch
         self._limits = limits
         self._on_refused = on_refused
-        # whose answer is under way; uvicorn's `cycle` is the newest, which may wait behind it
+        # The request whose response is in progress. uvicorn's `cycle` is the newest request, which
+        # may be queued behind it.
         self._active: RequestResponseCycle | None = None
-        self._deadline: asyncio.TimerHandle | None = None  # for what the client has to send next
+        self._deadline: asyncio.TimerHandle | None = None  # for the client's next input
         self._unread_timer: asyncio.TimerHandle | None = None
         self._num_unread_bytes = 0  # when _unread_timer was set
         self._is_in_head = False
-        self._num_head_bytes = 0  # of the fields that are complete
-        # that came while the head was incomplete before and after them: a long field is not yet
-        # among those above
+        self._num_head_bytes = 0  # of the complete header fields
+        # Bytes received while the head was incomplete before and after them: a long field is not
+        # counted above until it is complete.
         self._num_raw_bytes = 0
-        # the last thing this connection is told; nothing it sends is looked at any more
+        # The last response of this connection; all later input is ignored.
         self._refusal: ApiError | None = None
 
     # ------------------------------------------------------------ the connection
@@ -74,14 +79,14 @@ class Protocol(HttpToolsProtocol):
             transport.abort()
         elif num_over > 0:
             message = (
-                f"The server has {self._limits.max_connections} connections open and takes no more."
+                f"The server has {self._limits.max_connections} connections open, the maximum."
             )
             self._refuse(ApiError(503, message, code="too_many_connections", retry_after_s=1))
         else:
             self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._set_deadline(None)
+        self._clear_deadline()
         self._stop_watching_reader()
         self._unset_keepalive_if_required()
         if self._active is not None and not self._active.response_complete:
@@ -98,10 +103,10 @@ class Protocol(HttpToolsProtocol):
         if was_in_head or self.cycle is None or not self.cycle.more_body:
             data = _without_upgrade(data)
         try:
+            assert self.parser is not None
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # a header that came in pieces: the request is answered, but if it had a body that is
-            # lost
+            # A header arrived in pieces. The request is answered, but its body, if any, is lost.
             return
         except httptools.HttpParserError as error:
             cause = error.__context__
@@ -115,9 +120,9 @@ class Protocol(HttpToolsProtocol):
         if self._deadline is None and (
             self._is_in_head or self.cycle is None or self.cycle.response_complete
         ):
-            self._expect_head()  # also for blank lines between requests, which begin none
+            self._expect_head()  # also for blank lines between requests, which begin no request
 
-    # ------------------------------------------------------------ the parser's calls
+    # ------------------------------------------------------------ callbacks of the parser
 
     def on_message_begin(self) -> None:
         self._is_in_head = True
@@ -129,13 +134,13 @@ class Protocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_in_head:  # not of a chunked body's trailer
+        if self._is_in_head:  # not in the trailer of a chunked body
             self._num_head_bytes += len(name) + len(value) + 4
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
-        self._set_deadline(None)
+        self._clear_deadline()
         if self._num_head_bytes > self._limits.max_header_bytes:
             raise self._head_too_large()
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -149,6 +154,7 @@ class Protocol(HttpToolsProtocol):
             self.cycle.transport = LastAnswer(self, self.cycle)
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _without_chunks(self.cycle)
+        assert "state" in self.scope  # set by uvicorn
         self.scope["state"]["chunk_writer"] = ChunkWriter(self.cycle)
 
     def on_message_complete(self) -> None:
@@ -156,7 +162,7 @@ class Protocol(HttpToolsProtocol):
         self.cycle.more_body = False
         # answered before it was complete: see on_response_complete
         if self.cycle.response_complete:
-            self._set_deadline(None)
+            self._clear_deadline()
             if self.cycle.keep_alive:
                 self.timeout_keep_alive_task = self.loop.call_later(
                     self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -171,14 +177,15 @@ class Protocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
+        assert self._active is not None
         is_last, is_early = self._active is self.cycle or not self.pipeline, self._active.more_body
         super().on_response_complete()
         if self.transport.is_closing():
-            self._watch_reader()  # its end may lie unread for ever
+            self._watch_reader()  # the end of the response may stay unread
         elif self._refusal is not None and is_last:
             self._send_refusal()
         elif is_early and self._deadline is None:
-            # the rest of its body is thrown away, for a while
+            # The rest of its body is discarded, for a limited time.
             self._unset_keepalive_if_required()
             self._set_deadline(LINGER_S, self.transport.abort)
 
@@ -188,25 +195,26 @@ class Protocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         super().shutdown()
-        # what lies unread, or a TLS client that does not say goodbye, must not hold up the server's
-        # end
+        # Unread output, or a TLS client that does not close its side, must not delay the shutdown.
         if self.transport.is_closing():
             self._set_deadline(LINGER_S, self.transport.abort)
 
     # ------------------------------------------------------------ deadlines
 
-    def _set_deadline(
-        self, timeout_s: float | None, then: Callable[[], None] | None = None
-    ) -> None:
+    def _set_deadline(self, timeout_s: float, then: Callable[[], None]) -> None:
+        self._clear_deadline()
+        self._deadline = self.loop.call_later(timeout_s, then)
+
+    def _clear_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = None if timeout_s is None else self.loop.call_later(timeout_s, then)
+            self._deadline = None
 
     def _expect_head(self) -> None:
         self._set_deadline(self._limits.header_timeout_s, self._on_no_head)
 
     def _on_no_head(self) -> None:
-        if not self._is_in_head:  # it never said anything: nobody waits for an answer
+        if not self._is_in_head:  # nothing was received: no client waits for a response
             self.transport.abort()
             return
         self._refuse(
@@ -218,9 +226,9 @@ class Protocol(HttpToolsProtocol):
         )
 
     def pause_writing(self) -> None:
-        """The client reads slower than we write.
+        """Called when the client reads more slowly than the server writes.
 
-        From here on it has to read something within each write_timeout_s.
+        From here on, the client has to read something within each write_timeout_s.
         """
         super().pause_writing()
         self._watch_reader()
@@ -243,11 +251,13 @@ class Protocol(HttpToolsProtocol):
         if self.transport.get_write_buffer_size() < self._num_unread_bytes:
             self._watch_reader()
             return
-        logger.info("a client has not read for %g s and is cut off", self._limits.write_timeout_s)
+        logger.info(
+            "a client has not read for %g s: closing its connection", self._limits.write_timeout_s
+        )
         self._on_refused("write_timeout")
         self.transport.abort()
 
-    # ------------------------------------------------------------ refusals
+    # ------------------------------------------------------------ rejected requests
 
     def _head_too_large(self) -> ApiError:
         return ApiError(
@@ -257,15 +267,16 @@ class Protocol(HttpToolsProtocol):
         )
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers `error` when everything before it has been answered, and ends the connection."""
+        """Sends `error` after all earlier responses, then ends the connection."""
         self._refusal = error
-        self._set_deadline(None)
+        self._clear_deadline()
+        assert error.code is not None
         self._on_refused(error.code)
         cycle, active = self.cycle, self._active
-        # it is this request's body that is wrong
+        # the error concerns the body of this request
         if cycle is not None and cycle.more_body and not cycle.response_complete:
             if cycle is active:
-                # its handler reads no further, and what it answers goes nowhere
+                # its handler reads no further, and its output is discarded
                 cycle.disconnected = True
                 cycle.message_event.set()
                 if cycle.response_started:
@@ -279,6 +290,7 @@ class Protocol(HttpToolsProtocol):
 
     def _send_refusal(self) -> None:
         error = self._refusal
+        assert error is not None
         self._unset_keepalive_if_required()
         body = error.body(self.scope.get("path", "") if self.scope else "")
         headers = {
@@ -297,16 +309,16 @@ class Protocol(HttpToolsProtocol):
         self.linger()
 
     def linger(self) -> None:
-        """The end, for a client that may still be sending."""
+        """Ends the connection of a client that may still be sending."""
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
         self._set_deadline(LINGER_S, self.transport.abort)
 
 
-class LastAnswer:
-    """The transport of a request whose answer ends the connection: uvicorn would close it while the
-    rest of the request still comes.
+class LastAnswer(asyncio.Transport):
+    """The transport of a request whose response ends the connection. uvicorn would close it while
+    the rest of the request still arrives.
     """
 
     def __init__(self, protocol: Protocol, cycle: RequestResponseCycle):
@@ -323,7 +335,7 @@ class LastAnswer:
 
 
 class ChunkWriter:
-    """For streams: writes pieces of an answer as `send` would, with less ado."""
+    """Writes pieces of a streamed response like `send`, with less overhead."""
 
     __slots__ = ("_cycle", "_flow")
 
@@ -332,9 +344,9 @@ class ChunkWriter:
         self._flow = cycle.flow
 
     def is_ready(self) -> bool:
-        """The answer has begun, and what is written now has room.
+        """Whether the response has begun and the write buffer has room.
 
-        Else it has to be `send`, which can wait.
+        Otherwise use `send`, which can wait.
         """
         return (
             not self._flow.write_paused
@@ -343,13 +355,13 @@ class ChunkWriter:
         )
 
     def write(self, body: bytes) -> None:
-        """`body` is not empty: an empty chunk would be the end."""
+        """`body` must not be empty: an empty chunk ends the response."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
-def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
-    """uvicorn's `send` for HTTP/1.0, which knows no chunks: an answer without a length ends with
-    the connection.
+def _without_chunks(cycle: RequestResponseCycle) -> Callable[..., CoroutineType[Any, Any, None]]:
+    """uvicorn's `send` for HTTP/1.0, which has no chunked encoding: a response without a length
+    ends with the connection.
     """
     send = RequestResponseCycle.send
 
@@ -358,7 +370,7 @@ def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[No
             if not any(name.lower() == b"content-length" for name, _ in message["headers"]):
                 cycle.chunked_encoding = False
         elif cycle.chunked_encoding is False and not cycle.expected_content_length:
-            # so much is expected, and no more comes
+            # set the expected length to what was sent
             cycle.expected_content_length = len(message.get("body", b""))
         await send(cycle, message)
 
@@ -366,8 +378,9 @@ def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[No
 
 
 def _without_upgrade(data: bytes) -> bytes:
-    """We speak nothing else, and the parser would take the body of who asks for it as no part of
-    HTTP. Java's client asks with every request.
+    """Removes the Upgrade header. No other protocol is supported, and the parser would treat the
+    body of a request with this header as data of that protocol. Java's client sends the header with
+    every request.
     """
     if b"pgrade" not in data and b"PGRADE" not in data:
         return data

@@ -30,7 +30,7 @@ HEADERS = {
 
 
 def reference_page(description: dict[str, Any]) -> str:
-    """`description`: as openapi.describe makes it."""
+    """Renders `description`, as returned by openapi.describe."""
     info = description["info"]
     operations = [
         _operation(method, path, operation)
@@ -52,8 +52,11 @@ def reference_page(description: dict[str, Any]) -> str:
 
 
 def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
-    """One route: its summary, and the schemas of its body and of its answer."""
-    head = f"<b>{method.upper()}</b> <code>{escape(path)}</code> {escape(operation.get('summary', ''))}"
+    """One route: its summary, and the schemas of its body and its response."""
+    head = (
+        f"<b>{method.upper()}</b> <code>{escape(path)}</code> "
+        f"{escape(operation.get('summary', ''))}"
+    )
     parts = [
         f"<p>{name}, {escape(kind)}</p>{_json(content.get('schema', {}))}"
         for name, contents in (

@@ -1,16 +1,16 @@
-"""Answers: JSON, and streams of server-sent events with little work per event.
+"""Responses: JSON, and server-sent events with little overhead per event.
 
-Must not know: what an event says.
+Must not know: the content of an event.
 
-A stream's first event decides its status: until there is one, a failure is still a plain answer.
-Silence is broken by comments.
+A stream's first event decides its status: a failure before it is an ordinary error response.
+Comments are sent during silence.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import msgspec
@@ -21,13 +21,13 @@ from .call import Call
 logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
-LARGE_ANSWER = 5000  # candidates of log-probabilities: some milliseconds
+LARGE_ANSWER = 5000  # candidates of log-probabilities; encoding them takes some milliseconds
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 encode = msgspec.json.Encoder().encode
 
 
 class Json(Response):
-    """Any msgspec-encodable value."""
+    """A response with any value that msgspec can encode."""
 
     media_type = "application/json"
 
@@ -36,9 +36,9 @@ class Json(Response):
 
 
 async def json_of(make: Callable[[], Any], num_entries: int) -> Json:
-    """The answer that `make` puts together.
+    """The response that `make` returns.
 
-    A large one is made beside the loop, so that streams go on.
+    A large one is made in a thread, so that streams are not delayed.
     """
     if num_entries < LARGE_ANSWER:
         return Json(make())
@@ -46,29 +46,30 @@ async def json_of(make: Callable[[], Any], num_entries: int) -> Json:
 
 
 def event(value: Any) -> bytes:
-    """One `data:` event."""
+    """Encodes one `data:` event."""
     return b"data: " + encode(value) + b"\n\n"
 
 
 def named_event(name: str, value: Any) -> bytes:
-    """One event with a name, for the APIs that name theirs."""
+    """Encodes one event with a name, for the APIs that name their events."""
     return b"event: " + name.encode() + b"\ndata: " + encode(value) + b"\n\n"
 
 
 class EventStream:
-    """The answer that sends `events` as they come.
+    """A response that sends `events` as they arrive.
 
-    An ASGI application, to be returned by a handler in place of a Response.
+    An ASGI application; a handler returns it in place of a Response.
 
-    events: whole events, several may be joined; closed (`aclose`) however the stream ends, which
-    aborts what feeds it. on_error: makes the last event of an exception; what was raised before the
-    first event is raised again instead, for a proper status. keep_alive_s: silence after which
-    `comment` is sent. write_timeout_s: how long a client may leave what was sent unread.
+    events: whole events, of which several may be joined; closed with `aclose` however the stream
+    ends, which aborts the requests that feed it. on_error: converts an exception to the last event;
+    an exception before the first event is raised instead, so that it sets the status. keep_alive_s:
+    seconds of silence after which `comment` is sent. write_timeout_s: seconds for which a client
+    may leave sent data unread.
     """
 
     def __init__(
         self,
-        events: AsyncIterator[bytes],
+        events: AsyncGenerator[bytes, None],
         call: Call,
         *,
         on_error: Callable[[Exception], bytes],
@@ -92,7 +93,7 @@ class EventStream:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         loop = asyncio.get_running_loop()
         self._call.last_sent = loop.time()
-        # past starlette's wrapper and our own, which look at an answer's start alone
+        # Bypasses the wrappers of starlette and app.py, which handle only the start of a response.
         send_body = self._call.send or send
         writer = self._call.chunk_writer
         self._arm(loop, send)
@@ -102,7 +103,7 @@ class EventStream:
                     await self._start(send)
                 if self._commenting is not None:
                     await self._commenting
-                # _write, without a call of its own: this is done for every token
+                # The body of _write, inlined: this runs for every token.
                 self._call.last_sent = loop.time()
                 if writer is not None and chunk and writer.is_ready():
                     writer.write(chunk)
@@ -144,12 +145,11 @@ class EventStream:
         await send({"type": "http.response.body", "body": chunk, "more_body": more})
         self._is_sending = False
 
-    # ------------------------------------------------------------ silence, and readers that do not
-    # read
+    # ------------------------------------------------------------ silence and slow readers
 
     def _arm(self, loop: asyncio.AbstractEventLoop, send: Any) -> None:
-        """One timer for the whole stream, which looks at the time of the last event: an event costs
-        it nothing.
+        """Uses one timer for the whole stream, which checks the time of the last event; events do
+        not touch the timer.
         """
 
         def tick() -> None:

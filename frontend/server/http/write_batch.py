@@ -1,10 +1,10 @@
-"""Writes of one turn of the event loop, gathered and given to the system together.
+"""Collects the writes of one event-loop iteration and passes them to the system together.
 
-Must not know: HTTP, who writes.
+Must not know: HTTP, the writers.
 
-A step of the engine makes many streams write a little each. Gathered, the calls of the system
-follow each other with nothing between them, and what one stream writes in one turn becomes one
-packet. What it saves is in tests/bench/LEDGER.md.
+After each engine step many streams write a little. Collected, their system calls follow each other
+directly, and the writes of one stream within one iteration become one packet. tests/bench/LEDGER.md
+has the measured gain.
 
     turn n     stream 1: write ─┐  stream 2: write ─┐  …
     turn n+1                    └───────────────────┴──▶ flush: send 1, send 2, …
@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import asyncio
 
-# of one transport; then it is written at once, so that the transport can say when it has enough
+# Of one transport. Beyond this the data are written at once, so that the transport can apply flow
+# control.
 MAX_GATHERED_BYTES = 64 * 1024
 
 
 class WriteBatch:
-    """The transports of one event loop that have something to flush."""
+    """The transports of one event loop that have data to flush."""
 
     def __init__(self) -> None:
         self._waiting: list[GatheringTransport] = []
@@ -35,26 +36,26 @@ class WriteBatch:
             transport.flush()
 
 
-class GatheringTransport:
-    """A transport whose writes wait for the end of the loop's turn.
+class GatheringTransport(asyncio.Transport):
+    """A transport that defers writes to the end of the event-loop iteration.
 
-    All else goes on to `transport`, after what was written before it.
+    All other calls are forwarded to `transport`, after the earlier writes.
     """
 
     def __init__(self, transport: asyncio.Transport, batch: WriteBatch):
         self._transport = transport
         self._batch = batch
-        self._gathered: list[bytes] = []
+        self._gathered: list[bytes | bytearray | memoryview] = []
         self._num_bytes = 0
-        # What changes nothing in the order of writes. Each by its name: a __getattr__ here would
-        # slow every look at any attribute.
+        # Methods that do not affect the order of writes. Listed by name: a __getattr__ would slow
+        # every attribute access.
         self.is_closing = transport.is_closing
         self.get_extra_info = transport.get_extra_info
         self.pause_reading = transport.pause_reading
         self.resume_reading = transport.resume_reading
         self.can_write_eof = transport.can_write_eof
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         if not self._gathered:
             self._batch.add(self)
         self._gathered.append(data)
@@ -70,7 +71,7 @@ class GatheringTransport:
                 self._transport.write(gathered[0] if len(gathered) == 1 else b"".join(gathered))
 
     def get_write_buffer_size(self) -> int:
-        """In bytes, those that are still gathered included."""
+        """Bytes in the buffer, including deferred ones."""
         return self._num_bytes + self._transport.get_write_buffer_size()
 
     def write_eof(self) -> None:

@@ -97,7 +97,8 @@ async def prepare(state: ServerState, call: Call, body: CompletionBody) -> Compl
         check_context(state, token_ids, params, names)
         if must_fit:
             check_room(state, token_ids, body.max_tokens, names)
-        text = prompts[index] if isinstance(prompts[index], str) else None
+        prompt = prompts[index]
+        text = prompt if isinstance(prompt, str) else None
         jobs.append(
             Job(
                 f"cmpl-{call.suffix}-{index}",
@@ -168,7 +169,7 @@ async def _tokenized(
     """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if not texts:
-        return prompts
+        return [prompt for prompt in prompts if not isinstance(prompt, str)]
     encoded = await tokenize_all(
         state,
         call,

@@ -37,7 +37,7 @@ def routes(state: ServerState) -> list[Route]:
             "block_size": config.cache_config.block_size,
             "uptime_s": time.monotonic() - state.began,
             # here, since the engine holds as many as it may
-            "num_queued": state.admission.num_waiting,
+            "num_queued": state.ready_admission().num_waiting,
             "num_finished": state.request_log.num_added,  # by this server since its start
             "has_chat_template": bool(state.template_text),
         }

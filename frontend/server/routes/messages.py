@@ -6,7 +6,7 @@ Must not know: what its fields mean for a prompt (messages_turn.py does), templa
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from hashlib import blake2b
 from typing import Any
@@ -99,7 +99,7 @@ class MessagesAnswer:
             self._events(), self._call, error_event=error_event, comment=PING
         )
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self) -> AsyncGenerator[bytes, None]:
         blocks, has_begun = Blocks(), False
         async with aclosing(self._chat.news()) as steps:
             async for (news,) in steps:
@@ -134,6 +134,7 @@ def _stop(end: ChoiceNews | Message) -> dict[str, Any]:
     """Why it ended; a stop sequence is told apart from the model's own end."""
     if end.finish_reason == "stop" and isinstance(end.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
+    assert end.finish_reason is not None
     return {"stop_reason": STOP_REASONS[end.finish_reason], "stop_sequence": None}
 
 

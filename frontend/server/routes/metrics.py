@@ -31,6 +31,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ....ipc.errors import EngineDeadError
+from ...async_llm import AsyncLLM
 from ..meters import Histogram
 from ..state import ServerState
 
@@ -153,11 +154,11 @@ class Collector:
         for name, histogram in state.meters.histograms.items():
             yield _histogram(prefix + name, histogram.about, LABELS, {values: histogram})
         if state.engine is not None:
-            yield self._cache_config(prefix, num_blocks)
+            yield self._cache_config(state.engine, prefix, num_blocks)
 
-    def _cache_config(self, prefix: str, num_blocks: int) -> Metric:
+    def _cache_config(self, engine: AsyncLLM, prefix: str, num_blocks: int) -> Metric:
         """The settings as labels of a 1, as Prometheus tells text."""
-        settings = msgspec.structs.asdict(self._state.engine.config.cache_config) | {
+        settings = msgspec.structs.asdict(engine.config.cache_config) | {
             "num_gpu_blocks": num_blocks,
             "engine": "0",
         }

@@ -6,7 +6,7 @@ Must not know: what its fields mean for a prompt (ollama_turn.py does), template
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any
@@ -123,7 +123,7 @@ class OllamaAnswer:
             self._lines(), self._call, error_event=error_line, comment=SPACE, media_type=NDJSON
         )
 
-    async def _lines(self) -> AsyncIterator[bytes]:
+    async def _lines(self) -> AsyncGenerator[bytes, None]:
         blocks, unsaid = Blocks(), []  # the log-probabilities of tokens whose text has not come yet
         async with aclosing(self._chat.news()) as steps:
             async for (news,) in steps:
@@ -161,7 +161,7 @@ class OllamaAnswer:
     def _logprobs(self, positions: list[PositionLogprobs] | None) -> dict[str, Any]:
         """In the shape of OpenAI's chat, which Ollama has taken over."""
         return (
-            {"logprobs": self._writer.chat(positions, self._chat.params.logprobs)}
+            {"logprobs": self._writer.chat(positions, self._chat.params.logprobs or 0)}
             if positions
             else {}
         )

@@ -167,6 +167,7 @@ async def _token_ids(state: ServerState, call: Call, body: TokenizeBody) -> list
             must_fit=False,
         )
         return token_ids
+    assert body.messages is not None
     tools, _ = checked_tools(body.tools, None)
     continues = bool(body.continue_final_message)
     turn = ChatTurn(

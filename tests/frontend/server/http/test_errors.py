@@ -72,4 +72,4 @@ def test_context_length_names_both_numbers() -> None:
 
 def test_statuses_of_the_router() -> None:
     assert from_status(404, "/x", "GET").code == "unknown_url"
-    assert from_status(405, "/x", "PUT").message == "/x does not take PUT"
+    assert from_status(405, "/x", "PUT").message == "/x does not support PUT"

@@ -1,5 +1,5 @@
 """Routes that change the engine for all clients: pause, resume, sleep, wake up, reset the prefix
-cache, LoRA. They answer 403 without --admin. Every query parameter is checked before the engine is
+cache, LoRA. They return 403 without --admin. All query parameters are checked before the engine is
 called.
 
 Must not know: how the engine does it.
@@ -47,7 +47,7 @@ async def pause(
     wait_for_inflight_requests: bool = False,
     clear_cache: bool = True,
 ) -> dict[str, Any]:
-    """`wait_for_inflight_requests` is vLLM's older name of mode=wait. `clear_cache` empties the
+    """`wait_for_inflight_requests` is vLLM's deprecated name of mode=wait. `clear_cache` clears the
     prefix cache, except with mode=keep.
     """
     mode = mode or ("wait" if wait_for_inflight_requests else "abort")
@@ -67,13 +67,13 @@ async def is_paused(engine: AsyncLLM) -> dict[str, Any]:
 
 
 async def sleep(engine: AsyncLLM, level: str = "1") -> dict[str, Any]:
-    """Level 1 frees the KV cache, level 2 the weights too."""
+    """Level 1 frees the KV cache, level 2 also the weights."""
     await engine.sleep(int(level))
     return {"status": "asleep"}
 
 
 async def wake_up(engine: AsyncLLM, tags: list[str] | None = None) -> dict[str, Any]:
-    """?tags=weights&tags=kv_cache wakes only these."""
+    """?tags=weights&tags=kv_cache wakes only the named parts."""
     await engine.wake_up(tags)
     return {"status": "asleep" if await engine.is_sleeping() else "awake"}
 
@@ -85,8 +85,8 @@ async def is_sleeping(engine: AsyncLLM) -> dict[str, Any]:
 async def reset_prefix_cache(
     engine: AsyncLLM, reset_running_requests: bool = False
 ) -> dict[str, Any]:
-    """`reset` is false if running requests hold blocks; `reset_running_requests` recomputes
-    them.
+    """`reset` is false if running requests use blocks; `reset_running_requests` preempts and
+    recomputes them.
     """
     return {"reset": await engine.reset_prefix_cache(reset_running_requests)}
 
@@ -118,7 +118,7 @@ def _some_of(*choices: str) -> Reader:
     return read
 
 
-# path -> (method, action, its query parameters)
+# path -> (method, action, readers of its query parameters)
 ACTIONS: dict[str, tuple[str, Action, dict[str, Reader]]] = {
     "/pause": (
         "POST",
@@ -141,7 +141,7 @@ ACTIONS: dict[str, tuple[str, Action, dict[str, Reader]]] = {
 def read_query(request: Request, readers: dict[str, Reader]) -> dict[str, Any]:
     """The values of the query parameters that were sent.
 
-    Raises ApiError 400 for a bad value and for a name that is not in `readers`.
+    Raises ApiError 400 for an invalid value and for a name that is not in `readers`.
     """
     query = request.query_params
     for name in query:
@@ -149,7 +149,7 @@ def read_query(request: Request, readers: dict[str, Reader]) -> dict[str, Any]:
             known = ", ".join(readers) or "none"
             raise invalid(
                 name,
-                f"Unknown query parameter {name!r:.40}; this route knows: {known}.",
+                f"Unknown query parameter {name!r:.40}; this route has: {known}.",
                 "unknown_parameter",
             )
     return {name: readers[name](name, query.getlist(name)) for name in query}

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: OpenAI's chat.
+"""/v1/chat/completions: OpenAI's chat API.
 
 Must not know: templates, formats of tool calls, the engine.
 """
@@ -23,8 +23,7 @@ from ..response_format import wants_compact_json
 from ..sampling import MAX_LOGPROBS, SamplingBody, check_fields, field_names, sampling_params
 from ..state import ServerState
 
-# What the template is given under these names is not the user's to set; some have a field of their
-# own.
+# Template variables that requests cannot set. Some have a field of their own.
 RESERVED_VARIABLES = frozenset(
     {
         "messages",
@@ -55,7 +54,7 @@ class ChatBody(SamplingBody, kw_only=True):
         None
     )
     verbosity: Literal["low", "medium", "high"] | None = None
-    # refused
+    # rejected
     audio: dict[str, Any] | None = None
     modalities: list[str] | None = None
     prediction: dict[str, Any] | None = None
@@ -64,7 +63,7 @@ class ChatBody(SamplingBody, kw_only=True):
     functions: list[Any] | None = None
     function_call: str | dict[str, Any] | None = None
     chat_template: str | None = None
-    # what vLLM's users know
+    # vLLM's extensions
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -89,7 +88,7 @@ def routes(state: ServerState) -> list[Route]:
 
 
 def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
-    """The body, checked."""
+    """Checks the body and converts it to a turn."""
     check_fields(body, call)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "'logprobs' must be true where 'top_logprobs' is given.")
@@ -114,7 +113,7 @@ def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
     if continues and body.messages[-1].__struct_config__.tag != "assistant":
         raise invalid(
             "continue_final_message",
-            "The last of 'messages' must be the assistant's to be continued.",
+            "The last of 'messages' must be an assistant message to be continued.",
         )
     return ChatTurn(
         request_id=f"chatcmpl-{call.suffix}",
@@ -138,9 +137,9 @@ def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
 
 
 def _template_variables(state: ServerState, call: Call, body: ChatBody) -> dict[str, Any]:
-    """What only a template can make use of.
+    """Variables that only a template can use.
 
-    A name that does not stand in its text changes nothing, and is said to be ignored.
+    A name that does not occur in the template has no effect and is reported as ignored.
     """
     variables: dict[str, Any] = {}
     if body.reasoning_effort is not None:
@@ -166,7 +165,5 @@ def checked_variables(given: dict[str, Any] | None) -> dict[str, Any]:
         return {}
     if reserved := RESERVED_VARIABLES & given.keys():
         name = f"chat_template_kwargs.{min(reserved)}"
-        raise invalid(
-            name, f"'{name}' cannot be set: the template's variables of this name are the server's."
-        )
+        raise invalid(name, f"'{name}' cannot be set: the server sets this template variable.")
     return given

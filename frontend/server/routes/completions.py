@@ -1,4 +1,4 @@
-"""/v1/completions: text in, text out.
+"""/v1/completions: OpenAI's text completion API.
 
 Must not know: chat, tools, the engine.
 """
@@ -58,7 +58,7 @@ def routes(state: ServerState) -> list[Route]:
 
 
 async def prepare(state: ServerState, call: Call, body: CompletionBody) -> CompletionAnswer:
-    """Checks everything there is to check before the engine is asked."""
+    """Checks the whole body before the engine is called."""
     engine, model = state.ready_engine(), state.check_model(body.model)
     check_fields(body, call)
     if body.suffix:
@@ -75,7 +75,7 @@ async def prepare(state: ServerState, call: Call, body: CompletionBody) -> Compl
         )
     if num_runs > (body.n or 1):  # the best are chosen by their log-probabilities
         logprobs = logprobs or 0
-    if max_tokens == 0:  # the engine gives at least one token, which is then left out
+    if max_tokens == 0:  # the engine generates at least one token, which is then omitted
         overrides |= {"n": 1, "min_tokens": 0, "output_kind": RequestOutputKind.FINAL_ONLY}
     names = field_names(body) | {"prompt_token_ids": "prompt"}
     defaults = engine.get_default_sampling_params()
@@ -114,8 +114,8 @@ async def prepare(state: ServerState, call: Call, body: CompletionBody) -> Compl
 
 
 def _num_completions(body: CompletionBody, most: int) -> int:
-    """How many the engine makes per prompt: `best_of`, of which the `n` best are returned, or
-    `n`.
+    """The number of completions to generate per prompt: `best_of`, of which the `n` best are
+    returned, or `n`.
     """
     n, best_of = body.n or 1, body.best_of or body.n or 1
     if best_of < n:
@@ -124,7 +124,7 @@ def _num_completions(body: CompletionBody, most: int) -> int:
             f"'best_of' must be at least 'n', which is {n}; got {best_of}.",
             "integer_below_min_value",
         )
-    # too great an n is found with the other parameters
+    # an n that is too large is reported with the other parameters
     if best_of > most and body.best_of is not None:
         raise invalid(
             "best_of",
@@ -134,13 +134,13 @@ def _num_completions(body: CompletionBody, most: int) -> int:
     if best_of > n and body.stream:
         raise unsupported(
             "best_of",
-            "'best_of' cannot be streamed: which completions are the best is known at their end.",
+            "'best_of' cannot be streamed: the best completions are known only when all have ended.",
         )
     return best_of
 
 
 def _prompts(prompt: Any, most: int) -> list[str | list[int]]:
-    """The four forms of `prompt` as a list of texts and lists of token ids."""
+    """Converts the four forms of `prompt` to a list of texts and lists of token ids."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = set(map(type, prompt))
@@ -151,7 +151,7 @@ def _prompts(prompt: Any, most: int) -> list[str | list[int]]:
     if len(prompt) > most:
         raise invalid(
             "prompt",
-            f"'prompt' can hold at most {most} prompts, got {len(prompt)}.",
+            f"'prompt' can have at most {most} prompts, got {len(prompt)}.",
             "array_above_max_length",
         )
     return prompt
@@ -164,8 +164,9 @@ async def _tokenized(
     adds_special_tokens: bool,
     must_fit: bool,
 ) -> list[list[int]]:
-    """Of the texts among them; `must_fit`: what is far too long for the context is refused before
-    it is tokenized.
+    """The token ids of each prompt; texts are tokenized.
+
+    `must_fit`: a text that certainly exceeds the context is rejected before it is tokenized.
     """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if not texts:

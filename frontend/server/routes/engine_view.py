@@ -1,7 +1,6 @@
-"""The engine at work, for those who watch: its state between two steps, and the time lines of the
-last requests.
+"""Views of the running engine: its state between two steps, and the timelines of recent requests.
 
-Must not know: what is shown of it, or by whom.
+Must not know: what is displayed, or by which client.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from ..request_log import MAX_REQUESTS, FinishedRequest
 from ..state import ServerState
 from ..time_line import chrome_trace, summary_of, time_line
 
-MAX_CELLS = 4096  # characters of the map of blocks; more blocks share one
+MAX_CELLS = 4096  # characters of the block map; with more blocks, several share one character
 
 
 def routes(state: ServerState) -> list[Route]:
     async def engine_state(request: Request) -> Response:
-        """`since`: the number of the last step that the caller has seen, -1 for none; steps after
-        it are told.
+        """`since`: the number of the last step that the caller has seen, -1 for none; the response
+        contains the later steps.
         """
         since = _number(request, "since", default=-1, largest=2**63 - 1)
         engine = state.ready_engine()
@@ -36,7 +35,7 @@ def routes(state: ServerState) -> list[Route]:
             "max_model_len": config.model_config.max_model_len,
             "block_size": config.cache_config.block_size,
             "uptime_s": time.monotonic() - state.began,
-            # here, since the engine holds as many as it may
+            # requests queued in this server; the engine's own queue is part of `observed`
             "num_queued": state.ready_admission().num_waiting,
             "num_finished": state.request_log.num_added,  # by this server since its start
             "has_chat_template": bool(state.template_text),
@@ -73,11 +72,11 @@ def routes(state: ServerState) -> list[Route]:
 
 
 def _number(request: Request, name: str, *, default: int, largest: int) -> int:
-    """A query parameter that is a whole number; besides those from 0 on it may be its default."""
+    """A query parameter that is an integer from 0 to `largest`, or its default."""
     text = request.query_params.get(name, str(default))
     if re.fullmatch(r"-?[0-9]{1,19}", text) and (int(text) == default or 0 <= int(text) <= largest):
         return int(text)
     raise invalid(
         name,
-        f"{name} must be a whole number from {min(default, 0)} to {largest}, got {text[:40]!r}",
+        f"{name} must be an integer from {min(default, 0)} to {largest}, got {text[:40]!r}",
     )

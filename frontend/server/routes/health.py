@@ -1,4 +1,4 @@
-"""Whether the server lives, whether it can work, and which version it is.
+"""Liveness, readiness and version.
 
 Must not know: requests.
 """
@@ -16,24 +16,25 @@ from ..http.errors import ApiError
 from ..http.sse import Json
 from ..state import ServerState
 
-# how long an answer waits for the engine's: those who probe expect one within a second
+# How long a response waits for the engine's ping; probes expect a response within one second.
 PING_S = 0.5
 
 
 class Heartbeat:
     """A ping that the engine answers between two steps.
 
-    There is one at a time, however many probes wait for it.
+    At most one is in flight, however many probes wait for it.
     """
 
     def __init__(self) -> None:
         self._ping: asyncio.Task | None = None
-        self._sent = 0.0  # of the loop's clock
+        self._sent = 0.0  # by the event loop's clock
 
     async def silent_s(self, engine: AsyncLLM) -> float:
-        """0.0: it has just answered.
+        """Seconds since the engine last answered while a ping is unanswered, during a step; 0.0 if
+        it has just answered.
 
-        Else for how long it has not: it is in a step. Raises EngineDeadError.
+        Raises EngineDeadError.
         """
         loop = asyncio.get_running_loop()
         if self._ping is None or self._ping.done():
@@ -49,16 +50,16 @@ def routes(state: ServerState) -> list[Route]:
     heartbeat = Heartbeat()
 
     async def health(request: Request) -> Response:
-        """Live: this process answers.
+        """Liveness: this process answers.
 
-        Dead engines and loading ones do not change that, except that nothing will ever work again.
+        Fails only if the engine has failed permanently, not while it loads.
         """
         if (state.engine is not None and state.engine.errored) or state.loading.error is not None:
             state.ready_engine()
         return Json({"status": "ok"})
 
     async def ready(request: Request) -> Response:
-        """Ready: the engine is there, and steps."""
+        """Readiness: the engine is loaded and completes steps."""
         engine = state.ready_engine()
         if (silent_s := await heartbeat.silent_s(engine)) > state.server_config.step_timeout_s:
             raise ApiError(
@@ -74,13 +75,13 @@ def routes(state: ServerState) -> list[Route]:
         return Json({"version": __version__})
 
     async def load(request: Request) -> Response:
-        """The number of requests that run or wait, as vLLM tells it."""
+        """The number of running and waiting requests, in vLLM's format."""
         return Json({"server_load": len(state.running_ids)})
 
     return [
         Route("/health", health),
         Route("/health/ready", ready),
-        Route("/ping", health, methods=["GET", "POST"], name="ping"),  # SageMaker's
+        Route("/ping", health, methods=["GET", "POST"], name="ping"),  # SageMaker
         Route("/load", load),
         Route("/version", version),
     ]

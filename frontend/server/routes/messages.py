@@ -1,6 +1,6 @@
 """/v1/messages: Anthropic's API.
 
-Must not know: what its fields mean for a prompt (messages_turn.py does), templates, the engine.
+Must not know: what its fields mean for a prompt (see messages_turn.py), templates, the engine.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def routes(state: ServerState) -> list[Route]:
 
 
 class MessagesAnswer:
-    """The answer to one checked body: whole or streamed."""
+    """The response to one checked body, whole or streamed."""
 
     def __init__(self, state: ServerState, call: Call, model: str, chat: ChatRun):
         self._state = state
@@ -85,7 +85,7 @@ class MessagesAnswer:
         )
 
     def _usage(self) -> dict[str, int]:
-        """Here the tokens found in the cache do not count as input."""
+        """In this API, cached tokens do not count as input tokens."""
         usage = self._chat.usage
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -131,7 +131,7 @@ class MessagesAnswer:
 
 
 def _stop(end: ChoiceNews | Message) -> dict[str, Any]:
-    """Why it ended; a stop sequence is told apart from the model's own end."""
+    """The stop reason. A stop sequence is distinguished from the model's own end."""
     if end.finish_reason == "stop" and isinstance(end.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
     assert end.finish_reason is not None
@@ -139,9 +139,9 @@ def _stop(end: ChoiceNews | Message) -> dict[str, Any]:
 
 
 def _content(block: Block) -> dict[str, Any]:
-    """A block of a whole answer.
+    """A content block of a whole response.
 
-    The arguments of a call that was cut short are no object: the answer's stop_reason is then
+    The arguments of a truncated call are not a JSON object; the response's stop_reason is then
     max_tokens.
     """
     if block.kind == TEXT:
@@ -161,9 +161,9 @@ def _tool_use(block: Block) -> dict[str, Any]:
 
 
 def _signature(block: Block) -> str:
-    """Clients hand it back and some insist on one.
+    """Clients send the signature back, and some require one.
 
-    It is never checked: thoughts are taken as they are sent.
+    It is never checked: reasoning is accepted as sent.
     """
     return blake2b(block.text.encode(), digest_size=16).hexdigest()
 

@@ -1,13 +1,14 @@
-"""/metrics: the server and its engine in numbers, for Prometheus.
+"""/metrics: metrics of the server and its engine for Prometheus.
 
-Must not know: who counts, and when.
+Must not know: where and when metrics are counted.
 
-The names are vLLM's under the prefix quire:, and with --vllm-metrics under vllm: too. Metrics that
-vLLM does not have are under quire: alone. http_requests_total and http_request_duration_seconds
-have no prefix, as in vLLM.
+The names are vLLM's with the prefix quire:, and with --vllm-metrics also with vllm:. Metrics that
+vLLM does not have use only quire:. http_requests_total and http_request_duration_seconds have no
+prefix, as in vLLM.
 
-The answer is text 0.0.4 whatever the Accept header says: prometheus-client escapes the colon of a
-name in OpenMetrics, which Prometheus 2 prefers, and dashboards ask for vllm:num_requests_running.
+The response is always in the text format 0.0.4, whatever the Accept header is: in OpenMetrics,
+which Prometheus 2 prefers, prometheus-client escapes the colon of a name, and dashboards query
+vllm:num_requests_running.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from ...async_llm import AsyncLLM
 from ..meters import Histogram
 from ..state import ServerState
 
-ENGINE_TIMEOUT_S = 2.0  # for its counters; a longer step must not make the scrape fail
+ENGINE_TIMEOUT_S = 2.0  # for the engine's counters; a longer step must not fail the scrape
 LABELS = ("model_name", "engine")
-# Routes that are asked by probes and scrapers; http_requests_total leaves them out, as vLLM does.
+# Routes that probes and scrapers poll; http_requests_total excludes them, as in vLLM.
 PROBES = frozenset({"/health", "/health/ready", "/metrics", "/ping", "/load", "/version"})
 
-# vLLM's name -> (ours in get_metrics, what it is)
+# vLLM's name -> (Quire's name in get_metrics, description)
 COUNTERS = {
     "generation_tokens": ("num_generation_tokens", "Tokens generated."),
     "prefix_cache_queries": (
@@ -48,9 +49,9 @@ COUNTERS = {
         "Prompt tokens looked up in the prefix cache.",
     ),
     "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    "num_preemptions": ("num_preemptions", "Times a running request had to make room."),
+    "num_preemptions": ("num_preemptions", "Preemptions of running requests."),
 }
-# Counters of the engine that vLLM does not have, under their own names.
+# Engine counters that vLLM does not have, under their own names.
 OWN_COUNTERS = (
     "num_recomputed_tokens",
     "num_blocks_swapped_out",
@@ -77,7 +78,7 @@ def routes(state: ServerState) -> list[Route]:
 
     async def metrics(request: Request) -> Response:
         await collector.ask_engine()
-        # some milliseconds, in which streams go on
+        # takes some milliseconds, so it runs in a thread
         text = await asyncio.to_thread(generate_latest, registry)
         return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
@@ -85,7 +86,7 @@ def routes(state: ServerState) -> list[Route]:
 
 
 class Collector:
-    """All metrics as they are now; the engine's as it told them last."""
+    """Collects the current metrics of the server and the last known metrics of the engine."""
 
     def __init__(self, state: ServerState):
         self._state = state
@@ -94,7 +95,7 @@ class Collector:
         self._is_engine_up = False
 
     async def ask_engine(self) -> None:
-        """An engine that does not answer leaves its numbers as they were, and engine_up says so."""
+        """If the engine does not answer, its metrics stay as they were, and engine_up is 0."""
         engine = self._state.engine
         self._is_engine_up = False
         if engine is not None:
@@ -108,7 +109,9 @@ class Collector:
                 pass
 
     def describe(self) -> list[Metric]:
-        """Nothing: prometheus-client would collect once just to know the names."""
+        """Returns nothing: prometheus-client would otherwise collect once just to learn the
+        names.
+        """
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -125,11 +128,11 @@ class Collector:
         gauges = {
             "num_requests_running": (
                 counts.get("num_running", 0),
-                "Requests that take part in steps.",
+                "Requests that the engine computes.",
             ),
             "num_requests_waiting": (
                 counts.get("num_waiting", 0) + counts.get("num_swapped", 0) + num_queued,
-                "Requests that wait, in the server's queue and in the engine's.",
+                "Waiting requests, in the server's queue and in the engine's.",
             ),
             "kv_cache_usage_perc": (
                 1 - counts["num_free_blocks"] / (num_blocks - 1) if num_blocks > 1 else 0.0,
@@ -145,7 +148,7 @@ class Collector:
             )
         by_reason = CounterMetricFamily(
             prefix + "request_success",
-            "Requests that have ended, by their reason.",
+            "Finished requests, by finish reason.",
             labels=(*LABELS, "finished_reason"),
         )
         for reason, count in state.meters.requests_by_reason.items():
@@ -157,7 +160,9 @@ class Collector:
             yield self._cache_config(state.engine, prefix, num_blocks)
 
     def _cache_config(self, engine: AsyncLLM, prefix: str, num_blocks: int) -> Metric:
-        """The settings as labels of a 1, as Prometheus tells text."""
+        """The cache settings as labels of a metric with value 1, the usual form of text in
+        Prometheus.
+        """
         settings = msgspec.structs.asdict(engine.config.cache_config) | {
             "num_gpu_blocks": num_blocks,
             "engine": "0",
@@ -168,7 +173,7 @@ class Collector:
         return _with(family, tuple(map(str, settings.values())), 1)
 
     def _of_the_scheduler(self, prefix: str, num_queued: int) -> Iterator[Metric]:
-        """Where prompt tokens came from, why requests wait, what sleeps, how large steps are."""
+        """Sources of prompt tokens, reasons why requests wait, sleep states, and step sizes."""
         counts, status = self._of_engine, self._status
         values = (self._state.model_name, "0")
         computed, cached = counts.get("num_prompt_tokens", 0), counts.get("prefix_cache_hits", 0)
@@ -188,7 +193,7 @@ class Collector:
         num_waiting = counts.get("num_waiting", 0) + counts.get("num_swapped", 0) + num_queued
         by_reason = GaugeMetricFamily(
             prefix + "num_requests_waiting_by_reason",
-            "Requests that wait for room (capacity), or are held by a pause (deferred).",
+            "Requests that wait for capacity, or because the engine is paused (deferred).",
             labels=(*LABELS, "reason"),
         )
         by_reason.add_metric((*values, "capacity"), num_waiting - num_held)
@@ -196,7 +201,7 @@ class Collector:
         yield by_reason
         sleep_state = GaugeMetricFamily(
             prefix + "engine_sleep_state",
-            "1 for the state that the engine is in. weights_offloaded: level 1; discard_all: 2.",
+            "1 for the engine's current state. weights_offloaded: level 1; discard_all: 2.",
             labels=(*LABELS, "sleep_state"),
         )
         now = (
@@ -222,7 +227,7 @@ class Collector:
                 requests[route, method, f"{status // 100}xx"] += count
         yield _by(
             "http_requests",
-            "HTTP requests that have ended, without those of probes.",
+            "Finished HTTP requests, probes excluded.",
             ("handler", "method", "status"),
             requests,
         )
@@ -238,11 +243,11 @@ class Collector:
         )
 
     def _own(self) -> Iterator[Metric]:
-        """What only we have."""
+        """Metrics that only Quire has."""
         state, meters, admission = self._state, self._state.meters, self._state.admission
         yield GaugeMetricFamily(
             "quire:engine_up",
-            "Whether the engine answered this very question.",
+            "Whether the engine answered this scrape.",
             value=int(self._is_engine_up),
         )
         for name in OWN_COUNTERS:
@@ -251,7 +256,7 @@ class Collector:
             )
         yield GaugeMetricFamily(
             "quire:num_requests_swapped",
-            "Requests whose KV cache lies in host memory.",
+            "Requests whose KV cache is in host memory.",
             value=self._of_engine.get("num_swapped", 0),
         )
         yield GaugeMetricFamily(
@@ -266,35 +271,35 @@ class Collector:
         )
         yield _by(
             "quire:requests_rejected",
-            "Requests that found the queue full.",
+            "Requests rejected because the queue was full.",
             ("bound",),
             admission.num_refused if admission else {},
         )
         yield _by(
             "quire:connections_refused",
-            "Connections that were refused before they had a request.",
+            "Connections rejected before their first request.",
             ("code",),
             meters.connections_refused,
         )
         yield GaugeMetricFamily(
             "quire:http_requests_in_flight",
-            "HTTP requests under way.",
+            "Active HTTP requests.",
             value=meters.num_http_requests,
         )
         yield GaugeMetricFamily(
             "quire:http_body_bytes",
-            "Bytes of the bodies of HTTP requests under way.",
+            "Bytes of the bodies of active HTTP requests.",
             value=meters.num_body_bytes,
         )
         yield _by(
             "quire:http_requests",
-            "HTTP requests that have ended.",
+            "Finished HTTP requests.",
             ("method", "route", "status"),
             meters.http_requests,
         )
         yield GaugeMetricFamily(
             "quire:start_time_seconds",
-            "When the server began, in seconds since 1970.",
+            "Start time of the server, in seconds since the Unix epoch.",
             value=state.started,
         )
 

@@ -1,4 +1,4 @@
-"""/v1/models: what this server has.
+"""/v1/models: the model that this server serves.
 
 Must not know: files, weights.
 """
@@ -18,7 +18,7 @@ from ..state import ServerState
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """OpenAI's object, with vLLM's `root`, `parent` and `max_model_len`."""
+    """OpenAI's model object, with vLLM's `root`, `parent` and `max_model_len`."""
 
     id: str
     object: Literal["model"] = "model"

@@ -1,6 +1,6 @@
 """/api/chat and /api/generate: Ollama's API, one JSON object per line.
 
-Must not know: what its fields mean for a prompt (ollama_turn.py does), templates, the engine.
+Must not know: what its fields mean for a prompt (see ollama_turn.py), templates, the engine.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ..state import ServerState
 from ..token_logprobs import TokenWriter
 
 NDJSON = b"application/x-ndjson"
-# What keeps a silent stream alive: JSON allows white space before a value, while an empty line
-# would be no JSON at all to a client that reads line by line.
+# Keeps a silent stream alive: JSON allows whitespace before a value, while an empty line would be
+# invalid JSON to a client that reads line by line.
 SPACE = b" "
 
 
@@ -77,19 +77,17 @@ def routes(state: ServerState) -> list[Route]:
 
 
 def _loaded(body: OllamaBody, model: str, empty: dict[str, Any]) -> Json:
-    """The answer to nothing, with which clients have a model loaded or unloaded."""
+    """The response to an empty request, with which clients load or unload a model."""
     if body.keep_alive in (0, "0", "0s"):
         raise unsupported(
             "keep_alive",
-            "The model stays loaded as long as the server runs: 'keep_alive' cannot be 0.",
+            "'keep_alive' cannot be 0: the model stays loaded while the server runs.",
         )
     return Json({"model": model, "created_at": now(), **empty, "done": True, "done_reason": "load"})
 
 
 class OllamaAnswer:
-    """The answer to one checked body: whole or streamed, as a chat's message or as generate's
-    response.
-    """
+    """The response to one checked body, whole or streamed, in the format of chat or of generate."""
 
     def __init__(self, state: ServerState, call: Call, model: str, chat: ChatRun, *, is_chat: bool):
         self._state = state
@@ -140,7 +138,7 @@ class OllamaAnswer:
                             else self._object(thinking=text)
                         )
                     elif what == STOP and (call := _call(block)) is not None:
-                        # a call is told whole
+                        # a call is sent whole
                         objects.append(self._object(tool_calls=[call]))
                 if news.finish_reason is not None:
                     objects.append(self._object() | self._end(news.finish_reason))
@@ -159,7 +157,7 @@ class OllamaAnswer:
         return {"model": self._model, "created_at": now(), **said, "done": False}
 
     def _logprobs(self, positions: list[PositionLogprobs] | None) -> dict[str, Any]:
-        """In the shape of OpenAI's chat, which Ollama has taken over."""
+        """In the format of OpenAI's chat API, which Ollama uses too."""
         return (
             {"logprobs": self._writer.chat(positions, self._chat.params.logprobs or 0)}
             if positions
@@ -167,7 +165,7 @@ class OllamaAnswer:
         )
 
     def _end(self, finish_reason: str | None) -> dict[str, Any]:
-        """Durations are in nanoseconds. The model has been there from the start."""
+        """Durations are in nanoseconds. load_duration is 0: the model is already loaded."""
         usage, metrics = self._chat.usage, self._chat.metrics
         total, prompt, answer = (
             (metrics.e2e_latency, metrics.prefill_time, metrics.decode_time)
@@ -187,8 +185,8 @@ class OllamaAnswer:
 
 
 def _call(block: Block) -> dict[str, Any] | None:
-    """None for what is no call, or one that was cut short: its arguments are no object, and the
-    answer's done_reason is length.
+    """None if the block is not a call, or if the call is truncated: its arguments are not a JSON
+    object, and the response's done_reason is length.
     """
     arguments = block.arguments() if block.kind == CALL else None
     if arguments is None:

@@ -1,7 +1,7 @@
-"""/api/tags, /api/show, /api/ps, /api/version: what Ollama's clients ask a server about its models;
-what it cannot do is said in a sentence.
+"""/api/tags, /api/show, /api/ps, /api/version: Ollama's routes about models. Unsupported operations
+return an error that explains why.
 
-Must not know: requests of models, files.
+Must not know: requests to models, files.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from ..http.openapi import described
 from ..http.sse import Json
 from ..state import ServerState
 
-# of Ollama's API as it is followed here; clients compare it with the least that they need
+# The version of Ollama's API that is implemented; clients compare it with the minimum they need.
 API_VERSION = "0.13.0"
 NEVER = "9999-12-31T23:59:59Z"
-ONE_MODEL = "This server has the one model that it was started with: models cannot be created, copied, fetched, sent or deleted here."
+ONE_MODEL = (
+    "This server has only the model that it was started with: models cannot be created, copied, "
+    "pulled, pushed or deleted."
+)
 REFUSED = {
     **{f"/api/{name}": ONE_MODEL for name in ("pull", "push", "create", "copy", "delete")},
-    "/api/embed": "This model writes text; it cannot embed.",
-    "/api/embeddings": "This model writes text; it cannot embed.",
+    "/api/embed": "This model generates text; it does not support embeddings.",
+    "/api/embeddings": "This model generates text; it does not support embeddings.",
 }
 
 
@@ -38,19 +41,19 @@ class ShowBody(msgspec.Struct, kw_only=True):
     """POST /api/show."""
 
     model: str | None = None
-    name: str | None = None  # its older name
-    verbose: bool | None = None  # there is no more to tell
+    name: str | None = None  # its deprecated name
+    verbose: bool | None = None  # no effect
 
 
 def routes(state: ServerState) -> list[Route]:
     @described(answer=dict[str, Any])
     async def tags(request: Request) -> Response:
-        """The models that are here, as Ollama lists them"""
+        """The available models, as Ollama lists them"""
         return Json({"models": [_model(state) | {"modified_at": _time(state.started)}]})
 
     @described(answer=dict[str, Any])
     async def ps(request: Request) -> Response:
-        """The models that are loaded, as Ollama lists them"""
+        """The loaded models, as Ollama lists them"""
         model = _model(state)
         on_gpu = state.ready_engine().config.device_config.device != "cpu"
         running = {
@@ -62,7 +65,7 @@ def routes(state: ServerState) -> list[Route]:
 
     @described(ShowBody, dict[str, Any])
     async def show(request: Request) -> Response:
-        """What Ollama's clients ask about a model"""
+        """Details of a model"""
         body = await read_body(request, state.server_config, ShowBody)
         state.ready_engine()
         name = body.model or body.name
@@ -77,7 +80,7 @@ def routes(state: ServerState) -> list[Route]:
         return Json({"version": API_VERSION, "quire": __version__})
 
     async def refuse(request: Request) -> Response:
-        """Refused, in a sentence"""
+        """Not supported; returns an error"""
         raise ApiError(400, REFUSED[request.scope["path"]], code="unsupported_value")
 
     refusals = [Route(path, refuse, methods=["POST", "DELETE"]) for path in REFUSED]

@@ -39,8 +39,9 @@ def routes(state: ServerState) -> list[Route]:
     }
 
     async def page(request: Request) -> Response:
-        """Serves the page, also while the model loads. It holds no secret: its requests need a
-        key like all others."""
+        """Serves the page, also while the model loads. It contains no secret: its requests need a
+        key like all others.
+        """
         if etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         if not _takes_gzip(request.headers.get("accept-encoding", "")):
@@ -52,7 +53,7 @@ def routes(state: ServerState) -> list[Route]:
 
 
 def join_page(folder: Path = FOLDER) -> str:
-    """page.html with every style sheet and script that it names in place of the reference."""
+    """page.html with each style sheet and script inlined in place of its reference."""
 
     def style(match: re.Match[str]) -> str:
         return f"<style>{(folder / match[1]).read_text(encoding='utf-8')}</style>"
@@ -92,7 +93,7 @@ def _digests(html: str, tag: str) -> str:
 
 
 def _takes_gzip(accept_encoding: str) -> bool:
-    """Whether gzip is named without a weight of 0."""
+    """Whether gzip is listed with a weight other than 0."""
     for coding in accept_encoding.lower().split(","):
         name, _, weight = coding.partition(";")
         if name.strip() == "gzip":

@@ -1,9 +1,9 @@
-"""/v1/embeddings, /score and /rerank: bodies are checked, and then refused in a sentence, for the
-engine generates text and cannot pool.
+"""/v1/embeddings, /score and /rerank: bodies are checked and then rejected with an explanation,
+since the engine generates text and does not support pooling.
 
 Must not know: the engine.
 
-Where pooling comes in: `refuse` goes, and each handler runs its texts with PoolingParams.
+To add pooling, remove `refuse` and run each handler's texts with PoolingParams.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
 
 
 class ScoreBody(msgspec.Struct, kw_only=True):
-    """POST /score: each of `text_1` with each of `text_2`."""
+    """POST /score: scores each of `text_1` with each of `text_2`."""
 
     text_1: Texts
     text_2: Texts
@@ -45,7 +45,7 @@ class ScoreBody(msgspec.Struct, kw_only=True):
 
 
 class RerankBody(msgspec.Struct, kw_only=True):
-    """POST /rerank: the documents in the order of what they have to do with the query."""
+    """POST /rerank: orders the documents by their relevance to the query."""
 
     query: str
     documents: Annotated[list[str | dict[str, Any]], Meta(min_length=1)]
@@ -57,19 +57,19 @@ class RerankBody(msgspec.Struct, kw_only=True):
 def routes(state: ServerState) -> list[Route]:
     @described(body=EmbeddingBody)
     async def embeddings(request: Request) -> Response:
-        """Embeddings of texts (refused: the engine cannot pool)"""
+        """Embeddings of texts (not supported)"""
         body = await read_body(request, state.server_config, EmbeddingBody)
         refuse(state, body.model, "compute embeddings")
 
     @described(body=ScoreBody)
     async def score(request: Request) -> Response:
-        """Scores of pairs of texts (refused: the engine cannot pool)"""
+        """Scores of pairs of texts (not supported)"""
         body = await read_body(request, state.server_config, ScoreBody)
         refuse(state, body.model, "score texts")
 
     @described(body=RerankBody)
     async def rerank(request: Request) -> Response:
-        """Documents in the order of their relevance (refused: the engine cannot pool)"""
+        """Documents ordered by relevance (not supported)"""
         body = await read_body(request, state.server_config, RerankBody)
         refuse(state, body.model, "rank documents")
 

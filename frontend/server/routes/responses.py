@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's API of conversations that the server may keep.
+"""/v1/responses: OpenAI's API of conversations that the server can store.
 
 Must not know: templates, the engine.
 """
@@ -23,7 +23,7 @@ from ..http.openapi import described
 from ..http.sse import Json
 from ..state import ServerState
 
-MAX_LISTED, LISTED = 100, 20  # items of one page of a list, OpenAI's
+MAX_LISTED, LISTED = 100, 20  # items per page of a list; OpenAI's limits
 
 
 def routes(state: ServerState) -> list[Route]:
@@ -39,7 +39,7 @@ def routes(state: ServerState) -> list[Route]:
 
 
 class ResponsesApi:
-    """The handlers, around the answers that are kept."""
+    """The handlers, with the store of responses."""
 
     def __init__(self, state: ServerState):
         self._state = state
@@ -90,7 +90,7 @@ class ResponsesApi:
         return Json({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
     def _conversation(self, call: Call, body: ResponsesBody) -> tuple[list[Item], int]:
-        """Every item of it, those of earlier turns first, and how many those are."""
+        """All items of the conversation, those of earlier turns first, and the number of those."""
         self._state.ready_engine()
         items = [
             self._resolved(call, item, f"input[{i}]") for i, item in enumerate(items_of(body.input))
@@ -99,7 +99,10 @@ class ResponsesApi:
             return items, 0
         previous = self._store.get(call.tenant, body.previous_response_id)
         if previous is None:
-            message = f"Previous response with id {body.previous_response_id!r:.100} not found. It is kept only if it was stored, and not for ever."
+            message = (
+                f"Previous response with id {body.previous_response_id!r:.100} not found. It is kept "
+                f"only if it was stored, and not indefinitely."
+            )
             raise invalid("previous_response_id", message, "previous_response_not_found")
         earlier = msgspec.convert(previous.conversation(), list[Item])
         return [*earlier, *items], len(earlier)
@@ -116,7 +119,7 @@ class ResponsesApi:
             )
         return msgspec.convert(found, Item)
 
-    # ------------------------------------------------------------ what is kept
+    # ------------------------------------------------------------ stored responses
 
     def _stored(self, request: Request) -> Stored:
         self._state.ready_engine()
@@ -128,7 +131,7 @@ class ResponsesApi:
 
     @described(answer=dict[str, Any])
     async def one(self, request: Request) -> Response:
-        """A response that was kept, or its end"""
+        """A stored response, or its deletion"""
         if request.method == "DELETE":
             response_id = self._stored(request).response["id"]
             self._store.pop(call_of(request).tenant, response_id)
@@ -136,17 +139,16 @@ class ResponsesApi:
         if request.query_params.get("stream") == "true":
             raise unsupported(
                 "stream",
-                "Only answers made in the background can be streamed again, and there are none "
-                "here.",
+                "Only background responses can be streamed again, and there are none here.",
             )
         return Json(self._stored(request).response)
 
     async def cancel(self, request: Request) -> Response:
-        """Refused: nothing is made in the background"""
+        """Not supported: responses are not generated in the background"""
         self._stored(request)
         raise ApiError(
             400,
-            "Only answers made in the background can be cancelled, and there are none here: close "
+            "Only background responses can be cancelled, and there are none here: close "
             "the connection.",
             code="not_cancellable",
         )
@@ -182,9 +184,9 @@ class ResponsesApi:
 
 
 async def prepare_truncated(state: ServerState, call: Call, turn: ChatTurn) -> ChatRun:
-    """As prepare_chat, after leaving out as few of the oldest messages as makes the rest fit;
-    system messages stay. Cuts only before a message of the user: no answer or result of a tool is
-    left without its question.
+    """Like prepare_chat, after leaving out as few of the oldest messages as necessary to make the
+    rest fit; system messages stay. Cuts only before a user message, so no answer or tool result is
+    kept without its question.
     """
     try:
         return await prepare_chat(state, call, turn)
@@ -197,7 +199,7 @@ async def prepare_truncated(state: ServerState, call: Call, turn: ChatTurn) -> C
         (i for i, message in enumerate(messages) if message["role"] != "system"), len(messages)
     )
     cuts = [i for i in range(num_system + 1, len(messages)) if messages[i]["role"] == "user"]
-    while cuts:  # the least cut that is enough
+    while cuts:  # the smallest cut that suffices
         middle = len(cuts) // 2
         turn.messages = messages[:num_system] + messages[cuts[middle] :]
         try:

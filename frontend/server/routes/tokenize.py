@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info, in vLLM's shapes.
+"""/tokenize, /detokenize and /tokenizer_info, in vLLM's format.
 
 Must not know: the engine.
 """
@@ -39,7 +39,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     tools: list[Tool] | None = None
-    # default: true for a text, false for a conversation, whose template writes them
+    # default: true for a text, false for a conversation, whose template writes the special tokens
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -66,7 +66,7 @@ class Detokenized(msgspec.Struct):
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
-    """As tokenizer_config.json has it."""
+    """In the format of tokenizer_config.json."""
 
     tokenizer_class: str
     vocab_size: int
@@ -117,7 +117,8 @@ def routes(state: ServerState) -> list[Route]:
         special = {key: tokenizer.special_tokens_map.get(key) for key in SPECIAL_TOKEN_KEYS}
         return Json(
             TokenizerInfo(
-                tokenizer_class="PreTrainedTokenizerFast",  # what reads such files in transformers
+                # the class that reads such files in transformers
+                tokenizer_class="PreTrainedTokenizerFast",
                 vocab_size=tokenizer.vocab_size,
                 model_max_length=state.max_model_len,
                 chat_template=state.template_text or None,
@@ -136,7 +137,7 @@ def tokenizer_of(state: ServerState) -> Tokenizer:
     tokenizer = state.ready_engine().tokenizer
     if tokenizer is None:
         raise ApiError(
-            404, "This model has no tokenizer here: it works on token ids.", code="no_tokenizer"
+            404, "This model has no tokenizer: it accepts token ids only.", code="no_tokenizer"
         )
     return tokenizer
 
@@ -146,7 +147,7 @@ def _token_texts(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
 
 
 async def beside_loop(num_tokens: int, work: Callable[[], Any]) -> Any:
-    """The result of `work`, which runs in a thread where it takes long."""
+    """The result of `work`, which runs in a thread if it takes long."""
     return work() if num_tokens < LONG_TOKENS else await asyncio.to_thread(work)
 
 
@@ -155,7 +156,7 @@ async def _token_ids(state: ServerState, call: Call, body: TokenizeBody) -> list
         raise (
             missing("prompt")
             if body.prompt is None
-            else invalid("messages", "Give 'prompt' or 'messages', not both.")
+            else invalid("messages", "Only one of 'prompt' and 'messages' is allowed.")
         )
     if body.prompt is not None:
         [token_ids] = await tokenize_all(

@@ -177,7 +177,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         400,
         "prompt",
         "array_above_max_length",
-        "'prompt' can hold at most 2048 prompts, got 3000.",
+        "'prompt' can have at most 2048 prompts, got 3000.",
     ),
     (
         "POST",
@@ -1090,7 +1090,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         400,
         None,
         None,
-        "This server has the one model that it was started with:",
+        "This server has only the model that it was started with:",
     ),
     (
         "POST",
@@ -1109,7 +1109,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         400,
         None,
         None,
-        "This model writes text; it cannot embed.",
+        "This model generates text; it does not support embeddings.",
     ),
     (
         "POST",
@@ -1200,7 +1200,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         400,
         "messages",
         "invalid_value",
-        "Give 'prompt' or 'messages', not both.",
+        "Only one of 'prompt' and 'messages' is allowed.",
     ),
     (
         "POST",
@@ -1265,7 +1265,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         400,
         "since",
         "invalid_value",
-        "since must be a whole number from -1 to",
+        "since must be an integer from -1 to",
     ),
     (
         "GET",
@@ -1305,7 +1305,15 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         "Unknown route: POST /collective_rpc",
     ),
     ("POST", "/metrics", None, 405, None, "method_not_allowed", "/metrics does not support POST"),
-    ("OPTIONS", T, None, 405, None, "method_not_allowed", "/v1/completions does not support OPTIONS"),
+    (
+        "OPTIONS",
+        T,
+        None,
+        405,
+        None,
+        "method_not_allowed",
+        "/v1/completions does not support OPTIONS",
+    ),
     (
         "POST",
         "/v1/audio/transcriptions",
@@ -1376,7 +1384,15 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         "method_not_allowed",
         "/tokenizer_info does not support POST",
     ),
-    ("GET", "/detokenize", None, 405, None, "method_not_allowed", "/detokenize does not support GET"),
+    (
+        "GET",
+        "/detokenize",
+        None,
+        405,
+        None,
+        "method_not_allowed",
+        "/detokenize does not support GET",
+    ),
     (
         "POST",
         "/v1/engine/state",
@@ -1423,7 +1439,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         400,
         None,
         None,
-        "This server has the one model that it was started with:",
+        "This server has only the model that it was started with:",
     ),
     (
         "POST",
@@ -1432,7 +1448,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         400,
         None,
         None,
-        "This server has the one model that it was started with:",
+        "This server has only the model that it was started with:",
     ),
     (
         "POST",
@@ -1441,7 +1457,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         400,
         None,
         None,
-        "This server has the one model that it was started with:",
+        "This server has only the model that it was started with:",
     ),
     (
         "DELETE",
@@ -1450,7 +1466,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         400,
         None,
         None,
-        "This server has the one model that it was started with:",
+        "This server has only the model that it was started with:",
     ),
     (
         "POST",
@@ -1549,7 +1565,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         400,
         None,
         None,
-        "This model writes text; it cannot embed.",
+        "This model generates text; it does not support embeddings.",
     ),
 ]
 

@@ -134,7 +134,7 @@ def _num_completions(body: CompletionBody, most: int) -> int:
     if best_of > n and body.stream:
         raise unsupported(
             "best_of",
-            "'best_of' cannot be streamed: the best completions are known only when all have ended.",
+            "'best_of' cannot be streamed: the best completions are known only at the end.",
         )
     return best_of
 

@@ -100,8 +100,8 @@ class ResponsesApi:
         previous = self._store.get(call.tenant, body.previous_response_id)
         if previous is None:
             message = (
-                f"Previous response with id {body.previous_response_id!r:.100} not found. It is kept "
-                f"only if it was stored, and not indefinitely."
+                f"Previous response with id {body.previous_response_id!r:.100} not found. It is "
+                f"kept only if it was stored, and not indefinitely."
             )
             raise invalid("previous_response_id", message, "previous_response_not_found")
         earlier = msgspec.convert(previous.conversation(), list[Item])
